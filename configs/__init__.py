@@ -1,0 +1,1 @@
+"""Presets, each a YAML file that `OffloadConfig.load` knows by its name."""

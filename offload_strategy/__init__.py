@@ -1,0 +1,61 @@
+"""Train models that do not fit: activations and optimizer states on host memory and SSDs.
+
+Importing this package imports neither torch nor any framework; each public name brings what it
+needs when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from offload_strategy.config import OffloadConfig
+    from offload_strategy.engine import OffloadEngine
+    from offload_strategy.errors import (
+        ConfigError,
+        CorruptDataError,
+        OffloadError,
+        StorageError,
+        TierFullError,
+    )
+    from offload_strategy.integrations.accelerate import SSDOffloadPlugin
+    from offload_strategy.integrations.lightning import SSDOffloadStrategy
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "OffloadConfig": "offload_strategy.config",
+    "OffloadEngine": "offload_strategy.engine",
+    "OffloadError": "offload_strategy.errors",
+    "ConfigError": "offload_strategy.errors",
+    "TierFullError": "offload_strategy.errors",
+    "StorageError": "offload_strategy.errors",
+    "CorruptDataError": "offload_strategy.errors",
+    "SSDOffloadPlugin": "offload_strategy.integrations.accelerate",
+    "SSDOffloadStrategy": "offload_strategy.integrations.lightning",
+}
+
+__all__ = [
+    "ConfigError",
+    "CorruptDataError",
+    "OffloadConfig",
+    "OffloadEngine",
+    "OffloadError",
+    "SSDOffloadPlugin",
+    "SSDOffloadStrategy",
+    "StorageError",
+    "TierFullError",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,83 @@
+"""Which bytes a saved tensor stands for, so that one storage is written once.
+
+[Note: identity of storages]
+Neither `id()` nor an address names a tensor for longer than it lives: both are reused at once. A
+storage is named here by the address of its C++ object while a weak reference to it is held: that
+keeps the address (not the data) from being given to another storage.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class ByteRange(NamedTuple):
+    """Bytes `start` to `end` of a storage, that is, what a view can reach."""
+
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its length in bytes."""
+        return self.end - self.start
+
+    def covers(self, other: ByteRange) -> bool:
+        """Whether every byte of `other` lies in this range."""
+        return self.start <= other.start and other.end <= self.end
+
+
+def reach(tensor: torch.Tensor) -> ByteRange:
+    """The bytes of its storage that a strided tensor can touch (strides are never negative)."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.storage_offset() * tensor.element_size()
+    return ByteRange(start, start + (last + 1) * tensor.element_size())
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Address of the storage object; names it only while the storage lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def weak_reference(tensor: torch.Tensor) -> StorageWeakRef:
+    """Keeps the storage's address from being reused, without keeping its data."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+class VersionProbe:
+    """Reads the version counter of a tensor without holding its data.
+
+    Under saved-tensor hooks autograd does not check whether a saved tensor was changed in place
+    afterwards, which would give wrong gradients in silence; so the check is made here.
+    """
+
+    __slots__ = ("_alias", "_expected", "_what")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._alias = tensor.detach()
+        # A detached alias shares the counter; pointing it at nothing lets the data go.
+        self._alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._expected = tensor._version
+        self._what = f"[{tensor.type()} {list(tensor.shape)}]"
+
+    def check(self) -> None:
+        """Raise autograd's own error if the tensor was changed since.
+
+        Raises:
+            RuntimeError: as without offload.
+        """
+        raise_if_changed(self._alias, self._expected, self._what)
+
+
+def raise_if_changed(alias: torch.Tensor, expected: int, what: str) -> None:
+    """Raise what autograd raises for a saved tensor that was changed in place."""
+    if alias._version != expected:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: {what} is at version {alias._version}; expected version {expected} "
+            "instead. Hint: enable anomaly detection to find the operation that failed to compute "
+            "its gradient, with torch.autograd.set_detect_anomaly(True)."
+        )

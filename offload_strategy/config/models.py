@@ -1,0 +1,336 @@
+"""The sections of the contract, as models that check what they are given."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, Self, TypeAlias
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from offload_strategy.config.messages import describe
+from offload_strategy.config.places import default_directory, expand_path
+from offload_strategy.config.sources import read
+from offload_strategy.config.values import (
+    AutoOrBool,
+    AutoOrCount,
+    AutoOrSize,
+    BlockSize,
+    Budget,
+    PositiveSize,
+    Size,
+)
+from offload_strategy.errors import ConfigError
+from offload_strategy.units import GiB, MiB
+
+Client = Literal["activations", "optimizer", "parameters"]
+"""A part of the package that moves tensors, by the name of its section."""
+
+ConfigSource: TypeAlias = "OffloadConfig | Mapping[str, Any] | str | os.PathLike[str] | None"
+"""Anything that `OffloadConfig.load` reads."""
+
+_TierNames = Annotated[
+    list[str] | None,
+    Field(
+        description="Names of the tiers to use, in order of preference; null means all tiers in "
+        "the order in which they are listed."
+    ),
+]
+
+
+class _Section(BaseModel):
+    # use_attribute_docstrings: the text under a field is its description in the JSON schema too.
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class _Client(_Section):
+    @field_validator("tiers", check_fields=False)
+    @classmethod
+    def _some_tier(cls, tiers: list[str] | None) -> list[str] | None:
+        if tiers is not None and not tiers:
+            raise ValueError(
+                "the list is empty: leave it out to use all tiers, or set enabled: false"
+            )
+        if tiers is not None and len(set(tiers)) < len(tiers):
+            raise ValueError(f"a tier is named twice in {tiers}")
+        return tiers
+
+
+class TierConfig(_Section):
+    """One place for tensors that have left the device. Tiers are listed fastest first."""
+
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")
+    """Name of the tier, used in the sections below and in metric keys."""
+    kind: Literal["dram", "ssd"]
+    """'dram' is host memory, 'ssd' a directory on any disk or file system."""
+    path: Path | None = None
+    """Directory of an ssd tier. '~' and '$VARIABLES' are expanded. A dram tier has none."""
+    capacity: PositiveSize | None = None
+    """Most bytes to hold there. A dram tier needs it; for an ssd tier null means what the file
+    system has free."""
+    endurance_tbw: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Rated endurance of the drive in terabytes written (10^12 bytes), for its projected life."""
+
+    @field_validator("path", mode="before")
+    @classmethod
+    def _expand(cls, path: Any) -> Any:
+        if path is None:
+            return None
+        if not isinstance(path, str | os.PathLike):
+            raise ValueError("must be the path of a directory")
+        return expand_path(os.fspath(path))
+
+    @model_validator(mode="after")
+    def _belongs_together(self) -> Self:
+        if self.kind == "dram":
+            if self.path is not None:
+                raise ValueError(
+                    f"tier {self.name!r} is host memory (kind: dram) and cannot have a path: "
+                    "remove path, or set kind: ssd"
+                )
+            if self.capacity is None:
+                raise ValueError(
+                    f"tier {self.name!r} (kind: dram) needs a capacity, such as capacity: 16GiB"
+                )
+            if self.endurance_tbw is not None:
+                raise ValueError(
+                    f"tier {self.name!r} is host memory (kind: dram), which does not wear out: "
+                    "remove endurance_tbw"
+                )
+        elif self.path is None:
+            raise ValueError(
+                f"tier {self.name!r} (kind: ssd) needs a path, such as path: /mnt/nvme0"
+            )
+        return self
+
+
+class ActivationsConfig(_Client):
+    """Tensors that autograd saves for the backward pass."""
+
+    enabled: bool = True
+    """Whether saved tensors are moved."""
+    tiers: _TierNames = None
+    min_size: Size = 1 * MiB
+    """Storages below this many bytes stay on the device."""
+    budget: Budget = "auto"
+    """How much of a step's saved tensors may be moved: 'auto', bytes, or a share such as '70%'."""
+    prefetch: AutoOrSize = "auto"
+    """Bytes to read ahead of the backward pass: 'auto', or bytes."""
+
+    def budget_fraction(self) -> float | None:
+        """Return the budget as a share from 0 to 1, or None if it is 'auto' or in bytes."""
+        if isinstance(self.budget, str) and self.budget.endswith("%"):
+            return float(self.budget[:-1]) / 100
+        return None
+
+    def budget_bytes(self) -> int | None:
+        """Return the budget in bytes a step, or None if it is 'auto' or a share."""
+        return self.budget if isinstance(self.budget, int) else None
+
+
+class OptimizerConfig(_Client):
+    """Optimizer states, and the gradients on their way to them."""
+
+    enabled: bool = True
+    """Whether optimizer states are moved."""
+    tiers: _TierNames = None
+    subgroup_size: AutoOrCount = "auto"
+    """Parameters that are updated at a time: 'auto', or a number such as 100000000 or '100M'."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which states are kept. This version knows float32."""
+    overlap: Literal["commit", "eager", "off"] = "commit"
+    """When the update runs: 'commit' during backward, visible at step(); 'off' in step(). 'eager'
+    (visible at once) is not available in this version."""
+
+    @field_validator("overlap", mode="before")
+    @classmethod
+    def _yaml_off(cls, overlap: Any) -> Any:
+        # YAML 1.1 reads a bare `off` as the boolean false.
+        return "off" if overlap is False else overlap
+
+    @field_validator("overlap")
+    @classmethod
+    def _overlap_is_built(cls, overlap: str) -> str:
+        if overlap == "eager":
+            _not_in_this_version("overlap: eager", "use 'commit' (the default) or 'off'")
+        return overlap
+
+    @field_validator("state_dtype")
+    @classmethod
+    def _state_dtype_is_built(cls, state_dtype: str) -> str:
+        if state_dtype != "float32":
+            _not_in_this_version(f"state_dtype: {state_dtype}", "use 'float32' (the default)")
+        return state_dtype
+
+
+class ParametersConfig(_Client):
+    """The weights, streamed through the device block by block. Not available in this version."""
+
+    enabled: bool = False
+    """Whether weights are moved. This version knows false."""
+    tiers: _TierNames = None
+    blocks_in_flight: int = Field(default=2, ge=1)
+    """Blocks of the model that are on the device at a time."""
+
+    @field_validator("enabled")
+    @classmethod
+    def _is_built(cls, enabled: bool) -> bool:
+        if enabled:
+            _not_in_this_version(
+                "moving weights (parameters.enabled: true)",
+                "use enabled: false; activations and optimizer states can be moved",
+            )
+        return enabled
+
+
+class IOConfig(_Section):
+    """How bytes reach a path."""
+
+    backend: Literal["auto", "posix", "kvikio", "deepnvme"] = "auto"
+    """What moves the bytes: 'posix' is direct I/O on threads, 'auto' the best one available.
+    'kvikio' and 'deepnvme' are not available in this version."""
+    threads: int = Field(default=4, ge=1, le=256)
+    """Threads for each path and direction."""
+    block_size: BlockSize = 4 * MiB
+    """Bytes moved by one system call, a multiple of 4096."""
+    direct: AutoOrBool = "auto"
+    """Whether to bypass the page cache: 'auto' does where the file system can, true refuses where
+    it cannot."""
+    checksum: bool = False
+    """Whether every read is checked against what was written. This version knows false."""
+
+    @field_validator("backend")
+    @classmethod
+    def _backend_is_built(cls, backend: str) -> str:
+        if backend in ("kvikio", "deepnvme"):
+            _not_in_this_version(f"backend: {backend}", "use 'auto' (the default) or 'posix'")
+        return backend
+
+    @field_validator("checksum")
+    @classmethod
+    def _checksum_is_built(cls, checksum: bool) -> bool:
+        if checksum:
+            _not_in_this_version("checksum: true", "use false (the default)")
+        return checksum
+
+
+class MemoryConfig(_Section):
+    """Host memory that the package takes for its own buffers."""
+
+    pinned: PositiveSize = 4 * GiB
+    """Most bytes of staging buffers, pinned where there is a device. Dram tiers come on top."""
+
+
+class OffloadConfig(_Section):
+    """Everything that can be configured. Each section may be left out."""
+
+    tiers: list[TierConfig] = Field(
+        default_factory=lambda: [TierConfig(name="ssd", kind="ssd", path=default_directory())],
+        min_length=1,
+    )
+    """Where tensors may go, fastest first. Default: one ssd tier named 'ssd' in $SSD_OFFLOAD_DIR,
+    else in the temporary directory unless that is memory, then in /var/tmp."""
+    activations: ActivationsConfig = ActivationsConfig()
+    """Tensors that autograd saves for the backward pass."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimizer states, and the gradients on their way to them."""
+    parameters: ParametersConfig = ParametersConfig()
+    """The weights themselves."""
+    io: IOConfig = IOConfig()
+    """How bytes reach a path."""
+    memory: MemoryConfig = MemoryConfig()
+    """Host memory that the package takes for its own buffers."""
+
+    def __init__(self, /, **sections: Any) -> None:
+        # One message here as well, for a config written in code.
+        self._check(sections, "OffloadConfig")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_sections(cls, sections: Any) -> Any:
+        # A section whose lines are all commented out arrives from YAML as None.
+        if isinstance(sections, dict):
+            return {name: value for name, value in sections.items() if value is not None}
+        return sections
+
+    @field_validator("tiers")
+    @classmethod
+    def _unique_names(cls, tiers: list[TierConfig]) -> list[TierConfig]:
+        names = [tier.name for tier in tiers]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two tiers are named {name!r}: give each its own name")
+        return tiers
+
+    @field_validator("activations", "optimizer", "parameters")
+    @classmethod
+    def _known_tiers(cls, section: Any, info: ValidationInfo) -> Any:
+        if section.tiers is None or "tiers" not in info.data:
+            return section
+        known = [tier.name for tier in info.data["tiers"]]
+        for name in section.tiers:
+            if name not in known:
+                raise ValueError(
+                    f"tiers names {name!r}, but the configured tiers are: {', '.join(known)}"
+                )
+        return section
+
+    def tiers_for(self, client: Client) -> list[TierConfig]:
+        """Return the tiers that a client may use, in its order of preference.
+
+        Args:
+            client: "activations", "optimizer" or "parameters".
+        """
+        names = getattr(self, client).tiers
+        if names is None:
+            return list(self.tiers)
+        by_name = {tier.name: tier for tier in self.tiers}
+        return [by_name[name] for name in names]
+
+    def to_yaml(self) -> str:
+        """Return the whole config as YAML that `load` reads back as an equal config."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+    @classmethod
+    def load(cls, source: ConfigSource = None) -> OffloadConfig:
+        """Read a config from anything that can stand for one.
+
+        Args:
+            source: A config (returned as it is); a mapping of sections; the path of a YAML or JSON
+                file, which may be an Accelerate launch file with an `ssd_offload_config` section;
+                JSON text; the name of a preset; or None for what $SSD_OFFLOAD_CONFIG says (a path,
+                preset or JSON text), else the defaults.
+
+        Returns:
+            The checked config.
+
+        Raises:
+            ConfigError: If it cannot be read or is wrong: one message with every problem, where it
+                is, what was given and what is allowed.
+        """
+        if isinstance(source, OffloadConfig):
+            return source
+        sections, label = read(source)
+        config = cls.__new__(cls)
+        config._check(sections, label)
+        return config
+
+    def _check(self, sections: Mapping[str, Any], label: str) -> None:
+        try:
+            BaseModel.__init__(self, **sections)
+        except ValidationError as error:
+            raise ConfigError(describe(error, OffloadConfig, label)) from None
+
+
+def _not_in_this_version(what: str, instead: str) -> NoReturn:
+    raise ValueError(f"{what} is not available in this version: {instead}")

@@ -1,0 +1,375 @@
+"""The engine: what the three lines of the public contract do."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal, Self, cast
+
+import psutil
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from offload_strategy.activations import ActivationOffload, ForwardHooks
+from offload_strategy.config import Client, ConfigSource, OffloadConfig
+from offload_strategy.errors import ConfigError, OffloadError
+from offload_strategy.heap import Heap, HostTier, PathTier, Tier
+from offload_strategy.memory import BufferPool
+from offload_strategy.optimizer import OffloadedOptimizer, check_supported
+from offload_strategy.optimizer.support import expected_state_bytes
+from offload_strategy.parameters import ParameterRegistry
+from offload_strategy.planning import optimizer_need, shortfall, spare_memory_advice
+from offload_strategy.storage import Backend, Space, create_backend
+from offload_strategy.telemetry import CLIENTS, Direction, Recorder
+from offload_strategy.transfer import PathQueue
+
+logger = logging.getLogger(__name__)
+
+_SECONDS_PER_YEAR = 365.25 * 24 * 3600
+
+
+class OffloadEngine:
+    """Moves activations and optimizer states of attached models to tiers, while they train.
+
+    Use it as a context manager, or call `close`; an engine that is forgotten closes itself when it
+    is collected and when the process ends, and leaves nothing on disk either way.
+
+    Args:
+        config: an `OffloadConfig`, a mapping, a path to YAML or JSON, JSON text, a preset's name, or
+            None for ``$SSD_OFFLOAD_CONFIG`` and else the defaults.
+
+    Raises:
+        ConfigError: the config is wrong, or a tier's directory cannot be used.
+    """
+
+    def __init__(self, config: ConfigSource = None) -> None:
+        self.config = OffloadConfig.load(config)
+        self._recorder = Recorder()
+        self._resources = _open_resources(self.config, self._recorder)
+        self._finalizer = weakref.finalize(self, self._resources.close)
+        self._registry = ParameterRegistry()
+        self._activations = self._make_activations()
+        self._hooks: dict[int, tuple[weakref.ref[nn.Module], ForwardHooks]] = {}
+        self._optimizers: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
+        self._last_microbatch = True
+        self._forwards = 0
+        self._device = torch.device("cpu")
+        self._started_at = time.perf_counter()
+
+    # ------------------------------------------------------------------ attaching
+    def attach(
+        self, model: nn.Module | None = None, optimizer: Optimizer | None = None
+    ) -> Optimizer | None:
+        """Hook a model in place, and wrap its optimizer.
+
+        Args:
+            model: its saved tensors are offloaded (``activations.enabled``). May be given again
+                with another optimizer. None to swap an optimizer's states only.
+            optimizer: Adam, AdamW or SGD of `torch.optim`, whose states are swapped
+                (``optimizer.enabled``). None to offload activations only.
+
+        Returns:
+            The optimizer to use from now on, or None if none was given.
+
+        Raises:
+            ConfigError: model or parameters are attached already; there are no parameters; the
+                optimizer cannot be swapped; the tiers are too small for its states.
+            OffloadError: the engine is closed.
+        """
+        self._check_open()
+        if model is None and optimizer is None:
+            raise ConfigError("attach: pass a model, an optimizer, or both.")
+        if model is not None and not isinstance(model, nn.Module):
+            raise ConfigError(f"attach: expected a torch.nn.Module, got {type(model).__name__}.")
+        wrapped = None if optimizer is None else self._wrap(optimizer)
+        try:
+            if model is not None:
+                self._hook(model, again_is_fine=optimizer is not None)
+        except BaseException:
+            if isinstance(wrapped, OffloadedOptimizer):
+                self._unwrap(wrapped)
+            raise
+        return wrapped
+
+    def _hook(self, model: nn.Module, *, again_is_fine: bool) -> None:
+        if again_is_fine and id(model) in self._hooks:
+            return
+        if any(p.is_meta for p in model.parameters()):
+            raise ConfigError(
+                f"attach: parameters of this {type(model).__name__} are on the meta device. "
+                f"Materialise them first (model.to_empty(device=...) and load weights)."
+            )
+        self._registry.add_module(model)
+        self._note_device(model.parameters())
+        if self._activations is not None:
+            hooks = ForwardHooks(model, self._activations, owner=self)
+            self._hooks[id(model)] = (weakref.ref(model), hooks)
+
+    def _wrap(self, optimizer: Optimizer) -> Optimizer:
+        if isinstance(optimizer, OffloadedOptimizer):
+            raise ConfigError("attach: this optimizer is attached already. Attach it once.")
+        section = self.config.optimizer
+        if not section.enabled:
+            return optimizer
+        check_supported(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        tiers = self._resources.tiers_for("optimizer", self.config)
+        weights_bytes = sum(p.numel() * p.element_size() for p in parameters)
+        need = optimizer_need(expected_state_bytes(optimizer), weights_bytes, section.overlap)
+        complaint = shortfall(need, sum(tier.capacity - tier.used_bytes for tier in tiers))
+        if complaint is not None:
+            raise ConfigError(f"attach: {complaint}")
+        self._registry.claim_states(parameters)
+        self._note_device(parameters)
+        size = section.subgroup_size
+        wrapped = OffloadedOptimizer(
+            optimizer,
+            self._resources.heap,
+            tiers,
+            overlap=cast("Literal['commit', 'off']", section.overlap),
+            subgroup_size=None if size == "auto" else int(size),
+            is_last=self._is_last,
+        )
+        self._optimizers.add(wrapped)
+        return wrapped
+
+    def _unwrap(self, optimizer: OffloadedOptimizer) -> None:
+        optimizer.close()
+        self._registry.release_states(optimizer.parameters())
+        self._optimizers.discard(optimizer)
+
+    def _note_device(self, parameters: Any) -> None:
+        first = next(iter(parameters), None)
+        if first is not None:
+            self._device = first.device
+
+    def detach_model(self, model: nn.Module) -> None:
+        """Take the hooks off a model again; what left already comes back for its backward."""
+        entry = self._hooks.pop(id(model), None)
+        if entry is not None:
+            entry[1].remove()
+        self._registry.remove_module(model)
+
+    # ------------------------------------------------------------------ the loop
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Offload what autograd saves inside: for work outside of `model.forward`, like a loss."""
+        if self._activations is None or self.closed or not torch.is_grad_enabled():
+            yield
+            return
+        with self._activations.forward():
+            yield
+
+    def microbatch(self, index: int, *, last: bool) -> None:
+        """Hint, before a micro-batch's forward.
+
+        Args:
+            index: number of the micro-batch within its step, from 0.
+            last: whether `optimizer.step()` follows its backward. Without hints every backward is
+                taken for the last; that is never wrong, but work may be done twice.
+        """
+        if index < 0:
+            raise ConfigError(f"microbatch: index must be 0 or more, got {index}")
+        self._last_microbatch = last
+
+    def _is_last(self) -> bool:
+        return self._last_microbatch
+
+    def _before_forward(self) -> None:
+        self._registry.refresh()
+        self._forwards += 1
+        if self._forwards == 2:
+            self._advise()
+
+    def _advise(self) -> None:
+        """After one whole step, say so if all of this was not needed."""
+        moved = sum(
+            self._recorder.client_bytes("activations", verb) for verb in ("written", "forwarded")
+        )
+        moved += sum(expected_state_bytes(optimizer.inner) for optimizer in self._optimizers)
+        if self._device.type == "cuda":
+            free = torch.cuda.mem_get_info(self._device)[0]
+        else:
+            free = psutil.virtual_memory().available
+        advice = spare_memory_advice(moved, free)
+        if advice is not None:
+            logger.info(advice)
+
+    # ------------------------------------------------------------------ metrics
+    def metrics(self) -> dict[str, float]:
+        """Figures of this moment, flat; bytes, seconds, GB/s (1e9 bytes per second) and shares.
+
+        `offload/endurance/projected_years` is NaN while no tier has a rating
+        (``tiers[].endurance_tbw``) or nothing was written.
+        """
+        recorder, resources = self._recorder, self._resources
+        metrics: dict[str, float] = {}
+        for client in CLIENTS:
+            prefix = f"offload/{client}"
+            for verb in ("written", "read", "forwarded"):
+                metrics[f"{prefix}/{verb}_bytes"] = float(recorder.client_bytes(client, verb))
+            metrics[f"{prefix}/stall_seconds"] = recorder.stall_seconds(client)
+        for tier in resources.tiers.values():
+            prefix = f"offload/tier/{tier.name}"
+            metrics[f"{prefix}/used_bytes"] = float(tier.used_bytes)
+            metrics[f"{prefix}/read_GBps"] = recorder.bandwidth_GBps(tier.name, Direction.READ)
+            metrics[f"{prefix}/write_GBps"] = recorder.bandwidth_GBps(tier.name, Direction.WRITE)
+        usage = resources.pool.usage()
+        metrics["offload/memory/pinned_bytes"] = float(usage.held_bytes)
+        metrics["offload/memory/pinned_peak_bytes"] = float(usage.peak_bytes)
+        metrics["offload/memory/fragmentation"] = usage.fragmentation
+        metrics["offload/host/rss_bytes"] = float(psutil.Process().memory_info().rss)
+        metrics["offload/device/peak_bytes"] = self._device_peak_bytes()
+        metrics["offload/transfer/busy_seconds"] = recorder.busy_seconds()
+        metrics["offload/transfer/hidden_share"] = recorder.hidden_share()
+        metrics.update(self._endurance())
+        return metrics
+
+    def _device_peak_bytes(self) -> float:
+        if self._device.type == "cuda":
+            return float(torch.cuda.max_memory_allocated(self._device))
+        return 0.0
+
+    def _endurance(self) -> dict[str, float]:
+        elapsed = time.perf_counter() - self._started_at
+        written = 0
+        years = math.inf
+        for tier in self.config.tiers:
+            if tier.kind != "ssd":
+                continue
+            tier_written = self._recorder.tier_bytes(tier.name, Direction.WRITE)
+            written += tier_written
+            if tier.endurance_tbw is not None and tier_written and elapsed > 0:
+                rate = tier_written / elapsed
+                years = min(years, tier.endurance_tbw * 1e12 / rate / _SECONDS_PER_YEAR)
+        return {
+            "offload/endurance/written_bytes": float(written),
+            "offload/endurance/projected_years": years if math.isfinite(years) else math.nan,
+        }
+
+    # ------------------------------------------------------------------ life
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return not self._finalizer.alive
+
+    def close(self) -> None:
+        """Detach every hook, end the threads, give all memory and disk space back. Idempotent.
+
+        Optimizer states are gone after this: take `optimizer.state_dict()` before it.
+        """
+        if self._activations is not None:
+            self._activations.enabled = False
+        for reference, hooks in self._hooks.values():
+            hooks.remove()
+            if (model := reference()) is not None:
+                self._registry.remove_module(model)
+        self._hooks.clear()
+        for optimizer in list(self._optimizers):
+            self._unwrap(optimizer)
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise OffloadError("this offload engine is closed; make a new one.")
+
+    def _make_activations(self) -> ActivationOffload | None:
+        section = self.config.activations
+        if not section.enabled:
+            return None
+        fraction, limit = section.budget_fraction(), section.budget_bytes()
+        return ActivationOffload(
+            self._resources.heap,
+            self._resources.tiers_for("activations", self.config),
+            self._registry.is_weight,
+            before_forward=_weakly(self._before_forward),
+            min_size=section.min_size,
+            budget=limit if fraction is None else fraction,
+            prefetch_bytes=None if section.prefetch == "auto" else int(section.prefetch),
+        )
+
+
+@dataclass
+class _Resources:
+    """What must be given back, in order; holds no reference to the engine."""
+
+    heap: Heap
+    pool: BufferPool
+    tiers: dict[str, Tier]
+    backends: list[Backend] = field(default_factory=list)
+    spaces: list[Space] = field(default_factory=list)
+    pid: int = field(default_factory=os.getpid)
+
+    def tiers_for(self, client: Client, config: OffloadConfig) -> list[Tier]:
+        return [self.tiers[tier.name] for tier in config.tiers_for(client)]
+
+    def close(self) -> None:
+        if os.getpid() != self.pid:
+            return  # a forked child: threads and files are the parent's
+        self.heap.close()
+        for backend in self.backends:
+            backend.close()
+        for space in self.spaces:
+            space.close()
+        self.pool.close()
+
+
+def _open_resources(config: OffloadConfig, recorder: Recorder) -> _Resources:
+    pool = BufferPool(config.memory.pinned)
+    heap = Heap(pool, recorder, write_behind=config.memory.pinned)
+    resources = _Resources(heap, pool, {})
+    used: set[str] = set()
+    for client in CLIENTS:
+        if getattr(config, client).enabled:
+            used.update(tier.name for tier in config.tiers_for(cast("Client", client)))
+    try:
+        for tier in config.tiers:
+            if tier.name not in used:
+                continue
+            if tier.kind == "dram":
+                assert tier.capacity is not None
+                resources.tiers[tier.name] = HostTier(tier.name, tier.capacity)
+                continue
+            assert tier.path is not None
+            space = Space(tier.path, tier.name, tier.capacity, config.io.direct)
+            resources.spaces.append(space)
+            backend = create_backend(
+                config.io.backend, threads=config.io.threads, block_size=config.io.block_size
+            )
+            resources.backends.append(backend)
+            queue = PathQueue(space, backend, recorder)
+            resources.tiers[tier.name] = PathTier(tier.name, space, queue)
+    except BaseException:
+        resources.close()
+        raise
+    return resources
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """Call a bound method without keeping its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (alive := reference()) is not None:
+            alive()
+
+    return call

@@ -1,0 +1,7 @@
+"""The immutable tensor heap: tickets over tiers."""
+
+from offload_strategy.heap.heap import Heap
+from offload_strategy.heap.ticket import Ticket, TicketState
+from offload_strategy.heap.tiers import HostTier, PathTier, Tier
+
+__all__ = ["Heap", "HostTier", "PathTier", "Ticket", "TicketState", "Tier"]

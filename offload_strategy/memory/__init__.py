@@ -1,0 +1,6 @@
+"""Page-aligned host buffers of exactly the size asked for, recycled under one budget."""
+
+from offload_strategy.memory.buffers import HostBuffer
+from offload_strategy.memory.pool import BufferPool, MemoryUsage
+
+__all__ = ["BufferPool", "HostBuffer", "MemoryUsage"]

@@ -1,0 +1,118 @@
+"""One page-aligned host buffer, and how a tensor borrows it.
+
+[Note: buffers and the life of tensors]
+A loaded tensor *is* the buffer that the disk was read into: no copy. The buffer may be used again
+only when the last alias of that tensor is gone, which only the storage knows. `torch.frombuffer`
+keeps its exporter alive as long as the storage; the exporter here is a ctypes array over the
+mapping, and a finalizer on that array hands the buffer back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from offload_strategy.units import PAGE_BYTES, MiB, round_up
+
+#: Transparent huge pages pay from about this size on (and are only ever whole inside a mapping).
+_HUGE_PAGE_BYTES = 2 * MiB
+
+_live: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
+_parents_buffers: list[HostBuffer] = []
+
+
+class HostBuffer:
+    """Private anonymous memory of exactly `nbytes`, rounded up to the page.
+
+    Args:
+        nbytes: bytes that will be used.
+        pinned: register the memory with CUDA, so that copies to and from the device are
+            asynchronous. PyTorch's own pinned allocator rounds to the next power of two; this does
+            not (MemAscend, section on exact-size pinned memory).
+
+    Raises:
+        MemoryError: the system has no room, or refuses to lock the pages.
+    """
+
+    __slots__ = ("__weakref__", "_memory", "address", "nbytes", "pinned")
+
+    def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
+        self.nbytes = max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES))
+        self._memory = _map_private(self.nbytes)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self.pinned = pinned and _register(self.address, self.nbytes)
+        _live.add(self)
+
+    def lend(self, nbytes: int, on_return: Callable[[HostBuffer], None]) -> torch.Tensor:
+        """A flat uint8 tensor over the first `nbytes`; `on_return` runs when its storage dies.
+
+        `on_return` runs on whichever thread drops the last reference, possibly inside a garbage
+        collection: it must neither block nor take a lock.
+        """
+        array = (ctypes.c_char * max(1, nbytes)).from_buffer(self._memory)
+        finalizer = weakref.finalize(array, on_return, self)
+        finalizer.atexit = False
+        return torch.frombuffer(array, dtype=torch.uint8)[:nbytes]
+
+    def release(self) -> None:
+        """Return the memory to the system. The buffer must not be lent. Idempotent."""
+        if self.pinned:
+            _unregister(self.address)
+            self.pinned = False
+        # The array of the last loan may still be on its way out (its finalizer runs just before
+        # it lets go of the mapping); then the mapping ends with it, moments later.
+        with contextlib.suppress(BufferError):
+            self._memory.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "pinned", False):
+            _unregister(self.address)
+
+
+def _map_private(nbytes: int) -> mmap.mmap:
+    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows: an anonymous mapping of the paging file
+        return mmap.mmap(-1, nbytes)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | getattr(mmap, "MAP_ANONYMOUS", 0))
+    if nbytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        _advise(memory, mmap.MADV_HUGEPAGE)
+    if hasattr(mmap, "MADV_DONTFORK"):
+        # Data-loader workers are forked; they have no use for these pages and must not copy them.
+        _advise(memory, mmap.MADV_DONTFORK)
+    return memory
+
+
+def _advise(memory: mmap.mmap, advice: int) -> None:
+    try:
+        memory.madvise(advice)
+    except OSError:
+        return  # advice only: kernels built without it go on unadvised
+
+
+def _register(address: int, nbytes: int) -> bool:
+    error = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
+    if int(error) != 0:
+        raise MemoryError(
+            f"cudaHostRegister refused {nbytes} bytes (error {int(error)}). Lower memory.pinned, "
+            f"or raise the limit of locked memory (ulimit -l)."
+        )
+    return True
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _keep_parents_buffers() -> None:
+    # The parent's mappings do not exist in a forked child (MADV_DONTFORK). Unmapping them there
+    # could hit whatever the child mapped at the same address since: never let them be collected.
+    _parents_buffers.extend(_live)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_parents_buffers)

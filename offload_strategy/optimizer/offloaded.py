@@ -1,0 +1,263 @@
+"""The optimizer that the user gets back: theirs, with its states elsewhere."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from offload_strategy.errors import OffloadError
+from offload_strategy.heap import Heap, Tier
+from offload_strategy.optimizer.overlap import PREFETCHED_SUBGROUPS, BackwardOverlap
+from offload_strategy.optimizer.state_view import StateView
+from offload_strategy.optimizer.subgroups import Subgroup, plan_subgroups
+from offload_strategy.optimizer.updates import Updater
+
+# Attributes of the inner optimizer that must not be seen through the wrapper. GradScaler hands
+# unscaling over to optimizers that say they support it inside step(); gradients here may have been
+# used before, so it must do it itself.
+_HIDDEN = frozenset({"inner", "_step_supports_amp_scaling"})
+
+
+class OffloadedOptimizer(Optimizer):
+    """A `torch.optim.Optimizer` around the user's own, whose states live in the heap.
+
+    Groups, defaults, hooks and hyper-parameters are the inner optimizer's; nothing is copied, as
+    frameworks replace them when they load a state.
+
+    Args:
+        inner: the user's optimizer.
+        heap: where states go.
+        tiers: where they may go, in order.
+        overlap: ``"commit"`` updates during backward, ``"off"`` at `step()`; both show nothing
+            before `step()`.
+        subgroup_size: parameters per subgroup, or None to choose.
+        is_last: whether the backward that runs is the last before `step()`.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        heap: Heap,
+        tiers: Sequence[Tier],
+        *,
+        overlap: Literal["commit", "off"],
+        subgroup_size: int | None,
+        is_last: Callable[[], bool],
+    ) -> None:
+        # Not Optimizer.__init__: it would make groups, defaults and hooks of its own.
+        self.inner = inner
+        self._updater = Updater(inner, heap, tiers)
+        self._subgroup_size = subgroup_size
+        self._overlap = BackwardOverlap(self._updater, is_last) if overlap == "commit" else None
+        self._subgroups: list[Subgroup] = []
+        self._planned_parameters = 0
+        self._hooks: dict[int, Any] = {}
+        self._closed = False
+        self._state = StateView(self._updater, self._planned)
+        self._watch_parameters()
+        if any(inner.state.values()):
+            self._absorb_inner_state()
+
+    # ------------------------------------------------------------------ what the inner one has
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The inner optimizer's groups themselves."""
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.inner.param_groups = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The inner optimizer's defaults themselves."""
+        return self.inner.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self.inner.defaults = value
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """Parameter -> state dict; every look loads copies."""
+        return self._state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.inner.state = defaultdict(dict, value)
+        self._absorb_inner_state()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _HIDDEN or "inner" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "an OffloadedOptimizer cannot be copied or pickled: its states are on a tier. Copy or "
+            "save optimizer.state_dict() instead."
+        )
+
+    def __repr__(self) -> str:
+        return f"OffloadedOptimizer({self.inner!r})"
+
+    # ------------------------------------------------------------------ the step
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: evaluates the model and returns the loss, as for the plain optimizer.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            OffloadError: the engine is closed.
+            StorageError: states could not be read or written.
+        """
+        self._check_open()
+        arguments = () if closure is None else (closure,)
+        own = self.inner
+        for hook in chain(
+            torch_optimizer._global_optimizer_pre_hooks.values(),
+            own._optimizer_step_pre_hooks.values(),
+        ):
+            hook(own, arguments, {})
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.autograd.profiler.record_function(f"OffloadedOptimizer.step#{type(own).__name__}"):
+            self._update()
+        # A scheduler that was made with the inner optimizer asks whether it has stepped.
+        own._opt_called = True  # type: ignore[attr-defined]
+        for hook in chain(
+            own._optimizer_step_post_hooks.values(),
+            torch_optimizer._global_optimizer_post_hooks.values(),
+        ):
+            hook(own, arguments, {})
+        return loss
+
+    def _update(self) -> None:
+        subgroups = self._planned()
+        ahead = self._overlap.finish() if self._overlap is not None else []
+        committed = {id(speculation.subgroup) for speculation in ahead}
+        rest = [s for s in subgroups if id(s) not in committed and s.with_gradient()]
+        for position, speculation in enumerate(ahead):
+            for coming in ahead[position + 1 : position + 1 + PREFETCHED_SUBGROUPS]:
+                self._updater.fetch_weights(coming)
+            self._updater.commit(speculation)
+        for position, subgroup in enumerate(rest):
+            for next_one in rest[position + 1 : position + 1 + PREFETCHED_SUBGROUPS]:
+                self._updater.fetch(next_one)
+            self._updater.update_in_place(subgroup)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, as the plain optimizer does."""
+        if self._overlap is not None:
+            self._overlap.forget()
+        self.inner.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as the plain optimizer does."""
+        self._check_open()
+        self.inner.add_param_group(param_group)
+        self._watch_parameters()
+
+    # ------------------------------------------------------------------ state dicts
+    def state_dict(self) -> dict[str, Any]:
+        """The plain optimizer's state dict: same keys, shapes and values, in ordinary memory.
+
+        Raises:
+            OffloadError: the engine is closed, and the states with it.
+        """
+        self._check_open()
+        states: dict[torch.Tensor, dict[str, Any]] = {}
+        for subgroup in self._planned():
+            copies = self._updater.copies(subgroup)
+            states.update(zip(subgroup.parameters, copies, strict=True))
+        own = self.inner.state
+        try:
+            # In the order of the groups, as the plain optimizer would have made them.
+            own.update((p, states[p]) for p in self.parameters() if states[p])
+            return self.inner.state_dict()
+        finally:
+            for parameter in states:
+                own.pop(parameter, None)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Load a state dict, of a plain optimizer or of this one."""
+        self._check_open()
+        self.inner.load_state_dict(state_dict)
+        self._absorb_inner_state()
+
+    def _absorb_inner_state(self) -> None:
+        if self._overlap is not None:
+            self._overlap.forget()
+        for subgroup in self._planned():
+            states = [dict(self.inner.state.pop(p, {})) for p in subgroup.parameters]
+            self._updater.absorb(subgroup, states)
+
+    # ------------------------------------------------------------------ parameters and life
+    def parameters(self) -> list[torch.Tensor]:
+        """Every parameter of every group."""
+        return [p for group in self.inner.param_groups for p in group["params"]]
+
+    def _watch_parameters(self) -> None:
+        if self._overlap is None:
+            return
+        # Weak: the parameters' hooks must not keep the engine alive.
+        notify = weakref.WeakMethod(self._gradient_ready)
+
+        def gradient_ready(parameter: torch.Tensor) -> None:
+            if (method := notify()) is not None:
+                method(parameter)
+
+        for parameter in self.parameters():
+            if parameter.requires_grad and id(parameter) not in self._hooks:
+                self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(
+                    gradient_ready
+                )
+
+    def _gradient_ready(self, parameter: torch.Tensor) -> None:
+        if self._overlap is not None and not self._closed:
+            self._planned()
+            self._overlap.gradient_ready(parameter)
+
+    def _planned(self) -> list[Subgroup]:
+        """The subgroups; made when first needed, as a model may move to its device before that."""
+        count = sum(len(group["params"]) for group in self.inner.param_groups)
+        if self._planned_parameters < count:
+            self._planned_parameters = count
+            known = [p for subgroup in self._subgroups for p in subgroup.parameters]
+            self._subgroups.extend(plan_subgroups(self.inner, known, self._subgroup_size))
+            if self._overlap is not None:
+                self._overlap.watch(self._subgroups)
+        return self._subgroups
+
+    def close(self) -> None:
+        """Take every hook off the parameters and forget the states. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+        if self._overlap is not None:
+            self._overlap.forget()
+        for subgroup in self._subgroups:
+            self._updater.absorb(subgroup, [{} for _ in subgroup.parameters])
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise OffloadError(
+                "the offload engine of this optimizer is closed, and its states are gone. Take "
+                "optimizer.state_dict() before engine.close(), or close the engine after training."
+            )

@@ -1,0 +1,147 @@
+"""Subgroups: the unit in which states are read, updated and written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from offload_strategy.heap import Heap, Ticket
+from offload_strategy.optimizer.layout import Layout, packable
+
+#: Limits of `subgroup_size: auto`, in parameters: small enough to start early, large enough that
+#: a read or write is worth a request.
+_AUTO_RANGE = (1 << 18, 1 << 24)
+_AUTO_SHARE = 16
+
+
+@dataclass(eq=False)
+class StateSet:
+    """The states of one subgroup at one moment: a ticket for the tensors, the rest in memory.
+
+    Args:
+        small: for each parameter what stays in memory (step counters and the like).
+        names: for each segment of the layout, (index of the parameter, name of the state).
+        layout: how the tensors lie in the ticket.
+        ticket: their bytes; None when there are none.
+    """
+
+    small: list[dict[str, Any]]
+    names: list[tuple[int, str]] = field(default_factory=list)
+    layout: Layout = Layout((), 0)
+    ticket: Ticket | None = None
+
+    def unpack(self, flat: torch.Tensor | None) -> list[dict[str, Any]]:
+        """One state dict a parameter: copies of the small values, views of `flat` for the rest."""
+        states = [{name: _copy(value) for name, value in small.items()} for small in self.small]
+        if flat is not None:
+            for (index, name), view in zip(self.names, self.layout.views(flat), strict=True):
+                states[index][name] = view
+        return states
+
+
+@dataclass(eq=False)
+class Subgroup:
+    """Parameters of one parameter group, dtype and device that are updated together."""
+
+    group_index: int
+    parameters: list[torch.Tensor]
+    states: StateSet
+    ready: set[int] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, group_index: int, parameters: list[torch.Tensor]) -> Subgroup:
+        """A subgroup whose parameters have no state so far."""
+        return cls(group_index, parameters, StateSet([{} for _ in parameters]))
+
+    def waits_for(self) -> int:
+        """How many of its parameters take gradients."""
+        return sum(parameter.requires_grad for parameter in self.parameters)
+
+    def with_gradient(self) -> list[int]:
+        """Indices of the parameters that have a gradient now."""
+        return [index for index, p in enumerate(self.parameters) if p.grad is not None]
+
+
+def pack_states(
+    heap: Heap,
+    old: StateSet,
+    states: list[dict[str, Any]],
+    flat: torch.Tensor | None,
+    put: Any,
+) -> StateSet:
+    """Make a new state set of updated states.
+
+    Args:
+        heap: lends the buffer when a new one is needed.
+        old: the set that `states` were unpacked from.
+        states: one dict a parameter.
+        flat: the buffer that they were unpacked into and updated in; used as it is if every tensor
+            still lies in it.
+        put: gives a flat buffer to the heap and returns the ticket.
+    """
+    names = [
+        (index, name)
+        for index, state in enumerate(states)
+        for name, value in state.items()
+        if packable(value)
+    ]
+    small = [
+        {name: value for name, value in state.items() if not packable(value)} for state in states
+    ]
+    if not names:
+        return StateSet(small)
+    if flat is not None and sorted(names) == sorted(old.names):
+        in_place = all(
+            states[index][name].data_ptr() == view.data_ptr()
+            for (index, name), view in zip(old.names, old.layout.views(flat), strict=True)
+        )
+        if in_place:
+            return StateSet(small, old.names, old.layout, put(flat))
+    tensors = [states[index][name] for index, name in names]
+    layout = Layout.of(tensors)
+    fresh = heap.borrow("optimizer", layout.nbytes, tensors[0].device)
+    for view, tensor in zip(layout.views(fresh), tensors, strict=True):
+        view.copy_(tensor)
+    return StateSet(small, names, layout, put(fresh))
+
+
+def plan_subgroups(
+    optimizer: Optimizer, known: Sequence[torch.Tensor], size: int | None
+) -> Iterator[Subgroup]:
+    """Cut the parameters that are not `known` yet into subgroups, last registered first.
+
+    That is about the order in which backward completes gradients, so the first update can begin
+    early. A tensor is never cut; one that is larger than `size` is a subgroup by itself.
+
+    Args:
+        optimizer: the user's.
+        known: parameters that have a subgroup already.
+        size: parameters a subgroup at most; None to choose by the model's size.
+    """
+    seen = {id(parameter) for parameter in known}
+    total = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    low, high = _AUTO_RANGE
+    limit = size if size is not None else min(high, max(low, total // _AUTO_SHARE))
+    for group_index in reversed(range(len(optimizer.param_groups))):
+        batch: list[torch.Tensor] = []
+        for parameter in reversed(optimizer.param_groups[group_index]["params"]):
+            if id(parameter) in seen:
+                continue
+            if batch and (
+                sum(p.numel() for p in batch) + parameter.numel() > limit
+                or parameter.dtype != batch[0].dtype
+                or parameter.device != batch[0].device
+            ):
+                yield Subgroup.of(group_index, batch)
+                batch = []
+            batch.append(parameter)
+        if batch:
+            yield Subgroup.of(group_index, batch)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,114 @@
+"""The registry of parameters: tells weights from activations, and refuses a second owner."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
+
+from offload_strategy.errors import ConfigError
+
+# Across all engines of the process: two engines that swap the same parameter's state, or offload
+# the same module's activations, would each believe that the other's bytes are theirs.
+_swapped_by: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_offloaded_by: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+class ParameterRegistry:
+    """What one engine knows of the models and parameters that were attached to it."""
+
+    def __init__(self) -> None:
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._storages: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    # ------------------------------------------------------------------ owners
+    def add_module(self, module: nn.Module) -> None:
+        """Claim a module for activation offload.
+
+        Raises:
+            ConfigError: it has no parameters, or an engine has it already.
+        """
+        if next(module.parameters(), None) is None:
+            raise ConfigError(
+                f"attach: {type(module).__name__} has no parameters, so there is nothing to train. "
+                f"Attach the model itself (and after its layers are made)."
+            )
+        if _owner(_offloaded_by, module) is not None:
+            raise ConfigError(
+                f"attach: this {type(module).__name__} is attached already. Attach a model once, "
+                f"or close the engine that has it (engine.close()) first."
+            )
+        _offloaded_by[module] = weakref.ref(self)
+        self._modules.add(module)
+        for name, parameter in module.named_parameters():
+            self._names[parameter] = name
+
+    def remove_module(self, module: nn.Module) -> None:
+        """Give a module up. Idempotent."""
+        if _owner(_offloaded_by, module) is self:
+            del _offloaded_by[module]
+        self._modules.discard(module)
+
+    def claim_states(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Claim parameters for optimizer-state swapping: all of them, or none.
+
+        Raises:
+            ConfigError: one of them has an owner already.
+        """
+        parameters = list(parameters)
+        for parameter in parameters:
+            if _owner(_swapped_by, parameter) is not None:
+                raise ConfigError(
+                    f"attach: the parameter {self.name_of(parameter)!r} is swapped by another "
+                    f"optimizer already. Attach each parameter once; several optimizers are fine "
+                    f"when they share none. Close the other engine first if it is a leftover."
+                )
+        for parameter in parameters:
+            _swapped_by[parameter] = weakref.ref(self)
+
+    def release_states(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Give parameters up again. Idempotent."""
+        for parameter in parameters:
+            if _owner(_swapped_by, parameter) is self:
+                del _swapped_by[parameter]
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """Its name in the attached model, or its shape."""
+        return str(self._names.get(parameter) or f"of shape {tuple(parameter.shape)}")
+
+    # ------------------------------------------------------------------ weights
+    def refresh(self) -> None:
+        """Read anew which storages hold weights; called at the start of each forward pass."""
+        storages: dict[int, weakref.ref[torch.Tensor]] = {}
+        for module in list(self._modules):
+            for tensor in (*module.parameters(), *module.buffers()):
+                address = _storage_address(tensor)
+                if address is not None:
+                    storages[address] = weakref.ref(tensor)
+        self._storages = storages
+
+    def is_weight(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor shares its storage with a parameter or buffer: itself, a view, a tie."""
+        address = _storage_address(tensor)
+        reference = self._storages.get(address) if address is not None else None
+        if reference is None:
+            return False
+        # The address counts only while the weight that had it still does.
+        weight = reference()
+        return weight is not None and _storage_address(weight) == address
+
+
+def _owner(owners: WeakTensorKeyDictionary | WeakIdKeyDictionary, key: object) -> object | None:
+    reference = owners.get(key)
+    return None if reference is None else reference()
+
+
+def _storage_address(tensor: torch.Tensor) -> int | None:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None  # sparse tensors and some wrappers have no storage of their own

@@ -1,0 +1,73 @@
+"""The protocol of backends, and their registry: adding one is one file and one entry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, Protocol
+
+from offload_strategy.errors import ConfigError
+
+
+@dataclass(slots=True)
+class BlockRequest:
+    """Move one block between a file and memory.
+
+    Args:
+        write: True to write memory to the file, False to read.
+        fd: the file.
+        offset: byte offset in the file, a multiple of the page size.
+        address: where the bytes are in this process's memory; any alignment.
+        nbytes: how many; the file's range is rounded up to the page.
+        on_done: called once, on a thread of the backend, with None or the error. Must not raise.
+        keep_alive: whatever owns the memory.
+        before: called first, on the backend's thread, for instance to wait until a device copy
+            has filled the memory. May raise.
+    """
+
+    write: bool
+    fd: int
+    offset: int
+    address: int
+    nbytes: int
+    on_done: Callable[[BaseException | None], None]
+    keep_alive: Any = field(default=None, repr=False)
+    before: Callable[[], None] | None = field(default=None, repr=False)
+
+
+class Backend(Protocol):
+    """Moves blocks; completes them in any order."""
+
+    #: How many requests are worth having under way at once.
+    depth: int
+    #: Largest block that a request may carry, in bytes.
+    block_size: int
+
+    def submit(self, request: BlockRequest) -> None:
+        """Begin a request; returns at once."""
+
+    def close(self) -> None:
+        """Wait for what is under way, then release threads and buffers. Idempotent."""
+
+
+#: name in the config -> "module:class"; imported on demand so that optional ones cost nothing.
+_BACKENDS = {"posix": "offload_strategy.storage.posix:PosixBackend"}
+
+
+def create_backend(name: str, *, threads: int, block_size: int) -> Backend:
+    """Make the backend that `io.backend` names (``"auto"`` is posix in this version).
+
+    Raises:
+        ConfigError: no such backend.
+    """
+    target = _BACKENDS.get("posix" if name == "auto" else name)
+    if target is None:
+        raise ConfigError(
+            f"io.backend: there is no backend {name!r}; choose one of {sorted(_BACKENDS)} or auto"
+        )
+    module, _, attribute = target.partition(":")
+    backend: Backend = getattr(import_module(module), attribute)(
+        threads=threads, block_size=block_size
+    )
+    return backend

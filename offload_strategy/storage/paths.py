@@ -1,0 +1,66 @@
+"""What a directory is worth as a tier: is it there, may we write, how much room, which kind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from offload_strategy.config import is_memory_filesystem
+from offload_strategy.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryReport:
+    """What `inspect_directory` found.
+
+    Args:
+        path: the directory, with symbolic links resolved.
+        free_bytes: bytes that the file system offers to this user.
+        in_memory: whether it lives in main memory (tmpfs, ramfs).
+    """
+
+    path: Path
+    free_bytes: int
+    in_memory: bool
+
+
+def inspect_directory(path: Path, tier: str) -> DirectoryReport:
+    """Check that a directory can hold an ssd tier, without leaving anything in it.
+
+    Args:
+        path: the directory that the config names.
+        tier: the tier's name, for messages.
+
+    Raises:
+        ConfigError: it does not exist, is not a directory, or may not be written.
+    """
+    where = f"tier {tier!r} (tiers[].path)"
+    if not hasattr(os, "pread"):
+        raise ConfigError(
+            f"{where}: ssd tiers need positioned file I/O, which this system does not offer. "
+            f"Use a tier of kind dram."
+        )
+    if not path.exists():
+        nearest = next(parent for parent in path.absolute().parents if parent.exists())
+        raise ConfigError(
+            f"{where}: there is no directory {str(path)!r} (the nearest that exists is "
+            f"{str(nearest)!r}). Create it with `mkdir -p -m 700 {path}`, or name another."
+        )
+    if not path.is_dir():
+        raise ConfigError(
+            f"{where}: {str(path)!r} is not a directory. Name a directory on the disk to use; "
+            f"the files in it are made, and removed, by this package."
+        )
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{where}: the directory {str(path)!r} is not writable for this user. "
+            f"Change its owner or mode, or name another."
+        )
+    resolved = path.resolve()
+    return DirectoryReport(
+        path=resolved,
+        free_bytes=shutil.disk_usage(resolved).free,
+        in_memory=is_memory_filesystem(resolved),
+    )

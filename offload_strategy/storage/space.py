@@ -1,0 +1,208 @@
+"""One unlinked, owner-only, preallocated file per path, and the extents handed out of it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import mmap
+import os
+import secrets
+import threading
+from pathlib import Path
+from typing import Literal
+
+from offload_strategy.errors import ConfigError, StorageError, TierFullError
+from offload_strategy.storage.extents import Extent, ExtentAllocator
+from offload_strategy.storage.paths import inspect_directory
+from offload_strategy.units import PAGE_BYTES, GiB, MiB, format_size, round_up
+
+logger = logging.getLogger(__name__)
+
+#: The file grows in steps of this size: few metadata operations, large contiguous ranges.
+GROWTH_BYTES = 1 * GiB
+#: Left to others on the file system when no capacity is configured, and never taken by growth.
+RESERVE_BYTES = 64 * MiB
+
+
+class Space:
+    """The region of one ssd tier: a file without a name, so nothing outlives the process.
+
+    The file is opened with ``O_TMPFILE`` where the file system offers it; elsewhere it is created
+    exclusively, mode 0600, and unlinked at once. Either way `kill -9` leaves nothing behind.
+
+    Args:
+        directory: where the file lives.
+        tier: the tier's name, for messages.
+        capacity: bytes at most, or None for what the file system has free.
+        direct: True, False, or ``"auto"`` (direct I/O where the file system takes it).
+
+    Raises:
+        ConfigError: the directory is unusable, has too little room for `capacity`, or refuses
+            direct I/O although `direct` is True.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        tier: str,
+        capacity: int | None = None,
+        direct: bool | Literal["auto"] = "auto",
+    ) -> None:
+        report = inspect_directory(directory, tier)
+        self.tier = tier
+        self.path = report.path
+        usable = max(0, report.free_bytes - RESERVE_BYTES)
+        if capacity is not None and capacity > usable:
+            raise ConfigError(
+                f"tier {tier!r}: capacity is {format_size(capacity)}, but {self.path} has only "
+                f"{format_size(usable)} to give ({format_size(report.free_bytes)} free, less "
+                f"{format_size(RESERVE_BYTES)} kept back). Lower the capacity, free some space, or "
+                f"name another directory."
+            )
+        if usable < PAGE_BYTES:
+            raise ConfigError(
+                f"tier {tier!r}: {self.path} has too little free space "
+                f"({format_size(report.free_bytes)}). Free some, or name another directory."
+            )
+        if report.in_memory:
+            logger.warning(
+                "tier %r: %s is a file system in main memory: what is written there still fills "
+                "the host's memory. Name a directory on a disk.",
+                tier,
+                self.path,
+            )
+        self.capacity = usable if capacity is None else capacity
+        self.fd, self.direct = self._open(direct)
+        self._extents = ExtentAllocator(self.capacity)
+        self._reserved = 0
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+
+    # ------------------------------------------------------------------ extents
+    def allocate(self, nbytes: int) -> Extent | None:
+        """Hand out an extent for `nbytes`; None when the capacity or the disk is used up."""
+        with self._lock:
+            if self.fd < 0:
+                raise StorageError(f"tier {self.tier!r}: the space at {self.path} is closed")
+            extent = self._extents.allocate(nbytes)
+            if extent is None:
+                return None
+            try:
+                self._reserve(extent.offset + extent.nbytes)
+            except TierFullError:
+                self._extents.free(extent)
+                return None
+            return extent
+
+    def free(self, extent: Extent) -> None:
+        """Take an extent back."""
+        with self._lock:
+            self._extents.free(extent)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in extents that are handed out."""
+        return self._extents.used_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that could still be handed out (fragmentation aside)."""
+        return self._extents.capacity - self._extents.used_bytes
+
+    def close(self) -> None:
+        """Close the file; its space returns to the file system. Idempotent."""
+        with self._lock:
+            fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    # ------------------------------------------------------------------ the file
+    def _open(self, direct: bool | Literal["auto"]) -> tuple[int, bool]:
+        direct_flag = getattr(os, "O_DIRECT", 0)
+        if direct is not False and direct_flag:
+            with contextlib.suppress(OSError):
+                fd = self._create(direct_flag)
+                if _takes_direct_io(fd):
+                    return fd, True
+                os.close(fd)
+        if direct is True:
+            raise ConfigError(
+                f"tier {self.tier!r}: {self.path} refuses direct I/O (io.direct: true). Use "
+                f"io.direct: auto for buffered I/O there, or a directory on a local disk."
+            )
+        if direct == "auto":
+            logger.warning(
+                "tier %r: %s does not take direct I/O; using buffered I/O, which also fills the "
+                "page cache.",
+                self.tier,
+                self.path,
+            )
+        try:
+            return self._create(0), False
+        except OSError as error:
+            raise ConfigError(
+                f"tier {self.tier!r}: cannot create a file in {self.path}: {error.strerror}. "
+                f"Check the mount and the permissions, or name another directory."
+            ) from error
+
+    def _create(self, extra_flags: int) -> int:
+        flags = os.O_RDWR | extra_flags | getattr(os, "O_CLOEXEC", 0)
+        unnamed = getattr(os, "O_TMPFILE", 0)
+        if unnamed:
+            try:
+                return os.open(self.path, flags | unnamed | getattr(os, "O_EXCL", 0), 0o600)
+            except OSError as error:
+                # File systems without unnamed files answer in one of these three ways.
+                if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+                    raise
+        name = self.path / f".ssd-offload-{os.getpid()}-{secrets.token_hex(8)}"
+        flags |= os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+        fd = os.open(name, flags, 0o600)
+        os.unlink(name)
+        return fd
+
+    def _reserve(self, end: int) -> None:
+        """Make sure that the file reaches to `end`, in large steps, within what is free."""
+        if end <= self._reserved:
+            return
+        stats = os.fstatvfs(self.fd)
+        free = max(0, stats.f_bavail * stats.f_frsize - RESERVE_BYTES)
+        missing = end - self._reserved
+        if missing > free:
+            raise TierFullError(
+                f"tier {self.tier!r}: {self.path} has {format_size(free)} left, "
+                f"{format_size(missing)} more are needed"
+            )
+        step = min(round_up(missing, GROWTH_BYTES), free // PAGE_BYTES * PAGE_BYTES)
+        target = max(end, min(self._reserved + step, round_up(self.capacity, PAGE_BYTES)))
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self.fd, self._reserved, target - self._reserved)
+            else:
+                os.ftruncate(self.fd, target)
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise TierFullError(f"tier {self.tier!r}: {self.path} is full") from error
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise StorageError(
+                    f"tier {self.tier!r}: cannot grow the file in {self.path} to "
+                    f"{format_size(target)}: {error.strerror}"
+                ) from error
+            os.ftruncate(self.fd, target)
+        self._reserved = target
+
+
+def _takes_direct_io(fd: int) -> bool:
+    """Whether a page really goes out and comes back (some file systems only accept the flag)."""
+    page = mmap.mmap(-1, PAGE_BYTES)
+    try:
+        page[:4] = b"page"
+        if os.pwrite(fd, page, 0) != PAGE_BYTES or os.preadv(fd, [page], 0) != PAGE_BYTES:
+            return False
+        os.ftruncate(fd, 0)
+        return True
+    except OSError:
+        return False
+    finally:
+        page.close()

@@ -1,0 +1,5 @@
+"""What moved, when, and who waited for it: the records that every metric is a view of."""
+
+from offload_strategy.telemetry.recorder import CLIENTS, Direction, MoveRecord, Recorder
+
+__all__ = ["CLIENTS", "Direction", "MoveRecord", "Recorder"]
