@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import time
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self, cast, overload
 
 import psutil
 import torch
@@ -28,10 +27,10 @@ from offload_strategy.optimizer.support import expected_state_bytes
 from offload_strategy.parameters import ParameterRegistry
 from offload_strategy.planning import optimizer_need, shortfall, spare_memory_advice
 from offload_strategy.storage import Backend, Space, create_backend
-from offload_strategy.telemetry import CLIENTS, Direction, Recorder
+from offload_strategy.telemetry import CLIENTS, Direction, Recorder, get_logger
 from offload_strategy.transfer import PathQueue
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _SECONDS_PER_YEAR = 365.25 * 24 * 3600
 
@@ -43,8 +42,8 @@ class OffloadEngine:
     is collected and when the process ends, and leaves nothing on disk either way.
 
     Args:
-        config: an `OffloadConfig`, a mapping, a path to YAML or JSON, JSON text, a preset's name, or
-            None for ``$SSD_OFFLOAD_CONFIG`` and else the defaults.
+        config: an `OffloadConfig`, a mapping, a path to YAML or JSON, JSON text, a preset's name,
+            or None for ``$SSD_OFFLOAD_CONFIG`` and else the defaults.
 
     Raises:
         ConfigError: the config is wrong, or a tier's directory cannot be used.
@@ -65,6 +64,15 @@ class OffloadEngine:
         self._started_at = time.perf_counter()
 
     # ------------------------------------------------------------------ attaching
+    @overload
+    def attach(self, model: nn.Module | None, optimizer: Optimizer) -> Optimizer: ...
+
+    @overload
+    def attach(self, model: nn.Module | None, optimizer: None = None) -> None: ...
+
+    @overload
+    def attach(self, model: nn.Module | None = None, *, optimizer: Optimizer) -> Optimizer: ...
+
     def attach(
         self, model: nn.Module | None = None, optimizer: Optimizer | None = None
     ) -> Optimizer | None:

@@ -32,9 +32,11 @@ class ByteRange(NamedTuple):
 
 def reach(tensor: torch.Tensor) -> ByteRange:
     """The bytes of its storage that a strided tensor can touch (strides are never negative)."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.storage_offset() * tensor.element_size()
-    return ByteRange(start, start + (last + 1) * tensor.element_size())
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in strides)
+    itemsize = tensor.element_size()
+    start = int(tensor.storage_offset()) * itemsize
+    return ByteRange(start, start + (last + 1) * itemsize)
 
 
 def storage_address(tensor: torch.Tensor) -> int:

@@ -39,7 +39,9 @@ def _is_cast_weight(tensor: torch.Tensor, is_weight: Callable[[torch.Tensor], bo
     return variable is not None and is_weight(variable)
 
 
-def within_budget(budget: int | float | None, packed_bytes: int, left_bytes: int, nbytes: int) -> bool:
+def within_budget(
+    budget: int | float | None, packed_bytes: int, left_bytes: int, nbytes: int
+) -> bool:
     """Whether `nbytes` more may leave in this forward pass.
 
     Args:

@@ -17,7 +17,16 @@ class Slot:
     The heap's ticket lives as long as some saved view does, that is, as long as the graph.
     """
 
-    __slots__ = ("__weakref__", "_hot", "_waiting", "index", "range", "storage", "ticket", "version")
+    __slots__ = (
+        "__weakref__",
+        "_hot",
+        "_waiting",
+        "index",
+        "range",
+        "storage",
+        "ticket",
+        "version",
+    )
 
     def __init__(
         self,
@@ -49,11 +58,7 @@ class Slot:
     @property
     def still_to_load(self) -> bool:
         """Whether some view is still to be unpacked and no load of its bytes has begun."""
-        return (
-            self._waiting > 0
-            and self._hot is None
-            and self.ticket.state is TicketState.STORED
-        )
+        return self._waiting > 0 and self._hot is None and self.ticket.state is TicketState.STORED
 
     def bytes(self, heap: Heap) -> torch.Tensor:
         """The bytes in memory; kept only while other views are still to be unpacked."""
@@ -112,8 +117,8 @@ class ForwardRecord:
         Backward needs saved tensors in about the reverse order; at least one is fetched ahead.
         """
         ahead = 0
-        for reference in reversed(self._order[: slot.index]):
-            earlier = reference()
+        for index in range(slot.index - 1, -1, -1):
+            earlier = self._order[index]()
             if earlier is None:
                 continue
             if ahead and ahead + earlier.ticket.nbytes > self._prefetch_bytes:

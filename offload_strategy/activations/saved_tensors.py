@@ -168,7 +168,7 @@ class ActivationOffload:
         if not within_budget(self._budget, record.packed_bytes, record.left_bytes, span.nbytes):
             return None
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        flat.set_(storage, span.start, (span.nbytes,))
+        flat.set_(storage, span.start, (span.nbytes,), (1,))
         return record.add(tensor, span, self._heap.put(flat, "activations", self._tiers))
 
     def _unpack(self, packed: _Kept | _Moved) -> torch.Tensor:

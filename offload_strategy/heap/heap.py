@@ -9,25 +9,26 @@ whoever next has the lock free reaps it.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
 from offload_strategy.errors import OffloadError, StorageError, TierFullError
+from offload_strategy.heap.outgoing import OutgoingCopies
 from offload_strategy.heap.ticket import Entry, Ticket, TicketState
 from offload_strategy.heap.tiers import HostTier, PathTier, Tier
 from offload_strategy.memory import BufferPool
-from offload_strategy.telemetry import Direction, Recorder
+from offload_strategy.telemetry import Direction, Recorder, get_logger
 from offload_strategy.transfer import DeviceCopier, Move, MoveState, Priority
 from offload_strategy.units import format_size
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: After this long a wait for a path is reported; training goes on waiting.
 _REPORT_WAIT_SECONDS = 30.0
@@ -50,6 +51,7 @@ class Heap:
         self._writing_bytes = 0
         self._copiers: dict[torch.device, DeviceCopier] = {}
         self._changed = threading.Condition(threading.Lock())
+        self._outgoing = OutgoingCopies()
         self._dropped: deque[Entry] = deque()
         self._moving: set[Entry] = set()
         self._live = 0
@@ -77,14 +79,11 @@ class Heap:
             StorageError: an earlier write failed.
         """
         self._check_usable()
-        entry, move, wait_for_copy = self._place(payload, client, tiers)
+        self._outgoing.let_go()
+        entry = self._place(payload, client, tiers)
         ticket = Ticket(entry, self._drop)
-        if move is not None:
-            move.before = wait_for_copy
-            assert isinstance(entry.tier, PathTier)
-            entry.tier.queue.submit(move)
-        elif wait_for_copy is not None:
-            wait_for_copy()
+        if entry.move is not None and isinstance(entry.tier, PathTier):
+            entry.tier.queue.submit(entry.move)
         return ticket
 
     def prefetch(self, ticket: Ticket) -> bool:
@@ -107,9 +106,8 @@ class Heap:
         while True:
             with self._locked():
                 self._check_alive(entry)
-                state, payload, move = entry.state, entry.payload, entry.move
-                if state is TicketState.WRITING:
-                    payload = entry.source if entry.source is not None else payload
+                state, move = entry.state, entry.move
+                payload = entry.payload if entry.source is None else entry.source
             if payload is not None and state is not TicketState.LOADING:
                 if state is TicketState.WRITING:
                     self._recorder.forwarded(entry.client, entry.nbytes)
@@ -160,9 +158,7 @@ class Heap:
         self.free(ticket)
         return payload
 
-    def borrow(
-        self, client: str, nbytes: int, device: torch.device = _CPU
-    ) -> torch.Tensor:
+    def borrow(self, client: str, nbytes: int, device: torch.device = _CPU) -> torch.Tensor:
         """A flat uint8 tensor with undefined contents, to be filled and then `put`.
 
         On the host it is a page-aligned buffer, which leaves without a copy. When the budget is
@@ -216,9 +212,7 @@ class Heap:
                 self._wait(move, entry)
 
     # ------------------------------------------------------------------ placement
-    def _place(
-        self, payload: torch.Tensor, client: str, tiers: Sequence[Tier]
-    ) -> tuple[Entry, Move | None, Callable[[], None] | None]:
+    def _place(self, payload: torch.Tensor, client: str, tiers: Sequence[Tier]) -> Entry:
         nbytes = payload.numel()
         for tier in tiers:
             if isinstance(tier, HostTier):
@@ -227,8 +221,8 @@ class Heap:
                         continue
                     self._live += 1
                 entry = Entry(client, nbytes, payload.device, tier)
-                entry.payload, wait = self._on_host(entry, payload)
-                return entry, None, wait
+                self._to_host(entry, payload)
+                return entry
             with self._locked():
                 extent = tier.claim(nbytes)
             if extent is None:
@@ -237,22 +231,23 @@ class Heap:
             entry = Entry(client, nbytes, payload.device, tier)
             entry.extent = extent
             entry.state = TicketState.WRITING
-            entry.payload, wait = self._on_host(entry, payload)
+            host, before = self._to_host(entry, payload)
             entry.move = Move(
                 client=client,
                 direction=Direction.WRITE,
                 extent=extent,
-                address=entry.payload.data_ptr(),
+                address=host.data_ptr(),
                 nbytes=nbytes,
                 priority=Priority.WRITE_BACK,
-                keep_alive=entry.payload,
-                on_end=lambda move: self._write_ended(entry, move),
+                keep_alive=host,
+                before=before,
+                on_end=partial(self._write_ended, entry),
             )
             with self._locked():
                 self._live += 1
                 self._writing_bytes += nbytes
                 self._moving.add(entry)
-            return entry, entry.move, wait
+            return entry
         usage = ", ".join(
             f"{tier.name}: {format_size(tier.used_bytes)} of {format_size(tier.capacity)} used"
             for tier in tiers
@@ -262,31 +257,42 @@ class Heap:
             f"capacity, add a tier, or offload less (activations.budget, a smaller batch)."
         )
 
-    def _on_host(
+    def _to_host(
         self, entry: Entry, payload: torch.Tensor
     ) -> tuple[torch.Tensor, Callable[[], None] | None]:
-        """The payload in host memory, and what to wait for before its bytes are all there."""
+        """Give an entry its bytes in host memory; also what a write must wait for before it."""
         if payload.device.type == "cpu":
+            entry.payload = payload
             return payload, None
         pinned = payload.device.type == "cuda"
         host = self._host_buffer(entry.client, entry.nbytes, pinned=pinned)
-        copied = self._copier(payload.device).copy_out(payload, host)
+        event = self._copier(payload.device).copy_out(payload, host)
+        entry.payload = host
+        if event is None:
+            return host, None
         entry.source = payload
+        self._outgoing.add(event, entry)
 
-        def wait() -> None:
-            copied()
-            with self._locked():
-                entry.source = None
+        def before() -> None:
+            event.synchronize()
+            self._outgoing.let_go()
 
-        return host, wait
+        return host, before
 
     def _await_room_to_write(self, client: str, nbytes: int) -> None:
+        begin = time.perf_counter()
+        report_at = begin + _REPORT_WAIT_SECONDS
         with self._locked():
-            if self._writing_bytes + nbytes <= self._write_behind or not self._writing_bytes:
-                return
-            begin = time.perf_counter()
             while self._writing_bytes and self._writing_bytes + nbytes > self._write_behind:
                 self._changed.wait(1.0)
+                if time.perf_counter() > report_at:
+                    report_at += _REPORT_WAIT_SECONDS
+                    logger.warning(
+                        "%s have been waiting to be written for %.0f s; training resumes when the "
+                        "disk takes them",
+                        format_size(self._writing_bytes),
+                        time.perf_counter() - begin,
+                    )
         self._recorder.stalled(client, time.perf_counter() - begin)
 
     # ------------------------------------------------------------------ loading
@@ -369,7 +375,6 @@ class Heap:
             self._writing_bytes -= entry.nbytes
             self._moving.discard(entry)
             entry.move = None
-            entry.source = None
             if entry.state is TicketState.FREED:
                 self._forget(entry)
             elif move.state is MoveState.DONE:
@@ -457,7 +462,6 @@ class Heap:
             entry.tier.queue.cancel(move)
 
     def _forget(self, entry: Entry) -> None:
-        entry.source = None
         self._release_extent(entry)
         if isinstance(entry.tier, HostTier):
             entry.tier.release(entry.nbytes)

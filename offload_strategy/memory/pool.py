@@ -117,9 +117,7 @@ class BufferPool:
 
     def _trim(self, held_at_most: int, idle_at_most: int = IDLE_BYTES) -> None:
         """Unmap idle buffers, the class unused for longest first, until both limits hold."""
-        while self._idle_bytes and (
-            self._held > held_at_most or self._idle_bytes > idle_at_most
-        ):
+        while self._idle_bytes and (self._held > held_at_most or self._idle_bytes > idle_at_most):
             key, buffers = next(iter(self._idle.items()))
             if not buffers:
                 del self._idle[key]

@@ -40,4 +40,4 @@ def run_update(
 def unhooked_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
     """The class's `step` without the hooks that `Optimizer` wraps around it (they run once)."""
     step = kind.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined, no-any-return]
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]

@@ -67,7 +67,7 @@ class OffloadedOptimizer(Optimizer):
 
     # ------------------------------------------------------------------ what the inner one has
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The inner optimizer's groups themselves."""
         return self.inner.param_groups
 
@@ -76,7 +76,7 @@ class OffloadedOptimizer(Optimizer):
         self.inner.param_groups = value
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:
         """The inner optimizer's defaults themselves."""
         return self.inner.defaults
 
@@ -85,7 +85,7 @@ class OffloadedOptimizer(Optimizer):
         self.inner.defaults = value
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """Parameter -> state dict; every look loads copies."""
         return self._state
 
@@ -109,7 +109,7 @@ class OffloadedOptimizer(Optimizer):
         return f"OffloadedOptimizer({self.inner!r})"
 
     # ------------------------------------------------------------------ the step
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient.
 
         Args:
@@ -134,7 +134,8 @@ class OffloadedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.autograd.profiler.record_function(f"OffloadedOptimizer.step#{type(own).__name__}"):
+        phase = f"OffloadedOptimizer.step#{type(own).__name__}"
+        with torch.autograd.profiler.record_function(phase):
             self._update()
         # A scheduler that was made with the inner optimizer asks whether it has stepped.
         own._opt_called = True  # type: ignore[attr-defined]
@@ -192,7 +193,7 @@ class OffloadedOptimizer(Optimizer):
             for parameter in states:
                 own.pop(parameter, None)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict, of a plain optimizer or of this one."""
         self._check_open()
         self.inner.load_state_dict(state_dict)

@@ -31,7 +31,7 @@ class StateSet:
 
     small: list[dict[str, Any]]
     names: list[tuple[int, str]] = field(default_factory=list)
-    layout: Layout = Layout((), 0)
+    layout: Layout = field(default_factory=lambda: Layout((), 0))
     ticket: Ticket | None = None
 
     def unpack(self, flat: torch.Tensor | None) -> list[dict[str, Any]]:

@@ -134,9 +134,7 @@ class Updater:
         for copy in weights:
             copy.grad = None
         new = pack_states(self._heap, old, states, flat, self.put)
-        return Speculation(
-            subgroup, indices, marks, hyper, new, layout, self.put(flat_weights)
-        )
+        return Speculation(subgroup, indices, marks, hyper, new, layout, self.put(flat_weights))
 
     @torch.no_grad()
     def commit(self, speculation: Speculation) -> None:

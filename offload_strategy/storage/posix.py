@@ -88,9 +88,7 @@ class PosixBackend:
         if whole < request.nbytes:
             rest = request.nbytes - whole
             bounce = self._bounce
-            _read_all(
-                request.fd, bounce.view[: round_up(rest, PAGE_BYTES)], request.offset + whole
-            )
+            _read_all(request.fd, bounce.view[: round_up(rest, PAGE_BYTES)], request.offset + whole)
             _memmove(request.address + whole, bounce.address, rest)
 
 

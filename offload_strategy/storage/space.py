@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import mmap
 import os
 import secrets
@@ -15,9 +14,10 @@ from typing import Literal
 from offload_strategy.errors import ConfigError, StorageError, TierFullError
 from offload_strategy.storage.extents import Extent, ExtentAllocator
 from offload_strategy.storage.paths import inspect_directory
+from offload_strategy.telemetry import get_logger
 from offload_strategy.units import PAGE_BYTES, GiB, MiB, format_size, round_up
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: The file grows in steps of this size: few metadata operations, large contiguous ranges.
 GROWTH_BYTES = 1 * GiB

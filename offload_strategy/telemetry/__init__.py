@@ -1,5 +1,6 @@
 """What moved, when, and who waited for it: the records that every metric is a view of."""
 
+from offload_strategy.telemetry.log import get_logger
 from offload_strategy.telemetry.recorder import CLIENTS, Direction, MoveRecord, Recorder
 
-__all__ = ["CLIENTS", "Direction", "MoveRecord", "Recorder"]
+__all__ = ["CLIENTS", "Direction", "MoveRecord", "Recorder", "get_logger"]

@@ -6,8 +6,6 @@ is what gets written.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 
@@ -22,23 +20,22 @@ class DeviceCopier:
         self.device = device
         self._streams: dict[str, torch.Stream] = {}
 
-    def copy_out(self, source: torch.Tensor, host: torch.Tensor) -> Callable[[], None]:
+    def copy_out(self, source: torch.Tensor, host: torch.Tensor) -> torch.Event | None:
         """Start to copy a flat device tensor into a flat host tensor of the same size.
 
         Returns:
-            A function that blocks the calling thread until the copy is over. The caller keeps
-            `source` alive until it has returned; after that its memory is free to be reused on
-            any stream, because the host itself has seen the copy end.
+            The event that ends the copy, or None if it is over. The caller keeps both tensors
+            alive until the host has seen the event; then the device memory may be reused on any
+            stream, with no record on the tensor.
         """
         if self.device.type != "cuda":
             host.copy_(source)
-            return _nothing
+            return None
         stream = self._stream("out")
         stream.wait_stream(torch.accelerator.current_stream(self.device))
         with stream:
             host.copy_(source, non_blocking=True)
-            event = stream.record_event()
-        return event.synchronize
+            return stream.record_event()
 
     def copy_in(self, host: torch.Tensor) -> torch.Tensor:
         """Copy a flat host tensor to the device; returns when the bytes are there.
@@ -58,14 +55,10 @@ class DeviceCopier:
     def adopt(self, loaded: torch.Tensor) -> None:
         """Tell the allocator that the current stream uses a tensor of `copy_in`."""
         if self.device.type == "cuda":
-            loaded.record_stream(torch.accelerator.current_stream(self.device))  # type: ignore[arg-type]
+            loaded.record_stream(torch.accelerator.current_stream(self.device))
 
     def _stream(self, direction: str) -> torch.Stream:
         stream = self._streams.get(direction)
         if stream is None:
             stream = self._streams[direction] = torch.Stream(self.device)
         return stream
-
-
-def _nothing() -> None:
-    return None
