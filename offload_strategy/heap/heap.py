@@ -4,7 +4,8 @@
 One lock guards the states of all entries; none is held while bytes move. Queues call back into the
 heap when a move ends, so the heap never calls a queue while it holds its lock. Tickets may be
 dropped by a garbage collection in the middle of anything, so dropping only appends to a deque;
-whoever next has the lock free reaps it.
+whoever next has the lock free reaps it. For the same reason reaping waits for no other lock: a
+write that cannot be cancelled at once ends by itself.
 """
 
 from __future__ import annotations
@@ -176,11 +177,10 @@ class Heap:
                 if not self._writing_bytes:
                     break
                 self._changed.wait(0.05)
+        self._recorder.stalled(client, time.perf_counter() - begin)
         if buffer is None:
             buffer = self._pool.lend(nbytes, pinned=pinned, beyond_budget=True)
             assert buffer is not None
-        else:
-            self._recorder.stalled(client, time.perf_counter() - begin)
         return buffer
 
     def free(self, ticket: Ticket) -> None:
@@ -221,17 +221,26 @@ class Heap:
                         continue
                     self._live += 1
                 entry = Entry(client, nbytes, payload.device, tier)
-                self._to_host(entry, payload)
+                try:
+                    self._to_host(entry, payload)
+                except BaseException:
+                    self._free(entry)
+                    raise
                 return entry
             with self._locked():
                 extent = tier.claim(nbytes)
             if extent is None:
                 continue
-            self._await_room_to_write(client, nbytes)
             entry = Entry(client, nbytes, payload.device, tier)
             entry.extent = extent
             entry.state = TicketState.WRITING
-            host, before = self._to_host(entry, payload)
+            try:
+                self._await_room_to_write(client, nbytes)
+                host, before = self._to_host(entry, payload)
+            except BaseException:  # an interrupt of a long wait, or no memory left to pin
+                with self._locked():
+                    self._release_extent(entry)
+                raise
             entry.move = Move(
                 client=client,
                 direction=Direction.WRITE,
@@ -432,7 +441,8 @@ class Heap:
             finally:
                 self._changed.release()
             for entry, move in filter(None, doomed):
-                self._cancel(entry, move)
+                if os.getpid() == self._pid and isinstance(entry.tier, PathTier):
+                    entry.tier.queue.try_cancel(move)
 
     def _take_dropped(self) -> Iterator[Entry]:
         while self._dropped:
@@ -480,6 +490,7 @@ class Heap:
             self._reap()
 
     def _check_alive(self, entry: Entry) -> None:
+        self._check_process()
         if entry.state is TicketState.FREED:
             raise OffloadError(
                 f"{format_size(entry.nbytes)} of {entry.client} were freed before they were read"
@@ -493,7 +504,14 @@ class Heap:
     def _check_usable(self) -> None:
         if self._closed:
             raise OffloadError("the offload engine is closed")
-        if os.getpid() != self._pid:
-            raise OffloadError("a forked process cannot use its parent's offload engine")
+        self._check_process()
         if self._failure is not None:
             raise self._failure
+
+    def _check_process(self) -> None:
+        # Neither the threads nor the buffers of a parent exist in its forked children.
+        if os.getpid() != self._pid:
+            raise OffloadError(
+                "a forked process cannot use its parent's offload engine. Make an engine in the "
+                "process that trains."
+            )

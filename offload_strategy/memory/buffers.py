@@ -40,13 +40,14 @@ class HostBuffer:
         MemoryError: the system has no room, or refuses to lock the pages.
     """
 
-    __slots__ = ("__weakref__", "_memory", "address", "nbytes", "pinned")
+    __slots__ = ("__weakref__", "_memory", "_pid", "address", "nbytes", "pinned")
 
     def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
         self.nbytes = max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES))
         self._memory = _map_private(self.nbytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.pinned = pinned and _register(self.address, self.nbytes)
+        self._pid = os.getpid()
         _live.add(self)
 
     def lend(self, nbytes: int, on_return: Callable[[HostBuffer], None]) -> torch.Tensor:
@@ -62,6 +63,8 @@ class HostBuffer:
 
     def release(self) -> None:
         """Return the memory to the system. The buffer must not be lent. Idempotent."""
+        if os.getpid() != self._pid:
+            return  # a forked child: see `_keep_parents_buffers`
         if self.pinned:
             _unregister(self.address)
             self.pinned = False
@@ -71,7 +74,7 @@ class HostBuffer:
             self._memory.close()
 
     def __del__(self) -> None:
-        if getattr(self, "pinned", False):
+        if getattr(self, "pinned", False) and os.getpid() == self._pid:
             _unregister(self.address)
 
 

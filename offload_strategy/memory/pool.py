@@ -90,6 +90,12 @@ class BufferPool:
 
         def give_back(buffer: HostBuffer, nbytes: int = nbytes) -> None:
             self._returned.append((buffer, nbytes))
+            if self._closed and self._lock.acquire(blocking=False):
+                # Nobody will ask for another buffer, and so collect this one.
+                try:
+                    self._collect()
+                finally:
+                    self._lock.release()
 
         return buffer.lend(nbytes, give_back)
 

@@ -63,6 +63,7 @@ class ExtentAllocator:
     def free(self, extent: Extent) -> None:
         """Take an extent back and join it with free neighbours."""
         start, size = extent
+        assert start + size <= self.high_water, "freed twice"
         index = bisect_left(self._starts, start)
         assert index == len(self._starts) or start + size <= self._starts[index], "freed twice"
         self.used_bytes -= size

@@ -90,9 +90,11 @@ class Space:
                 return None
             try:
                 self._reserve(extent.offset + extent.nbytes)
-            except TierFullError:
+            except BaseException as error:
                 self._extents.free(extent)
-                return None
+                if isinstance(error, TierFullError):
+                    return None
+                raise
             return extent
 
     def free(self, extent: Extent) -> None:

@@ -52,8 +52,16 @@ class Workers:
                 thread = threading.Thread(
                     target=self._loop, name=f"{self._name}-{number}", daemon=True
                 )
+                try:
+                    thread.start()
+                except BaseException as error:
+                    # Out of threads, or the interpreter ends. Those that run will do; a job that
+                    # is refused must not stay behind, as its owner counts it as failed.
+                    if self._threads and isinstance(error, RuntimeError):
+                        return
+                    self._jobs.pop()
+                    raise
                 self._threads.add(thread)
-                thread.start()
 
     def close(self, timeout: float = 60.0) -> None:
         """Let queued jobs finish, end the threads and wait for them, `timeout` seconds at most."""

@@ -62,6 +62,24 @@ class PathQueue:
         if over:
             self._end(move, started=started)
 
+    def try_cancel(self, move: Move) -> None:
+        """As `cancel`, but waits for no lock; where that cannot be, the move goes on and ends.
+
+        For finalizers: a garbage collection may run them on a thread that holds the lock already.
+        """
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            if move.state is MoveState.RUNNING and move.blocks_under_way:
+                move.state = MoveState.CANCELLED  # its last block ends it, on another thread
+                return
+            if move.state is not MoveState.QUEUED:
+                return
+            move.state = MoveState.CANCELLED
+        finally:
+            self._lock.release()
+        self._end(move, started=False)
+
     def _push(self, move: Move) -> None:
         self._sequence += 1
         heapq.heappush(self._waiting, (int(move.priority), self._sequence, move))
@@ -95,7 +113,7 @@ class PathQueue:
                     )
                 )
             except BaseException as error:
-                self._block_done(move, error)
+                self._count_block(move, error)
 
     def _next_block(self) -> tuple[Move, int] | None:
         while self._waiting:
@@ -110,6 +128,10 @@ class PathQueue:
         return None
 
     def _block_done(self, move: Move, error: BaseException | None) -> None:
+        self._count_block(move, error)
+        self._dispatch()
+
+    def _count_block(self, move: Move, error: BaseException | None) -> None:
         with self._lock:
             self._under_way -= 1
             move.blocks_under_way -= 1
@@ -123,7 +145,6 @@ class PathQueue:
                 move.state = MoveState.DONE
         if over:
             self._end(move, started=True)
-        self._dispatch()
 
     def _end(self, move: Move, *, started: bool) -> None:
         move.finished_at = time.perf_counter()

@@ -1,0 +1,51 @@
+# make demo   trains a small GPT out of core and prints a table of what happened
+# make test   runs the tests
+# make lint   checks style, format, types and the direction of imports
+# Each sets up .venv first, once; it is renewed when pyproject.toml or constraints.txt change.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint style format-check types imports format clean
+
+help:
+	@sed -n '/^# make/s/^# //p' Makefile
+
+demo: $(READY)
+	$(BIN)/python examples/lightning_gpt.py $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest -p faulthandler --timeout=300 $(ARGS)
+
+lint: style format-check types imports
+
+style: $(READY)
+	$(BIN)/ruff check .
+
+format-check: $(READY)
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+imports: $(READY)
+	$(BIN)/lint-imports
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
+		     "Name another one: make PYTHON=/path/to/python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,121 @@
+"""Sends what the engine measures to loggers and the progress bar."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from offload_strategy.callbacks.base import Callback, engine_of, require_engine
+from offload_strategy.engine import OffloadEngine
+from offload_strategy.errors import ConfigError
+
+_GB = 1e9
+
+
+class OffloadMonitor(Callback):
+    """Sends `engine.metrics()` to every logger, and read and write rates to the progress bar.
+
+    Args:
+        every_n_steps: Optimizer steps between two sets of metrics. The last step's are always sent.
+        engine: The engine; None for that of the strategy "ssd_offload".
+        progress_bar: Whether to show `read_GBps` and `write_GBps`, averaged over the same steps.
+
+    Raises:
+        ConfigError: If `every_n_steps` is below 1, or, when `fit` begins, if there is no engine.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 10,
+        engine: OffloadEngine | None = None,
+        progress_bar: bool = True,
+    ) -> None:
+        super().__init__()
+        if every_n_steps < 1:
+            raise ConfigError(
+                f"OffloadMonitor: every_n_steps is {every_n_steps}, allowed are 1 and up"
+            )
+        self.every_n_steps = every_n_steps
+        self.engine = engine
+        self.progress_bar = progress_bar
+        self._logged_step = 0
+        self._rates = _Rates()
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuse a Trainer without an engine.
+
+        Raises:
+            ConfigError: If there is none.
+        """
+        if stage == "fit":
+            require_engine(trainer, self.engine, self)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin to count, also when training goes on from a checkpoint."""
+        self._logged_step = trainer.global_step
+        self._rates = _Rates()
+        self._rates.update(self._metrics(trainer))
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Send the metrics if they are due, and show the rates."""
+        step = trainer.global_step
+        # Not `step % n`: a batch may make no step (accumulation), or several (manual optimization).
+        if step // self.every_n_steps > self._logged_step // self.every_n_steps:
+            self._send(trainer)
+        if self.progress_bar:
+            self.log_dict(self._rates.shown, prog_bar=True, logger=False)  # type: ignore[attr-defined]
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Send the metrics of the last step."""
+        if trainer.global_step > self._logged_step:
+            self._send(trainer)
+
+    def _send(self, trainer: Any) -> None:
+        step = trainer.global_step
+        metrics = self._metrics(trainer)
+        self._rates.update(metrics)
+        self._logged_step = step
+        if metrics:
+            for logger in trainer.loggers:
+                # The step before the update, as for the loss that Lightning logs for the same
+                # batch.
+                logger.log_metrics(metrics, step=step - 1)
+
+    def _metrics(self, trainer: Any) -> dict[str, float]:
+        engine = self.engine or engine_of(trainer)
+        if engine is None or engine.closed:
+            return {}
+        return {key: value for key, value in engine.metrics().items() if math.isfinite(value)}
+
+
+class _Rates:
+    """Bytes read and written per second between two sets of metrics."""
+
+    def __init__(self) -> None:
+        self.shown = {"read_GBps": 0.0, "write_GBps": 0.0}
+        self._before: tuple[float, float, float] | None = None
+
+    def update(self, metrics: Mapping[str, float]) -> None:
+        now = time.perf_counter()
+        read = _sum(metrics, "/read_bytes")
+        written = _sum(metrics, "/written_bytes")
+        if self._before is not None and now > self._before[0]:
+            then, read_before, written_before = self._before
+            self.shown = {
+                "read_GBps": (read - read_before) / (now - then) / _GB,
+                "write_GBps": (written - written_before) / (now - then) / _GB,
+            }
+        self._before = (now, read, written)
+
+
+def _sum(metrics: Mapping[str, float], ending: str) -> float:
+    """Add up a counter of the clients; endurance counts the same bytes once more."""
+    return sum(
+        value
+        for key, value in metrics.items()
+        if key.endswith(ending) and not key.startswith("offload/endurance/")
+    )

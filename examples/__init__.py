@@ -1,0 +1,1 @@
+"""Examples to run: one small language model, through Lightning, Accelerate and PyTorch."""

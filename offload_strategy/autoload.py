@@ -1,0 +1,164 @@
+"""What `import torch` runs when the package is installed: it asks to be told of two frameworks.
+
+This is the entry point of group `torch.backends`. It registers post-import hooks for Lightning and
+Accelerate and does nothing else: no framework is imported, no torch function touched. With it
+`Trainer(strategy="ssd_offload")` and `accelerate launch` work in scripts that never mention the
+package.
+
+[Note: nothing may escape]
+An exception in an entry point of this group breaks `import torch` for the whole environment, and
+one in a post-import hook breaks the import of the framework. So every failure becomes one warning,
+and the package steps aside. Set `SSD_OFFLOAD_DISABLE=1` to register nothing at all.
+
+[Note: half imported]
+`from accelerate import Accelerator` before `import torch` imports torch from inside
+`accelerate/accelerator.py`. When this entry point runs, that module is in `sys.modules` but has no
+`Accelerator` yet, and a post-import hook fires at once. So a hook waits until the import system
+says that the module is finished: until it sets `spec._initializing` to False.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False  # typing.TYPE_CHECKING without importing typing
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+    Hook = Callable[[ModuleType], None]
+
+DISABLE_VARIABLE = "SSD_OFFLOAD_DISABLE"
+
+_registered = False
+_warned = False
+
+
+def register() -> None:
+    """Register the post-import hooks; called by `import torch`, harmless to call again.
+
+    Never raises. Registers nothing if $SSD_OFFLOAD_DISABLE is set to anything but "", "0", "false",
+    "no" or "off".
+    """
+    global _registered
+    if _registered or is_disabled():
+        return
+    _registered = True
+    try:
+        for name, hook in _HOOKS.items():
+            _when_imported(name, hook)
+    except Exception as error:
+        _step_aside("the post-import hooks", error)
+
+
+def is_disabled() -> bool:
+    """Return whether $SSD_OFFLOAD_DISABLE asks the package to stay out."""
+    value = os.environ.get(DISABLE_VARIABLE, "").strip().lower()
+    return value not in ("", "0", "false", "no", "off")
+
+
+def _accelerator(module: ModuleType) -> None:
+    from offload_strategy.integrations import accelerate
+
+    accelerate.install(module)
+
+
+def _accelerate_config(module: ModuleType) -> None:
+    from offload_strategy.integrations import accelerate_launch
+
+    accelerate_launch.install_in_config(module)
+
+
+def _accelerate_launch(module: ModuleType) -> None:
+    from offload_strategy.integrations import accelerate_launch
+
+    accelerate_launch.install_in_launcher(module)
+
+
+def _lightning(module: ModuleType) -> None:
+    from offload_strategy.integrations import lightning_pytorch
+
+    lightning_pytorch.install(module)
+
+
+def _pytorch_lightning(module: ModuleType) -> None:
+    from offload_strategy.integrations import pytorch_lightning
+
+    pytorch_lightning.install(module)
+
+
+_HOOKS: dict[str, Hook] = {
+    "accelerate.accelerator": _accelerator,
+    "accelerate.commands.config.config_args": _accelerate_config,
+    "accelerate.commands.launch": _accelerate_launch,
+    "lightning.pytorch.strategies": _lightning,
+    "pytorch_lightning.strategies": _pytorch_lightning,
+}
+
+
+def _when_imported(name: str, hook: Hook) -> None:
+    """Call `hook` with module `name` once it is completely imported, now or later."""
+    from wrapt import register_post_import_hook
+
+    def fire(module: ModuleType) -> None:
+        try:
+            hook(module)
+        except Exception as error:
+            _step_aside(f"the hook for {name}", error)
+
+    def imported(module: ModuleType) -> None:
+        try:
+            if _is_half_imported(module):
+                _when_finished(module, fire, retry=lambda: _when_imported(name, hook))
+            else:
+                fire(module)
+        except Exception as error:
+            _step_aside(f"the hook for {name}", error)
+
+    register_post_import_hook(imported, name)
+
+
+def _is_half_imported(module: ModuleType) -> bool:
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
+def _when_finished(module: ModuleType, fire: Hook, retry: Callable[[], None]) -> None:
+    """Call `fire` when the import of a half-imported module ends, `retry` if it fails."""
+    spec = module.__spec__
+    assert spec is not None
+    plain = type(spec)
+
+    class _WatchedSpec(plain):  # type: ignore[misc,valid-type]
+        def __setattr__(self, key: str, value: object) -> None:
+            super().__setattr__(key, value)
+            if key != "_initializing" or value:
+                return
+            self.__class__ = plain  # type: ignore[assignment]
+            if sys.modules.get(self.name) is module:
+                fire(module)
+            else:
+                # A failed import removes the module. wrapt counts this hook as done, but a second
+                # attempt may succeed.
+                retry()
+
+    spec.__class__ = _WatchedSpec
+
+
+def _step_aside(what: str, error: Exception) -> None:
+    """Warn once that the package is not active. See [Note: nothing may escape]."""
+    global _warned
+    if _warned:
+        return
+    _warned = True
+    message = (
+        f"offload-strategy steps aside: {what} failed with {type(error).__name__}: {error}. "
+        f"Everything else works as without it. Set {DISABLE_VARIABLE}=1 to silence this."
+    )
+    try:
+        import warnings
+
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+    except Exception:
+        # `python -W error` turns the warning into an exception.
+        print(message, file=sys.stderr)

@@ -1,0 +1,187 @@
+"""`OffloadMonitor` with the loggers themselves, read back with their own readers."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload_strategy import ConfigError, OffloadEngine
+from offload_strategy.callbacks import OffloadMonitor
+from tests.integrations.lightning_runs import assert_same, batches, fit, make_module, make_trainer
+from tests.integrations.support import python, succeeded
+
+KEYS = [
+    f"offload/{client}/{key}"
+    for client in ("activations", "optimizer")
+    for key in ("written_bytes", "read_bytes", "forwarded_bytes", "stall_seconds")
+]
+
+
+def tensorboard_scalars(directory: str | Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard itself reads: step and value by name."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(directory)).Reload()
+    return {
+        name: [(event.step, event.value) for event in events.Scalars(name)]
+        for name in events.Tags()["scalars"]
+    }
+
+
+def test_metrics_are_in_the_tensorboard_file(pl: Any, tmp_path: Path) -> None:
+    logger = pl.loggers.TensorBoardLogger(tmp_path, name="board")
+    monitor = OffloadMonitor(every_n_steps=10)
+    run = fit(pl, tmp_path, "ssd_offload", logger=logger, callbacks=[monitor], max_steps=25)
+    scalars = tensorboard_scalars(logger.log_dir)
+    for key in KEYS:
+        assert [step for step, _ in scalars[key]] == [9, 19, 24]
+    written = [value for _, value in scalars["offload/activations/written_bytes"]]
+    assert 0 < written[0] < written[1] < written[2]
+    last = run.engine.metrics()
+    finite = {key for key, value in last.items() if math.isfinite(value)}
+    assert {key for key in scalars if key.startswith("offload/")} == finite
+    assert written[-1] == pytest.approx(last["offload/activations/written_bytes"])
+
+
+def test_metrics_are_in_the_offline_run_of_wandb(
+    pl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logger = pl.loggers.WandbLogger(save_dir=str(tmp_path), offline=True)
+    callbacks = [OffloadMonitor(every_n_steps=10)]
+    fit(pl, tmp_path, "ssd_offload", logger=logger, callbacks=callbacks, max_steps=20)
+    wandb.finish()
+    wandb.teardown()  # until then the file may be empty
+
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    history = wandb_history(file)
+    logged = [row for row in history if KEYS[0] in row]
+    assert [row["trainer/global_step"] for row in logged] == [9, 19]
+    assert all(set(KEYS) <= set(row) for row in logged)
+
+
+def wandb_history(file: Path) -> list[dict[str, Any]]:
+    """The rows of a run's history, from W&B's own messages in its LevelDB log."""
+    from wandb.proto import wandb_internal_pb2
+
+    rows = []
+    for message in leveldb_log(file.read_bytes()[7:], first_block=32768 - 7):
+        record = wandb_internal_pb2.Record.FromString(message)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
+    return rows
+
+
+def leveldb_log(data: bytes, first_block: int) -> Iterator[bytes]:
+    """The messages of a LevelDB log: pieces with a header of seven bytes, in blocks of 32 KiB."""
+    position, left, message = 0, first_block, b""
+    while position + 7 <= len(data):
+        if left < 7:
+            position, left = position + left, 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        message += data[position + 7 : position + 7 + length]
+        position, left = position + 7 + length, left - 7 - length
+        if kind in (1, 4):  # the only piece, or the last one
+            yield message
+            message = b""
+
+
+def test_every_logger_gets_them(pl: Any, tmp_path: Path) -> None:
+    loggers = [pl.loggers.TensorBoardLogger(tmp_path, name=name) for name in ("one", "two")]
+    callbacks = [OffloadMonitor(every_n_steps=1)]
+    fit(pl, tmp_path, "ssd_offload", logger=loggers, callbacks=callbacks, max_steps=3)
+    for logger in loggers:
+        steps = [step for step, _ in tensorboard_scalars(logger.log_dir)[KEYS[0]]]
+        assert steps == [0, 1, 2]
+
+
+def test_accumulation_counts_steps_and_not_batches(pl: Any, tmp_path: Path) -> None:
+    logger = pl.loggers.TensorBoardLogger(tmp_path, name="board")
+    callbacks = [OffloadMonitor(every_n_steps=2)]
+    options = {"accumulate_grad_batches": 4, "max_steps": 6}
+    fit(pl, tmp_path, "ssd_offload", logger=logger, callbacks=callbacks, **options)
+    steps = [step for step, _ in tensorboard_scalars(logger.log_dir)[KEYS[0]]]
+    assert steps == [1, 3, 5]
+
+
+def test_the_progress_bar_shows_the_rates(
+    pl: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bar = pl.callbacks.TQDMProgressBar(refresh_rate=1)
+    run = fit(
+        pl,
+        tmp_path,
+        "ssd_offload",
+        callbacks=[OffloadMonitor(every_n_steps=5), bar],
+        enable_progress_bar=True,
+        max_steps=15,
+    )
+    shown = capsys.readouterr()
+    for name in ("read_GBps=", "write_GBps="):
+        assert name in shown.out + shown.err
+    assert run.trainer.progress_bar_metrics["write_GBps"] > 0
+    assert "read_GBps" not in run.trainer.logged_metrics
+
+
+def test_training_is_identical_with_the_monitor(pl: Any, tmp_path: Path) -> None:
+    callbacks = [OffloadMonitor(every_n_steps=1), pl.callbacks.LearningRateMonitor("step")]
+    logger = pl.loggers.CSVLogger(tmp_path)
+    watched = fit(
+        pl, tmp_path, "ssd_offload", callbacks=callbacks, logger=logger, validate=True, max_steps=12
+    )
+    plain = fit(pl, tmp_path, "auto", validate=True, max_steps=12)
+    assert_same(watched, plain)
+
+
+def test_it_is_a_callback_of_the_install_in_use_and_may_be_given_alone(
+    family: str, tmp_path: Path
+) -> None:
+    code = f"""
+import {family} as pl
+from offload_strategy.callbacks import MicroBatchHints, OffloadMonitor
+for callback in (OffloadMonitor(), MicroBatchHints()):
+    assert callback in pl.Trainer(callbacks=callback, logger=False).callbacks
+import sys
+print([other for other in ("lightning.pytorch", "pytorch_lightning") if other in sys.modules])
+"""
+    lines = succeeded(python("-c", code, home=tmp_path)).splitlines()
+    assert lines[-1] == f"['{family}']"
+
+
+def test_a_trainer_without_an_engine_is_refused_at_setup(pl: Any, tmp_path: Path) -> None:
+    module = make_module(pl)
+    with pytest.raises(ConfigError, match=r'OffloadMonitor finds no engine.*"ssd_offload"'):
+        fit(pl, tmp_path, "auto", module, callbacks=[OffloadMonitor()])
+    assert module.losses == []
+    # Nothing trains here, so nothing is missing.
+    trainer = make_trainer(pl, tmp_path, "auto", callbacks=[OffloadMonitor()])
+    trainer.validate(module, batches(2), verbose=False)
+
+
+def test_it_takes_an_engine_of_the_users_own(pl: Any, tmp_path: Path) -> None:
+    logger = pl.loggers.TensorBoardLogger(tmp_path, name="board")
+    module = make_module(pl)
+    with OffloadEngine() as engine:
+        module.configure_optimizers = lambda: engine.attach(
+            module, torch.optim.AdamW(module.parameters(), lr=1e-2)
+        )
+        callbacks = [OffloadMonitor(every_n_steps=5, engine=engine)]
+        run = fit(pl, tmp_path, "auto", module, logger=logger, callbacks=callbacks, max_steps=10)
+    assert len(tensorboard_scalars(logger.log_dir)[KEYS[0]]) == 2
+    assert_same(run, fit(pl, tmp_path, "auto", max_steps=10))
+
+
+@pytest.mark.parametrize("steps", [0, -1])
+def test_an_interval_below_one_is_refused(steps: int) -> None:
+    with pytest.raises(ConfigError, match="every_n_steps"):
+        OffloadMonitor(every_n_steps=steps)

@@ -1,0 +1,75 @@
+"""What every test is held to: when it is over, nothing of the engine's is left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload_strategy.heap import Heap
+from offload_strategy.memory import buffers
+
+torch.set_num_threads(1)
+
+_heaps: list[weakref.ref[Heap]] = []
+_make_heap = Heap.__init__
+
+
+def _remember(self: Heap, *args: Any, **options: Any) -> None:
+    _heaps.append(weakref.ref(self))
+    _make_heap(self, *args, **options)
+
+
+Heap.__init__ = _remember  # type: ignore[method-assign]
+
+
+def our_threads() -> list[str]:
+    """The threads of this process that move bytes."""
+    return [t.name for t in threading.enumerate() if t.name.startswith("ssd-offload")]
+
+
+def deleted_files() -> set[str]:
+    """The files without a name that this process has open, by descriptor."""
+    folder = Path("/proc/self/fd")
+    found = set()
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        try:
+            target = os.readlink(entry)
+        except OSError:
+            continue  # the descriptor of this very listing
+        if target.endswith("(deleted)"):
+            found.add(f"{entry.name} -> {target}")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    """After each test no ticket, buffer, thread, open file or saved-tensor hook remains."""
+    _heaps.clear()
+    files_before = deleted_files()
+    yield
+    if _heaps or buffers._live:
+        gc.collect()  # engines and models refer to each other
+    tickets = [heap.live_tickets for ref in _heaps if (heap := ref()) is not None]
+    assert not any(tickets), f"tickets that were never freed, by heap: {tickets}"
+    assert our_threads() == []
+    assert deleted_files() <= files_before
+    assert len(buffers._live) == 0, "host buffers are still mapped"
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    assert hooks is None, "saved-tensor hooks are still in force"
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """The directory of an ssd tier; no file may ever appear in it under a name."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    yield directory
+    assert list(directory.iterdir()) == []

@@ -1,0 +1,82 @@
+"""Short training runs through Accelerate, with everything that a comparison needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch import nn
+
+from offload_strategy.integrations.accelerate import SSDOffloadPlugin, session_of
+from tests.integrations.lightning_runs import batches, tiny_model
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerate() -> Iterator[None]:
+    """Accelerate keeps its state in classes."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    PartialState._reset_state()
+
+
+@dataclass
+class Run:
+    """A run, and the objects to go on with it."""
+
+    accelerator: Accelerator
+    model: nn.Module
+    optimizer: Any
+    loader: Any
+    scheduler: Any
+    losses: list[float] = field(default_factory=list)
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        return [p.detach().clone() for p in self.model.parameters()]
+
+    @property
+    def engine(self) -> Any:
+        session = session_of(self.accelerator)
+        return None if session is None else session.engine
+
+    def train(self, steps: int, clip: float | None = None) -> Run:
+        """Train for a number of optimizer steps."""
+        done = 0
+        while done < steps:
+            for x, y in self.loader:
+                with self.accelerator.accumulate(self.model):
+                    loss = nn.functional.mse_loss(self.model(x), y)
+                    self.accelerator.backward(loss)
+                    if clip is not None and self.accelerator.sync_gradients:
+                        self.accelerator.clip_grad_norm_(self.model.parameters(), clip)
+                    self.optimizer.step()
+                    self.scheduler.step()
+                    self.optimizer.zero_grad()
+                self.losses.append(loss.item())
+                done += self.accelerator.sync_gradients
+                if done == steps:
+                    break
+        return self
+
+
+def prepare(
+    plugin: SSDOffloadPlugin | None = None,
+    optimizer: Any = torch.optim.AdamW,
+    accelerator: Accelerator | None = None,
+    **options: Any,
+) -> Run:
+    if accelerator is None:
+        handlers = [] if plugin is None else [plugin]
+        accelerator = Accelerator(cpu=True, kwargs_handlers=handlers, **options)
+    torch.manual_seed(0)
+    model = tiny_model()
+    inner = optimizer(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(inner, T_max=50)
+    prepared = accelerator.prepare(model, inner, batches(), schedule)
+    return Run(accelerator, *prepared)

@@ -1,0 +1,46 @@
+"""Fixtures of the tests of integrations and callbacks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.lightning_runs import FAMILIES, import_family
+from tests.integrations.support import OFFLOAD_ALL
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny models are faster so, and other tests may have another number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of the default tier, in which nothing may remain, with a config to match."""
+    path = tmp_path / "tier"
+    path.mkdir()
+    monkeypatch.setenv("SSD_OFFLOAD_DIR", str(path))
+    monkeypatch.setenv("SSD_OFFLOAD_CONFIG", json.dumps(OFFLOAD_ALL))
+    return path
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    import_family(name)
+    return name
+
+
+@pytest.fixture
+def pl(family: str) -> Any:
+    """One of the two installs of Lightning."""
+    return import_family(family)

@@ -1,0 +1,61 @@
+"""What the tests of the integrations share: fresh processes, a tiny model, and its data."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+OURS = ("SSD_OFFLOAD_", "ACCELERATE_", "TORCH_DEVICE_BACKEND_AUTOLOAD", "WANDB_")
+
+OFFLOAD_ALL: dict[str, Any] = {"activations": {"min_size": "1KiB"}}
+"""Small enough for nearly everything that a tiny model saves to leave."""
+
+
+def environment(home: Path, **variables: str) -> dict[str, str]:
+    """The environment of a fresh process: none of ours, no configs of the user's."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(OURS)}
+    return {
+        **clean,
+        "HF_HOME": str(home / "hf"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "SSD_OFFLOAD_DIR": str(home),
+        **variables,
+    }
+
+
+def python(
+    *arguments: str,
+    home: Path,
+    variables: Mapping[str, str] | None = None,
+    timeout: float = 120,
+) -> subprocess.CompletedProcess[str]:
+    """Run Python in `home` and return what it wrote."""
+    return run([sys.executable, *arguments], home=home, variables=variables, timeout=timeout)
+
+
+def run(
+    command: Sequence[str],
+    home: Path,
+    variables: Mapping[str, str] | None = None,
+    timeout: float = 120,
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=home,
+        env=environment(home, **(variables or {})),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def succeeded(result: subprocess.CompletedProcess[str]) -> str:
+    """What a process printed; fails with its errors if it failed."""
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout

@@ -1,0 +1,375 @@
+"""The engine inside `Accelerator.prepare`, against the same loop without, to the last bit."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import nn
+
+from offload_strategy import ConfigError, OffloadEngine, OffloadError, SSDOffloadPlugin
+from offload_strategy.integrations.accelerate import session_of
+from offload_strategy.optimizer import OffloadedOptimizer
+from tests.callbacks.test_monitor import tensorboard_scalars
+from tests.integrations.accelerate_runs import Run, _fresh_accelerate, prepare
+from tests.integrations.lightning_runs import assert_equal, batches, tiny_model
+
+__all__ = ["_fresh_accelerate"]
+
+
+def assert_same(run: Run, other: Run) -> None:
+    assert run.losses == other.losses
+    assert_equal(run.parameters, other.parameters)
+
+
+# ---------------------------------------------------------------------- numbers
+
+
+def test_thirty_steps_are_identical() -> None:
+    plain = prepare().train(30)
+    offloaded = prepare(SSDOffloadPlugin()).train(30)
+    assert_same(offloaded, plain)
+    metrics = offloaded.engine.metrics()
+    assert metrics["offload/activations/written_bytes"] > 0
+    assert metrics["offload/optimizer/written_bytes"] > 0
+
+
+def test_accumulation_clipping_and_a_scheduler_are_identical(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hints: list[tuple[int, bool]] = []
+    original = OffloadEngine.microbatch
+
+    def microbatch(self: OffloadEngine, index: int, *, last: bool) -> None:
+        hints.append((index, last))
+        original(self, index, last=last)
+
+    monkeypatch.setattr(OffloadEngine, "microbatch", microbatch)
+    plain = prepare(gradient_accumulation_steps=4).train(9, clip=1.0)
+    offloaded = prepare(SSDOffloadPlugin(), gradient_accumulation_steps=4).train(9, clip=1.0)
+    assert_same(offloaded, plain)
+    # Ten batches an epoch: Accelerate also steps after the last one.
+    group = [(0, False), (1, False), (2, False), (3, True)]
+    assert hints == 3 * [*group, *group, (0, False), (1, True)]
+
+
+def test_accumulation_by_hand_is_identical() -> None:
+    runs = []
+    for plugin in (None, SSDOffloadPlugin()):
+        run = prepare(plugin)
+        for index, (x, y) in enumerate([*run.loader, *run.loader]):
+            loss = nn.functional.mse_loss(run.model(x), y) / 4
+            run.accelerator.backward(loss)
+            run.losses.append(loss.item())
+            if index % 4 == 3:
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+        runs.append(run)
+    assert_same(runs[1], runs[0])
+
+
+def test_bfloat16_autocast_is_identical() -> None:
+    runs = []
+    for plugin in (None, SSDOffloadPlugin()):
+        runs.append(prepare(plugin, mixed_precision="bf16").train(10))
+        _ = AcceleratorState._reset_state(reset_partial_state=True)
+    assert_same(runs[1], runs[0])
+
+
+def test_preparing_one_by_one_and_in_another_order_is_identical() -> None:
+    plain = prepare().train(10)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[SSDOffloadPlugin()])
+    other = prepare(accelerator=accelerator)
+    accelerator.free_memory()
+    torch.manual_seed(0)
+    model = tiny_model()
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(inner, T_max=50)
+    optimizer = accelerator.prepare_optimizer(inner)
+    model = accelerator.prepare_model(model)
+    schedule = accelerator.prepare_scheduler(schedule)
+    run = Run(accelerator, model, optimizer, other.loader, schedule).train(10)
+    assert_same(run, plain)
+
+
+# ---------------------------------------------------------------------- what is attached
+
+
+def test_the_optimizer_is_wrapped_below_accelerates_own_and_only_once() -> None:
+    run = prepare(SSDOffloadPlugin())
+    wrapped = run.optimizer.optimizer
+    assert isinstance(wrapped, OffloadedOptimizer)
+    again = run.accelerator.prepare(run.optimizer)
+    assert again is run.optimizer
+    assert again.optimizer is wrapped
+    assert run.accelerator.prepare(run.model) is run.model
+
+
+def test_an_optimizer_that_the_script_attached_itself_is_left_alone() -> None:
+    model = tiny_model()
+    with OffloadEngine() as own:
+        optimizer = own.attach(model, torch.optim.AdamW(model.parameters()))
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[SSDOffloadPlugin()])
+        assert accelerator.prepare(optimizer).optimizer is optimizer
+
+
+def test_models_for_evaluation_and_loss_functions_are_not_attached() -> None:
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[SSDOffloadPlugin()])
+    model = tiny_model()
+    accelerator.prepare_model(model, evaluation_mode=True)
+    accelerator.prepare(nn.MSELoss())
+    assert not model._forward_pre_hooks
+    # Evaluated first and trained then, as a Trainer may: now it is.
+    accelerator.prepare(model)
+    assert model._forward_pre_hooks
+
+
+def test_each_scheduler_waits_for_its_own_optimizer() -> None:
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[SSDOffloadPlugin()])
+    models = [tiny_model(), tiny_model()]
+    inner = [torch.optim.AdamW(model.parameters()) for model in models]
+    schedules = [torch.optim.lr_scheduler.LinearLR(optimizer) for optimizer in inner]
+    prepared = accelerator.prepare(*inner, *schedules)
+    for optimizer, schedule in zip(prepared[:2], prepared[2:], strict=True):
+        assert schedule.optimizers == [optimizer]
+
+
+def test_without_a_plugin_and_without_the_variable_nothing_is_attached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # $SSD_OFFLOAD_CONFIG is set in every test here: a default, and not a decision.
+    run = prepare()
+    assert session_of(run.accelerator) is None
+    assert not isinstance(run.optimizer.optimizer, OffloadedOptimizer)
+    assert not run.model._forward_pre_hooks
+
+    monkeypatch.setenv("ACCELERATE_USE_SSD_OFFLOAD", "1")
+    run = prepare()
+    assert isinstance(run.optimizer.optimizer, OffloadedOptimizer)
+    assert run.engine.config.activations.min_size == 1024
+
+    monkeypatch.setenv("SSD_OFFLOAD_DISABLE", "1")
+    assert session_of(prepare().accelerator) is None
+
+
+def test_the_plugin_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_SSD_OFFLOAD", "true")
+    run = prepare(SSDOffloadPlugin({"optimizer": {"enabled": False}}))
+    assert not isinstance(run.optimizer.optimizer, OffloadedOptimizer)
+    assert run.engine.config.activations.min_size == 1 << 20
+
+
+def test_other_handlers_arrive() -> None:
+    from accelerate.utils import GradScalerKwargs
+
+    scaler = GradScalerKwargs(init_scale=2.0)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[scaler, SSDOffloadPlugin()])
+    assert accelerator.scaler_handler is scaler
+    assert session_of(accelerator) is not None
+
+
+def test_a_prepared_model_is_copied_and_pickled() -> None:
+    run = prepare(SSDOffloadPlugin()).train(3)
+    before = run.engine.metrics()["offload/activations/written_bytes"]
+    for clone in (copy.deepcopy(run.model), pickle.loads(pickle.dumps(run.model))):
+        assert_equal(list(clone.parameters()), run.parameters)
+        clone(next(iter(run.loader))[0]).sum().backward()
+    assert run.engine.metrics()["offload/activations/written_bytes"] == before
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+BOTH_WAYS = [(True, False), (False, True), (True, True)]
+
+
+@pytest.mark.parametrize(("first", "second"), BOTH_WAYS)
+def test_training_resumes_from_a_saved_state_with_and_without_offload(
+    tmp_path: Path, first: bool, second: bool
+) -> None:
+    plain = prepare().train(20)
+
+    begun = prepare(SSDOffloadPlugin() if first else None).train(10)
+    begun.accelerator.save_state(str(tmp_path / "state"))
+    resumed = prepare(SSDOffloadPlugin() if second else None)
+    resumed.accelerator.load_state(str(tmp_path / "state"))
+    resumed.train(10)
+    assert begun.losses + resumed.losses == plain.losses
+    assert_equal(resumed.parameters, plain.parameters)
+
+
+# ---------------------------------------------------------------------- lifecycle
+
+
+def test_free_memory_and_a_new_prepare_close_the_engine_and_open_another() -> None:
+    run = prepare(SSDOffloadPlugin()).train(3)
+    engine = run.engine
+    run.accelerator.free_memory()
+    again = prepare(accelerator=run.accelerator).train(10)
+    assert engine.closed
+    assert not run.model._forward_pre_hooks
+    with pytest.raises(OffloadError, match="closed"):
+        run.optimizer.step()
+    assert again.engine is not engine
+    assert_same(again, prepare().train(10))
+
+
+def test_free_memory_closes_the_engine_once_the_script_has_let_go() -> None:
+    run = prepare(SSDOffloadPlugin()).train(3)
+    accelerator, engine = run.accelerator, run.engine
+    model, optimizer, scheduler = run.model, run.optimizer, run.scheduler
+    del run
+    model, optimizer, scheduler = accelerator.clear(model, optimizer, scheduler)
+    assert engine.closed
+
+
+def test_a_script_that_keeps_its_optimizer_through_free_memory_goes_on_with_its_states() -> None:
+    # As Transformers' Trainer does when train() is called again.
+    runs = []
+    for plugin in (None, SSDOffloadPlugin()):
+        run = prepare(plugin).train(10)
+        run.accelerator.free_memory()
+        run.loader = run.accelerator.prepare(batches())
+        run.model, run.optimizer = run.accelerator.prepare(run.model, run.optimizer)
+        runs.append(run.train(10))
+    assert_same(runs[1], runs[0])
+
+
+def test_a_kept_model_with_a_new_optimizer_after_free_memory_is_identical() -> None:
+    for one_by_one in (False, True):
+        runs = []
+        for plugin in (None, SSDOffloadPlugin()):
+            run = prepare(plugin).train(5)
+            run.accelerator.free_memory()
+            fresh = torch.optim.AdamW(run.model.parameters(), lr=1e-3)
+            if one_by_one:
+                run.model = run.accelerator.prepare(run.model)
+                run.optimizer = run.accelerator.prepare(fresh)
+            else:
+                run.model, run.optimizer = run.accelerator.prepare(run.model, fresh)
+            runs.append(run.train(10))
+        assert_same(runs[1], runs[0])
+        assert runs[1].engine.metrics()["offload/activations/written_bytes"] > 0
+        del run, runs
+
+
+def test_find_executable_batch_size_gets_a_fresh_engine_for_each_try() -> None:
+    from accelerate.utils import find_executable_batch_size
+
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[SSDOffloadPlugin()])
+    engines = []
+
+    @find_executable_batch_size(starting_batch_size=64)
+    def train(batch_size: int) -> Run:
+        accelerator.free_memory()
+        run = prepare(accelerator=accelerator).train(3)
+        engines.append(run.engine)
+        if batch_size > 50:
+            raise RuntimeError("CUDA out of memory.")
+        return run.train(7)
+
+    run = train()
+    assert len(engines) == 4  # 64, 57, 51, 45
+    assert [engine.closed for engine in engines] == [True, True, True, False]
+    assert_same(run, prepare().train(3).train(7))
+
+
+def test_a_second_optimizer_for_the_same_parameters_says_what_to_do() -> None:
+    run = prepare(SSDOffloadPlugin()).train(1)
+    with pytest.raises(ConfigError) as caught:
+        run.accelerator.prepare(torch.optim.AdamW(run.model.parameters()))
+    assert any("free_memory" in note for note in caught.value.__notes__)
+    run.train(1)  # The first one goes on.
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+def test_a_misspelt_key_is_refused_when_the_plugin_is_made() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'optimizer'"):
+        SSDOffloadPlugin({"optimzer": {}})
+
+
+def test_an_optimizer_that_cannot_be_swapped_is_refused_by_prepare() -> None:
+    with pytest.raises(ConfigError, match="Adadelta"):
+        prepare(SSDOffloadPlugin(), optimizer=torch.optim.Adadelta)
+
+
+def test_two_plugins_are_refused() -> None:
+    with pytest.raises(ConfigError, match="more than one SSDOffloadPlugin"):
+        Accelerator(cpu=True, kwargs_handlers=[SSDOffloadPlugin(), SSDOffloadPlugin()])
+
+
+@pytest.mark.parametrize("value", ["often", "-1"])
+def test_a_wrong_interval_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("SSD_OFFLOAD_METRICS_EVERY", value)
+    with pytest.raises(ConfigError, match=value):
+        SSDOffloadPlugin()
+
+
+def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Accelerator, "num_processes", property(lambda self: 2))
+    with pytest.raises(ConfigError, match=r"one process in this version.*2 processes"):
+        Accelerator(cpu=True, kwargs_handlers=[SSDOffloadPlugin()])
+    assert Accelerator(cpu=True).num_processes == 2
+
+
+# ---------------------------------------------------------------------- metrics
+
+WRITTEN = "offload/activations/written_bytes"
+
+
+def logged(tmp_path: Path, run: Run, every: int = 1, name: str = "run") -> dict[str, Any]:
+    """Train eleven steps and return what TensorBoard reads."""
+    run.accelerator.init_trackers(name)
+    for step in range(11):
+        run.train(1)
+        if step % every == 0:
+            run.accelerator.log({"loss": run.losses[-1]}, step=step)
+    run.accelerator.end_training()
+    return tensorboard_scalars(tmp_path / name)
+
+
+def test_metrics_ride_on_the_scripts_own_logging(tmp_path: Path) -> None:
+    options = {"log_with": "tensorboard", "project_dir": str(tmp_path)}
+    scalars = logged(tmp_path, prepare(SSDOffloadPlugin(metrics_every=5), **options))
+    assert [step for step, _ in scalars["loss"]] == list(range(11))
+    assert [step for step, _ in scalars[WRITTEN]] == [0, 5, 10]
+    values = [value for _, value in scalars[WRITTEN]]
+    assert 0 < values[0] < values[1] < values[2]
+
+
+def test_the_last_metrics_are_sent_at_the_end_of_training(tmp_path: Path) -> None:
+    options = {"log_with": "tensorboard", "project_dir": str(tmp_path)}
+    scalars = logged(tmp_path, prepare(SSDOffloadPlugin(metrics_every=4), **options), every=3)
+    assert [step for step, _ in scalars["loss"]] == [0, 3, 6, 9]
+    assert [step for step, _ in scalars[WRITTEN]] == [0, 6, 9]
+
+
+def test_metrics_can_be_switched_off(tmp_path: Path) -> None:
+    options = {"log_with": "tensorboard", "project_dir": str(tmp_path)}
+    scalars = logged(tmp_path, prepare(SSDOffloadPlugin(metrics_every=0), **options))
+    assert set(scalars) == {"loss"}
+
+
+def test_the_scripts_values_win_and_plain_logging_is_untouched(tmp_path: Path) -> None:
+    options = {"log_with": "tensorboard", "project_dir": str(tmp_path)}
+    run = prepare(SSDOffloadPlugin(), **options).train(1)
+    run.accelerator.init_trackers("mine")
+    run.accelerator.log({WRITTEN: -1.0}, step=1)
+    run.accelerator.end_training()
+    assert tensorboard_scalars(tmp_path / "mine")[WRITTEN] == [(1, -1.0)]
+    assert set(logged(tmp_path, prepare(**options), name="plain")) == {"loss"}
+
+
+def test_the_config_travels_as_json() -> None:
+    plugin = SSDOffloadPlugin({"activations": {"min_size": "2KiB"}, "io": {"threads": 2}})
+    text = plugin.config.model_dump_json(exclude_unset=True)
+    assert json.loads(text).keys() == {"activations", "io"}
+    assert SSDOffloadPlugin(text).config == plugin.config

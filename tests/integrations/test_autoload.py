@@ -1,0 +1,209 @@
+"""`import torch` in fresh processes: hooks register in every order and never break an import."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from offload_strategy import autoload
+from tests.integrations.support import python, succeeded
+
+TORCH = "import torch"
+ACCELERATE = "from accelerate import Accelerator"
+TRANSFORMERS = "from transformers import Trainer"
+LIGHTNING = "import lightning.pytorch"
+PYTORCH_LIGHTNING = "import pytorch_lightning"
+
+ORDERS = [
+    (TORCH, ACCELERATE, TRANSFORMERS, LIGHTNING, PYTORCH_LIGHTNING),
+    (TORCH, PYTORCH_LIGHTNING, LIGHTNING, TRANSFORMERS, ACCELERATE),
+    (ACCELERATE, TORCH, LIGHTNING, PYTORCH_LIGHTNING, TRANSFORMERS),
+    (ACCELERATE, TRANSFORMERS, PYTORCH_LIGHTNING, LIGHTNING, TORCH),
+    ("import accelerate.commands.launch", LIGHTNING, TORCH, TRANSFORMERS, PYTORCH_LIGHTNING),
+    (TRANSFORMERS, TORCH, ACCELERATE, LIGHTNING, PYTORCH_LIGHTNING),
+    ("import transformers", ACCELERATE, PYTORCH_LIGHTNING, LIGHTNING, TORCH),
+    (TRANSFORMERS, LIGHTNING, PYTORCH_LIGHTNING, TORCH, ACCELERATE),
+    (LIGHTNING, TORCH, PYTORCH_LIGHTNING, ACCELERATE, TRANSFORMERS),
+    ("import lightning", TRANSFORMERS, ACCELERATE, PYTORCH_LIGHTNING, TORCH),
+    (PYTORCH_LIGHTNING, TORCH, ACCELERATE, LIGHTNING, TRANSFORMERS),
+    (PYTORCH_LIGHTNING, ACCELERATE, TRANSFORMERS, TORCH, LIGHTNING),
+]
+
+REGISTERED = """
+from accelerate.accelerator import Accelerator
+from lightning.pytorch.strategies import StrategyRegistry as lightning_registry
+from pytorch_lightning.strategies import StrategyRegistry as pytorch_lightning_registry
+print(
+    "ssd_offload" in lightning_registry,
+    "ssd_offload" in pytorch_lightning_registry,
+    hasattr(Accelerator.prepare_model, "__wrapped__"),
+)
+"""
+
+IMPORTED = """
+import sys, torch
+print(sorted(name for name in sys.modules if name.startswith("offload_strategy")))
+print([name for name in ("pydantic", "yaml", "psutil", "lightning") if name in sys.modules])
+"""
+
+BROKEN_HOOK = """
+import sys
+for name in ("lightning_pytorch", "pytorch_lightning"):
+    sys.modules["offload_strategy.integrations." + name] = None  # import raises ImportError
+import torch
+import lightning.pytorch
+import pytorch_lightning
+from accelerate import Accelerator
+print(torch.ones(1).item(), hasattr(Accelerator.prepare_model, "__wrapped__"))
+print("ssd_offload" in lightning.pytorch.strategies.StrategyRegistry)
+"""
+
+BROKEN_WRAPT = "import sys; sys.modules['wrapt'] = {}; import torch; print(torch.ones(1).item())"
+MISSING = BROKEN_WRAPT.format("None")
+UNKNOWN = BROKEN_WRAPT.format("type(sys)('wrapt')")
+
+LATE = f"""
+{TORCH}
+{LIGHTNING}
+{PYTORCH_LIGHTNING}
+{ACCELERATE}
+import importlib
+from offload_strategy import autoload
+for _ in range(2):
+    autoload.register()
+    autoload.register()
+    importlib.reload(autoload)
+{REGISTERED}
+print(hasattr(Accelerator.prepare_model.__wrapped__, "__wrapped__"))
+"""
+
+CASES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    **{f"order-{i}": (("-c", "\n".join([*o, REGISTERED])), {}) for i, o in enumerate(ORDERS)},
+    "imported": (("-c", IMPORTED), {}),
+    "broken-hook": (("-c", BROKEN_HOOK), {}),
+    "wrapt-missing": (("-c", MISSING), {}),
+    "wrapt-missing-strict": (("-W", "error", "-c", MISSING), {}),
+    "wrapt-unknown": (("-c", UNKNOWN), {}),
+    "wrapt-unknown-strict": (("-W", "error", "-c", UNKNOWN), {}),
+    "off": (
+        ("-c", f"{TORCH}\n{LIGHTNING}\n{PYTORCH_LIGHTNING}\n{REGISTERED}"),
+        {"SSD_OFFLOAD_DISABLE": "1"},
+    ),
+    "late": (("-c", LATE), {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}),
+}
+
+Result = Callable[[str], CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Result]:
+    """The results of fresh processes, which run two at a time while the tests look at them."""
+    home = tmp_path_factory.mktemp("processes")
+    with ThreadPoolExecutor(2) as pool:
+        futures = {
+            name: pool.submit(python, *arguments, home=home, variables=variables)
+            for name, (arguments, variables) in CASES.items()
+        }
+        yield lambda name: futures[name].result()
+
+
+@pytest.mark.parametrize("index", range(len(ORDERS)))
+def test_every_import_order_registers_everything(result: Result, index: int) -> None:
+    process = result(f"order-{index}")
+    assert succeeded(process).split() == ["True", "True", "True"]
+    assert "steps aside" not in process.stderr
+
+
+def test_import_torch_imports_nothing_of_the_package_but_the_entry_point(result: Result) -> None:
+    ours, heavy = succeeded(result("imported")).splitlines()
+    assert ours == "['offload_strategy', 'offload_strategy.autoload']"
+    assert heavy == "[]"
+
+
+def test_a_broken_hook_warns_once_and_leaves_the_others_alone(result: Result) -> None:
+    process = result("broken-hook")
+    assert succeeded(process).split() == ["1.0", "True", "False"]
+    assert process.stderr.count("offload-strategy steps aside") == 1
+    assert "lightning.pytorch.strategies" in process.stderr
+
+
+@pytest.mark.parametrize("broken", ["missing", "unknown"])
+@pytest.mark.parametrize("strict", ["", "-strict"], ids=["default", "warnings-are-errors"])
+def test_import_torch_survives_a_broken_wrapt(result: Result, broken: str, strict: str) -> None:
+    process = result(f"wrapt-{broken}{strict}")
+    assert succeeded(process).split() == ["1.0"]
+    assert process.stderr.count("offload-strategy steps aside") == 1
+
+
+def test_the_variable_switches_the_hooks_off(result: Result) -> None:
+    process = result("off")
+    assert succeeded(process).split() == ["False", "False", "False"]
+    assert "offload" not in process.stderr
+
+
+def test_a_late_and_repeated_registration_reaches_modules_that_are_loaded(result: Result) -> None:
+    # The last word: the methods are wrapped once, and not once a registration.
+    assert succeeded(result("late")).split() == ["True", "True", "True", "False"]
+
+
+# ---------------------------------------------------------------------- in this process
+
+
+@pytest.fixture
+def half_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module that asks for the hook on itself before it has defined anything."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = "half_imported_module"
+    (tmp_path / f"{name}.py").write_text(
+        "import register_the_hook\n"
+        "if register_the_hook.fails.pop():\n"
+        "    raise ImportError('the first attempt')\n"
+        "complete = True\n"
+    )
+    yield name
+    for module in (name, "register_the_hook"):
+        sys.modules.pop(module, None)
+
+
+@pytest.mark.parametrize("failures", [0, 1], ids=["first-attempt", "second-attempt"])
+def test_a_hook_waits_until_a_half_imported_module_is_complete(
+    half_imported: str, tmp_path: Path, failures: int
+) -> None:
+    (tmp_path / "register_the_hook.py").write_text(
+        "from offload_strategy import autoload\n"
+        f"fails = [False, *[True] * {failures}]\n"
+        "seen = []\n"
+        "hook = lambda module: seen.append(module.complete)\n"
+        f"autoload._when_imported({half_imported!r}, hook)\n"
+    )
+    for _ in range(failures):
+        with pytest.raises(ImportError, match="the first attempt"):
+            importlib.import_module(half_imported)
+    module = importlib.import_module(half_imported)
+    hook = importlib.import_module("register_the_hook")
+    assert hook.seen == [True]
+    assert type(module.__spec__).__name__ == "ModuleSpec"
+
+
+def test_a_hook_that_raises_does_not_break_the_import_of_its_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(autoload, "_warned", False)
+    for name in ("innocent_module_1", "innocent_module_2"):
+        (tmp_path / f"{name}.py").write_text("complete = True\n")
+        autoload._when_imported(name, lambda module: module.no_such_thing)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert importlib.import_module("innocent_module_1").complete
+        assert importlib.import_module("innocent_module_2").complete
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) == 1
+    assert "hook for innocent_module_1 failed with AttributeError" in messages[0]

@@ -1,0 +1,85 @@
+"""Transformers' `Trainer`, which prepares through Accelerate, against itself without offload."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+from offload_strategy.optimizer import OffloadedOptimizer
+from tests.integrations.accelerate_runs import _fresh_accelerate
+from tests.integrations.lightning_runs import assert_equal
+
+__all__ = ["_fresh_accelerate"]
+
+TRAINER_OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "compiled": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+}
+
+
+def tokens(rows: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.randint(0, 64, (rows, 32), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in drawn]
+
+
+def make_trainer(root: Path, **options: Any) -> Trainer:
+    torch.manual_seed(0)
+    quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    shape = {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    arguments = TrainingArguments(
+        str(root),
+        use_cpu=True,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=3,  # of 13 batches an epoch: the last group has one
+        max_grad_norm=1.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        **options,
+    )
+    model = GPT2LMHeadModel(GPT2Config(**shape, **quiet))
+    return Trainer(model, arguments, train_dataset=tokens(50), eval_dataset=tokens(8))
+
+
+def train_twice_and_resume(root: Path, **options: Any) -> tuple[list[float], list[torch.Tensor]]:
+    """Evaluate, train, train again; then save half-way and resume in another Trainer."""
+    losses = []
+    trainer = make_trainer(root, max_steps=7, **options)
+    for _ in range(2):
+        losses.append(trainer.evaluate()["eval_loss"])
+        trainer.train()
+        losses += [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    weights = [p.detach().clone() for p in trainer.model.parameters()]
+
+    saving = make_trainer(root, max_steps=4, **options)
+    saving.args.save_strategy = "steps"
+    saving.args.save_steps = 4
+    saving.train()
+    resumed = make_trainer(root, max_steps=7, **options)
+    resumed.train(resume_from_checkpoint=str(root / "checkpoint-4"))
+    return losses, weights + [p.detach().clone() for p in resumed.model.parameters()]
+
+
+@pytest.mark.parametrize("name", TRAINER_OPTIONS)
+def test_the_trainer_is_identical(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    options = TRAINER_OPTIONS[name]
+    plain_losses, plain_weights = train_twice_and_resume(tmp_path / "plain", **options)
+    monkeypatch.setenv("ACCELERATE_USE_SSD_OFFLOAD", "1")
+    losses, weights = train_twice_and_resume(tmp_path / "offloaded", **options)
+    assert losses == plain_losses
+    assert_equal(weights, plain_weights)
+
+
+def test_the_trainers_optimizer_is_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_SSD_OFFLOAD", "1")
+    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer.train()
+    assert isinstance(trainer.optimizer.optimizer, OffloadedOptimizer)

@@ -1,0 +1,164 @@
+"""What people install carries everything that they can use."""
+
+import configparser
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from shutil import copytree, ignore_patterns
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+# Where each top-level folder goes inside the package.
+MAPPED = {"callbacks", "configs", "examples"}
+
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "offload_strategy").is_dir(), reason="needs the source tree"
+)
+
+
+def sources(folder: str, *endings: str) -> Iterator[str]:
+    """Yield the files of a top-level folder by the names that they have inside the package."""
+    for file in sorted((ROOT / folder).rglob("*")):
+        if file.suffix in endings and "__pycache__" not in file.parts:
+            yield f"offload_strategy/{file.relative_to(ROOT)}"
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the source distribution, and the wheel from it, in a copy of the tree."""
+    pytest.importorskip("build")
+    tree = tmp_path_factory.mktemp("tree") / "offload-strategy"
+    leave_out = ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "tests")
+    copytree(ROOT, tree, symlinks=True, ignore=leave_out)
+    if not (tree / "README.md").exists():
+        pytest.fail("the project has no README.md")
+    output = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(output), str(tree)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return output
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Iterator[zipfile.ZipFile]:
+    (file,) = dist.glob("*.whl")
+    with zipfile.ZipFile(file) as archive:
+        yield archive
+
+
+@pytest.mark.slow
+class TestWheel:
+    @pytest.mark.parametrize("folder", sorted(MAPPED))
+    def test_it_carries_the_top_level_folders(self, folder: str, wheel: zipfile.ZipFile) -> None:
+        expected = set(sources(folder, ".py", ".yaml"))
+        assert expected
+        assert expected <= set(wheel.namelist())
+
+    def test_it_carries_all_modules_of_the_package_once(self, wheel: zipfile.ZipFile) -> None:
+        modules = {
+            str(file.relative_to(ROOT))
+            for file in (ROOT / "offload_strategy").rglob("*.py")
+            if "__pycache__" not in file.parts
+        }
+        names = wheel.namelist()
+        assert modules <= set(names)
+        assert len(names) == len(set(names))
+
+    def test_it_says_that_it_is_typed(self, wheel: zipfile.ZipFile) -> None:
+        assert "offload_strategy/py.typed" in wheel.namelist()
+
+    def test_it_puts_nothing_beside_the_package(self, wheel: zipfile.ZipFile) -> None:
+        tops = {name.split("/")[0] for name in wheel.namelist()}
+        assert {top for top in tops if not top.endswith(".dist-info")} == {"offload_strategy"}
+
+    def test_it_has_the_licence_and_the_entry_points(self, wheel: zipfile.ZipFile) -> None:
+        (entry_points,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
+        parser = configparser.ConfigParser()
+        parser.read_string(wheel.read(entry_points).decode())
+        assert parser["torch.backends"]["ssd_offload"] == "offload_strategy.autoload:register"
+        assert parser["console_scripts"]["ssd-offload"] == "offload_strategy.cli:main"
+        assert any(name.endswith("/LICENSE") for name in wheel.namelist())
+
+    def test_its_presets_are_read_without_the_source_tree(
+        self, dist: Path, wheel: zipfile.ZipFile, tmp_path: Path
+    ) -> None:
+        wheel.extractall(tmp_path)
+        code = (
+            "import offload_strategy.config as c; print(c.__file__); "
+            "print(*c.presets()); print(c.OffloadConfig.load('full').optimizer.enabled)"
+        )
+        # -P keeps the working directory out; the extracted wheel goes before what is installed.
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-P",
+                "-c",
+                f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}",
+            ],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+        )
+        assert done.returncode == 0, done.stderr
+        file, names, enabled = done.stdout.splitlines()
+        assert file.startswith(str(tmp_path))
+        assert names == "activations full optimizer"
+        assert enabled == "True"
+
+
+@pytest.mark.slow
+def test_the_source_distribution_carries_what_the_wheel_is_built_from(dist: Path) -> None:
+    (file,) = dist.glob("*.tar.gz")
+    with tarfile.open(file) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    for folder in MAPPED:
+        expected = {
+            name.removeprefix("offload_strategy/") for name in sources(folder, ".py", ".yaml")
+        }
+        assert expected <= names
+    assert {"pyproject.toml", "README.md", "LICENSE", "offload_strategy/py.typed"} <= names
+
+
+def test_every_sub_package_is_listed_in_pyproject() -> None:
+    listed = set(PROJECT["tool"]["setuptools"]["packages"])
+    folders = {
+        ".".join(file.parent.relative_to(ROOT).parts)
+        for file in (ROOT / "offload_strategy").rglob("__init__.py")
+    }
+    mapped = {
+        ".".join(("offload_strategy", *file.parent.relative_to(ROOT).parts))
+        for top in MAPPED
+        for file in (ROOT / top).rglob("__init__.py")
+    }
+    assert folders | mapped == listed
+
+
+def test_every_module_has_a_layer() -> None:
+    contracts = PROJECT["tool"]["importlinter"]["contracts"]
+    layers = {
+        part.strip()
+        for contract in contracts
+        for layer in contract.get("layers", [])
+        for part in layer.replace("|", ":").split(":")
+    }
+    modules = {
+        f"offload_strategy.{entry.stem}"
+        for entry in (ROOT / "offload_strategy").iterdir()
+        if (entry.is_dir() and entry.name != "__pycache__") or entry.suffix == ".py"
+    }
+    # The root imports the public names; autoload has a contract of its own.
+    own = {"offload_strategy.__init__", "offload_strategy.autoload"}
+    assert modules - own - layers == set()
+
+
+def test_the_links_for_tools_lead_to_the_mapped_folders() -> None:
+    for folder in MAPPED:
+        link = ROOT / "offload_strategy" / folder
+        assert link.resolve() == ROOT / folder
+        assert PROJECT["tool"]["setuptools"]["package-dir"][f"offload_strategy.{folder}"] == folder

@@ -1,0 +1,305 @@
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from offload_strategy.storage import BlockRequest, Extent, Space, create_backend
+from offload_strategy.telemetry import Direction, Recorder
+from offload_strategy.transfer import Move, MoveState, PathQueue, Priority
+from offload_strategy.units import PAGE_BYTES
+from tests.transfer.backends import ManualBackend, make_move, plain_space
+
+PAGES = 64
+
+
+@pytest.fixture
+def space(disk: Path) -> Iterator[Space]:
+    made = plain_space(disk, PAGES * PAGE_BYTES)
+    made.allocate(PAGES * PAGE_BYTES)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def backend() -> ManualBackend:
+    return ManualBackend()
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def queue(space: Space, backend: ManualBackend, recorder: Recorder) -> PathQueue:
+    return PathQueue(space, backend, recorder)
+
+
+def extent(page: int, pages: int = 1) -> Extent:
+    return Extent(page * PAGE_BYTES, pages * PAGE_BYTES)
+
+
+def order(backend: ManualBackend) -> list[int]:
+    """Complete everything; the pages in the order in which they moved."""
+    pages = []
+    while backend.waiting:
+        pages.append(backend.complete().offset // PAGE_BYTES)
+    return pages
+
+
+def test_a_move_is_cut_into_blocks_that_cover_it_once(
+    queue: PathQueue, backend: ManualBackend
+) -> None:
+    move = make_move(extent(3, 5), 4 * PAGE_BYTES + 10)
+    queue.submit(move)
+    begin, seen = move.address, []
+    while backend.waiting:
+        request = backend.complete()
+        seen.append((request.offset, request.address - begin, request.nbytes))
+    page = PAGE_BYTES
+    assert seen == [
+        (3 * page, 0, page),
+        (4 * page, page, page),
+        (5 * page, 2 * page, page),
+        (6 * page, 3 * page, page),
+        (7 * page, 4 * page, 10),
+    ]
+    assert move.state is MoveState.DONE
+    assert move.ended.is_set()
+
+
+def test_a_needed_read_overtakes_prefetches_and_those_overtake_writes(
+    queue: PathQueue, backend: ManualBackend
+) -> None:
+    queue.submit(make_move(extent(0, 3), 3 * PAGE_BYTES))
+    queue.submit(make_move(extent(10, 2), 2 * PAGE_BYTES))
+    queue.submit(make_move(extent(20, 2), 2 * PAGE_BYTES, write=False, priority=Priority.PREFETCH))
+    queue.submit(
+        make_move(extent(30, 2), 2 * PAGE_BYTES, write=False, priority=Priority.NEEDED_NOW)
+    )
+    # The block that was under way ends first; then the most urgent, each in order.
+    assert order(backend) == [0, 30, 31, 20, 21, 1, 2, 10, 11]
+
+
+def test_a_prefetch_that_is_hurried_overtakes_what_is_queued(
+    queue: PathQueue, backend: ManualBackend
+) -> None:
+    queue.submit(make_move(extent(0), PAGE_BYTES))
+    first = make_move(extent(10, 2), 2 * PAGE_BYTES, write=False, priority=Priority.PREFETCH)
+    second = make_move(extent(20, 2), 2 * PAGE_BYTES, write=False, priority=Priority.PREFETCH)
+    queue.submit(first)
+    queue.submit(second)
+    queue.hurry(second)
+    queue.hurry(second)
+    queue.hurry(second, Priority.WRITE_BACK)  # never slower than before
+    assert order(backend) == [0, 20, 21, 10, 11]
+
+
+def test_a_move_may_be_hurried_between_two_of_its_blocks(
+    queue: PathQueue, backend: ManualBackend
+) -> None:
+    slow = make_move(extent(0, 4), 4 * PAGE_BYTES, write=False, priority=Priority.WRITE_BACK)
+    queue.submit(slow)
+    queue.submit(make_move(extent(10, 2), 2 * PAGE_BYTES, write=False, priority=Priority.PREFETCH))
+    assert backend.complete().offset == 0
+    queue.hurry(slow)
+    assert order(backend) == [10 * 1, 1, 2, 3, 11]
+
+
+def test_hurrying_a_move_that_is_over_changes_nothing(
+    queue: PathQueue, backend: ManualBackend
+) -> None:
+    move = make_move(extent(0), PAGE_BYTES)
+    queue.submit(move)
+    backend.complete_all()
+    queue.hurry(move)
+    assert not backend.waiting
+    queue.submit(make_move(extent(1), PAGE_BYTES))
+    assert order(backend) == [1]
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_no_more_blocks_are_under_way_than_the_backend_can_use(space: Space, depth: int) -> None:
+    backend = ManualBackend(depth=depth)
+    queue = PathQueue(space, backend, Recorder())
+    for index in range(4):
+        queue.submit(make_move(extent(4 * index, 4), 4 * PAGE_BYTES))
+    while backend.waiting:
+        assert len(backend.waiting) <= depth
+        backend.complete(at=len(backend.waiting) - 1)  # in any order
+
+
+def test_a_cancelled_move_that_never_began_ends_at_once(
+    queue: PathQueue, backend: ManualBackend, recorder: Recorder
+) -> None:
+    ended: list[Move] = []
+    queue.submit(make_move(extent(0), PAGE_BYTES))
+    move = make_move(extent(1), PAGE_BYTES, on_end=ended.append)
+    queue.submit(move)
+    queue.cancel(move)
+    assert ended == [move]
+    assert move.ended.is_set()
+    assert move.state is MoveState.CANCELLED
+    assert order(backend) == [0]
+    assert [record.nbytes for record in recorder.moves] == [PAGE_BYTES]
+    queue.cancel(move)
+    assert ended == [move]
+
+
+def test_a_cancelled_move_ends_when_its_blocks_under_way_have(
+    space: Space, recorder: Recorder
+) -> None:
+    backend = ManualBackend(depth=2)
+    queue = PathQueue(space, backend, recorder)
+    ended: list[Move] = []
+    move = make_move(extent(0, 5), 5 * PAGE_BYTES, on_end=ended.append)
+    queue.submit(move)
+    queue.cancel(move)
+    assert not ended
+    assert not move.ended.is_set()
+    backend.complete()
+    assert not ended
+    backend.complete(error=OSError("too late to matter"))
+    assert ended == [move]
+    assert move.state is MoveState.CANCELLED
+    assert not backend.waiting
+    # What was given up does not count as moved.
+    assert recorder.client_bytes("activations", "written") == 0
+    assert recorder.busy_seconds() > 0
+
+
+def test_a_move_that_is_over_cannot_be_cancelled(queue: PathQueue, backend: ManualBackend) -> None:
+    ended: list[Move] = []
+    move = make_move(extent(0), PAGE_BYTES, on_end=ended.append)
+    queue.submit(move)
+    backend.complete_all()
+    queue.cancel(move)
+    assert move.state is MoveState.DONE
+    assert ended == [move]
+
+
+def test_after_an_error_no_further_block_of_the_move_begins(
+    queue: PathQueue, backend: ManualBackend, recorder: Recorder
+) -> None:
+    ended: list[Move] = []
+    move = make_move(extent(0, 5), 5 * PAGE_BYTES, on_end=ended.append)
+    other = make_move(extent(10), PAGE_BYTES)
+    queue.submit(move)
+    queue.submit(other)
+    error = OSError("broken")
+    backend.complete()
+    backend.complete(error=error)
+    assert move.state is MoveState.FAILED
+    assert move.error is error
+    assert ended == [move]
+    assert order(backend) == [10]
+    assert other.state is MoveState.DONE
+    assert recorder.client_bytes("activations", "written") == PAGE_BYTES
+
+
+def test_the_first_of_several_errors_is_kept(space: Space) -> None:
+    backend = ManualBackend(depth=3)
+    queue = PathQueue(space, backend, Recorder())
+    move = make_move(extent(0, 3), 3 * PAGE_BYTES)
+    queue.submit(move)
+    backend.complete(error=OSError("first"), at=1)
+    backend.complete(error=OSError("second"), at=1)
+    assert not move.ended.is_set()
+    backend.complete()
+    assert move.ended.is_set()
+    assert str(move.error) == "first"
+
+
+def test_a_backend_that_refuses_a_block_fails_the_move(
+    queue: PathQueue, backend: ManualBackend
+) -> None:
+    backend.close()
+    moves = [make_move(extent(index), PAGE_BYTES) for index in range(3)]
+    for move in moves:
+        queue.submit(move)
+    assert [move.state for move in moves] == [MoveState.FAILED] * 3
+    assert all(move.ended.is_set() for move in moves)
+
+
+def test_a_backend_that_dies_fails_a_long_queue_of_moves(
+    queue: PathQueue, backend: ManualBackend
+) -> None:
+    moves = [make_move(extent(0), PAGE_BYTES) for _ in range(3000)]
+    for move in moves:
+        queue.submit(move)
+    backend.closed = True
+    backend.complete()  # what was under way ends, and the next is refused, and so on
+    assert moves[0].state is MoveState.DONE
+    assert {move.state for move in moves[1:]} == {MoveState.FAILED}
+
+
+def test_a_move_lets_its_memory_go_when_it_ends(queue: PathQueue, backend: ManualBackend) -> None:
+    move = make_move(extent(0), PAGE_BYTES)
+    reference = weakref.ref(move.keep_alive)
+    queue.submit(move)
+    backend.complete_all()
+    assert reference() is None
+
+
+def test_every_move_is_recorded_with_its_times(
+    queue: PathQueue, backend: ManualBackend, recorder: Recorder
+) -> None:
+    queue.submit(make_move(extent(0, 2), PAGE_BYTES + 1))
+    queue.submit(make_move(extent(4), 10, write=False, priority=Priority.PREFETCH))
+    backend.complete_all()
+    read, written = sorted(recorder.moves, key=lambda record: record.nbytes)
+    assert (read.direction, read.nbytes, read.tier) == (Direction.READ, 10, "nvme")
+    assert (written.direction, written.nbytes) == (Direction.WRITE, PAGE_BYTES + 1)
+    for record in recorder.moves:
+        assert record.queued_at <= record.started_at <= record.finished_at
+    assert recorder.client_bytes("activations", "written") == PAGE_BYTES + 1
+    assert recorder.tier_bytes("nvme", Direction.READ) == 10
+
+
+def test_many_threads_may_submit_hurry_and_cancel_at_once(disk: Path) -> None:
+    space = Space(disk, "nvme", 4096 * PAGE_BYTES)
+    backend = create_backend("posix", threads=3, block_size=PAGE_BYTES)
+    recorder = Recorder()
+    queue = PathQueue(space, backend, recorder)
+    ends: list[Move] = []
+    all_moves: list[Move] = []
+
+    def work(seed: int) -> None:
+        for index in range(60):
+            place = space.allocate(3 * PAGE_BYTES)
+            assert place is not None
+            move = make_move(
+                place, 2 * PAGE_BYTES + 5, write=(seed + index) % 3 != 0, on_end=ends.append
+            )
+            all_moves.append(move)
+            queue.submit(move)
+            if index % 4 == 0:
+                queue.hurry(move)
+            if index % 5 == 0:
+                queue.cancel(move)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for move in all_moves:
+        assert move.ended.wait(60)
+    backend.close()
+    space.close()
+    assert sorted(map(id, ends)) == sorted(map(id, all_moves)), "each ended once"
+    done = [move for move in all_moves if move.state is MoveState.DONE]
+    moved = {direction: 0 for direction in Direction}
+    for move in done:
+        moved[move.direction] += move.nbytes
+    assert moved == {direction: recorder.tier_bytes("nvme", direction) for direction in Direction}
+    assert len(done) >= len(all_moves) * 3 // 4
+
+
+def test_a_block_request_says_little_when_it_is_printed() -> None:
+    request = BlockRequest(True, 3, 0, 0, 1, lambda error: None, keep_alive=bytes(100_000))
+    assert len(repr(request)) < 300
