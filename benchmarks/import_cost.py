@@ -26,7 +26,10 @@ ENTRY_POINT = """
 from importlib.metadata import entry_points
 from time import perf_counter
 import torch
-(entry,) = [e for e in entry_points(group="torch.backends") if "offload_strategy" in e.value]
+found = [e for e in entry_points(group="torch.backends") if "offload_strategy" in e.value]
+if not found:
+    raise SystemExit("the package is not installed: pip install -e .")
+entry = found[0]
 start = perf_counter()
 function = entry.load()
 loaded = perf_counter()
@@ -40,14 +43,19 @@ print(*(1000 * seconds for seconds in (
 """
 
 
-def python(arguments: Sequence[str], variables: Mapping[str, str]) -> subprocess.CompletedProcess:
-    return subprocess.run(
+def python(
+    arguments: Sequence[str], variables: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
+    result = subprocess.run(
         [sys.executable, *arguments],
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
-        check=True,
+        check=False,
     )
+    if result.returncode:
+        sys.exit(result.stderr)
+    return result
 
 
 def import_milliseconds(variables: Mapping[str, str]) -> float:
@@ -69,6 +77,7 @@ def entry_point_milliseconds() -> list[float]:
 
 def main() -> None:
     runs = int(sys.argv[1]) if len(sys.argv) > 1 else 10
+    entry_point_milliseconds()
     for variables in KINDS.values():
         import_milliseconds(variables)  # Fills the page cache.
     imports: dict[str, list[float]] = {kind: [] for kind in KINDS}

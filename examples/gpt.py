@@ -102,9 +102,9 @@ class GPT(nn.Module):
             self.tokens.weight = self.head.weight
 
     def _initialise(self) -> None:
-        nn.init.normal_(self.tokens.weight, std=0.2)
+        nn.init.normal_(self.tokens.weight, std=0.5)
         # An untrained model should find every byte about equally likely: a loss of ln 256 = 5.545.
-        nn.init.normal_(self.head.weight, std=0.01)
+        nn.init.normal_(self.head.weight, std=0.015)
         for name, weight in self.blocks.named_parameters():
             if weight.dim() == 2:
                 # Every block adds twice to the residual stream: this keeps the stream's variance

@@ -20,7 +20,7 @@ else:  # python examples/….py
 
 Loader = DataLoader[tuple[Tensor, Tensor]]
 
-LEARNING_RATE = 3e-3
+LEARNING_RATE = 2e-3
 WARMUP_SHARE = 0.1
 VALIDATION_WINDOWS = 128
 

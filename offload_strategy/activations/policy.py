@@ -30,8 +30,11 @@ def can_leave(tensor: torch.Tensor, is_weight: Callable[[torch.Tensor], bool]) -
 
 
 def _is_cast_weight(tensor: torch.Tensor, is_weight: Callable[[torch.Tensor], bool]) -> bool:
-    """Autocast saves a low-precision copy of a weight: cast from it, and it lives on in a cache."""
-    node = tensor.grad_fn
+    """Autocast saves a low-precision copy of a weight: cast from it, and it lives on in a cache.
+
+    Mostly as a view of the copy: a linear layer saves its transpose.
+    """
+    node = tensor.grad_fn if tensor._base is None else tensor._base.grad_fn
     if node is None or node.name() != "ToCopyBackward0":
         return False
     parent = node.next_functions[0][0]

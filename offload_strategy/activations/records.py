@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -11,22 +12,19 @@ from offload_strategy.activations.identity import ByteRange, storage_address, we
 from offload_strategy.heap import Heap, Ticket, TicketState
 
 
+class View(Protocol):
+    """A saved view of a slot's bytes."""
+
+    unpacked: bool
+
+
 class Slot:
     """One range of one storage that left, shared by every saved view of it.
 
     The heap's ticket lives as long as some saved view does, that is, as long as the graph.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_hot",
-        "_waiting",
-        "index",
-        "range",
-        "storage",
-        "ticket",
-        "version",
-    )
+    __slots__ = ("__weakref__", "_hot", "_views", "index", "range", "storage", "ticket", "version")
 
     def __init__(
         self,
@@ -42,32 +40,26 @@ class Slot:
         self.storage = storage
         self.version = version
         self._hot: torch.Tensor | None = None
-        #: Saved views that were neither unpacked nor dropped so far.
-        self._waiting = 0
+        self._views: list[weakref.ref[View]] = []
 
-    def expect_one_more(self) -> None:
+    def add_view(self, view: View) -> None:
         """Another view of these bytes was saved."""
-        self._waiting += 1
+        self._views.append(weakref.ref(view))
 
-    def one_less(self) -> None:
-        """A view was unpacked, or its graph died; the last one lets the loaded bytes go."""
-        self._waiting -= 1
-        if self._waiting <= 0:
-            self._hot = None
+    def _awaited(self) -> bool:
+        """Whether a view is alive that was never unpacked."""
+        return any((view := ref()) is not None and not view.unpacked for ref in self._views)
 
     @property
     def still_to_load(self) -> bool:
-        """Whether some view is still to be unpacked and no load of its bytes has begun."""
-        return self._waiting > 0 and self._hot is None and self.ticket.state is TicketState.STORED
+        """Whether a view is still to be unpacked and no load of its bytes has begun."""
+        return self.ticket.state is TicketState.STORED and self._hot is None and self._awaited()
 
     def bytes(self, heap: Heap) -> torch.Tensor:
         """The bytes in memory; kept only while other views are still to be unpacked."""
-        if self._hot is not None:
-            return self._hot
-        payload = heap.get(self.ticket)
+        payload = heap.get(self.ticket) if self._hot is None else self._hot
         heap.evict(self.ticket)
-        if self._waiting > 1:
-            self._hot = payload
+        self._hot = payload if self._awaited() else None
         return payload
 
 

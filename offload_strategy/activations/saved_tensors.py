@@ -50,7 +50,17 @@ class _Kept:
 class _Moved:
     """A saved tensor whose bytes were given to the heap."""
 
-    __slots__ = ("_unpacked", "dtype", "offset", "probe", "record", "shape", "slot", "strides")
+    __slots__ = (
+        "__weakref__",
+        "dtype",
+        "offset",
+        "probe",
+        "record",
+        "shape",
+        "slot",
+        "strides",
+        "unpacked",
+    )
 
     def __init__(self, tensor: torch.Tensor, slot: Slot, record: ForwardRecord) -> None:
         self.slot = slot
@@ -60,24 +70,18 @@ class _Moved:
         self.dtype = tensor.dtype
         self.offset = tensor.storage_offset() - slot.range.start // tensor.element_size()
         self.probe = VersionProbe(tensor)
-        self._unpacked = False
-        slot.expect_one_more()
+        self.unpacked = False
+        slot.add_view(self)
 
     def unpack(self, heap: Heap) -> torch.Tensor:
         self.probe.check()
+        self.unpacked = True
         loaded = self.slot.bytes(heap)
         self.record.fetch_ahead(self.slot)
-        if not self._unpacked:
-            self._unpacked = True
-            self.slot.one_less()
         start = loaded.storage_offset() // self.dtype.itemsize
         return torch.empty(0, dtype=self.dtype, device=loaded.device).set_(
             loaded.untyped_storage(), start + self.offset, self.shape, self.strides
         )
-
-    def __del__(self) -> None:
-        if not self._unpacked:
-            self.slot.one_less()
 
 
 class ActivationOffload:

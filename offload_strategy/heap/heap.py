@@ -4,8 +4,7 @@
 One lock guards the states of all entries; none is held while bytes move. Queues call back into the
 heap when a move ends, so the heap never calls a queue while it holds its lock. Tickets may be
 dropped by a garbage collection in the middle of anything, so dropping only appends to a deque;
-whoever next has the lock free reaps it. For the same reason reaping waits for no other lock: a
-write that cannot be cancelled at once ends by itself.
+whoever next lets go of the lock reaps it, and every end of a move does.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,7 +53,8 @@ class Heap:
         self._copiers: dict[torch.device, DeviceCopier] = {}
         self._changed = threading.Condition(threading.Lock())
         self._outgoing = OutgoingCopies()
-        self._dropped: deque[Entry] = deque()
+        self._dropped: deque[weakref.ref[Ticket]] = deque()
+        self._tickets: dict[int, tuple[weakref.ref[Ticket], Entry]] = {}
         self._moving: set[Entry] = set()
         self._live = 0
         self._failure: BaseException | None = None
@@ -82,7 +83,10 @@ class Heap:
         self._check_usable()
         self._outgoing.let_go()
         entry = self._place(payload, client, tiers)
-        ticket = Ticket(entry, self._drop)
+        ticket = Ticket(entry)
+        # See [Note: no Python code in finalizers].
+        reference = weakref.ref(ticket, self._dropped.append)
+        self._tickets[id(reference)] = (reference, entry)
         if entry.move is not None and isinstance(entry.tier, PathTier):
             entry.tier.queue.submit(entry.move)
         return ticket
@@ -93,7 +97,8 @@ class Heap:
         Returns:
             False if nothing was done for want of memory; True if it is, or will be, in memory.
         """
-        return self._load(ticket.entry, Priority.PREFETCH)
+        begun = self._load(ticket.entry, Priority.PREFETCH)
+        return begun is not None or ticket.state is not TicketState.STORED
 
     def get(self, ticket: Ticket) -> torch.Tensor:
         """The ticket's bytes, as a flat uint8 tensor on the device that they came from.
@@ -113,10 +118,12 @@ class Heap:
                 if state is TicketState.WRITING:
                     self._recorder.forwarded(entry.client, entry.nbytes)
                 return self._on_device(entry, payload)
-            if state is TicketState.LOADING and move is not None:
+            if state is not TicketState.LOADING:
+                move = self._load(entry, Priority.NEEDED_NOW)
+            # A load that ends before it is looked at must be looked at all the same: it may have
+            # failed.
+            if move is not None:
                 self._await_load(entry, move)
-            else:
-                self._load(entry, Priority.NEEDED_NOW)
 
     def evict(self, ticket: Ticket) -> None:
         """Drop the copy in memory of a ticket that is stored on a path."""
@@ -206,9 +213,12 @@ class Heap:
             self._closed = True
             moving = [(entry, entry.move) for entry in self._moving]
             self._changed.notify_all()
+        # All of them first: each block that ends would let the next queued move begin.
         for entry, move in moving:
             if move is not None:
                 self._cancel(entry, move)
+        for entry, move in moving:
+            if move is not None:
                 self._wait(move, entry)
 
     # ------------------------------------------------------------------ placement
@@ -305,18 +315,19 @@ class Heap:
         self._recorder.stalled(client, time.perf_counter() - begin)
 
     # ------------------------------------------------------------------ loading
-    def _load(self, entry: Entry, priority: Priority) -> bool:
+    def _load(self, entry: Entry, priority: Priority) -> Move | None:
+        """Begin to load a stored entry; None if it is not stored, or there is no memory."""
         with self._locked():
             self._check_alive(entry)
             if entry.state is not TicketState.STORED:
-                return True
+                return None
         host = self._pool.lend(
             entry.nbytes,
             pinned=entry.device.type == "cuda",
             beyond_budget=priority is Priority.NEEDED_NOW,
         )
         if host is None:
-            return False
+            return None
         tier, extent = entry.tier, entry.extent
         assert isinstance(tier, PathTier)
         assert extent is not None
@@ -332,12 +343,12 @@ class Heap:
         )
         with self._locked():
             if entry.state is not TicketState.STORED:
-                return True
+                return None
             entry.state = TicketState.LOADING
             entry.move = move
             self._moving.add(entry)
         tier.queue.submit(move)
-        return True
+        return move
 
     def _await_load(self, entry: Entry, move: Move) -> None:
         begin = time.perf_counter()
@@ -427,26 +438,20 @@ class Heap:
         return error
 
     # ------------------------------------------------------------------ freeing
-    def _drop(self, entry: Entry) -> None:
-        """A ticket object died: remember its entry, and reap now if the lock is free."""
-        if entry.state is TicketState.FREED:
-            return
-        self._dropped.append(entry)
-        self._reap()
-
     def _reap(self) -> None:
+        """Free the entries of tickets that died, if the lock is free; else its holder will."""
         while self._dropped and self._changed.acquire(blocking=False):
             try:
                 doomed = [self._mark_freed(entry) for entry in self._take_dropped()]
             finally:
                 self._changed.release()
             for entry, move in filter(None, doomed):
-                if os.getpid() == self._pid and isinstance(entry.tier, PathTier):
-                    entry.tier.queue.try_cancel(move)
+                self._cancel(entry, move)
 
     def _take_dropped(self) -> Iterator[Entry]:
         while self._dropped:
-            yield self._dropped.popleft()
+            _, entry = self._tickets.pop(id(self._dropped.popleft()))
+            yield entry
 
     def _free(self, entry: Entry) -> None:
         with self._locked():
@@ -484,6 +489,8 @@ class Heap:
     # ------------------------------------------------------------------ checks
     @contextmanager
     def _locked(self) -> Iterator[None]:
+        if self._dropped:
+            self._reap()
         with self._changed:
             yield
         if self._dropped:
@@ -506,7 +513,9 @@ class Heap:
             raise OffloadError("the offload engine is closed")
         self._check_process()
         if self._failure is not None:
-            raise self._failure
+            # A new one each time: a kept exception collects the frames, and tensors, of all who
+            # were told.
+            raise StorageError(*self._failure.args) from self._failure.__cause__
 
     def _check_process(self) -> None:
         # Neither the threads nor the buffers of a parent exist in its forked children.

@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import Enum
 
 import torch
@@ -68,11 +67,10 @@ class Entry:
 class Ticket:
     """The owner's side: the bytes live as long as this object, or until `Heap.free`."""
 
-    __slots__ = ("__weakref__", "_on_drop", "entry")
+    __slots__ = ("__weakref__", "entry")
 
-    def __init__(self, entry: Entry, on_drop: Callable[[Entry], None]) -> None:
+    def __init__(self, entry: Entry) -> None:
         self.entry = entry
-        self._on_drop = on_drop
 
     @property
     def nbytes(self) -> int:
@@ -83,9 +81,6 @@ class Ticket:
     def state(self) -> TicketState:
         """Where the bytes are at this moment."""
         return self.entry.state
-
-    def __del__(self) -> None:
-        self._on_drop(self.entry)
 
     def __repr__(self) -> str:
         entry = self.entry

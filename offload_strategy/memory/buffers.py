@@ -4,7 +4,13 @@
 A loaded tensor *is* the buffer that the disk was read into: no copy. The buffer may be used again
 only when the last alias of that tensor is gone, which only the storage knows. `torch.frombuffer`
 keeps its exporter alive as long as the storage; the exporter here is a ctypes array over the
-mapping, and a finalizer on that array hands the buffer back.
+mapping, and a weak reference to that array tells when it died.
+
+[Note: no Python code in finalizers]
+What runs when a tensor or a ticket dies may run in the middle of anything: in a garbage collection
+on a thread that holds a lock, or just when Ctrl-C is pressed, whose KeyboardInterrupt Python drops
+if it comes up inside a finalizer. So nothing of ours runs there: the callback of a weak reference
+is the `append` of a deque, which is one step of C, and the deque is looked through later.
 """
 
 from __future__ import annotations
@@ -14,7 +20,6 @@ import ctypes
 import mmap
 import os
 import weakref
-from collections.abc import Callable
 
 import torch
 
@@ -23,8 +28,8 @@ from offload_strategy.units import PAGE_BYTES, MiB, round_up
 #: Transparent huge pages pay from about this size on (and are only ever whole inside a mapping).
 _HUGE_PAGE_BYTES = 2 * MiB
 
-_live: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
-_parents_buffers: list[HostBuffer] = []
+_live: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+_parents_memory: list[mmap.mmap] = []
 
 
 class HostBuffer:
@@ -48,28 +53,22 @@ class HostBuffer:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.pinned = pinned and _register(self.address, self.nbytes)
         self._pid = os.getpid()
-        _live.add(self)
+        _live.add(self._memory)
 
-    def lend(self, nbytes: int, on_return: Callable[[HostBuffer], None]) -> torch.Tensor:
-        """A flat uint8 tensor over the first `nbytes`; `on_return` runs when its storage dies.
-
-        `on_return` runs on whichever thread drops the last reference, possibly inside a garbage
-        collection: it must neither block nor take a lock.
-        """
-        array = (ctypes.c_char * max(1, nbytes)).from_buffer(self._memory)
-        finalizer = weakref.finalize(array, on_return, self)
-        finalizer.atexit = False
-        return torch.frombuffer(array, dtype=torch.uint8)[:nbytes]
+    def lend(self, nbytes: int) -> tuple[torch.Tensor, ctypes.Array[ctypes.c_char]]:
+        """A flat uint8 tensor over the first bytes, and the exporter that dies with its storage."""
+        exporter = (ctypes.c_char * max(1, nbytes)).from_buffer(self._memory)
+        return torch.frombuffer(exporter, dtype=torch.uint8)[:nbytes], exporter
 
     def release(self) -> None:
         """Return the memory to the system. The buffer must not be lent. Idempotent."""
         if os.getpid() != self._pid:
-            return  # a forked child: see `_keep_parents_buffers`
+            return  # a forked child: see `_keep_parents_memory`
         if self.pinned:
             _unregister(self.address)
             self.pinned = False
-        # The array of the last loan may still be on its way out (its finalizer runs just before
-        # it lets go of the mapping); then the mapping ends with it, moments later.
+        # The exporter of the last loan may still be on its way out (its weak reference is told just
+        # before it lets go of the mapping); then the mapping ends with it, moments later.
         with contextlib.suppress(BufferError):
             self._memory.close()
 
@@ -111,11 +110,11 @@ def _unregister(address: int) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
-def _keep_parents_buffers() -> None:
+def _keep_parents_memory() -> None:
     # The parent's mappings do not exist in a forked child (MADV_DONTFORK). Unmapping them there
     # could hit whatever the child mapped at the same address since: never let them be collected.
-    _parents_buffers.extend(_live)
+    _parents_memory.extend(_live)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_keep_parents_buffers)
+    os.register_at_fork(after_in_child=_keep_parents_memory)

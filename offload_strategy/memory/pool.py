@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict, deque
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -50,11 +52,11 @@ class BufferPool:
         self._lock = threading.Lock()
         # (Size class, pinned) -> idle buffers; the class unused for longest is trimmed first.
         self._idle: OrderedDict[tuple[int, bool], list[HostBuffer]] = OrderedDict()
-        # Finalizers only append here, which needs no lock: they may run inside a collection that
-        # started while this very thread held the lock.
-        self._returned: deque[tuple[HostBuffer, int]] = deque()
+        # See [Note: no Python code in finalizers]. A loan is known by its weak reference, which
+        # must be kept to be told.
+        self._returned: deque[weakref.ref[Any]] = deque()
+        self._loans: dict[int, tuple[weakref.ref[Any], HostBuffer, int]] = {}
         self._held = self._idle_bytes = self._lent = self._requested = self._peak = 0
-        self._closed = False
 
     def lend(
         self, nbytes: int, *, pinned: bool = False, beyond_budget: bool = False
@@ -79,7 +81,7 @@ class BufferPool:
                 self._idle.move_to_end((size, pinned))
                 self._idle_bytes -= size
             else:
-                self._trim(self.budget - size)
+                self._trim(self.budget - size, IDLE_BYTES)
                 if self._held + size > self.budget and not beyond_budget:
                     return None
                 buffer = HostBuffer(size, pinned=pinned)
@@ -87,17 +89,10 @@ class BufferPool:
                 self._peak = max(self._peak, self._held)
             self._lent += size
             self._requested += nbytes
-
-        def give_back(buffer: HostBuffer, nbytes: int = nbytes) -> None:
-            self._returned.append((buffer, nbytes))
-            if self._closed and self._lock.acquire(blocking=False):
-                # Nobody will ask for another buffer, and so collect this one.
-                try:
-                    self._collect()
-                finally:
-                    self._lock.release()
-
-        return buffer.lend(nbytes, give_back)
+            tensor, exporter = buffer.lend(nbytes)
+            loan = weakref.ref(exporter, self._returned.append)
+            self._loans[id(loan)] = (loan, buffer, nbytes)
+            return tensor
 
     def usage(self) -> MemoryUsage:
         """Figures of this moment."""
@@ -106,22 +101,27 @@ class BufferPool:
             return MemoryUsage(self._held, self._peak, self._lent, self._requested)
 
     def close(self) -> None:
-        """Unmap what is idle; what is still lent is unmapped when it comes back."""
+        """Unmap what is idle; what is still lent is unmapped when its tensor dies."""
         with self._lock:
-            self._closed = True
             self._collect()
-            self._trim(0, idle_at_most=0)
+            self._trim(0, 0)
+            # From now on the tensors alone own their memory.
+            self._loans.clear()
+            self._held = self._lent = self._requested = 0
 
     def _collect(self) -> None:
         while self._returned:
-            buffer, nbytes = self._returned.popleft()
+            loan = self._loans.pop(id(self._returned.popleft()), None)
+            if loan is None:
+                continue  # lent before `close`
+            _, buffer, nbytes = loan
             self._lent -= buffer.nbytes
             self._requested -= nbytes
             self._idle.setdefault((buffer.nbytes, buffer.pinned), []).append(buffer)
             self._idle_bytes += buffer.nbytes
-        self._trim(self.budget, idle_at_most=0 if self._closed else IDLE_BYTES)
+        self._trim(self.budget, IDLE_BYTES)
 
-    def _trim(self, held_at_most: int, idle_at_most: int = IDLE_BYTES) -> None:
+    def _trim(self, held_at_most: int, idle_at_most: int) -> None:
         """Unmap idle buffers, the class unused for longest first, until both limits hold."""
         while self._idle_bytes and (self._held > held_at_most or self._idle_bytes > idle_at_most):
             key, buffers = next(iter(self._idle.items()))

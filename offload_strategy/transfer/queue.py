@@ -62,24 +62,6 @@ class PathQueue:
         if over:
             self._end(move, started=started)
 
-    def try_cancel(self, move: Move) -> None:
-        """As `cancel`, but waits for no lock; where that cannot be, the move goes on and ends.
-
-        For finalizers: a garbage collection may run them on a thread that holds the lock already.
-        """
-        if not self._lock.acquire(blocking=False):
-            return
-        try:
-            if move.state is MoveState.RUNNING and move.blocks_under_way:
-                move.state = MoveState.CANCELLED  # its last block ends it, on another thread
-                return
-            if move.state is not MoveState.QUEUED:
-                return
-            move.state = MoveState.CANCELLED
-        finally:
-            self._lock.release()
-        self._end(move, started=False)
-
     def _push(self, move: Move) -> None:
         self._sequence += 1
         heapq.heappush(self._waiting, (int(move.priority), self._sequence, move))

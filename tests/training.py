@@ -1,0 +1,154 @@
+"""What the tests of training share: engines, comparisons by bits, and plain training loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload_strategy import OffloadEngine
+
+Numbers = dict[str, torch.Tensor]
+"""Anything that must be the same with and without offload, by name."""
+
+
+def settings(
+    directory: Path | None, host: str | None = None, **sections: dict[str, Any]
+) -> dict[str, Any]:
+    """A config with which nearly everything of a tiny model leaves.
+
+    Args:
+        directory: of the ssd tier; None for none.
+        host: capacity of a dram tier before it; None for none.
+        sections: options by section, on top.
+    """
+    tiers: list[dict[str, Any]] = []
+    if host is not None:
+        tiers.append({"name": "host", "kind": "dram", "capacity": host})
+    if directory is not None:
+        tiers.append({"name": "nvme", "kind": "ssd", "path": str(directory), "capacity": "1GiB"})
+    config: dict[str, Any] = {
+        "tiers": tiers,
+        "activations": {"min_size": 1},
+        "optimizer": {"subgroup_size": 500},
+        "io": {"threads": 2, "block_size": "64KiB"},
+        "memory": {"pinned": "64MiB"},
+    }
+    for name, options in sections.items():
+        config[name] = {**config.get(name, {}), **options}
+    return config
+
+
+def activations_only(directory: Path | None, **options: Any) -> OffloadEngine:
+    """An engine that offloads every saved tensor and no optimizer."""
+    host = options.pop("host", None)
+    return OffloadEngine(
+        settings(directory, host, activations=options, optimizer={"enabled": False})
+    )
+
+
+def on_disk(engine: OffloadEngine) -> None:
+    """Wait until everything that was given away is on the disk and nowhere else."""
+    engine._resources.heap.wait_for_writes()
+
+
+def moved(engine: OffloadEngine, client: str = "activations", verb: str = "written") -> int:
+    """Bytes that a client wrote, read or had forwarded."""
+    return int(engine.metrics()[f"offload/{client}/{verb}_bytes"])
+
+
+def bits(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Dtype, shape and the very bytes: NaNs compare, and zeros have a sign."""
+    if tensor.layout is not torch.strided:
+        tensor = tensor.coalesce() if tensor.layout is torch.sparse_coo else tensor
+        return (tensor.layout, bits(tensor.indices()), bits(tensor.values()))
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return (tensor.dtype, tuple(tensor.shape), plain.view(torch.uint8).numpy().tobytes())
+
+
+def assert_same_bits(got: Numbers, expected: Numbers) -> None:
+    """Fail with the names of what differs."""
+    assert got.keys() == expected.keys()
+    different = [name for name in expected if bits(got[name]) != bits(expected[name])]
+    assert different == [], f"{len(different)} of {len(expected)} differ: {different[:8]}"
+
+
+def assert_same_history(got: Sequence[Numbers], expected: Sequence[Numbers]) -> None:
+    """As `assert_same_bits`, step by step."""
+    assert len(got) == len(expected)
+    for step, (now, then) in enumerate(zip(got, expected, strict=True)):
+        try:
+            assert_same_bits(now, then)
+        except AssertionError as error:
+            raise AssertionError(f"step {step}: {error}") from None
+
+
+def gradients(model: nn.Module) -> Numbers:
+    """Copies of every gradient that there is."""
+    return {
+        f"grad {name}": parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def weights(model: nn.Module) -> Numbers:
+    """Copies of parameters and buffers."""
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def backward_history(
+    model: nn.Module,
+    loss_of: Callable[[int], torch.Tensor],
+    steps: int = 3,
+    between: Callable[[], None] = lambda: None,
+) -> list[Numbers]:
+    """Loss and gradients of a few steps of plain gradient descent.
+
+    Args:
+        model: what is trained.
+        loss_of: runs the forward pass of a step; random numbers are seeded before it.
+        steps: how many.
+        between: called between forward and backward.
+    """
+    history = []
+    for step in range(steps):
+        torch.manual_seed(1000 + step)
+        loss = loss_of(step)
+        between()
+        loss.backward()
+        history.append({"loss": loss.detach().clone(), **gradients(model)})
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+        del loss
+    history.append(weights(model))
+    return history
+
+
+def saved_storages(
+    run: Callable[[], Any], keep_out: Iterable[torch.Tensor] = ()
+) -> list[torch.UntypedStorage]:
+    """The storages that autograd saves, each once, seen with hooks of torch's own.
+
+    Args:
+        run: the forward pass.
+        keep_out: tensors whose storages do not count.
+    """
+    excluded = {tensor.untyped_storage()._cdata for tensor in keep_out}
+    seen: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in excluded:
+            seen[storage._cdata] = storage  # held, so that no address is used twice
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return list(seen.values())
