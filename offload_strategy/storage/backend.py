@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Protocol
 
 from offload_strategy.errors import ConfigError
 
@@ -18,10 +18,10 @@ class BlockRequest:
         write: True to write memory to the file, False to read.
         fd: the file.
         offset: byte offset in the file, a multiple of the page size.
-        address: where the bytes are in this process's memory; any alignment.
+        address: where the bytes are in this process's memory; any alignment. Whoever `on_done`
+            belongs to keeps the memory alive until it is called.
         nbytes: how many; the file's range is rounded up to the page.
         on_done: called once, on a thread of the backend, with None or the error. Must not raise.
-        keep_alive: whatever owns the memory.
         before: called first, on the backend's thread, for instance to wait until a device copy
             has filled the memory. May raise.
     """
@@ -32,7 +32,6 @@ class BlockRequest:
     address: int
     nbytes: int
     on_done: Callable[[BaseException | None], None]
-    keep_alive: Any = field(default=None, repr=False)
     before: Callable[[], None] | None = field(default=None, repr=False)
 
 

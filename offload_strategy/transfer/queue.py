@@ -91,7 +91,6 @@ class PathQueue:
                         nbytes=nbytes,
                         before=move.before,
                         on_done=partial(self._block_done, move),
-                        keep_alive=move.keep_alive,
                     )
                 )
             except BaseException as error:

@@ -14,7 +14,7 @@ from offload_strategy.memory import BufferPool
 from offload_strategy.storage import Space
 from offload_strategy.telemetry import Recorder
 from offload_strategy.transfer import PathQueue
-from offload_strategy.units import MiB, PAGE_BYTES
+from offload_strategy.units import PAGE_BYTES, MiB
 from tests.transfer.backends import ManualBackend, plain_space
 
 CLIENT = "activations"

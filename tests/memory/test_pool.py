@@ -14,8 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_strategy.memory import BufferPool, buffers, pool as pool_module
-from offload_strategy.units import KiB, MiB, PAGE_BYTES
+from offload_strategy.memory import BufferPool, buffers
+from offload_strategy.memory import pool as pool_module
+from offload_strategy.units import PAGE_BYTES, KiB, MiB
 
 
 def lend(pool: BufferPool, nbytes: int, **options: bool) -> torch.Tensor:

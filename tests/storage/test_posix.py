@@ -93,7 +93,6 @@ def move(
             address=memory.address,
             nbytes=memory.nbytes,
             on_done=done,
-            keep_alive=memory,
             before=before,
         )
     )
@@ -231,7 +230,7 @@ def test_closing_finishes_what_was_submitted_and_ends_the_threads(space: Space) 
     memory = Memory(BLOCK)
     for index in range(20):
         backend.submit(
-            BlockRequest(True, space.fd, index * BLOCK, memory.address, BLOCK, ended.append, memory)
+            BlockRequest(True, space.fd, index * BLOCK, memory.address, BLOCK, ended.append)
         )
     backend.close()
     assert ended == [None] * 20

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from offload_strategy.storage import BlockRequest, Extent, Space, create_backend
+from offload_strategy.storage import Extent, Space, create_backend
 from offload_strategy.telemetry import Direction, Recorder
 from offload_strategy.transfer import Move, MoveState, PathQueue, Priority
 from offload_strategy.units import PAGE_BYTES
@@ -298,8 +298,3 @@ def test_many_threads_may_submit_hurry_and_cancel_at_once(disk: Path) -> None:
         moved[move.direction] += move.nbytes
     assert moved == {direction: recorder.tier_bytes("nvme", direction) for direction in Direction}
     assert len(done) >= len(all_moves) * 3 // 4
-
-
-def test_a_block_request_says_little_when_it_is_printed() -> None:
-    request = BlockRequest(True, 3, 0, 0, 1, lambda error: None, keep_alive=bytes(100_000))
-    assert len(repr(request)) < 300
