@@ -16,7 +16,6 @@ import logging
 import os
 import subprocess
 import sys
-import tempfile
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +25,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
 
+from offload_strategy import OffloadConfig
 from offload_strategy.callbacks import OffloadMonitor
 
 if TYPE_CHECKING or __package__:  # python -m offload_strategy.examples.lightning_gpt
@@ -40,8 +40,12 @@ else:  # python examples/lightning_gpt.py
     from report import Figures, Journal, print_report
 
 HAS_TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
+# What is on its way to and from the disk may take this much memory. The default of 4 GiB is more
+# than this small model needs in all: with a slow disk everything would stay in memory.
+CONFIG = os.environ.get("SSD_OFFLOAD_CONFIG") or '{"memory": {"pinned": "64MiB"}}'
 COMPARED_STEPS = 25
-SHARED_OPTIONS = ["steps", "layers", "width", "context", "batch", "accumulate", "clip", "seed"]
+SHAPE_OPTIONS = ["steps", "layers", "width", "context", "batch"]
+REPEATED_OPTIONS = [*SHAPE_OPTIONS, "accumulate", "clip", "seed", "logdir"]
 PROMPT = b"class "
 
 
@@ -98,8 +102,10 @@ def train(options: argparse.Namespace) -> Figures:
     )
     device = trainer.strategy.root_device
     print(f'Training with strategy "{options.strategy}" on {device}', flush=True)
-    for tier in getattr(getattr(trainer.strategy, "config", None), "tiers", []):
-        print(f"  tensors go to the tier {tier.name!r}: {tier.path or 'host memory'}", flush=True)
+    if options.strategy == "ssd_offload":
+        config = OffloadConfig.load(options.config)
+        places = ", ".join(str(tier.path or tier.kind) for tier in config.tiers)
+        print(f"  tensors go to {places}; config {options.config}", flush=True)
 
     trainer.fit(module, training, validation)
 
@@ -134,21 +140,20 @@ def sha256(module: torch.nn.Module) -> str:
 
 def train_elsewhere(options: argparse.Namespace) -> Figures:
     """Train the first steps without offload, in a process of its own; return its figures."""
-    with tempfile.TemporaryDirectory() as folder:
-        figures = Path(folder, "figures.json")
-        arguments = ["--strategy=auto", "--no-compare", f"--json={figures}", f"--logdir={folder}"]
-        arguments += [f"--stop-after={min(COMPARED_STEPS, options.steps)}"]
-        for name in SHARED_OPTIONS:
-            arguments += [f"--{name}={getattr(options, name)}"]
-        subprocess.run([sys.executable, __file__, *arguments], check=True)
-        return dict(json.loads(figures.read_text()))
+    file = Path(options.logdir, "without_offload.json")
+    arguments = [f"--{name}={getattr(options, name)}" for name in REPEATED_OPTIONS]
+    arguments += ["--strategy=auto", f"--stop-after={min(COMPARED_STEPS, options.steps)}"]
+    arguments += ["--no-compare", f"--json={file}"]
+    subprocess.run([sys.executable, __file__, *arguments], check=True)
+    figures: Figures = json.loads(file.read_text())
+    return figures
 
 
 def parse_options() -> argparse.Namespace:
     """Return the options of the command line."""
     parser = options_parser("Train a small GPT with Lightning, out of core.", steps=100)
     parser.add_argument("--strategy", default="ssd_offload", help="of the Trainer")
-    parser.add_argument("--config", help="of the engine: a preset, a file or JSON")
+    parser.add_argument("--config", default=CONFIG, help="of the engine: a preset, a file or JSON")
     parser.add_argument("--no-compare", action="store_true", help="leave the comparison out")
     parser.add_argument("--stop-after", type=int, default=0, help="stop early, 0 for not at all")
     parser.add_argument("--json", type=Path, help="file for all figures")
@@ -159,8 +164,7 @@ def main() -> None:
     """Train, compare, and print a table."""
     options = parse_options()
     quieten_lightning()
-    if options.config:
-        os.environ["SSD_OFFLOAD_CONFIG"] = options.config  # the default config everywhere
+    os.environ["SSD_OFFLOAD_CONFIG"] = options.config  # the default config everywhere
 
     figures = train(options)
     if options.json:
@@ -168,7 +172,7 @@ def main() -> None:
     if not options.no_compare:
         print("\nOnce more, from the start, in a process of its own", flush=True)
         print_report(figures, train_elsewhere(options))
-    if HAS_TENSORBOARD:
+    if HAS_TENSORBOARD and not options.stop_after:
         print(f"\nCurves: {sys.executable} -m tensorboard.main --logdir {options.logdir}")
 
 

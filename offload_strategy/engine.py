@@ -108,6 +108,9 @@ class OffloadEngine:
         return wrapped
 
     def _hook(self, model: nn.Module, *, again_is_fine: bool) -> None:
+        # Ids of models that died are given to others.
+        for known in [key for key, (alive, _) in self._hooks.items() if alive() is None]:
+            del self._hooks[known]
         if again_is_fine and id(model) in self._hooks:
             return
         if any(p.is_meta for p in model.parameters()):
@@ -135,7 +138,7 @@ class OffloadEngine:
         complaint = shortfall(need, sum(tier.capacity - tier.used_bytes for tier in tiers))
         if complaint is not None:
             raise ConfigError(f"attach: {complaint}")
-        self._registry.claim_states(parameters)
+        self._registry.check_unclaimed(parameters)
         self._note_device(parameters)
         size = section.subgroup_size
         wrapped = OffloadedOptimizer(
@@ -146,12 +149,13 @@ class OffloadEngine:
             subgroup_size=None if size == "auto" else int(size),
             is_last=self._is_last,
         )
+        self._registry.claim_states(parameters, wrapped)
         self._optimizers.add(wrapped)
         return wrapped
 
     def _unwrap(self, optimizer: OffloadedOptimizer) -> None:
         optimizer.close()
-        self._registry.release_states(optimizer.parameters())
+        self._registry.release_states(optimizer.parameters(), optimizer)
         self._optimizers.discard(optimizer)
 
     def _note_device(self, parameters: Any) -> None:
@@ -219,6 +223,7 @@ class OffloadEngine:
         (``tiers[].endurance_tbw``) or nothing was written.
         """
         recorder, resources = self._recorder, self._resources
+        _ = resources.heap.live_tickets  # takes notice of tickets that were dropped since
         metrics: dict[str, float] = {}
         for client in CLIENTS:
             prefix = f"offload/{client}"
@@ -299,6 +304,11 @@ class OffloadEngine:
     def _check_open(self) -> None:
         if self.closed:
             raise OffloadError("this offload engine is closed; make a new one.")
+        if os.getpid() != self._resources.pid:
+            raise OffloadError(
+                "a forked process cannot use its parent's offload engine. Make an engine in the "
+                "process that trains."
+            )
 
     def _make_activations(self) -> ActivationOffload | None:
         section = self.config.activations

@@ -2,8 +2,13 @@
 
 [Note: identity of storages]
 Neither `id()` nor an address names a tensor for longer than it lives: both are reused at once. A
-storage is named here by the address of its C++ object while a weak reference to it is held: that
-keeps the address (not the data) from being given to another storage.
+storage is named here by a weak reference to its Python object, which torch keeps for as long as the
+storage itself lives; an address only tells where to look.
+
+One storage may have several version counters: the chunks that a recurrent layer changes in place
+(`unsafe_chunk`) count for themselves. The version of one says nothing about the bytes of another,
+so bytes are shared among saved tensors only as far as the base that they are views of reaches; such
+chunks never lie within each other's reach.
 """
 
 from __future__ import annotations
@@ -11,7 +16,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class ByteRange(NamedTuple):
@@ -39,14 +43,17 @@ def reach(tensor: torch.Tensor) -> ByteRange:
     return ByteRange(start, start + (last + 1) * itemsize)
 
 
+def reach_of_base(tensor: torch.Tensor) -> ByteRange:
+    """The bytes that share a version counter with it: of what it is a view of, or its own."""
+    base = tensor._base
+    if base is None or base.layout is not torch.strided or base.numel() == 0:
+        return reach(tensor)
+    return reach(base) if storage_address(base) == storage_address(tensor) else reach(tensor)
+
+
 def storage_address(tensor: torch.Tensor) -> int:
     """Address of the storage object; names it only while the storage lives."""
     return int(tensor.untyped_storage()._cdata)
-
-
-def weak_reference(tensor: torch.Tensor) -> StorageWeakRef:
-    """Keeps the storage's address from being reused, without keeping its data."""
-    return StorageWeakRef(tensor.untyped_storage())
 
 
 class VersionProbe:

@@ -6,9 +6,8 @@ import weakref
 from typing import Protocol
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload_strategy.activations.identity import ByteRange, storage_address, weak_reference
+from offload_strategy.activations.identity import ByteRange, storage_address
 from offload_strategy.heap import Heap, Ticket, TicketState
 
 
@@ -31,7 +30,7 @@ class Slot:
         index: int,
         ticket: Ticket,
         span: ByteRange,
-        storage: StorageWeakRef,
+        storage: weakref.ref[torch.UntypedStorage],
         version: int,
     ) -> None:
         self.index = index
@@ -83,20 +82,24 @@ class ForwardRecord:
 
     def find(self, tensor: torch.Tensor, wanted: ByteRange) -> Slot | None:
         """The slot that already holds these bytes at this version, if there is one."""
+        storage = tensor.untyped_storage()
         for reference in self._by_storage.get(storage_address(tensor), ()):
             slot = reference()
             if (
                 slot is not None
                 and slot.version == tensor._version
                 and slot.range.covers(wanted)
-                and not slot.storage.expired()
+                and (wanted.start - slot.range.start) % tensor.element_size() == 0
+                and slot.storage() is storage
             ):
                 return slot
         return None
 
     def add(self, tensor: torch.Tensor, span: ByteRange, ticket: Ticket) -> Slot:
         """Note that a range left."""
-        slot = Slot(len(self._order), ticket, span, weak_reference(tensor), tensor._version)
+        slot = Slot(
+            len(self._order), ticket, span, weakref.ref(tensor.untyped_storage()), tensor._version
+        )
         reference = weakref.ref(slot)
         self._order.append(reference)
         self._by_storage.setdefault(storage_address(tensor), []).append(reference)

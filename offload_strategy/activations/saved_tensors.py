@@ -18,6 +18,7 @@ from offload_strategy.activations.identity import (
     VersionProbe,
     raise_if_changed,
     reach,
+    reach_of_base,
 )
 from offload_strategy.activations.policy import can_leave, within_budget
 from offload_strategy.activations.records import ForwardRecord, Slot
@@ -26,8 +27,8 @@ from offload_strategy.units import MiB
 
 #: Distance of prefetching when `activations.prefetch` is auto: enough to keep a disk busy.
 DEFAULT_PREFETCH_BYTES = 64 * MiB
-#: A view that reaches less than this share of its storage takes only its own bytes along.
-_WHOLE_STORAGE_SHARE = 0.5
+#: A view that reaches less than this share of its base takes only its own bytes along.
+_WHOLE_BASE_SHARE = 0.5
 
 
 class _Kept:
@@ -53,7 +54,7 @@ class _Moved:
     __slots__ = (
         "__weakref__",
         "dtype",
-        "offset",
+        "offset_bytes",
         "probe",
         "record",
         "shape",
@@ -68,7 +69,7 @@ class _Moved:
         self.shape = tensor.shape
         self.strides = tensor.stride()
         self.dtype = tensor.dtype
-        self.offset = tensor.storage_offset() - slot.range.start // tensor.element_size()
+        self.offset_bytes = reach(tensor).start - slot.range.start
         self.probe = VersionProbe(tensor)
         self.unpacked = False
         slot.add_view(self)
@@ -78,9 +79,9 @@ class _Moved:
         self.unpacked = True
         loaded = self.slot.bytes(heap)
         self.record.fetch_ahead(self.slot)
-        start = loaded.storage_offset() // self.dtype.itemsize
+        start = (loaded.storage_offset() + self.offset_bytes) // self.dtype.itemsize
         return torch.empty(0, dtype=self.dtype, device=loaded.device).set_(
-            loaded.untyped_storage(), start + self.offset, self.shape, self.strides
+            loaded.untyped_storage(), start, self.shape, self.strides
         )
 
 
@@ -160,19 +161,18 @@ class ActivationOffload:
     def _give_away(
         self, tensor: torch.Tensor, wanted: ByteRange, record: ForwardRecord
     ) -> Slot | None:
-        storage = tensor.untyped_storage()
-        # Views of one activation (query, key, value) overlap: the storage leaves once, whole. A
-        # small view of something large (a batch out of a data set) must not drag all of it along.
-        span = wanted
-        if wanted.nbytes >= _WHOLE_STORAGE_SHARE * storage.nbytes():
-            span = ByteRange(0, storage.nbytes())
+        # Views of one activation (query, key, value) overlap: it leaves once, whole. A small view
+        # of something large (a batch out of a data set) must not drag all of it along.
+        span = reach_of_base(tensor)
+        if not span.covers(wanted) or wanted.nbytes < _WHOLE_BASE_SHARE * span.nbytes:
+            span = wanted
         if span.nbytes < self._min_size:
             return None
         record.packed_bytes += span.nbytes
         if not within_budget(self._budget, record.packed_bytes, record.left_bytes, span.nbytes):
             return None
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        flat.set_(storage, span.start, (span.nbytes,), (1,))
+        flat.set_(tensor.untyped_storage(), span.start, (span.nbytes,), (1,))
         return record.add(tensor, span, self._heap.put(flat, "activations", self._tiers))
 
     def _unpack(self, packed: _Kept | _Moved) -> torch.Tensor:

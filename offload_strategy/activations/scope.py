@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+import weakref
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ class ForwardHooks:
     """
 
     def __init__(self, module: nn.Module, offload: ActivationOffload, owner: Any = None) -> None:
+        self._module = weakref.ref(module)
         self._scopes = _Scopes(offload, owner)
         self._handles = [
             module.register_forward_pre_hook(_Before(self._scopes), prepend=True),
@@ -35,22 +38,29 @@ class ForwardHooks:
         """Take the hooks off the module. Idempotent."""
         for handle in self._handles:
             handle.remove()
+        module = self._module()
+        if module is None or not _calls_under_way(module):
+            self._scopes.leave_all()
 
 
 class _Scopes:
-    """The scopes that calls of one module have opened and not closed."""
+    """The scopes that calls of one module have opened and not closed, on each thread."""
 
     def __init__(self, offload: ActivationOffload, owner: Any) -> None:
         self._offload = offload
         self._owner = owner
-        self._open: list[saved_tensors_hooks | None] = []
+        self._local = threading.local()
+
+    @property
+    def _open(self) -> list[saved_tensors_hooks | None]:
+        scopes: list[saved_tensors_hooks | None] = self._local.__dict__.setdefault("open", [])
+        return scopes
 
     def enter(self, module: nn.Module) -> None:
-        if self._open and not _is_running(module):
-            # A KeyboardInterrupt in an earlier call: torch runs "always called" hooks only for
-            # subclasses of Exception, so that call's scope is still open. Close it now.
-            while self._open:
-                self._offload.leave(self._open.pop())
+        if self._open and _calls_under_way(module) == 1:
+            # Only the call that asks is under way. A KeyboardInterrupt ended an earlier one: torch
+            # runs "always called" hooks only for subclasses of Exception, so its scope is open.
+            self.leave_all()
         trains = torch.is_grad_enabled() and module.training
         self._open.append(self._offload.enter() if trains else None)
 
@@ -58,16 +68,20 @@ class _Scopes:
         if self._open:
             self._offload.leave(self._open.pop())
 
+    def leave_all(self) -> None:
+        while self._open:
+            self._offload.leave(self._open.pop())
 
-def _is_running(module: nn.Module) -> bool:
-    """Whether a call of `module`, other than the one that asks, is on this thread's stack."""
+
+def _calls_under_way(module: nn.Module) -> int:
+    """How many calls of `module` are on this thread's stack."""
     calls = 0
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _CALL_CODE and frame.f_locals.get("self") is module:
             calls += 1
         frame = frame.f_back  # type: ignore[assignment]
-    return calls > 1
+    return calls
 
 
 _CALL_CODE = nn.Module._call_impl.__code__

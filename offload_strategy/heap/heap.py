@@ -3,8 +3,11 @@
 [Note: locks]
 One lock guards the states of all entries; none is held while bytes move. Queues call back into the
 heap when a move ends, so the heap never calls a queue while it holds its lock. Tickets may be
-dropped by a garbage collection in the middle of anything, so dropping only appends to a deque;
-whoever next lets go of the lock reaps it, and every end of a move does.
+dropped by a garbage collection in the middle of anything, so dropping only appends to a deque; the
+next operation, or the next end of a move, reaps it.
+
+A plain lock in a plain `with` cannot be left locked by Ctrl-C. A condition can: its `__enter__` is
+Python code, which a KeyboardInterrupt may end after it took the lock. So waits poll.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -26,13 +28,20 @@ from offload_strategy.heap.ticket import Entry, Ticket, TicketState
 from offload_strategy.heap.tiers import HostTier, PathTier, Tier
 from offload_strategy.memory import BufferPool
 from offload_strategy.telemetry import Direction, Recorder, get_logger
-from offload_strategy.transfer import DeviceCopier, Move, MoveState, Priority
+from offload_strategy.transfer import (
+    DeviceCopier,
+    Move,
+    MoveState,
+    Priority,
+    UninterruptedSection,
+)
 from offload_strategy.units import format_size
 
 logger = get_logger(__name__)
 
 #: After this long a wait for a path is reported; training goes on waiting.
 _REPORT_WAIT_SECONDS = 30.0
+_POLL_SECONDS = 0.001
 _CPU = torch.device("cpu")
 
 
@@ -51,7 +60,7 @@ class Heap:
         self._write_behind = write_behind
         self._writing_bytes = 0
         self._copiers: dict[torch.device, DeviceCopier] = {}
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
         self._outgoing = OutgoingCopies()
         self._dropped: deque[weakref.ref[Ticket]] = deque()
         self._tickets: dict[int, tuple[weakref.ref[Ticket], Entry]] = {}
@@ -65,7 +74,8 @@ class Heap:
     @property
     def live_tickets(self) -> int:
         """Tickets that are not freed."""
-        with self._locked():
+        self._reap()
+        with self._lock:
             return self._live
 
     def put(self, payload: torch.Tensor, client: str, tiers: Sequence[Tier]) -> Ticket:
@@ -82,13 +92,18 @@ class Heap:
         """
         self._check_usable()
         self._outgoing.let_go()
-        entry = self._place(payload, client, tiers)
-        ticket = Ticket(entry)
-        # See [Note: no Python code in finalizers].
-        reference = weakref.ref(ticket, self._dropped.append)
-        self._tickets[id(reference)] = (reference, entry)
-        if entry.move is not None and isinstance(entry.tier, PathTier):
-            entry.tier.queue.submit(entry.move)
+        self._reap()
+        nbytes = payload.numel()
+        if not any(isinstance(tier, HostTier) and tier.has_room(nbytes) for tier in tiers):
+            self._await_room_to_write(client, nbytes)
+        with UninterruptedSection():
+            entry = self._place(payload, client, tiers)
+            ticket = Ticket(entry)
+            # See [Note: no Python code in finalizers].
+            reference = weakref.ref(ticket, self._dropped.append)
+            self._tickets[id(reference)] = (reference, entry)
+            if entry.move is not None and isinstance(entry.tier, PathTier):
+                entry.tier.queue.submit(entry.move)
         return ticket
 
     def prefetch(self, ticket: Ticket) -> bool:
@@ -110,7 +125,7 @@ class Heap:
         """
         entry = ticket.entry
         while True:
-            with self._locked():
+            with self._lock:
                 self._check_alive(entry)
                 state, move = entry.state, entry.move
                 payload = entry.payload if entry.source is None else entry.source
@@ -128,7 +143,7 @@ class Heap:
     def evict(self, ticket: Ticket) -> None:
         """Drop the copy in memory of a ticket that is stored on a path."""
         entry = ticket.entry
-        with self._locked():
+        with self._lock:
             if entry.state is TicketState.IN_MEMORY and entry.extent is not None:
                 entry.payload = None
                 entry.state = TicketState.STORED
@@ -140,7 +155,7 @@ class Heap:
         """
         shared = self.get(ticket)
         entry = ticket.entry
-        with self._locked():
+        with self._lock:
             if (
                 entry.state is TicketState.IN_MEMORY
                 and entry.extent is not None
@@ -153,8 +168,14 @@ class Heap:
 
     def take(self, ticket: Ticket) -> torch.Tensor:
         """The bytes, for the caller to change; frees the ticket. Avoids every copy that it can."""
+        payload = self.writable(ticket)
+        self.free(ticket)
+        return payload
+
+    def writable(self, ticket: Ticket) -> torch.Tensor:
+        """As `take`, but frees nothing: whoever changes the bytes must free the ticket before."""
         entry = ticket.entry
-        with self._locked():
+        with self._lock:
             self._check_alive(entry)
             writing = entry.move if entry.state is TicketState.WRITING else None
         if writing is not None:
@@ -162,9 +183,7 @@ class Heap:
             assert isinstance(entry.tier, PathTier)
             entry.tier.queue.cancel(writing)
             self._wait(writing, entry)
-        payload = self.get(ticket)
-        self.free(ticket)
-        return payload
+        return self.get(ticket)
 
     def borrow(self, client: str, nbytes: int, device: torch.device = _CPU) -> torch.Tensor:
         """A flat uint8 tensor with undefined contents, to be filled and then `put`.
@@ -180,10 +199,9 @@ class Heap:
     def _host_buffer(self, client: str, nbytes: int, *, pinned: bool) -> torch.Tensor:
         begin = time.perf_counter()
         while (buffer := self._pool.lend(nbytes, pinned=pinned)) is None:
-            with self._locked():
-                if not self._writing_bytes:
-                    break
-                self._changed.wait(0.05)
+            if not self._writing_bytes:
+                break
+            time.sleep(_POLL_SECONDS)
         self._recorder.stalled(client, time.perf_counter() - begin)
         if buffer is None:
             buffer = self._pool.lend(nbytes, pinned=pinned, beyond_budget=True)
@@ -200,19 +218,17 @@ class Heap:
         Raises:
             StorageError: a write failed.
         """
-        with self._locked():
-            while self._writing_bytes and not self._closed:
-                self._changed.wait(1.0)
+        while self._writing_bytes and not self._closed:
+            time.sleep(_POLL_SECONDS)
         self._check_usable()
 
     def close(self) -> None:
         """Give up every move; nothing can be put or read any more. Idempotent."""
         if os.getpid() != self._pid:
             return
-        with self._locked():
+        with self._lock:
             self._closed = True
             moving = [(entry, entry.move) for entry in self._moving]
-            self._changed.notify_all()
         # All of them first: each block that ends would let the next queued move begin.
         for entry, move in moving:
             if move is not None:
@@ -226,7 +242,7 @@ class Heap:
         nbytes = payload.numel()
         for tier in tiers:
             if isinstance(tier, HostTier):
-                with self._locked():
+                with self._lock:
                     if not tier.claim(nbytes):
                         continue
                     self._live += 1
@@ -237,7 +253,7 @@ class Heap:
                     self._free(entry)
                     raise
                 return entry
-            with self._locked():
+            with self._lock:
                 extent = tier.claim(nbytes)
             if extent is None:
                 continue
@@ -245,10 +261,9 @@ class Heap:
             entry.extent = extent
             entry.state = TicketState.WRITING
             try:
-                self._await_room_to_write(client, nbytes)
                 host, before = self._to_host(entry, payload)
-            except BaseException:  # an interrupt of a long wait, or no memory left to pin
-                with self._locked():
+            except BaseException:  # no memory left to pin, for instance
+                with self._lock:
                     self._release_extent(entry)
                 raise
             entry.move = Move(
@@ -262,7 +277,7 @@ class Heap:
                 before=before,
                 on_end=partial(self._write_ended, entry),
             )
-            with self._locked():
+            with self._lock:
                 self._live += 1
                 self._writing_bytes += nbytes
                 self._moving.add(entry)
@@ -301,23 +316,23 @@ class Heap:
     def _await_room_to_write(self, client: str, nbytes: int) -> None:
         begin = time.perf_counter()
         report_at = begin + _REPORT_WAIT_SECONDS
-        with self._locked():
-            while self._writing_bytes and self._writing_bytes + nbytes > self._write_behind:
-                self._changed.wait(1.0)
-                if time.perf_counter() > report_at:
-                    report_at += _REPORT_WAIT_SECONDS
-                    logger.warning(
-                        "%s have been waiting to be written for %.0f s; training resumes when the "
-                        "disk takes them",
-                        format_size(self._writing_bytes),
-                        time.perf_counter() - begin,
-                    )
+        while self._writing_bytes and self._writing_bytes + nbytes > self._write_behind:
+            time.sleep(_POLL_SECONDS)
+            if time.perf_counter() > report_at:
+                report_at += _REPORT_WAIT_SECONDS
+                logger.warning(
+                    "%s have been waiting to be written for %.0f s; training resumes when the "
+                    "disk takes them",
+                    format_size(self._writing_bytes),
+                    time.perf_counter() - begin,
+                )
         self._recorder.stalled(client, time.perf_counter() - begin)
 
     # ------------------------------------------------------------------ loading
     def _load(self, entry: Entry, priority: Priority) -> Move | None:
         """Begin to load a stored entry; None if it is not stored, or there is no memory."""
-        with self._locked():
+        self._reap()
+        with self._lock:
             self._check_alive(entry)
             if entry.state is not TicketState.STORED:
                 return None
@@ -341,13 +356,14 @@ class Heap:
             keep_alive=host,
             on_end=lambda move: self._read_ended(entry, move, host),
         )
-        with self._locked():
-            if entry.state is not TicketState.STORED:
-                return None
-            entry.state = TicketState.LOADING
-            entry.move = move
-            self._moving.add(entry)
-        tier.queue.submit(move)
+        with UninterruptedSection():
+            with self._lock:
+                if entry.state is not TicketState.STORED:
+                    return None
+                entry.state = TicketState.LOADING
+                entry.move = move
+                self._moving.add(entry)
+            tier.queue.submit(move)
         return move
 
     def _await_load(self, entry: Entry, move: Move) -> None:
@@ -391,7 +407,7 @@ class Heap:
 
     # ------------------------------------------------------------------ ends of moves
     def _write_ended(self, entry: Entry, move: Move) -> None:
-        with self._locked():
+        with self._lock:
             self._writing_bytes -= entry.nbytes
             self._moving.discard(entry)
             entry.move = None
@@ -406,7 +422,7 @@ class Heap:
                 if move.state is MoveState.FAILED:
                     entry.error = move.error
                     self._failure = self._failure or self._explain(entry, move, "write")
-            self._changed.notify_all()
+        self._reap()
 
     def _read_ended(self, entry: Entry, move: Move, host: torch.Tensor) -> None:
         payload = host
@@ -415,7 +431,7 @@ class Heap:
                 payload = self._copier(entry.device).copy_in(host)
             except BaseException as error:
                 move.state, move.error = MoveState.FAILED, error
-        with self._locked():
+        with self._lock:
             self._moving.discard(entry)
             entry.move = None
             if entry.state is TicketState.FREED:
@@ -425,7 +441,7 @@ class Heap:
                 entry.payload = payload
             else:
                 entry.state = TicketState.STORED
-            self._changed.notify_all()
+        self._reap()
 
     def _explain(self, entry: Entry, move: Move, verb: str) -> StorageError:
         assert isinstance(entry.tier, PathTier)
@@ -440,11 +456,11 @@ class Heap:
     # ------------------------------------------------------------------ freeing
     def _reap(self) -> None:
         """Free the entries of tickets that died, if the lock is free; else its holder will."""
-        while self._dropped and self._changed.acquire(blocking=False):
+        while self._dropped and self._lock.acquire(blocking=False):
             try:
                 doomed = [self._mark_freed(entry) for entry in self._take_dropped()]
             finally:
-                self._changed.release()
+                self._lock.release()
             for entry, move in filter(None, doomed):
                 self._cancel(entry, move)
 
@@ -454,7 +470,8 @@ class Heap:
             yield entry
 
     def _free(self, entry: Entry) -> None:
-        with self._locked():
+        self._reap()
+        with self._lock:
             doomed = self._mark_freed(entry)
         if doomed is not None:
             self._cancel(*doomed)
@@ -487,15 +504,6 @@ class Heap:
             entry.extent = None
 
     # ------------------------------------------------------------------ checks
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        if self._dropped:
-            self._reap()
-        with self._changed:
-            yield
-        if self._dropped:
-            self._reap()
-
     def _check_alive(self, entry: Entry) -> None:
         self._check_process()
         if entry.state is TicketState.FREED:

@@ -21,9 +21,13 @@ class HostTier:
     capacity: int
     used_bytes: int = field(default=0, init=False)
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether `nbytes` more would fit."""
+        return self.used_bytes + nbytes <= self.capacity
+
     def claim(self, nbytes: int) -> bool:
         """Take `nbytes` of the capacity, if they are there."""
-        if self.used_bytes + nbytes > self.capacity:
+        if not self.has_room(nbytes):
             return False
         self.used_bytes += nbytes
         return True

@@ -60,7 +60,7 @@ class OffloadedOptimizer(Optimizer):
         self._planned_parameters = 0
         self._hooks: dict[int, Any] = {}
         self._closed = False
-        self._state = StateView(self._updater, self._planned)
+        self._state = StateView(self._updater, self._planned_as_of_now)
         self._watch_parameters()
         if any(inner.state.values()):
             self._absorb_inner_state()
@@ -123,13 +123,14 @@ class OffloadedOptimizer(Optimizer):
             StorageError: states could not be read or written.
         """
         self._check_open()
-        arguments = () if closure is None else (closure,)
         own = self.inner
+        # As torch calls them: the arguments include the optimizer, which has the states to look at.
+        arguments = (self,) if closure is None else (self, closure)
         for hook in chain(
             torch_optimizer._global_optimizer_pre_hooks.values(),
             own._optimizer_step_pre_hooks.values(),
         ):
-            hook(own, arguments, {})
+            hook(self, arguments, {})
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -143,11 +144,11 @@ class OffloadedOptimizer(Optimizer):
             own._optimizer_step_post_hooks.values(),
             torch_optimizer._global_optimizer_post_hooks.values(),
         ):
-            hook(own, arguments, {})
+            hook(self, arguments, {})
         return loss
 
     def _update(self) -> None:
-        subgroups = self._planned()
+        subgroups = self._planned_as_of_now()
         ahead = self._overlap.finish() if self._overlap is not None else []
         committed = {id(speculation.subgroup) for speculation in ahead}
         rest = [s for s in subgroups if id(s) not in committed and s.with_gradient()]
@@ -181,7 +182,7 @@ class OffloadedOptimizer(Optimizer):
         """
         self._check_open()
         states: dict[torch.Tensor, dict[str, Any]] = {}
-        for subgroup in self._planned():
+        for subgroup in self._planned_as_of_now():
             copies = self._updater.copies(subgroup)
             states.update(zip(subgroup.parameters, copies, strict=True))
         own = self.inner.state
@@ -202,7 +203,7 @@ class OffloadedOptimizer(Optimizer):
     def _absorb_inner_state(self) -> None:
         if self._overlap is not None:
             self._overlap.forget()
-        for subgroup in self._planned():
+        for subgroup in self._planned_as_of_now():
             states = [dict(self.inner.state.pop(p, {})) for p in subgroup.parameters]
             self._updater.absorb(subgroup, states)
 
@@ -242,6 +243,34 @@ class OffloadedOptimizer(Optimizer):
             if self._overlap is not None:
                 self._overlap.watch(self._subgroups)
         return self._subgroups
+
+    def _planned_as_of_now(self) -> list[Subgroup]:
+        """The subgroups, planned anew if somebody has edited the groups' lists since."""
+        subgroups = self._planned()
+        groups = [{id(p) for p in group["params"]} for group in self.inner.param_groups]
+        in_place = all(
+            subgroup.group_index < len(groups)
+            and all(id(p) in groups[subgroup.group_index] for p in subgroup.parameters)
+            for subgroup in subgroups
+        )
+        if in_place and sum(len(s.parameters) for s in subgroups) == sum(map(len, groups)):
+            return subgroups
+        if self._overlap is not None:
+            self._overlap.forget()
+        states: dict[torch.Tensor, dict[str, Any]] = {}
+        for subgroup in subgroups:
+            states.update(zip(subgroup.parameters, self._updater.copies(subgroup), strict=True))
+            self._updater.absorb(subgroup, [{} for _ in subgroup.parameters])
+        subgroups[:] = plan_subgroups(self.inner, [], self._subgroup_size)
+        self._planned_parameters = sum(map(len, groups))
+        for subgroup in subgroups:
+            self._updater.absorb(subgroup, [states.get(p, {}) for p in subgroup.parameters])
+        for gone in self._hooks.keys() - set().union(*groups):
+            self._hooks.pop(gone).remove()
+        self._watch_parameters()
+        if self._overlap is not None:
+            self._overlap.watch(subgroups)
+        return subgroups
 
     def close(self) -> None:
         """Take every hook off the parameters and forget the states. Idempotent."""

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from offload_strategy.heap import TicketState
+from offload_strategy.optimizer.marks import InputsMark, can_be_marked
 from offload_strategy.optimizer.subgroups import Subgroup
-from offload_strategy.optimizer.updates import GradientMark, Speculation, Updater
+from offload_strategy.optimizer.updates import Speculation, Updater
 
 #: Subgroups whose states are loaded ahead of their update.
 PREFETCHED_SUBGROUPS = 2
@@ -41,7 +42,7 @@ class BackwardOverlap:
         self._home: dict[int, tuple[Subgroup, int]] = {}
         self._waiting: deque[Subgroup] = deque()
         self._done: dict[int, Speculation] = {}
-        self._sample: tuple[weakref.ref[torch.Tensor], GradientMark] | None = None
+        self._sample: tuple[weakref.ref[torch.Tensor], InputsMark] | None = None
         self._clean_steps = _CLEAN_STEPS
         self._backward = -1
         self.redone_steps = 0
@@ -66,8 +67,8 @@ class BackwardOverlap:
             return
         self._notice_new_backward()
         if not self._runs_ahead:
-            if self._sample is None and parameter.grad is not None:
-                self._sample = (weakref.ref(parameter), GradientMark(parameter))
+            if self._sample is None and can_be_marked(parameter):
+                self._sample = (weakref.ref(parameter), InputsMark([parameter]))
             return
         subgroup, index = home
         subgroup.ready.add(index)
@@ -104,7 +105,7 @@ class BackwardOverlap:
         elif self._sample is not None:
             reference, mark = self._sample
             parameter = reference()
-            untouched = parameter is not None and mark.holds(parameter)
+            untouched = parameter is not None and mark.holds([parameter])
             self._clean_steps = self._clean_steps + 1 if untouched else 0
         self._done = {}
         self.forget()

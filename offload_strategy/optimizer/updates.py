@@ -10,7 +10,6 @@ would go stale). If not, the new tickets are dropped and the update runs again, 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,30 +19,9 @@ from torch.optim import Optimizer
 
 from offload_strategy.heap import Heap, Ticket, Tier
 from offload_strategy.optimizer.kernel import run_update
-from offload_strategy.optimizer.layout import Layout, packable
+from offload_strategy.optimizer.layout import Layout
+from offload_strategy.optimizer.marks import InputsMark, can_be_marked
 from offload_strategy.optimizer.subgroups import StateSet, Subgroup, pack_states
-
-
-class GradientMark:
-    """Remembers which gradient a parameter had, at which version, and at which weight version."""
-
-    __slots__ = ("_grad", "_grad_version", "_weight_version")
-
-    def __init__(self, parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        self._grad = weakref.ref(parameter.grad)
-        self._grad_version = parameter.grad._version
-        self._weight_version = parameter._version
-
-    def holds(self, parameter: torch.Tensor) -> bool:
-        """Whether neither the gradient nor the weight was replaced or changed since."""
-        grad = parameter.grad
-        return (
-            grad is not None
-            and self._grad() is grad
-            and self._grad_version == grad._version
-            and self._weight_version == parameter._version
-        )
 
 
 @dataclass(eq=False)
@@ -52,22 +30,20 @@ class Speculation:
 
     subgroup: Subgroup
     indices: list[int]
-    marks: list[GradientMark]
+    inputs: InputsMark
     hyper: dict[str, Any]
+    old_states: StateSet
     states: StateSet
     layout: Layout
     weights: Ticket
 
     def holds(self, group: dict[str, Any]) -> bool:
         """Whether `step()` would compute the very same thing now."""
-        parameters = self.subgroup.parameters
         return (
             self.indices == self.subgroup.with_gradient()
-            and all(
-                mark.holds(parameters[index])
-                for index, mark in zip(self.indices, self.marks, strict=True)
-            )
+            and self.subgroup.states is self.old_states
             and _same(self.hyper, hyper_parameters(group))
+            and self.inputs.holds([self.subgroup.parameters[index] for index in self.indices])
         )
 
 
@@ -101,8 +77,13 @@ class Updater:
         if not indices:
             return
         old = subgroup.states
-        flat = None if old.ticket is None else self._heap.take(old.ticket)
+        flat = None if old.ticket is None else self._heap.writable(old.ticket)
         states = old.unpack(flat)
+        # Nothing may be lost if the update is interrupted or refused, or cannot be put back: until
+        # it is back on a tier the subgroup has it in memory.
+        subgroup.states = StateSet(states)
+        if old.ticket is not None:
+            self._heap.free(old.ticket)
         run_update(
             self._optimizer,
             self.group_of(subgroup),
@@ -116,9 +97,9 @@ class Updater:
         """Run the update ahead of `step()`; None if it cannot be (it will run at `step()`)."""
         indices = subgroup.with_gradient()
         chosen = [subgroup.parameters[index] for index in indices]
-        if not chosen or not all(packable(parameter) for parameter in chosen):
+        if not chosen or not all(can_be_marked(parameter) for parameter in chosen):
             return None
-        marks = [GradientMark(parameter) for parameter in chosen]
+        inputs = InputsMark(chosen)
         group = self.group_of(subgroup)
         hyper = hyper_parameters(group)
         layout = Layout.of(chosen)
@@ -134,7 +115,8 @@ class Updater:
         for copy in weights:
             copy.grad = None
         new = pack_states(self._heap, old, states, flat, self.put)
-        return Speculation(subgroup, indices, marks, hyper, new, layout, self.put(flat_weights))
+        ticket = self.put(flat_weights)
+        return Speculation(subgroup, indices, inputs, hyper, old, new, layout, ticket)
 
     @torch.no_grad()
     def commit(self, speculation: Speculation) -> None:

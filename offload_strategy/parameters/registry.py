@@ -53,13 +53,12 @@ class ParameterRegistry:
             del _offloaded_by[module]
         self._modules.discard(module)
 
-    def claim_states(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Claim parameters for optimizer-state swapping: all of them, or none.
+    def check_unclaimed(self, parameters: Iterable[torch.Tensor]) -> None:
+        """See to it that no optimizer swaps the states of these parameters already.
 
         Raises:
-            ConfigError: one of them has an owner already.
+            ConfigError: one of them has an owner.
         """
-        parameters = list(parameters)
         for parameter in parameters:
             if _owner(_swapped_by, parameter) is not None:
                 raise ConfigError(
@@ -67,13 +66,16 @@ class ParameterRegistry:
                     f"optimizer already. Attach each parameter once; several optimizers are fine "
                     f"when they share none. Close the other engine first if it is a leftover."
                 )
-        for parameter in parameters:
-            _swapped_by[parameter] = weakref.ref(self)
 
-    def release_states(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Give parameters up again. Idempotent."""
+    def claim_states(self, parameters: Iterable[torch.Tensor], owner: object) -> None:
+        """Give parameters to an optimizer, for as long as it lives."""
         for parameter in parameters:
-            if _owner(_swapped_by, parameter) is self:
+            _swapped_by[parameter] = weakref.ref(owner)
+
+    def release_states(self, parameters: Iterable[torch.Tensor], owner: object) -> None:
+        """Take parameters from an optimizer again. Idempotent."""
+        for parameter in parameters:
+            if _owner(_swapped_by, parameter) is owner:
                 del _swapped_by[parameter]
 
     def name_of(self, parameter: torch.Tensor) -> str:

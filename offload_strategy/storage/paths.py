@@ -42,8 +42,14 @@ def inspect_directory(path: Path, tier: str) -> DirectoryReport:
             f"{where}: ssd tiers need positioned file I/O, which this system does not offer. "
             f"Use a tier of kind dram."
         )
-    if not path.exists():
-        nearest = next(parent for parent in path.absolute().parents if parent.exists())
+    try:
+        nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
+    except OSError as error:  # a directory above it that this user may not enter, a dead mount
+        raise ConfigError(
+            f"{where}: the directory {str(path)!r} cannot be reached: {error.strerror}. "
+            f"Check the mount and the permissions of what lies above it, or name another."
+        ) from error
+    if nearest != path:
         raise ConfigError(
             f"{where}: there is no directory {str(path)!r} (the nearest that exists is "
             f"{str(nearest)!r}). Create it with `mkdir -p -m 700 {path}`, or name another."

@@ -13,6 +13,42 @@ from offload_strategy.storage import Extent
 from offload_strategy.telemetry import Direction
 
 
+class Latch:
+    """An event that is set once, and that Ctrl-C in a waiting thread cannot leave locked.
+
+    `threading.Event` guards itself with a condition, whose `__enter__` is Python code: a
+    KeyboardInterrupt may end it after it took the lock, and then `set` would wait for ever.
+    """
+
+    __slots__ = ("_is_set", "_lock")
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        """Let everybody go who waits, now or later. To be called once."""
+        self._is_set = True
+        self._lock.release()
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until it is set, `timeout` seconds at most; returns whether it is."""
+        deadline = time.monotonic() + timeout
+        while not self._is_set:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            # In slices: a waiter that was interrupted may have kept the lock; the flag still tells.
+            if self._lock.acquire(timeout=min(left, 0.5)):
+                self._lock.release()
+        return True
+
+    def is_set(self) -> bool:
+        """Whether it is set."""
+        return self._is_set
+
+
 class Priority(IntEnum):
     """Which queued block goes next; lower overtakes higher."""
 
@@ -65,4 +101,4 @@ class Move:
     finished_at: float = 0.0
     next_block: int = 0
     blocks_under_way: int = 0
-    ended: threading.Event = field(default_factory=threading.Event, repr=False)
+    ended: Latch = field(default_factory=Latch, repr=False)

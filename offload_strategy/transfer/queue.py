@@ -9,6 +9,7 @@ from functools import partial
 
 from offload_strategy.storage import Backend, BlockRequest, Space
 from offload_strategy.telemetry import MoveRecord, Recorder
+from offload_strategy.transfer.interrupts import UninterruptedSection
 from offload_strategy.transfer.moves import Move, MoveState, Priority
 
 
@@ -37,9 +38,10 @@ class PathQueue:
 
     def submit(self, move: Move) -> None:
         """Queue a move; returns at once."""
-        with self._lock:
-            self._push(move)
-        self._dispatch()
+        with UninterruptedSection():
+            with self._lock:
+                self._push(move)
+            self._dispatch()
 
     def hurry(self, move: Move, priority: Priority = Priority.NEEDED_NOW) -> None:
         """Let a queued move overtake others from now on."""
@@ -53,14 +55,15 @@ class PathQueue:
 
         `on_end` is called as for any move, at once if nothing was under way.
         """
-        with self._lock:
-            if move.state not in (MoveState.QUEUED, MoveState.RUNNING):
-                return
-            started = move.state is MoveState.RUNNING
-            move.state = MoveState.CANCELLED
-            over = move.blocks_under_way == 0
-        if over:
-            self._end(move, started=started)
+        with UninterruptedSection():
+            with self._lock:
+                if move.state not in (MoveState.QUEUED, MoveState.RUNNING):
+                    return
+                started = move.state is MoveState.RUNNING
+                move.state = MoveState.CANCELLED
+                over = move.blocks_under_way == 0
+            if over:
+                self._end(move, started=started)
 
     def _push(self, move: Move) -> None:
         self._sequence += 1

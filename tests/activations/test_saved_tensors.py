@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from offload_strategy import OffloadEngine, OffloadError, StorageError
@@ -94,16 +95,13 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "bfloat16": lambda w: ((w.bfloat16() @ X.bfloat16()).relu() ** 2).float().sum(),
     "double precision": lambda w: (w.double().exp() @ X.double()).sin().sum(),
     "bools": lambda w: torch.where((w * 1) > 0, (w @ X).exp(), w.sin()).sum(),
-    "integers": lambda w: (w * 2).exp().gather(1, (X.abs() * 3).long()).prod(1).sum(),
+    "integers": lambda w: (w * 2).exp().gather(1, (X.abs() * 2).long()).prod(1).sum(),
     "small integers": lambda w: F.max_pool2d((w * 2).reshape(1, 1, 8, 8).exp(), 2).pow(2).sum(),
     "complex numbers": lambda w: torch.fft.fft2(w @ X).exp().abs().sum(),
     "complex conjugates": lambda w: (
         (torch.view_as_complex(w.reshape(8, 4, 2) * 1).conj() ** 3).exp().imag.sum()
     ),
     "real parts of slices": lambda w: _parts_of_complex(w).sum(),
-    "a view as another dtype": lambda w: (
-        ((w * 2).view(torch.complex64) ** 2).view(torch.float32)[:, 1:].exp().sum()
-    ),
     "infinities and NaN": lambda w: (
         (w.detach() > 9e9).float() + (w - w).log() * w.clamp(0.1)
     ).nansum() + (w * float("nan")).exp().sum(),
@@ -203,33 +201,47 @@ def test_gradients_are_the_same_through(name: str, engine: OffloadEngine) -> Non
     compare(engine, model, step)
 
 
-def test_tensor_subclasses_and_sparse_tensors_stay_what_they_are(engine: OffloadEngine) -> None:
-    class Tagged(torch.Tensor):
-        pass
+class Wrapped(torch.Tensor):
+    """A tensor that is more than its storage: it says how often it was computed with."""
 
-    seen: list[type] = []
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapped:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        unwrap = tree_map(lambda x: x.inner if isinstance(x, Wrapped) else x, (args, kwargs or {}))
+        result = function(*unwrap[0], **unwrap[1])
+        return tree_map(lambda x: Wrapped(x) if isinstance(x, torch.Tensor) else x, result)
+
+
+def test_tensor_subclasses_and_sparse_tensors_stay_what_they_are(engine: OffloadEngine) -> None:
+    seen: list[Any] = []
 
     class Square(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(x, other)
-            return x.as_subclass(torch.Tensor) ** 2
+        def forward(ctx: Any, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x, *others)
+            return x**2
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> Any:
-            x, other = ctx.saved_tensors
-            seen.extend([type(x), other.layout])
-            return grad * 2 * x.as_subclass(torch.Tensor), None
+            x, other, sparse = ctx.saved_tensors
+            seen.append((type(other), sparse.layout))
+            return grad * 2 * x * other.inner, None, None
 
-    sparse = torch.eye(8).to_sparse()
+    sparse, wrapped = torch.eye(8).to_sparse(), Wrapped(noise(8, 8))
 
     def function(w: torch.Tensor) -> torch.Tensor:
-        tagged = (w * 3).as_subclass(Tagged)
-        return Square.apply(tagged, sparse).sum() + torch.sparse.mm(sparse, w * 2).exp().sum()
+        squared = Square.apply(w * 3, wrapped, sparse)
+        return squared.sum() + torch.sparse.mm(sparse, w * 2).exp().sum()
 
     model = Calls(function)
     compare(engine, model, lambda: model())
-    assert seen == [Tagged, torch.sparse_coo] * 3
+    assert seen == [(Wrapped, torch.sparse_coo)] * 3
 
 
 def test_gradients_of_inputs_and_of_other_leaves_are_the_same(engine: OffloadEngine) -> None:
@@ -324,10 +336,11 @@ def test_weights_buffers_and_their_views_stay(engine: OffloadEngine) -> None:
         ({"min_size": 257}, []),
         ({"min_size": 256}, [256, 256]),
         ({"budget": 0}, []),
-        ({"budget": 300}, [128, 128]),
+        ({"budget": 300}, [256]),
+        ({"budget": 384}, [128, 256]),
         ({"budget": "100%"}, [128, 128, 256, 256]),
         ({"budget": "0%"}, []),
-        ({"budget": "50%"}, [128, 256]),
+        ({"budget": "50%"}, [128, 128]),
     ],
 )
 def test_the_options_say_what_leaves(disk: Path, options: Any, leave: list[int]) -> None:
@@ -381,7 +394,7 @@ def test_a_change_of_a_saved_tensor_is_an_error_as_without_offload(
     disk: Path, name: str, when: str, limit: int
 ) -> None:
     def function(w: torch.Tensor, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        base = torch.tanh(x @ w)
+        base = torch.tanh(torch.tanh(x @ w) @ w)
         y = base[2:]
         return {"loss": (y * y).exp().sum(), "y": y, "base": base, "x": x, "w": w}
 
@@ -392,11 +405,11 @@ def test_a_change_of_a_saved_tensor_is_an_error_as_without_offload(
             CHANGES[name](tensors)
         tensors["loss"].backward()
 
-    model = Calls(function)
     plain = "one of the variables needed for gradient computation has been modified by an inplace"
     with pytest.raises(RuntimeError, match=plain) as expected:
-        run(model, lambda: None)
+        run(Calls(function), lambda: None)
     with activations_only(disk, min_size=limit) as engine:
+        model = Calls(function)
         engine.attach(model)
         with pytest.raises(RuntimeError, match=plain) as got:
             run(model, lambda: on_disk(engine) if when != "at once" else None)

@@ -65,7 +65,7 @@ def test_the_main_job_says_where_tensors_go_and_how_it_went(
     demo: tuple[Path, str, dict[str, Any]],
 ) -> None:
     home, printed, figures = demo
-    assert f"the tier 'ssd': {home}" in printed
+    assert f"tensors go to {home};" in printed
     for label in (
         "training loss",
         "validation loss",

@@ -137,13 +137,18 @@ def test_threads_that_put_read_and_drop_at_once_get_their_own_bytes(disk: Path) 
     heap = Heap(pool, recorder, write_behind=256 * KiB)
     space = Space(disk, "nvme", 8 * MiB)
     backend = create_backend("posix", threads=3, block_size=8 * KiB)
-    tiers = [HostTier("host", 64 * KiB), PathTier("nvme", space, PathQueue(space, backend, recorder))]
+    tiers = [
+        HostTier("host", 64 * KiB),
+        PathTier("nvme", space, PathQueue(space, backend, recorder)),
+    ]
     problems: list[str] = []
 
     def work(worker: int) -> None:
         mine: list[tuple[Ticket, torch.Tensor]] = []
         for step in range(60):
-            payload = noise(1 + (worker * 7919 + step * 104729) % (30 * KiB), seed=worker + 97 * step)
+            payload = noise(
+                1 + (worker * 7919 + step * 104729) % (30 * KiB), seed=worker + 97 * step
+            )
             mine.append((heap.put(payload.clone(), "optimizer", tiers), payload))
             ticket, expected = mine[(step * 31) % len(mine)]
             action = (step + worker) % 5

@@ -383,7 +383,7 @@ def test_tickets_may_be_collected_in_the_middle_of_anything(
 ) -> None:
     rig = make_rig(host_bytes=1 * MiB if host else 0)
     locks = {
-        "heap": rig.heap._changed,
+        "heap": rig.heap._lock,
         "queue": rig.disk.queue._lock,
         "recorder": rig.recorder._lock,
         "pool": rig.pool._lock,
@@ -441,10 +441,10 @@ def test_an_interrupted_wait_gives_its_place_back(
     rig = make_rig(write_behind=8 * KiB)
     first = rig.put(noise(8 * KiB))
 
-    def interrupt(timeout: float) -> None:
+    def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(rig.heap._changed, "wait", interrupt)
+    monkeypatch.setattr("offload_strategy.heap.heap.time.sleep", interrupt)
     with pytest.raises(KeyboardInterrupt):
         rig.put(noise(4 * KiB))
     assert rig.space.used_bytes == 8 * KiB
@@ -460,9 +460,7 @@ def test_a_disk_that_does_not_answer_is_reported(
     monkeypatch.setattr("offload_strategy.heap.heap._REPORT_WAIT_SECONDS", 0.02)
     ticket = rig.stored(noise(4 * KiB))
     reported = threading.Event()
-    monkeypatch.setattr(
-        "offload_strategy.heap.heap.logger.warning", lambda *args: reported.set()
-    )
+    monkeypatch.setattr("offload_strategy.heap.heap.logger.warning", lambda *args: reported.set())
     thread = threading.Thread(target=lambda: rig.heap.get(ticket))
     thread.start()
     assert reported.wait(30)

@@ -1,0 +1,45 @@
+"""Ctrl-C waits for the end of a few lines that must not be cut in two."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class UninterruptedSection:
+    """Holds SIGINT back on the main thread while bookkeeping is half done, then delivers it.
+
+    A KeyboardInterrupt between "this block is under way" and "the backend has it" would leave a
+    move that never ends. Waits do not belong inside: they must stay interruptible.
+    """
+
+    __slots__ = ("_handler", "_held_back")
+
+    def __enter__(self) -> None:
+        self._handler: Any = None
+        self._held_back: FrameType | bool | None = False
+        if threading.current_thread() is not threading.main_thread():
+            return
+        handler = signal.getsignal(signal.SIGINT)
+        # The default action ends the process, and what is ignored needs no holding back.
+        if callable(handler):
+            self._handler = handler
+            signal.signal(signal.SIGINT, self._hold_back)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        handler = self._handler
+        if handler is None:
+            return
+        signal.signal(signal.SIGINT, handler)
+        if self._held_back is not False:
+            handler(signal.SIGINT, self._held_back)
+
+    def _hold_back(self, number: int, frame: FrameType | None) -> None:
+        self._held_back = frame

@@ -1,0 +1,157 @@
+"""Training with and without offload, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from offload_strategy import OffloadEngine
+from tests.training import Numbers, assert_same_history, settings
+
+MakeOptimizer = Callable[[nn.Module], Optimizer]
+
+
+class Net(nn.Module):
+    """A bit of everything that a parameter can be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.LayerNorm(8)
+        self.tied = nn.Linear(8, 6, bias=False)
+        self.out = nn.Linear(6, 11, bias=False)
+        self.out.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.unused = nn.Linear(3, 3)
+        self.frozen = nn.Linear(6, 6)
+        self.frozen.requires_grad_(False)
+        self.sometimes = nn.Linear(6, 6)
+        self.skewed = nn.Parameter(torch.randn(6, 4).t())
+
+    def forward(self, tokens: torch.Tensor, extra: bool = False) -> torch.Tensor:
+        x = self.frozen(self.embedding(tokens))
+        if extra:
+            x = x + self.sometimes(x)
+        picture = torch.sin(torch.arange(75.0)).reshape(1, 3, 5, 5)
+        x = x + self.conv(picture).mean((0, 2, 3)) @ self.skewed
+        x = self.tied(F.gelu(self.norm(self.first(x))))
+        return self.out(x) * self.scale
+
+
+def make_net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def batch(number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 + number)
+    return torch.randint(0, 11, (4, 5), generator=generator)
+
+
+def loss_of(model: nn.Module, number: int, extra: bool = False) -> torch.Tensor:
+    tokens = batch(number)
+    logits = model(tokens, extra)
+    return F.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten())
+
+
+def snapshot(model: nn.Module, *optimizers: Optimizer) -> Numbers:
+    """Copies of all parameters, gradients and states."""
+    numbers: Numbers = {}
+    for name, parameter in model.named_parameters():
+        numbers[name] = parameter.detach().clone()
+        if parameter.grad is not None:
+            numbers[f"{name}.grad"] = parameter.grad.clone()
+        for index, optimizer in enumerate(optimizers):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    numbers[f"{name}.state{index}.{key}"] = value.clone()
+    return numbers
+
+
+@dataclass
+class Run:
+    """One training run; the same script is run without an engine and with one."""
+
+    make_optimizer: MakeOptimizer | None = None
+    engine: OffloadEngine | None = None
+    history: list[Numbers] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.model = make_net()
+        if self.make_optimizer is not None:
+            self.optimizer = self.wrap(self.make_optimizer(self.model))
+
+    def wrap(self, optimizer: Optimizer, model: nn.Module | None = None) -> Optimizer:
+        """The optimizer to use."""
+        return optimizer if self.engine is None else self.engine.attach(model, optimizer)
+
+    def hint(self, index: int, last: bool) -> None:
+        if self.engine is not None:
+            self.engine.microbatch(index, last=last)
+
+    def note(self, loss: torch.Tensor | None = None, *optimizers: Optimizer) -> None:
+        """Remember everything that is to be compared at this moment."""
+        numbers = snapshot(self.model, *(optimizers or (self.optimizer,)))
+        if loss is not None:
+            numbers["loss"] = loss.detach().clone()
+        self.history.append(numbers)
+
+    def backward(self, number: int, extra: bool = False) -> torch.Tensor:
+        loss = loss_of(self.model, number, extra)
+        loss.backward()
+        return loss
+
+    def step(self) -> None:
+        """Step; what is visible just before and after it is compared."""
+        self.note()
+        self.optimizer.step()
+        self.note()
+
+
+Script = Callable[[Run], None]
+
+
+@contextmanager
+def offloading(
+    directory: Path, overlap: str = "commit", host: str | None = None, **sections: Any
+) -> Iterator[OffloadEngine]:
+    """An engine that offloads optimizer states, in subgroups of a few tensors."""
+    options = {"overlap": overlap, "subgroup_size": 60, **sections.pop("optimizer", {})}
+    config = settings(
+        directory, host, optimizer=options, activations={"enabled": False}, **sections
+    )
+    with OffloadEngine(config) as engine:
+        yield engine
+
+
+def compare(
+    script: Script,
+    make_optimizer: MakeOptimizer | None,
+    directory: Path,
+    overlap: str = "commit",
+    host: str | None = None,
+) -> dict[str, float]:
+    """Run a script without and with offload; everything noted must be the same to the last bit.
+
+    Returns:
+        the engine's metrics.
+    """
+    plain = Run(make_optimizer)
+    script(plain)
+    with offloading(directory, overlap, host) as engine:
+        offloaded = Run(make_optimizer, engine)
+        script(offloaded)
+        metrics = engine.metrics()
+    assert_same_history(offloaded.history, plain.history)
+    assert len(plain.history) > 0
+    return metrics
