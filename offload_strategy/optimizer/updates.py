@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from offload_strategy.heap import Heap, Ticket, Tier
 from offload_strategy.optimizer.kernel import run_update
-from offload_strategy.optimizer.layout import Layout
+from offload_strategy.optimizer.layout import Layout, packable
 from offload_strategy.optimizer.marks import InputsMark, can_be_marked
 from offload_strategy.optimizer.subgroups import StateSet, Subgroup, pack_states
 
@@ -146,18 +146,28 @@ class Updater:
     # ------------------------------------------------------------------ states as a whole
     def absorb(self, subgroup: Subgroup, states: list[dict[str, Any]]) -> None:
         """Replace a subgroup's states by the given ones (a loaded checkpoint)."""
+        for parameter, state in zip(subgroup.parameters, states, strict=True):
+            state.update(
+                (name, value.to(parameter.device))
+                for name, value in list(state.items())
+                if packable(value)
+            )
         new = pack_states(self._heap, StateSet([]), states, None, self.put)
         self._replace_states(subgroup, new)
 
     def copies(self, subgroup: Subgroup) -> list[dict[str, Any]]:
-        """Copies of a subgroup's states in ordinary memory, one dict a parameter."""
+        """Copies of a subgroup's states in ordinary host memory, one dict a parameter.
+
+        On the host also for parameters of an accelerator, where all states at once may not fit.
+        """
         states = subgroup.states
         if states.ticket is None:
             return states.unpack(None)
         flat = self._heap.get(states.ticket)
         loaded = states.unpack(flat)
         for index, name in states.names:
-            loaded[index][name] = loaded[index][name].clone()
+            value = loaded[index][name]
+            loaded[index][name] = value.clone() if value.device.type == "cpu" else value.cpu()
         self._heap.evict(states.ticket)
         return loaded
 
