@@ -1,4 +1,4 @@
-"""However training ends, nothing stays on disk, no thread hangs, and the error is the user's own."""
+"""However training ends, nothing stays on disk, nothing hangs, and the error is the user's own."""
 
 from __future__ import annotations
 

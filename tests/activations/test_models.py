@@ -29,7 +29,9 @@ HEADS: dict[str, Any] = {"num_attention_heads": 2, "intermediate_size": 32}
 def _gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2))
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+    )
 
 
 def _llama() -> nn.Module:

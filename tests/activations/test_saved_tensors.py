@@ -212,7 +212,9 @@ class Wrapped(torch.Tensor):
         self.inner = inner
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         unwrap = tree_map(lambda x: x.inner if isinstance(x, Wrapped) else x, (args, kwargs or {}))
         result = function(*unwrap[0], **unwrap[1])
         return tree_map(lambda x: Wrapped(x) if isinstance(x, torch.Tensor) else x, result)
@@ -726,7 +728,7 @@ def test_a_backward_after_closing_is_right_or_says_what_is_gone(disk: Path) -> N
     stored = model()
     on_disk(engine)
     engine.close()
-    with pytest.raises(OffloadError, match="closed. Close it after the last backward"):
+    with pytest.raises(OffloadError, match=r"closed\. Close it after the last backward"):
         stored.backward()
     del stored
     model.zero_grad()

@@ -1,4 +1,4 @@
-"""Parameters, states and losses are those of the plain optimizer, to the last bit, at every step."""
+"""Parameters, states and losses are the plain optimizer's to the last bit, at every step."""
 
 from __future__ import annotations
 
@@ -90,9 +90,7 @@ def test_six_steps_of(name: str, overlap: str, disk: Path) -> None:
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("host", ["1KiB", "3KiB", "1MiB"])
 @pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "SGD momentum"])
-def test_six_steps_partly_in_host_memory_of(
-    name: str, host: str, overlap: str, disk: Path
-) -> None:
+def test_six_steps_partly_in_host_memory_of(name: str, host: str, overlap: str, disk: Path) -> None:
     metrics = compare(plain_loop, OPTIMIZERS[name], disk, overlap, host)
     on_disk = metrics["offload/tier/nvme/used_bytes"]
     in_memory = metrics["offload/tier/host/used_bytes"]
@@ -143,9 +141,7 @@ DTYPES = [torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", [AdamW, SGD])
-def test_parameters_of(
-    kind: type[Optimizer], dtype: torch.dtype, overlap: str, disk: Path
-) -> None:
+def test_parameters_of(kind: type[Optimizer], dtype: torch.dtype, overlap: str, disk: Path) -> None:
     options = {"momentum": 0.9} if kind is SGD else {}
 
     def script(run: Run) -> None:
@@ -177,9 +173,7 @@ def test_sparse_gradients_are_used_as_they_are(overlap: str, disk: Path) -> None
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
-def test_an_update_that_the_optimizer_refuses_is_refused_at_step(
-    overlap: str, disk: Path
-) -> None:
+def test_an_update_that_the_optimizer_refuses_is_refused_at_step(overlap: str, disk: Path) -> None:
     def script(run: Run) -> None:
         model = nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Linear(4, 3))
         torch.manual_seed(0)
