@@ -39,8 +39,9 @@ def main() -> int:
 
     peaks = {name: statistics.median(run["peak_bytes"] for run in runs[name]) for name in runs}
     print(f"allocator, in both: {runs[KEEP][0]['allocator']}")
+    print(f"config of the engine: {runs[OFFLOAD][0]['config']}")
     for name, peak in peaks.items():
-        print(f"median       {name:12s} {peak / 2**20:8.1f}")
+        print(f"  median {name:12s} {peak / 2**20:8.1f}")
     ratio = peaks[OFFLOAD] / peaks[KEEP]
     print(f"ratio {ratio:.3f}: {1 - ratio:.1%} lower with offload")
 

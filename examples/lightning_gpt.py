@@ -43,7 +43,7 @@ HAS_TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
 # What is on its way to and from the disk may take this much memory. The default of 4 GiB is more
 # than this small model needs in all: with a slow disk everything would stay in memory.
 CONFIG = os.environ.get("SSD_OFFLOAD_CONFIG") or '{"memory": {"pinned": "64MiB"}}'
-COMPARED_STEPS = 25
+COMPARED_STEPS = 15
 SHAPE_OPTIONS = ["steps", "layers", "width", "context", "batch"]
 REPEATED_OPTIONS = [*SHAPE_OPTIONS, "accumulate", "clip", "seed", "logdir"]
 PROMPT = b"class "
@@ -114,6 +114,7 @@ def train(options: argparse.Namespace) -> Figures:
         "steps": trainer.global_step,
         "parameters": sum(parameter.numel() for parameter in module.parameters()),
         "allocator": allocator,
+        "config": options.config,
         "peak_bytes": peak.bytes(),
         "device_peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
         "tokens_per_second": journal.tokens_per_second(),
@@ -151,7 +152,7 @@ def train_elsewhere(options: argparse.Namespace) -> Figures:
 
 def parse_options() -> argparse.Namespace:
     """Return the options of the command line."""
-    parser = options_parser("Train a small GPT with Lightning, out of core.", steps=100)
+    parser = options_parser("Train a small GPT with Lightning, out of core.", steps=70)
     parser.add_argument("--strategy", default="ssd_offload", help="of the Trainer")
     parser.add_argument("--config", default=CONFIG, help="of the engine: a preset, a file or JSON")
     parser.add_argument("--no-compare", action="store_true", help="leave the comparison out")

@@ -34,7 +34,7 @@ def options_parser(description: str, steps: int) -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int, default=4, help="transformer blocks")
     parser.add_argument("--width", type=int, default=256, help="features per token")
     parser.add_argument("--context", type=int, default=128, help="bytes per sequence")
-    parser.add_argument("--batch", type=int, default=40, help="sequences per micro-batch")
+    parser.add_argument("--batch", type=int, default=32, help="sequences per micro-batch")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
     parser.add_argument("--clip", type=float, default=0.0, help="gradient norm, 0 for no clipping")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the batches")

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -606,3 +607,58 @@ def test_gradients_alone_are_offloaded_without_an_optimizer(disk: Path) -> None:
             torch.manual_seed(5)
             each(torch.randn(4, 8)).sum().backward()
         assert_same_bits(gradients(net), gradients(twin))
+
+
+# ---------------------------------------------------------------------- all of it together
+@pytest.mark.parametrize("host", [None, "4KiB", "1MiB"])
+def test_everything_at_once_is_the_same_as_without(disk: Path, host: str | None) -> None:
+    """Activations, optimizer, accumulation, clipping, scheduler, evaluation, a checkpoint."""
+
+    def run(engine: OffloadEngine | None) -> list[Any]:
+        net = model()
+        optimizer: Any = AdamW(net.parameters(), 1e-2, fused=True)
+        if engine is not None:
+            optimizer = engine.attach(net, optimizer)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=20)
+        history: list[Any] = []
+        for step in range(8):
+            net.train()
+            for index in range(3):
+                if engine is not None:
+                    engine.microbatch(index, last=index == 2)
+                torch.manual_seed(10 * step + index)
+                x = torch.randn(4, 8)
+                with engine.forward() if engine is not None else nullcontext():
+                    loss = nn.functional.huber_loss(net(x), x.sum(1, keepdim=True)) / 3
+                loss.backward()
+                history.append(loss.item())
+            history.append(nn.utils.clip_grad_norm_(net.parameters(), 0.5).item())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            net.eval()
+            with torch.no_grad():
+                history.append(net(torch.ones(2, 8)).sum().item())
+            if step == 4:
+                optimizer.load_state_dict(optimizer.state_dict())
+        history.append({name: value.tolist() for name, value in weights(net).items()})
+        return history
+
+    expected = run(None)
+    with OffloadEngine(settings(disk, host)) as engine:
+        assert run(engine) == expected
+        assert engine.metrics()["offload/activations/written_bytes"] > 0 or host is not None
+
+
+def test_a_model_may_change_its_dtype_after_it_was_attached(engine: OffloadEngine) -> None:
+    plain, net = model(), model()
+    expected: Any = AdamW(plain.parameters())
+    optimizer = engine.attach(net, AdamW(net.parameters()))
+    for each, steps in ((plain, expected), (net, optimizer)):
+        each.to(torch.float64)
+        for step in range(3):
+            torch.manual_seed(step)
+            steps.zero_grad()
+            each(torch.randn(4, 8, dtype=torch.float64)).pow(2).sum().backward()
+            steps.step()
+    assert_same_bits(weights(net), weights(plain))

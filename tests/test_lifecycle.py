@@ -42,7 +42,7 @@ from offload_strategy import OffloadEngine
 torch.manual_seed(0)
 model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
 engine = OffloadEngine({
-    "tiers": [{"name": "nvme", "kind": "ssd", "path": sys.argv[1], "capacity": "256MiB"}],
+    "tiers": [{"name": "nvme", "kind": "ssd", "path": sys.argv[1], "capacity": "64MiB"}],
     "activations": {"min_size": 1}, "optimizer": {"subgroup_size": 5000},
     "io": {"threads": 2, "block_size": "4KiB"},
 })

@@ -29,7 +29,7 @@ def settings(
     if host is not None:
         tiers.append({"name": "host", "kind": "dram", "capacity": host})
     if directory is not None:
-        tiers.append({"name": "nvme", "kind": "ssd", "path": str(directory), "capacity": "1GiB"})
+        tiers.append({"name": "nvme", "kind": "ssd", "path": str(directory), "capacity": "64MiB"})
     config: dict[str, Any] = {
         "tiers": tiers,
         "activations": {"min_size": 1},

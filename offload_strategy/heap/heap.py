@@ -236,6 +236,7 @@ class Heap:
         for entry, move in moving:
             if move is not None:
                 self._wait(move, entry)
+        self._outgoing.wait()
 
     # ------------------------------------------------------------------ placement
     def _place(self, payload: torch.Tensor, client: str, tiers: Sequence[Tier]) -> Entry:

@@ -36,3 +36,11 @@ class OutgoingCopies:
             while self._under_way and self._under_way[0][0].query():
                 _, entry, _, _ = self._under_way.popleft()
                 entry.source = None
+
+    def wait(self) -> None:
+        """Wait until every copy is over; the memory at both ends may go after this."""
+        with self._lock:
+            while self._under_way:
+                event, entry, _, _ = self._under_way.popleft()
+                event.synchronize()
+                entry.source = None

@@ -296,7 +296,6 @@ def states(model: nn.Module, optimizer: Optimizer) -> Numbers:
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 numbers[f"{name}.{key}"] = value.clone()
-                assert value.dim() == 0 or value.device == parameter.device
     return numbers
 
 
@@ -462,10 +461,10 @@ def test_checkpoints_go_both_ways_and_between_devices(disk: Path) -> None:
         model.load_state_dict(saved[0])
         optimizer.load_state_dict(saved[1])
         steps(model, optimizer, 2, 4)
-        optimizer_state = copy.deepcopy(optimizer.state_dict())
+        optimizer_state = optimizer.state_dict()
+        # All of them at once may not fit on the device, so they come on the host.
         for state in optimizer_state["state"].values():
-            assert state["exp_avg"].device.type == DEVICE
-            state.update({key: value.cpu() for key, value in state.items()})
+            assert state["exp_avg"].device.type == "cpu"
         last = make()
         last.load_state_dict(model.state_dict())
         final: Any = OPTIMIZERS["AdamW fused"](last.parameters())
