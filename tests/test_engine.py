@@ -495,7 +495,7 @@ def test_closing_takes_every_hook_off_and_may_be_done_twice(disk: Path) -> None:
     engine.close()
     engine.close()
     assert engine.closed
-    assert our_threads() == []
+    assert our_threads() == set()
     assert not net._forward_pre_hooks
     assert not net._forward_hooks
     assert not net._forward_hooks_always_called
@@ -572,7 +572,7 @@ def test_a_forgotten_engine_closes_itself(disk: Path, kept: str) -> None:
     del thing
     gc.collect()
     assert reference() is None
-    assert our_threads() == []
+    assert our_threads() == set()
 
 
 @pytest.mark.parametrize("preset", ["activations", "optimizer", "full"])

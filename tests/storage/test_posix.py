@@ -234,7 +234,7 @@ def test_closing_finishes_what_was_submitted_and_ends_the_threads(space: Space) 
         )
     backend.close()
     assert ended == [None] * 20
-    assert our_threads() == []
+    assert our_threads() == set()
     backend.close()
     with pytest.raises(RuntimeError, match="closed"):
         backend.submit(BlockRequest(True, space.fd, 0, memory.address, 1, ended.append))
@@ -266,7 +266,7 @@ def test_threads_leave_when_there_is_no_work(monkeypatch: pytest.MonkeyPatch) ->
     for thread in threading.enumerate():
         if thread.name.startswith("ssd-offload-test"):
             thread.join(30)
-    assert our_threads() == []
+    assert our_threads() == set()
     again = threading.Event()
     workers.submit(again.set)
     assert again.wait(30)
