@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import weakref
 from collections.abc import Iterator
@@ -28,6 +29,11 @@ def _remember(self: Heap, *args: Any, **options: Any) -> None:
 
 
 Heap.__init__ = _remember  # type: ignore[method-assign]
+
+# A shell without job control starts what runs in its background with SIGINT ignored, and children
+# inherit that; tests that press Ctrl-C need the usual handler.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def our_threads() -> set[threading.Thread]:
