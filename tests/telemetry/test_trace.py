@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload_strategy.errors import OffloadError
+from offload_strategy.telemetry.recorder import CLIENTS, Direction, MoveRecord, StallRecord
+from offload_strategy.telemetry.trace import trace_object, write_trace
+
+READ, WRITE = Direction.READ, Direction.WRITE
+
+
+def move(
+    started: float,
+    finished: float,
+    *,
+    queued: float | None = None,
+    direction: Direction = WRITE,
+    path: str = "/mnt/nvme0",
+    nbytes: int = 1_000_000,
+    client: str = "activations",
+) -> MoveRecord:
+    return MoveRecord(
+        client=client,
+        tier="ssd",
+        path=path,
+        direction=direction,
+        nbytes=nbytes,
+        queued_at=started if queued is None else queued,
+        started_at=started,
+        finished_at=finished,
+    )
+
+
+def tracks(trace: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The slices by the name of their lane, in the order in which lanes are shown."""
+    meta = [event for event in trace["traceEvents"] if event["ph"] == "M"]
+    names = {e["tid"]: e["args"]["name"] for e in meta if e["name"] == "thread_name"}
+    order = {e["tid"]: e["args"]["sort_index"] for e in meta if e["name"] == "thread_sort_index"}
+    found: dict[str, list[dict[str, Any]]] = {}
+    for tid in sorted(names, key=lambda tid: order[tid]):
+        found[names[tid]] = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["tid"] == tid]
+    return found
+
+
+def counter(trace: dict[str, Any], name: str) -> list[tuple[int, float]]:
+    return [
+        (event["ts"], event["args"]["value"])
+        for event in trace["traceEvents"]
+        if event["ph"] == "C" and event["name"] == name
+    ]
+
+
+def assert_valid(trace: dict[str, Any]) -> None:
+    """What the Trace Event Format and Perfetto's importer ask for."""
+    assert set(trace) == {"traceEvents", "displayTimeUnit"}
+    assert trace["displayTimeUnit"] in ("ms", "ns")
+    by_thread = defaultdict(list)
+    last = -1
+    for event in trace["traceEvents"]:
+        assert event["ph"] in "XCM"
+        assert isinstance(event["name"], str)
+        assert event["pid"] == os.getpid()
+        if event["ph"] == "M":
+            assert last == -1, "names come first"
+            continue
+        assert isinstance(event["ts"], int)
+        assert event["ts"] >= last, "sorted"
+        last = event["ts"]
+        if event["ph"] == "C":
+            assert all(isinstance(v, int | float) and v >= 0 for v in event["args"].values())
+        else:
+            assert event["dur"] > 0
+            by_thread[event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    for spans in by_thread.values():
+        for (_, end), (begin, _) in pairwise(sorted(spans)):
+            assert end <= begin, "two slices of one lane overlap"
+    named = {e["tid"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    assert set(by_thread) <= named
+    json.dumps(trace, allow_nan=False)
+
+
+times = st.floats(0, 1e7, allow_nan=False)
+spans = st.tuples(times, st.floats(0, 2), st.floats(0, 2))
+move_records = st.builds(
+    lambda span, direction, path, nbytes, client: move(
+        span[0] + span[1],
+        span[0] + span[1] + span[2],
+        queued=span[0],
+        direction=direction,
+        path=path,
+        nbytes=nbytes,
+        client=client,
+    ),
+    st.one_of(spans, st.tuples(st.floats(10, 11), st.floats(0, 0.5), st.floats(0, 0.5))),
+    st.sampled_from(Direction),
+    st.sampled_from(["/mnt/a", "/mnt/b", "ssd"]),
+    st.integers(0, 2**40),
+    st.sampled_from(CLIENTS),
+)
+stall_records = st.builds(
+    lambda span, client: StallRecord(client, span[0], span[0] + span[2]),
+    spans,
+    st.sampled_from(CLIENTS),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(move_records, max_size=30), st.lists(stall_records, max_size=10))
+def test_any_records_make_a_valid_trace(moves: list[MoveRecord], stalls: list[StallRecord]) -> None:
+    trace = trace_object(moves, stalls)
+    assert_valid(trace)
+    slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert len(slices) == len(moves) + len(stalls)
+    assert sum(e["args"].get("bytes", 0) for e in slices) == sum(m.nbytes for m in moves)
+    last = {e["name"]: e["args"]["value"] for e in trace["traceEvents"] if e["ph"] == "C"}
+    assert set(last.values()) <= {0}, "all that began has ended"
+
+
+def test_a_move_says_what_it_was() -> None:
+    trace = trace_object([move(2.0, 2.004, queued=1.5, nbytes=8_000_000)], [])
+    (piece,) = tracks(trace)["ssd /mnt/nvme0 write"]
+    assert (piece["ts"], piece["dur"]) == (2_000_000, 4_000)
+    assert (piece["name"], piece["cat"]) == ("activations", "write")
+    assert piece["args"] == {
+        "client": "activations",
+        "bytes": 8_000_000,
+        "queued_ms": 500.0,
+        "GBps": 2.0,
+    }
+
+
+def test_moves_at_the_same_time_lie_in_lanes_of_their_own_and_lanes_are_used_again() -> None:
+    moves = [move(1, 4), move(2, 3), move(3, 5), move(4, 6), move(2, 6, direction=READ)]
+    trace = trace_object(moves, [StallRecord("optimizer", 3, 3.5)])
+    assert_valid(trace)
+    seconds = {
+        name: [(e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in slices]
+        for name, slices in tracks(trace).items()
+    }
+    assert seconds == {
+        "training waits: optimizer": [(3, 3.5)],
+        "ssd /mnt/nvme0 read": [(2, 6)],
+        "ssd /mnt/nvme0 write": [(1, 4), (4, 6)],
+        "ssd /mnt/nvme0 write (2)": [(2, 3), (3, 5)],
+    }
+    assert next(iter(seconds)) == "training waits: optimizer"
+
+
+def test_paths_of_one_tier_have_their_own_tracks_and_a_path_named_as_its_tier_is_named_once() -> (
+    None
+):
+    trace = trace_object([move(1, 2), move(1, 2, path="/mnt/nvme1"), move(1, 2, path="ssd")], [])
+    names = set(tracks(trace))
+    assert names == {"ssd /mnt/nvme0 write", "ssd /mnt/nvme1 write", "ssd write"}
+
+
+def test_bandwidth_is_the_sum_of_what_moves_at_a_time() -> None:
+    moves = [move(1, 3, nbytes=4_000_000_000), move(2, 3, nbytes=1_000_000_000)]
+    trace = trace_object(moves, [])
+    found = counter(trace, "ssd /mnt/nvme0 write GB/s")
+    assert [ts for ts, _ in found] == [1_000_000, 2_000_000, 3_000_000]
+    assert [value for _, value in found] == pytest.approx([2, 3, 0])
+
+
+def test_queued_bytes_wait_from_being_queued_to_being_started() -> None:
+    moves = [move(3, 4, queued=1, nbytes=10), move(4, 5, queued=2, nbytes=20)]
+    trace = trace_object(moves, [])
+    found = counter(trace, "ssd /mnt/nvme0 write queued bytes")
+    assert found == [(1_000_000, 10), (2_000_000, 30), (3_000_000, 20), (4_000_000, 0)]
+
+
+def test_a_trace_without_records_is_a_trace() -> None:
+    trace = trace_object([], [])
+    assert_valid(trace)
+    (only,) = trace["traceEvents"]
+    assert (only["name"], only["args"]) == ("process_name", {"name": "offload-strategy"})
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_the_file_holds_the_trace(name: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.write_text("an older one")
+    write_trace(file, iter([move(1, 2)]), iter([]), process_name="rank 3")
+    content = file.read_bytes()
+    text = gzip.decompress(content) if name.endswith(".gz") else content
+    trace = json.loads(text)
+    assert_valid(trace)
+    assert trace == trace_object([move(1, 2)], [], process_name="rank 3")
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OffloadError, match=r"nowhere/trace\.json.*No such file or directory"):
+        write_trace(tmp_path / "nowhere" / "trace.json", [], [])
