@@ -20,10 +20,13 @@ class BlockRequest:
         offset: byte offset in the file, a multiple of the page size.
         address: where the bytes are in this process's memory; any alignment. Whoever `on_done`
             belongs to keeps the memory alive until it is called.
-        nbytes: how many; the file's range is rounded up to the page.
+        nbytes: how many. The file's range is rounded up to the page; for a read it may end beyond
+            the end of the file, as long as these bytes are there.
         on_done: called once, on a thread of the backend, with None or the error. Must not raise.
         before: called first, on the backend's thread, for instance to wait until a device copy
-            has filled the memory. May raise.
+            has filled the memory. If it raises, nothing is moved and that is the error.
+        after: called on the backend's thread when the bytes have moved and before `on_done`, for
+            instance to verify them. If it raises, that is the error.
     """
 
     write: bool
@@ -33,15 +36,19 @@ class BlockRequest:
     nbytes: int
     on_done: Callable[[BaseException | None], None]
     before: Callable[[], None] | None = field(default=None, repr=False)
+    after: Callable[[], None] | None = field(default=None, repr=False)
 
 
 class Backend(Protocol):
     """Moves blocks; completes them in any order."""
 
-    #: How many requests are worth having under way at once.
+    #: How many requests are worth having under way at once in each direction: reads and writes
+    #: have slots of their own.
     depth: int
     #: Largest block that a request may carry, in bytes.
     block_size: int
+    #: Whether a request's `address` may be memory of a device.
+    device_memory: bool
 
     def submit(self, request: BlockRequest) -> None:
         """Begin a request; returns at once."""
@@ -56,6 +63,11 @@ _BACKENDS = {"posix": "offload_strategy.storage.posix:PosixBackend"}
 
 def create_backend(name: str, *, threads: int, block_size: int) -> Backend:
     """Make the backend that `io.backend` names (``"auto"`` is posix in this version).
+
+    Args:
+        name: as in the config.
+        threads: requests under way at once in each direction.
+        block_size: bytes a request may carry at most, a multiple of the page size.
 
     Raises:
         ConfigError: no such backend.

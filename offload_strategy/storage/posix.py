@@ -1,4 +1,4 @@
-"""The posix backend: positioned I/O on threads, direct where the space was opened so.
+"""The posix backend: positioned I/O on threads, direct where the file was opened so.
 
 Plain threads reach the disk's limit because `os.preadv` and `os.pwritev` release the interpreter
 lock for the whole call; no compiled code is needed.
@@ -6,109 +6,122 @@ lock for the whole call; no compiled code is needed.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
+import contextlib
+import errno
 import os
 import threading
+import time
+from collections import deque
+from collections.abc import Callable
 
-from offload_strategy.storage.backend import BlockRequest
-from offload_strategy.storage.workers import Workers
-from offload_strategy.units import PAGE_BYTES, round_up
+from offload_strategy.storage.threaded import ThreadedBackend
+from offload_strategy.units import PAGE_BYTES
 
-# A direct pointer type: foreign calls through it release the interpreter lock while copying.
-_memmove = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
-    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
-)
+try:
+    from fcntl import F_GETFL, fcntl
+except ImportError:  # not a POSIX system: `inspect_directory` refuses ssd tiers there
+    fcntl = None  # type: ignore[assignment]
 
-
-class _Bounce(threading.local):
-    """One page-aligned buffer a thread, for memory that direct I/O cannot take as it is."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.memory = mmap.mmap(-1, round_up(nbytes, PAGE_BYTES))
-        self.view = memoryview(self.memory)
-        self._anchor = ctypes.c_char.from_buffer(self.memory)
-        self.address = ctypes.addressof(self._anchor)
+#: A system call that answers "try again" is repeated for this long.
+RETRY_SECONDS = 30.0
+_LONGEST_PAUSE_SECONDS = 0.1
+#: A written block is still being written out when the call returns; so many blocks later it is
+#: clean and leaves the page cache when it is advised again.
+_BLOCKS_UNTIL_CLEAN = 4
 
 
-class PosixBackend:
+class PosixBackend(ThreadedBackend):
     """`os.preadv` and `os.pwritev` on a few threads that leave when idle.
 
-    Blocks whose memory is page-aligned move without a copy; others pass through one small buffer
-    per thread, so that a tensor of any alignment costs no second buffer of its size.
-
-    Args:
-        threads: threads at most; also the useful queue depth.
-        block_size: bytes a request may carry at most, a multiple of the page size.
+    Where a file was opened without direct I/O, what was moved is dropped from the page cache: it
+    is read once, and the memory is better used by the training.
     """
 
     def __init__(self, *, threads: int, block_size: int) -> None:
-        self.depth = threads
-        self.block_size = block_size
-        self._workers = Workers("ssd-offload-io", threads)
-        self._bounce = _Bounce(block_size)
+        super().__init__(threads=threads, block_size=block_size)
+        self._cached = _CachedBlocks()
 
-    def submit(self, request: BlockRequest) -> None:
-        """Begin a request; `on_done` is called on one of the backend's threads."""
-        self._workers.submit(lambda: self._run(request))
+    def write_pages(self, fd: int, view: memoryview, offset: int) -> None:
+        """Write every byte; short writes go on where they stopped."""
+        self._cached.will_move(fd, offset, len(view))
+        while view:
+            done = _persist(os.pwritev, fd, view, offset)
+            if done == 0:
+                raise OSError(
+                    errno.EIO, f"wrote nothing at offset {offset}, {len(view)} bytes left"
+                )
+            view, offset = view[done:], offset + done
+        self._cached.drop()
 
-    def close(self) -> None:
-        """Finish what was submitted and end the threads."""
-        self._workers.close()
+    def read_pages(self, fd: int, view: memoryview, offset: int, needed: int) -> None:
+        """Read until `needed` bytes have come; the end of the file before that is an error."""
+        self._cached.will_move(fd, offset, len(view))
+        while needed > 0:
+            try:
+                done = _persist(os.preadv, fd, view, offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL or offset % PAGE_BYTES == 0:
+                    raise
+                done = 0  # direct I/O cannot go on where the file ended within a page
+            if done == 0:
+                raise OSError(errno.EIO, f"end of file at offset {offset}, {needed} bytes missing")
+            view, offset, needed = view[done:], offset + done, needed - done
+        self._cached.drop()
 
-    def _run(self, request: BlockRequest) -> None:
-        error: BaseException | None = None
+
+class _CachedBlocks(threading.local):
+    """The last blocks that a thread moved through the page cache."""
+
+    def __init__(self) -> None:
+        self._blocks: deque[tuple[int, int, int]] = deque()
+        self._pending = False
+
+    def will_move(self, fd: int, offset: int, nbytes: int) -> None:
+        """Note a block if the page cache is used for its file."""
+        self._pending = _is_buffered(fd)
+        if self._pending:
+            self._blocks.append((fd, offset, nbytes))
+
+    def drop(self) -> None:
+        """Start the write-out of the block just moved, and let go of an earlier one."""
+        if not self._pending:
+            return
+        _forget(*self._blocks[-1])
+        while len(self._blocks) > _BLOCKS_UNTIL_CLEAN:
+            _forget(*self._blocks.popleft())
+
+
+def _is_buffered(fd: int) -> bool:
+    if not hasattr(os, "posix_fadvise"):
+        return False
+    try:
+        return not fcntl(fd, F_GETFL) & getattr(os, "O_DIRECT", 0)
+    except OSError:
+        return False  # the move itself will tell
+
+
+def _forget(fd: int, offset: int, nbytes: int) -> None:
+    # Advice only. For dirty pages the call starts the write-out; clean ones leave the page cache.
+    # The file may have been closed since, and its number may be another's: no harm but a page.
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def _persist(
+    call: Callable[[int, list[memoryview], int], int], fd: int, view: memoryview, offset: int
+) -> int:
+    """Make a system call; repeat it, with pauses, while the answer is to try again.
+
+    Python itself repeats calls that a signal interrupted.
+    """
+    deadline, pause = 0.0, 0.001
+    while True:
         try:
-            if request.before is not None:
-                request.before()
-            (self._write if request.write else self._read)(request)
-        except BaseException as caught:
-            error = caught
-        request.on_done(error)
-
-    def _write(self, request: BlockRequest) -> None:
-        whole = request.nbytes // PAGE_BYTES * PAGE_BYTES
-        if request.address % PAGE_BYTES:
-            whole = 0
-        if whole:
-            _write_all(request.fd, _view(request.address, whole), request.offset)
-        if whole < request.nbytes:
-            rest = request.nbytes - whole
-            bounce = self._bounce
-            _memmove(bounce.address, request.address + whole, rest)
-            padded = bounce.view[: round_up(rest, PAGE_BYTES)]
-            _write_all(request.fd, padded, request.offset + whole)
-
-    def _read(self, request: BlockRequest) -> None:
-        whole = request.nbytes // PAGE_BYTES * PAGE_BYTES
-        if request.address % PAGE_BYTES:
-            whole = 0
-        if whole:
-            _read_all(request.fd, _view(request.address, whole), request.offset)
-        if whole < request.nbytes:
-            rest = request.nbytes - whole
-            bounce = self._bounce
-            _read_all(request.fd, bounce.view[: round_up(rest, PAGE_BYTES)], request.offset + whole)
-            _memmove(request.address + whole, bounce.address, rest)
-
-
-def _view(address: int, nbytes: int) -> memoryview:
-    return memoryview((ctypes.c_char * nbytes).from_address(address))
-
-
-def _write_all(fd: int, view: memoryview, offset: int) -> None:
-    """Write every byte; short writes go on where they stopped."""
-    while view:
-        done = os.pwritev(fd, [view], offset)
-        if done == 0:
-            raise OSError(f"wrote nothing at offset {offset}, {len(view)} bytes left")
-        view, offset = view[done:], offset + done
-
-
-def _read_all(fd: int, view: memoryview, offset: int) -> None:
-    """Read every byte; the end of the file before that is an error."""
-    while view:
-        done = os.preadv(fd, [view], offset)
-        if done == 0:
-            raise OSError(f"end of file at offset {offset}, {len(view)} bytes missing")
-        view, offset = view[done:], offset + done
+            return call(fd, [view], offset)
+        except BlockingIOError:  # EAGAIN, EWOULDBLOCK
+            now = time.monotonic()
+            deadline = deadline or now + RETRY_SECONDS
+            if now >= deadline:
+                raise
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

@@ -1,4 +1,12 @@
-"""A few threads that come when there is work and leave when there is none."""
+"""A few threads that come when there is work and leave when there is none.
+
+[Note: threads that die]
+A thread may be ended from outside (an exception set asynchronously) or from inside (a SystemExit,
+no memory). Its job is then told so and a fresh thread takes its place; no job is lost. An
+asynchronous exception arrives after any call, so between taking a job and remembering it there is
+no call, and nothing here waits on a `Condition`: its `__enter__` may be ended after it took the
+lock. Idle threads sleep on a lock of their own instead, their bell.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +15,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+
+from offload_strategy.telemetry import get_logger
+
+logger = get_logger(__name__)
 
 #: A thread without work for this long ends: a forgotten `close()` leaves no thread behind.
 IDLE_SECONDS = 2.0
@@ -26,34 +38,38 @@ class Workers:
     def __init__(self, name: str, count: int) -> None:
         self._name = name
         self._count = count
-        self._jobs: deque[Callable[[], None]] = deque()
-        self._idle = 0
+        self._jobs: deque[tuple[Callable[[], None], Callable[[BaseException], None] | None]]
+        self._jobs = deque()
+        self._bells: deque[threading.Lock] = deque()  # those of the threads that sleep
         self._threads: set[threading.Thread] = set()
-        self._condition = threading.Condition()
+        self._started = 0
+        self._lock = threading.Lock()
         self._closed = False
         self._pid = os.getpid()
 
-    def submit(self, job: Callable[[], None]) -> None:
-        """Queue a job; it must not raise.
+    def submit(
+        self, job: Callable[[], None], died: Callable[[BaseException], None] | None = None
+    ) -> None:
+        """Queue a job.
+
+        Args:
+            job: runs on one of the threads. What it raises ends that thread.
+            died: called on that thread with what ended it.
 
         Raises:
             RuntimeError: after `close`, or in a forked child, where the threads do not exist.
         """
         if os.getpid() != self._pid:
             raise RuntimeError("a forked process cannot use its parent's offload engine")
-        with self._condition:
+        with self._lock:
             if self._closed:
                 raise RuntimeError("the workers are closed")
-            self._jobs.append(job)
-            if len(self._jobs) <= self._idle or len(self._threads) >= self._count:
-                self._condition.notify()
-            else:
-                number = len(self._threads)
-                thread = threading.Thread(
-                    target=self._loop, name=f"{self._name}-{number}", daemon=True
-                )
+            self._jobs.append((job, died))
+            if self._bells:
+                self._bells.pop().release()  # the last to sleep; the others may leave
+            elif len(self._threads) < self._count:
                 try:
-                    thread.start()
+                    self._start_thread()
                 except BaseException as error:
                     # Out of threads, or the interpreter ends. Those that run will do; a job that
                     # is refused must not stay behind, as its owner counts it as failed.
@@ -61,31 +77,89 @@ class Workers:
                         return
                     self._jobs.pop()
                     raise
-                self._threads.add(thread)
 
     def close(self, timeout: float = 60.0) -> None:
         """Let queued jobs finish, end the threads and wait for them, `timeout` seconds at most."""
         if os.getpid() != self._pid:
             return
-        with self._condition:
-            self._closed = True
-            self._condition.notify_all()
-            threads = list(self._threads)
         deadline = time.monotonic() + timeout
-        for thread in threads:
-            if thread is not threading.current_thread():
+        with self._lock:
+            self._closed = True
+            while self._bells:
+                self._bells.popleft().release()
+        while True:
+            with self._lock:  # a thread that died may have left another in its place
+                threads = self._threads - {threading.current_thread()}
+            if not threads or time.monotonic() >= deadline:
+                return
+            for thread in threads:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _loop(self) -> None:
+    def _start_thread(self) -> None:
+        """Start one more; the caller holds the lock."""
+        name = f"{self._name}-{self._started}"
+        thread = threading.Thread(target=self._main, name=name, daemon=True)
+        thread.start()
+        self._started += 1
+        self._threads.add(thread)
+
+    def _main(self) -> None:
         while True:
-            with self._condition:
-                if not self._jobs and not self._closed:
-                    self._idle += 1
-                    self._condition.wait_for(lambda: self._jobs or self._closed, IDLE_SECONDS)
-                    self._idle -= 1
-                if not self._jobs:
-                    self._threads.discard(threading.current_thread())
+            try:
+                self._serve()
+                return
+            except BaseException as error:
+                logger.warning("a thread of %s ended: %r", self._name, error)
+                if self._replaced():
                     return
-                job = self._jobs.popleft()
-            job()
-            del job  # what it holds must not live until the next one comes
+
+    def _serve(self) -> None:
+        """Run jobs until there are none for a while."""
+        job = died = None
+        bell = threading.Lock()
+        bell.acquire()
+        rested = False
+        try:
+            while True:
+                with self._lock:
+                    if self._jobs:
+                        # No call between these two: see [Note: threads that die].
+                        job, died = self._jobs[0]
+                        del self._jobs[0]
+                    elif rested or self._closed:
+                        self._threads.discard(threading.current_thread())
+                        return
+                    else:
+                        self._bells.append(bell)
+                if job is None:
+                    rested = not bell.acquire(timeout=IDLE_SECONDS)
+                    if rested:
+                        with self._lock:
+                            if bell in self._bells:
+                                self._bells.remove(bell)
+                            else:  # it rang just now
+                                bell.acquire(blocking=False)
+                    continue
+                job()
+                rested = False
+                job = died = None  # what they hold must not live until the next one comes
+        except BaseException as error:
+            with self._lock:
+                if bell in self._bells:
+                    self._bells.remove(bell)
+            if died is not None:
+                died(error)
+            raise
+
+    def _replaced(self) -> bool:
+        """Whether this thread may end: if jobs wait for it, a fresh one takes its place."""
+        with self._lock:
+            me = threading.current_thread()
+            self._threads.discard(me)
+            try:
+                if self._jobs:
+                    self._start_thread()
+            except RuntimeError:  # out of threads: then this one goes on
+                self._threads.add(me)
+                return False
+            return True
