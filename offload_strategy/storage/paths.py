@@ -49,6 +49,10 @@ def inspect_directory(path: Path, tier: str) -> DirectoryReport:
             f"{where}: the directory {str(path)!r} cannot be reached: {error.strerror}. "
             f"Check the mount and the permissions of what lies above it, or name another."
         ) from error
+    if nearest != path and path.is_relative_to("/dev"):
+        raise ConfigError(
+            f"{where}: there is no device {str(path)!r}. `lsblk` lists those that exist."
+        )
     if nearest != path:
         raise ConfigError(
             f"{where}: there is no directory {str(path)!r} (the nearest that exists is "

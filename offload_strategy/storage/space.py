@@ -1,4 +1,7 @@
-"""One unlinked, owner-only, preallocated file per path, and the extents handed out of it."""
+"""One region per path, and the extents handed out of it.
+
+The region is an unlinked, owner-only, preallocated file, or a raw block device.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from offload_strategy.errors import ConfigError, StorageError, TierFullError
+from offload_strategy.storage.devices import OpenDevice, is_block_device, open_device
 from offload_strategy.storage.extents import Extent, ExtentAllocator
 from offload_strategy.storage.paths import inspect_directory
 from offload_strategy.telemetry import get_logger
@@ -29,28 +33,125 @@ class Space:
     """The region of one ssd tier: a file without a name, so nothing outlives the process.
 
     The file is opened with ``O_TMPFILE`` where the file system offers it; elsewhere it is created
-    exclusively, mode 0600, and unlinked at once. Either way `kill -9` leaves nothing behind.
+    exclusively, mode 0600, and unlinked at once. Either way `kill -9` leaves nothing behind. A
+    block device is opened exclusively, its first megabyte is never written, and what was used is
+    discarded at the end; after `kill -9` the bytes stay on it until they are overwritten.
 
     Args:
-        directory: where the file lives.
+        path: the directory where the file lives, or a block device.
         tier: the tier's name, for messages.
-        capacity: bytes at most, or None for what the file system has free.
+        capacity: bytes at most, or None for what the file system has free or the device has.
         direct: True, False, or ``"auto"`` (direct I/O where the file system takes it).
+        overwrite: take a block device although it carries a file system or other data.
 
     Raises:
-        ConfigError: the directory is unusable, has too little room for `capacity`, or refuses
-            direct I/O although `direct` is True.
+        ConfigError: the path is unusable, has too little room for `capacity`, or refuses direct
+            I/O although `direct` is True.
     """
 
     def __init__(
         self,
-        directory: Path,
+        path: Path,
         tier: str,
         capacity: int | None = None,
         direct: bool | Literal["auto"] = "auto",
+        *,
+        overwrite: bool = False,
     ) -> None:
-        report = inspect_directory(directory, tier)
         self.tier = tier
+        self._device: OpenDevice | None = None
+        self._begin = 0  # what lies before is not ours
+        self._used_end = 0
+        if is_block_device(path):
+            self._open_device(path, capacity, direct, overwrite=overwrite)
+        else:
+            if overwrite:
+                raise ConfigError(
+                    f"tier {tier!r}: overwrite: true is for block devices, and {str(path)!r} is "
+                    f"none. Leave it out: files in a directory never replace others."
+                )
+            self._open_file(path, capacity, direct)
+        self._extents = ExtentAllocator(self.capacity)
+        self._reserved = 0
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+
+    # ------------------------------------------------------------------ extents
+    def allocate(self, nbytes: int) -> Extent | None:
+        """Hand out an extent for `nbytes`; None when the capacity or the disk is used up."""
+        with self._lock:
+            if self.fd < 0:
+                raise StorageError(f"tier {self.tier!r}: the space at {self.path} is closed")
+            extent = self._extents.allocate(nbytes)
+            if extent is None:
+                return None
+            end = extent.offset + extent.nbytes
+            try:
+                if self._device is None:
+                    self._reserve(end)
+            except BaseException as error:
+                self._extents.free(extent)
+                if isinstance(error, TierFullError):
+                    return None
+                raise
+            self._used_end = max(self._used_end, end)
+            return Extent(self._begin + extent.offset, extent.nbytes)
+
+    def free(self, extent: Extent) -> None:
+        """Take an extent back."""
+        with self._lock:
+            self._extents.free(Extent(extent.offset - self._begin, extent.nbytes))
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in extents that are handed out."""
+        return self._extents.used_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that could still be handed out (fragmentation aside)."""
+        return self._extents.capacity - self._extents.used_bytes
+
+    def close(self) -> None:
+        """Close the file; its space returns to the file system or the device. Idempotent."""
+        with self._lock:
+            fd, self.fd = self.fd, -1
+        if fd < 0:
+            return
+        try:
+            # Not in a forked child, which closes its copy while its parent uses the device.
+            if self._device is not None and os.getpid() == self._pid:
+                self._device.discard(self._used_end)
+        finally:
+            os.close(fd)
+
+    # ------------------------------------------------------------------ the region
+    def _open_device(
+        self,
+        path: Path,
+        capacity: int | None,
+        direct: bool | Literal["auto"],
+        *,
+        overwrite: bool,
+    ) -> None:
+        device = open_device(path, self.tier, overwrite=overwrite, direct=direct)
+        if capacity is not None and capacity > device.capacity:
+            os.close(device.fd)
+            raise ConfigError(
+                f"tier {self.tier!r}: capacity is {format_size(capacity)}, but the device "
+                f"{device.path} has only {format_size(device.capacity)} to give. Lower the "
+                f"capacity, or name another device."
+            )
+        self._device = device
+        self.path, self.fd, self.direct = device.path, device.fd, device.direct
+        self.capacity = device.capacity if capacity is None else capacity
+        self._begin = device.begin
+
+    def _open_file(
+        self, directory: Path, capacity: int | None, direct: bool | Literal["auto"]
+    ) -> None:
+        report = inspect_directory(directory, self.tier)
+        tier = self.tier
         self.path = report.path
         usable = max(0, report.free_bytes - RESERVE_BYTES)
         if capacity is not None and capacity > usable:
@@ -74,52 +175,7 @@ class Space:
             )
         self.capacity = usable if capacity is None else capacity
         self.fd, self.direct = self._open(direct)
-        self._extents = ExtentAllocator(self.capacity)
-        self._reserved = 0
-        self._lock = threading.Lock()
-        self._pid = os.getpid()
 
-    # ------------------------------------------------------------------ extents
-    def allocate(self, nbytes: int) -> Extent | None:
-        """Hand out an extent for `nbytes`; None when the capacity or the disk is used up."""
-        with self._lock:
-            if self.fd < 0:
-                raise StorageError(f"tier {self.tier!r}: the space at {self.path} is closed")
-            extent = self._extents.allocate(nbytes)
-            if extent is None:
-                return None
-            try:
-                self._reserve(extent.offset + extent.nbytes)
-            except BaseException as error:
-                self._extents.free(extent)
-                if isinstance(error, TierFullError):
-                    return None
-                raise
-            return extent
-
-    def free(self, extent: Extent) -> None:
-        """Take an extent back."""
-        with self._lock:
-            self._extents.free(extent)
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes in extents that are handed out."""
-        return self._extents.used_bytes
-
-    @property
-    def free_bytes(self) -> int:
-        """Bytes that could still be handed out (fragmentation aside)."""
-        return self._extents.capacity - self._extents.used_bytes
-
-    def close(self) -> None:
-        """Close the file; its space returns to the file system. Idempotent."""
-        with self._lock:
-            fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    # ------------------------------------------------------------------ the file
     def _open(self, direct: bool | Literal["auto"]) -> tuple[int, bool]:
         direct_flag = getattr(os, "O_DIRECT", 0)
         if direct is not False and direct_flag:
