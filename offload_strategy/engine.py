@@ -8,7 +8,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Self, cast, overload
 
@@ -18,17 +17,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from offload_strategy.activations import ActivationOffload, ForwardHooks
-from offload_strategy.config import Client, ConfigSource, OffloadConfig
+from offload_strategy.config import ConfigSource, OffloadConfig
 from offload_strategy.errors import ConfigError, OffloadError
-from offload_strategy.heap import Heap, HostTier, PathTier, Tier
-from offload_strategy.memory import BufferPool
 from offload_strategy.optimizer import OffloadedOptimizer, check_supported
 from offload_strategy.optimizer.support import expected_state_bytes
 from offload_strategy.parameters import ParameterRegistry
 from offload_strategy.planning import optimizer_need, shortfall, spare_memory_advice
-from offload_strategy.storage import Backend, Space, create_backend
-from offload_strategy.telemetry import CLIENTS, Direction, Recorder, get_logger
-from offload_strategy.transfer import PathQueue
+from offload_strategy.resources import Resources
+from offload_strategy.telemetry import CLIENTS, Direction, Recorder, get_logger, write_trace
 
 logger = get_logger(__name__)
 
@@ -52,7 +48,7 @@ class OffloadEngine:
     def __init__(self, config: ConfigSource = None) -> None:
         self.config = OffloadConfig.load(config)
         self._recorder = Recorder()
-        self._resources = _open_resources(self.config, self._recorder)
+        self._resources = Resources.open(self.config, self._recorder)
         self._finalizer = weakref.finalize(self, self._resources.close)
         self._registry = ParameterRegistry()
         self._activations = self._make_activations()
@@ -132,7 +128,7 @@ class OffloadEngine:
             return optimizer
         check_supported(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        tiers = self._resources.tiers_for("optimizer", self.config)
+        tiers = self._resources.clients["optimizer"]
         weights_bytes = sum(p.numel() * p.element_size() for p in parameters)
         need = optimizer_need(expected_state_bytes(optimizer), weights_bytes, section.overlap)
         complaint = shortfall(need, sum(tier.capacity - tier.used_bytes for tier in tiers))
@@ -230,11 +226,14 @@ class OffloadEngine:
             for verb in ("written", "read", "forwarded"):
                 metrics[f"{prefix}/{verb}_bytes"] = float(recorder.client_bytes(client, verb))
             metrics[f"{prefix}/stall_seconds"] = recorder.stall_seconds(client)
-        for tier in resources.tiers.values():
-            prefix = f"offload/tier/{tier.name}"
-            metrics[f"{prefix}/used_bytes"] = float(tier.used_bytes)
-            metrics[f"{prefix}/read_GBps"] = recorder.bandwidth_GBps(tier.name, Direction.READ)
-            metrics[f"{prefix}/write_GBps"] = recorder.bandwidth_GBps(tier.name, Direction.WRITE)
+        for name, used_bytes in resources.tier_used_bytes().items():
+            prefix = f"offload/tier/{name}"
+            metrics[f"{prefix}/used_bytes"] = float(used_bytes)
+            metrics[f"{prefix}/read_GBps"] = recorder.bandwidth_GBps(name, Direction.READ)
+            metrics[f"{prefix}/write_GBps"] = recorder.bandwidth_GBps(name, Direction.WRITE)
+            metrics[f"{prefix}/queued_seconds"] = sum(
+                recorder.queue_seconds(name, direction) for direction in Direction
+            )
         usage = resources.pool.usage()
         metrics["offload/memory/pinned_bytes"] = float(usage.held_bytes)
         metrics["offload/memory/pinned_peak_bytes"] = float(usage.peak_bytes)
@@ -245,6 +244,14 @@ class OffloadEngine:
         metrics["offload/transfer/hidden_share"] = recorder.hidden_share()
         metrics.update(self._endurance())
         return metrics
+
+    def export_trace(self, file: str | os.PathLike[str]) -> None:
+        """Write the latest moves and waits as a trace for Perfetto or chrome://tracing.
+
+        Args:
+            file: to write; JSON.
+        """
+        write_trace(file, list(self._recorder.moves), list(self._recorder.stalls))
 
     def _device_peak_bytes(self) -> float:
         if self._device.type == "cuda":
@@ -317,69 +324,13 @@ class OffloadEngine:
         fraction, limit = section.budget_fraction(), section.budget_bytes()
         return ActivationOffload(
             self._resources.heap,
-            self._resources.tiers_for("activations", self.config),
+            self._resources.clients["activations"],
             self._registry.is_weight,
             before_forward=_weakly(self._before_forward),
             min_size=section.min_size,
             budget=limit if fraction is None else fraction,
             prefetch_bytes=None if section.prefetch == "auto" else int(section.prefetch),
         )
-
-
-@dataclass
-class _Resources:
-    """What must be given back, in order; holds no reference to the engine."""
-
-    heap: Heap
-    pool: BufferPool
-    tiers: dict[str, Tier]
-    backends: list[Backend] = field(default_factory=list)
-    spaces: list[Space] = field(default_factory=list)
-    pid: int = field(default_factory=os.getpid)
-
-    def tiers_for(self, client: Client, config: OffloadConfig) -> list[Tier]:
-        return [self.tiers[tier.name] for tier in config.tiers_for(client)]
-
-    def close(self) -> None:
-        if os.getpid() != self.pid:
-            return  # a forked child: threads and files are the parent's
-        self.heap.close()
-        for backend in self.backends:
-            backend.close()
-        for space in self.spaces:
-            space.close()
-        self.pool.close()
-
-
-def _open_resources(config: OffloadConfig, recorder: Recorder) -> _Resources:
-    pool = BufferPool(config.memory.pinned)
-    heap = Heap(pool, recorder, write_behind=config.memory.pinned)
-    resources = _Resources(heap, pool, {})
-    used: set[str] = set()
-    for client in CLIENTS:
-        if getattr(config, client).enabled:
-            used.update(tier.name for tier in config.tiers_for(cast("Client", client)))
-    try:
-        for tier in config.tiers:
-            if tier.name not in used:
-                continue
-            if tier.kind == "dram":
-                assert tier.capacity is not None
-                resources.tiers[tier.name] = HostTier(tier.name, tier.capacity)
-                continue
-            assert tier.path is not None
-            space = Space(tier.path, tier.name, tier.capacity, config.io.direct)
-            resources.spaces.append(space)
-            backend = create_backend(
-                config.io.backend, threads=config.io.threads, block_size=config.io.block_size
-            )
-            resources.backends.append(backend)
-            queue = PathQueue(space, backend, recorder)
-            resources.tiers[tier.name] = PathTier(tier.name, space, queue)
-    except BaseException:
-        resources.close()
-        raise
-    return resources
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:

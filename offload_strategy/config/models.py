@@ -73,11 +73,13 @@ class TierConfig(_Section):
     """Name of the tier, used in the sections below and in metric keys."""
     kind: Literal["dram", "ssd"]
     """'dram' is host memory, 'ssd' a directory on any disk or file system."""
-    path: Path | None = None
-    """Directory of an ssd tier. '~' and '$VARIABLES' are expanded. A dram tier has none."""
+    path: Path | list[Path] | None = None
+    """Directory of an ssd tier, or a list of them, which then work as one: tensors are dealt to
+    them in proportion to their bandwidth. '~' and '$VARIABLES' are expanded. A dram tier has
+    none."""
     capacity: PositiveSize | None = None
-    """Most bytes to hold there. A dram tier needs it; for an ssd tier null means what the file
-    system has free."""
+    """Most bytes to hold there, on all paths together. A dram tier needs it; for an ssd tier null
+    means what the file systems have free."""
     endurance_tbw: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Rated endurance of the drive in terabytes written (10^12 bytes), for its projected life."""
 
@@ -86,9 +88,28 @@ class TierConfig(_Section):
     def _expand(cls, path: Any) -> Any:
         if path is None:
             return None
+        if not isinstance(path, list | tuple):
+            return cls._expand_one(path)
+        if not path:
+            raise ValueError("the list is empty: name at least one directory")
+        paths = [cls._expand_one(one) for one in path]
+        for one in paths:
+            if paths.count(one) > 1:
+                raise ValueError(f"{one!r} is named twice")
+        return paths
+
+    @staticmethod
+    def _expand_one(path: Any) -> str:
         if not isinstance(path, str | os.PathLike):
-            raise ValueError("must be the path of a directory")
+            raise ValueError("must be the path of a directory, or a list of them")
         return expand_path(os.fspath(path))
+
+    @property
+    def paths(self) -> list[Path]:
+        """The directories of an ssd tier; none for a dram tier."""
+        if self.path is None:
+            return []
+        return self.path if isinstance(self.path, list) else [self.path]
 
     @model_validator(mode="after")
     def _belongs_together(self) -> Self:
@@ -207,7 +228,7 @@ class IOConfig(_Section):
     """Whether to bypass the page cache: 'auto' does where the file system can, true refuses where
     it cannot."""
     checksum: bool = False
-    """Whether every read is checked against what was written. This version knows false."""
+    """Whether every read is checked against what was written (XXH3, package xxhash)."""
 
     @field_validator("backend")
     @classmethod
@@ -215,13 +236,6 @@ class IOConfig(_Section):
         if backend in ("kvikio", "deepnvme"):
             _not_in_this_version(f"backend: {backend}", "use 'auto' (the default) or 'posix'")
         return backend
-
-    @field_validator("checksum")
-    @classmethod
-    def _checksum_is_built(cls, checksum: bool) -> bool:
-        if checksum:
-            _not_in_this_version("checksum: true", "use false (the default)")
-        return checksum
 
 
 class MemoryConfig(_Section):

@@ -1,4 +1,4 @@
-"""Copies from a device to host buffers that are still under way."""
+"""Copies between devices and host buffers, and those from a device that are still under way."""
 
 from __future__ import annotations
 
@@ -8,25 +8,38 @@ from collections import deque
 import torch
 
 from offload_strategy.heap.ticket import Entry
+from offload_strategy.transfer import DeviceCopier
 
 
-class OutgoingCopies:
-    """Keeps both ends of each copy alive until its event, whatever happens to the ticket.
+class DeviceCopies:
+    """One copier a device; keeps both ends of each outgoing copy alive until its event.
 
     A ticket may be freed while its copy still runs. Its device memory must not be reused before
     the copy has read it, nor its host buffer lent to another before the copy has written it.
     """
 
     def __init__(self) -> None:
+        self._copiers: dict[torch.device, DeviceCopier] = {}
         self._lock = threading.Lock()
         self._under_way: deque[
             tuple[torch.Event, Entry, torch.Tensor | None, torch.Tensor | None]
         ] = deque()
 
-    def add(self, event: torch.Event, entry: Entry) -> None:
-        """Note a copy of `entry.source` into `entry.payload` that ends with `event`."""
-        with self._lock:
-            self._under_way.append((event, entry, entry.source, entry.payload))
+    def copier(self, device: torch.device) -> DeviceCopier:
+        """The copier of a device, made when first asked for."""
+        copier = self._copiers.get(device)
+        if copier is None:
+            copier = self._copiers[device] = DeviceCopier(device)
+        return copier
+
+    def copy_out(self, entry: Entry, payload: torch.Tensor, host: torch.Tensor) -> None:
+        """Start to copy a device tensor into the host buffer that becomes the entry's payload."""
+        event = self.copier(payload.device).copy_out(payload, host)
+        entry.payload = host
+        if event is not None:
+            entry.source, entry.copied = payload, event
+            with self._lock:
+                self._under_way.append((event, entry, payload, host))
 
     def let_go(self) -> None:
         """Release the device memory of copies that are over; asks, never waits."""
@@ -35,7 +48,7 @@ class OutgoingCopies:
         with self._lock:
             while self._under_way and self._under_way[0][0].query():
                 _, entry, _, _ = self._under_way.popleft()
-                entry.source = None
+                entry.source = entry.copied = None
 
     def wait(self) -> None:
         """Wait until every copy is over; the memory at both ends may go after this."""
@@ -43,4 +56,4 @@ class OutgoingCopies:
             while self._under_way:
                 event, entry, _, _ = self._under_way.popleft()
                 event.synchronize()
-                entry.source = None
+                entry.source = entry.copied = None

@@ -4,23 +4,26 @@
 ::
 
     put ──> IN_MEMORY                      a host tier had room: the bytes stay, nothing moves
-    put ──> WRITING ──> STORED             an ssd tier: in memory until the last block is written
+    put ──> WRITING ──> STORED             paths: in memory until the last block is written
             WRITING ──> IN_MEMORY          the write failed: the bytes are kept, the error is raised
-    STORED ──> LOADING ──> IN_MEMORY       a copy in memory besides the one on the path
-               LOADING ──> STORED          the read failed: the error is raised at `get`
+    IN_MEMORY ──> WRITING                  evicted from a host tier by what is needed sooner
+    adopt ──> STORED                       a range of a foreign file
+    STORED ──> LOADING ──> IN_MEMORY       a copy in memory besides the one on the paths
+               LOADING ──> STORED          the read failed: the error is raised at `get`; or it was
+                                           made into the caller's own memory
     IN_MEMORY ──> STORED                   the copy was dropped, or handed over to its reader
-    any ──> FREED                          blocks under way end first, then the extent is reused
+    any ──> FREED                          blocks under way end first, then extents are reused
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 
 import torch
 
-from offload_strategy.heap.tiers import Tier
-from offload_strategy.storage import Extent
-from offload_strategy.transfer import Move
+from offload_strategy.heap.tiers import HostTier, PathTier, Tier
+from offload_strategy.transfer import Move, Stripe
 
 
 class TicketState(Enum):
@@ -37,31 +40,54 @@ class Entry:
     """The heap's side of a ticket; changed only by the heap, under its lock."""
 
     __slots__ = (
+        "begin",
         "client",
+        "copied",
         "device",
         "error",
-        "extent",
+        "lower",
         "move",
         "nbytes",
+        "next_use",
         "payload",
         "source",
         "state",
+        "stripes",
         "tier",
     )
 
-    def __init__(self, client: str, nbytes: int, device: torch.device, tier: Tier) -> None:
+    def __init__(
+        self,
+        client: str,
+        nbytes: int,
+        device: torch.device,
+        tier: Tier | None,
+        next_use: float | None = None,
+    ) -> None:
         self.client = client
         self.nbytes = nbytes
         self.device = device
+        #: None for a range of a foreign file, and for a ticket of no bytes.
         self.tier = tier
+        #: Where it may go when it has to leave a host tier.
+        self.lower: Sequence[PathTier] = ()
+        self.next_use = next_use
         self.state = TicketState.IN_MEMORY
         #: Flat uint8 tensor with the bytes, where a copy is in memory.
         self.payload: torch.Tensor | None = None
-        #: The device tensor that a copy to the host is still reading.
+        #: The device tensor that a copy to the host is still reading, and the copy's end.
         self.source: torch.Tensor | None = None
-        self.extent: Extent | None = None
+        self.copied: torch.Event | None = None
+        self.stripes: Sequence[Stripe] = ()
+        #: Bytes of the stripes that come before the ticket's own (a foreign range in its pages).
+        self.begin = 0
         self.move: Move | None = None
         self.error: BaseException | None = None
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether it lies in a host tier and could be written out."""
+        return self.state is TicketState.IN_MEMORY and isinstance(self.tier, HostTier)
 
 
 class Ticket:

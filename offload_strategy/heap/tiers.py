@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import heapq
+import itertools
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from offload_strategy.storage import Extent, Space
-from offload_strategy.transfer import PathQueue
+from offload_strategy.heap.dealing import STRIPE_UNIT, deal
+from offload_strategy.storage import Space
+from offload_strategy.transfer import PathQueue, Stripe
+from offload_strategy.units import round_up
+
+if TYPE_CHECKING:
+    from offload_strategy.heap.ticket import Entry
 
 
-@dataclass(eq=False)
 class HostTier:
     """Host memory: a ticket here stays where it is (or in a host buffer, when it was on a device).
 
@@ -17,9 +26,14 @@ class HostTier:
         capacity: bytes that tickets may hold here.
     """
 
-    name: str
-    capacity: int
-    used_bytes: int = field(default=0, init=False)
+    def __init__(self, name: str, capacity: int) -> None:
+        self.name = name
+        self.capacity = capacity
+        self.used_bytes = 0
+        # (-next use, sequence, entry): what is needed last comes first. Entries that left, or are
+        # expected at another time by now, are recognised when they come up.
+        self._residents: list[tuple[float, int, Entry]] = []
+        self._sequence = itertools.count()
 
     def has_room(self, nbytes: int) -> bool:
         """Whether `nbytes` more would fit."""
@@ -36,28 +50,152 @@ class HostTier:
         """Give `nbytes` of the capacity back."""
         self.used_bytes -= nbytes
 
+    def note(self, entry: Entry) -> None:
+        """Remember an entry that may be evicted; again when its next use changed."""
+        if entry.next_use is not None:
+            heapq.heappush(self._residents, (-entry.next_use, next(self._sequence), entry))
+
+    def victims(self, nbytes: int, next_use: float) -> list[Entry]:
+        """Entries that are needed after `next_use` and whose going makes room for `nbytes`.
+
+        Returns:
+            The entries, needed last first; an empty list if that is not enough to make room.
+        """
+        chosen: list[tuple[float, int, Entry]] = []
+        missing = self.used_bytes + nbytes - self.capacity
+        while missing > 0 and self._residents and -self._residents[0][0] > next_use:
+            item = heapq.heappop(self._residents)
+            entry = item[2]
+            if entry.tier is self and entry.may_leave and entry.next_use == -item[0]:
+                chosen.append(item)
+                missing -= entry.nbytes
+        if missing > 0:
+            for item in chosen:
+                heapq.heappush(self._residents, item)
+            return []
+        return [entry for _, _, entry in chosen]
+
 
 @dataclass(eq=False)
-class PathTier:
-    """A directory on a disk, with the queue that moves bytes to and from it."""
+class Quota:
+    """One capacity over the several paths of a tier, in bytes."""
 
-    name: str
-    space: Space
-    queue: PathQueue
+    capacity: int
+    used_bytes: int = 0
+
+
+class PathTier:
+    """One path, or several that work as one (MLP-Offload's virtual tier).
+
+    Tickets are dealt to the paths in proportion to their bandwidth; large ones are striped.
+
+    Args:
+        name: for messages.
+        queues: of the paths; other tiers may use them too.
+        quotas: for the queues whose paths share a capacity.
+    """
+
+    def __init__(
+        self, name: str, queues: Sequence[PathQueue], quotas: dict[PathQueue, Quota] | None = None
+    ) -> None:
+        self.name = name
+        self.queues = tuple(queues)
+        self._quotas = quotas or {}
+        self._live = dict.fromkeys(self.queues, 0)
+        self._lock = threading.Lock()
+
+    @property
+    def spaces(self) -> list[Space]:
+        """Of its paths."""
+        return [queue.space for queue in self.queues if isinstance(queue.space, Space)]
 
     @property
     def capacity(self) -> int:
-        """Bytes at most."""
-        return self.space.capacity
+        """Bytes at most, whoever uses them."""
+        shared = {id(quota): quota.capacity for quota in self._quotas.values()}
+        single = [q.space for q in self.queues if q not in self._quotas]
+        return sum(shared.values()) + sum(s.capacity for s in single if isinstance(s, Space))
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in extents."""
-        return self.space.used_bytes
+        """Bytes in extents on its paths, whoever uses them."""
+        return sum(space.used_bytes for space in self.spaces)
 
-    def claim(self, nbytes: int) -> Extent | None:
-        """An extent for `nbytes`, or None when the tier is full."""
-        return self.space.allocate(nbytes)
+    @property
+    def device_memory(self) -> bool:
+        """Whether all paths read and write device memory themselves."""
+        return all(getattr(queue.backend, "device_memory", False) for queue in self.queues)
+
+    def claim(self, nbytes: int) -> list[Stripe] | None:
+        """Extents for `nbytes`, or None when the paths are full."""
+        with self._lock:
+            stripes: list[Stripe] = []
+            open_queues = list(self.queues)
+            begin = 0
+            while begin < nbytes:
+                if not open_queues:
+                    self._free(stripes)
+                    return None
+                parts = deal(
+                    nbytes - begin,
+                    [self._live[queue] for queue in open_queues],
+                    _weights(open_queues),
+                )
+                # The odd part comes last, so that all begin where direct I/O can take them.
+                dealt = list(zip(open_queues, parts, strict=True))
+                for queue, part in sorted(dealt, key=lambda pair: pair[1] % STRIPE_UNIT):
+                    stripe = self._claim_on(queue, begin, part) if part else None
+                    if stripe is not None:
+                        stripes.append(stripe)
+                        begin += part
+                    elif part:
+                        open_queues.remove(queue)
+            return stripes
+
+    def release(self, stripes: Sequence[Stripe]) -> None:
+        """Give extents back."""
+        with self._lock:
+            self._free(stripes)
+
+    def shares(self) -> dict[str, float]:
+        """Which share of new bytes each path would get of an empty tier, 0 to 1."""
+        weights = _weights(self.queues)
+        return {
+            str(queue.path): weight / sum(weights)
+            for queue, weight in zip(self.queues, weights, strict=True)
+        }
+
+    def _claim_on(self, queue: PathQueue, begin: int, nbytes: int) -> Stripe | None:
+        quota = self._quotas.get(queue)
+        if quota is not None and quota.used_bytes + nbytes > quota.capacity:
+            return None
+        assert isinstance(queue.space, Space)
+        extent = queue.space.allocate(nbytes)
+        if extent is None:
+            return None
+        if quota is not None:
+            quota.used_bytes += extent.nbytes
+        self._live[queue] += nbytes
+        digests = None
+        if queue.checksum is not None:
+            blocks = round_up(nbytes, queue.backend.block_size) // queue.backend.block_size
+            digests = [0] * blocks
+        return Stripe(queue, extent, begin, nbytes, digests)
+
+    def _free(self, stripes: Sequence[Stripe]) -> None:
+        for stripe in stripes:
+            stripe.queue.space.free(stripe.extent)
+            self._live[stripe.queue] -= stripe.nbytes
+            if (quota := self._quotas.get(stripe.queue)) is not None:
+                quota.used_bytes -= stripe.extent.nbytes
+
+
+def _weights(queues: Sequence[PathQueue]) -> list[float]:
+    """Bandwidth of each path; one of which nothing is known counts as the average of the others."""
+    rates = [queue.bandwidth.round_trip() for queue in queues]
+    known = [rate for rate in rates if rate]
+    usual = sum(known) / len(known) if known else 1.0
+    return [rate or usual for rate in rates]
 
 
 Tier = HostTier | PathTier

@@ -2,8 +2,12 @@
 
 from offload_strategy.storage.backend import Backend, BlockRequest, create_backend
 from offload_strategy.storage.extents import Extent, ExtentAllocator
+from offload_strategy.storage.foreign import ForeignFile
 from offload_strategy.storage.paths import DirectoryReport, inspect_directory
+from offload_strategy.storage.probe import PathBandwidth, probe
 from offload_strategy.storage.space import Space
+from offload_strategy.storage.turns import PathTurns
+from offload_strategy.storage.workers import Workers
 
 __all__ = [
     "Backend",
@@ -11,7 +15,12 @@ __all__ = [
     "DirectoryReport",
     "Extent",
     "ExtentAllocator",
+    "ForeignFile",
+    "PathBandwidth",
+    "PathTurns",
     "Space",
+    "Workers",
     "create_backend",
     "inspect_directory",
+    "probe",
 ]

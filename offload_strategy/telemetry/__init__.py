@@ -1,6 +1,21 @@
 """What moved, when, and who waited for it: the records that every metric is a view of."""
 
 from offload_strategy.telemetry.log import get_logger
-from offload_strategy.telemetry.recorder import CLIENTS, Direction, MoveRecord, Recorder
+from offload_strategy.telemetry.recorder import (
+    CLIENTS,
+    Direction,
+    MoveRecord,
+    Recorder,
+    StallRecord,
+)
+from offload_strategy.telemetry.trace import write_trace
 
-__all__ = ["CLIENTS", "Direction", "MoveRecord", "Recorder", "get_logger"]
+__all__ = [
+    "CLIENTS",
+    "Direction",
+    "MoveRecord",
+    "Recorder",
+    "StallRecord",
+    "get_logger",
+    "write_trace",
+]

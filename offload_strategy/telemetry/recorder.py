@@ -12,6 +12,10 @@ from enum import StrEnum
 CLIENTS = ("activations", "optimizer", "parameters")
 
 
+#: Shorter waits are counted, but make no record of their own.
+_WORTH_A_RECORD_SECONDS = 1e-5
+
+
 class Direction(StrEnum):
     """Which way bytes move, seen from the training process."""
 
@@ -21,11 +25,12 @@ class Direction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MoveRecord:
-    """One finished move between a tier and memory.
+    """One finished move between a path and memory (a striped ticket makes one on each path).
 
     Args:
         client: who asked (one of `CLIENTS`).
         tier: name of the tier that was read or written.
+        path: which path of the tier.
         direction: read or written.
         nbytes: bytes moved.
         queued_at, started_at, finished_at: `time.perf_counter()` seconds.
@@ -33,9 +38,24 @@ class MoveRecord:
 
     client: str
     tier: str
+    path: str
     direction: Direction
     nbytes: int
     queued_at: float
+    started_at: float
+    finished_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class StallRecord:
+    """Time in which training waited for moves.
+
+    Args:
+        client: whose bytes were waited for (one of `CLIENTS`).
+        started_at, finished_at: `time.perf_counter()` seconds.
+    """
+
+    client: str
     started_at: float
     finished_at: float
 
@@ -68,16 +88,18 @@ class Recorder:
     """Thread-safe sums over all moves of one engine, plus the latest records.
 
     Args:
-        keep: how many of the latest `MoveRecord`s to keep for traces.
+        keep: how many of the latest `MoveRecord`s, and `StallRecord`s, to keep for traces.
     """
 
-    def __init__(self, keep: int = 4096) -> None:
+    def __init__(self, keep: int = 65536) -> None:
         self.started_at = time.perf_counter()
         self.moves: deque[MoveRecord] = deque(maxlen=keep)
+        self.stalls: deque[StallRecord] = deque(maxlen=keep)
         self._lock = threading.Lock()
         self._client_bytes: dict[tuple[str, str], int] = defaultdict(int)
         self._tier_bytes: dict[tuple[str, Direction], int] = defaultdict(int)
         self._stall_seconds: dict[str, float] = defaultdict(float)
+        self._queue_seconds: dict[tuple[str, Direction], float] = defaultdict(float)
         self._busy: dict[tuple[str, Direction], _BusyClock] = defaultdict(_BusyClock)
         self._any_busy = _BusyClock()
 
@@ -99,16 +121,22 @@ class Recorder:
                 verb = "written" if record.direction is Direction.WRITE else "read"
                 self._client_bytes[record.client, verb] += record.nbytes
                 self._tier_bytes[record.tier, record.direction] += record.nbytes
+                self._queue_seconds[record.tier, record.direction] += (
+                    record.started_at - record.queued_at
+                )
 
     def forwarded(self, client: str, nbytes: int) -> None:
         """Count bytes handed back from memory because their write was not over."""
         with self._lock:
             self._client_bytes[client, "forwarded"] += nbytes
 
-    def stalled(self, client: str, seconds: float) -> None:
-        """Count time in which training waited for a move."""
+    def stalled(self, client: str, since: float) -> None:
+        """Count the time since `since` (`time.perf_counter()`): training waited for a move."""
+        now = time.perf_counter()
         with self._lock:
-            self._stall_seconds[client] += seconds
+            self._stall_seconds[client] += now - since
+            if now - since > _WORTH_A_RECORD_SECONDS:
+                self.stalls.append(StallRecord(client, since, now))
 
     def client_bytes(self, client: str, verb: str) -> int:
         """Bytes `written`, `read` or `forwarded` for a client so far."""
@@ -124,6 +152,11 @@ class Recorder:
         """Seconds that training waited for a client's moves so far."""
         with self._lock:
             return self._stall_seconds[client]
+
+    def queue_seconds(self, tier: str, direction: Direction) -> float:
+        """Seconds that finished moves had waited in the queues of a tier, summed."""
+        with self._lock:
+            return self._queue_seconds[tier, direction]
 
     def bandwidth_GBps(self, tier: str, direction: Direction) -> float:
         """Bytes per second (in 1e9) while the path was busy in that direction; 0 if never."""

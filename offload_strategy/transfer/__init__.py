@@ -1,8 +1,21 @@
 """Moves between memory and paths: queues with priorities, and the device's own copies."""
 
+from offload_strategy.transfer.bandwidth import Bandwidth
+from offload_strategy.transfer.checksums import Checksum, create_checksum
 from offload_strategy.transfer.device import DeviceCopier
 from offload_strategy.transfer.interrupts import UninterruptedSection
-from offload_strategy.transfer.moves import Move, MoveState, Priority
+from offload_strategy.transfer.moves import Move, MoveState, Priority, Stripe
 from offload_strategy.transfer.queue import PathQueue
 
-__all__ = ["DeviceCopier", "Move", "MoveState", "PathQueue", "Priority", "UninterruptedSection"]
+__all__ = [
+    "Bandwidth",
+    "Checksum",
+    "DeviceCopier",
+    "Move",
+    "MoveState",
+    "PathQueue",
+    "Priority",
+    "Stripe",
+    "UninterruptedSection",
+    "create_checksum",
+]

@@ -52,6 +52,11 @@ class DeviceCopier:
             stream.record_event().synchronize()
         return loaded
 
+    def incoming(self, nbytes: int) -> torch.Tensor:
+        """Device memory for a path that fills it without the host; `adopt` it before use."""
+        with self._stream("in"):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
     def adopt(self, loaded: torch.Tensor) -> None:
         """Tell the allocator that the current stream uses a tensor of `copy_in`."""
         if self.device.type == "cuda":

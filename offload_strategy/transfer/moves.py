@@ -1,16 +1,20 @@
-"""One move of bytes between host memory and an extent, and its life."""
+"""One move of a ticket's bytes between host memory and the paths where it lies, and its life."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from offload_strategy.storage import Extent
 from offload_strategy.telemetry import Direction
+from offload_strategy.transfer.interrupts import UninterruptedSection
+
+if TYPE_CHECKING:
+    from offload_strategy.transfer.queue import PathQueue
 
 
 class Latch:
@@ -58,7 +62,7 @@ class Priority(IntEnum):
 
 
 class MoveState(Enum):
-    """QUEUED -> RUNNING -> DONE | FAILED | CANCELLED; a queued move may be cancelled outright."""
+    """QUEUED -> RUNNING -> DONE | FAILED | CANCELLED; a queued one may be cancelled outright."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -68,37 +72,170 @@ class MoveState(Enum):
 
 
 @dataclass(eq=False, slots=True)
+class Stripe:
+    """Where a part of a ticket lies: one extent of one path.
+
+    Args:
+        queue: of the path.
+        extent: on the path.
+        begin: which byte of the ticket comes first.
+        nbytes: how many.
+        digests: a checksum for each block, where the path keeps them.
+    """
+
+    queue: PathQueue
+    extent: Extent
+    begin: int
+    nbytes: int
+    digests: list[int] | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Leg:
+    """A move's part on one path; the path's queue is its only writer."""
+
+    move: Move
+    stripe: Stripe
+    address: int
+    priority: Priority
+    state: MoveState = MoveState.QUEUED
+    error: BaseException | None = None
+    started_at: float = 0.0
+    next_block: int = 0
+    blocks_under_way: int = 0
+
+
 class Move:
-    """Bytes on their way; the queue that runs it is its only writer.
+    """Bytes on their way between memory and one or several paths.
 
     Args:
         client: who asked, for metrics.
-        direction: read from, or written to, the path.
-        extent: where on the path.
-        address: where in host memory.
+        direction: read from, or written to, the paths.
+        stripes: where the bytes lie on paths; at least one, none of them empty.
+        address: where they lie in memory.
         nbytes: how many bytes.
-        priority: of its blocks, while they are queued.
+        priority: of the blocks, while they are queued.
         keep_alive: what owns the memory; dropped when the move ends.
-        before: called on the I/O side before the first block, for instance to wait for a device
-            copy into the memory that is to be written.
+        before: called on the I/O side before each block, for instance to wait for a device copy
+            into the memory that is to be written.
         on_end: called once when the move has ended, on an I/O thread or on the thread that
             cancelled it. Must not raise.
     """
 
-    client: str
-    direction: Direction
-    extent: Extent
-    address: int
-    nbytes: int
-    priority: Priority
-    keep_alive: Any = field(repr=False)
-    on_end: Callable[[Move], None] = field(repr=False)
-    before: Callable[[], None] | None = field(default=None, repr=False)
-    state: MoveState = MoveState.QUEUED
-    error: BaseException | None = None
-    queued_at: float = field(default_factory=time.perf_counter)
-    started_at: float = 0.0
-    finished_at: float = 0.0
-    next_block: int = 0
-    blocks_under_way: int = 0
-    ended: Latch = field(default_factory=Latch, repr=False)
+    __slots__ = (
+        "_finished",
+        "_legs_left",
+        "_lock",
+        "before",
+        "client",
+        "direction",
+        "ended",
+        "error",
+        "finished_at",
+        "keep_alive",
+        "legs",
+        "nbytes",
+        "on_end",
+        "queued_at",
+    )
+
+    def __init__(
+        self,
+        *,
+        client: str,
+        direction: Direction,
+        stripes: Sequence[Stripe],
+        address: int,
+        nbytes: int,
+        priority: Priority,
+        keep_alive: Any,
+        on_end: Callable[[Move], None],
+        before: Callable[[], None] | None = None,
+    ) -> None:
+        self.client = client
+        self.direction = direction
+        self.nbytes = nbytes
+        self.keep_alive = keep_alive
+        self.before = before
+        self.on_end = on_end
+        self.legs = [Leg(self, stripe, address + stripe.begin, priority) for stripe in stripes]
+        self.error: BaseException | None = None
+        self.queued_at = time.perf_counter()
+        self.finished_at = 0.0
+        self.ended = Latch()
+        self._legs_left = len(self.legs)
+        self._finished: MoveState | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def state(self) -> MoveState:
+        """How far it is."""
+        if self._finished is not None:
+            return self._finished
+        begun = any(leg.state is not MoveState.QUEUED for leg in self.legs)
+        return MoveState.RUNNING if begun else MoveState.QUEUED
+
+    def submit(self) -> None:
+        """Queue it on all of its paths; returns at once."""
+        with UninterruptedSection():
+            for leg in self.legs:
+                leg.stripe.queue.submit(leg)
+
+    def hurry(self, priority: Priority = Priority.NEEDED_NOW) -> None:
+        """Let what is still queued overtake others from now on."""
+        for leg in self.legs:
+            leg.stripe.queue.hurry(leg, priority)
+
+    def cancel(self) -> None:
+        """Give it up: blocks under way finish, the others never start.
+
+        `on_end` is called as for any move, at once if nothing was under way.
+        """
+        with UninterruptedSection():
+            for leg in self.legs:
+                leg.stripe.queue.cancel(leg)
+
+    def fail(self, error: BaseException) -> None:
+        """Make an ended move a failed one: for its `on_end`, when what it has to do fails."""
+        self.error = error
+        self._finished = MoveState.FAILED
+
+    def unfinished_paths(self) -> list[str]:
+        """The paths that it still waits for."""
+        over = (MoveState.DONE, MoveState.FAILED, MoveState.CANCELLED)
+        return [str(leg.stripe.queue.path) for leg in self.legs if leg.state not in over]
+
+    def leg_ended(self, leg: Leg) -> None:
+        """For the queues: a leg is over. The last one ends the move."""
+        with self._lock:
+            self._legs_left -= 1
+            last = self._legs_left == 0
+            give_up = leg.state is MoveState.FAILED and self.error is None
+            if give_up:
+                self.error = leg.error
+        if give_up and not last:
+            # A part is lost: the rest is of no use.
+            self.cancel()
+        if last:
+            self._end()
+
+    def _end(self) -> None:
+        states = {leg.state for leg in self.legs}
+        if self.error is not None:
+            self._finished = MoveState.FAILED
+        elif MoveState.CANCELLED in states:
+            self._finished = MoveState.CANCELLED
+        else:
+            self._finished = MoveState.DONE
+        self.finished_at = time.perf_counter()
+        on_end = self.on_end
+        # What it held must not wait for a garbage collection: legs and move refer to each other.
+        self.keep_alive = self.before = None
+        self.on_end = _nothing
+        on_end(self)
+        self.legs = []
+        self.ended.set()
+
+
+def _nothing(move: Move) -> None:
+    return

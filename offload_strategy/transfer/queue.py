@@ -5,144 +5,264 @@ from __future__ import annotations
 import heapq
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from typing import Protocol
 
-from offload_strategy.storage import Backend, BlockRequest, Space
-from offload_strategy.telemetry import MoveRecord, Recorder
+from offload_strategy.storage import Backend, BlockRequest, Extent, PathTurns
+from offload_strategy.telemetry import Direction, MoveRecord, Recorder
+from offload_strategy.transfer.bandwidth import Bandwidth
+from offload_strategy.transfer.checksums import Checksum, check_block
 from offload_strategy.transfer.interrupts import UninterruptedSection
-from offload_strategy.transfer.moves import Move, MoveState, Priority
+from offload_strategy.transfer.moves import Leg, MoveState, Priority
+from offload_strategy.transfer.turn_keeper import TurnKeeper
+
+
+class Place(Protocol):
+    """What a queue needs to know of a space or a foreign file."""
+
+    tier: str
+    path: Path
+    fd: int
+
+    def free(self, extent: Extent) -> None:
+        """Take an extent back."""
+
+
+class _Lane:
+    """One direction of a path: what waits, and how much is under way."""
+
+    def __init__(self) -> None:
+        # (priority, sequence, leg). A leg that became more urgent has a second entry; the stale
+        # one is recognised by its priority and skipped.
+        self.waiting: list[tuple[int, int, Leg]] = []
+        self.under_way = 0
+        self.urgent_under_way = 0
+
+    def head(self) -> Leg | None:
+        """The most urgent leg with a block that has not begun."""
+        while self.waiting:
+            priority, _, leg = self.waiting[0]
+            alive = leg.state in (MoveState.QUEUED, MoveState.RUNNING)
+            if alive and priority == leg.priority and leg.next_block < leg.stripe.nbytes:
+                return leg
+            heapq.heappop(self.waiting)
+        return None
 
 
 class PathQueue:
     """Feeds one backend with the blocks of many moves.
 
-    Only as many blocks are under way as the backend can use, so an urgent move waits for a few
-    blocks at most, never for a queue of write-backs. Within a priority, first in is first out.
+    Only as many blocks are under way in each direction as the backend can use, so an urgent move
+    waits for a few blocks at most, never for a queue of write-backs. Within a priority, first in is
+    first out. Writes wait while a read is needed now, and make room while others are read ahead.
 
     Args:
-        space: the path.
-        backend: what moves its blocks.
+        space: the path: a `Space`, or a `ForeignFile` to read from.
+        backend: what moves its blocks; may be shared with other queues.
         recorder: where every move is noted.
+        turns: share the path with other processes turn by turn.
+        checksum: what to check every block with that is read.
     """
 
-    def __init__(self, space: Space, backend: Backend, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        space: Place,
+        backend: Backend,
+        recorder: Recorder,
+        *,
+        turns: PathTurns | None = None,
+        checksum: Checksum | None = None,
+    ) -> None:
         self.space = space
-        self._backend = backend
+        self.backend = backend
+        self.bandwidth = Bandwidth()
+        self.checksum = checksum
         self._recorder = recorder
         self._lock = threading.Lock()
-        # (priority, sequence, move). A move that became more urgent has a second entry; the stale
-        # one is recognised by its priority and skipped.
-        self._waiting: list[tuple[int, int, Move]] = []
+        self._reads = _Lane()
+        self._writes = _Lane()
         self._sequence = 0
-        self._under_way = 0
+        self._dispatching = False
+        self._turn: TurnKeeper | None = None
+        if turns is not None and turns.works:
+            self._turn = TurnKeeper(turns, self._turn_granted)
 
-    def submit(self, move: Move) -> None:
-        """Queue a move; returns at once."""
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return self.space.path
+
+    @property
+    def tier(self) -> str:
+        """Name of the tier that it belongs to."""
+        return self.space.tier
+
+    def submit(self, leg: Leg) -> None:
+        """Queue a leg of a move; returns at once."""
         with UninterruptedSection():
             with self._lock:
-                self._push(move)
+                if leg.state is not MoveState.QUEUED:
+                    return  # another leg of its move failed before this one was queued
+                self._push(leg)
             self._dispatch()
 
-    def hurry(self, move: Move, priority: Priority = Priority.NEEDED_NOW) -> None:
-        """Let a queued move overtake others from now on."""
+    def hurry(self, leg: Leg, priority: Priority = Priority.NEEDED_NOW) -> None:
+        """Let a queued leg overtake others from now on."""
         with self._lock:
-            if priority < move.priority:
-                move.priority = priority
-                self._push(move)
+            if priority < leg.priority:
+                leg.priority = priority
+                self._push(leg)
 
-    def cancel(self, move: Move) -> None:
-        """Give a move up: blocks under way finish, the others never start.
-
-        `on_end` is called as for any move, at once if nothing was under way.
-        """
+    def cancel(self, leg: Leg) -> None:
+        """Give a leg up: blocks under way finish, the others never start."""
         with UninterruptedSection():
             with self._lock:
-                if move.state not in (MoveState.QUEUED, MoveState.RUNNING):
+                if leg.state not in (MoveState.QUEUED, MoveState.RUNNING):
                     return
-                started = move.state is MoveState.RUNNING
-                move.state = MoveState.CANCELLED
-                over = move.blocks_under_way == 0
+                started = leg.state is MoveState.RUNNING
+                leg.state = MoveState.CANCELLED
+                over = leg.blocks_under_way == 0
             if over:
-                self._end(move, started=started)
+                self._end(leg, started=started)
+            # Writes may have been waiting for it.
+            self._dispatch()
 
-    def _push(self, move: Move) -> None:
+    def close(self) -> None:
+        """Give the turn back, if one is held; call it when nothing is under way any more."""
+        if self._turn is not None:
+            self._turn.close()
+
+    # ------------------------------------------------------------------ choosing
+    def _push(self, leg: Leg) -> None:
         self._sequence += 1
-        heapq.heappush(self._waiting, (int(move.priority), self._sequence, move))
+        heapq.heappush(self._lane(leg).waiting, (int(leg.priority), self._sequence, leg))
+
+    def _lane(self, leg: Leg) -> _Lane:
+        return self._writes if leg.move.direction is Direction.WRITE else self._reads
+
+    def _next_leg(self) -> Leg | None:
+        depth = self.backend.depth
+        reading = self._reads.head()
+        if reading is not None and self._reads.under_way < depth:
+            return reading
+        writing = self._writes.head()
+        if writing is None:
+            return None
+        slots = depth
+        urgent = reading is not None and reading.priority is Priority.NEEDED_NOW
+        if writing.priority is not Priority.NEEDED_NOW:
+            if urgent or self._reads.urgent_under_way:
+                slots = 0
+            elif reading is not None or self._reads.under_way:
+                slots = max(1, depth // 2)
+        return writing if self._writes.under_way < slots else None
 
     def _dispatch(self) -> None:
+        with self._lock:
+            if self._dispatching:
+                return  # whoever does it now looks again before it stops
+            self._dispatching = True
         while True:
             with self._lock:
-                if self._under_way >= self._backend.depth:
+                leg = self._next_leg()
+                new = leg is not None and leg.state is MoveState.QUEUED
+                if leg is None or not (self._turn is None or self._turn.may_begin(new=new)):
+                    self._dispatching = False
+                    self._end_turn_if_idle()
                     return
-                picked = self._next_block()
-                if picked is None:
-                    return
-                move, begin = picked
-                self._under_way += 1
-                move.blocks_under_way += 1
-                if move.state is MoveState.QUEUED:
-                    move.state = MoveState.RUNNING
-                    move.started_at = self._recorder.move_started(self.space.tier, move.direction)
-            nbytes = min(self._backend.block_size, move.nbytes - begin)
+                begin = leg.next_block
+                leg.next_block += self.backend.block_size
+                urgent = leg.priority is Priority.NEEDED_NOW
+                lane = self._lane(leg)
+                lane.under_way += 1
+                lane.urgent_under_way += urgent
+                leg.blocks_under_way += 1
+                if new:
+                    leg.state = MoveState.RUNNING
+                    leg.started_at = self._recorder.move_started(self.tier, leg.move.direction)
+                nbytes = min(self.backend.block_size, leg.stripe.nbytes - begin)
+                if self._turn is not None:
+                    self._turn.began(nbytes)
+            done = partial(self._block_done, leg, nbytes, urgent)
             try:
-                self._backend.submit(
-                    BlockRequest(
-                        write=move.direction == "write",
-                        fd=self.space.fd,
-                        offset=move.extent.offset + begin,
-                        address=move.address + begin,
-                        nbytes=nbytes,
-                        before=move.before,
-                        on_done=partial(self._block_done, move),
-                    )
-                )
+                self.backend.submit(self._request(leg, begin, nbytes, done))
             except BaseException as error:
-                self._count_block(move, error)
+                self._count_block(leg, nbytes, urgent, error)
 
-    def _next_block(self) -> tuple[Move, int] | None:
-        while self._waiting:
-            priority, _, move = self._waiting[0]
-            alive = move.state in (MoveState.QUEUED, MoveState.RUNNING)
-            if not alive or priority != move.priority or move.next_block >= move.nbytes:
-                heapq.heappop(self._waiting)
-                continue
-            begin = move.next_block
-            move.next_block += self._backend.block_size
-            return move, begin
-        return None
+    def _request(
+        self, leg: Leg, begin: int, nbytes: int, done: Callable[[BaseException | None], None]
+    ) -> BlockRequest:
+        move, stripe = leg.move, leg.stripe
+        write = move.direction is Direction.WRITE
+        request = BlockRequest(
+            write=write,
+            fd=self.space.fd,
+            offset=stripe.extent.offset + begin,
+            address=leg.address + begin,
+            nbytes=nbytes,
+            before=move.before,
+            on_done=done,
+        )
+        if stripe.digests is not None and self.checksum is not None:
+            check_block(request, self, stripe.digests, begin // self.backend.block_size)
+        return request
 
-    def _block_done(self, move: Move, error: BaseException | None) -> None:
-        self._count_block(move, error)
+    # ------------------------------------------------------------------ ends
+    def _block_done(self, leg: Leg, nbytes: int, urgent: bool, error: BaseException | None) -> None:
+        self._count_block(leg, nbytes, urgent, error)
         self._dispatch()
 
-    def _count_block(self, move: Move, error: BaseException | None) -> None:
+    def _count_block(
+        self, leg: Leg, nbytes: int, urgent: bool, error: BaseException | None
+    ) -> None:
+        now = time.perf_counter()
         with self._lock:
-            self._under_way -= 1
-            move.blocks_under_way -= 1
-            if error is not None and move.state is MoveState.RUNNING:
-                move.state = MoveState.FAILED
-                move.error = error
-            over = move.blocks_under_way == 0 and (
-                move.state is not MoveState.RUNNING or move.next_block >= move.nbytes
+            lane = self._lane(leg)
+            saturated = self._reads.under_way + self._writes.under_way >= self.backend.depth
+            self.bandwidth.completed(leg.move.direction, nbytes, now, saturated=saturated)
+            lane.under_way -= 1
+            lane.urgent_under_way -= urgent
+            leg.blocks_under_way -= 1
+            if error is not None and leg.state is MoveState.RUNNING:
+                leg.state = MoveState.FAILED
+                leg.error = error
+            over = leg.blocks_under_way == 0 and (
+                leg.state is not MoveState.RUNNING or leg.next_block >= leg.stripe.nbytes
             )
-            if over and move.state is MoveState.RUNNING:
-                move.state = MoveState.DONE
+            if over and leg.state is MoveState.RUNNING:
+                leg.state = MoveState.DONE
         if over:
-            self._end(move, started=True)
+            self._end(leg, started=True)
 
-    def _end(self, move: Move, *, started: bool) -> None:
-        move.finished_at = time.perf_counter()
+    def _end(self, leg: Leg, *, started: bool) -> None:
+        move = leg.move
         if started:
             record = MoveRecord(
                 move.client,
-                self.space.tier,
+                self.tier,
+                str(self.path),
                 move.direction,
-                move.nbytes,
+                leg.stripe.nbytes,
                 move.queued_at,
-                move.started_at,
-                move.finished_at,
+                leg.started_at,
+                time.perf_counter(),
             )
-            self._recorder.move_finished(record, completed=move.state is MoveState.DONE)
-        move.keep_alive = move.before = None
-        move.on_end(move)
-        move.ended.set()
+            self._recorder.move_finished(record, completed=leg.state is MoveState.DONE)
+        move.leg_ended(leg)
+
+    # ------------------------------------------------------------------ turns
+    def _end_turn_if_idle(self) -> None:
+        turn = self._turn
+        if turn is None or not turn.held or self._reads.under_way or self._writes.under_way:
+            return
+        turn.give_back()
+        if self._next_leg() is not None:
+            turn.may_begin(new=True)
+
+    def _turn_granted(self) -> None:
+        with self._lock:
+            assert self._turn is not None
+            self._turn.grant()
+        self._dispatch()

@@ -51,7 +51,8 @@ class Rig:
         self.heap = Heap(self.pool, self.recorder, self.write_behind)
         self.space: Space = plain_space(self.directory, self.disk_bytes)
         self.backend = ObedientBackend(block_size=self.block_size)
-        self.disk = PathTier("nvme", self.space, PathQueue(self.space, self.backend, self.recorder))
+        self.queue = PathQueue(self.space, self.backend, self.recorder)
+        self.disk = PathTier("nvme", [self.queue])
         self.host = HostTier("host", self.host_bytes)
         self.tiers: Sequence[Tier] = [self.host, self.disk] if self.host_bytes else [self.disk]
 
@@ -74,9 +75,8 @@ class Rig:
 
     def bytes_on_disk(self, ticket: Ticket) -> bytes:
         """What the file holds, read without the heap."""
-        extent = ticket.entry.extent
-        assert extent is not None
-        return os.pread(self.space.fd, ticket.nbytes, extent.offset)
+        (stripe,) = ticket.entry.stripes
+        return os.pread(self.space.fd, ticket.nbytes, stripe.extent.offset)
 
     def count(self, verb: str) -> int:
         return self.recorder.client_bytes(CLIENT, verb)

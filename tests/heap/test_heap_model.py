@@ -109,7 +109,7 @@ class HeapAgainstADictionary(RuleBasedStateMachine):
         on_host = [t.nbytes for t in self.content if t.entry.tier is rig.host]
         assert rig.host.used_bytes == sum(on_host)
         if not rig.backend.waiting:
-            extents = [t.entry.extent for t in self.content if t.entry.extent is not None]
+            extents = [s.extent for t in self.content for s in t.entry.stripes]
             assert rig.space.used_bytes == sum(extent.nbytes for extent in extents)
             states = {t.state for t in self.content}
             assert not states & {TicketState.WRITING, TicketState.LOADING, TicketState.FREED}
@@ -139,7 +139,7 @@ def test_threads_that_put_read_and_drop_at_once_get_their_own_bytes(disk: Path) 
     backend = create_backend("posix", threads=3, block_size=8 * KiB)
     tiers = [
         HostTier("host", 64 * KiB),
-        PathTier("nvme", space, PathQueue(space, backend, recorder)),
+        PathTier("nvme", [PathQueue(space, backend, recorder)]),
     ]
     problems: list[str] = []
 

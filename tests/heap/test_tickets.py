@@ -161,13 +161,13 @@ def test_a_get_waits_for_a_load_that_is_under_way_and_hurries_it(make_rig: MakeR
         assert rig.heap.prefetch(ticket)
     got: list[torch.Tensor] = []
     hurried = threading.Event()
-    hurry = rig.disk.queue.hurry
+    hurry = rig.queue.hurry
 
     def note(*args: object) -> None:
         hurry(*args)  # type: ignore[arg-type]
         hurried.set()
 
-    rig.disk.queue.hurry = note  # type: ignore[method-assign]
+    rig.queue.hurry = note  # type: ignore[method-assign]
     reader = threading.Thread(target=lambda: got.append(rig.heap.get(tickets[2])))
     reader.start()
     assert hurried.wait(30)
@@ -340,17 +340,17 @@ def test_an_extent_is_not_used_again_before_the_block_under_way_has_ended(
     if direction == "loading":
         rig.complete()
         rig.heap.prefetch(ticket)
-    place = ticket.entry.extent
+    place = ticket.entry.stripes[0].extent
     rig.heap.free(ticket)
     assert rig.heap.live_tickets == 0
     assert rig.space.used_bytes == 4 * PAGE
     other = rig.put(noise(4 * PAGE, seed=1))
-    assert other.entry.extent != place
+    assert other.entry.stripes[0].extent != place
     rig.backend.complete()
     assert rig.space.used_bytes == 4 * PAGE
     rig.complete()
     third = rig.put(noise(4 * PAGE, seed=2))
-    assert third.entry.extent == place
+    assert third.entry.stripes[0].extent == place
     rig.at_once()
     assert torch.equal(rig.heap.get(third), noise(4 * PAGE, seed=2))
     assert torch.equal(rig.heap.get(other), noise(4 * PAGE, seed=1))
@@ -383,8 +383,8 @@ def test_tickets_may_be_collected_in_the_middle_of_anything(
 ) -> None:
     rig = make_rig(host_bytes=1 * MiB if host else 0)
     locks = {
-        "heap": rig.heap._lock,
-        "queue": rig.disk.queue._lock,
+        "heap": rig.heap._ledger.lock,
+        "queue": rig.queue._lock,
         "recorder": rig.recorder._lock,
         "pool": rig.pool._lock,
     }
@@ -457,10 +457,12 @@ def test_an_interrupted_wait_gives_its_place_back(
 def test_a_disk_that_does_not_answer_is_reported(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("offload_strategy.heap.heap._REPORT_WAIT_SECONDS", 0.02)
+    monkeypatch.setattr("offload_strategy.heap.reports.PATIENCE_SECONDS", 0.02)
     ticket = rig.stored(noise(4 * KiB))
     reported = threading.Event()
-    monkeypatch.setattr("offload_strategy.heap.heap.logger.warning", lambda *args: reported.set())
+    monkeypatch.setattr(
+        "offload_strategy.heap.reports.logger.warning", lambda *args: reported.set()
+    )
     thread = threading.Thread(target=lambda: rig.heap.get(ticket))
     thread.start()
     assert reported.wait(30)
@@ -511,13 +513,13 @@ def test_whoever_waits_for_a_load_is_told_of_the_closing(rig: Rig) -> None:
     ticket = rig.stored(noise(PAGE))
     errors: list[BaseException] = []
     waits = threading.Event()
-    hurry = rig.disk.queue.hurry
+    hurry = rig.queue.hurry
 
     def note(*args: object) -> None:
         hurry(*args)  # type: ignore[arg-type]
         waits.set()
 
-    rig.disk.queue.hurry = note  # type: ignore[method-assign]
+    rig.queue.hurry = note  # type: ignore[method-assign]
 
     def read() -> None:
         try:

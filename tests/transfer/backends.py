@@ -10,7 +10,7 @@ from typing import Any
 
 from offload_strategy.storage import BlockRequest, Extent, Space
 from offload_strategy.telemetry import Direction
-from offload_strategy.transfer import Move, Priority
+from offload_strategy.transfer import Move, PathQueue, Priority, Stripe
 from offload_strategy.units import PAGE_BYTES
 
 
@@ -48,6 +48,11 @@ class ManualBackend:
                 os.pwrite(request.fd, bytes(memory), request.offset)
             else:
                 memory[:] = os.pread(request.fd, request.nbytes, request.offset)
+            if request.after is not None:
+                try:
+                    request.after()
+                except Exception as caught:
+                    error = caught
         request.on_done(error)
         return request
 
@@ -62,6 +67,7 @@ def plain_space(directory: Path, capacity: int) -> Space:
 
 
 def make_move(
+    queue: PathQueue,
     extent: Extent,
     nbytes: int,
     *,
@@ -75,7 +81,7 @@ def make_move(
     return Move(
         client="activations",
         direction=Direction.WRITE if write else Direction.READ,
-        extent=extent,
+        stripes=[Stripe(queue, extent, 0, nbytes)],
         address=ctypes.addressof(memory),
         nbytes=nbytes,
         priority=priority,

@@ -54,9 +54,9 @@ def order(backend: ManualBackend) -> list[int]:
 def test_a_move_is_cut_into_blocks_that_cover_it_once(
     queue: PathQueue, backend: ManualBackend
 ) -> None:
-    move = make_move(extent(3, 5), 4 * PAGE_BYTES + 10)
-    queue.submit(move)
-    begin, seen = move.address, []
+    move = make_move(queue, extent(3, 5), 4 * PAGE_BYTES + 10)
+    move.submit()
+    begin, seen = move.legs[0].address, []
     while backend.waiting:
         request = backend.complete()
         seen.append((request.offset, request.address - begin, request.nbytes))
@@ -75,50 +75,56 @@ def test_a_move_is_cut_into_blocks_that_cover_it_once(
 def test_a_needed_read_overtakes_prefetches_and_those_overtake_writes(
     queue: PathQueue, backend: ManualBackend
 ) -> None:
-    queue.submit(make_move(extent(0, 3), 3 * PAGE_BYTES))
-    queue.submit(make_move(extent(10, 2), 2 * PAGE_BYTES))
-    queue.submit(make_move(extent(20, 2), 2 * PAGE_BYTES, write=False, priority=Priority.PREFETCH))
-    queue.submit(
-        make_move(extent(30, 2), 2 * PAGE_BYTES, write=False, priority=Priority.NEEDED_NOW)
-    )
-    # The block that was under way ends first; then the most urgent, each in order.
-    assert order(backend) == [0, 30, 31, 20, 21, 1, 2, 10, 11]
+    make_move(queue, extent(0, 3), 3 * PAGE_BYTES).submit()
+    make_move(queue, extent(10, 2), 2 * PAGE_BYTES).submit()
+    make_move(
+        queue, extent(20, 2), 2 * PAGE_BYTES, write=False, priority=Priority.PREFETCH
+    ).submit()
+    make_move(
+        queue, extent(30, 2), 2 * PAGE_BYTES, write=False, priority=Priority.NEEDED_NOW
+    ).submit()
+    # The blocks that were under way end first; then the most urgent, each in order.
+    assert order(backend) == [0, 20, 30, 31, 21, 1, 2, 10, 11]
 
 
 def test_a_prefetch_that_is_hurried_overtakes_what_is_queued(
     queue: PathQueue, backend: ManualBackend
 ) -> None:
-    queue.submit(make_move(extent(0), PAGE_BYTES))
-    first = make_move(extent(10, 2), 2 * PAGE_BYTES, write=False, priority=Priority.PREFETCH)
-    second = make_move(extent(20, 2), 2 * PAGE_BYTES, write=False, priority=Priority.PREFETCH)
-    queue.submit(first)
-    queue.submit(second)
-    queue.hurry(second)
-    queue.hurry(second)
-    queue.hurry(second, Priority.WRITE_BACK)  # never slower than before
-    assert order(backend) == [0, 20, 21, 10, 11]
+    make_move(queue, extent(0), PAGE_BYTES).submit()
+    first = make_move(queue, extent(10, 2), 2 * PAGE_BYTES, write=False, priority=Priority.PREFETCH)
+    second = make_move(
+        queue, extent(20, 2), 2 * PAGE_BYTES, write=False, priority=Priority.PREFETCH
+    )
+    first.submit()
+    second.submit()
+    second.hurry()
+    second.hurry()
+    second.hurry(Priority.WRITE_BACK)  # never slower than before
+    assert order(backend) == [0, 10, 20, 21, 11]
 
 
 def test_a_move_may_be_hurried_between_two_of_its_blocks(
     queue: PathQueue, backend: ManualBackend
 ) -> None:
-    slow = make_move(extent(0, 4), 4 * PAGE_BYTES, write=False, priority=Priority.WRITE_BACK)
-    queue.submit(slow)
-    queue.submit(make_move(extent(10, 2), 2 * PAGE_BYTES, write=False, priority=Priority.PREFETCH))
+    slow = make_move(queue, extent(0, 4), 4 * PAGE_BYTES, write=False, priority=Priority.WRITE_BACK)
+    slow.submit()
+    make_move(
+        queue, extent(10, 2), 2 * PAGE_BYTES, write=False, priority=Priority.PREFETCH
+    ).submit()
     assert backend.complete().offset == 0
-    queue.hurry(slow)
+    slow.hurry()
     assert order(backend) == [10 * 1, 1, 2, 3, 11]
 
 
 def test_hurrying_a_move_that_is_over_changes_nothing(
     queue: PathQueue, backend: ManualBackend
 ) -> None:
-    move = make_move(extent(0), PAGE_BYTES)
-    queue.submit(move)
+    move = make_move(queue, extent(0), PAGE_BYTES)
+    move.submit()
     backend.complete_all()
-    queue.hurry(move)
+    move.hurry()
     assert not backend.waiting
-    queue.submit(make_move(extent(1), PAGE_BYTES))
+    make_move(queue, extent(1), PAGE_BYTES).submit()
     assert order(backend) == [1]
 
 
@@ -127,7 +133,7 @@ def test_no_more_blocks_are_under_way_than_the_backend_can_use(space: Space, dep
     backend = ManualBackend(depth=depth)
     queue = PathQueue(space, backend, Recorder())
     for index in range(4):
-        queue.submit(make_move(extent(4 * index, 4), 4 * PAGE_BYTES))
+        make_move(queue, extent(4 * index, 4), 4 * PAGE_BYTES).submit()
     while backend.waiting:
         assert len(backend.waiting) <= depth
         backend.complete(at=len(backend.waiting) - 1)  # in any order
@@ -137,16 +143,16 @@ def test_a_cancelled_move_that_never_began_ends_at_once(
     queue: PathQueue, backend: ManualBackend, recorder: Recorder
 ) -> None:
     ended: list[Move] = []
-    queue.submit(make_move(extent(0), PAGE_BYTES))
-    move = make_move(extent(1), PAGE_BYTES, on_end=ended.append)
-    queue.submit(move)
-    queue.cancel(move)
+    make_move(queue, extent(0), PAGE_BYTES).submit()
+    move = make_move(queue, extent(1), PAGE_BYTES, on_end=ended.append)
+    move.submit()
+    move.cancel()
     assert ended == [move]
     assert move.ended.is_set()
     assert move.state is MoveState.CANCELLED
     assert order(backend) == [0]
     assert [record.nbytes for record in recorder.moves] == [PAGE_BYTES]
-    queue.cancel(move)
+    move.cancel()
     assert ended == [move]
 
 
@@ -156,9 +162,9 @@ def test_a_cancelled_move_ends_when_its_blocks_under_way_have(
     backend = ManualBackend(depth=2)
     queue = PathQueue(space, backend, recorder)
     ended: list[Move] = []
-    move = make_move(extent(0, 5), 5 * PAGE_BYTES, on_end=ended.append)
-    queue.submit(move)
-    queue.cancel(move)
+    move = make_move(queue, extent(0, 5), 5 * PAGE_BYTES, on_end=ended.append)
+    move.submit()
+    move.cancel()
     assert not ended
     assert not move.ended.is_set()
     backend.complete()
@@ -174,10 +180,10 @@ def test_a_cancelled_move_ends_when_its_blocks_under_way_have(
 
 def test_a_move_that_is_over_cannot_be_cancelled(queue: PathQueue, backend: ManualBackend) -> None:
     ended: list[Move] = []
-    move = make_move(extent(0), PAGE_BYTES, on_end=ended.append)
-    queue.submit(move)
+    move = make_move(queue, extent(0), PAGE_BYTES, on_end=ended.append)
+    move.submit()
     backend.complete_all()
-    queue.cancel(move)
+    move.cancel()
     assert move.state is MoveState.DONE
     assert ended == [move]
 
@@ -186,10 +192,10 @@ def test_after_an_error_no_further_block_of_the_move_begins(
     queue: PathQueue, backend: ManualBackend, recorder: Recorder
 ) -> None:
     ended: list[Move] = []
-    move = make_move(extent(0, 5), 5 * PAGE_BYTES, on_end=ended.append)
-    other = make_move(extent(10), PAGE_BYTES)
-    queue.submit(move)
-    queue.submit(other)
+    move = make_move(queue, extent(0, 5), 5 * PAGE_BYTES, on_end=ended.append)
+    other = make_move(queue, extent(10), PAGE_BYTES)
+    move.submit()
+    other.submit()
     error = OSError("broken")
     backend.complete()
     backend.complete(error=error)
@@ -204,8 +210,8 @@ def test_after_an_error_no_further_block_of_the_move_begins(
 def test_the_first_of_several_errors_is_kept(space: Space) -> None:
     backend = ManualBackend(depth=3)
     queue = PathQueue(space, backend, Recorder())
-    move = make_move(extent(0, 3), 3 * PAGE_BYTES)
-    queue.submit(move)
+    move = make_move(queue, extent(0, 3), 3 * PAGE_BYTES)
+    move.submit()
     backend.complete(error=OSError("first"), at=1)
     backend.complete(error=OSError("second"), at=1)
     assert not move.ended.is_set()
@@ -218,9 +224,9 @@ def test_a_backend_that_refuses_a_block_fails_the_move(
     queue: PathQueue, backend: ManualBackend
 ) -> None:
     backend.close()
-    moves = [make_move(extent(index), PAGE_BYTES) for index in range(3)]
+    moves = [make_move(queue, extent(index), PAGE_BYTES) for index in range(3)]
     for move in moves:
-        queue.submit(move)
+        move.submit()
     assert [move.state for move in moves] == [MoveState.FAILED] * 3
     assert all(move.ended.is_set() for move in moves)
 
@@ -228,9 +234,9 @@ def test_a_backend_that_refuses_a_block_fails_the_move(
 def test_a_backend_that_dies_fails_a_long_queue_of_moves(
     queue: PathQueue, backend: ManualBackend
 ) -> None:
-    moves = [make_move(extent(0), PAGE_BYTES) for _ in range(3000)]
+    moves = [make_move(queue, extent(0), PAGE_BYTES) for _ in range(3000)]
     for move in moves:
-        queue.submit(move)
+        move.submit()
     backend.closed = True
     backend.complete()  # what was under way ends, and the next is refused, and so on
     assert moves[0].state is MoveState.DONE
@@ -238,9 +244,9 @@ def test_a_backend_that_dies_fails_a_long_queue_of_moves(
 
 
 def test_a_move_lets_its_memory_go_when_it_ends(queue: PathQueue, backend: ManualBackend) -> None:
-    move = make_move(extent(0), PAGE_BYTES)
+    move = make_move(queue, extent(0), PAGE_BYTES)
     reference = weakref.ref(move.keep_alive)
-    queue.submit(move)
+    move.submit()
     backend.complete_all()
     assert reference() is None
 
@@ -248,8 +254,8 @@ def test_a_move_lets_its_memory_go_when_it_ends(queue: PathQueue, backend: Manua
 def test_every_move_is_recorded_with_its_times(
     queue: PathQueue, backend: ManualBackend, recorder: Recorder
 ) -> None:
-    queue.submit(make_move(extent(0, 2), PAGE_BYTES + 1))
-    queue.submit(make_move(extent(4), 10, write=False, priority=Priority.PREFETCH))
+    make_move(queue, extent(0, 2), PAGE_BYTES + 1).submit()
+    make_move(queue, extent(4), 10, write=False, priority=Priority.PREFETCH).submit()
     backend.complete_all()
     read, written = sorted(recorder.moves, key=lambda record: record.nbytes)
     assert (read.direction, read.nbytes, read.tier) == (Direction.READ, 10, "nvme")
@@ -273,14 +279,14 @@ def test_many_threads_may_submit_hurry_and_cancel_at_once(disk: Path) -> None:
             place = space.allocate(3 * PAGE_BYTES)
             assert place is not None
             move = make_move(
-                place, 2 * PAGE_BYTES + 5, write=(seed + index) % 3 != 0, on_end=ends.append
+                queue, place, 2 * PAGE_BYTES + 5, write=(seed + index) % 3 != 0, on_end=ends.append
             )
             all_moves.append(move)
-            queue.submit(move)
+            move.submit()
             if index % 4 == 0:
-                queue.hurry(move)
+                move.hurry()
             if index % 5 == 0:
-                queue.cancel(move)
+                move.cancel()
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
     for thread in threads:

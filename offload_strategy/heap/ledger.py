@@ -1,0 +1,167 @@
+"""The ledger: which tickets there are, and how they die.
+
+[Note: locks]
+One lock guards the states of all entries; none is held while bytes move. Queues call back into the
+heap when a move ends, so the heap never calls a queue while it holds the lock. Tickets may be
+dropped by a garbage collection in the middle of anything, so dropping only appends to a deque; the
+next operation, or the next end of a move, reaps it.
+
+A plain lock in a plain `with` cannot be left locked by Ctrl-C. A condition can: its `__enter__` is
+Python code, which a KeyboardInterrupt may end after it took the lock. So waits poll.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+
+from offload_strategy.errors import OffloadError
+from offload_strategy.heap.ticket import Entry, Ticket, TicketState
+from offload_strategy.heap.tiers import HostTier, PathTier
+from offload_strategy.transfer import Move, UninterruptedSection
+from offload_strategy.units import format_size
+
+
+class Ledger:
+    """All tickets of a heap that are alive. `lock` guards every entry."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.pid = os.getpid()
+        self.closed = False
+        #: Entries whose bytes are on their way, and how many bytes of them are to be written.
+        self.moving: set[Entry] = set()
+        self.writing_bytes = 0
+        self._live = 0
+        self._dropped: deque[weakref.ref[Ticket]] = deque()
+        self._tickets: dict[int, tuple[weakref.ref[Ticket], Entry]] = {}
+        # Entries with a copy in memory besides the one on their paths, in the order of loading.
+        self._copies: dict[Entry, None] = {}
+
+    @property
+    def live(self) -> int:
+        """Tickets that are not freed."""
+        self.reap()
+        with self.lock:
+            return self._live
+
+    def ticket(self, entry: Entry) -> Ticket:
+        """The owner's side of a counted entry; the entry is freed when it dies."""
+        ticket = Ticket(entry)
+        # See [Note: no Python code in finalizers].
+        reference = weakref.ref(ticket, self._dropped.append)
+        self._tickets[id(reference)] = (reference, entry)
+        return ticket
+
+    # ------------------------------------------------------------------ with the lock held
+    def count(self) -> None:
+        """One more entry is alive."""
+        self._live += 1
+
+    def stored(self, entry: Entry) -> None:
+        """The bytes are on the paths, and no longer in memory."""
+        entry.state = TicketState.STORED
+        entry.payload = None
+        self._copies.pop(entry, None)
+
+    def loaded(self, entry: Entry) -> None:
+        """The bytes are in memory as well."""
+        entry.state = TicketState.IN_MEMORY
+        self._copies[entry] = None
+
+    def is_copy(self, entry: Entry) -> bool:
+        """Whether the bytes in memory may be dropped, since they are on paths, too."""
+        return entry.state is TicketState.IN_MEMORY and bool(entry.stripes)
+
+    def drop_copy(self) -> bool:
+        """Drop the copy that is needed last, as far as is known; False if there is none."""
+        if not self._copies:
+            return False
+        # Loads are issued in the order of use: of those without a time, the latest is needed last.
+        latest = max(
+            reversed(self._copies),
+            key=lambda entry: float("-inf") if entry.next_use is None else entry.next_use,
+        )
+        self.stored(latest)
+        return True
+
+    # ------------------------------------------------------------------ checks
+    def check_alive(self, entry: Entry) -> None:
+        """Raise if the bytes of an entry are gone."""
+        self.check_process()
+        if entry.state is TicketState.FREED:
+            raise OffloadError(
+                f"{format_size(entry.nbytes)} of {entry.client} were freed before they were read"
+            )
+        if self.closed and entry.payload is None:
+            raise OffloadError(
+                f"{format_size(entry.nbytes)} of {entry.client} are gone: the offload engine was "
+                f"closed. Close it after the last backward and after state_dict()."
+            )
+
+    def check_process(self) -> None:
+        """Raise in a forked child: neither its parent's threads nor its buffers exist there."""
+        if os.getpid() != self.pid:
+            raise OffloadError(
+                "a forked process cannot use its parent's offload engine. Make an engine in the "
+                "process that trains."
+            )
+
+    # ------------------------------------------------------------------ dying
+    def free(self, entry: Entry) -> None:
+        """Forget an entry, in whatever state it is."""
+        with UninterruptedSection():
+            with self.lock:
+                move = self._mark_freed(entry)
+            if move is not None:
+                self._cancel(move)
+
+    def reap(self) -> None:
+        """Free the entries of tickets that died, if the lock is free; else its holder will."""
+        if not self._dropped:
+            return
+        with UninterruptedSection():
+            while self._dropped and self.lock.acquire(blocking=False):
+                try:
+                    doomed = [self._mark_freed(entry) for entry in self._take_dropped()]
+                finally:
+                    self.lock.release()
+                for move in filter(None, doomed):
+                    self._cancel(move)
+
+    def forget(self, entry: Entry) -> None:
+        """Give back what a freed entry, with nothing under way, holds; with the lock held."""
+        self.release_stripes(entry)
+        if isinstance(entry.tier, HostTier):
+            entry.tier.release(entry.nbytes)
+
+    def release_stripes(self, entry: Entry) -> None:
+        """Give its extents back; with the lock held."""
+        stripes, entry.stripes = entry.stripes, ()
+        if stripes and isinstance(entry.tier, PathTier):
+            entry.tier.release(stripes)
+
+    def _take_dropped(self) -> Iterator[Entry]:
+        while self._dropped:
+            _, entry = self._tickets.pop(id(self._dropped.popleft()))
+            yield entry
+
+    def _mark_freed(self, entry: Entry) -> Move | None:
+        """Freed from now on; returns the move that must be cancelled first, if there is one."""
+        if entry.state is TicketState.FREED:
+            return None
+        entry.state = TicketState.FREED
+        entry.payload = None
+        self._copies.pop(entry, None)
+        self._live -= 1
+        if entry.move is not None:
+            return entry.move  # the end of the move forgets it
+        self.forget(entry)
+        return None
+
+    def _cancel(self, move: Move) -> None:
+        if os.getpid() == self.pid:
+            move.cancel()

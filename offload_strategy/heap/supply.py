@@ -1,0 +1,62 @@
+"""Host buffers for tickets: within the budget while there is any way to."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from offload_strategy.heap.ledger import Ledger
+from offload_strategy.memory import BufferPool
+from offload_strategy.telemetry import Recorder
+
+POLL_SECONDS = 0.001
+
+
+class BufferSupply:
+    """Gets buffers from the pool, at the price of copies that were loaded for later.
+
+    Args:
+        pool: lends them.
+        ledger: knows which copies can be dropped, and whether writes will give buffers back.
+        recorder: counts the time in which training waited for a buffer.
+    """
+
+    def __init__(self, pool: BufferPool, ledger: Ledger, recorder: Recorder) -> None:
+        self._pool = pool
+        self._ledger = ledger
+        self._recorder = recorder
+
+    def spare(self, nbytes: int, *, pinned: bool) -> torch.Tensor | None:
+        """A buffer if the budget has room; takes nothing from anybody."""
+        return self._pool.lend(nbytes, pinned=pinned)
+
+    def needed_now(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
+        """A buffer at once: of the budget if possible, else beyond it."""
+        buffer = self._reclaimed(nbytes, pinned=pinned)
+        return self._beyond(nbytes, pinned=pinned) if buffer is None else buffer
+
+    def awaited(self, client: str, nbytes: int, *, pinned: bool) -> torch.Tensor:
+        """A buffer, after waiting for writes to give some back.
+
+        When none is under way, waiting would be for ever, and the buffer goes beyond the budget.
+        """
+        begin = time.perf_counter()
+        while (buffer := self._reclaimed(nbytes, pinned=pinned)) is None:
+            if not self._ledger.writing_bytes:
+                break
+            time.sleep(POLL_SECONDS)
+        self._recorder.stalled(client, begin)
+        return self._beyond(nbytes, pinned=pinned) if buffer is None else buffer
+
+    def _reclaimed(self, nbytes: int, *, pinned: bool) -> torch.Tensor | None:
+        while (buffer := self._pool.lend(nbytes, pinned=pinned)) is None:
+            with self._ledger.lock:
+                if not self._ledger.drop_copy():
+                    return None
+        return buffer
+
+    def _beyond(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
+        buffer = self._pool.lend(nbytes, pinned=pinned, beyond_budget=True)
+        assert buffer is not None
+        return buffer

@@ -1,0 +1,146 @@
+"""What an engine opens, and must give back: spaces, backends, queues, the pool and the heap."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import dataclass, field
+from typing import cast
+
+from offload_strategy.config import Client, OffloadConfig, TierConfig
+from offload_strategy.errors import ConfigError
+from offload_strategy.heap import Heap, HostTier, PathTier, Quota, Tier
+from offload_strategy.memory import BufferPool
+from offload_strategy.storage import Backend, PathTurns, Space, create_backend, probe
+from offload_strategy.telemetry import CLIENTS, Recorder
+from offload_strategy.transfer import Checksum, PathQueue, create_checksum
+from offload_strategy.units import format_size
+
+
+@dataclass
+class Resources:
+    """What must be given back, in order; holds no reference to the engine."""
+
+    heap: Heap
+    pool: BufferPool
+    host_tiers: dict[str, HostTier] = field(default_factory=dict)
+    queues: dict[str, list[PathQueue]] = field(default_factory=dict)
+    quotas: dict[PathQueue, Quota] = field(default_factory=dict)
+    backends: list[Backend] = field(default_factory=list)
+    spaces: list[Space] = field(default_factory=list)
+    turns: list[PathTurns] = field(default_factory=list)
+    clients: dict[Client, list[Tier]] = field(default_factory=dict)
+    pid: int = field(default_factory=os.getpid)
+
+    @classmethod
+    def open(cls, config: OffloadConfig, recorder: Recorder) -> Resources:
+        """Open the tiers that an enabled section uses.
+
+        Raises:
+            ConfigError: a tier cannot be used, or is too small for its capacity.
+        """
+        wanted = {
+            cast("Client", client): config.tiers_for(cast("Client", client))
+            for client in CLIENTS
+            if getattr(config, client).enabled
+        }
+        used = {tier.name for tiers in wanted.values() for tier in tiers}
+        tiers = [tier for tier in config.tiers if tier.name in used]
+        host = sum(tier.capacity or 0 for tier in tiers if tier.kind == "dram")
+        # Tickets of a device that stay in a dram tier lie in buffers, too.
+        pool = BufferPool(config.memory.pinned + host)
+        heap = Heap(pool, recorder, write_behind=config.memory.pinned)
+        resources = cls(heap, pool)
+        checksum = create_checksum() if config.io.checksum else None
+        try:
+            for tier in tiers:
+                if tier.kind == "dram":
+                    assert tier.capacity is not None
+                    resources.host_tiers[tier.name] = HostTier(tier.name, tier.capacity)
+                else:
+                    resources._open_paths(tier, config, recorder, checksum)
+            for client, names in wanted.items():
+                resources.clients[client] = resources._tiers_of(names)
+            resources._measure()
+        except BaseException:
+            resources.close()
+            raise
+        return resources
+
+    def tier_used_bytes(self) -> dict[str, int]:
+        """Bytes in use by the name of the configured tier."""
+        used = {name: tier.used_bytes for name, tier in self.host_tiers.items()}
+        for space in self.spaces:
+            used[space.tier] = used.get(space.tier, 0) + space.used_bytes
+        return used
+
+    def close(self) -> None:
+        """Give everything back. Idempotent; does nothing in a forked child."""
+        if os.getpid() != self.pid:
+            return  # threads and files are the parent's
+        self.heap.close()
+        for queue in itertools.chain.from_iterable(self.queues.values()):
+            queue.close()
+        for backend in self.backends:
+            backend.close()
+        for turns in self.turns:
+            turns.close()
+        for space in self.spaces:
+            space.close()
+        self.pool.close()
+
+    def _open_paths(
+        self,
+        tier: TierConfig,
+        config: OffloadConfig,
+        recorder: Recorder,
+        checksum: Checksum | None,
+    ) -> None:
+        several = len(tier.paths) > 1
+        queues = self.queues[tier.name] = []
+        for path in tier.paths:
+            space = Space(path, tier.name, None if several else tier.capacity, config.io.direct)
+            self.spaces.append(space)
+            backend = create_backend(
+                config.io.backend, threads=config.io.threads, block_size=config.io.block_size
+            )
+            self.backends.append(backend)
+            turns = PathTurns(space.path)
+            self.turns.append(turns)
+            queues.append(PathQueue(space, backend, recorder, turns=turns, checksum=checksum))
+        if several and tier.capacity is not None:
+            room = sum(queue.space.capacity for queue in queues if isinstance(queue.space, Space))
+            if room < tier.capacity:
+                raise ConfigError(
+                    f"tier {tier.name!r}: capacity is {format_size(tier.capacity)}, but its paths "
+                    f"have only {format_size(room)} to give. Lower the capacity, free some space, "
+                    f"or add a path."
+                )
+            quota = Quota(tier.capacity)
+            self.quotas.update(dict.fromkeys(queues, quota))
+
+    def _tiers_of(self, tiers: list[TierConfig]) -> list[Tier]:
+        """The tiers of a client: ssd tiers that follow each other work as one."""
+        found: list[Tier] = []
+        for kind, group in itertools.groupby(tiers, key=lambda tier: tier.kind):
+            names = [tier.name for tier in group]
+            if kind == "dram":
+                found.extend(self.host_tiers[name] for name in names)
+            else:
+                queues = [queue for name in names for queue in self.queues[name]]
+                found.append(PathTier("+".join(names), queues, self.quotas))
+        return found
+
+    def _measure(self) -> None:
+        """A short probe of each path, where work must be dealt to several."""
+        together = {
+            queue
+            for tiers in self.clients.values()
+            for tier in tiers
+            if isinstance(tier, PathTier) and len(tier.queues) > 1
+            for queue in tier.queues
+        }
+        for queue in sorted(together, key=lambda queue: str(queue.path)):
+            assert isinstance(queue.space, Space)
+            found = probe(queue.space, queue.backend)
+            queue.bandwidth.seed(read=found.read, write=found.write)

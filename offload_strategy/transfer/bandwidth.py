@@ -1,0 +1,75 @@
+"""What a path can carry, learned from the blocks that it carried."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from offload_strategy.telemetry import Direction
+
+#: Seconds of busy time after which an observation counts half.
+_HALF_LIFE_SECONDS = 0.5
+#: A seed (a probe's figure) counts as much as this many seconds of observation.
+_SEED_SECONDS = 0.25
+
+
+@dataclass(slots=True)
+class _Rate:
+    nbytes: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, nbytes: float, seconds: float) -> None:
+        keep = 0.5 ** (seconds / _HALF_LIFE_SECONDS)
+        self.nbytes = self.nbytes * keep + nbytes
+        self.seconds = self.seconds * keep + seconds
+
+    def value(self) -> float | None:
+        return self.nbytes / self.seconds if self.seconds > 0 else None
+
+
+@dataclass(slots=True)
+class Bandwidth:
+    """Running estimates of a path's bandwidth, per direction; its queue is the only writer.
+
+    Only time in which the path was fully busy says what it can do: a path with one small block
+    under way is slow because nobody asked for more. Each completed block claims the time since the
+    completion before it, so a path that reads and writes at once splits its time between the two.
+    """
+
+    _rates: dict[Direction, _Rate] = field(
+        default_factory=lambda: {direction: _Rate() for direction in Direction}
+    )
+    _since: float | None = None
+
+    def seed(self, *, read: float, write: float) -> None:
+        """Begin with measured figures, in bytes per second."""
+        for direction, rate in ((Direction.READ, read), (Direction.WRITE, write)):
+            self._rates[direction] = _Rate(rate * _SEED_SECONDS, _SEED_SECONDS)
+
+    def completed(self, direction: Direction, nbytes: int, now: float, *, saturated: bool) -> None:
+        """Note a completed block.
+
+        Args:
+            direction: read or written.
+            nbytes: its bytes.
+            now: seconds.
+            saturated: whether all slots were taken until now.
+        """
+        if not saturated:
+            self._since = None
+            return
+        if self._since is not None:
+            self._rates[direction].add(nbytes, now - self._since)
+        self._since = now
+
+    def rate(self, direction: Direction) -> float | None:
+        """Bytes per second in a direction, or None while nothing is known."""
+        return self._rates[direction].value()
+
+    def round_trip(self) -> float | None:
+        """Bytes per second for bytes that are written once and read once, or None if unknown.
+
+        MLP-Offload takes the smaller of the two rates. What is written here is read here, so the
+        time that a byte costs its path is the sum of both ways.
+        """
+        known = [rate for rate in map(self.rate, Direction) if rate]
+        return len(known) / sum(1 / rate for rate in known) if known else None
