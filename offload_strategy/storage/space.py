@@ -59,6 +59,10 @@ class Space:
         overwrite: bool = False,
     ) -> None:
         self.tier = tier
+        self.path: Path
+        self.fd: int
+        self.direct: bool
+        self.capacity: int
         self._device: OpenDevice | None = None
         self._begin = 0  # what lies before is not ours
         self._used_end = 0
