@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
+from itertools import islice
 from typing import NamedTuple
 
-from offload_strategy.units import PAGE_BYTES, round_up
+from offload_strategy.units import PAGE_BYTES, MiB, round_up
+
+#: From this size on the lowest address counts, below it the best fit.
+LARGE_BYTES = 8 * MiB
+#: So many of the lowest large holes are tried before the best fit is taken there as well.
+_HOLES_TRIED = 32
+#: Each doubling of the size has this many classes of holes (as a power of two).
+_CLASS_BITS = 3
 
 
 class Extent(NamedTuple):
@@ -16,10 +24,15 @@ class Extent(NamedTuple):
 
 
 class ExtentAllocator:
-    """First fit over a sorted free list; not thread-safe (the space locks).
+    """Holes by size class and by address; not thread-safe (the space locks).
 
-    First fit from the low end keeps the region short, and a step's tickets, which are written and
-    freed in the same pattern every time, land in the same places again.
+    Small extents take the smallest hole that holds them, the lowest of those: they fill the gaps
+    that others left and never break up a large one. Large extents take a low address, so that the
+    tickets of a step, written one after the other, lie one after the other. A step's tickets, which
+    are written and freed in the same pattern every time, land in the same places again.
+
+    The holes of a class are a sorted list: finding one is a binary search, whatever their number.
+    The bookkeeping is one entry for each extent that is out and at most one hole before each.
 
     Args:
         capacity: bytes that may be handed out in total; rounded down to the page.
@@ -30,55 +43,98 @@ class ExtentAllocator:
         self.used_bytes = 0
         #: End of the highest extent that was ever handed out and not given back.
         self.high_water = 0
-        self._starts: list[int] = []
-        self._sizes: dict[int, int] = {}
+        self._out: dict[int, int] = {}  # start -> size of what is handed out
+        self._holes: dict[int, int] = {}  # start -> size
+        self._ends: dict[int, int] = {}  # end -> start, of the holes
+        self._by_class: dict[int, list[tuple[int, int]]] = {}  # class -> sorted (size, start)
+        self._classes = 0  # bit n: class n has holes
+        self._large: list[int] = []  # sorted starts of the holes of LARGE_BYTES and more
 
     @property
     def free_ranges(self) -> int:
         """How many separate free ranges lie below the high-water mark (its bookkeeping)."""
-        return len(self._starts)
+        return len(self._holes)
 
     def allocate(self, nbytes: int) -> Extent | None:
         """Hand out an extent of at least `nbytes`, or None when no range is large enough."""
         size = max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES))
-        for index, start in enumerate(self._starts):
-            free = self._sizes[start]
-            if free < size:
-                continue
-            del self._sizes[start]
-            if free == size:
-                del self._starts[index]
-            else:
-                self._starts[index] = start + size
-                self._sizes[start + size] = free - size
-            self.used_bytes += size
-            return Extent(start, size)
-        if self.high_water + size > self.capacity:
+        start = self._find(size)
+        if start is not None:
+            hole = self._holes[start]
+            self._remove(start)
+            if hole > size:
+                self._add(start + size, hole - size)
+        elif self.high_water + size <= self.capacity:
+            start = self.high_water
+            self.high_water += size
+        else:
             return None
-        extent = Extent(self.high_water, size)
-        self.high_water += size
         self.used_bytes += size
-        return extent
+        self._out[start] = size
+        return Extent(start, size)
 
     def free(self, extent: Extent) -> None:
         """Take an extent back and join it with free neighbours."""
         start, size = extent
-        assert start + size <= self.high_water, "freed twice"
-        index = bisect_left(self._starts, start)
-        assert index == len(self._starts) or start + size <= self._starts[index], "freed twice"
+        assert self._out.get(start) == size, "freed twice"
+        del self._out[start]
         self.used_bytes -= size
-        if index < len(self._starts) and self._starts[index] == start + size:
-            size += self._sizes.pop(self._starts.pop(index))
-        if index > 0:
-            before = self._starts[index - 1]
-            assert before + self._sizes[before] <= start, "freed twice"
-            if before + self._sizes[before] == start:
-                index -= 1
-                self._starts.pop(index)
-                size += self._sizes.pop(before)
-                start = before
-        if start + size == self.high_water:
+        end = start + size
+        if end in self._holes:
+            after = self._holes[end]
+            self._remove(end)
+            end += after
+        if start in self._ends:
+            before = self._ends[start]
+            self._remove(before)
+            start = before
+        if end == self.high_water:
             self.high_water = start
         else:
-            self._starts.insert(index, start)
-            self._sizes[start] = size
+            self._add(start, end - start)
+
+    def _find(self, size: int) -> int | None:
+        """The start of the hole to use."""
+        if size >= LARGE_BYTES:
+            for start in islice(self._large, _HOLES_TRIED):
+                if self._holes[start] >= size:
+                    return start
+        number = _class_of(size)
+        # Holes of the same class may be too small, those of a higher one never are.
+        holes = self._by_class.get(number, ())
+        at = bisect_left(holes, (size, 0))
+        if at < len(holes):
+            return holes[at][1]
+        higher = self._classes >> (number + 1)
+        if not higher:
+            return None
+        lowest = (higher & -higher).bit_length() + number
+        return self._by_class[lowest][0][1]
+
+    def _add(self, start: int, size: int) -> None:
+        self._holes[start] = size
+        self._ends[start + size] = start
+        number = _class_of(size)
+        insort(self._by_class.setdefault(number, []), (size, start))
+        self._classes |= 1 << number
+        if size >= LARGE_BYTES:
+            insort(self._large, start)
+
+    def _remove(self, start: int) -> None:
+        size = self._holes.pop(start)
+        del self._ends[start + size]
+        number = _class_of(size)
+        holes = self._by_class[number]
+        del holes[bisect_left(holes, (size, start))]
+        if not holes:
+            del self._by_class[number]
+            self._classes &= ~(1 << number)
+        if size >= LARGE_BYTES:
+            del self._large[bisect_left(self._large, start)]
+
+
+def _class_of(size: int) -> int:
+    """A number that grows with the size: its highest bits, and how many follow."""
+    pages = size // PAGE_BYTES
+    shift = max(0, pages.bit_length() - 1 - _CLASS_BITS)
+    return (shift << _CLASS_BITS) + (pages >> shift)
