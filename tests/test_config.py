@@ -267,6 +267,11 @@ class TestRefusedValues:
                 "got 0: must be at least 1 B",
             ),
             (
+                {"tiers": [{"name": "a", "kind": "dram", "capacity": 1, "overwrite": True}]},
+                "tiers[0]",
+                "remove overwrite",
+            ),
+            (
                 {"tiers": [{"name": "a", "kind": "dram", "capacity": "-1GiB"}]},
                 "tiers[0].capacity",
                 "negative",
@@ -297,6 +302,7 @@ class TestRefusedValues:
             ({"io": {"block_size": "1000B"}}, "io.block_size", "multiple of 4096"),
             ({"io": {"block_size": 0}}, "io.block_size", "multiple of 4096"),
             ({"io": {"direct": "maybe"}}, "io.direct", "'auto', true or false"),
+            ({"io": {"backend": "tape"}}, "io.backend", "'deepnvme'"),
             ({"memory": {"pinned": 0}}, "memory.pinned", "at least 1 B"),
         ],
     )
@@ -314,9 +320,6 @@ class TestRefusedValues:
             ({"optimizer": {"overlap": "eager"}}, "'commit'"),
             ({"optimizer": {"state_dtype": "bfloat16"}}, "'float32'"),
             ({"parameters": {"enabled": True}}, "enabled: false"),
-            ({"io": {"backend": "kvikio"}}, "'auto' (the default) or 'posix'"),
-            ({"io": {"backend": "deepnvme"}}, "'auto' (the default) or 'posix'"),
-            ({"io": {"checksum": True}}, "false"),
         ],
     )
     def test_what_this_version_lacks_is_refused_and_says_what_to_use(

@@ -72,16 +72,19 @@ class TierConfig(_Section):
     name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")
     """Name of the tier, used in the sections below and in metric keys."""
     kind: Literal["dram", "ssd"]
-    """'dram' is host memory, 'ssd' a directory on any disk or file system."""
+    """'dram' is host memory, 'ssd' a directory on any disk or file system, or a block device."""
     path: Path | list[Path] | None = None
-    """Directory of an ssd tier, or a list of them, which then work as one: tensors are dealt to
-    them in proportion to their bandwidth. '~' and '$VARIABLES' are expanded. A dram tier has
-    none."""
+    """Directory or raw block device of an ssd tier, or a list of them, which then work as one:
+    tensors are dealt to them in proportion to their bandwidth. '~' and '$VARIABLES' are expanded.
+    A dram tier has none. A block device belongs to one process: use $LOCAL_RANK in its name."""
     capacity: PositiveSize | None = None
     """Most bytes to hold there, on all paths together. A dram tier needs it; for an ssd tier null
     means what the file systems have free."""
     endurance_tbw: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Rated endurance of the drive in terabytes written (10^12 bytes), for its projected life."""
+    overwrite: bool = False
+    """Whether a block device is used although it carries a file system or other data, which is
+    then lost. A mounted one is refused in any case."""
 
     @field_validator("path", mode="before")
     @classmethod
@@ -127,6 +130,11 @@ class TierConfig(_Section):
                 raise ValueError(
                     f"tier {self.name!r} is host memory (kind: dram), which does not wear out: "
                     "remove endurance_tbw"
+                )
+            if self.overwrite:
+                raise ValueError(
+                    f"tier {self.name!r} is host memory (kind: dram), which carries nothing: "
+                    "remove overwrite"
                 )
         elif self.path is None:
             raise ValueError(
@@ -218,10 +226,13 @@ class IOConfig(_Section):
     """How bytes reach a path."""
 
     backend: Literal["auto", "posix", "kvikio", "deepnvme"] = "auto"
-    """What moves the bytes: 'posix' is direct I/O on threads, 'auto' the best one available.
-    'kvikio' and 'deepnvme' are not available in this version."""
+    """What moves the bytes: 'posix' is direct I/O on threads and runs everywhere; 'kvikio' is
+    GPUDirect Storage (package kvikio, NVIDIA GPUs); 'deepnvme' is DeepSpeed's aio (package
+    deepspeed, libaio and a compiler). 'auto' is kvikio where cuFile has a working driver, else
+    posix."""
     threads: int = Field(default=4, ge=1, le=256)
-    """Threads for each path and direction."""
+    """Threads for each path and direction: so many blocks are read, and so many written, at a
+    time."""
     block_size: BlockSize = 4 * MiB
     """Bytes moved by one system call, a multiple of 4096."""
     direct: AutoOrBool = "auto"
@@ -229,13 +240,6 @@ class IOConfig(_Section):
     it cannot."""
     checksum: bool = False
     """Whether every read is checked against what was written (XXH3, package xxhash)."""
-
-    @field_validator("backend")
-    @classmethod
-    def _backend_is_built(cls, backend: str) -> str:
-        if backend in ("kvikio", "deepnvme"):
-            _not_in_this_version(f"backend: {backend}", "use 'auto' (the default) or 'posix'")
-        return backend
 
 
 class MemoryConfig(_Section):

@@ -36,12 +36,13 @@ def check_capacities(tiers: Sequence[tuple[str, Path, int | None]]) -> None:
         except OSError:
             continue  # opening its space says more
         if stat.S_ISBLK(status.st_mode):
-            other = devices.setdefault(status.st_rdev, name)
-            if other != name:
+            if status.st_rdev in devices:
                 raise ConfigError(
-                    f"tiers {other!r} and {name!r} (tiers[].path) are the same block device "
-                    f"({path.resolve()}), which can hold only one. Name a device for each."
+                    f"tiers {devices[status.st_rdev]!r} and {name!r} (tiers[].path) are the same "
+                    f"block device ({path.resolve()}), which can hold only one. Name a device for "
+                    f"each."
                 )
+            devices[status.st_rdev] = name
         else:
             on.setdefault(status.st_dev, []).append((name, path, capacity))
     for number, here in on.items():
