@@ -4,6 +4,7 @@ import errno
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -16,7 +17,6 @@ import pytest
 
 from offload_strategy.errors import StorageError
 from offload_strategy.storage import BlockRequest, Space, create_backend
-from offload_strategy.storage import probe as probe_module
 from offload_strategy.storage.posix import PosixBackend
 from offload_strategy.storage.probe import PathBandwidth, _Stopped, probe, write_latencies
 from offload_strategy.units import PAGE_BYTES, KiB, MiB
@@ -24,6 +24,8 @@ from tests.storage.loop_disk import loop_disk, slow_disk
 
 BLOCK = 4 * MiB
 MBps = 1_000_000
+# The package offers a function of the same name.
+probe_module = sys.modules[probe.__module__]
 
 
 @pytest.fixture
@@ -56,6 +58,7 @@ class Watched:
     ) -> None:
         self.inner, self.fault = inner, fault
         self.depth, self.block_size = inner.depth, inner.block_size
+        self.device_memory = False
         self.requests: list[tuple[bool, int, int, int]] = []
         self.under_way = self.most_under_way = 0
         self._lock = threading.Lock()
@@ -184,7 +187,8 @@ def test_a_slow_path_is_measured_in_time(
     # The throttle lets a burst of a tenth of a second pass, and read-ahead reads too far.
     assert 40 * MBps < found.write < 65 * MBps
     assert 35 * MBps < found.read < 65 * MBps
-    assert took < 2 * 0.5 + 2 * BLOCK / (50 * MBps) + 0.25
+    assert found.read_seconds + found.write_seconds < 2 * 0.5 + 2 * BLOCK / (50 * MBps)
+    assert took < 2.5  # other programs may be running
 
 
 def test_paths_are_told_apart_by_their_speed(tmp_path: Path, backend: PosixBackend) -> None:

@@ -1,42 +1,16 @@
-"""The command line: `ssd-offload config` shows and checks configs without starting anything."""
+"""`ssd-offload config`: shows and checks configs without starting anything."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Sequence
+from typing import Any
 
 from offload_strategy.config import CONFIG_VARIABLE, OffloadConfig, presets
-from offload_strategy.errors import OffloadError
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        arguments: The words after `ssd-offload`; None means those of this process.
-
-    Returns:
-        The exit status: 0 if all is well, 2 if what the user gave is wrong.
-    """
-    options = _parser().parse_args(arguments)
-    try:
-        options.run(options)
-    except OffloadError as error:
-        print(f"ssd-offload: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:
-        # `ssd-offload config schema | head` closes our output early: that is no error.
-        sys.stderr.close()
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="ssd-offload", description="Train models that do not fit, on host memory and SSDs."
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+def add_parser(commands: Any) -> None:
+    """Add the command to the subparsers of `ssd-offload`."""
     config = commands.add_parser("config", help="show and check configs")
     actions = config.add_subparsers(required=True, metavar="ACTION")
 
@@ -59,7 +33,6 @@ def _parser() -> argparse.ArgumentParser:
 
     names = actions.add_parser("presets", help="list the presets")
     names.set_defaults(run=_presets)
-    return parser
 
 
 def _show(options: argparse.Namespace) -> None:
@@ -79,7 +52,3 @@ def _presets(options: argparse.Namespace) -> None:
     for name, text in presets().items():
         first_line = text.partition("\n")[0].removeprefix("#").strip()
         print(f"{name:<14}{first_line}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,50 @@
+"""The command line: `ssd-offload config | bench | doctor`, one module a command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from offload_strategy.cli import bench, config, doctor
+from offload_strategy.errors import OffloadError
+
+__all__ = ["main"]
+
+#: What a shell reports for a program that Ctrl-C ended.
+_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: The words after `ssd-offload`; None means those of this process.
+
+    Returns:
+        The exit status: 0 if all is well, 1 if a command found a problem, 2 if what the user gave
+        is wrong, 130 after Ctrl-C.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options) or 0)
+    except OffloadError as error:
+        print(f"ssd-offload: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # `ssd-offload config schema | head` closes our output early: that is no error.
+        sys.stderr.close()
+        return 0
+    except KeyboardInterrupt:
+        print("ssd-offload: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ssd-offload", description="Train models that do not fit, on host memory and SSDs."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in (config, bench, doctor):
+        command.add_parser(commands)
+    return parser

@@ -1,0 +1,7 @@
+"""`python -m offload_strategy.cli` is `ssd-offload`."""
+
+import sys
+
+from offload_strategy.cli import main
+
+sys.exit(main())

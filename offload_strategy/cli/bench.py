@@ -1,0 +1,346 @@
+"""`ssd-offload bench PATH...`: how fast paths are, and how a tier of them would deal its work."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from offload_strategy.cli.mounts import file_system_of
+from offload_strategy.config import OffloadConfig
+from offload_strategy.errors import ConfigError, OffloadError
+from offload_strategy.storage import Backend, Space, create_backend
+from offload_strategy.storage.probe import MOST_BYTES, PathBandwidth, probe, write_latencies
+from offload_strategy.units import PAGE_BYTES, MiB, format_size, parse_size
+
+#: Size of the writes whose latency is measured: a small tensor of a training step.
+_LATENCY_BYTES = 2 * MiB
+#: What `--sweep` tries, and for how long each at most.
+_SWEEP_BLOCKS = (1 * MiB, 4 * MiB, 16 * MiB)
+_SWEEP_THREADS = (1, 2, 4, 8)
+_SWEEP_SECONDS = 0.25
+
+
+@dataclass(slots=True)
+class _Result:
+    """What was found out about one path."""
+
+    path: str
+    file_system: str = "unknown"
+    direct: bool = False
+    bandwidth: PathBandwidth | None = None
+    latencies: list[float] = field(default_factory=list)
+    sweep: list[tuple[int, int, PathBandwidth]] = field(default_factory=list)
+    share: float = 0.0
+    error: str | None = None
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the subparsers of `ssd-offload`."""
+    bench = commands.add_parser(
+        "bench",
+        help="measure paths",
+        description="Measure how fast paths write and read. Nothing is left on them.",
+    )
+    bench.add_argument(
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="a directory, or a raw block device (what is on it is lost)",
+    )
+    bench.add_argument(
+        "--seconds",
+        type=_seconds,
+        default=2.0,
+        metavar="S",
+        help="how long to write, and to read (default: 2)",
+    )
+    bench.add_argument(
+        "--size",
+        type=_size,
+        default=MOST_BYTES,
+        help="bytes of a path to use, a quarter of what is free at most (default: 1GiB)",
+    )
+    bench.add_argument("--threads", type=_count, help="as io.threads of the config")
+    bench.add_argument("--block-size", type=_block_size, help="as io.block_size of the config")
+    bench.add_argument("--backend", help="as io.backend of the config")
+    bench.add_argument(
+        "--sweep", action="store_true", help="also try other block sizes and numbers of threads"
+    )
+    bench.add_argument(
+        "--overwrite", action="store_true", help="take a block device although data is on it"
+    )
+    bench.add_argument(
+        "--json", metavar="FILE", help="write the figures to a file; '-': print them, not the table"
+    )
+    bench.set_defaults(run=_bench)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    io = OffloadConfig.load(None).io
+    options.threads = options.threads or io.threads
+    options.block_size = options.block_size or io.block_size
+    options.backend = options.backend or io.backend
+    if options.json not in (None, "-"):
+        _check_writable(options.json)
+    results = [_Result(path) for path in options.paths]
+    parts = 3 if options.sweep else 2
+    with _Bar(
+        total=parts * len(results),
+        disable=None,  # not on a terminal: no bar
+        leave=False,
+        miniters=0,
+        bar_format="{desc} |{bar}| {percentage:3.0f}% {elapsed}",
+    ) as bar:
+        for number, result in enumerate(results):
+            try:
+                _measure(result, options, bar, parts * number)
+            except OffloadError as error:
+                result.error = str(error)
+    _share(results)
+    report = _as_json(results, options)
+    if options.json == "-":
+        print(json.dumps(report, indent=2))
+    else:
+        _print_tables(results, options)
+        if options.json is not None:
+            _write(options.json, report)
+    for result in results:
+        if result.error is not None:
+            print(f"ssd-offload: {result.path}: {result.error}", file=sys.stderr)
+    return 1 if any(result.error for result in results) else 0
+
+
+# ---------------------------------------------------------------------------- measuring
+class _Bar(tqdm):  # type: ignore[type-arg]
+    """A progress bar without a thread of its own."""
+
+    monitor_interval = 0
+
+    def part(self, number: int, description: str) -> Callable[[float], None]:
+        """Begin a unit of the whole; returns what to call with the share of it that is done."""
+        self.set_description_str(description)
+
+        def show(share: float) -> None:
+            self.update(number + share - self.n)
+
+        show(0)
+        return show
+
+
+def _measure(result: _Result, options: argparse.Namespace, bar: _Bar, part: int) -> None:
+    path = Path(result.path)
+    is_device = path.is_block_device()
+    overwrite = options.overwrite and is_device
+    with contextlib.closing(Space(path, path.name or "bench", overwrite=overwrite)) as space:
+        system = file_system_of(path)
+        if is_device:
+            result.file_system = "block device"
+        elif system is not None:
+            result.file_system = system.kind
+        result.direct = space.direct
+        with _backend(options.backend, options.threads, options.block_size) as backend:
+            result.bandwidth = probe(
+                space,
+                backend,
+                seconds=options.seconds,
+                nbytes=options.size,
+                on_progress=bar.part(part, f"{path}: write, read"),
+            )
+            result.latencies = write_latencies(
+                space,
+                backend,
+                nbytes=_LATENCY_BYTES,
+                seconds=options.seconds / 2,
+                on_progress=bar.part(part + 1, f"{path}: latency"),
+            )
+        if options.sweep:
+            show = bar.part(part + 2, f"{path}: sweep")
+            kinds = [(threads, block) for threads in _SWEEP_THREADS for block in _SWEEP_BLOCKS]
+            for number, (threads, block) in enumerate(kinds, start=1):
+                with _backend(options.backend, threads, block) as backend:
+                    seconds = min(options.seconds, _SWEEP_SECONDS)
+                    found = probe(space, backend, seconds=seconds, nbytes=options.size)
+                result.sweep.append((threads, block, found))
+                show(number / len(kinds))
+
+
+@contextlib.contextmanager
+def _backend(name: str, threads: int, block_size: int) -> Iterator[Backend]:
+    backend = create_backend(name, threads=threads, block_size=block_size)
+    try:
+        yield backend
+    finally:
+        backend.close()
+
+
+def _share(results: Sequence[_Result]) -> None:
+    """Deal as a tier does: in proportion to the slower direction of each path."""
+    measured = [result for result in results if result.bandwidth is not None]
+    total = sum(result.bandwidth.both for result in measured if result.bandwidth is not None)
+    for result in measured:
+        assert result.bandwidth is not None
+        result.share = result.bandwidth.both / total
+
+
+# ---------------------------------------------------------------------------- showing
+def _percentile(values: Sequence[float], share: float) -> float:
+    """The value that `share` of the values do not exceed (the nearest rank)."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def _print_tables(results: Sequence[_Result], options: argparse.Namespace) -> None:
+    rows = [
+        ("path", "on", "I/O", "write GB/s", "read GB/s", "2 MiB write, ms: median", "99 %", "share")
+    ]
+    for result in results:
+        if result.bandwidth is None or not result.latencies:
+            continue
+        rows.append(
+            (
+                result.path,
+                result.file_system,
+                "direct" if result.direct else "buffered",
+                f"{result.bandwidth.write / 1e9:.2f}",
+                f"{result.bandwidth.read / 1e9:.2f}",
+                f"{statistics.median(result.latencies) * 1e3:.2f}",
+                f"{_percentile(result.latencies, 0.99) * 1e3:.2f}",
+                f"{result.share:.0%}",
+            )
+        )
+    if len(rows) > 1:
+        print(
+            f"{options.backend} backend, {options.threads} threads, blocks of "
+            f"{format_size(options.block_size)}"
+        )
+        print(_table(rows, left=3))
+    for result in results:
+        if result.sweep:
+            print(f"\n{result.path}: write / read in GB/s by threads and block size")
+            print(_table(_sweep_rows(result.sweep), left=1))
+
+
+def _sweep_rows(sweep: Sequence[tuple[int, int, PathBandwidth]]) -> list[tuple[str, ...]]:
+    cells = {
+        (threads, block): f"{found.write / 1e9:.2f} / {found.read / 1e9:.2f}"
+        for threads, block, found in sweep
+    }
+    blocks = sorted({block for _, block in cells})
+    rows = [("threads", *(format_size(block) for block in blocks))]
+    for threads in sorted({threads for threads, _ in cells}):
+        rows.append((str(threads), *(cells[threads, block] for block in blocks)))
+    return rows
+
+
+def _table(rows: Sequence[Sequence[str]], left: int) -> str:
+    """Lines of aligned columns; the first `left` of them start at the same place, others end so."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _as_json(results: Sequence[_Result], options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "backend": options.backend,
+        "threads": options.threads,
+        "block_size": options.block_size,
+        "seconds": options.seconds,
+        "paths": [_path_as_json(result) for result in results],
+    }
+
+
+def _path_as_json(result: _Result) -> dict[str, Any]:
+    if result.bandwidth is None or not result.latencies:
+        return {"path": result.path, "error": result.error}
+    return {
+        "path": result.path,
+        "file_system": result.file_system,
+        "direct": result.direct,
+        "write_bytes_per_second": result.bandwidth.write,
+        "read_bytes_per_second": result.bandwidth.read,
+        "written_bytes": result.bandwidth.written_bytes,
+        "read_bytes": result.bandwidth.read_bytes,
+        "write_latency": {
+            "bytes": _LATENCY_BYTES,
+            "count": len(result.latencies),
+            "median_seconds": statistics.median(result.latencies),
+            "p99_seconds": _percentile(result.latencies, 0.99),
+        },
+        "share": result.share,
+        "sweep": [
+            {
+                "threads": threads,
+                "block_size": block,
+                "write_bytes_per_second": found.write,
+                "read_bytes_per_second": found.read,
+            }
+            for threads, block, found in result.sweep
+        ],
+        "error": result.error,
+    }
+
+
+def _check_writable(file: str) -> None:
+    """Refuse before the measurement what would fail after it."""
+    folder = Path(file).absolute().parent
+    if not os.access(file if Path(file).exists() else folder, os.W_OK) or Path(file).is_dir():
+        raise ConfigError(
+            f"--json: {file!r} cannot be written. Name a file in a directory of yours."
+        )
+
+
+def _write(file: str, report: dict[str, Any]) -> None:
+    try:
+        Path(file).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise OffloadError(f"--json: {file!r} cannot be written: {error.strerror}") from error
+
+
+# ---------------------------------------------------------------------------- options
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to 3600")
+    return seconds
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 256:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of threads from 1 to 256")
+    return int(text)
+
+
+def _size(text: str) -> int:
+    try:
+        size = parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if size < PAGE_BYTES:
+        raise argparse.ArgumentTypeError(f"{text!r} is less than a page of {PAGE_BYTES} bytes")
+    return size
+
+
+def _block_size(text: str) -> int:
+    size = _size(text)
+    if size % PAGE_BYTES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a multiple of {PAGE_BYTES} bytes")
+    return size

@@ -1,0 +1,289 @@
+"""What `ssd-offload doctor` looks at on the machine: Python, torch, memory, limits, GPU, backends.
+
+Each check is a function that returns `Check`s; what it reads from the system comes in as arguments
+where it matters to what is said, so that every verdict can be tested on any machine.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from offload_strategy.config import OffloadConfig
+from offload_strategy.units import format_size
+
+#: The oldest versions that the package supports (see pyproject.toml).
+_OLDEST_PYTHON = (3, 11)
+_OLDEST_TORCH = (2, 6)
+#: Data loaders that share tensors by descriptors come to need about so many.
+_FEW_FILES = 1024
+
+
+class Status(StrEnum):
+    """How a check came out."""
+
+    OK = "ok"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the report.
+
+    Args:
+        name: what was looked at.
+        status: `PROBLEM` if training would not work.
+        found: what was seen.
+        advice: what to do about it; empty when all is well.
+    """
+
+    name: str
+    status: Status
+    found: str
+    advice: str = ""
+
+
+def ok(name: str, found: str) -> Check:
+    """A check that found nothing to do."""
+    return Check(name, Status.OK, found)
+
+
+def warning(name: str, found: str, advice: str) -> Check:
+    """A check that found something which costs speed, or may surprise."""
+    return Check(name, Status.WARNING, found, advice)
+
+
+def problem(name: str, found: str, advice: str) -> Check:
+    """A check that found something with which training does not work."""
+    return Check(name, Status.PROBLEM, found, advice)
+
+
+# ---------------------------------------------------------------------------- software
+def check_python() -> Check:
+    """The version of Python."""
+    found = f"{platform.python_version()} on {platform.system()}"
+    if sys.version_info[:2] < _OLDEST_PYTHON:
+        oldest = ".".join(map(str, _OLDEST_PYTHON))
+        return problem("python", found, f"use Python {oldest} or newer")
+    return ok("python", found)
+
+
+def check_torch() -> Check:
+    """The version of torch."""
+    oldest = ".".join(map(str, _OLDEST_TORCH))
+    advice = f"install torch {oldest} or newer: https://pytorch.org/get-started"
+    try:
+        import torch
+    except Exception as error:  # a torch whose libraries are missing fails in many ways
+        return problem("torch", f"cannot be imported: {error}", advice)
+    version = str(torch.__version__)
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers and (int(numbers[1]), int(numbers[2])) < _OLDEST_TORCH:
+        return problem("torch", version, advice)
+    return ok("torch", version)
+
+
+def check_gpu(devices: Path = Path("/dev")) -> Check:
+    """The accelerator that torch sees."""
+    import torch
+
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        return ok("GPU", f"{len(names)} x {names[0]}" if len(set(names)) == 1 else ", ".join(names))
+    accelerator = getattr(torch, "accelerator", None)  # since torch 2.6
+    if accelerator is not None and accelerator.is_available():
+        return ok("GPU", f"{accelerator.device_count()} x {accelerator.current_accelerator()}")
+    if (devices / "nvidiactl").exists():
+        return warning(
+            "GPU",
+            f"there is an NVIDIA driver, but torch {torch.__version__} sees no GPU",
+            "install a torch built for the driver's CUDA version, and look at CUDA_VISIBLE_DEVICES",
+        )
+    return ok("GPU", "none: training on the CPU")
+
+
+def check_cufile(has_cuda: bool, proc: Path = Path("/proc")) -> Check:
+    """GPUDirect Storage: the cuFile library and the nvidia-fs kernel module."""
+    if not has_cuda:
+        return ok("cuFile", "not used: torch sees no NVIDIA GPU")
+    if importlib.util.find_spec("kvikio") is None:
+        return warning(
+            "cuFile",
+            "kvikio is not installed: bytes pass through host memory",
+            "for GPUDirect Storage: pip install 'offload-strategy[kvikio]'",
+        )
+    try:
+        version = (proc / "driver/nvidia-fs/version").read_text().strip()
+    except OSError:
+        return warning(
+            "cuFile",
+            "the kernel module nvidia-fs is not loaded: cuFile works in its compatibility mode",
+            "for GPUDirect Storage, install nvidia-gds and load nvidia-fs",
+        )
+    return ok("cuFile", f"nvidia-fs {version.partition(':')[2].strip() or version}")
+
+
+def check_backends(wanted: str, available: Mapping[str, str | None]) -> list[Check]:
+    """What can move bytes here.
+
+    Args:
+        wanted: `io.backend` of the config.
+        available: name -> None, or why it cannot run.
+    """
+    checks = []
+    for name, reason in available.items():
+        label = f"backend {name}"
+        if reason is None:
+            checks.append(ok(label, "can run"))
+        elif name == wanted:
+            advice = "set io.backend: auto, or install what is missing"
+            checks.append(problem(label, f"cannot run: {reason}", advice))
+        else:
+            checks.append(ok(label, f"cannot run, and is not needed: {reason}"))
+    if all(reason is not None for reason in available.values()):
+        checks.append(problem("backends", "none can run", "install what is missing above"))
+    return checks
+
+
+# ---------------------------------------------------------------------------- memory
+def check_memory(
+    config: OffloadConfig, *, processes: int, total: int, available: int, limit: int | None
+) -> Check:
+    """Whether the host memory of the config is there.
+
+    Args:
+        config: buffers and dram tiers count for each process.
+        processes: how many processes of this machine train.
+        total: bytes of main memory.
+        available: bytes of it that could be had now.
+        limit: bytes that the memory cgroup allows, or None.
+    """
+    tiers = sum(tier.capacity or 0 for tier in config.tiers if tier.kind == "dram")
+    need = (config.memory.pinned + tiers) * processes
+    most = min(total, limit or total)
+    has = f"{format_size(total)} of main memory, {format_size(available)} available"
+    if limit is not None and limit < total:
+        has += f", memory cgroup limit {format_size(limit)}"
+    wants = f"the config takes up to {format_size(need)}"
+    if processes > 1:
+        wants += f" ({processes} processes)"
+    found = f"{has}; {wants}"
+    lower = "lower memory.pinned or the capacity of dram tiers"
+    if need >= most:
+        return problem("memory", found, f"{lower}, or the process will be killed")
+    if need > min(available, most):
+        return warning("memory", found, f"{lower}, or end other programs")
+    return ok("memory", found)
+
+
+def memory_cgroup_limit(root: Path = Path("/")) -> int | None:
+    """Bytes that this process's memory cgroups allow: the least on the way up, None if unlimited.
+
+    Args:
+        root: where /proc and /sys are.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    limits = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2
+            base, file = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            base, file = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        folder = base / path.lstrip("/")
+        # In a container the path is the host's, and what is mounted is the container's own group.
+        for place in (folder, *folder.parents):
+            if not place.is_relative_to(base):
+                break
+            try:
+                text = (place / file).read_text().strip()
+            except OSError:
+                continue
+            if text.isdecimal() and int(text) < 1 << 60:  # version 1 says "no limit" as 2^63
+                limits.append(int(text))
+    return min(limits, default=None)
+
+
+def check_huge_pages(
+    file: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled"),
+) -> Check:
+    """Transparent huge pages, which buffers ask for with madvise."""
+    try:
+        text = file.read_text()
+    except OSError:
+        return ok("huge pages", "this kernel has no transparent huge pages")
+    chosen = re.search(r"\[(\w+)\]", text)
+    setting = chosen[1] if chosen else text.strip()
+    if setting == "never":
+        return warning(
+            "huge pages",
+            "transparent huge pages are off (never): moving bytes costs more CPU time",
+            f"as root: echo madvise > {file}",
+        )
+    return ok("huge pages", f"transparent huge pages: {setting}")
+
+
+def check_locked_memory(limit: int | None, pinned: int, has_gpu: bool) -> Check:
+    """The limit of locked memory, which pinned buffers may count against.
+
+    Args:
+        limit: bytes (`ulimit -l`), or None for no limit.
+        pinned: `memory.pinned` of the config.
+        has_gpu: whether buffers are pinned at all.
+    """
+    shown = "unlimited" if limit is None else format_size(limit)
+    if not has_gpu:
+        return ok("locked memory", f"{shown} (not needed without a GPU)")
+    if limit is not None and limit < pinned:
+        return warning(
+            "locked memory",
+            f"the limit is {shown}, memory.pinned is {format_size(pinned)}",
+            "if pinning is refused: ulimit -l unlimited, or memlock in /etc/security/limits.conf",
+        )
+    return ok("locked memory", shown)
+
+
+# ---------------------------------------------------------------------------- limits
+def check_open_files(limit: int | None) -> Check:
+    """How many files a process may have open; None for no limit."""
+    if limit is not None and limit < _FEW_FILES:
+        return warning(
+            "open files", f"at most {limit}", f"ulimit -n {_FEW_FILES}: data loaders need many"
+        )
+    return ok("open files", "unlimited" if limit is None else f"at most {limit}")
+
+
+def local_processes(environment: Mapping[str, str] = os.environ) -> int:
+    """How many processes of this machine train, as launchers such as torchrun say."""
+    text = environment.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(text)) if text.isdecimal() else 1
+
+
+def check_processes(processes: int) -> Check:
+    """The number of local processes."""
+    if processes == 1:
+        return ok("processes", "1 on this machine")
+    return ok("processes", f"{processes} on this machine; each has buffers and spaces of its own")
+
+
+def resource_limit(name: str) -> int | None:
+    """The soft limit `RLIMIT_...` of this process; None if there is none, or no such limit."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    soft, _ = resource.getrlimit(getattr(resource, name))
+    return None if soft == resource.RLIM_INFINITY else soft

@@ -1,0 +1,169 @@
+"""`ssd-offload doctor`: would training work here, and what could be better."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from offload_strategy.cli import checks, path_checks
+from offload_strategy.cli.checks import Check, Status
+from offload_strategy.config import OffloadConfig
+from offload_strategy.errors import ConfigError
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the subparsers of `ssd-offload`."""
+    doctor = commands.add_parser(
+        "doctor",
+        help="check this machine",
+        description="Check whether training with offload works here, and what to do if not. Exit "
+        "status 1 if it would not.",
+    )
+    doctor.add_argument(
+        "paths",
+        nargs="*",
+        metavar="PATH",
+        help="a directory or raw block device (default: the paths of the configured tiers)",
+    )
+    doctor.add_argument("--json", action="store_true", help="print the report as JSON")
+    doctor.set_defaults(run=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    report = list(examine(options.paths))
+    failed = any(check.status is Status.PROBLEM for check in report)
+    if options.json:
+        lines = [
+            {
+                "name": check.name,
+                "status": str(check.status),
+                "found": check.found,
+                "advice": check.advice,
+            }
+            for check in report
+        ]
+        print(json.dumps({"works": not failed, "checks": lines}, indent=2))
+    else:
+        _print(report)
+    return 1 if failed else 0
+
+
+def examine(paths: Sequence[str] = ()) -> Iterator[Check]:
+    """Look at this machine.
+
+    Args:
+        paths: directories or block devices; none means those of the configured tiers.
+
+    Yields:
+        The checks, in the order in which they are shown.
+    """
+    yield checks.check_python()
+    torch = checks.check_torch()
+    yield torch
+    try:
+        config = OffloadConfig.load(None)
+    except ConfigError as error:
+        yield checks.problem("config", str(error), "correct it, or unset SSD_OFFLOAD_CONFIG")
+        config = OffloadConfig()
+    else:
+        yield checks.ok("config", f"tiers: {', '.join(tier.name for tier in config.tiers)}")
+    yield from _guarded("storage", lambda: _backends(config))
+    yield from _guarded("memory", lambda: _memory(config, torch.status is Status.OK))
+    yield from _guarded("paths", lambda: _paths(config, paths))
+
+
+def _backends(config: OffloadConfig) -> Iterator[Check]:
+    from offload_strategy.storage import available_backends
+
+    yield from checks.check_backends(config.io.backend, available_backends())
+
+
+def _memory(config: OffloadConfig, has_torch: bool) -> Iterator[Check]:
+    import psutil
+
+    has_gpu = has_cuda = False
+    if has_torch:
+        import torch
+
+        has_cuda = torch.cuda.is_available()
+        has_gpu = has_cuda or torch.accelerator.is_available()
+        yield checks.check_gpu()
+    yield checks.check_cufile(has_cuda)
+    processes = checks.local_processes()
+    yield checks.check_processes(processes)
+    memory = psutil.virtual_memory()
+    yield checks.check_memory(
+        config,
+        processes=processes,
+        total=memory.total,
+        available=memory.available,
+        limit=checks.memory_cgroup_limit(),
+    )
+    yield checks.check_huge_pages()
+    yield checks.check_locked_memory(
+        checks.resource_limit("RLIMIT_MEMLOCK"), config.memory.pinned, has_gpu
+    )
+    yield checks.check_open_files(checks.resource_limit("RLIMIT_NOFILE"))
+
+
+def _paths(config: OffloadConfig, named: Sequence[str]) -> Iterator[Check]:
+    if named:
+        paths = [Path(path) for path in named]
+        for path in paths:
+            yield from path_checks.check_path(path, "doctor", direct=config.io.direct)
+    else:
+        paths = []
+        for tier in config.tiers:
+            # The capacity of several paths is theirs together: what each takes is found out later.
+            alone = tier.capacity if len(tier.paths) == 1 else None
+            for path in tier.paths:
+                paths.append(path)
+                yield from path_checks.check_path(
+                    path,
+                    tier.name,
+                    capacity=alone,
+                    direct=config.io.direct,
+                    overwrite=getattr(tier, "overwrite", False),
+                )
+    yield from path_checks.check_devices(paths)
+
+
+def _guarded(name: str, look: Callable[[], Iterator[Check]]) -> Iterator[Check]:
+    """A check that fails itself is a finding; the others go on."""
+    try:
+        yield from look()
+    except Exception as error:
+        yield checks.warning(
+            name,
+            f"could not be looked at: {type(error).__name__}: {error}",
+            "please report this with the whole output",
+        )
+
+
+def _print(report: Sequence[Check]) -> None:
+    width = max(40, shutil.get_terminal_size((100, 24)).columns)
+    indent = " " * 9
+    wrapper = textwrap.TextWrapper(
+        width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    for check in report:
+        print(wrapper.fill(f"{check.status:<9}{check.name}: {check.found}"))
+        if check.advice:
+            print(f"{indent}-> {check.advice}")  # on one line: there are commands to be copied
+    problems = sum(check.status is Status.PROBLEM for check in report)
+    warnings = sum(check.status is Status.WARNING for check in report)
+    if problems:
+        print(f"\nTraining would not work here: {_count(problems, 'problem')} to solve.")
+    elif warnings:
+        print(f"\nTraining works here; {_count(warnings, 'warning')} to look at.")
+    else:
+        print("\nTraining works here.")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,150 @@
+"""What `ssd-offload doctor` looks at on each path of a tier. Nothing is left on the path."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Literal
+
+from offload_strategy.cli.checks import Check, ok, problem, warning
+from offload_strategy.cli.mounts import FileSystem, file_system_of
+from offload_strategy.config import is_memory_filesystem
+from offload_strategy.errors import OffloadError
+from offload_strategy.storage import Space
+from offload_strategy.units import format_size
+
+
+def check_path(
+    path: Path,
+    tier: str,
+    *,
+    capacity: int | None = None,
+    direct: bool | Literal["auto"] = "auto",
+    overwrite: bool = False,
+) -> list[Check]:
+    """Look at one path of a tier, by opening it as a tier does.
+
+    Args:
+        path: a directory or a raw block device.
+        tier: the tier's name, for messages.
+        capacity: bytes that the tier holds there at most, or None.
+        direct: `io.direct` of the config.
+        overwrite: whether a device may be taken although data is on it.
+    """
+    try:
+        with (
+            _quiet(),
+            contextlib.closing(Space(path, tier, capacity, direct, overwrite=overwrite)) as space,
+        ):
+            takes_direct, room = space.direct, space.capacity
+    except OffloadError as error:
+        # The first sentence of its messages says what is wrong, the others what to do.
+        found, *advice = re.split(r"\. (?=[A-Z])", str(error), maxsplit=1)
+        return [problem(f"{path}", found, advice[0] if advice else "name another path")]
+    checks = []
+    if path.is_block_device():
+        checks.append(ok(f"{path}: device", "a raw block device that carries no data"))
+    else:
+        checks.append(
+            check_file_system(path, file_system_of(path), in_memory=is_memory_filesystem(path))
+        )
+        checks.append(_check_unnamed_files(path))
+    if takes_direct:
+        checks.append(ok(f"{path}: direct I/O", "works"))
+    else:
+        checks.append(
+            warning(
+                f"{path}: direct I/O",
+                "is not available: bytes pass through the page cache, which costs memory and CPU",
+                "use a directory on a local disk (ext4, xfs), or accept it with io.direct: false",
+            )
+            if direct is not False
+            else ok(f"{path}: direct I/O", "switched off by io.direct: false")
+        )
+    checks.append(ok(f"{path}: space", f"{format_size(room)} can be used"))
+    return checks
+
+
+def check_file_system(path: Path, system: FileSystem | None, *, in_memory: bool) -> Check:
+    """Whether the file system is one that offloading makes sense on."""
+    name = f"{path}: file system"
+    if in_memory:
+        return warning(
+            name,
+            f"{system.kind if system else 'this file system'} lives in main memory: what is "
+            f"written there still takes memory",
+            "name a directory on a disk",
+        )
+    if system is None:
+        return ok(name, "unknown: this system does not tell")
+    if system.is_network:
+        return warning(
+            name,
+            f"{system.kind}, on other machines: its speed depends on the network and on others",
+            "prefer a local disk, or add one as a further path; measure both: ssd-offload bench",
+        )
+    if system.kind == "overlay":
+        return warning(
+            name,
+            "overlay, a container's own layer: slow, and often small",
+            "mount a volume of the host's disk into the container and name that",
+        )
+    if system.rotational:
+        return warning(
+            name,
+            f"{system.kind} on a spinning disk",
+            "use an SSD; if it is one after all, ssd-offload bench tells its speed",
+        )
+    return ok(name, system.kind)
+
+
+def check_devices(paths: Iterable[Path]) -> list[Check]:
+    """Whether several paths lie on one device, where they share its speed and its room."""
+    groups: dict[int, list[Path]] = defaultdict(list)
+    for path in paths:
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            groups[status.st_rdev if path.is_block_device() else status.st_dev].append(path)
+    return [
+        warning(
+            "paths",
+            f"{', '.join(map(str, group))} lie on one file system: together they are no faster "
+            f"than one, and share its free space",
+            "name one path for each device",
+        )
+        for group in groups.values()
+        if len(group) > 1
+    ]
+
+
+def _check_unnamed_files(path: Path) -> Check:
+    name = f"{path}: unnamed files"
+    flag = getattr(os, "O_TMPFILE", 0)
+    why = "this system has none"
+    if flag:
+        try:
+            os.close(os.open(path, os.O_RDWR | flag | os.O_EXCL, 0o600))
+            return ok(name, "O_TMPFILE works: no file ever has a name")
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+                return problem(name, f"a file cannot be made: {error.strerror}", "check the mount")
+            why = "the file system does not offer O_TMPFILE"
+    return ok(name, f"{why}: a file is made and loses its name at once")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what a space would log to ourselves: the checks say it in their own words."""
+    logger = logging.getLogger("offload_strategy.storage")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,369 @@
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from offload_strategy.cli import checks, main
+from offload_strategy.cli.checks import Check, Status
+from offload_strategy.cli.mounts import FileSystem
+from offload_strategy.cli.path_checks import check_devices, check_file_system, check_path
+from offload_strategy.config import OffloadConfig
+from offload_strategy.units import GiB, MiB
+from tests.storage.loop_disk import loop_disk
+
+OK, WARNING, PROBLEM = Status.OK, Status.WARNING, Status.PROBLEM
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SSD_OFFLOAD_CONFIG", "SSD_OFFLOAD_DIR", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("this system has no /dev/shm")
+    directory = Path(f"/dev/shm/offload-strategy-doctor-{os.getpid()}")
+    directory.mkdir()
+    yield directory
+    directory.rmdir()
+
+
+def config(**sections: object) -> str:
+    return json.dumps({"memory": {"pinned": "16MiB"}, **sections})
+
+
+def by_name(found: list[Check]) -> dict[str, Check]:
+    assert len({check.name for check in found}) == len(found)
+    return {check.name: check for check in found}
+
+
+# ---------------------------------------------------------------------------- the command
+def test_a_machine_where_training_works_exits_with_0(
+    disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSD_OFFLOAD_CONFIG", config())
+    assert main(["doctor", str(disk)]) == 0
+    text = capsys.readouterr().out
+    assert text.splitlines()[0].startswith("ok       python: 3.")
+    assert f"{disk}: direct I/O" in text
+    assert "problem" not in text
+    assert text.splitlines()[-1].startswith("Training works here")
+
+
+def test_json_says_the_same(
+    disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSD_OFFLOAD_CONFIG", config())
+    assert main(["doctor", str(disk), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["works"] is True
+    assert [check["name"] for check in report["checks"][:3]] == ["python", "torch", "config"]
+    assert all(set(c) == {"name", "status", "found", "advice"} for c in report["checks"])
+    # Whatever is not well comes with what to do.
+    assert all(bool(c["advice"]) == (c["status"] != "ok") for c in report["checks"])
+    assert "could not be looked at" not in json.dumps(report)
+
+
+def test_without_a_path_those_of_the_config_are_looked_at(
+    disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers = [
+        {"name": "host", "kind": "dram", "capacity": "1MiB"},
+        {"name": "nvme", "kind": "ssd", "path": str(disk), "capacity": "64MiB"},
+    ]
+    monkeypatch.setenv("SSD_OFFLOAD_CONFIG", config(tiers=tiers))
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)["checks"]
+    assert {c["found"] for c in report if c["name"] == "config"} == {"tiers: host, nvme"}
+    assert {c["found"] for c in report if c["name"] == f"{disk}: space"} == {"64 MiB can be used"}
+
+
+def test_a_path_that_is_not_there_is_a_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSD_OFFLOAD_CONFIG", config())
+    assert main(["doctor", str(tmp_path / "missing")]) == 1
+    text = capsys.readouterr().out
+    assert "mkdir -p -m 700" in text
+    assert text.splitlines()[-1] == "Training would not work here: 1 problem to solve."
+
+
+def test_a_wrong_config_is_a_problem_and_the_rest_is_still_looked_at(
+    disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSD_OFFLOAD_CONFIG", '{"memory": {"pined": "1MiB"}}')
+    assert main(["doctor", str(disk), "--json"]) == 1
+    report = {c["name"]: c for c in json.loads(capsys.readouterr().out)["checks"]}
+    assert report["config"]["status"] == "problem"
+    assert "memory.pinned" in report["config"]["found"]
+    assert report[f"{disk}: space"]["status"] == "ok"
+
+
+def test_a_check_that_fails_itself_does_not_end_the_others(
+    disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSD_OFFLOAD_CONFIG", config())
+
+    def fail() -> Check:
+        raise ZeroDivisionError("a kernel that we do not know")
+
+    monkeypatch.setattr(checks, "check_huge_pages", fail)
+    assert main(["doctor", str(disk)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "warning memory: could not be looked at: ZeroDivisionError: a kernel" in text
+    assert f"{disk}: space" in text
+
+
+# ---------------------------------------------------------------------------- the machine
+@pytest.mark.parametrize(
+    ("total", "available", "limit", "processes", "status"),
+    [
+        (64 * GiB, 60 * GiB, None, 1, OK),
+        (64 * GiB, 60 * GiB, 32 * GiB, 1, OK),
+        (64 * GiB, 60 * GiB, 18 * GiB, 1, OK),
+        (64 * GiB, 60 * GiB, 16 * GiB, 1, PROBLEM),
+        (64 * GiB, 12 * GiB, None, 1, WARNING),
+        (64 * GiB, 60 * GiB, None, 3, OK),
+        (64 * GiB, 60 * GiB, None, 4, PROBLEM),
+        (8 * GiB, 8 * GiB, None, 1, PROBLEM),
+    ],
+)
+def test_memory_must_hold_the_buffers_and_host_tiers_of_all_processes(
+    total: int, available: int, limit: int | None, processes: int, status: Status
+) -> None:
+    wanted = OffloadConfig.load(
+        {
+            "tiers": [{"name": "host", "kind": "dram", "capacity": "12GiB"}],
+            "memory": {"pinned": "4GiB"},
+        }
+    )
+    found = checks.check_memory(
+        wanted, processes=processes, total=total, available=available, limit=limit
+    )
+    assert found.status is status
+    assert f"takes up to {16 * processes} GiB" in found.found
+    assert ("16 GiB" in found.found) or processes > 1
+    assert (found.advice == "") == (status is OK)
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+UNLIMITED = "9223372036854771712\n"
+V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
+
+
+@pytest.mark.parametrize(
+    ("files", "limit"),
+    [
+        ({}, None),
+        ({"proc/self/cgroup": "0::/a/b\n", f"{V2}/a/b/memory.max": "max\n"}, None),
+        ({"proc/self/cgroup": "0::/a/b\n", f"{V2}/a/b/memory.max": "100\n"}, 100),
+        (
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                f"{V2}/a/memory.max": "70\n",
+                f"{V2}/a/b/memory.max": "100\n",
+            },
+            70,
+        ),
+        # in a container: the path is the host's, the mount is the container's
+        ({"proc/self/cgroup": "0::/../other\n", f"{V2}/memory.max": "60\n"}, 60),
+        (
+            {
+                "proc/self/cgroup": "5:cpu:/x\n4:hugetlb,memory:/a\n",
+                f"{V1}/a/memory.limit_in_bytes": "50\n",
+                f"{V1}/memory.limit_in_bytes": UNLIMITED,
+                "sys/fs/cgroup/cpu/x/memory.limit_in_bytes": "1\n",
+            },
+            50,
+        ),
+        ({"proc/self/cgroup": "4:memory:/a\n", f"{V1}/a/memory.limit_in_bytes": UNLIMITED}, None),
+    ],
+)
+def test_the_least_limit_of_the_memory_cgroups_counts(
+    files: dict[str, str], limit: int | None, tmp_path: Path
+) -> None:
+    assert checks.memory_cgroup_limit(tree(tmp_path, files)) == limit
+
+
+def test_a_real_memory_cgroup_is_read() -> None:
+    base = Path("/sys/fs/cgroup/memory")
+    if os.geteuid() != 0 or not (base / "memory.limit_in_bytes").exists():
+        pytest.skip("needs root and memory cgroups of version 1")
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    mine = next(line.split(":", 2)[2] for line in lines if line.split(":")[1] == "memory")
+    group = base / f"offload-strategy-doctor-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(64 * GiB))
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        try:
+            assert checks.memory_cgroup_limit() == 64 * GiB
+        finally:
+            (base / mine.lstrip("/") / "cgroup.procs").write_text(str(os.getpid()))
+    finally:
+        group.rmdir()
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ("always [madvise] never\n", OK),
+        ("[always] madvise never\n", OK),
+        ("always madvise [never]\n", WARNING),
+        (None, OK),
+    ],
+)
+def test_huge_pages(text: str | None, status: Status, tmp_path: Path) -> None:
+    file = tmp_path / "enabled"
+    if text is not None:
+        file.write_text(text)
+    found = checks.check_huge_pages(file)
+    assert found.status is status
+    assert (f"echo madvise > {file}" in found.advice) == (status is WARNING)
+
+
+@pytest.mark.parametrize(
+    ("limit", "has_gpu", "status"),
+    [(8 * MiB, False, OK), (8 * MiB, True, WARNING), (GiB, True, OK), (None, True, OK)],
+)
+def test_locked_memory_matters_with_a_gpu(limit: int | None, has_gpu: bool, status: Status) -> None:
+    assert checks.check_locked_memory(limit, 64 * MiB, has_gpu).status is status
+
+
+@pytest.mark.parametrize(("limit", "status"), [(256, WARNING), (1024, OK), (None, OK)])
+def test_open_files(limit: int | None, status: Status) -> None:
+    assert checks.check_open_files(limit).status is status
+
+
+def test_limits_are_those_of_this_process() -> None:
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[0], 777), before[1]))
+    try:
+        assert checks.resource_limit("RLIMIT_NOFILE") == min(before[0], 777)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize(("text", "processes"), [("8", 8), ("", 1), ("0", 1), ("many", 1)])
+def test_launchers_tell_the_number_of_processes(text: str, processes: int) -> None:
+    assert checks.local_processes({"LOCAL_WORLD_SIZE": text}) == processes
+
+
+def test_a_backend_that_is_wanted_must_run() -> None:
+    available = {"posix": None, "kvikio": "no NVIDIA driver"}
+    assert [c.status for c in checks.check_backends("auto", available)] == [OK, OK]
+    posix, kvikio = checks.check_backends("kvikio", available)
+    assert (posix.status, kvikio.status) == (OK, PROBLEM)
+    assert "no NVIDIA driver" in kvikio.found
+    assert checks.check_backends("auto", {"posix": "not this system"})[-1].status is PROBLEM
+
+
+def test_cufile_is_asked_for_only_with_an_nvidia_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert checks.check_cufile(False).status is OK
+    found = checks.check_cufile(True, tmp_path)
+    assert found.status is WARNING  # neither kvikio nor the module
+    assert "GPUDirect Storage" in found.advice
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: name)
+    assert "not loaded" in checks.check_cufile(True, tmp_path).found
+    tree(tmp_path, {"driver/nvidia-fs/version": "version: 2.17\n"})
+    assert checks.check_cufile(True, tmp_path) == Check("cuFile", OK, "nvidia-fs 2.17")
+
+
+def test_an_nvidia_driver_that_torch_does_not_see_is_worth_a_warning(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.accelerator.is_available():
+        assert checks.check_gpu().status is OK
+        return
+    assert checks.check_gpu(tmp_path) == Check("GPU", OK, "none: training on the CPU")
+    (tmp_path / "nvidiactl").touch()
+    assert checks.check_gpu(tmp_path).status is WARNING
+
+
+# ---------------------------------------------------------------------------- paths
+def test_a_good_directory_is_ok_in_every_respect_and_nothing_is_left(disk: Path) -> None:
+    found = by_name(check_path(disk, "nvme"))
+    names = ["file system", "unnamed files", "direct I/O", "space"]
+    assert list(found) == [f"{disk}: {name}" for name in names]
+    assert list(disk.iterdir()) == []
+
+
+def test_a_directory_in_memory_is_worth_a_warning_once(
+    in_memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "offload_strategy"):
+        found = by_name(check_path(in_memory, "nvme"))
+    assert found[f"{in_memory}: file system"].status is WARNING
+    assert "main memory" in found[f"{in_memory}: file system"].found
+    assert caplog.records == []
+
+
+def test_more_capacity_than_room_is_a_problem(disk: Path) -> None:
+    (found,) = check_path(disk, "nvme", capacity=1 << 60)
+    assert found.status is PROBLEM
+    assert found.advice.startswith("Lower the capacity")
+
+
+def test_buffered_io_is_a_warning_unless_it_was_chosen(disk: Path) -> None:
+    chosen = by_name(check_path(disk, "nvme", direct=False))[f"{disk}: direct I/O"]
+    assert chosen == Check(f"{disk}: direct I/O", OK, "switched off by io.direct: false")
+
+
+@pytest.mark.parametrize(
+    ("system", "status", "word"),
+    [
+        (FileSystem("ext4", "/"), OK, "ext4"),
+        (FileSystem("xfs", "/", rotational=False), OK, "xfs"),
+        (FileSystem("xfs", "/", rotational=True), WARNING, "spinning"),
+        (FileSystem("lustre", "/"), WARNING, "other machines"),
+        (FileSystem("overlay", "/"), WARNING, "container"),
+        (None, OK, "unknown"),
+    ],
+)
+def test_file_systems(system: FileSystem | None, status: Status, word: str) -> None:
+    found = check_file_system(Path("/mnt"), system, in_memory=False)
+    assert found.status is status
+    assert word in found.found
+
+
+def test_two_paths_on_one_file_system_are_worth_a_warning(disk: Path, tmp_path: Path) -> None:
+    with loop_disk(tmp_path / "other", 16 * MiB) as other:
+        assert other.directory is not None
+        assert check_devices([disk, other.directory]) == []
+        (found,) = check_devices([disk, tmp_path, other.directory])
+    assert found.status is WARNING
+    assert str(other.directory) not in found.found
+
+
+def test_a_block_device_is_ok_when_it_is_empty_and_a_problem_when_it_is_not(tmp_path: Path) -> None:
+    with loop_disk(tmp_path / "empty", 16 * MiB, mounted=False) as disk:
+        found = by_name(check_path(disk.device, "raw"))
+        assert {check.status for check in found.values()} == {OK}
+        assert f"{disk.device}: device" in found
+    with loop_disk(tmp_path / "used", 16 * MiB) as disk:
+        (used,) = check_path(disk.device, "raw")
+        assert used.status is PROBLEM
+
+
+def test_a_read_only_file_system_is_a_problem(tmp_path: Path) -> None:
+    with loop_disk(tmp_path, 16 * MiB) as disk:
+        assert disk.directory is not None
+        status = os.system(f"mount -o remount,ro {disk.directory}")
+        assert status == 0
+        found = check_path(disk.directory, "nvme")
+    assert found[-1].status is PROBLEM
