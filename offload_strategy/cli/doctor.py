@@ -78,7 +78,7 @@ def examine(paths: Sequence[str] = ()) -> Iterator[Check]:
 
 
 def _backends(config: OffloadConfig) -> Iterator[Check]:
-    from offload_strategy.storage import available_backends
+    from offload_strategy.storage.backend import available_backends
 
     yield from checks.check_backends(config.io.backend, available_backends())
 
@@ -128,8 +128,9 @@ def _paths(config: OffloadConfig, named: Sequence[str]) -> Iterator[Check]:
                     tier.name,
                     capacity=alone,
                     direct=config.io.direct,
-                    overwrite=getattr(tier, "overwrite", False),
+                    overwrite=tier.overwrite,
                 )
+        yield from path_checks.check_together(config)
     yield from path_checks.check_devices(paths)
 
 

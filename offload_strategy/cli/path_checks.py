@@ -14,9 +14,10 @@ from typing import Literal
 
 from offload_strategy.cli.checks import Check, ok, problem, warning
 from offload_strategy.cli.mounts import FileSystem, file_system_of
-from offload_strategy.config import is_memory_filesystem
+from offload_strategy.config import OffloadConfig, is_memory_filesystem
 from offload_strategy.errors import OffloadError
 from offload_strategy.storage import Space
+from offload_strategy.storage.capacity import check_capacities
 from offload_strategy.units import format_size
 
 
@@ -44,9 +45,7 @@ def check_path(
         ):
             takes_direct, room = space.direct, space.capacity
     except OffloadError as error:
-        # The first sentence of its messages says what is wrong, the others what to do.
-        found, *advice = re.split(r"\. (?=[A-Z])", str(error), maxsplit=1)
-        return [problem(f"{path}", found, advice[0] if advice else "name another path")]
+        return [_refused(f"{path}", error)]
     checks = []
     if path.is_block_device():
         checks.append(ok(f"{path}: device", "a raw block device that carries no data"))
@@ -121,6 +120,27 @@ def check_devices(paths: Iterable[Path]) -> list[Check]:
         for group in groups.values()
         if len(group) > 1
     ]
+
+
+def check_together(config: OffloadConfig) -> list[Check]:
+    """Whether the capacities of all tiers fit on their disks, for all processes of this machine."""
+    try:
+        check_capacities(
+            [
+                (tier.name, path, tier.capacity if len(tier.paths) == 1 else None)
+                for tier in config.tiers
+                for path in tier.paths
+            ]
+        )
+    except OffloadError as error:
+        return [_refused("capacities", error)]
+    return []  # each path has said how much room it has
+
+
+def _refused(name: str, error: OffloadError) -> Check:
+    """A problem in the words of an error: its first sentence says what, the others what to do."""
+    found, *advice = re.split(r"\. (?=[A-Z])", str(error), maxsplit=1)
+    return problem(name, found, advice[0] if advice else "name another path")
 
 
 def _check_unnamed_files(path: Path) -> Check:

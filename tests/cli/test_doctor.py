@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,12 @@ import pytest
 from offload_strategy.cli import checks, main
 from offload_strategy.cli.checks import Check, Status
 from offload_strategy.cli.mounts import FileSystem
-from offload_strategy.cli.path_checks import check_devices, check_file_system, check_path
+from offload_strategy.cli.path_checks import (
+    check_devices,
+    check_file_system,
+    check_path,
+    check_together,
+)
 from offload_strategy.config import OffloadConfig
 from offload_strategy.units import GiB, MiB
 from tests.storage.loop_disk import loop_disk
@@ -317,6 +323,18 @@ def test_more_capacity_than_room_is_a_problem(disk: Path) -> None:
     (found,) = check_path(disk, "nvme", capacity=1 << 60)
     assert found.status is PROBLEM
     assert found.advice.startswith("Lower the capacity")
+
+
+def test_capacities_that_fit_alone_and_not_together_are_a_problem(disk: Path) -> None:
+    room = shutil.disk_usage(disk).free
+    tiers = [
+        {"name": name, "kind": "ssd", "path": str(disk), "capacity": room * 2 // 3}
+        for name in ("a", "b")
+    ]
+    assert check_together(OffloadConfig.load({"tiers": tiers[:1]})) == []
+    (found,) = check_together(OffloadConfig.load({"tiers": tiers}))
+    assert (found.name, found.status) == ("capacities", PROBLEM)
+    assert "Free some space" in found.advice
 
 
 def test_buffered_io_is_a_warning_unless_it_was_chosen(disk: Path) -> None:

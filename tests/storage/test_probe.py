@@ -187,7 +187,7 @@ def test_a_slow_path_is_measured_in_time(
     # The throttle lets a burst of a tenth of a second pass, and read-ahead reads too far.
     assert 40 * MBps < found.write < 65 * MBps
     assert 35 * MBps < found.read < 65 * MBps
-    assert found.read_seconds + found.write_seconds < 2 * 0.5 + 2 * BLOCK / (50 * MBps)
+    assert found.read_seconds + found.write_seconds < 2 * 0.5 + 4 * BLOCK / (50 * MBps)
     assert took < 2.5  # other programs may be running
 
 
