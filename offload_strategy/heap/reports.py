@@ -34,7 +34,7 @@ def failed(entry: Entry, move: Move) -> OffloadError:
     """A read or a write failed."""
     cause = move.error
     if isinstance(cause, CorruptDataError):
-        return cause
+        return again(cause)
     tiers = " and ".join(sorted({repr(stripe.queue.tier) for stripe in entry.stripes}))
     paths = _paths_of(entry)
     what = f"{move.direction.value} {format_size(entry.nbytes)} of {entry.client} at {paths}"

@@ -13,7 +13,7 @@ from offload_strategy.heap import Heap, HostTier, PathTier, Ticket, Tier
 from offload_strategy.memory import BufferPool
 from offload_strategy.storage import Space
 from offload_strategy.telemetry import Recorder
-from offload_strategy.transfer import PathQueue
+from offload_strategy.transfer import PathQueue, create_checksum
 from offload_strategy.units import PAGE_BYTES, MiB
 from tests.transfer.backends import ManualBackend, plain_space
 
@@ -44,20 +44,31 @@ class Rig:
     budget: int = 64 * MiB
     write_behind: int = 64 * MiB
     block_size: int = 1 * MiB
+    paths: int = 1
+    checksum: bool = False
     recorder: Recorder = field(default_factory=Recorder)
 
     def __post_init__(self) -> None:
         self.pool = BufferPool(self.budget)
         self.heap = Heap(self.pool, self.recorder, self.write_behind)
-        self.space: Space = plain_space(self.directory, self.disk_bytes)
-        self.backend = ObedientBackend(block_size=self.block_size)
-        self.queue = PathQueue(self.space, self.backend, self.recorder)
-        self.disk = PathTier("nvme", [self.queue])
+        check = create_checksum() if self.checksum else None
+        self.spaces: list[Space] = []
+        self.backends: list[ObedientBackend] = []
+        self.queues: list[PathQueue] = []
+        for _ in range(self.paths):
+            self.spaces.append(plain_space(self.directory, self.disk_bytes))
+            self.backends.append(ObedientBackend(block_size=self.block_size))
+            self.queues.append(
+                PathQueue(self.spaces[-1], self.backends[-1], self.recorder, checksum=check)
+            )
+        # Most tests have one path.
+        self.space, self.backend, self.queue = self.spaces[0], self.backends[0], self.queues[0]
+        self.disk = PathTier("nvme", self.queues)
         self.host = HostTier("host", self.host_bytes)
         self.tiers: Sequence[Tier] = [self.host, self.disk] if self.host_bytes else [self.disk]
 
-    def put(self, payload: torch.Tensor) -> Ticket:
-        return self.heap.put(payload, CLIENT, self.tiers)
+    def put(self, payload: torch.Tensor, next_use: float | None = None) -> Ticket:
+        return self.heap.put(payload, CLIENT, self.tiers, next_use=next_use)
 
     def stored(self, payload: torch.Tensor) -> Ticket:
         """A ticket whose bytes are on the disk only."""
@@ -66,25 +77,45 @@ class Rig:
         return ticket
 
     def complete(self) -> None:
-        self.backend.complete_all()
+        while self.waiting:
+            for backend in self.backends:
+                backend.complete_all()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the disks have something to do."""
+        return any(backend.waiting for backend in self.backends)
 
     def at_once(self) -> None:
         """From now on the disk answers before it is asked twice."""
         self.complete()
-        self.backend.at_once = True
+        for backend in self.backends:
+            backend.at_once = True
 
     def bytes_on_disk(self, ticket: Ticket) -> bytes:
-        """What the file holds, read without the heap."""
-        (stripe,) = ticket.entry.stripes
-        return os.pread(self.space.fd, ticket.nbytes, stripe.extent.offset)
+        """What the files hold, read without the heap."""
+        stripes = sorted(ticket.entry.stripes, key=lambda stripe: stripe.begin)
+        return b"".join(
+            os.pread(stripe.queue.space.fd, stripe.nbytes, stripe.extent.offset)
+            for stripe in stripes
+        )
+
+    def flip(self, ticket: Ticket, index: int) -> None:
+        """Change one bit of a stored ticket behind the heap's back."""
+        for stripe in ticket.entry.stripes:
+            if stripe.begin <= index < stripe.begin + stripe.nbytes:
+                fd, place = stripe.queue.space.fd, stripe.extent.offset + index - stripe.begin
+                os.pwrite(fd, bytes([os.pread(fd, 1, place)[0] ^ 1]), place)
 
     def count(self, verb: str) -> int:
         return self.recorder.client_bytes(CLIENT, verb)
 
     def close(self) -> None:
         self.heap.close()
-        self.backend.close()
-        self.space.close()
+        for backend in self.backends:
+            backend.close()
+        for space in self.spaces:
+            space.close()
         self.pool.close()
 
 

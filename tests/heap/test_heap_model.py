@@ -2,85 +2,145 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 import threading
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from offload_strategy.errors import TierFullError
-from offload_strategy.heap import Heap, HostTier, PathTier, Ticket, TicketState
+from offload_strategy.errors import CorruptDataError, StorageError, TierFullError
+from offload_strategy.heap import Heap, HostTier, PathTier, Ticket, TicketState, dealing, tiers
 from offload_strategy.memory import BufferPool
-from offload_strategy.storage import Space, create_backend
+from offload_strategy.storage import ForeignFile, Space, create_backend
 from offload_strategy.telemetry import Recorder
 from offload_strategy.transfer import PathQueue
 from offload_strategy.units import KiB, MiB
-from tests.heap.rig import PAGE, Rig, noise
+from tests.heap.rig import CLIENT, PAGE, Rig, noise
 
 
 class HeapAgainstADictionary(RuleBasedStateMachine):
     """The disk completes its blocks when this machine says so, in any order between operations."""
 
-    @initialize(host=st.sampled_from([0, 3 * PAGE]), block=st.sampled_from([PAGE, 4 * PAGE]))
-    def start(self, host: int, block: int) -> None:
+    @initialize(
+        host=st.sampled_from([0, 3 * PAGE]),
+        block=st.sampled_from([PAGE, 4 * PAGE]),
+        paths=st.integers(1, 3),
+        checksum=st.booleans(),
+    )
+    def start(self, host: int, block: int, paths: int, checksum: bool) -> None:
         self.folder = tempfile.TemporaryDirectory()
+        # Tickets of a few pages are striped here.
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(dealing, "STRIPE_BYTES", 2 * PAGE)
+        self.patch.setattr(dealing, "STRIPE_UNIT", PAGE)
+        self.patch.setattr(tiers, "STRIPE_UNIT", PAGE)
+        self.foreign_bytes = noise(5 * PAGE + 123, seed=12345)
+        shard = Path(self.folder.name, "shard")
+        shard.write_bytes(self.foreign_bytes.numpy().tobytes())
         self.rig = Rig(
             Path(self.folder.name),
             disk_bytes=16 * PAGE,
             host_bytes=host,
             budget=8 * PAGE,
             block_size=block,
+            paths=paths,
+            checksum=checksum,
         )
+        self.foreign = ForeignFile(shard, "shards", direct=False)
+        self.shards = PathQueue(self.foreign, self.rig.backend, self.rig.recorder)
         self.content: dict[Ticket, torch.Tensor] = {}
         self.seed = 0
 
     def chosen(self, index: int) -> Ticket:
         return list(self.content)[index % len(self.content)]
 
+    @property
+    def broken(self) -> bool:
+        """Whether a write has failed by now, after which nothing more is taken."""
+        return self.rig.heap._writer.failure is not None
+
     def eager_disk(self) -> None:
         """Operations that wait need a disk that answers."""
         self.rig.at_once()
 
-    @rule(nbytes=st.integers(1, 5 * PAGE))
-    def put(self, nbytes: int) -> None:
+    @rule(nbytes=st.integers(0, 5 * PAGE), next_use=st.none() | st.integers(0, 9))
+    def put(self, nbytes: int, next_use: int | None) -> None:
         self.seed += 1
         payload = noise(nbytes, self.seed)
         fits = nbytes <= self.rig.host.capacity - self.rig.host.used_bytes
-        room = self.rig.space.free_bytes
+        room = min(space.free_bytes for space in self.rig.spaces)
         try:
-            ticket = self.rig.put(payload.clone())
+            ticket = self.rig.put(payload.clone(), next_use)
         except TierFullError:
             assert not fits
             assert room < 16 * PAGE  # fragments may be too short, an empty disk is not
             return
+        except StorageError:
+            assert self.broken
+            return
+        assert not self.broken
         self.content[ticket] = payload
+
+    @rule(begin=st.integers(0, 5 * PAGE), nbytes=st.integers(0, 2 * PAGE))
+    def adopt(self, begin: int, nbytes: int) -> None:
+        try:
+            ticket = self.rig.heap.adopt(self.shards, begin, nbytes, CLIENT)
+        except StorageError:
+            assert self.broken or begin + nbytes > self.foreign.nbytes
+            return
+        self.content[ticket] = self.foreign_bytes[begin : begin + nbytes]
+
+    @precondition(lambda self: self.content)
+    @rule(index=st.integers(0, 99), next_use=st.integers(0, 9))
+    def expect(self, index: int, next_use: int) -> None:
+        self.rig.heap.expect(self.chosen(index), next_use)
 
     @precondition(lambda self: self.content)
     @rule(index=st.integers(0, 99))
     def prefetch(self, index: int) -> None:
         self.rig.heap.prefetch(self.chosen(index))
 
-    @precondition(lambda self: self.rig.backend.waiting)
-    @rule()
-    def one_block_ends(self) -> None:
-        self.rig.backend.complete()
+    @precondition(lambda self: self.rig.waiting)
+    @rule(path=st.integers(0, 9), fault=st.sampled_from(["", "", "", "read", "write"]))
+    def one_block_ends(self, path: int, fault: str) -> None:
+        busy = [backend for backend in self.rig.backends if backend.waiting]
+        backend = busy[path % len(busy)]
+        write = backend.waiting[0].write
+        fails = fault == ("write" if write else "read")
+        backend.complete(error=OSError("broken") if fails else None)
 
-    @precondition(lambda self: self.rig.backend.waiting)
-    @rule()
-    def one_block_fails_to_be_read(self) -> None:
-        if not self.rig.backend.waiting[0].write:
-            self.rig.backend.complete(error=OSError("broken"))
+    @precondition(lambda self: self.content and self.rig.checksum)
+    @rule(index=st.integers(0, 99), byte=st.integers(0, 5 * PAGE))
+    def a_bit_flips(self, index: int, byte: int) -> None:
+        ticket = self.chosen(index)
+        if ticket.state is not TicketState.STORED or ticket.entry.tier is None:
+            return
+        self.rig.flip(ticket, byte % ticket.nbytes)
+        self.eager_disk()
+        with pytest.raises(CorruptDataError, match="not what was written"):
+            self.rig.heap.get(ticket)
+        for backend in self.rig.backends:
+            backend.at_once = False
+        self.rig.flip(ticket, byte % ticket.nbytes)
+        gc.collect()  # this disk answers on the caller's stack, which the error's traceback keeps
 
     @precondition(lambda self: self.content)
-    @rule(index=st.integers(0, 99), how=st.sampled_from(["get", "private", "take"]))
+    @rule(index=st.integers(0, 99), how=st.sampled_from(["get", "into", "private", "take"]))
     def read(self, index: int, how: str) -> None:
         ticket = self.chosen(index)
         self.eager_disk()
-        got = getattr(self.rig.heap, how)(ticket)
-        self.rig.backend.at_once = False
+        if how == "into":
+            got = torch.empty(ticket.nbytes, dtype=torch.uint8)
+            self.rig.heap.read_into(ticket, got)
+        else:
+            got = getattr(self.rig.heap, how)(ticket)
+        for backend in self.rig.backends:
+            backend.at_once = False
         assert torch.equal(got, self.content[ticket])
         if how != "get":
             got.zero_()
@@ -108,9 +168,11 @@ class HeapAgainstADictionary(RuleBasedStateMachine):
         assert rig.heap.live_tickets == len(self.content)
         on_host = [t.nbytes for t in self.content if t.entry.tier is rig.host]
         assert rig.host.used_bytes == sum(on_host)
-        if not rig.backend.waiting:
-            extents = [s.extent for t in self.content for s in t.entry.stripes]
-            assert rig.space.used_bytes == sum(extent.nbytes for extent in extents)
+        assert rig.host.used_bytes <= rig.host.capacity
+        if not rig.waiting:
+            ours = [t for t in self.content if t.entry.tier is not None]
+            extents = [s.extent for t in ours for s in t.entry.stripes]
+            assert rig.disk.used_bytes == sum(extent.nbytes for extent in extents)
             states = {t.state for t in self.content}
             assert not states & {TicketState.WRITING, TicketState.LOADING, TicketState.FREED}
 
@@ -121,13 +183,15 @@ class HeapAgainstADictionary(RuleBasedStateMachine):
         self.rig.at_once()
         assert self.rig.heap.live_tickets == 0
         self.rig.close()
-        assert self.rig.space.used_bytes == 0
+        self.foreign.close()
+        self.patch.undo()
+        assert self.rig.disk.used_bytes == 0
         assert self.rig.pool.usage().held_bytes == 0
         self.folder.cleanup()
 
 
 HeapAgainstADictionary.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None
+    max_examples=200, stateful_step_count=50, deadline=None
 )
 TestHeapAgainstADictionary = HeapAgainstADictionary.TestCase
 

@@ -53,7 +53,10 @@ class ManualBackend:
                     request.after()
                 except Exception as caught:
                     error = caught
-        request.on_done(error)
+        try:
+            request.on_done(error)
+        finally:
+            del error  # its traceback refers to this frame
         return request
 
     def complete_all(self) -> None:
