@@ -11,7 +11,14 @@ from offload_strategy.config import Client, OffloadConfig, TierConfig
 from offload_strategy.errors import ConfigError
 from offload_strategy.heap import Heap, HostTier, PathTier, Quota, Tier
 from offload_strategy.memory import BufferPool
-from offload_strategy.storage import Backend, PathTurns, Space, create_backend, probe
+from offload_strategy.storage import (
+    Backend,
+    PathTurns,
+    Space,
+    check_capacities,
+    create_backend,
+    probe,
+)
 from offload_strategy.telemetry import CLIENTS, Recorder
 from offload_strategy.transfer import Checksum, PathQueue, create_checksum
 from offload_strategy.units import format_size
@@ -51,6 +58,13 @@ class Resources:
         pool = BufferPool(config.memory.pinned + host)
         heap = Heap(pool, recorder, write_behind=config.memory.pinned)
         resources = cls(heap, pool)
+        check_capacities(
+            [
+                (tier.name, path, tier.capacity if len(tier.paths) == 1 else None)
+                for tier in tiers
+                for path in tier.paths
+            ]
+        )
         checksum = create_checksum() if config.io.checksum else None
         try:
             for tier in tiers:
@@ -99,7 +113,13 @@ class Resources:
         several = len(tier.paths) > 1
         queues = self.queues[tier.name] = []
         for path in tier.paths:
-            space = Space(path, tier.name, None if several else tier.capacity, config.io.direct)
+            space = Space(
+                path,
+                tier.name,
+                None if several else tier.capacity,
+                config.io.direct,
+                overwrite=tier.overwrite,
+            )
             self.spaces.append(space)
             backend = create_backend(
                 config.io.backend, threads=config.io.threads, block_size=config.io.block_size

@@ -1,6 +1,7 @@
 """Paths with bytes per second: spaces that own files, backends that move bytes."""
 
 from offload_strategy.storage.backend import Backend, BlockRequest, create_backend
+from offload_strategy.storage.capacity import check_capacities
 from offload_strategy.storage.extents import Extent, ExtentAllocator
 from offload_strategy.storage.foreign import ForeignFile
 from offload_strategy.storage.paths import DirectoryReport, inspect_directory
@@ -20,6 +21,7 @@ __all__ = [
     "PathTurns",
     "Space",
     "Workers",
+    "check_capacities",
     "create_backend",
     "inspect_directory",
     "probe",
