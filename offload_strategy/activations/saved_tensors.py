@@ -6,6 +6,7 @@ The tensor cache of SSDTrain (section 3), as two functions around
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -117,6 +118,7 @@ class ActivationOffload:
         self._budget = budget
         self._prefetch_bytes = DEFAULT_PREFETCH_BYTES if prefetch_bytes is None else prefetch_bytes
         self._local = threading.local()
+        self._saved = itertools.count()
         self.enabled = True
 
     @contextmanager
@@ -173,7 +175,9 @@ class ActivationOffload:
             return None
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         flat.set_(tensor.untyped_storage(), span.start, (span.nbytes,), (1,))
-        return record.add(tensor, span, self._heap.put(flat, "activations", self._tiers))
+        # Backward begins with what was saved last: where host memory is short, that stays.
+        ticket = self._heap.put(flat, "activations", self._tiers, next_use=-next(self._saved))
+        return record.add(tensor, span, ticket)
 
     def _unpack(self, packed: _Kept | _Moved) -> torch.Tensor:
         return packed.unpack() if isinstance(packed, _Kept) else packed.unpack(self._heap)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -16,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from offload_strategy import OffloadEngine, OffloadError, StorageError
+from offload_strategy import OffloadEngine, OffloadError, StorageError, TierFullError
 from tests.training import (
     activations_only,
     assert_same_bits,
@@ -777,11 +779,15 @@ def test_a_read_that_fails_is_told_in_backward(
     assert_same_bits(gradients(model), expected)
 
 
+@pytest.mark.parametrize(
+    ("number", "error_class"), [(errno.EIO, StorageError), (errno.ENOSPC, TierFullError)]
+)
 def test_a_write_that_fails_loses_nothing_and_is_told_at_the_next_forward(
-    engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch
+    engine: OffloadEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    error_class: type[OffloadError],
 ) -> None:
-    import os
-
     model = Calls(lambda w: (X @ w).exp().sin().sum())
     model().backward()
     expected = gradients(model)
@@ -789,22 +795,41 @@ def test_a_write_that_fails_loses_nothing_and_is_told_at_the_next_forward(
     engine.attach(model)
 
     def broken(*args: Any) -> int:
-        raise OSError(28, "No space left on device")
+        raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", broken)
         told = False
         try:
             loss = model()
-            with pytest.raises(StorageError):
+            with pytest.raises(error_class):
                 on_disk(engine)
-        except StorageError:
+        except error_class:
             told = True  # the first of several saved tensors failed before the last was put
     if not told:
         loss.backward()
         assert_same_bits(gradients(model), expected)
-    with pytest.raises(StorageError, match=r"could not write .* of activations.*No space left"):
+    with pytest.raises(error_class, match=r"could not write .* of activations"):
         model()
+
+
+def test_what_was_saved_last_stays_where_host_memory_is_short(disk: Path) -> None:
+    with activations_only(disk, host="96KiB") as engine:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
+        engine.attach(model)
+        loss = model(torch.randn(128, 64, requires_grad=True)).sum()  # 32 KiB a saved tensor
+        resources = engine._resources
+        host = resources.host_tiers["host"]
+        tickets = {
+            id(entry): entry
+            for _, entry in resources.heap._ledger._tickets.values()
+            if entry.nbytes == 32 * 1024
+        }
+        order = sorted(tickets.values(), key=lambda entry: entry.next_use or 0)
+        assert len(order) >= 8
+        assert [entry.tier is host for entry in order[:3]] == [True] * 3
+        assert not any(entry.tier is host for entry in order[3:])
+        loss.backward()
 
 
 # ---------------------------------------------------------------------- threads
