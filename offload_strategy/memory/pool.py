@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from offload_strategy.errors import ConfigError
 from offload_strategy.memory.buffers import HostBuffer
-from offload_strategy.units import PAGE_BYTES, MiB, round_up
+from offload_strategy.units import PAGE_BYTES, MiB, format_size, round_up
 
 #: Idle buffers kept for the next request at most, whatever the budget: a fresh mapping costs its
 #: page faults again (13 % of step time in a trial without recycling), idle memory costs memory.
@@ -57,6 +59,33 @@ class BufferPool:
         self._returned: deque[weakref.ref[Any]] = deque()
         self._loans: dict[int, tuple[weakref.ref[Any], HostBuffer, int]] = {}
         self._held = self._idle_bytes = self._lent = self._requested = self._peak = 0
+        self._planned: dict[int, int] = {}
+
+    def plan(self, classes: Mapping[int, int]) -> None:
+        """Tell which buffers will be asked for again and again, as a shape census finds them.
+
+        Idle buffers are unmapped beyond `IDLE_BYTES`; planned ones are kept, as long as the budget
+        does not need their memory for others (MemAscend, section on the adaptive buffer pool).
+
+        Args:
+            classes: how many buffers of a size, in bytes, will be in use at a time.
+
+        Raises:
+            ConfigError: together they exceed the budget.
+        """
+        planned: dict[int, int] = defaultdict(int)
+        for nbytes, count in classes.items():
+            planned[round_up(nbytes, PAGE_BYTES)] += count
+        total = sum(size * count for size, count in planned.items())
+        if total > self.budget:
+            raise ConfigError(
+                f"memory.pinned: the buffers of this model need {format_size(total)}, but only "
+                f"{format_size(self.budget)} are allowed. Raise memory.pinned, or keep fewer "
+                f"blocks in flight (parameters.blocks_in_flight)."
+            )
+        with self._lock:
+            self._planned = dict(planned)
+            self._collect()
 
     def lend(
         self, nbytes: int, *, pinned: bool = False, beyond_budget: bool = False
@@ -123,12 +152,26 @@ class BufferPool:
 
     def _trim(self, held_at_most: int, idle_at_most: int) -> None:
         """Unmap idle buffers, the class unused for longest first, until both limits hold."""
-        while self._idle_bytes and (self._held > held_at_most or self._idle_bytes > idle_at_most):
-            key, buffers = next(iter(self._idle.items()))
+        if self._held <= held_at_most and self._idle_bytes <= idle_at_most:
+            return
+        self._unmap(self._planned, held_at_most, idle_at_most)
+        # What is planned goes only when the budget needs it.
+        self._unmap({}, held_at_most, self._idle_bytes)
+
+    def _unmap(self, kept: Mapping[int, int], held_at_most: int, idle_at_most: int) -> None:
+        spare = sum(
+            size * max(0, len(buffers) - kept.get(size, 0))
+            for (size, _), buffers in self._idle.items()
+        )
+        for key in list(self._idle):
+            buffers = self._idle[key]
+            while len(buffers) > kept.get(key[0], 0):
+                if self._held <= held_at_most and spare <= idle_at_most:
+                    return
+                buffer = buffers.pop()
+                buffer.release()
+                spare -= buffer.nbytes
+                self._held -= buffer.nbytes
+                self._idle_bytes -= buffer.nbytes
             if not buffers:
                 del self._idle[key]
-                continue
-            buffer = buffers.pop()
-            buffer.release()
-            self._held -= buffer.nbytes
-            self._idle_bytes -= buffer.nbytes

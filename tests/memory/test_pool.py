@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offload_strategy.errors import ConfigError
 from offload_strategy.memory import BufferPool, buffers
 from offload_strategy.memory import pool as pool_module
 from offload_strategy.units import PAGE_BYTES, KiB, MiB
@@ -256,3 +257,43 @@ def test_a_forked_child_neither_sees_nor_unmaps_the_parents_buffers() -> None:
     assert in_a_child(child) == 0
     assert all(bool((buffer == 5).all()) for buffer in lent)
     assert len(buffers._live) == 4
+
+
+# ---------------------------------------------------------------------- planned classes
+def test_planned_buffers_are_kept_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "IDLE_BYTES", 4 * PAGE_BYTES)
+    pool = BufferPool(64 * PAGE_BYTES)
+    pool.plan({3 * PAGE_BYTES - 5: 2, 10 * PAGE_BYTES: 1})
+    for _ in range(3):  # two blocks in flight, and something else beside them
+        lent = [pool.lend(size * PAGE_BYTES) for size in (3, 3, 3, 10, 10, 1, 1, 1, 1, 1)]
+        assert None not in lent
+        del lent
+    held = pool.usage().held_bytes
+    assert 16 * PAGE_BYTES <= held <= 20 * PAGE_BYTES
+    again = [pool.lend(size * PAGE_BYTES) for size in (3, 3, 10)]
+    assert pool.usage().held_bytes == held, "nothing was mapped anew"
+    del again
+    pool.close()
+
+
+def test_what_is_planned_gives_way_to_what_is_needed() -> None:
+    pool = BufferPool(8 * PAGE_BYTES)
+    pool.plan({4 * PAGE_BYTES: 2})
+    first, second = pool.lend(4 * PAGE_BYTES), pool.lend(4 * PAGE_BYTES)
+    assert first is not None
+    assert second is not None
+    del first, second
+    assert pool.usage().held_bytes == 8 * PAGE_BYTES
+    large = pool.lend(8 * PAGE_BYTES)
+    assert large is not None
+    assert pool.usage().peak_bytes == 8 * PAGE_BYTES
+    del large
+    pool.close()
+    assert pool.usage().held_bytes == 0
+
+
+def test_a_plan_beyond_the_budget_is_refused() -> None:
+    pool = BufferPool(8 * PAGE_BYTES)
+    with pytest.raises(ConfigError, match=r"need 36 KiB, but only 32 KiB are allowed"):
+        pool.plan({PAGE_BYTES: 9})
+    pool.close()
