@@ -1,6 +1,11 @@
 """Paths with bytes per second: spaces that own files, backends that move bytes."""
 
-from offload_strategy.storage.backend import Backend, BlockRequest, create_backend
+from offload_strategy.storage.backend import (
+    Backend,
+    BlockRequest,
+    available_backends,
+    create_backend,
+)
 from offload_strategy.storage.capacity import check_capacities
 from offload_strategy.storage.extents import Extent, ExtentAllocator
 from offload_strategy.storage.foreign import ForeignFile
@@ -21,6 +26,7 @@ __all__ = [
     "PathTurns",
     "Space",
     "Workers",
+    "available_backends",
     "check_capacities",
     "create_backend",
     "inspect_directory",

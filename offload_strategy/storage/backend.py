@@ -58,21 +58,28 @@ class Backend(Protocol):
 
 
 #: name in the config -> "module:class"; imported on demand so that optional ones cost nothing.
-_BACKENDS = {"posix": "offload_strategy.storage.posix:PosixBackend"}
+#: Each module has `why_not() -> str | None`: why the backend cannot run here.
+_BACKENDS = {
+    "posix": "offload_strategy.storage.posix:PosixBackend",
+    "kvikio": "offload_strategy.storage.kvikio:KvikioBackend",
+    "deepnvme": "offload_strategy.storage.deepnvme:DeepNvmeBackend",
+}
 
 
 def create_backend(name: str, *, threads: int, block_size: int) -> Backend:
-    """Make the backend that `io.backend` names (``"auto"`` is posix in this version).
+    """Make the backend that `io.backend` names.
 
     Args:
-        name: as in the config.
+        name: as in the config; ``"auto"`` is kvikio where cuFile has a working driver, else posix.
         threads: requests under way at once in each direction.
         block_size: bytes a request may carry at most, a multiple of the page size.
 
     Raises:
-        ConfigError: no such backend.
+        ConfigError: there is no such backend, or it cannot run here.
     """
-    target = _BACKENDS.get("posix" if name == "auto" else name)
+    if name == "auto":
+        name = "kvikio" if import_module("offload_strategy.storage.kvikio").is_direct() else "posix"
+    target = _BACKENDS.get(name)
     if target is None:
         raise ConfigError(
             f"io.backend: there is no backend {name!r}; choose one of {sorted(_BACKENDS)} or auto"
@@ -82,3 +89,11 @@ def create_backend(name: str, *, threads: int, block_size: int) -> Backend:
         threads=threads, block_size=block_size
     )
     return backend
+
+
+def available_backends() -> dict[str, str | None]:
+    """The backends by name, each with None if it can run here, else the reason and what to do."""
+    return {
+        name: import_module(target.partition(":")[0]).why_not()
+        for name, target in _BACKENDS.items()
+    }

@@ -102,12 +102,12 @@ def _paths_of_others(path: Path) -> Iterator[int]:
             # Any of the numbers may be the rank's, or all of them.
             names = [text[:begin] + str(other) + text[end:] for begin, end in found]
             names.append(re.sub(rf"(?<!\d){own}(?!\d)", str(other), text))
-            places = {_device_of(name) for name in names if rank}
-            yield next(iter(places - {ours, None}), ours)
+            places = (_device_of(name, ours) for name in names if rank)
+            yield next((place for place in places if place != ours), ours)
 
 
-def _device_of(path: str) -> int | None:
+def _device_of(path: str, otherwise: int) -> int:
     try:
         return os.stat(path).st_dev
     except OSError:
-        return None
+        return otherwise

@@ -30,6 +30,13 @@ _LONGEST_PAUSE_SECONDS = 0.1
 _BLOCKS_UNTIL_CLEAN = 4
 
 
+def why_not() -> str | None:
+    """Why this backend cannot run here, or None if it can."""
+    if hasattr(os, "preadv") and hasattr(os, "pwritev"):
+        return None
+    return "this system has no positioned file I/O (os.preadv, os.pwritev)"
+
+
 class PosixBackend(ThreadedBackend):
     """`os.preadv` and `os.pwritev` on a few threads that leave when idle.
 
@@ -78,7 +85,7 @@ class _CachedBlocks(threading.local):
 
     def will_move(self, fd: int, offset: int, nbytes: int) -> None:
         """Note a block if the page cache is used for its file."""
-        self._pending = _is_buffered(fd)
+        self._pending = is_buffered(fd)
         if self._pending:
             self._blocks.append((fd, offset, nbytes))
 
@@ -91,7 +98,8 @@ class _CachedBlocks(threading.local):
             _forget(*self._blocks.popleft())
 
 
-def _is_buffered(fd: int) -> bool:
+def is_buffered(fd: int) -> bool:
+    """Whether I/O on a file goes through the page cache, and can be told to leave it."""
     if not hasattr(os, "posix_fadvise"):
         return False
     try:

@@ -62,4 +62,30 @@ def mounted(device: Path, directory: Path) -> Iterator[Path]:
     try:
         yield directory
     finally:
-        run("umount", directory)
+        _unmount(directory)
+
+
+@contextmanager
+def tmpfs(directory: Path, nbytes: int) -> Iterator[Path]:
+    """A small file system in memory, mounted for a while."""
+    need("mount", "umount")
+    run("mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", directory)
+    try:
+        yield directory
+    finally:
+        _unmount(directory)
+
+
+def _unmount(directory: Path) -> None:
+    """Unmount, and complain if something in it was still open; it vanishes when that is closed."""
+    done = subprocess.run(
+        ["umount", str(directory)], capture_output=True, text=True, timeout=60, check=False
+    )
+    if done.returncode != 0:
+        run("umount", "--lazy", directory)
+        raise AssertionError(f"a test left a file open: {done.stderr.strip()}")
+
+
+def room(directory: Path) -> int:
+    """Bytes that are free in a file system."""
+    return shutil.disk_usage(directory).free

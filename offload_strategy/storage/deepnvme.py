@@ -1,0 +1,229 @@
+"""The deepnvme backend: DeepSpeed's asynchronous I/O (`aio_handle`), for those who have it tuned.
+
+[Note: results that DeepSpeed does not look at]
+`aio_handle` reaps the events of its requests without looking at their results: a read or write that
+failed, or was short, looks like one that went well. So memory is marked before it is read into, in
+every sector, and what is written is read back. What did not arrive is moved again by a system call,
+which tells why. Writes cost a read, that is, about half their bandwidth.
+
+Some conditions end the process in an assertion of DeepSpeed's: a range beyond the end of the file,
+a signal on its thread, no room for its events. They are looked for before.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import threading
+from collections import deque
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from offload_strategy.errors import ConfigError
+from offload_strategy.storage.posix import PosixBackend, is_buffered
+from offload_strategy.storage.threaded import Bounce
+from offload_strategy.units import MiB
+
+#: Bytes of one request to the kernel.
+_IO_BYTES = 1 * MiB
+_SECTOR_WORDS = 512 // 8
+#: DeepSpeed compiles its code at the first use; a build that was interrupted leaves a lock, for
+#: which the next one waits for ever.
+_BUILD_SECONDS = 1200.0
+
+_INSTALL = (
+    "pip install deepspeed ninja, and the system's packages for a C++ compiler and libaio "
+    "(apt install g++ libaio-dev)"
+)
+
+
+def why_not() -> str | None:
+    """Why this backend cannot run here, or None if it can; compiles nothing."""
+    if find_spec("deepspeed") is None:
+        return f"the package deepspeed is not installed: {_INSTALL}"
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        return f"there is no C++ compiler: {_INSTALL}"
+    if shutil.which("ninja") is None and find_spec("ninja") is None:
+        return f"ninja is not installed: {_INSTALL}"
+    try:
+        subprocess.run(
+            [compiler, "-x", "c++", "-fsyntax-only", "-include", "libaio.h", os.devnull],
+            check=True,
+            capture_output=True,
+            timeout=60,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return f"the headers of libaio are not installed: {_INSTALL}"
+    return None
+
+
+class DeepNvmeBackend(PosixBackend):
+    """`aio_handle` on files that were opened for direct I/O; the rest as the posix backend does.
+
+    Raises:
+        ConfigError: DeepSpeed, libaio or a compiler is missing, or the code cannot be compiled.
+    """
+
+    def __init__(self, *, threads: int, block_size: int) -> None:
+        self._aio = _load()
+        super().__init__(threads=threads, block_size=block_size)
+        self._check = Bounce(block_size)
+        self._handles: deque[_Handle] = deque()  # those that no thread uses
+
+    def write_pages(self, fd: int, view: memoryview, offset: int) -> None:
+        """Write every byte, and read it back. See [Note: results ...] above."""
+        if not is_buffered(fd):
+            handle = self._borrow()
+            try:
+                handle.write(fd, view, offset)
+            finally:
+                self._handles.append(handle)
+            written = self._check.view[: len(view)]
+            super().read_pages(fd, written, offset, len(view))
+            if _same(written, view):
+                return
+        super().write_pages(fd, view, offset)
+
+    def read_pages(self, fd: int, view: memoryview, offset: int, needed: int) -> None:
+        """Read until `needed` bytes have come; the end of the file before that is an error."""
+        if not is_buffered(fd) and offset + len(view) <= os.fstat(fd).st_size:
+            handle = self._borrow()
+            try:
+                if handle.read(fd, view, offset):
+                    return
+            finally:
+                self._handles.append(handle)
+        super().read_pages(fd, view, offset, needed)
+
+    def close(self) -> None:
+        """Finish what was submitted, end the threads, and give the locked memory back."""
+        super().close()
+        with suppress(IndexError):
+            while True:
+                self._handles.pop().release()
+
+    def _borrow(self) -> _Handle:
+        try:
+            return self._handles.pop()
+        except IndexError:
+            return _Handle(self._aio, self.block_size)
+
+
+def _same(first: memoryview, second: memoryview) -> bool:
+    import torch
+
+    # Without the interpreter lock, and whatever the formats of the two views are.
+    dtype = torch.uint8
+    return torch.equal(torch.frombuffer(first, dtype=dtype), torch.frombuffer(second, dtype=dtype))
+
+
+class _Handle:
+    """One `aio_handle` and the locked memory without which it would lock some for each request."""
+
+    def __init__(self, aio: Any, block_size: int) -> None:
+        import torch
+
+        depth = -(-block_size // _IO_BYTES)
+        _check_room_for_events(4 * depth)
+        # The thread that it starts inherits the mask: a signal would end the process there.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            self._aio = aio.aio_handle(_IO_BYTES, depth, False, True, 1)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        self._locked = self._aio.new_cpu_locked_tensor(
+            block_size, torch.empty(0, dtype=torch.uint8)
+        )
+
+    def write(self, fd: int, view: memoryview, offset: int) -> None:
+        """Write memory; nobody knows whether it arrived."""
+        import torch
+
+        memory = torch.frombuffer(view, dtype=torch.uint8)
+        if not self._aio.is_pinned(memory):
+            memory = self._locked[: len(view)].copy_(memory)
+        self._aio.sync_pwrite(memory, f"/proc/self/fd/{fd}", offset)
+
+    def read(self, fd: int, view: memoryview, offset: int) -> bool:
+        """Read into memory; whether every sector arrived."""
+        import torch
+
+        target = torch.frombuffer(view, dtype=torch.uint8)
+        memory = target if self._aio.is_pinned(target) else self._locked[: len(view)]
+        marks = memory.view(torch.int64)[::_SECTOR_WORDS]
+        mark = int.from_bytes(os.urandom(8), "little", signed=True)
+        marks.fill_(mark)
+        self._aio.sync_pread(memory, f"/proc/self/fd/{fd}", offset)
+        if bool((marks == mark).any()):
+            return False
+        if memory is not target:
+            target.copy_(memory)
+        return True
+
+    def release(self) -> None:
+        """Give the locked memory back."""
+        self._aio.free_cpu_locked_tensor(self._locked)
+
+
+def _check_room_for_events(wanted: int) -> None:
+    try:
+        used = int(Path("/proc/sys/fs/aio-nr").read_text())
+        most = int(Path("/proc/sys/fs/aio-max-nr").read_text())
+    except (OSError, ValueError):
+        return
+    if used + wanted > most:
+        raise OSError(
+            f"the system has no room for {wanted} more asynchronous requests ({used} of {most} are "
+            f"taken). Raise fs.aio-max-nr (sysctl), or use io.backend: posix"
+        )
+
+
+_loaded: Any = None
+_loading = threading.Lock()
+
+
+def _load() -> Any:
+    """Import, and at the first use compile, DeepSpeed's code."""
+    global _loaded
+    with _loading:
+        if _loaded is None:
+            reason = why_not()
+            if reason is not None:
+                raise ConfigError(f"io.backend: deepnvme cannot run here: {reason}. Or use 'auto'.")
+            _loaded = _build()
+        return _loaded
+
+
+def _build() -> Any:
+    outcome: list[Any] = []
+    failure: list[BaseException] = []
+
+    def build() -> None:
+        try:
+            from deepspeed.ops.op_builder import AsyncIOBuilder
+
+            outcome.append(AsyncIOBuilder().load(verbose=False))
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=build, name="deepnvme-build", daemon=True)
+    thread.start()
+    thread.join(_BUILD_SECONDS)
+    if failure:
+        raise ConfigError(
+            f"io.backend: deepnvme cannot run here: DeepSpeed's aio does not load: {failure[0]}. "
+            f"It needs {_INSTALL}. Or use 'auto'."
+        ) from failure[0]
+    if not outcome:
+        raise ConfigError(
+            f"io.backend: deepnvme cannot run here: DeepSpeed's aio was not compiled within "
+            f"{_BUILD_SECONDS:.0f} s. If no other process is compiling it, remove the file 'lock' "
+            f"that an earlier one left in torch's folder of extensions "
+            f"(~/.cache/torch_extensions/*/async_io). Or use 'auto'."
+        )
+    return outcome[0]

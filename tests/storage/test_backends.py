@@ -1,0 +1,90 @@
+"""Every backend that can run here does what every backend must do."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from offload_strategy.errors import ConfigError
+from offload_strategy.storage import available_backends, create_backend
+from tests.storage.conformance import BLOCK, Conformance
+
+AVAILABLE = available_backends()
+
+
+class TestBackends(Conformance):
+    @pytest.fixture(params=AVAILABLE)
+    def name(self, request: pytest.FixtureRequest) -> str:
+        reason = AVAILABLE[request.param]
+        if reason is not None:
+            pytest.skip(f"{request.param}: {reason}")
+        return str(request.param)
+
+
+def test_posix_runs_everywhere_and_auto_is_a_backend() -> None:
+    assert AVAILABLE["posix"] is None
+    backend = create_backend("auto", threads=1, block_size=BLOCK)
+    backend.close()
+
+
+@pytest.mark.parametrize("name", [name for name, reason in AVAILABLE.items() if reason])
+def test_one_that_cannot_run_here_is_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        create_backend(name, threads=1, block_size=BLOCK)
+    assert name in str(refused.value)
+    assert str(AVAILABLE[name]) in str(refused.value)
+
+
+@pytest.mark.parametrize("package", ["deepspeed", "kvikio"])
+def test_a_package_that_is_not_installed_is_named(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    real = importlib.util.find_spec
+    module = {"deepspeed": "deepnvme"}.get(package, package)
+    monkeypatch.setattr(
+        f"offload_strategy.storage.{module}.find_spec",
+        lambda name: None if name == package else real(name),
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    reason = available_backends()[module]
+    assert reason is not None
+    assert f"the package {package} is not installed" in reason
+    assert "pip install" in reason
+
+
+@pytest.mark.parametrize("tool", ["c++", "libaio.h"])
+def test_what_deepspeed_compiles_with_is_named_if_missing(
+    tool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if AVAILABLE["deepnvme"] is not None:
+        pytest.skip(f"deepnvme: {AVAILABLE['deepnvme']}")
+    if tool == "c++":
+        monkeypatch.setattr("shutil.which", lambda name: None)
+    else:
+
+        def fail(command: list[str], **options: Any) -> None:
+            raise subprocess.CalledProcessError(1, command)
+
+        monkeypatch.setattr(subprocess, "run", fail)
+    reason = available_backends()["deepnvme"]
+    assert reason is not None
+    assert "apt install g++ libaio-dev" in reason
+
+
+def test_choosing_a_backend_imports_nothing_of_the_others() -> None:
+    code = (
+        "import sys\n"
+        "from offload_strategy.storage import create_backend\n"
+        "create_backend('auto', threads=1, block_size=4096).close()\n"
+        "print(sorted({'deepspeed', 'kvikio', 'cupy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    if AVAILABLE["kvikio"] is None:
+        pytest.skip("kvikio runs here, and auto looks at it")
+    assert done.stdout.strip() == "[]", done.stderr
