@@ -1,0 +1,121 @@
+"""This package's heap with everything below it, put together as the engine does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from offload_strategy.config import OffloadConfig
+from offload_strategy.heap import Heap, PathTier, Ticket
+from offload_strategy.memory import BufferPool
+from offload_strategy.storage import PathTurns, Space, create_backend, probe
+from offload_strategy.telemetry import MoveRecord, Recorder
+from offload_strategy.transfer import PathQueue
+from offload_strategy.units import GiB
+
+CLIENT = "optimizer"
+
+
+class OurHeap:
+    """A heap over one ssd tier, with the threads and block size that the config has by default.
+
+    Args:
+        directories: the paths of the tier.
+        budget: bytes of host buffers.
+        write_behind: bytes that may wait to be written.
+        capacity: bytes of each path, or None for what is free.
+        taking_turns: whether processes that share a path lock it.
+    """
+
+    def __init__(
+        self,
+        directories: Sequence[Path],
+        *,
+        budget: int = 4 * GiB,
+        write_behind: int = 4 * GiB,
+        capacity: int | None = None,
+        taking_turns: bool = False,
+    ) -> None:
+        io = OffloadConfig().io
+        self._undo = ExitStack()
+        with ExitStack() as undo:
+            self.recorder = Recorder()
+            self.pool = BufferPool(budget)
+            undo.callback(self.pool.close)
+            self.heap = Heap(self.pool, self.recorder, write_behind=write_behind)
+            queues = []
+            for directory in directories:
+                space = Space(directory, "disk", capacity, direct=True)
+                undo.callback(space.close)
+                turns = PathTurns(space.path) if taking_turns else None
+                if turns is not None:
+                    undo.callback(turns.close)
+                backend = create_backend(io.backend, threads=io.threads, block_size=io.block_size)
+                undo.callback(backend.close)
+                queue = PathQueue(space, backend, self.recorder, turns=turns)
+                undo.callback(queue.close)
+                queues.append(queue)
+                if len(directories) > 1:
+                    measured = probe(space, backend)
+                    queue.bandwidth.seed(read=measured.read, write=measured.write)
+            self.tier = PathTier("disk", queues)
+            undo.callback(self.heap.close)
+            self._undo = undo.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._undo.close()
+
+    def buffers(self, count: int, nbytes: int) -> list[torch.Tensor]:
+        """Page-aligned buffers whose memory is there and whose bytes tell them apart."""
+        made = [self.heap.borrow(CLIENT, nbytes) for _ in range(count)]
+        for number, buffer in enumerate(made):
+            buffer.fill_(number % 251 + 1)
+        return made
+
+    def write(self, buffers: Sequence[torch.Tensor]) -> list[Ticket]:
+        """Put buffers and wait until their bytes are on the path."""
+        tickets = [self.heap.put(buffer, CLIENT, [self.tier]) for buffer in buffers]
+        self.heap.wait_for_writes()
+        return tickets
+
+    def read(
+        self,
+        tickets: Sequence[Ticket],
+        *,
+        ahead: int,
+        expected: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Get tickets in order and free each; as many as `ahead` are being loaded at a time.
+
+        Args:
+            tickets: what to read.
+            ahead: how many loads are under way at most.
+            expected: what must come back, byte by byte.
+        """
+        for ticket in tickets[:ahead]:
+            self.heap.prefetch(ticket)
+        for number, ticket in enumerate(tickets):
+            loaded = self.heap.get(ticket)
+            self.heap.free(ticket)
+            if expected is not None and not torch.equal(loaded, expected[number]):
+                raise RuntimeError(f"ticket {number} came back with other bytes")
+            del loaded
+            if number + ahead < len(tickets):
+                self.heap.prefetch(tickets[number + ahead])
+
+    def moves(self, since: float) -> list[MoveRecord]:
+        """What moved since a time of `time.perf_counter()`."""
+        return [move for move in list(self.recorder.moves) if move.queued_at >= since]

@@ -1,0 +1,141 @@
+"""Four processes that share a path: taking turns keeps the sum and shortens each read."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from benchmarks import disks
+from benchmarks.io.contender import Contender
+from benchmarks.io.contest import TICKET_BYTES, scratch
+from benchmarks.io.results import Context, Result, in_turns, median_ratio
+from offload_strategy.units import MiB
+
+_PROCESSES = 4
+_THROTTLE = 300_000_000
+#: Tickets of each process.
+_TICKETS = 3
+_ALONE, _FREELY, _IN_TURNS = "alone", "freely", "in turns"
+
+
+def processes(context: Context) -> list[Result]:
+    """Each process gets its 64 MiB tickets one after the other, with and without locks.
+
+    The service time of a read begins with its first block, after its process got the lock; the
+    time with the wait begins when the read is asked for.
+    """
+    results = _on_path(context, "bare disk", scratch(context, "processes"), judged=False)
+    why_not = disks.why_not()
+    if why_not is not None:
+        context.say(f"processes on a throttled path are left out: {why_not}")
+        return results
+    room = 6 * _PROCESSES * _TICKETS * TICKET_BYTES + 1024 * MiB
+    with (
+        disks.loop_disk(context.directory, room) as disk,
+        disks.throttle() as limits,
+        limits.entered(),
+    ):
+        results += _on_path(
+            context,
+            f"{_THROTTLE // 10**6} MB/s",
+            disk.directory,
+            judged=True,
+            # They set up at full speed.
+            ready=lambda: limits.limit(disk, read=_THROTTLE, write=_THROTTLE),
+        )
+    return results
+
+
+def _on_path(
+    context: Context,
+    where: str,
+    directory: Path,
+    *,
+    judged: bool,
+    ready: Callable[[], None] = lambda: None,
+) -> list[Result]:
+    laps = 1 if context.quick else 3
+    sums: dict[str, list[float]] = {kind: [] for kind in (_ALONE, _FREELY, _IN_TURNS)}
+    service: dict[str, list[float]] = {kind: [] for kind in sums}
+    waited: dict[str, list[float]] = {kind: [] for kind in sums}
+    for kind in (_FREELY, _IN_TURNS):
+        (directory / kind.replace(" ", "-")).mkdir(mode=0o700)
+    with ExitStack() as undo:
+        groups = {
+            kind: [
+                undo.enter_context(
+                    Contender(
+                        "ours",
+                        directory=str(directory / kind.replace(" ", "-")),
+                        count=_TICKETS,
+                        nbytes=TICKET_BYTES,
+                        ahead=1,
+                        taking_turns=kind == _IN_TURNS,
+                    )
+                )
+                for _ in range(_PROCESSES)
+            ]
+            for kind in (_FREELY, _IN_TURNS)
+        }
+        # One process without locks, for as many bytes as the four.
+        groups = {_ALONE: groups[_FREELY][:1], **groups}
+        ready()
+        for group in (groups[_FREELY], groups[_IN_TURNS]):
+            for contender in group:
+                contender.ask("write")
+        for number in range(context.repeats):
+            context.say(f"processes, {where}, round {number + 1} of {context.repeats}")
+            for kind in in_turns(list(groups), number):
+                moves = _read_together(groups[kind], laps * _PROCESSES // len(groups[kind]))
+                took = max(m[2] for m in moves) - min(m[0] for m in moves)
+                sums[kind].append(len(moves) * TICKET_BYTES / took)
+                service[kind].append(statistics.median(end - start for _, start, end in moves))
+                waited[kind].append(statistics.median(end - queued for queued, _, end in moves))
+
+    command = f"{_PROCESSES} processes without locks, Heap.get of one 64 MiB ticket after another"
+    return [
+        Result(
+            name=f"processes: sum of {_PROCESSES}, {where}",
+            ours=statistics.median(sums[_IN_TURNS]) / 1e6,
+            peer=statistics.median(sums[_ALONE]) / 1e6,
+            unit="MB/s",
+            ratio=median_ratio(sums[_IN_TURNS], sums[_ALONE]),
+            threshold=0.97,
+            command="one process alone, as many bytes",
+            details={"bytes_per_second": sums},
+            judged=judged,
+        ),
+        Result(
+            name=f"processes: service of a 64 MiB read, {where}",
+            ours=1e3 * statistics.median(service[_IN_TURNS]),
+            peer=1e3 * statistics.median(service[_FREELY]),
+            unit="ms",
+            ratio=median_ratio(service[_IN_TURNS], service[_FREELY]),
+            threshold=0.4,
+            at_least=False,
+            command=command,
+            details={"median_seconds": service},
+            judged=judged,
+        ),
+        Result(
+            name=f"processes: with the wait, {where}",
+            ours=1e3 * statistics.median(waited[_IN_TURNS]),
+            peer=1e3 * statistics.median(waited[_FREELY]),
+            unit="ms",
+            ratio=median_ratio(waited[_IN_TURNS], waited[_FREELY]),
+            threshold=1.05,
+            at_least=False,
+            command=command,
+            details={"median_seconds": waited},
+            judged=judged,
+        ),
+    ]
+
+
+def _read_together(group: list[Contender], laps: int) -> list[tuple[float, float, float]]:
+    """All at once; when each move was queued, begun and done, by the clock that all share."""
+    for contender in group:
+        contender.tell("read_one_by_one", laps=laps)
+    return [tuple(move) for contender in group for move in contender.answer()["moves"]]
