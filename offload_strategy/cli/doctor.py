@@ -78,7 +78,7 @@ def examine(paths: Sequence[str] = ()) -> Iterator[Check]:
 
 
 def _backends(config: OffloadConfig) -> Iterator[Check]:
-    from offload_strategy.storage.backend import available_backends
+    from offload_strategy.storage import available_backends
 
     yield from checks.check_backends(config.io.backend, available_backends())
 
