@@ -136,9 +136,14 @@ def _deepnvme(
     context: Context, result: Contest, count: int, undo: ExitStack
 ) -> Callable[[str], dict[str, Any]]:
     context.say("DeepNVMe: starting (its first use compiles it, which takes minutes)")
-    peer = undo.enter_context(
-        Contender("deepnvme", directory=str(context.directory), count=count, nbytes=TICKET_BYTES)
-    )
+    try:
+        peer = undo.enter_context(
+            Contender(
+                "deepnvme", directory=str(context.directory), count=count, nbytes=TICKET_BYTES
+            )
+        )
+    except RuntimeError as error:  # it died, or never started: told with its own words
+        raise Skipped(str(error)) from error
     axes = (
         ((MiB,), (16,), (1, 2)) if context.quick else ((MiB, 4 * MiB, 8 * MiB), (8, 16, 32), (1, 2))
     )

@@ -39,6 +39,7 @@ def _on_path(context: Context, where: str, directory: Path) -> list[Result]:
         sources = heap.buffers(4, TICKET_BYTES)
         for nbytes in (TICKET_BYTES, _SMALL_BYTES):
             (wanted,) = heap.write([sources[0][:nbytes]])
+            _get(heap, wanted)  # the buffer that it is read into is there from now on
             idle, behind, left = [], [], []
             for number in range(context.repeats):
                 context.say(f"urgent, {where}, {nbytes // MiB} MiB, {number + 1}")
