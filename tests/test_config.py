@@ -303,6 +303,7 @@ class TestRefusedValues:
             ({"io": {"block_size": 0}}, "io.block_size", "multiple of 4096"),
             ({"io": {"direct": "maybe"}}, "io.direct", "'auto', true or false"),
             ({"io": {"backend": "tape"}}, "io.backend", "'deepnvme'"),
+            ({"io": {"backend": "deepnvme"}}, "io", "needs checksum: true"),
             ({"memory": {"pinned": 0}}, "memory.pinned", "at least 1 B"),
         ],
     )

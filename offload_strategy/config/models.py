@@ -228,8 +228,8 @@ class IOConfig(_Section):
     backend: Literal["auto", "posix", "kvikio", "deepnvme"] = "auto"
     """What moves the bytes: 'posix' is direct I/O on threads and runs everywhere; 'kvikio' is
     GPUDirect Storage (package kvikio, NVIDIA GPUs); 'deepnvme' is DeepSpeed's aio (package
-    deepspeed, libaio and a compiler). 'auto' is kvikio where cuFile has a working driver, else
-    posix."""
+    deepspeed, libaio and a compiler), which does not report errors and therefore needs
+    checksum: true. 'auto' is kvikio where cuFile has a working driver, else posix."""
     threads: int = Field(default=4, ge=1, le=256)
     """Threads for each path and direction: so many blocks are read, and so many written, at a
     time."""
@@ -240,6 +240,15 @@ class IOConfig(_Section):
     it cannot."""
     checksum: bool = False
     """Whether every read is checked against what was written (XXH3, package xxhash)."""
+
+    @model_validator(mode="after")
+    def _errors_are_noticed(self) -> Self:
+        if self.backend == "deepnvme" and not self.checksum:
+            raise ValueError(
+                "backend: deepnvme needs checksum: true, as DeepSpeed does not say when a read or "
+                "a write has failed; set it, or use backend: auto"
+            )
+        return self
 
 
 class MemoryConfig(_Section):

@@ -57,6 +57,14 @@ class ThreadedBackend(ABC):
     def read_pages(self, fd: int, view: memoryview, offset: int, needed: int) -> None:
         """Read into page-aligned memory; the file may end once `needed` bytes have come."""
 
+    def run(self, request: BlockRequest) -> None:
+        """Do all of a request but `on_done`, on the calling thread."""
+        if request.before is not None:
+            request.before()
+        self.move(request)
+        if request.after is not None:
+            request.after()
+
     def move(self, request: BlockRequest) -> None:
         """Move a request's bytes on the calling thread."""
         whole = request.nbytes // PAGE_BYTES * PAGE_BYTES
@@ -101,14 +109,9 @@ class _Run:
         self._over = False
 
     def __call__(self) -> None:
-        request = self._request
         error: BaseException | None = None
         try:
-            if request.before is not None:
-                request.before()
-            self._backend.move(request)
-            if request.after is not None:
-                request.after()
+            self._backend.run(self._request)
         except Exception as caught:
             error = caught
         self.end(error)

@@ -84,8 +84,3 @@ def _unmount(directory: Path) -> None:
     if done.returncode != 0:
         run("umount", "--lazy", directory)
         raise AssertionError(f"a test left a file open: {done.stderr.strip()}")
-
-
-def room(directory: Path) -> int:
-    """Bytes that are free in a file system."""
-    return shutil.disk_usage(directory).free

@@ -5,18 +5,30 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from offload_strategy.errors import ConfigError
-from offload_strategy.storage import available_backends, create_backend
-from tests.storage.conformance import BLOCK, Conformance
+from offload_strategy.errors import ConfigError, CorruptDataError
+from offload_strategy.storage import Backend, Space, available_backends, create_backend
+from offload_strategy.units import MiB
+from tests.storage.conformance import BLOCK, Conformance, HostMemory, begin
 
 AVAILABLE = available_backends()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _deepspeed_is_compiled() -> None:
+    """At its first use it takes minutes, and leaves a descriptor open."""
+    if AVAILABLE["deepnvme"] is None:
+        create_backend("deepnvme", threads=1, block_size=BLOCK).close()
+
+
 class TestBackends(Conformance):
+    def tells_failed_writes(self, backend: Backend) -> bool:
+        return type(backend).__name__ != "DeepNvmeBackend"
+
     @pytest.fixture(params=AVAILABLE)
     def name(self, request: pytest.FixtureRequest) -> str:
         reason = AVAILABLE[request.param]
@@ -88,3 +100,38 @@ def test_choosing_a_backend_imports_nothing_of_the_others() -> None:
     if AVAILABLE["kvikio"] is None:
         pytest.skip("kvikio runs here, and auto looks at it")
     assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize("persists", [False, True])
+def test_what_deepspeed_did_not_read_is_read_again_and_checked_again(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, persists: bool
+) -> None:
+    if AVAILABLE["deepnvme"] is not None:
+        pytest.skip(f"deepnvme: {AVAILABLE['deepnvme']}")
+    from offload_strategy.storage.deepnvme import _Handle
+
+    space = Space(disk, "nvme", 1 * MiB)
+    if not space.direct:
+        space.close()
+        pytest.skip("the temporary directory does not take direct I/O")
+    space.allocate(1 * MiB)
+    backend = create_backend("deepnvme", threads=1, block_size=BLOCK)
+    memory, lost = HostMemory(BLOCK), []
+    memory.data = data = b"d" * BLOCK
+    assert begin(backend, space.fd, memory, write=True).get() is None
+    memory.data = bytes(BLOCK)
+    monkeypatch.setattr(_Handle, "read", lambda self, fd, view, offset: lost.append(offset))
+
+    def check() -> None:
+        if persists or memory.data != data:
+            raise CorruptDataError("the checksum differs")
+
+    error = begin(backend, space.fd, memory, write=False, after=check).get()
+    assert lost == [0]
+    assert isinstance(error, CorruptDataError) if persists else error is None
+    assert memory.data == data
+    # Without a check nothing is left to DeepSpeed.
+    assert begin(backend, space.fd, memory, write=False).get() is None
+    assert lost == [0]
+    backend.close()
+    space.close()
