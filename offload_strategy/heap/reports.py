@@ -22,11 +22,26 @@ def no_room(nbytes: int, client: str, tiers: Sequence[Tier]) -> TierFullError:
     """No tier takes a ticket."""
     usage = ", ".join(
         f"{tier.name}: {format_size(tier.used_bytes)} of {format_size(tier.capacity)} used"
+        f"{_at(tier)}"
         for tier in tiers
     )
+    full = f"no tier has room for {format_size(nbytes)} of {client} ({usage})."
+    shortages = {
+        space.shortage
+        for tier in tiers
+        if isinstance(tier, PathTier)
+        for space in tier.spaces
+        if space.shortage
+    }
+    if shortages:
+        return TierFullError(
+            f"{full} {'; '.join(sorted(shortages))}. Others have filled the disk since the start: "
+            f"free some space there, add a tier, or offload less (activations.budget, a smaller "
+            f"batch)."
+        )
     return TierFullError(
-        f"no tier has room for {format_size(nbytes)} of {client} ({usage}). Raise a tier's "
-        f"capacity, add a tier, or offload less (activations.budget, a smaller batch)."
+        f"{full} Raise a tier's capacity, add a tier, or offload less (activations.budget, a "
+        f"smaller batch)."
     )
 
 
@@ -59,6 +74,12 @@ def again(error: OffloadError) -> OffloadError:
     A new one each time: a kept exception collects the frames, and tensors, of all who were told.
     """
     return type(error)(*error.args)
+
+
+def _at(tier: Tier) -> str:
+    """Where a tier's paths are."""
+    paths = [str(queue.path) for queue in tier.queues] if isinstance(tier, PathTier) else []
+    return f" at {' and '.join(paths)}" if paths else ""
 
 
 def _paths_of(entry: Entry) -> str:
