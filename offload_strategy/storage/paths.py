@@ -63,6 +63,12 @@ def inspect_directory(path: Path, tier: str) -> DirectoryReport:
             f"{where}: {str(path)!r} is not a directory. Name a directory on the disk to use; "
             f"the files in it are made, and removed, by this package."
         )
+    if hasattr(os, "statvfs") and os.statvfs(path).f_flag & os.ST_RDONLY:
+        raise ConfigError(
+            f"{where}: the file system of {str(path)!r} is mounted read-only. Mount it again for "
+            f"writing (the system's log tells if an error of the disk made it so), or name another "
+            f"directory."
+        )
     if not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(
             f"{where}: the directory {str(path)!r} is not writable for this user. "

@@ -63,6 +63,8 @@ class Space:
         self.fd: int
         self.direct: bool
         self.capacity: int
+        #: Why the file system itself gave no more, when it last was asked and did not.
+        self.shortage: str | None = None
         self._device: OpenDevice | None = None
         self._begin = 0  # what lies before is not ours
         self._used_end = 0
@@ -86,6 +88,7 @@ class Space:
         with self._lock:
             if self.fd < 0:
                 raise StorageError(f"tier {self.tier!r}: the space at {self.path} is closed")
+            self.shortage = None
             extent = self._extents.allocate(nbytes)
             if extent is None:
                 return None
@@ -96,6 +99,7 @@ class Space:
             except BaseException as error:
                 self._extents.free(extent)
                 if isinstance(error, TierFullError):
+                    self.shortage = str(error)
                     return None
                 raise
             self._used_end = max(self._used_end, end)
@@ -168,7 +172,8 @@ class Space:
         if usable < PAGE_BYTES:
             raise ConfigError(
                 f"tier {tier!r}: {self.path} has too little free space "
-                f"({format_size(report.free_bytes)}). Free some, or name another directory."
+                f"({format_size(report.free_bytes)}): {format_size(RESERVE_BYTES)} are kept back "
+                f"for others. Free some, or name another directory."
             )
         if report.in_memory:
             logger.warning(
@@ -185,8 +190,16 @@ class Space:
         if direct is not False and direct_flag:
             with contextlib.suppress(OSError):
                 fd = self._create(direct_flag)
-                if _takes_direct_io(fd):
-                    return fd, True
+                try:
+                    if _takes_direct_io(fd):
+                        return fd, True
+                except OSError as error:
+                    os.close(fd)
+                    raise ConfigError(
+                        f"tier {self.tier!r}: {self.path} cannot be written and read: "
+                        f"{error.strerror}. Check the disk and the system's log, or name another "
+                        f"directory."
+                    ) from error
                 os.close(fd)
         if direct is True:
             raise ConfigError(
@@ -233,8 +246,8 @@ class Space:
         missing = end - self._reserved
         if missing > free:
             raise TierFullError(
-                f"tier {self.tier!r}: {self.path} has {format_size(free)} left, "
-                f"{format_size(missing)} more are needed"
+                f"{self.path} has {format_size(free)} left to give ({format_size(RESERVE_BYTES)} "
+                f"are kept back), {format_size(missing)} more are needed"
             )
         step = min(round_up(missing, GROWTH_BYTES), free // PAGE_BYTES * PAGE_BYTES)
         target = max(end, min(self._reserved + step, round_up(self.capacity, PAGE_BYTES)))
@@ -245,7 +258,7 @@ class Space:
                 os.ftruncate(self.fd, target)
         except OSError as error:
             if error.errno == errno.ENOSPC:
-                raise TierFullError(f"tier {self.tier!r}: {self.path} is full") from error
+                raise TierFullError(f"{self.path} is full") from error
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                 raise StorageError(
                     f"tier {self.tier!r}: cannot grow the file in {self.path} to "
@@ -256,7 +269,11 @@ class Space:
 
 
 def _takes_direct_io(fd: int) -> bool:
-    """Whether a page really goes out and comes back (some file systems only accept the flag)."""
+    """Whether a page really goes out and comes back (some file systems only accept the flag).
+
+    Raises:
+        OSError: the disk fails.
+    """
     page = mmap.mmap(-1, PAGE_BYTES)
     try:
         page[:4] = b"page"
@@ -264,7 +281,9 @@ def _takes_direct_io(fd: int) -> bool:
             return False
         os.ftruncate(fd, 0)
         return True
-    except OSError:
+    except OSError as error:
+        if error.errno == errno.EIO:
+            raise
         return False
     finally:
         page.close()
