@@ -144,7 +144,11 @@ class PathTier:
                 # The odd part comes last, so that all begin where direct I/O can take them.
                 dealt = list(zip(open_queues, parts, strict=True))
                 for queue, part in sorted(dealt, key=lambda pair: pair[1] % STRIPE_UNIT):
-                    stripe = self._claim_on(queue, begin, part) if part else None
+                    try:
+                        stripe = self._claim_on(queue, begin, part) if part else None
+                    except BaseException:  # a path failed while its file was to grow
+                        self._free(stripes)
+                        raise
                     if stripe is not None:
                         stripes.append(stripe)
                         begin += part

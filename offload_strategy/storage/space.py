@@ -262,7 +262,8 @@ class Space:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                 raise StorageError(
                     f"tier {self.tier!r}: cannot grow the file in {self.path} to "
-                    f"{format_size(target)}: {error.strerror}"
+                    f"{format_size(target)}: {error.strerror}. Check the disk and the system's "
+                    f"log; training cannot go on with this path."
                 ) from error
             os.ftruncate(self.fd, target)
         self._reserved = target
