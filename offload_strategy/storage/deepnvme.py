@@ -14,10 +14,12 @@ a signal on its thread, no room for its events. They are looked for before.
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 from collections import deque
 from contextlib import suppress
@@ -28,7 +30,7 @@ from typing import Any
 from offload_strategy.errors import ConfigError, CorruptDataError
 from offload_strategy.storage.backend import BlockRequest
 from offload_strategy.storage.posix import PosixBackend, is_buffered
-from offload_strategy.units import MiB
+from offload_strategy.units import PAGE_BYTES, MiB
 
 #: Bytes of one request to the kernel.
 _IO_BYTES = 1 * MiB
@@ -204,7 +206,24 @@ def _load() -> Any:
             if reason is not None:
                 raise ConfigError(f"io.backend: deepnvme cannot run here: {reason}. Or use 'auto'.")
             _loaded = _build()
+            _write_once(_loaded)
         return _loaded
+
+
+def _write_once(aio: Any) -> None:
+    """Make DeepSpeed's first write while no other thread makes one.
+
+    In the first it calls Python from within `std::call_once`. A second thread that came to the same
+    place meanwhile would wait there with the interpreter lock in its hands, for ever.
+    """
+    handle = _Handle(aio, PAGE_BYTES)
+    try:
+        page = mmap.mmap(-1, PAGE_BYTES)
+        # The file system may not take direct I/O: that is as good.
+        with tempfile.TemporaryFile() as file, suppress(OSError):
+            handle.write(file.fileno(), memoryview(page), 0)
+    finally:
+        handle.release()
 
 
 def _build() -> Any:

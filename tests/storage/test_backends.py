@@ -135,3 +135,26 @@ def test_what_deepspeed_did_not_read_is_read_again_and_checked_again(
     assert lost == [0]
     backend.close()
     space.close()
+
+
+def test_deepspeeds_first_writes_may_come_from_many_threads(disk: Path) -> None:
+    if AVAILABLE["deepnvme"] is not None:
+        pytest.skip(f"deepnvme: {AVAILABLE['deepnvme']}")
+    code = (
+        "import sys, pathlib\n"
+        "from offload_strategy.storage import Space, create_backend\n"
+        "from tests.storage.conformance import BLOCK, HostMemory, begin\n"
+        "sys.setswitchinterval(1e-6)\n"
+        "space = Space(pathlib.Path(sys.argv[1]), 'nvme', 64 * BLOCK)\n"
+        "space.allocate(64 * BLOCK)\n"
+        "backend = create_backend('deepnvme', threads=8, block_size=BLOCK)\n"
+        "ends = [begin(backend, space.fd, HostMemory(BLOCK), write=True, offset=at * BLOCK)"
+        " for at in range(64)]\n"
+        "print([end.get() for end in ends] == [None] * 64)\n"
+        "backend.close()\n"
+        "space.close()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(disk)], capture_output=True, text=True, timeout=240
+    )
+    assert done.stdout.strip().endswith("True"), done.stderr
