@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 
 import torch
@@ -19,7 +18,7 @@ from offload_strategy.heap.tiers import HostTier, Tier
 from offload_strategy.heap.writing import Writer
 from offload_strategy.memory import BufferPool
 from offload_strategy.storage import ForeignFile
-from offload_strategy.telemetry import Recorder
+from offload_strategy.telemetry import Direction, Recorder
 from offload_strategy.transfer import PathQueue, Priority, Stripe, UninterruptedSection
 
 _CPU = torch.device("cpu")
@@ -245,7 +244,12 @@ class Heap:
             StorageError: a write failed.
         """
         while self._ledger.writing_bytes and not self._ledger.closed:
-            time.sleep(POLL_SECONDS)
+            with self._ledger.lock:
+                moves = [entry.move for entry in self._ledger.moving]
+            for move in moves:
+                if move is not None and move.direction is Direction.WRITE:
+                    move.help()
+                    move.ended.wait(10 * POLL_SECONDS)
         self._check_usable()
 
     def close(self) -> None:

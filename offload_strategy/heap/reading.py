@@ -85,6 +85,7 @@ class Reader:
         """Wait until a move is over; says so when a path does not answer."""
         begin = time.perf_counter()
         patience = reports.PATIENCE_SECONDS
+        move.help()
         while not move.ended.wait(patience):
             reports.still_waiting(entry, move, time.perf_counter() - begin)
             patience *= 2

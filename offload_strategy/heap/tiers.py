@@ -7,12 +7,12 @@ import itertools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import TYPE_CHECKING
 
 from offload_strategy.heap.dealing import STRIPE_UNIT, deal
 from offload_strategy.storage import Space
 from offload_strategy.transfer import PathQueue, Stripe
-from offload_strategy.units import round_up
 
 if TYPE_CHECKING:
     from offload_strategy.heap.ticket import Entry
@@ -129,6 +129,9 @@ class PathTier:
     def claim(self, nbytes: int) -> list[Stripe] | None:
         """Extents for `nbytes`, or None when the paths are full."""
         with self._lock:
+            if len(self.queues) == 1:
+                stripe = self._claim_on(self.queues[0], 0, nbytes)
+                return None if stripe is None else [stripe]
             stripes: list[Stripe] = []
             open_queues = list(self.queues)
             begin = 0
@@ -182,8 +185,7 @@ class PathTier:
         self._live[queue] += nbytes
         digests = None
         if queue.checksum is not None:
-            blocks = round_up(nbytes, queue.backend.block_size) // queue.backend.block_size
-            digests = [0] * blocks
+            digests = [0] * ceil(nbytes / queue.backend.block_size)
         return Stripe(queue, extent, begin, nbytes, digests)
 
     def _free(self, stripes: Sequence[Stripe]) -> None:

@@ -48,9 +48,11 @@ class Writer:
 
     def await_room(self, client: str, nbytes: int, tiers: Sequence[Tier]) -> None:
         """Wait while too much is waiting to be written (back-pressure)."""
+        ledger = self._ledger
+        if not ledger.writing_bytes or ledger.writing_bytes + nbytes <= self._write_behind:
+            return
         if any(isinstance(tier, HostTier) and tier.has_room(nbytes) for tier in tiers):
             return
-        ledger = self._ledger
         begin = time.perf_counter()
         report_at = begin + reports.PATIENCE_SECONDS
         while ledger.writing_bytes and ledger.writing_bytes + nbytes > self._write_behind:

@@ -45,6 +45,14 @@ class ThreadedBackend(ABC):
         run = _Run(self, request)
         self._workers.submit(run, run.end)
 
+    def help(self, what: str) -> bool:
+        """Run a request that has not begun on the calling thread; False if there is none.
+
+        Args:
+            what: for the message, if the path does not answer.
+        """
+        return self._workers.help(what)
+
     def close(self) -> None:
         """Finish what was submitted and end the threads."""
         self._workers.close()

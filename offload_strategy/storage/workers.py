@@ -22,6 +22,8 @@ logger = get_logger(__name__)
 
 #: A thread without work for this long ends: a forgotten `close()` leaves no thread behind.
 IDLE_SECONDS = 2.0
+#: A helper that has been away for this long is reported.
+SILENT_SECONDS = 30.0
 
 
 class Workers:
@@ -45,6 +47,9 @@ class Workers:
         self._started = 0
         self._lock = threading.Lock()
         self._closed = False
+        # What a helper does, and since when: it cannot tell by itself that a path is silent.
+        self._helped: tuple[str, float] | None = None
+        self._told_at = 0.0
         self._pid = os.getpid()
 
     def submit(
@@ -77,6 +82,33 @@ class Workers:
                         return
                     self._jobs.pop()
                     raise
+
+    def help(self, what: str) -> bool:
+        """Run one queued job on the calling thread, which has nothing else to do.
+
+        A thread that was woken for a job takes longer to begin than a small job takes.
+
+        Args:
+            what: for the message, if it takes long.
+
+        Returns:
+            False if nothing was queued.
+        """
+        with self._lock:
+            if not self._jobs:
+                return False
+            self._helped = (what, time.monotonic())
+            job, died = self._jobs[0]
+            del self._jobs[0]
+        try:
+            job()
+        except BaseException as error:
+            if died is not None:
+                died(error)
+            raise
+        finally:
+            self._helped = None
+        return True
 
     def close(self, timeout: float = 60.0) -> None:
         """Let queued jobs finish, end the threads and wait for them, `timeout` seconds at most."""
@@ -126,7 +158,7 @@ class Workers:
                         # No call between these two: see [Note: threads that die].
                         job, died = self._jobs[0]
                         del self._jobs[0]
-                    elif rested or self._closed:
+                    elif (rested and self._helped is None) or self._closed:
                         self._threads.discard(threading.current_thread())
                         return
                     else:
@@ -134,6 +166,7 @@ class Workers:
                 if job is None:
                     rested = not bell.acquire(timeout=IDLE_SECONDS)
                     if rested:
+                        self._watch_helper()
                         with self._lock:
                             if bell in self._bells:
                                 self._bells.remove(bell)
@@ -150,6 +183,20 @@ class Workers:
             if died is not None:
                 died(error)
             raise
+
+    def _watch_helper(self) -> None:
+        helped, now = self._helped, time.monotonic()
+        if helped is None:
+            return
+        what, since = helped
+        if now - max(since, self._told_at) > SILENT_SECONDS:
+            self._told_at = now
+            logger.warning(
+                "waiting for %s for %.0f s; the path does not answer, training resumes when it "
+                "does",
+                what,
+                now - since,
+            )
 
     def _replaced(self) -> bool:
         """Whether this thread may end: if jobs wait for it, a fresh one takes its place."""

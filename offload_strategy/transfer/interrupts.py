@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import signal
 import threading
+
+# The C functions: those of `signal` wrap them to make enums of numbers, and cost ten times as much.
+# A section is entered for every move.
+from _signal import SIGINT, getsignal, signal
 from types import FrameType, TracebackType
 from typing import Any
+
+_main_thread = threading.main_thread().ident
 
 
 class UninterruptedSection:
@@ -17,16 +22,20 @@ class UninterruptedSection:
 
     __slots__ = ("_handler", "_held_back")
 
+    #: Whether the main thread is inside one already; the outermost does the work.
+    _inside = False
+
     def __enter__(self) -> None:
         self._handler: Any = None
         self._held_back: FrameType | bool | None = False
-        if threading.current_thread() is not threading.main_thread():
+        if UninterruptedSection._inside or threading.get_ident() != _main_thread:
             return
-        handler = signal.getsignal(signal.SIGINT)
+        handler = getsignal(SIGINT)
         # The default action ends the process, and what is ignored needs no holding back.
         if callable(handler):
             self._handler = handler
-            signal.signal(signal.SIGINT, self._hold_back)
+            signal(SIGINT, self._hold_back)
+            UninterruptedSection._inside = True
 
     def __exit__(
         self,
@@ -37,9 +46,10 @@ class UninterruptedSection:
         handler = self._handler
         if handler is None:
             return
-        signal.signal(signal.SIGINT, handler)
+        UninterruptedSection._inside = False
+        signal(SIGINT, handler)
         if self._held_back is not False:
-            handler(signal.SIGINT, self._held_back)
+            handler(SIGINT, self._held_back)
 
     def _hold_back(self, number: int, frame: FrameType | None) -> None:
         self._held_back = frame

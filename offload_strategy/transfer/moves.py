@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from offload_strategy.transfer.queue import PathQueue
 
 
+#: A move that is nearly over is waited for awake: to fall asleep and to be woken costs as much as
+#: to read a small tensor.
+_SPIN_SECONDS = 0.0004
+
+
 class Latch:
     """An event that is set once, and that Ctrl-C in a waiting thread cannot leave locked.
 
@@ -38,7 +43,10 @@ class Latch:
 
     def wait(self, timeout: float) -> bool:
         """Wait until it is set, `timeout` seconds at most; returns whether it is."""
-        deadline = time.monotonic() + timeout
+        begin = time.monotonic()
+        while not self._is_set and time.monotonic() - begin < _SPIN_SECONDS:
+            time.sleep(0)  # lets others run
+        deadline = begin + timeout
         while not self._is_set:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -180,6 +188,11 @@ class Move:
         with UninterruptedSection():
             for leg in self.legs:
                 leg.stripe.queue.submit(leg)
+
+    def help(self) -> None:
+        """Do on the calling thread, which waits for it, what can be done there."""
+        while not self.ended.is_set() and any(leg.stripe.queue.help() for leg in self.legs):
+            pass
 
     def hurry(self, priority: Priority = Priority.NEEDED_NOW) -> None:
         """Let what is still queued overtake others from now on."""

@@ -18,6 +18,9 @@ from offload_strategy.transfer.interrupts import UninterruptedSection
 from offload_strategy.transfer.moves import Leg, MoveState, Priority
 from offload_strategy.transfer.turn_keeper import TurnKeeper
 
+#: Where blocks take less than this, a thread that waits for one had better move it itself.
+_SOON_SECONDS = 0.002
+
 
 class Place(Protocol):
     """What a queue needs to know of a space or a foreign file."""
@@ -85,6 +88,8 @@ class PathQueue:
         self._writes = _Lane()
         self._sequence = 0
         self._dispatching = False
+        # What a block takes at present, from when the backend gets it; 0 while nothing is known.
+        self._usual_seconds = 0.0
         self._turn: TurnKeeper | None = None
         if turns is not None and turns.works:
             self._turn = TurnKeeper(turns, self._turn_granted)
@@ -128,6 +133,19 @@ class PathQueue:
                 self._end(leg, started=started)
             # Writes may have been waiting for it.
             self._dispatch()
+
+    def help(self) -> bool:
+        """Move a block on the calling thread, which waits anyway; False if there is none.
+
+        Only where blocks are over soon: Ctrl-C waits until it is.
+        """
+        if not 0 < self._usual_seconds < _SOON_SECONDS:
+            return False
+        helper = getattr(self.backend, "help", None)
+        if helper is None:
+            return False
+        with UninterruptedSection():
+            return bool(helper(str(self.path)))
 
     def close(self) -> None:
         """Give the turn back, if one is held; call it when nothing is under way any more."""
@@ -185,11 +203,12 @@ class PathQueue:
                 nbytes = min(self.backend.block_size, leg.stripe.nbytes - begin)
                 if self._turn is not None:
                     self._turn.began(nbytes)
-            done = partial(self._block_done, leg, nbytes, urgent)
+            begun = time.perf_counter()
+            done = partial(self._block_done, leg, nbytes, urgent, begun)
             try:
                 self.backend.submit(self._request(leg, begin, nbytes, done))
             except BaseException as error:
-                self._count_block(leg, nbytes, urgent, error)
+                self._count_block(leg, nbytes, urgent, begun, error)
 
     def _request(
         self, leg: Leg, begin: int, nbytes: int, done: Callable[[BaseException | None], None]
@@ -210,16 +229,19 @@ class PathQueue:
         return request
 
     # ------------------------------------------------------------------ ends
-    def _block_done(self, leg: Leg, nbytes: int, urgent: bool, error: BaseException | None) -> None:
-        self._count_block(leg, nbytes, urgent, error)
+    def _block_done(
+        self, leg: Leg, nbytes: int, urgent: bool, begun: float, error: BaseException | None
+    ) -> None:
+        self._count_block(leg, nbytes, urgent, begun, error)
         self._dispatch()
 
     def _count_block(
-        self, leg: Leg, nbytes: int, urgent: bool, error: BaseException | None
+        self, leg: Leg, nbytes: int, urgent: bool, begun: float, error: BaseException | None
     ) -> None:
         now = time.perf_counter()
         with self._lock:
             lane = self._lane(leg)
+            self._usual_seconds += (now - begun - self._usual_seconds) / 4
             saturated = self._reads.under_way + self._writes.under_way >= self.backend.depth
             self.bandwidth.completed(leg.move.direction, nbytes, now, saturated=saturated)
             lane.under_way -= 1

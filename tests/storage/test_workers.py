@@ -15,6 +15,7 @@ import pytest
 
 from offload_strategy.errors import StorageError
 from offload_strategy.storage import BlockRequest, Space
+from offload_strategy.storage import workers as workers_module
 from offload_strategy.storage.posix import PosixBackend
 from offload_strategy.storage.workers import Workers
 from offload_strategy.units import PAGE_BYTES, MiB
@@ -126,9 +127,11 @@ def test_threads_that_are_ended_at_random_lose_no_job() -> None:
     workers = Workers("ssd-offload-test", 2)
     ran: list[int] = []
     died: list[int] = []
+    settled: set[int] = set()
     for number in range(300):
 
         def job(number: int = number) -> None:
+            settled.add(threading.get_ident())
             for _ in range(20):
                 time.sleep(0)
             ran.append(number)
@@ -139,7 +142,8 @@ def test_threads_that_are_ended_at_random_lose_no_job() -> None:
         workers.submit(job, fail)
         if number % 7 == 0:
             for thread in our_threads():
-                if thread.is_alive() and thread.ident is not None:
+                # One that is ended while it starts would leave `Thread.start` waiting for ever.
+                if thread.is_alive() and thread.ident in settled:
                     set_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
                     set_exception(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
                     time.sleep(0.001)
@@ -280,3 +284,73 @@ def test_buffered_io_does_not_fill_the_page_cache(disk: Path) -> None:
     space.close()
     assert ended == [None] * (2 * total // block)
     assert left <= 2 * block // PAGE_BYTES
+
+
+# ---------------------------------------------------------------------- helping
+def test_a_caller_that_waits_may_do_the_work_itself(workers: Workers) -> None:
+    gate, begun = threading.Event(), threading.Event()
+    ran: list[str] = []
+
+    def busy() -> None:
+        begun.set()
+        assert gate.wait(30)
+
+    workers.submit(busy)
+    assert begun.wait(30)
+    assert not workers.help("path"), "what has begun is not begun again"
+    workers.submit(lambda: ran.append(threading.current_thread().name))
+    assert workers.help("path")
+    assert ran == [threading.current_thread().name]
+    assert not workers.help("path")
+    gate.set()
+
+
+def test_a_helper_that_fails_tells_the_owner_of_the_job(workers: Workers) -> None:
+    gate, begun = threading.Event(), threading.Event()
+    died: list[BaseException] = []
+
+    def busy() -> None:
+        begun.set()
+        assert gate.wait(30)
+
+    def fail() -> None:
+        raise SystemExit
+
+    workers.submit(busy)
+    assert begun.wait(30)
+    workers.submit(fail, died.append)
+    with pytest.raises(SystemExit):
+        workers.help("path")
+    assert [type(error) for error in died] == [SystemExit]
+    gate.set()
+
+
+def test_a_helper_that_stays_away_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(workers_module, "IDLE_SECONDS", 0.02)
+    monkeypatch.setattr(workers_module, "SILENT_SECONDS", 0.05)
+    workers = Workers("ssd-offload-test", 2)
+    gate, begun = threading.Event(), threading.Event()
+
+    def busy() -> None:
+        begun.set()
+        assert gate.wait(30)
+
+    told = threading.Event()
+    monkeypatch.setattr(workers_module.logger, "warning", lambda *args: told.set())
+    both = threading.Event()
+    workers.submit(busy)
+    assert begun.wait(30)
+    begun.clear()
+    workers.submit(both.wait)  # the second thread
+    workers.submit(lambda: told.wait(30) or None)  # the helper's
+    helped = []
+    helper = threading.Thread(target=lambda: helped.append(workers.help("/mnt/nvme0")))
+    helper.start()
+    both.set()  # idle from here on, it watches
+    assert told.wait(30)
+    helper.join(30)
+    assert helped == [True]
+    gate.set()
+    workers.close(30)
