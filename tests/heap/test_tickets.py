@@ -444,7 +444,7 @@ def test_an_interrupted_wait_gives_its_place_back(
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("offload_strategy.heap.heap.time.sleep", interrupt)
+    monkeypatch.setattr("offload_strategy.heap.writing.time.sleep", interrupt)
     with pytest.raises(KeyboardInterrupt):
         rig.put(noise(4 * KiB))
     assert rig.space.used_bytes == 8 * KiB
