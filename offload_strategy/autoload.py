@@ -77,15 +77,12 @@ def _accelerate_launch(module: ModuleType) -> None:
 
 
 def _lightning(module: ModuleType) -> None:
-    from offload_strategy.integrations import lightning_pytorch
-
-    lightning_pytorch.install(module)
+    # Registers itself; if a script imports it right now, at the end of that.
+    import offload_strategy.integrations.lightning_pytorch  # noqa: F401
 
 
 def _pytorch_lightning(module: ModuleType) -> None:
-    from offload_strategy.integrations import pytorch_lightning
-
-    pytorch_lightning.install(module)
+    import offload_strategy.integrations.pytorch_lightning  # noqa: F401
 
 
 _HOOKS: dict[str, Hook] = {

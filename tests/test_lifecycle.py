@@ -358,6 +358,7 @@ def test_a_copy_outlives_the_engine_and_the_model(disk: Path) -> None:
 # ---------------------------------------------------------------------- other systems
 POORER = """
 import os, mmap
+os.environ.setdefault("USERNAME", "somebody")  # as such systems do
 import torch  # which has ways of its own on such systems
 for module, names in (
     (os, ["O_DIRECT", "O_TMPFILE", "O_CLOEXEC", "O_NOFOLLOW", "posix_fallocate", "pread", "pwrite",

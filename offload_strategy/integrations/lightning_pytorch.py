@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 
 from offload_strategy.integrations.lightning import OffloadStrategyMixin, register_in
 
@@ -15,10 +13,5 @@ class SSDOffloadStrategy(OffloadStrategyMixin, SingleDeviceStrategy):
     family = "lightning.pytorch"
 
 
-def install(strategies: Any) -> None:
-    """Register the strategy by name.
-
-    Args:
-        strategies: The module `lightning.pytorch.strategies`.
-    """
-    register_in(strategies.StrategyRegistry, SSDOffloadStrategy)
+# Whoever imports this module first, the hook of the autoload or a script: it registers itself.
+register_in(StrategyRegistry, SSDOffloadStrategy)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from offload_strategy.integrations.lightning import OffloadStrategyMixin, register_in
 
 if TYPE_CHECKING:
     # The same code under another name; the mixin is typed against this one.
-    from lightning.pytorch.strategies import SingleDeviceStrategy
+    from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 else:
-    from pytorch_lightning.strategies import SingleDeviceStrategy
+    from pytorch_lightning.strategies import SingleDeviceStrategy, StrategyRegistry
 
 
 class SSDOffloadStrategy(OffloadStrategyMixin, SingleDeviceStrategy):
@@ -19,10 +19,5 @@ class SSDOffloadStrategy(OffloadStrategyMixin, SingleDeviceStrategy):
     family = "pytorch_lightning"
 
 
-def install(strategies: Any) -> None:
-    """Register the strategy by name.
-
-    Args:
-        strategies: The module `pytorch_lightning.strategies`.
-    """
-    register_in(strategies.StrategyRegistry, SSDOffloadStrategy)
+# Whoever imports this module first, the hook of the autoload or a script: it registers itself.
+register_in(StrategyRegistry, SSDOffloadStrategy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -75,6 +76,7 @@ LATE = f"""
 {PYTORCH_LIGHTNING}
 {ACCELERATE}
 import importlib
+import subprocess
 from offload_strategy import autoload
 for _ in range(2):
     autoload.register()
@@ -207,3 +209,29 @@ def test_a_hook_that_raises_does_not_break_the_import_of_its_module(
     messages = [str(warning.message) for warning in caught]
     assert len(messages) == 1
     assert "hook for innocent_module_1 failed with AttributeError" in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ("lightning_pytorch", "lightning.pytorch.strategies"),
+        ("pytorch_lightning", "pytorch_lightning.strategies"),
+    ],
+)
+@pytest.mark.parametrize("first", ["", "import torch; "])
+def test_a_script_may_import_our_module_before_the_framework(
+    first: str, ours: str, theirs: str
+) -> None:
+    code = (
+        f"{first}from offload_strategy.integrations.{ours} import SSDOffloadStrategy\n"
+        f"from {theirs} import StrategyRegistry\n"
+        f"assert StrategyRegistry['ssd_offload']['strategy'] is SSDOffloadStrategy\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "steps aside" not in run.stderr
