@@ -76,7 +76,6 @@ LATE = f"""
 {PYTORCH_LIGHTNING}
 {ACCELERATE}
 import importlib
-import subprocess
 from offload_strategy import autoload
 for _ in range(2):
     autoload.register()
