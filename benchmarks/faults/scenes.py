@@ -1,0 +1,537 @@
+"""Each fault of a single process, on a disk of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from benchmarks.disks import LoopDisk, loop_disk, throttle
+from benchmarks.faults.subject import (
+    BACKWARDED,
+    BEFORE,
+    FILLER,
+    FORWARDED,
+    Outcome,
+    observed,
+    settings,
+    threads,
+    train,
+)
+from offload_strategy import OffloadEngine
+from offload_strategy.errors import StorageError
+from offload_strategy.optimizer.updates import Speculation, Updater
+from offload_strategy.units import KiB, MiB
+
+#: The package leaves 64 MiB of a file system to others.
+_DISK_BYTES = 160 * MiB
+_SECONDS_OF_PATIENCE = 0.6
+
+Change = Callable[[Callable[..., int], int, list[memoryview], int], int]
+"""Stands for `os.preadv` or `os.pwritev`, which is its first argument."""
+
+
+# ---------------------------------------------------------------------- making faults
+def fill(disk: LoopDisk, leave: int = 0) -> None:
+    """Somebody else takes what is free on a disk."""
+    with open(disk.directory / FILLER, "wb") as file:
+        for too_much in itertools.count(leave, 256 * KiB):
+            free = shutil.disk_usage(disk.directory).free - too_much
+            if free <= 0:
+                return
+            with contextlib.suppress(OSError):  # some of what is free is for the file's own blocks
+                os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, free)
+                return
+
+
+def cut(disk: LoopDisk, engine: OffloadEngine | None = None) -> None:
+    """The disk loses all that is on it, when it is on it: reads and writes fail with EIO."""
+    if engine is not None:
+        settled(engine)
+    os.truncate(disk.image, 0)
+    _run("losetup", "--set-capacity", disk.device)
+
+
+def settled(engine: OffloadEngine) -> None:
+    """Wait until all that left is on the disk, and only there."""
+    engine._resources.heap.wait_for_writes()
+
+
+def tried(engine: OffloadEngine) -> None:
+    """Wait until all that left was written, or failed; a write nobody needs any more is given up.
+
+    Training has to notice by itself.
+    """
+    with contextlib.suppress(StorageError):
+        settled(engine)
+
+
+def flip_bytes(engine: OffloadEngine, image: Path) -> None:
+    """Change one byte of every block of what is stored, in the file that is the disk."""
+    settled(engine)
+    (space,) = engine._resources.spaces
+    assert space._device is not None, "offsets are those of the image on a raw device only"
+    with open(image, "r+b") as file:
+        for place in range(space._begin, space._begin + space._used_end, 4 * KiB):
+            file.seek(place)
+            byte = file.read(1)
+            file.seek(place)
+            file.write(bytes([byte[0] ^ 0x10]))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def kill_worker(thread: threading.Thread, reason: type[BaseException] = SystemExit) -> None:
+    """Have an exception raised in a thread, whatever it does."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(thread.ident or 0), ctypes.py_object(reason)
+    )
+
+
+@contextlib.contextmanager
+def impatient() -> Iterator[None]:
+    """A wait is reported soon."""
+    with mock.patch("offload_strategy.heap.reports.PATIENCE_SECONDS", _SECONDS_OF_PATIENCE):
+        yield
+
+
+@contextlib.contextmanager
+def answers(change: Change) -> Iterator[None]:
+    """System calls that move bytes answer as `change` says, which may make the call itself."""
+    with contextlib.ExitStack() as undo:
+        for name in ("preadv", "pwritev"):
+            call = getattr(os, name)
+
+            def changed(
+                fd: int, views: list[memoryview], offset: int, call: Callable[..., int] = call
+            ) -> int:
+                if fd not in _unnamed():
+                    return call(fd, views, offset)
+                return change(call, fd, views, offset)
+
+            undo.enter_context(mock.patch.object(os, name, changed))
+        yield
+
+
+def _unnamed() -> set[int]:
+    """Descriptors of the package's files."""
+    found = set()
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{entry}").endswith("(deleted)"):
+                found.add(int(entry))
+    return found
+
+
+def _run(*command: str | Path) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+
+
+# ---------------------------------------------------------------------- no room
+def too_large_a_capacity(place: Path) -> Outcome:
+    """The config asks for more than the disk has."""
+    with loop_disk(place, _DISK_BYTES) as disk, observed(disk.directory) as outcome:
+        OffloadEngine(settings(disk.directory, capacity="1GiB"))
+    return outcome
+
+
+def full_at_start(place: Path) -> Outcome:
+    """The config names no capacity, and next to nothing is free."""
+    with loop_disk(place, _DISK_BYTES) as disk, observed(disk.directory) as outcome:
+        fill(disk, leave=1 * MiB)
+        OffloadEngine(settings(disk.directory, capacity=None))
+    return outcome
+
+
+def filled_while_running(place: Path, *, second_tier: bool = False) -> Outcome:
+    """Somebody else fills the disk after the first step, before all of the capacity is taken."""
+    with contextlib.ExitStack() as stack:
+        disks = [stack.enter_context(loop_disk(place, _DISK_BYTES)) for _ in range(1 + second_tier)]
+        # Otherwise the whole of this small capacity would be taken with the first ticket.
+        stack.enter_context(mock.patch("offload_strategy.storage.space.GROWTH_BYTES", 64 * KiB))
+        paths = [disk.directory for disk in disks]
+        with observed(*paths) as outcome:
+            engine = OffloadEngine(settings(*paths))
+            train(engine, outcome, {(0, FORWARDED): lambda engine: fill(disks[0])})
+    return outcome
+
+
+def filled_with_a_second_tier(place: Path) -> Outcome:
+    """The same, and there is a second disk."""
+    return filled_while_running(place, second_tier=True)
+
+
+def filled_without_preallocation(place: Path) -> Outcome:
+    """The file system cannot preallocate, and is full when a block is written: a real ENOSPC."""
+
+    def refused(*_: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    with loop_disk(place, _DISK_BYTES) as disk, observed(disk.directory) as outcome:
+        engine = OffloadEngine(settings(disk.directory))
+
+        def happen(engine: OffloadEngine) -> None:
+            fill(disk)
+
+        with mock.patch("offload_strategy.storage.space.os.posix_fallocate", refused):
+            (space,) = engine._resources.spaces
+            extent = space.allocate(4 * KiB)
+            assert extent is not None
+            space.free(extent)
+        train(engine, outcome, {(0, BEFORE): happen, (0, FORWARDED): tried})
+    return outcome
+
+
+# ---------------------------------------------------------------------- a disk that fails
+def write_error(place: Path) -> Outcome:
+    """Writes fail from the second step on; the states, which would be read, are elsewhere."""
+    with loop_disk(place, _DISK_BYTES) as disk, observed(disk.directory) as outcome:
+        engine = OffloadEngine(settings(disk.directory, optimizer={"enabled": False}))
+        happen = {(1, BEFORE): lambda engine: cut(disk, engine), (1, FORWARDED): tried}
+        train(engine, outcome, happen)
+    return outcome
+
+
+def read_error(place: Path) -> Outcome:
+    """Reads fail between forward and backward."""
+    with loop_disk(place, _DISK_BYTES) as disk, observed(disk.directory) as outcome:
+        happen = {(1, FORWARDED): lambda engine: cut(disk, engine)}
+        train(OffloadEngine(settings(disk.directory)), outcome, happen)
+    return outcome
+
+
+def read_error_in_step(place: Path) -> Outcome:
+    """Reads fail while `step()` makes visible what ran ahead: a part of it is, the rest is lost."""
+    commit = Updater.commit
+    with loop_disk(place, _DISK_BYTES) as disk, observed(disk.directory) as outcome:
+        engine = OffloadEngine(settings(disk.directory, optimizer={"subgroup_size": 1}))
+
+        def commit_and_fail(updater: Updater, speculation: Speculation) -> None:
+            commit(updater, speculation)
+            if disk.image.stat().st_size:
+                cut(disk)
+
+        with contextlib.ExitStack() as later:
+
+            def happen(engine: OffloadEngine) -> None:
+                settled(engine)
+                later.enter_context(mock.patch.object(Updater, "commit", commit_and_fail))
+
+            train(engine, outcome, {(1, BACKWARDED): happen})
+    return outcome
+
+
+def failed_before_start(place: Path) -> Outcome:
+    """The disk fails before the engine starts, its file system is still mounted."""
+    with loop_disk(place, _DISK_BYTES) as disk, observed(disk.directory) as outcome:
+        cut(disk)
+        OffloadEngine(settings(disk.directory))
+    return outcome
+
+
+# ---------------------------------------------------------------------- mounts
+def unmounted_while_running(place: Path) -> Outcome:
+    """Somebody detaches the file system (``umount -l``)."""
+    with loop_disk(place, _DISK_BYTES) as disk, observed(disk.directory) as outcome:
+        happen = {(1, FORWARDED): lambda engine: _run("umount", "-l", disk.directory)}
+        train(OffloadEngine(settings(disk.directory)), outcome, happen)
+    return outcome
+
+
+def not_there_at_start(place: Path) -> Outcome:
+    """The file system was unmounted, and its mount point removed, before the start."""
+    with loop_disk(place, _DISK_BYTES) as disk, observed(disk.directory) as outcome:
+        disk.unmount()
+        disk.directory.rmdir()
+        OffloadEngine(settings(disk.directory))
+    return outcome
+
+
+def read_only_at_start(place: Path) -> Outcome:
+    """The file system is mounted read-only."""
+    with loop_disk(place, _DISK_BYTES) as disk, observed(disk.directory) as outcome:
+        disk.mount("remount", "ro")
+        OffloadEngine(settings(disk.directory))
+    return outcome
+
+
+def read_only_while_running(place: Path) -> Outcome:
+    """The kernel finds an error in the file system and makes it read-only."""
+    with loop_disk(place, _DISK_BYTES) as disk, observed(disk.directory) as outcome:
+        disk.mount("remount", "errors=remount-ro")
+        trigger = Path("/sys/fs/ext4", disk.device.name, "trigger_fs_error")
+
+        def happen(engine: OffloadEngine) -> None:
+            trigger.write_text("tried")
+            try:
+                (disk.directory / FILLER).touch()
+            except OSError as error:
+                if error.errno == errno.EROFS:
+                    return
+            raise AssertionError("the kernel did not make the file system read-only")
+
+        engine = OffloadEngine(settings(disk.directory))
+        train(engine, outcome, {(1, BEFORE): happen, (1, FORWARDED): tried})
+    return outcome
+
+
+def remounted_while_running(place: Path) -> Outcome:
+    """Somebody asks for a read-only mount of the file system: the kernel refuses, it is in use."""
+    with loop_disk(place, _DISK_BYTES) as disk, observed(disk.directory) as outcome:
+
+        def happen(engine: OffloadEngine) -> None:
+            with contextlib.suppress(RuntimeError):
+                disk.mount("remount", "ro")
+                raise AssertionError("the mount is not in use")
+
+        train(OffloadEngine(settings(disk.directory)), outcome, {(1, BEFORE): happen})
+    return outcome
+
+
+def read_only_device(place: Path) -> Outcome:
+    """A raw block device is made read-only (``blockdev --setro``)."""
+    with loop_disk(place, 32 * MiB, formatted=False) as disk, contextlib.ExitStack() as undo:
+
+        def happen(engine: OffloadEngine) -> None:
+            undo.callback(_run, "blockdev", "--setrw", disk.device)  # it outlives the disk
+            _run("blockdev", "--setro", disk.device)
+
+        with observed() as outcome:
+            engine = OffloadEngine(settings(disk.device))
+            train(engine, outcome, {(1, BEFORE): happen, (1, FORWARDED): tried})
+    return outcome
+
+
+def deleted_directory(place: Path) -> Outcome:
+    """The disk's owner removes the directory."""
+    with loop_disk(place, _DISK_BYTES) as disk:
+        directory = disk.directory / "offload"
+        directory.mkdir()
+        with observed(disk.directory) as outcome:
+            happen = {(1, FORWARDED): lambda engine: shutil.rmtree(directory)}
+            train(OffloadEngine(settings(directory)), outcome, happen)
+    return outcome
+
+
+# ---------------------------------------------------------------------- a disk that stalls
+def stalled(place: Path) -> Outcome:
+    """The disk moves 64 KiB a second, until that was reported."""
+    with (
+        _slow(place) as (disk, slow, lift),
+        observed(disk.directory) as outcome,
+        impatient(),
+        _once_reported(outcome, lift) as begin,
+    ):
+
+        def happen(engine: OffloadEngine) -> None:
+            settled(engine)
+            slow()
+            begin()
+
+        train(OffloadEngine(settings(disk.directory)), outcome, {(1, BEFORE): happen})
+    return outcome
+
+
+def interrupted_while_stalled(place: Path) -> Outcome:
+    """Ctrl-C, and `engine.close()`, while the disk moves 64 KiB a second."""
+
+    def press() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with (
+        _slow(place) as (disk, slow, _),
+        observed(disk.directory) as outcome,
+        impatient(),
+        _once_reported(outcome, press) as begin,
+    ):
+
+        def happen(engine: OffloadEngine) -> None:
+            settled(engine)
+            slow()
+            begin()
+
+        engine = OffloadEngine(settings(disk.directory))
+        train(engine, outcome, {(1, BEFORE): happen}, states_too=False)
+    return outcome
+
+
+@contextlib.contextmanager
+def _once_reported(outcome: Outcome, act: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """Once begun, something is done half a second after the first line of the log."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not outcome.log:
+            if over.wait(0.02):
+                return
+        if not over.wait(0.5):
+            act()
+
+    thread = threading.Thread(target=watch)
+    try:
+        yield thread.start
+    finally:
+        over.set()
+        if thread.ident is not None:
+            thread.join()
+
+
+@contextlib.contextmanager
+def _slow(place: Path) -> Iterator[tuple[LoopDisk, Callable[[], None], Callable[[], None]]]:
+    """A disk, what makes it slow, and what lifts that again."""
+    with loop_disk(place, _DISK_BYTES) as disk, throttle() as limits, limits.entered():
+        yield (
+            disk,
+            lambda: limits.limit(disk, read=64 * KiB, write=64 * KiB),
+            lambda: limits.limit(disk),
+        )
+
+
+# ---------------------------------------------------------------------- odd answers
+def short_answers(place: Path) -> Outcome:
+    """Every call moves a page at most."""
+    return _train_with(place, lambda call, fd, views, at: call(fd, _first(views, 4 * KiB), at))
+
+
+def odd_answers(place: Path) -> Outcome:
+    """Every call moves 1,000 bytes at most, without direct I/O."""
+    return _train_with(
+        place, lambda call, fd, views, at: call(fd, _first(views, 1000), at), io={"direct": False}
+    )
+
+
+def try_again(place: Path) -> Outcome:
+    """Two of three calls answer EAGAIN."""
+    asked = itertools.count()
+
+    def change(call: Callable[..., int], fd: int, views: list[memoryview], at: int) -> int:
+        if next(asked) % 3:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return call(fd, views, at)
+
+    return _train_with(place, change)
+
+
+def try_again_for_ever(place: Path) -> Outcome:
+    """From the second step on, every call answers EAGAIN."""
+
+    def change(call: Callable[..., int], fd: int, views: list[memoryview], at: int) -> int:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    with (
+        loop_disk(place, _DISK_BYTES) as disk,
+        contextlib.ExitStack() as later,
+        mock.patch("offload_strategy.storage.posix.RETRY_SECONDS", _SECONDS_OF_PATIENCE),
+        observed(disk.directory) as outcome,
+    ):
+
+        def happen(engine: OffloadEngine) -> None:
+            settled(engine)
+            later.enter_context(answers(change))
+
+        train(OffloadEngine(settings(disk.directory)), outcome, {(1, BEFORE): happen})
+    return outcome
+
+
+def signals(place: Path) -> Outcome:
+    """A thousand signals a second, to the main thread and to those that move bytes."""
+    received = itertools.count()
+    over = threading.Event()
+
+    def send() -> None:
+        while not over.wait(0.001):
+            for thread in (threading.main_thread(), *threads()):
+                with contextlib.suppress(ProcessLookupError):
+                    if thread.ident is not None and thread.is_alive():
+                        signal.pthread_kill(thread.ident, signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: next(received))
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        with loop_disk(place, _DISK_BYTES) as disk, observed(disk.directory) as outcome:
+            train(OffloadEngine(settings(disk.directory)), outcome)
+    finally:
+        over.set()
+        sender.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert next(received) > 0
+    return outcome
+
+
+def _first(views: list[memoryview], nbytes: int) -> list[memoryview]:
+    return [memoryview(views[0])[:nbytes]]
+
+
+def _train_with(place: Path, change: Change, **sections: Any) -> Outcome:
+    with (
+        loop_disk(place, _DISK_BYTES) as disk,
+        observed(disk.directory) as outcome,
+        answers(change),
+    ):
+        train(OffloadEngine(settings(disk.directory, **sections)), outcome)
+    return outcome
+
+
+# ---------------------------------------------------------------------- wrong bytes
+def flipped_bytes(place: Path, *, checksum: bool = True) -> Outcome:
+    """Bytes change on the disk, and checksums are on."""
+    with loop_disk(place, 32 * MiB, formatted=False) as disk, observed() as outcome:
+        engine = OffloadEngine(settings(disk.device, io={"checksum": checksum}))
+        happen = {(1, FORWARDED): lambda engine: flip_bytes(engine, disk.image)}
+        train(engine, outcome, happen)
+    return outcome
+
+
+def flipped_bytes_unnoticed(place: Path) -> Outcome:
+    """The same without checksums."""
+    return flipped_bytes(place, checksum=False)
+
+
+# ---------------------------------------------------------------------- threads
+def dead_worker(place: Path) -> Outcome:
+    """A thread is ended from outside while it writes a block that nobody has read yet."""
+    ended: list[threading.Thread] = []
+
+    def change(call: Callable[..., int], fd: int, views: list[memoryview], at: int) -> int:
+        if not ended:
+            ended.append(threading.current_thread())
+            kill_worker(ended[0])
+            time.sleep(0.01)  # it is raised at the end of a call
+        return call(fd, views, at)
+
+    with (
+        loop_disk(place, _DISK_BYTES) as disk,
+        contextlib.ExitStack() as later,
+        observed(disk.directory) as outcome,
+    ):
+        happen = {
+            (1, BEFORE): lambda engine: later.enter_context(answers(change)),
+            (1, FORWARDED): tried,
+        }
+        train(OffloadEngine(settings(disk.directory)), outcome, happen)
+    return outcome
+
+
+def dead_idle_workers(place: Path) -> Outcome:
+    """Threads are ended from outside while they wait for work."""
+    with loop_disk(place, _DISK_BYTES) as disk, observed(disk.directory) as outcome:
+
+        def happen(engine: OffloadEngine) -> None:
+            settled(engine)
+            for thread in threads():
+                kill_worker(thread)
+
+        train(OffloadEngine(settings(disk.directory)), outcome, {(1, BEFORE): happen})
+    return outcome

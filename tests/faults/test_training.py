@@ -1,0 +1,27 @@
+"""Every fault of the table, made for real: what training sees, and what is left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults.table import FAULTS
+
+#: No close may take longer, also on a disk that hardly answers. A quiet machine needs a second.
+_CLOSE_SECONDS = 15.0
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_ends_as_the_table_says(name: str, place: Path) -> None:
+    if name.startswith("flipped"):
+        pytest.importorskip("xxhash")
+    outcome = FAULTS[name].provoke(place)
+    assert FAULTS[name].complaints(outcome) == []
+    assert outcome.close_seconds < _CLOSE_SECONDS
+
+
+def test_every_line_of_the_documentation_is_one_of_the_table() -> None:
+    text = Path(__file__).parents[2].joinpath("docs", "faults.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| ")][2:]
+    assert [row.split("|")[1].strip() for row in rows] == [fault.title for fault in FAULTS.values()]
