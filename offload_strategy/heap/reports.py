@@ -48,6 +48,7 @@ def no_room(nbytes: int, client: str, tiers: Sequence[Tier]) -> TierFullError:
 def failed(entry: Entry, move: Move) -> OffloadError:
     """A read or a write failed."""
     cause = move.error
+    why = str(cause) or repr(cause)
     if isinstance(cause, CorruptDataError):
         return again(cause)
     tiers = " and ".join(sorted({repr(stripe.queue.tier) for stripe in entry.stripes}))
@@ -56,12 +57,12 @@ def failed(entry: Entry, move: Move) -> OffloadError:
     error: OffloadError
     if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
         error = TierFullError(
-            f"tier {tiers}: could not {what}: {cause}. Others have filled the disk (or the quota) "
+            f"tier {tiers}: could not {what}: {why}. Others have filled the disk (or the quota) "
             f"since the start: free some space, and set tiers[].capacity to what is yours."
         )
     else:
         error = StorageError(
-            f"tier {tiers}: could not {what}: {cause}. Check the disk and the system's log; "
+            f"tier {tiers}: could not {what}: {why}. Check the disk and the system's log; "
             f"training cannot go on with this path."
         )
     error.__cause__ = cause
