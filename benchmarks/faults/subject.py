@@ -149,6 +149,9 @@ def train(
     except BaseException as error:
         outcome.error = error.with_traceback(None)
     loss = None
+    # A backward that failed leaves nodes in autograd's queue of this thread, and with them what
+    # they saved, until the next backward.
+    torch.zeros(1, requires_grad=True).sum().backward()
     expected_weights, expected_states = plain()
     got, done = _copy(model), outcome.whole_steps
     if not _same(got, expected_weights[done]):
