@@ -24,6 +24,8 @@ _COMMANDS = {
     "os.close(fd)",
     _OVERWRITTEN: "fd = os.open(FILE, O_WRONLY|O_DIRECT); os.pwrite(fd, tensor, 0); os.close(fd)",
 }
+#: So many writes of a kind make a run; then it is the next kind's turn.
+_RUN = 25
 #: Tickets, and files, that are there at a time: as many places are written by turns.
 _KEPT = 8
 
@@ -31,7 +33,7 @@ _KEPT = 8
 def small(context: Context) -> list[Result]:
     """Latency of writing 2 MiB: from the call until it is known that the bytes are on the path.
 
-    One after the other, all kinds in turns, from the same buffer. Where a file system puts a file
+    One after the other, in runs, all kinds in turns, from the same buffer. Where a file system puts a file
     is a matter of luck, and decides whether it takes one request or two: each alternation has
     files, and a space of ours, of its own.
     """
@@ -48,13 +50,13 @@ def small(context: Context) -> list[Result]:
                 _OVERWRITTEN: _overwritten(str(place), buffer),
             }
             since = 0.0
-            for number in range(-2 * _KEPT, rounds):
-                if number == 0:
+            for run in range(-1, rounds // _RUN):
+                if run == 0:
                     since = time.perf_counter()
-                for kind in in_turns(list(kinds), number):
-                    seconds = kinds[kind]()
-                    if number >= 0:  # before that every place is written once
-                        took[kind].append(seconds)
+                for kind in in_turns(list(kinds), run):
+                    seconds = [kinds[kind]() for _ in range(_RUN)]
+                    if run >= 0:  # before that every place is written once
+                        took[kind] += seconds
             moved += [move.finished_at - move.queued_at for move in heap.moves(since)]
             kinds.clear()
         for file in place.iterdir():

@@ -54,6 +54,7 @@ class Ledger:
         # See [Note: no Python code in finalizers].
         reference = weakref.ref(ticket, self._dropped.append)
         self._tickets[id(reference)] = (reference, entry)
+        entry.reference = id(reference)
         return ticket
 
     # ------------------------------------------------------------------ with the lock held
@@ -116,6 +117,9 @@ class Ledger:
         with UninterruptedSection():
             with self.lock:
                 move = self._mark_freed(entry)
+                # Without its weak reference the ticket's death is no news.
+                self._tickets.pop(entry.reference, None)
+                entry.reference = 0  # that number is another's from now on
             if move is not None:
                 self._cancel(move)
 
@@ -146,8 +150,9 @@ class Ledger:
 
     def _take_dropped(self) -> Iterator[Entry]:
         while self._dropped:
-            _, entry = self._tickets.pop(id(self._dropped.popleft()))
-            yield entry
+            known = self._tickets.pop(id(self._dropped.popleft()), None)
+            if known is not None:
+                yield known[1]
 
     def _mark_freed(self, entry: Entry) -> Move | None:
         """Freed from now on; returns the move that must be cancelled first, if there is one."""

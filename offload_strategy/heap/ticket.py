@@ -50,6 +50,7 @@ class Entry:
         "nbytes",
         "next_use",
         "payload",
+        "reference",
         "source",
         "state",
         "stripes",
@@ -83,6 +84,8 @@ class Entry:
         self.begin = 0
         self.move: Move | None = None
         self.error: BaseException | None = None
+        #: Under which the ledger knows the ticket.
+        self.reference = 0
 
     @property
     def may_leave(self) -> bool:

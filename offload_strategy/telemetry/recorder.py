@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 #: The three clients of the heap, as they appear in metric keys.
 CLIENTS = ("activations", "optimizer", "parameters")
@@ -23,8 +23,7 @@ class Direction(StrEnum):
     WRITE = "write"
 
 
-@dataclass(frozen=True, slots=True)
-class MoveRecord:
+class MoveRecord(NamedTuple):
     """One finished move between a path and memory (a striped ticket makes one on each path).
 
     Args:
@@ -46,8 +45,7 @@ class MoveRecord:
     finished_at: float
 
 
-@dataclass(frozen=True, slots=True)
-class StallRecord:
+class StallRecord(NamedTuple):
     """Time in which training waited for moves.
 
     Args:

@@ -105,13 +105,12 @@ class PathQueue:
         return self.space.tier
 
     def submit(self, leg: Leg) -> None:
-        """Queue a leg of a move; returns at once."""
-        with UninterruptedSection():
-            with self._lock:
-                if leg.state is not MoveState.QUEUED:
-                    return  # another leg of its move failed before this one was queued
-                self._push(leg)
-            self._dispatch()
+        """Queue a leg of a move; returns at once. For `Move.submit`, which holds Ctrl-C back."""
+        with self._lock:
+            if leg.state is not MoveState.QUEUED:
+                return  # another leg of its move failed before this one was queued
+            self._push(leg)
+        self._dispatch()
 
     def hurry(self, leg: Leg, priority: Priority = Priority.NEEDED_NOW) -> None:
         """Let a queued leg overtake others from now on."""
@@ -121,18 +120,17 @@ class PathQueue:
                 self._push(leg)
 
     def cancel(self, leg: Leg) -> None:
-        """Give a leg up: blocks under way finish, the others never start."""
-        with UninterruptedSection():
-            with self._lock:
-                if leg.state not in (MoveState.QUEUED, MoveState.RUNNING):
-                    return
-                started = leg.state is MoveState.RUNNING
-                leg.state = MoveState.CANCELLED
-                over = leg.blocks_under_way == 0
-            if over:
-                self._end(leg, started=started)
-            # Writes may have been waiting for it.
-            self._dispatch()
+        """Give a leg up: blocks under way finish, the others never start. For `Move.cancel`."""
+        with self._lock:
+            if leg.state not in (MoveState.QUEUED, MoveState.RUNNING):
+                return
+            started = leg.state is MoveState.RUNNING
+            leg.state = MoveState.CANCELLED
+            over = leg.blocks_under_way == 0
+        if over:
+            self._end(leg, started=started)
+        # Writes may have been waiting for it.
+        self._dispatch()
 
     def help(self) -> bool:
         """Move a block on the calling thread, which waits anyway; False if there is none.
@@ -233,7 +231,8 @@ class PathQueue:
         self, leg: Leg, nbytes: int, urgent: bool, begun: float, error: BaseException | None
     ) -> None:
         self._count_block(leg, nbytes, urgent, begun, error)
-        self._dispatch()
+        if self._reads.waiting or self._writes.waiting or self._turn is not None:
+            self._dispatch()
 
     def _count_block(
         self, leg: Leg, nbytes: int, urgent: bool, begun: float, error: BaseException | None
