@@ -26,6 +26,7 @@ import torch
 from benchmarks.io.buffers import buffers
 from benchmarks.io.bulk import bulk
 from benchmarks.io.cpu import cpu
+from benchmarks.io.faults import faults
 from benchmarks.io.overflow import overflow
 from benchmarks.io.processes import processes
 from benchmarks.io.results import Context, Line, Result, Skipped, table, write_json
@@ -43,6 +44,7 @@ LINES: dict[str, Line] = {
     "urgent": urgent,
     "buffers": buffers,
     "overflow": overflow,
+    "faults": faults,
 }
 
 

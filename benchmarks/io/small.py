@@ -8,6 +8,8 @@ import statistics
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 
 import torch
 
@@ -27,63 +29,104 @@ _COMMANDS = {
 #: So many writes of a kind make a run; then it is the next kind's turn.
 _RUN = 25
 #: Tickets, and files, that are there at a time: as many places are written by turns.
-_KEPT = 8
+_KEPT = 32
+#: As many threads as the posix backend has by default.
+_THREADS = 4
+OURS = "ours"
+_BY_THREADS = ", by 4 threads"
 
 
 def small(context: Context) -> list[Result]:
-    """Latency of writing 2 MiB: from the call until it is known that the bytes are on the path.
+    """Writing tensors of 2 MiB, from the same buffer; kinds take turns in runs of `_RUN` writes.
 
-    One after the other, in runs, all kinds in turns, from the same buffer. Where a file system puts a file
-    is a matter of luck, and decides whether it takes one request or two: each alternation has
-    files, and a space of ours, of its own.
+    In a row: the time that each takes when many are written, until it is known that all are on the
+    path. One at a time: the latency of each, waited for before the next begins.
+
+    Where a file system puts a file is a matter of luck, and decides whether it takes one request or
+    two: each alternation has files, and a space of ours, of its own.
     """
-    rounds = 100 if context.quick else 400
-    took: dict[str, list[float]] = defaultdict(list)
+    runs = (100 if context.quick else 400) // _RUN
+    latency: dict[str, list[float]] = defaultdict(list)
+    in_a_row: dict[str, list[float]] = defaultdict(list)
     moved: list[float] = []
     for alternation in range(context.repeats):
         place = scratch(context, f"small-{alternation}")
-        with OurHeap([place]) as heap:
+        with OurHeap([place]) as heap, ThreadPoolExecutor(_THREADS) as threads:
             (buffer,) = heap.buffers(1, _NBYTES)
-            kinds = {
-                "ours": _ours(heap, buffer),
+            one = {
+                OURS: _ours(heap, buffer),
                 _CREATED: _created(str(place), buffer),
                 _OVERWRITTEN: _overwritten(str(place), buffer),
             }
+            many: dict[str, Callable[[], object]] = {
+                OURS: partial(_ours_in_a_row, heap, buffer),
+                _CREATED: partial(_repeat, one[_CREATED]),
+                _OVERWRITTEN: partial(_repeat, one[_OVERWRITTEN]),
+                _CREATED + _BY_THREADS: partial(_repeat, one[_CREATED], threads),
+                _OVERWRITTEN + _BY_THREADS: partial(_repeat, one[_OVERWRITTEN], threads),
+            }
             since = 0.0
-            for run in range(-1, rounds // _RUN):
+            for run in range(-1, runs):  # the first writes every place once
                 if run == 0:
                     since = time.perf_counter()
-                for kind in in_turns(list(kinds), run):
-                    seconds = [kinds[kind]() for _ in range(_RUN)]
-                    if run >= 0:  # before that every place is written once
-                        took[kind] += seconds
+                for kind in in_turns(list(one), run):
+                    seconds = [one[kind]() for _ in range(_RUN)]
+                    if run >= 0:
+                        latency[kind] += seconds
             moved += [move.finished_at - move.queued_at for move in heap.moves(since)]
-            kinds.clear()
+            for run in range(-1, runs):
+                for kind in in_turns(list(many), run):
+                    begin = time.perf_counter()
+                    many[kind]()
+                    if run >= 0:
+                        in_a_row[kind].append((time.perf_counter() - begin) / _RUN)
+            one.clear()
+            many.clear()
         for file in place.iterdir():
             file.unlink()
 
-    results = []
+    results = [
+        _result(f"small: in a row, beside {peer}", in_a_row, peer, threshold, judged=judged)
+        for peer, threshold, judged in (
+            (_CREATED, 2.0, True),
+            (_OVERWRITTEN, 1.0, True),
+            (_CREATED + _BY_THREADS, 2.0, False),
+            (_OVERWRITTEN + _BY_THREADS, 1.0, False),
+        )
+    ]
     for peer, threshold in ((_CREATED, 2.0), (_OVERWRITTEN, 1.0)):
-        for name, figure in (("median", statistics.median), ("99th percentile", _p99)):
-            ours, theirs = figure(took["ours"]), figure(took[peer])
-            median = name == "median"
-            results.append(
-                Result(
-                    name=f"small: {name}, beside {peer}",
-                    ours=1e6 * ours,
-                    peer=1e6 * theirs,
-                    unit="µs",
-                    ratio=median_ratio(took[peer], took["ours"]) if median else theirs / ours,
-                    threshold=threshold,
-                    command=_COMMANDS[peer],
-                    details={
-                        "writes": len(took["ours"]),
-                        "microseconds_of_the_move_alone": 1e6 * figure(moved),
-                    },
-                    judged=median,
-                )
+        name = f"small: one at a time, median, beside {peer}"
+        results.append(_result(name, latency, peer, threshold, judged=False))
+        ours, theirs = _p99(latency[OURS]), _p99(latency[peer])
+        results.append(
+            Result(
+                name=f"small: one at a time, 99th percentile, beside {peer}",
+                ours=1e6 * ours,
+                peer=1e6 * theirs,
+                unit="µs",
+                ratio=theirs / ours,
+                threshold=threshold,
+                details={"microseconds_of_the_move_alone": 1e6 * _p99(moved)},
+                judged=False,
             )
+        )
     return results
+
+
+def _result(
+    name: str, took: dict[str, list[float]], peer: str, threshold: float, *, judged: bool
+) -> Result:
+    return Result(
+        name=name,
+        ours=1e6 * statistics.median(took[OURS]),
+        peer=1e6 * statistics.median(took[peer]),
+        unit="µs",
+        ratio=median_ratio(took[peer], took[OURS]),
+        threshold=threshold,
+        command=_COMMANDS[peer.removesuffix(_BY_THREADS)],
+        details={"samples": len(took[OURS])},
+        judged=judged,
+    )
 
 
 def _p99(values: list[float]) -> float:
@@ -104,6 +147,21 @@ def _ours(heap: OurHeap, buffer: torch.Tensor) -> Callable[[], float]:
         return took
 
     return write
+
+
+def _ours_in_a_row(heap: OurHeap, buffer: torch.Tensor) -> None:
+    tickets = [heap.heap.put(buffer, CLIENT, [heap.tier]) for _ in range(_RUN)]
+    heap.heap.wait_for_writes()
+    for ticket in tickets:
+        heap.heap.free(ticket)
+
+
+def _repeat(write: Callable[[], float], threads: ThreadPoolExecutor | None = None) -> None:
+    if threads is None:
+        for _ in range(_RUN):
+            write()
+    else:
+        wait([threads.submit(write) for _ in range(_RUN)])
 
 
 def _created(place: str, buffer: torch.Tensor) -> Callable[[], float]:
