@@ -46,6 +46,7 @@ class Workers:
         self._threads: set[threading.Thread] = set()
         self._started = 0
         self._lock = threading.Lock()
+        self._own = threading.local()
         self._closed = False
         # What a helper does, and since when: it cannot tell by itself that a path is silent.
         self._helped: tuple[str, float] | None = None
@@ -56,6 +57,9 @@ class Workers:
         self, job: Callable[[], None], died: Callable[[BaseException], None] | None = None
     ) -> None:
         """Queue a job.
+
+        The first that a job submits, as its last act, is taken by its own thread: to wake another
+        one for it, only to fall asleep, would cost more than a small job.
 
         Args:
             job: runs on one of the threads. What it raises ends that thread.
@@ -70,7 +74,9 @@ class Workers:
             if self._closed:
                 raise RuntimeError("the workers are closed")
             self._jobs.append((job, died))
-            if self._bells:
+            if getattr(self._own, "is_free_next", False):
+                self._own.is_free_next = False
+            elif self._bells:
                 self._bells.pop().release()  # the last to sleep; the others may leave
             elif len(self._threads) < self._count:
                 try:
@@ -173,7 +179,9 @@ class Workers:
                             else:  # it rang just now
                                 bell.acquire(blocking=False)
                     continue
+                self._own.is_free_next = True
                 job()
+                self._own.is_free_next = False
                 rested = False
                 job = died = None  # what they hold must not live until the next one comes
         except BaseException as error:

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 from offload_strategy.storage import Extent
 from offload_strategy.telemetry import Direction
 from offload_strategy.transfer.interrupts import UninterruptedSection
+from offload_strategy.units import MiB
 
 if TYPE_CHECKING:
     from offload_strategy.transfer.queue import PathQueue
 
 
-#: A move that is nearly over is waited for awake: to fall asleep and to be woken costs as much as
-#: to read a small tensor.
-_SPIN_SECONDS = 0.0004
+#: A move of no more than this is waited for awake at first: to fall asleep and to be woken costs as
+#: much as to read a small tensor.
+_SMALL_BYTES = 2 * MiB
+_AWAKE_SECONDS = 0.0004
 
 
 class Latch:
@@ -41,12 +43,15 @@ class Latch:
         self._is_set = True
         self._lock.release()
 
+    def wait_awake(self, seconds: float) -> None:
+        """Wait without falling asleep, for what will be over in a moment."""
+        deadline = time.monotonic() + seconds
+        while not self._is_set and time.monotonic() < deadline:
+            time.sleep(0)  # lets others run
+
     def wait(self, timeout: float) -> bool:
         """Wait until it is set, `timeout` seconds at most; returns whether it is."""
-        begin = time.monotonic()
-        while not self._is_set and time.monotonic() - begin < _SPIN_SECONDS:
-            time.sleep(0)  # lets others run
-        deadline = begin + timeout
+        deadline = time.monotonic() + timeout
         while not self._is_set:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -190,9 +195,11 @@ class Move:
                 leg.stripe.queue.submit(leg)
 
     def help(self) -> None:
-        """Do on the calling thread, which waits for it, what can be done there."""
+        """For a thread that is about to wait for it: do what can be done on that thread."""
         while not self.ended.is_set() and any(leg.stripe.queue.help() for leg in self.legs):
             pass
+        if self.nbytes <= _SMALL_BYTES:
+            self.ended.wait_awake(_AWAKE_SECONDS)
 
     def hurry(self, priority: Priority = Priority.NEEDED_NOW) -> None:
         """Let what is still queued overtake others from now on."""
