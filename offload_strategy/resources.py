@@ -122,7 +122,9 @@ class Resources:
             )
             self.spaces.append(space)
             backend = create_backend(
-                config.io.backend, threads=config.io.threads, block_size=config.io.block_size
+                config.io.backend,
+                threads=config.io.threads_to_use(),
+                block_size=config.io.block_size,
             )
             self.backends.append(backend)
             turns = PathTurns(space.path)

@@ -55,7 +55,9 @@ class OurHeap:
                 turns = PathTurns(space.path) if taking_turns else None
                 if turns is not None:
                     undo.callback(turns.close)
-                backend = create_backend(io.backend, threads=io.threads, block_size=io.block_size)
+                backend = create_backend(
+                    io.backend, threads=io.threads_to_use(), block_size=io.block_size
+                )
                 undo.callback(backend.close)
                 queue = PathQueue(space, backend, self.recorder, turns=turns)
                 undo.callback(queue.close)

@@ -231,8 +231,8 @@ class IOConfig(_Section):
     deepspeed, libaio and a compiler), which does not report errors and therefore needs
     checksum: true. 'auto' is kvikio where cuFile has a working driver, else posix."""
     threads: int = Field(default=4, ge=1, le=256)
-    """Threads for each path and direction: so many blocks are read, and so many written, at a
-    time."""
+    """Threads for each path and direction. Where it is not given, a machine with fewer cores gets
+    fewer, two at least: more would only take turns on them."""
     block_size: BlockSize = 4 * MiB
     """Bytes moved by one system call, a multiple of 4096."""
     direct: AutoOrBool = "auto"
@@ -249,6 +249,14 @@ class IOConfig(_Section):
                 "a write has failed; set it, or use backend: auto"
             )
         return self
+
+    def threads_to_use(self) -> int:
+        """Return `threads` if it was given, else its default or the number of usable cores."""
+        if "threads" in self.model_fields_set:
+            return self.threads
+        usable = getattr(os, "sched_getaffinity", None)
+        cores = len(usable(0)) if usable is not None else os.cpu_count() or 1
+        return min(self.threads, max(2, cores))
 
 
 class MemoryConfig(_Section):

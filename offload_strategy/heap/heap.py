@@ -248,7 +248,8 @@ class Heap:
                 moves = [entry.move for entry in self._ledger.moving]
             for move in moves:
                 if move is not None and move.direction is Direction.WRITE:
-                    move.help()
+                    if len(moves) == 1:
+                        move.help()
                     move.ended.wait(10 * POLL_SECONDS)
         self._check_usable()
 

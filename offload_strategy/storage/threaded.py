@@ -35,15 +35,20 @@ class ThreadedBackend(ABC):
     def __init__(self, *, threads: int, block_size: int) -> None:
         self.depth = threads
         self.block_size = block_size
-        # One pool for both directions: who submits no more than `depth` of each finds a thread for
-        # a read even when every write is stuck.
-        self._workers = Workers("ssd-offload-io", 2 * threads)
+        # One pool for both directions: who submits no more than `depth` of each, or twice as many
+        # small ones, finds a thread for a read even when every write is stuck.
+        self._workers = Workers("ssd-offload-io", 4 * threads)
         self._bounce = Bounce(block_size)
 
     def submit(self, request: BlockRequest) -> None:
         """Begin a request; `on_done` is called on one of the backend's threads."""
         run = _Run(self, request)
         self._workers.submit(run, run.end)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that no thread has begun."""
+        return self._workers.waiting
 
     def help(self, what: str) -> bool:
         """Run a request that has not begun on the calling thread; False if there is none.

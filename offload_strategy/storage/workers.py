@@ -89,6 +89,11 @@ class Workers:
                     self._jobs.pop()
                     raise
 
+    @property
+    def waiting(self) -> int:
+        """Jobs that no thread has begun."""
+        return len(self._jobs)
+
     def help(self, what: str) -> bool:
         """Run one queued job on the calling thread, which has nothing else to do.
 

@@ -41,7 +41,13 @@ class _Lane:
         # one is recognised by its priority and skipped.
         self.waiting: list[tuple[int, int, Leg]] = []
         self.under_way = 0
+        self.bytes_under_way = 0
         self.urgent_under_way = 0
+
+    def has_slot(self, slots: int, block_size: int) -> bool:
+        """Whether another block may begin: of `slots` whole ones, or twice as many small ones."""
+        most = 2 * slots if slots > 1 else slots
+        return self.under_way < most and self.bytes_under_way < slots * block_size
 
     def head(self) -> Leg | None:
         """The most urgent leg with a block that has not begun."""
@@ -111,6 +117,10 @@ class PathQueue:
                 return  # another leg of its move failed before this one was queued
             self._push(leg)
         self._dispatch()
+        if getattr(self.backend, "waiting", 0):
+            # A thread that was woken to begin waits for the interpreter, and a caller that gives
+            # away one small tensor after the other would keep it for milliseconds.
+            time.sleep(0)
 
     def hurry(self, leg: Leg, priority: Priority = Priority.NEEDED_NOW) -> None:
         """Let a queued leg overtake others from now on."""
@@ -159,9 +169,9 @@ class PathQueue:
         return self._writes if leg.move.direction is Direction.WRITE else self._reads
 
     def _next_leg(self) -> Leg | None:
-        depth = self.backend.depth
+        depth, block_size = self.backend.depth, self.backend.block_size
         reading = self._reads.head()
-        if reading is not None and self._reads.under_way < depth:
+        if reading is not None and self._reads.has_slot(depth, block_size):
             return reading
         writing = self._writes.head()
         if writing is None:
@@ -173,7 +183,7 @@ class PathQueue:
                 slots = 0
             elif reading is not None or self._reads.under_way:
                 slots = max(1, depth // 2)
-        return writing if self._writes.under_way < slots else None
+        return writing if self._writes.has_slot(slots, block_size) else None
 
     def _dispatch(self) -> None:
         with self._lock:
@@ -192,13 +202,14 @@ class PathQueue:
                 leg.next_block += self.backend.block_size
                 urgent = leg.priority is Priority.NEEDED_NOW
                 lane = self._lane(leg)
+                nbytes = min(self.backend.block_size, leg.stripe.nbytes - begin)
                 lane.under_way += 1
+                lane.bytes_under_way += nbytes
                 lane.urgent_under_way += urgent
                 leg.blocks_under_way += 1
                 if new:
                     leg.state = MoveState.RUNNING
                     leg.started_at = self._recorder.move_started(self.tier, leg.move.direction)
-                nbytes = min(self.backend.block_size, leg.stripe.nbytes - begin)
                 if self._turn is not None:
                     self._turn.began(nbytes)
             begun = time.perf_counter()
@@ -244,6 +255,7 @@ class PathQueue:
             saturated = self._reads.under_way + self._writes.under_way >= self.backend.depth
             self.bandwidth.completed(leg.move.direction, nbytes, now, saturated=saturated)
             lane.under_way -= 1
+            lane.bytes_under_way -= nbytes
             lane.urgent_under_way -= urgent
             leg.blocks_under_way -= 1
             if error is not None and leg.state is MoveState.RUNNING:
