@@ -66,7 +66,9 @@ class HostTier:
         while missing > 0 and self._residents and -self._residents[0][0] > next_use:
             item = heapq.heappop(self._residents)
             entry = item[2]
-            if entry.tier is self and entry.may_leave and entry.next_use == -item[0]:
+            current = entry.tier is self and entry.may_leave and entry.next_use == -item[0]
+            # It was told the same time twice: then it is here twice.
+            if current and not any(entry is other for _, _, other in chosen):
                 chosen.append(item)
                 missing -= entry.nbytes
         if missing > 0:

@@ -120,13 +120,15 @@ class Writer:
         )
         with self._ledger.lock:
             host_tier = entry.tier
-            assert isinstance(host_tier, HostTier)
             if tier is None or stripes is None:
-                host_tier.note(entry)
+                if isinstance(host_tier, HostTier):
+                    host_tier.note(entry)
                 return
-            if not entry.may_leave or entry.payload is None:  # freed in the meantime
+            left = not entry.may_leave or entry.payload is None  # freed, or sent out by another
+            if left or not isinstance(host_tier, HostTier):
                 tier.release(stripes)
                 return
+            assert entry.payload is not None
             host_tier.release(entry.nbytes)
             entry.tier, entry.stripes = tier, stripes
             copied = entry.copied

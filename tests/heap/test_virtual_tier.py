@@ -182,6 +182,18 @@ def test_a_time_may_be_corrected(make_rig: MakeRig) -> None:
     rig.complete()
 
 
+def test_a_time_that_is_told_twice_counts_once(make_rig: MakeRig) -> None:
+    rig = make_rig(host_bytes=3 * PAGE)
+    first = rig.put(noise(PAGE), next_use=5)
+    rig.heap.expect(first, 5)
+    second = rig.put(noise(2 * PAGE), next_use=1)
+    third = rig.put(noise(2 * PAGE), next_use=2)  # one page would be free, not two
+    assert first.state is TicketState.IN_MEMORY
+    assert second.state is TicketState.IN_MEMORY
+    assert third.state is TicketState.WRITING
+    rig.complete()
+
+
 def test_a_full_disk_keeps_all_in_the_host_tier(make_rig: MakeRig) -> None:
     rig = make_rig(host_bytes=PAGE, disk_bytes=PAGE)
     first = rig.put(noise(PAGE, 1), next_use=9)
