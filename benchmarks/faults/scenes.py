@@ -343,6 +343,16 @@ def stalled(place: Path) -> Outcome:
     return outcome
 
 
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C is heard, also by a process in the background, which inherits that it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def interrupted_while_stalled(place: Path) -> Outcome:
     """Ctrl-C, and `engine.close()`, while the disk moves 64 KiB a second."""
 
@@ -353,6 +363,7 @@ def interrupted_while_stalled(place: Path) -> Outcome:
         _slow(place) as (disk, slow, _),
         observed(disk.directory) as outcome,
         impatient(),
+        _interruptible(),
         _once_reported(outcome, press) as begin,
     ):
 
