@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,15 @@ def config(*tiers: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any]
 def ssd(name: str, path: Any, **options: Any) -> dict[str, Any]:
     text = [str(p) for p in path] if isinstance(path, list) else str(path)
     return {"name": name, "kind": "ssd", "path": text, **options}
+
+
+def open_below(place: Path) -> list[str]:
+    """What this process has open at a path and below it."""
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(entry))
+    return [target for target in found if target.startswith(str(place))]
 
 
 def train(engine: OffloadEngine | None, steps: int = 3) -> list[torch.Tensor]:
@@ -173,6 +184,8 @@ def test_a_checksum_without_its_package_says_what_to_install(
 def test_turns_end_with_the_engine(places: list[Path]) -> None:
     with OffloadEngine(config(ssd("nvme", places[0]))) as engine:
         train(engine)
+        assert open_below(places[0]), "the file, and the directory that turns are taken on"
+    assert open_below(places[0]) == []
     late = PathTurns(places[0])
     late.acquire()
     late.release()

@@ -42,7 +42,7 @@ def open_files(directory: Path, process: int | str = "self") -> list[str]:
             target = os.readlink(entry.path)
         except OSError:
             continue
-        if target.startswith(str(directory)):
+        if target.startswith(f"{directory}/"):
             found.append(target)
     return found
 
