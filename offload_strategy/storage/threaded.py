@@ -46,9 +46,9 @@ class ThreadedBackend(ABC):
         self._workers.submit(run, run.end)
 
     @property
-    def waiting(self) -> int:
+    def not_begun(self) -> int:
         """Requests that no thread has begun."""
-        return self._workers.waiting
+        return self._workers.not_begun
 
     def help(self, what: str) -> bool:
         """Run a request that has not begun on the calling thread; False if there is none.

@@ -90,7 +90,7 @@ class Workers:
                     raise
 
     @property
-    def waiting(self) -> int:
+    def not_begun(self) -> int:
         """Jobs that no thread has begun."""
         return len(self._jobs)
 

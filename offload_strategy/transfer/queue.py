@@ -117,7 +117,7 @@ class PathQueue:
                 return  # another leg of its move failed before this one was queued
             self._push(leg)
         self._dispatch()
-        if getattr(self.backend, "waiting", 0) > 1:
+        if getattr(self.backend, "not_begun", 0) > 1:
             # Threads that were woken to begin wait for the interpreter, and a caller that gives
             # away one small tensor after the other would keep it for milliseconds.
             time.sleep(0)

@@ -47,8 +47,9 @@ class Other:
 
     def answer(self) -> str:
         assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], 20)
-        assert ready, "the other process does not answer"
+        poll = select.poll()  # takes any descriptor, unlike select
+        poll.register(self.process.stdout, select.POLLIN)
+        assert poll.poll(20_000), "the other process does not answer"
         return self.process.stdout.readline().strip()
 
     def tell(self, word: str) -> None:
