@@ -114,7 +114,8 @@ class PathTier:
     @property
     def capacity(self) -> int:
         """Bytes at most, whoever uses them."""
-        shared = {id(quota): quota.capacity for quota in self._quotas.values()}
+        own = [self._quotas[queue] for queue in self.queues if queue in self._quotas]
+        shared = {id(quota): quota.capacity for quota in own}
         single = [q.space for q in self.queues if q not in self._quotas]
         return sum(shared.values()) + sum(s.capacity for s in single if isinstance(s, Space))
 

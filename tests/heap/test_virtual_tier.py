@@ -73,6 +73,8 @@ def test_one_capacity_over_several_paths(pair: Rig) -> None:
     quota = Quota(40 * MiB)
     tier = PathTier("nvme", pair.queues, dict.fromkeys(pair.queues, quota))
     assert tier.capacity == 40 * MiB
+    other = PathTier("pfs", pair.queues[1:], {pair.queues[0]: quota})
+    assert other.capacity == pair.spaces[1].capacity, "the quota of a path that is not its own"
     first = tier.claim(30 * MiB)
     assert first is not None
     assert tier.claim(20 * MiB) is None
