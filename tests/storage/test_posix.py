@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import random
 import threading
 from collections.abc import Callable, Iterator
-from ctypes import addressof, c_char
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +18,9 @@ from offload_strategy.storage.posix import PosixBackend
 from offload_strategy.storage.workers import Workers
 from offload_strategy.units import PAGE_BYTES, MiB
 from tests.conftest import our_threads
+from tests.storage.conformance import HostMemory as Memory
 
 BLOCK = 16 * PAGE_BYTES
-
-
-class Memory:
-    """Memory at a chosen distance from a page's start, with a guard on both sides."""
-
-    def __init__(self, nbytes: int, misalignment: int = 0) -> None:
-        self.nbytes = nbytes
-        self._map = mmap.mmap(-1, nbytes + misalignment + 2 * PAGE_BYTES)
-        self._start = PAGE_BYTES + misalignment
-        self._map[:] = b"\xa5" * len(self._map)
-        self._anchor = c_char.from_buffer(self._map)
-        self.address = addressof(self._anchor) + self._start
-
-    @property
-    def data(self) -> bytes:
-        return self._map[self._start : self._start + self.nbytes]
-
-    @data.setter
-    def data(self, value: bytes) -> None:
-        self._map[self._start : self._start + self.nbytes] = value
-
-    @property
-    def around(self) -> set[int]:
-        """The values of the bytes before and behind."""
-        return set(self._map[: self._start]) | set(self._map[self._start + self.nbytes :])
 
 
 @pytest.fixture(params=[True, False], ids=["direct", "buffered"])
