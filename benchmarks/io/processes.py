@@ -107,29 +107,23 @@ def _on_path(
             details={"bytes_per_second": sums},
             judged=judged,
         ),
-        Result(
-            name=f"processes: service of a 64 MiB read, {where}",
-            ours=1e3 * statistics.median(service[_IN_TURNS]),
-            peer=1e3 * statistics.median(service[_FREELY]),
-            unit="ms",
-            ratio=median_ratio(service[_IN_TURNS], service[_FREELY]),
-            threshold=0.4,
-            at_least=False,
-            command=command,
-            details={"median_seconds": service},
-            judged=judged,
-        ),
-        Result(
-            name=f"processes: with the wait, {where}",
-            ours=1e3 * statistics.median(waited[_IN_TURNS]),
-            peer=1e3 * statistics.median(waited[_FREELY]),
-            unit="ms",
-            ratio=median_ratio(waited[_IN_TURNS], waited[_FREELY]),
-            threshold=1.05,
-            at_least=False,
-            command=command,
-            details={"median_seconds": waited},
-            judged=judged,
+        *(
+            Result(
+                name=f"processes: {name}, {where}",
+                ours=1e3 * statistics.median(seconds[_IN_TURNS]),
+                peer=1e3 * statistics.median(seconds[_FREELY]),
+                unit="ms",
+                ratio=median_ratio(seconds[_IN_TURNS], seconds[_FREELY]),
+                threshold=threshold,
+                at_least=False,
+                command=command,
+                details={"median_seconds": seconds},
+                judged=judged,
+            )
+            for name, seconds, threshold in (
+                ("service of a 64 MiB read", service, 0.4),
+                ("with the wait", waited, 1.05),
+            )
         ),
     ]
 

@@ -44,7 +44,6 @@ class Entry:
         "client",
         "copied",
         "device",
-        "error",
         "lower",
         "move",
         "nbytes",
@@ -83,7 +82,6 @@ class Entry:
         #: Bytes of the stripes that come before the ticket's own (a foreign range in its pages).
         self.begin = 0
         self.move: Move | None = None
-        self.error: BaseException | None = None
         #: Under which the ledger knows the ticket.
         self.reference = 0
 

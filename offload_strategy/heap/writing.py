@@ -185,7 +185,6 @@ class Writer:
                 ledger.stored(entry)
             else:
                 if move.state is MoveState.FAILED:
-                    entry.error = move.error
                     self.failure = self.failure or reports.failed(entry, move)
                 entry.state = TicketState.IN_MEMORY
                 ledger.release_stripes(entry)
