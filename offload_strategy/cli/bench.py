@@ -185,12 +185,12 @@ def _backend(name: str, threads: int, block_size: int) -> Iterator[Backend]:
 
 
 def _share(results: Sequence[_Result]) -> None:
-    """Deal as a tier does: in proportion to the slower direction of each path."""
+    """Deal as a tier does: in proportion to the rate of a round trip on each path."""
     measured = [result for result in results if result.bandwidth is not None]
-    total = sum(result.bandwidth.both for result in measured if result.bandwidth is not None)
+    total = sum(result.bandwidth.round_trip for result in measured if result.bandwidth is not None)
     for result in measured:
         assert result.bandwidth is not None
-        result.share = result.bandwidth.both / total
+        result.share = result.bandwidth.round_trip / total
 
 
 # ---------------------------------------------------------------------------- showing

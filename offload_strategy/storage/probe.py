@@ -61,9 +61,18 @@ class PathBandwidth:
     written_bytes: int
 
     @property
-    def both(self) -> float:
-        """Bytes per second that the path takes in either direction: what work is dealt by."""
-        return min(self.read, self.write)
+    def round_trip(self) -> float:
+        """Bytes per second for bytes that are written once and read once; work is dealt by it."""
+        return round_trip(self.read, self.write)
+
+
+def round_trip(*rates: float) -> float:
+    """Bytes per second of a way there and back at the given rates: their harmonic mean.
+
+    MLP-Offload (section 3.3) deals by the smaller of the two rates. What is written here is read
+    here, so the time that a byte costs its path is the sum of both ways.
+    """
+    return len(rates) / sum(1 / rate for rate in rates)
 
 
 def probe(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from offload_strategy.storage.probe import round_trip
 from offload_strategy.telemetry import Direction
 
 #: Seconds of busy time after which an observation counts half.
@@ -66,10 +67,6 @@ class Bandwidth:
         return self._rates[direction].value()
 
     def round_trip(self) -> float | None:
-        """Bytes per second for bytes that are written once and read once, or None if unknown.
-
-        MLP-Offload takes the smaller of the two rates. What is written here is read here, so the
-        time that a byte costs its path is the sum of both ways.
-        """
+        """Bytes per second for bytes that are written once and read once, or None if unknown."""
         known = [rate for rate in map(self.rate, Direction) if rate]
-        return len(known) / sum(1 / rate for rate in known) if known else None
+        return round_trip(*known) if known else None

@@ -93,7 +93,7 @@ def test_it_measures_both_directions_and_gives_the_extent_back(
     took = time.perf_counter() - started
     assert found.read == pytest.approx(found.read_bytes / found.read_seconds)
     assert found.write == pytest.approx(found.written_bytes / found.write_seconds)
-    assert found.both == min(found.read, found.write) > 0
+    assert min(found.read, found.write) <= found.round_trip <= max(found.read, found.write)
     assert found.read_seconds + found.write_seconds <= took < 2
     assert all(0 <= earlier <= later <= 1 for earlier, later in pairwise(shares))
     assert shares[0] < 0.5 < shares[-1]
@@ -158,7 +158,7 @@ def test_a_tiny_space_and_tiny_blocks_will_do(disk: Path) -> None:
     space = Space(disk, "nvme", 64 * KiB)
     backend = create_backend("posix", threads=2, block_size=PAGE_BYTES)
     found = probe(space, backend, seconds=0.05)
-    assert found.both > 0
+    assert found.round_trip > 0
     backend.close()
     space.close()
 
@@ -199,7 +199,7 @@ def test_paths_are_told_apart_by_their_speed(tmp_path: Path, backend: PosixBacke
             space = Space(disk.directory, "path", 200 * MiB)
             found[speed] = probe(space, backend, seconds=0.25)
             space.close()
-    assert 2.2 < found[300].both / found[100].both < 3.8
+    assert 2.2 < found[300].round_trip / found[100].round_trip < 3.8
 
 
 def test_a_read_that_the_disk_fails_ends_it_with_path_and_reason(
