@@ -92,10 +92,10 @@ def test_a_sweep_tries_threads_and_block_sizes(
 
 def test_paths_get_their_share_by_the_rate_of_a_round_trip() -> None:
     results = [_Result("a"), _Result("b"), _Result("c", error="broken")]
-    for result, read, write in zip(results, (3e9, 1e9), (1e9, 1/3 * 1e9), strict=False):
+    for result, read, write in zip(results, (3e9, 2e9), (6e9, 1e9), strict=False):
         result.bandwidth = PathBandwidth(read, write, 1, 1, 1, 1)
     _share(results)
-    assert [result.share for result in results] == [0.75, 0.25, 0]
+    assert [result.share for result in results] == pytest.approx([0.75, 0.25, 0])
 
 
 def test_two_paths_of_different_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
