@@ -56,6 +56,41 @@ def storage_address(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+class SavedView:
+    """How a saved tensor lies on the bytes of a range, to rebuild it from them elsewhere.
+
+    Args:
+        tensor: strided, as autograd saved it.
+        span: the bytes of its storage that left; they reach as far as the tensor does.
+    """
+
+    __slots__ = ("conjugated", "dtype", "negated", "offset_bytes", "shape", "strides")
+
+    def __init__(self, tensor: torch.Tensor, span: ByteRange) -> None:
+        self.shape = tensor.shape
+        self.strides = tensor.stride()
+        self.dtype = tensor.dtype
+        self.offset_bytes = int(tensor.storage_offset()) * tensor.element_size() - span.start
+        # Flags beside the bytes: conjugation, and the negated imaginary part of a conjugate, are
+        # put off until somebody computes with them.
+        self.conjugated = tensor.is_conj()
+        self.negated = tensor.is_neg()
+
+    def rebuild(self, loaded: torch.Tensor) -> torch.Tensor:
+        """The tensor again: same values, dtype, shape, strides and flags.
+
+        Args:
+            loaded: the bytes of the range, flat uint8, on the device where the tensor was.
+        """
+        start = (loaded.storage_offset() + self.offset_bytes) // self.dtype.itemsize
+        tensor = torch.empty(0, dtype=self.dtype, device=loaded.device).set_(
+            loaded.untyped_storage(), start, self.shape, self.strides
+        )
+        if self.conjugated:
+            tensor = torch._conj(tensor)
+        return torch._neg_view(tensor) if self.negated else tensor
+
+
 class VersionProbe:
     """Reads the version counter of a tensor without holding its data.
 
@@ -63,14 +98,14 @@ class VersionProbe:
     afterwards, which would give wrong gradients in silence; so the check is made here.
     """
 
-    __slots__ = ("_alias", "_expected", "_what")
+    __slots__ = ("_alias", "_expected", "_shape")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._alias = tensor.detach()
         # A detached alias shares the counter; pointing it at nothing lets the data go.
         self._alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self._expected = tensor._version
-        self._what = f"[{tensor.type()} {list(tensor.shape)}]"
+        self._shape = tensor.shape
 
     def check(self) -> None:
         """Raise autograd's own error if the tensor was changed since.
@@ -78,12 +113,29 @@ class VersionProbe:
         Raises:
             RuntimeError: as without offload.
         """
-        raise_if_changed(self._alias, self._expected, self._what)
+        if self._alias._version != self._expected:
+            raise_if_changed(self._alias, self._expected, describe(self._alias, self._shape))
 
 
-def raise_if_changed(alias: torch.Tensor, expected: int, what: str) -> None:
-    """Raise what autograd raises for a saved tensor that was changed in place."""
+def describe(tensor: torch.Tensor, shape: torch.Size) -> str:
+    """A tensor as autograd names it in errors."""
+    try:
+        kind = tensor.type()
+    except RuntimeError:  # compressed sparse and opaque layouts have no name of that kind
+        kind = f"{tensor.dtype}, {tensor.layout}"
+    return f"[{kind} {list(shape)}]"
+
+
+def raise_if_changed(alias: torch.Tensor, expected: int, what: str | None = None) -> None:
+    """Raise what autograd raises for a saved tensor that was changed in place.
+
+    Args:
+        alias: shares the version counter of the saved tensor.
+        expected: its version when it was saved.
+        what: how to call it; None to call it what `alias` is.
+    """
     if alias._version != expected:
+        what = describe(alias, alias.shape) if what is None else what
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
             f"operation: {what} is at version {alias._version}; expected version {expected} "

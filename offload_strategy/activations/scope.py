@@ -5,13 +5,18 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from typing import Any
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from offload_strategy.activations import other_hooks
 from offload_strategy.activations.saved_tensors import ActivationOffload
+from offload_strategy.errors import OffloadError
+from offload_strategy.transfer import UninterruptedSection
 
 
 class ForwardHooks:
@@ -27,6 +32,7 @@ class ForwardHooks:
     """
 
     def __init__(self, module: nn.Module, offload: ActivationOffload, owner: Any = None) -> None:
+        other_hooks.step_aside_for_transforms(ActivationOffload)
         self._module = weakref.ref(module)
         self._scopes = _Scopes(offload, owner)
         self._handles = [
@@ -52,39 +58,102 @@ class _Scopes:
         self._local = threading.local()
 
     @property
-    def _open(self) -> list[saved_tensors_hooks | None]:
-        scopes: list[saved_tensors_hooks | None] = self._local.__dict__.setdefault("open", [])
+    def _open(self) -> list[_Scope]:
+        scopes: list[_Scope] = self._local.__dict__.setdefault("open", [])
         return scopes
 
     def enter(self, module: nn.Module) -> None:
+        call = _innermost_call(module)
         if self._open and _calls_under_way(module) == 1:
             # Only the call that asks is under way. A KeyboardInterrupt ended an earlier one: torch
             # runs "always called" hooks only for subclasses of Exception, so its scope is open.
             self.leave_all()
         trains = torch.is_grad_enabled() and module.training
-        self._open.append(self._offload.enter() if trains else None)
+        if trains:
+            _refuse_capture(module)
+        offloads = trains and not _is_traced() and other_hooks.hooks_are_allowed()
+        # Ctrl-C between hooks that are in force and the note of it would leave them so for ever.
+        with UninterruptedSection():
+            self._open.append(_Scope(call, self._enter() if offloads else None))
 
-    def leave(self) -> None:
-        if self._open:
-            self._offload.leave(self._open.pop())
+    def _enter(self) -> saved_tensors_hooks | None:
+        outer = other_hooks.foreign(ActivationOffload)
+        hooks = self._offload.enter()
+        if hooks is not None and outer is not None:
+            other_hooks.go_through(outer)
+        return hooks
+
+    def leave(self, module: nn.Module) -> None:
+        # When a hook before ours raises, ours are not told of the beginning, but of the end.
+        if self._open and self._open[-1].call == _innermost_call(module):
+            self._leave()
 
     def leave_all(self) -> None:
         while self._open:
-            self._offload.leave(self._open.pop())
+            self._leave()
+
+    def _leave(self) -> None:
+        with UninterruptedSection():
+            self._offload.leave(self._open.pop().hooks)
+
+
+class _Scope(NamedTuple):
+    """What one call of the module opened."""
+
+    #: Of the call's frame, or 0; tells calls that are under way at the same time apart.
+    call: int
+    hooks: saved_tensors_hooks | None
+
+
+def _innermost_call(module: nn.Module) -> int:
+    for frame in _calls(module):
+        return id(frame)
+    return 0
 
 
 def _calls_under_way(module: nn.Module) -> int:
     """How many calls of `module` are on this thread's stack."""
-    calls = 0
-    frame = sys._getframe(1)
+    return sum(1 for _ in _calls(module))
+
+
+def _calls(module: nn.Module) -> Iterator[FrameType]:
+    """Frames of the calls of `module` on this thread's stack, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _CALL_CODE and frame.f_locals.get("self") is module:
-            calls += 1
-        frame = frame.f_back  # type: ignore[assignment]
-    return calls
+            yield frame
+        frame = frame.f_back
 
 
 _CALL_CODE = nn.Module._call_impl.__code__
+
+
+def _is_traced() -> bool:
+    """Whether somebody records operations or computes without data, so that there are no bytes."""
+    if torch._C._get_tracing_state() is not None:
+        return True
+    return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING_MODES)
+
+
+_KEYS = torch._C._TorchDispatchModeKey
+_TRACING_MODES = (_KEYS.FAKE, _KEYS.PROXY, _KEYS.FUNCTIONAL)
+
+
+def _refuse_capture(module: nn.Module) -> None:
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise OffloadError(
+            f"the forward pass of {type(module).__name__} is being captured into a CUDA graph, "
+            f"which would replay the kernels but not the moves of activations to the host. Train "
+            f"without CUDA graphs (torch.compile: any mode but 'reduce-overhead' and "
+            f"'max-autotune'), or without activation offload (activations.enabled: false)."
+        )
+
+
+_COMPILED_AROUND_HOOKS = (
+    "activation offload begins here, which cannot be part of a compiled graph. For "
+    "torch.compile(model, fullgraph=True) compile first, and attach what it returns: "
+    "engine.attach(compiled, ...)."
+)
 
 
 class _Before:
@@ -95,6 +164,8 @@ class _Before:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if self._scopes is not None:
+            if torch.compiler.is_dynamo_compiling():
+                torch._dynamo.graph_break(msg=_COMPILED_AROUND_HOOKS)
             self._scopes.enter(module)
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
@@ -109,7 +180,7 @@ class _After:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._scopes is not None:
-            self._scopes.leave()
+            self._scopes.leave(module)
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         return type(self), ()

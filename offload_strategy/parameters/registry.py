@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from offload_strategy.errors import ConfigError
+
+_PLAIN = (torch.Tensor, nn.Parameter)
 
 # Across all engines of the process: two engines that swap the same parameter's state, or offload
 # the same module's activations, would each believe that the other's bytes are theirs.
@@ -23,7 +26,7 @@ class ParameterRegistry:
     def __init__(self) -> None:
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._storages: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     # ------------------------------------------------------------------ owners
     def add_module(self, module: nn.Module) -> None:
@@ -85,23 +88,30 @@ class ParameterRegistry:
     # ------------------------------------------------------------------ weights
     def refresh(self) -> None:
         """Read anew which storages hold weights; called at the start of each forward pass."""
-        storages: dict[int, weakref.ref[torch.Tensor]] = {}
+        storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         for module in list(self._modules):
             for tensor in (*module.parameters(), *module.buffers()):
-                address = _storage_address(tensor)
-                if address is not None:
-                    storages[address] = weakref.ref(tensor)
+                for part in _parts(tensor):
+                    storage = _storage(part)
+                    if storage is not None:
+                        storages[int(storage._cdata)] = weakref.ref(storage)
         self._storages = storages
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor shares its storage with a parameter or buffer: itself, a view, a tie."""
-        address = _storage_address(tensor)
-        reference = self._storages.get(address) if address is not None else None
-        if reference is None:
-            return False
-        # The address counts only while the weight that had it still does.
-        weight = reference()
-        return weight is not None and _storage_address(weight) == address
+        """Whether a tensor shares its storage with a parameter or buffer: itself, a view, a tie.
+
+        A tensor that consists of others (a quantized weight, of integers and scales) is one if any
+        of them is; and so is each of them.
+        """
+        if type(tensor) in _PLAIN:
+            return self._is_stored(tensor)
+        return any(self._is_stored(part) for part in _parts(tensor))
+
+    def _is_stored(self, tensor: torch.Tensor) -> bool:
+        storage = _storage(tensor)
+        reference = None if storage is None else self._storages.get(int(storage._cdata))
+        # Addresses are used again: one counts only while the storage that had it lives.
+        return reference is not None and reference() is storage
 
 
 def _owner(owners: WeakTensorKeyDictionary | WeakIdKeyDictionary, key: object) -> object | None:
@@ -109,8 +119,19 @@ def _owner(owners: WeakTensorKeyDictionary | WeakIdKeyDictionary, key: object) -
     return None if reference is None else reference()
 
 
-def _storage_address(tensor: torch.Tensor) -> int | None:
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor, and what it consists of if it is a wrapper around others, however deep."""
+    yield tensor
+    if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            inner = getattr(tensor, name)
+            if isinstance(inner, torch.Tensor):
+                yield from _parts(inner)
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None  # sparse tensors and some wrappers have no storage of their own
