@@ -1,0 +1,65 @@
+"""What the tests of activations share: tiny models, and a step with and without offload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload_strategy import OffloadEngine
+from tests.training import assert_same_bits, gradients, moved, on_disk
+
+
+class Calls(nn.Module):
+    """A module whose forward is a function of the weight and the input."""
+
+    def __init__(self, function: Callable[..., Any], *shape: int) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.weight = nn.Parameter(torch.randn(*shape or (8, 8)))
+        self.function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(self.weight, *args)
+
+
+def noise(*shape: int, seed: int = 0, **options: Any) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, **options)
+
+
+def compare(
+    engine: OffloadEngine, model: nn.Module, step: Callable[[], Any], leaves: bool = True
+) -> None:
+    """Run a step without and with offload: the same gradients, and bytes that left."""
+
+    def run(between: Callable[[], None]) -> dict[str, torch.Tensor]:
+        torch.manual_seed(3)
+        model.zero_grad()
+        result = step()
+        result = result if isinstance(result, tuple) else (result,)
+        between()
+        loss, *others = result
+        loss.backward()
+        numbers = {"loss": loss.detach().clone(), **gradients(model)}
+        for index, tensor in enumerate(others):
+            numbers[f"gradient of input {index}"] = tensor.grad.clone()
+            tensor.grad = None
+        return numbers
+
+    expected = run(lambda: None)
+    engine.attach(model)
+    for between in (lambda: None, lambda: on_disk(engine)):
+        assert_same_bits(run(between), expected)
+    assert (moved(engine) > 0) == leaves
+    engine.detach_model(model)
+
+
+X = noise(8, 8, seed=1)
+
+
+def written(engine: OffloadEngine) -> list[int]:
+    """Sizes of the writes that are over."""
+    return sorted(record.nbytes for record in engine._recorder.moves)

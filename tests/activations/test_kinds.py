@@ -1,0 +1,204 @@
+"""Saved tensors of every kind come back with the very bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map
+
+from offload_strategy import OffloadEngine
+from tests.activations.support import Calls, X, compare, noise
+
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "matrix products": lambda w: (X @ w @ w.T).tanh().sum(),
+    "transposed and strided views": lambda w: ((w * 2).t()[::2, 1:].exp() * w[:4, :7]).sum(),
+    "views of one buffer": lambda w: torch.stack(
+        [(part * part).sin().prod() for part in (w @ X).chunk(4)]
+    ).sum(),
+    "expanded tensors": lambda w: (w.sum(0).exp().expand(8, 8) * w).prod(1).sum(),
+    "a scalar": lambda w: (w.sum().exp() * w).sin().sum(),
+    "nothing at all": lambda w: (w[:0].exp().sum() + w.exp()).sum(),
+    "half precision": lambda w: (w.half().exp() * w.half()).float().sum(),
+    "bfloat16": lambda w: ((w.bfloat16() @ X.bfloat16()).relu() ** 2).float().sum(),
+    "double precision": lambda w: (w.double().exp() @ X.double()).sin().sum(),
+    "bools": lambda w: torch.where((w * 1) > 0, (w @ X).exp(), w.sin()).sum(),
+    "integers": lambda w: (w * 2).exp().gather(1, (X.abs() * 2).long()).prod(1).sum(),
+    "small integers": lambda w: F.max_pool2d((w * 2).reshape(1, 1, 8, 8).exp(), 2).pow(2).sum(),
+    "complex numbers": lambda w: torch.fft.fft2(w @ X).exp().abs().sum(),
+    "complex conjugates": lambda w: (
+        (torch.view_as_complex(w.reshape(8, 4, 2) * 1).conj() ** 3).exp().imag.sum()
+    ),
+    "real parts of slices": lambda w: _parts_of_complex(w).sum(),
+    "infinities and NaN": lambda w: (
+        (w.detach() > 9e9).float() + (w - w).log() * w.clamp(0.1)
+    ).nansum() + (w * float("nan")).exp().sum(),
+    "channels last": lambda w: F.conv2d(
+        noise(2, 8, 5, 5).contiguous(memory_format=torch.channels_last), w.reshape(8, 8, 1, 1)
+    ).exp().sum(),
+    "dropout": lambda w: F.dropout(F.dropout(X @ w, 0.3), 0.3).pow(2).sum(),
+    "in-place relu": lambda w: F.relu(F.relu(X @ w, inplace=True) @ w, inplace=True).sum(),
+    "a change before it is saved": lambda w: (w * 2).mul_(3).exp_().sin().sum(),
+    "embedding": lambda w: F.embedding(torch.tensor([1, 5, 1]), w).exp().sum(),
+    "norms": lambda w: F.group_norm(F.layer_norm(X @ w, (8,)), 2).exp().sum(),
+    "attention": lambda w: F.scaled_dot_product_attention(
+        *(X @ w).reshape(8, 2, 4).transpose(0, 1).repeat(3, 1, 1, 1).unbind(0), is_causal=True
+    ).exp().sum(),
+    "sorting": lambda w: ((w * 2).sort(0).values.cumsum(0).cumprod(1)).sum(),
+    "linear algebra": lambda w: torch.linalg.svdvals(w @ X).prod() + torch.linalg.det(w),
+    "vmap": lambda w: torch.func.vmap(lambda row: (row.exp() * (w @ row)).sum())(X @ w).sum(),
+}  # fmt: skip
+
+
+def _parts_of_complex(w: torch.Tensor) -> torch.Tensor:
+    # The imaginary parts begin four bytes into the numbers: no offset in whole numbers exists
+    # for the slice that is saved next.
+    storage = torch.view_as_complex(torch.cat([w, w, w, w]).reshape(-1, 2) * 1.5)
+    part = storage[5:15]
+    return (part.imag.exp() * part.imag).sum() + (part[1:] * part[:-1].abs()).abs()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradients_are_the_same_with(name: str, engine: OffloadEngine) -> None:
+    model = Calls(lambda w: FUNCTIONS[name](w))
+    compare(engine, model, lambda: model())
+
+
+LAYERS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
+    "convolution and batch norm": lambda: (
+        nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(True), nn.MaxPool2d(2), nn.Flatten()
+        ),
+        noise(2, 3, 8, 8),
+    ),
+    "LSTM": lambda: (_First(nn.LSTM(6, 5, 2, dropout=0.2, bidirectional=True)), noise(7, 2, 6)),
+    "GRU": lambda: (_First(nn.GRU(6, 5)), noise(7, 2, 6)),
+    "transformer": lambda: (nn.TransformerEncoderLayer(8, 2, 16), noise(5, 2, 8)),
+    "weight norm": lambda: (
+        nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), noise(3, 8)
+    ),
+    "spectral norm": lambda: (
+        nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), noise(3, 8)
+    ),
+    "tied weights": lambda: (_Tied(), noise(3, 8)),
+    "a module that calls itself": lambda: (_Recursive(), noise(3, 8)),
+}  # fmt: skip
+
+
+class _First(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)[0]
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.two.weight = self.one.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(self.one(x).gelu() if hasattr(x, "gelu") else F.gelu(self.one(x)))
+
+
+class _Recursive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, depth: int = 3) -> torch.Tensor:
+        x = torch.tanh(self.layer(x))
+        return x if depth == 0 else self(x, depth - 1) * x
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_are_the_same_through(name: str, engine: OffloadEngine) -> None:
+    torch.manual_seed(0)
+    model, x = LAYERS[name]()
+    buffers = {key: value.clone() for key, value in model.named_buffers()}
+    x.requires_grad_()
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        for key, value in model.named_buffers():
+            value.copy_(buffers[key])
+        return model(x).pow(2).sum(), x
+
+    compare(engine, model, step)
+
+
+class Wrapped(torch.Tensor):
+    """A tensor that is more than its storage: it says how often it was computed with."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapped:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        unwrap = tree_map(lambda x: x.inner if isinstance(x, Wrapped) else x, (args, kwargs or {}))
+        result = function(*unwrap[0], **unwrap[1])
+        return tree_map(lambda x: Wrapped(x) if isinstance(x, torch.Tensor) else x, result)
+
+
+def test_tensor_subclasses_and_sparse_tensors_stay_what_they_are(engine: OffloadEngine) -> None:
+    seen: list[Any] = []
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x, *others)
+            return x**2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            x, other, sparse = ctx.saved_tensors
+            seen.append((type(other), sparse.layout))
+            return grad * 2 * x * other.inner, None, None
+
+    sparse, wrapped = torch.eye(8).to_sparse(), Wrapped(noise(8, 8))
+
+    def function(w: torch.Tensor) -> torch.Tensor:
+        squared = Square.apply(w * 3, wrapped, sparse)
+        return squared.sum() + torch.sparse.mm(sparse, w * 2).exp().sum()
+
+    model = Calls(function)
+    compare(engine, model, lambda: model())
+    assert seen == [(Wrapped, torch.sparse_coo)] * 3
+
+
+def test_gradients_of_inputs_and_of_other_leaves_are_the_same(engine: OffloadEngine) -> None:
+    x, scale = noise(8, 8, seed=2).requires_grad_(), noise(8).requires_grad_()
+    model = Calls(lambda w, x: ((x @ w).exp() * scale).sum())
+    compare(engine, model, lambda: (model(x), x, scale))
+
+
+def test_what_custom_functions_save_comes_back(engine: OffloadEngine) -> None:
+    class Both(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            y = x.exp()
+            ctx.save_for_backward(x, None, y)
+            ctx.note = "kept"
+            return y
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            x, nothing, y = ctx.saved_tensors
+            assert nothing is None
+            assert ctx.note == "kept"
+            return grad * y + 0 * x
+
+    model = Calls(lambda w: Both.apply(w @ X).sum())
+    compare(engine, model, lambda: model())

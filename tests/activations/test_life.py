@@ -1,0 +1,246 @@
+"""Whatever becomes of a graph, its tickets go with it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from offload_strategy import OffloadEngine, OffloadError, StorageError, TierFullError
+from tests.activations.support import Calls, X, compare, noise
+from tests.training import activations_only, assert_same_bits, bits, gradients, on_disk
+
+
+# ---------------------------------------------------------------------- ways of going back
+def test_a_graph_that_is_kept_may_be_gone_through_again(engine: OffloadEngine) -> None:
+    model = Calls(lambda w: ((X @ w).exp() * torch.tanh(X @ w)).sum())
+
+    def run(wait: Callable[[], None]) -> list[tuple[Any, ...]]:
+        loss = model()
+        results = []
+        for keep in (True, True, False):
+            wait()
+            model.zero_grad()
+            loss.backward(retain_graph=keep)
+            results.append(bits(model.weight.grad))
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+        return results
+
+    expected = run(lambda: None)
+    engine.attach(model)
+    assert run(lambda: on_disk(engine)) == expected
+    assert run(lambda: None) == expected
+
+
+def test_second_derivatives_are_the_same(engine: OffloadEngine) -> None:
+    x = noise(8, 8, seed=4).requires_grad_()
+    model = Calls(lambda w, x: torch.tanh(x @ w).pow(3).sum() + F.softplus(x @ w.T).sum())
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        (slope,) = torch.autograd.grad(model(x), x, create_graph=True)
+        return (slope.norm(dim=1) - 1).pow(2).mean(), x
+
+    compare(engine, model, step)
+
+
+def test_autograd_grad_reaches_inputs_outputs_and_what_lies_between(
+    engine: OffloadEngine,
+) -> None:
+    x = noise(8, 8, seed=4).requires_grad_()
+
+    def function(w: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        middle = (x @ w).exp()
+        return middle, middle.sin().sum()
+
+    model = Calls(function)
+
+    def run() -> list[tuple[Any, ...]]:
+        middle, loss = model(x)
+        grads = torch.autograd.grad(loss, [middle, x, model.weight], retain_graph=True)
+        again = torch.autograd.grad([middle, loss], [x], [torch.ones_like(middle), None])
+        return [bits(grad) for grad in (*grads, *again)]
+
+    expected = run()
+    engine.attach(model)
+    assert run() == expected
+
+
+def test_several_forwards_may_come_before_their_backwards(engine: OffloadEngine) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 8))
+    batches = [noise(4, 8, seed=seed) for seed in range(4)]
+
+    def run(order: list[int], wait: Callable[[], None]) -> list[tuple[Any, ...]]:
+        torch.manual_seed(5)
+        model.zero_grad()
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm1d):
+                module.reset_running_stats()
+        losses = [model(batch).pow(2).sum() for batch in batches]
+        wait()
+        results = []
+        for index in order:
+            losses[index].backward()
+            results.extend(bits(grad) for grad in gradients(model).values())
+        return results
+
+    for order in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]):
+        expected = run(order, lambda: None)
+        engine.attach(model)
+        assert run(order, lambda: on_disk(engine)) == expected
+        engine.detach_model(model)
+
+
+# ---------------------------------------------------------------------- when things end early
+def test_a_graph_that_is_dropped_takes_its_tickets_along(engine: OffloadEngine) -> None:
+    model = Calls(lambda w: (X @ w).exp().sin().sum())
+    engine.attach(model)
+    heap = engine._resources.heap
+    for wait in (True, False):
+        loss = model()
+        assert heap.live_tickets > 0
+        if wait:
+            on_disk(engine)
+        del loss
+        assert heap.live_tickets == 0
+    heap.wait_for_writes()
+    assert engine.metrics()["offload/tier/nvme/used_bytes"] == 0
+
+
+def test_memory_is_given_back_while_backward_goes_on(engine: OffloadEngine) -> None:
+    alive: list[int] = []
+    model = Calls(lambda w: _chain(w, lambda: alive.append(engine._resources.heap.live_tickets)))
+    engine.attach(model)
+    loss = model()
+    on_disk(engine)
+    before = engine._resources.heap.live_tickets
+    loss.backward()
+    assert alive == sorted(alive, reverse=True)
+    assert alive[-1] < before / 2
+
+
+def _chain(w: torch.Tensor, note: Callable[[], None]) -> torch.Tensor:
+    for _ in range(10):
+        w = (w * 1).tanh()
+        w.register_hook(lambda grad: note())
+    return w.sum()
+
+
+def test_a_backward_after_closing_is_right_or_says_what_is_gone(disk: Path) -> None:
+    model = Calls(lambda w: (X @ w).exp().sin().sum())
+    model().backward()
+    expected = gradients(model)
+    model.zero_grad()
+    engine = activations_only(disk)
+    engine.attach(model)
+    stored = model()
+    on_disk(engine)
+    engine.close()
+    with pytest.raises(OffloadError, match=r"closed\. Close it after the last backward"):
+        stored.backward()
+    del stored
+    model.zero_grad()
+    model().backward()
+    assert_same_bits(gradients(model), expected)
+
+
+def test_what_left_comes_back_after_the_model_was_detached(engine: OffloadEngine) -> None:
+    model = Calls(lambda w: (X @ w).exp().sin().sum())
+    model().backward()
+    expected = gradients(model)
+    model.zero_grad()
+    engine.attach(model)
+    loss = model()
+    engine.detach_model(model)
+    on_disk(engine)
+    loss.backward()
+    assert_same_bits(gradients(model), expected)
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert not model._forward_hooks_always_called
+
+
+def test_a_read_that_fails_is_told_in_backward(
+    engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import os
+
+    model = Calls(lambda w: (X @ w).exp().sin().sum())
+    model().backward()
+    expected = gradients(model)
+    model.zero_grad()
+    engine.attach(model)
+    loss = model()
+    on_disk(engine)
+
+    def broken(*args: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", broken)
+        with pytest.raises(StorageError, match=r"could not read .* of activations"):
+            loss.backward(retain_graph=True)
+    model.zero_grad()
+    loss.backward()  # the disk is back, and nothing was lost
+    assert_same_bits(gradients(model), expected)
+
+
+@pytest.mark.parametrize(
+    ("number", "error_class"), [(errno.EIO, StorageError), (errno.ENOSPC, TierFullError)]
+)
+def test_a_write_that_fails_loses_nothing_and_is_told_at_the_next_forward(
+    engine: OffloadEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    error_class: type[OffloadError],
+) -> None:
+    model = Calls(lambda w: (X @ w).exp().sin().sum())
+    model().backward()
+    expected = gradients(model)
+    model.zero_grad()
+    engine.attach(model)
+
+    def broken(*args: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", broken)
+        told = False
+        try:
+            loss = model()
+            with pytest.raises(error_class):
+                on_disk(engine)
+        except error_class:
+            told = True  # the first of several saved tensors failed before the last was put
+    if not told:
+        loss.backward()
+        assert_same_bits(gradients(model), expected)
+    with pytest.raises(error_class, match=r"could not write .* of activations"):
+        model()
+
+
+def test_what_was_saved_last_stays_where_host_memory_is_short(disk: Path) -> None:
+    with activations_only(disk, host="96KiB") as engine:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
+        engine.attach(model)
+        loss = model(torch.randn(128, 64, requires_grad=True)).sum()  # 32 KiB a saved tensor
+        resources = engine._resources
+        host = resources.host_tiers["host"]
+        tickets = {
+            id(entry): entry
+            for _, entry in resources.heap._ledger._tickets.values()
+            if entry.nbytes == 32 * 1024
+        }
+        order = sorted(tickets.values(), key=lambda entry: entry.next_use or 0)
+        assert len(order) >= 8
+        assert [entry.tier is host for entry in order[:3]] == [True] * 3
+        assert not any(entry.tier is host for entry in order[3:])
+        loss.backward()
