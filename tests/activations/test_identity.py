@@ -11,8 +11,16 @@ import torch
 from torch import nn
 
 from offload_strategy import OffloadEngine
+from offload_strategy.activations.identity import ByteRange, SavedView, reach, reach_of_base
 from tests.activations.support import Calls, X, compare, noise, written
-from tests.training import activations_only, assert_same_bits, gradients, on_disk, saved_storages
+from tests.training import (
+    activations_only,
+    assert_same_bits,
+    bits,
+    gradients,
+    on_disk,
+    saved_storages,
+)
 
 
 def test_one_storage_is_written_once_however_many_views_are_saved(engine: OffloadEngine) -> None:
@@ -53,6 +61,54 @@ def test_a_small_view_does_not_drag_its_large_storage_along(engine: OffloadEngin
     on_disk(engine)
     assert written(engine) == [10 * 8 * 4]
     loss.backward()
+
+
+def test_what_is_expanded_is_written_at_its_real_size(engine: OffloadEngine) -> None:
+    model = Calls(lambda w: ((X @ w)[0].exp().expand(1000, 8) * w.repeat(125, 1)).sum())
+    engine.attach(model)
+    loss = model()
+    on_disk(engine)
+    # The row, saved by exp and expanded by the product; x; and what was repeated in memory.
+    assert written(engine) == [8 * 4, 8 * 8 * 4, 8000 * 4]
+    loss.backward()
+
+
+def test_a_scalar_leaves_and_nothing_at_all_does_not(engine: OffloadEngine) -> None:
+    model = Calls(lambda w: (X @ w).sum().exp() + (w * 1)[:0].exp().sum())
+    engine.attach(model)
+    loss = model()
+    on_disk(engine)
+    assert written(engine) == [4, 8 * 8 * 4]
+    loss.backward()
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "plain": lambda z: z,
+    "conjugate": lambda z: z.conj(),
+    "part of a conjugate": lambda z: z[2:, ::2].conj().t(),
+    "negative": lambda z: z.conj().imag,
+    "negative slice": lambda z: z[1:].conj().imag[:, 1:],
+    "conjugate of a negative": lambda z: torch._neg_view(z[1]).conj(),
+    "real part": lambda z: z.real,
+    "imaginary part": lambda z: z[3:].imag,
+    "expanded": lambda z: z[0, 1].expand(4, 3),
+}
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+def test_a_view_is_rebuilt_on_bytes_that_came_back(kind: str) -> None:
+    source = torch.view_as_complex(noise(10, 8, 2, seed=5))[2:8, 1:]
+    view = VIEWS[kind](source)
+    for span in (reach(view), reach_of_base(view), ByteRange(0, 10 * 8 * 8)):
+        assert span.covers(reach(view))
+        there = torch.empty(0, dtype=torch.uint8)
+        there.set_(source.untyped_storage(), span.start, (span.nbytes,), (1,))
+        back = torch.cat([torch.zeros(64, dtype=torch.uint8), there])[64:]
+        rebuilt = SavedView(view, span).rebuild(back)
+        assert rebuilt.stride() == view.stride()
+        assert (rebuilt.is_conj(), rebuilt.is_neg()) == (view.is_conj(), view.is_neg())
+        assert bits(rebuilt) == bits(view)
+        assert rebuilt.untyped_storage()._cdata == back.untyped_storage()._cdata
 
 
 def test_weights_buffers_and_their_views_stay(engine: OffloadEngine) -> None:

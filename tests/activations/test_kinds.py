@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from offload_strategy import OffloadEngine
-from tests.activations.support import Calls, X, compare, noise
+from tests.activations.support import Calls, X, compare, noise, written
+from tests.training import bits
 
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "matrix products": lambda w: (X @ w @ w.T).tanh().sum(),
@@ -32,6 +33,9 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "complex numbers": lambda w: torch.fft.fft2(w @ X).exp().abs().sum(),
     "complex conjugates": lambda w: (
         (torch.view_as_complex(w.reshape(8, 4, 2) * 1).conj() ** 3).exp().imag.sum()
+    ),
+    "negatives that are put off": lambda w: (
+        (torch.view_as_complex(w.reshape(8, 4, 2) * 1).conj().imag[1:] ** 3).exp().sum()
     ),
     "real parts of slices": lambda w: _parts_of_complex(w).sum(),
     "infinities and NaN": lambda w: (
@@ -60,6 +64,52 @@ def _parts_of_complex(w: torch.Tensor) -> torch.Tensor:
     storage = torch.view_as_complex(torch.cat([w, w, w, w]).reshape(-1, 2) * 1.5)
     part = storage[5:15]
     return (part.imag.exp() * part.imag).sum() + (part[1:] * part[:-1].abs()).abs()
+
+
+def _save(*others: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """An identity that saves tensors, and compares them in backward with what it was given."""
+
+    class Save(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, *saved: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(*saved)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            for got, given in zip(ctx.saved_tensors, others, strict=True):
+                assert got.stride() == given.stride()
+                assert (got.is_conj(), got.is_neg()) == (given.is_conj(), given.is_neg())
+                assert bits(got) == bits(given)
+            return grad, *([None] * len(others))
+
+    return lambda x: Save.apply(x, *others)
+
+
+_NAMES = (
+    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+    *("float8_e8m0fnu", "float4_e2m1fn_x2"),  # which older versions of torch do not know
+)
+DTYPES = [getattr(torch, name) for name in _NAMES if hasattr(torch, name)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
+def test_every_dtype_comes_back_in_every_arrangement(
+    dtype: torch.dtype, engine: OffloadEngine
+) -> None:
+    anything = torch.randint(0, 2 if dtype is torch.bool else 256, (24 * dtype.itemsize,))
+    plain = anything.to(torch.uint8).view(dtype).view(4, 6)
+    saved = [plain, plain.t(), plain[1:3, ::2], plain[0].expand(5, 6), plain[0, 0], plain[:, :0]]
+    saved += [plain.clone()[2:], plain.t().clone().unsqueeze(0), torch.empty(0, dtype=dtype)]
+    if dtype.is_complex:
+        saved += [plain.conj(), plain.clone().conj().t(), plain.conj().imag, plain.real]
+    save = _save(*saved)
+    model = Calls(lambda w: save((X @ w).exp()).sum())
+    compare(engine, model, lambda: model())
+    assert 24 * dtype.itemsize in written(engine)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
