@@ -68,7 +68,9 @@ class _Scopes:
             # Only the call that asks is under way. A KeyboardInterrupt ended an earlier one: torch
             # runs "always called" hooks only for subclasses of Exception, so its scope is open.
             self.leave_all()
-        trains = torch.is_grad_enabled() and module.training
+        # What a checkpointed region computes again inside backward is needed at once.
+        recomputes = torch._C._current_graph_task_id() != -1
+        trains = torch.is_grad_enabled() and module.training and not recomputes
         if trains:
             _refuse_capture(module)
         offloads = trains and not _is_traced() and other_hooks.hooks_are_allowed()

@@ -2,30 +2,194 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.nn import functional as F
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 
 from offload_strategy import OffloadEngine
-from tests.activations.support import compare, noise
+from tests.activations.support import compare, noise, written
+from tests.training import assert_same_bits, gradients, moved, on_disk, saved_storages
+
+Region = Callable[[torch.Tensor], torch.Tensor]
+Around = Callable[[Region, torch.Tensor], torch.Tensor]
+
+reentrant: Around = partial(checkpoint, use_reentrant=True)
+non_reentrant: Around = partial(checkpoint, use_reentrant=False)
 
 
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-def test_checkpointed_regions_are_computed_again_as_before(
-    engine: OffloadEngine, reentrant: bool
+def selective(*saved: Any) -> Around:
+    """A region that computes again all but the results of a few operations."""
+
+    def decide(context: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, decide)
+    return partial(checkpoint, use_reentrant=False, context_fn=contexts)
+
+
+def _without_early_stop(region: Region, x: torch.Tensor) -> torch.Tensor:
+    with set_checkpoint_early_stop(False):
+        return non_reentrant(region, x)
+
+
+def _nested(outer: Around, inner: Around) -> Around:
+    """A region in the middle of a region."""
+
+    def around(region: Region, x: torch.Tensor) -> torch.Tensor:
+        return outer(lambda y: inner(region, y.tanh()).sin(), x)
+
+    return around
+
+
+WAYS: dict[str, Around] = {
+    "reentrant": reentrant,
+    "non-reentrant": non_reentrant,
+    "without early stop": _without_early_stop,
+    "selective, products saved": selective(torch.ops.aten.addmm.default),
+    "selective, more saved": selective(torch.ops.aten.addmm.default, torch.ops.aten.gelu.default),
+    "selective, nothing saved": selective(),
+    "two non-reentrant": _nested(non_reentrant, non_reentrant),
+    "two reentrant": _nested(reentrant, reentrant),
+    "non-reentrant in reentrant": _nested(reentrant, non_reentrant),
+    "reentrant in non-reentrant": _nested(non_reentrant, reentrant),
+    "selective in non-reentrant": _nested(non_reentrant, selective(torch.ops.aten.addmm.default)),
+    "three": _nested(non_reentrant, _nested(non_reentrant, non_reentrant)),
+}
+
+
+class Model(nn.Module):
+    """Two regions with something between them."""
+
+    def __init__(self, around: Around) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.region = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.3), nn.Linear(32, 8))
+        self.out = nn.Linear(8, 8)
+        self.around = around
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.around(self.region, x)
+        return self.around(self.region, F.relu(self.out(x))).sum()
+
+
+# Inside of a reentrant region the first pass computes no gradients, which the inner one remarks on.
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
+@pytest.mark.parametrize("way", WAYS)
+def test_regions_are_computed_again_as_before(engine: OffloadEngine, way: str) -> None:
+    model, x = Model(WAYS[way]), noise(4, 8).requires_grad_()
+    compare(engine, model, lambda: (model(x), x))
+
+
+# Inside of a reentrant region the first pass computes no gradients, which the inner one remarks on.
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
+@pytest.mark.parametrize("way", WAYS)
+def test_only_inputs_of_regions_leave_and_nothing_in_backward(
+    engine: OffloadEngine, way: str
 ) -> None:
-    torch.manual_seed(0)
-    region = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.3), nn.Linear(32, 8))
+    model, x = Model(WAYS[way]), noise(4, 8).requires_grad_()
+    engine.attach(model)
+    loss = model(x)
+    on_disk(engine)
+    left = written(engine)
+    loss.backward()
+    on_disk(engine)
+    assert moved(engine) == sum(left)
+    engine.detach_model(model)
+    seen = saved_storages(lambda: model(x), [*model.parameters(), *model.buffers()])
+    assert left == sorted(storage.nbytes() for storage in seen)
+    assert sum(left) < 8 * 4 * 8 * 4  # nothing as wide as the regions are inside
 
-    class Model(nn.Module):
+
+@pytest.mark.parametrize("way", ["reentrant", "non-reentrant", "two non-reentrant"])
+def test_the_same_when_backward_runs_inside_the_scope(engine: OffloadEngine, way: str) -> None:
+    model, x = Model(WAYS[way]), noise(4, 8).requires_grad_()
+    torch.manual_seed(3)
+    model(x).backward()
+    expected = gradients(model)
+    engine.attach(model)
+    for _ in range(2):
+        model.zero_grad()
+        torch.manual_seed(3)
+        with engine.forward():
+            loss = model(x)
+            on_disk(engine)
+            left = moved(engine)
+            loss.backward()
+        on_disk(engine)
+        assert moved(engine) == left
+        assert_same_bits(gradients(model), expected)
+
+
+@pytest.mark.parametrize("way", ["reentrant", "non-reentrant", "selective, products saved"])
+@pytest.mark.parametrize("part", ["the region", "part of it"])
+def test_a_model_may_be_attached_inside_of_a_region(
+    engine: OffloadEngine, way: str, part: str
+) -> None:
+    """Its calls are inside of the region's, in forward and again in backward."""
+    model, x = Model(WAYS[way]), noise(4, 8).requires_grad_()
+
+    def run() -> None:
+        model.zero_grad()
+        torch.manual_seed(3)
+        model(x).backward()
+
+    run()
+    expected = gradients(model)
+    engine.attach(model.region if part == "the region" else model.region[0])
+    for _ in range(2):
+        run()
+        assert_same_bits(gradients(model), expected)
+    on_disk(engine)
+    assert moved(engine) == 0  # its inputs belong to whoever calls it, the rest is made again
+
+
+def test_a_region_is_gone_through_twice_when_its_graph_is_kept(engine: OffloadEngine) -> None:
+    model, x = Model(non_reentrant), noise(4, 8).requires_grad_()
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        loss = model(x)
+        loss.backward(retain_graph=True)
+        on_disk(engine)
+        return loss, x
+
+    compare(engine, model, step)
+
+
+def test_second_derivatives_go_through_regions(engine: OffloadEngine) -> None:
+    x = noise(4, 8).requires_grad_()
+    model = Model(non_reentrant)
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        (slope,) = torch.autograd.grad(model(x), x, create_graph=True)
+        return slope.pow(2).sum(), x
+
+    compare(engine, model, step)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_sequences_in_regions(engine: OffloadEngine, use_reentrant: bool) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Tanh()) for _ in range(6)]
+
+    class Sequence(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.region, self.out = region, nn.Linear(8, 8)
+            self.layers = nn.Sequential(*layers)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = checkpoint(self.region, x, use_reentrant=reentrant)
-            return checkpoint(self.region, self.out(x).relu(), use_reentrant=reentrant).sum()
+            return checkpoint_sequential(self.layers, 3, x, use_reentrant=use_reentrant)
 
-    model, x = Model(), noise(4, 8).requires_grad_()
-    compare(engine, model, lambda: (model(x), x))
+    model, x = Sequence(), noise(4, 8).requires_grad_()
+    compare(engine, model, lambda: (model(x).pow(2).sum(), x))
