@@ -74,13 +74,22 @@ def why_it_stays(tensor: torch.Tensor, is_weight: Callable[[torch.Tensor], bool]
         return Stays.TRANSFORM
     if tensor.is_inference():
         return Stays.INFERENCE
-    if tensor.device.type == "meta" or tensor.numel() == 0:
+    if tensor.device.type == "meta" or tensor.numel() == 0 or _has_no_memory(tensor):
         return Stays.EMPTY
     if _is_form_of_weight(tensor, is_weight):
         return Stays.WEIGHT
     if tensor.is_quantized:
         return Stays.QUANTIZED
     return None
+
+
+def _has_no_memory(tensor: torch.Tensor) -> bool:
+    """Whether its storage does not hold it: an address of zero, which nobody may read from.
+
+    Forward-mode differentiation makes tensors of zeros that only say so; sharded training takes the
+    memory of storages away.
+    """
+    return tensor._is_zerotensor() or tensor.untyped_storage().nbytes() == 0
 
 
 def can_leave(tensor: torch.Tensor, is_weight: Callable[[torch.Tensor], bool]) -> bool:

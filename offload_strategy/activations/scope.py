@@ -14,7 +14,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload_strategy.activations import other_hooks
+from offload_strategy.activations.module_hooks import After, Before
 from offload_strategy.activations.saved_tensors import ActivationOffload
+from offload_strategy.activations.untraced import keep_torch_compile_out
 from offload_strategy.errors import OffloadError
 from offload_strategy.transfer import UninterruptedSection
 
@@ -33,11 +35,12 @@ class ForwardHooks:
 
     def __init__(self, module: nn.Module, offload: ActivationOffload, owner: Any = None) -> None:
         other_hooks.step_aside_for_transforms(ActivationOffload)
+        keep_torch_compile_out()
         self._module = weakref.ref(module)
         self._scopes = _Scopes(offload, owner)
         self._handles = [
-            module.register_forward_pre_hook(_Before(self._scopes), prepend=True),
-            module.register_forward_hook(_After(self._scopes), always_call=True),
+            module.register_forward_pre_hook(Before(self._scopes), prepend=True),
+            module.register_forward_hook(After(self._scopes), always_call=True),
         ]
 
     def remove(self) -> None:
@@ -149,40 +152,3 @@ def _refuse_capture(module: nn.Module) -> None:
             f"without CUDA graphs (torch.compile: any mode but 'reduce-overhead' and "
             f"'max-autotune'), or without activation offload (activations.enabled: false)."
         )
-
-
-_COMPILED_AROUND_HOOKS = (
-    "activation offload begins here, which cannot be part of a compiled graph. For "
-    "torch.compile(model, fullgraph=True) compile first, and attach what it returns: "
-    "engine.attach(compiled, ...)."
-)
-
-
-class _Before:
-    """Forward pre-hook. A copy or a pickle of it does nothing: it belongs to one engine."""
-
-    def __init__(self, scopes: _Scopes | None = None) -> None:
-        self._scopes = scopes
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if self._scopes is not None:
-            if torch.compiler.is_dynamo_compiling():
-                torch._dynamo.graph_break(msg=_COMPILED_AROUND_HOOKS)
-            self._scopes.enter(module)
-
-    def __reduce__(self) -> tuple[Any, tuple[()]]:
-        return type(self), ()
-
-
-class _After:
-    """Forward hook; see `_Before`."""
-
-    def __init__(self, scopes: _Scopes | None = None) -> None:
-        self._scopes = scopes
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._scopes is not None:
-            self._scopes.leave(module)
-
-    def __reduce__(self) -> tuple[Any, tuple[()]]:
-        return type(self), ()

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from offload_strategy import OffloadEngine
-from tests.activations.support import Calls, X, compare, noise
+from tests.activations.support import Calls, X, noise
 from tests.training import activations_only, assert_same_bits, bits, gradients, moved, on_disk
 
 
@@ -51,34 +50,6 @@ def test_a_scope_covers_work_outside_of_the_model(engine: OffloadEngine) -> None
     assert bits(run(engine.forward())) == bits(plain)
     assert_same_bits(gradients(model), expected)
     assert moved(engine) - without > without
-
-
-def test_hooks_of_the_users_own_go_on_working(engine: OffloadEngine) -> None:
-    packed: list[int] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        packed.append(tensor.numel())
-        return tensor
-
-    def function(w: torch.Tensor) -> torch.Tensor:
-        y = (X @ w).exp()
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            y = y.sin()
-        with torch.autograd.graph.save_on_cpu():
-            y = y * y
-        return y.exp().sum()
-
-    model = Calls(function)
-    compare(engine, model, lambda: model())
-    assert packed == [64] * 3
-
-
-def test_a_compiled_model_is_the_same(engine: OffloadEngine) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
-    compiled: Any = torch.compile(model, backend="aot_eager")
-    compare(engine, compiled, lambda: compiled(noise(4, 8)).pow(2).sum())
-    torch._dynamo.reset()
 
 
 # ---------------------------------------------------------------------- when nothing leaves

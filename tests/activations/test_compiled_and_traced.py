@@ -1,0 +1,241 @@
+"""Models that are compiled, traced or captured: they work, or it is said why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from offload_strategy import OffloadEngine, OffloadError
+from offload_strategy.activations import ActivationOffload
+from offload_strategy.activations.module_hooks import Before
+from offload_strategy.examples.gpt import GPT
+from offload_strategy.heap import Heap
+from tests.activations.support import Calls, X, compare, noise
+from tests.training import activations_only, assert_same_bits, gradients, moved, on_disk
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_remains() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+
+def compiled(model: nn.Module, **options: Any) -> Any:
+    return torch.compile(model, backend="aot_eager", **options)
+
+
+class Breaks(nn.Module):
+    """A model whose graph breaks in the middle, and which branches on its data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = network(), network()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        if x.sum() > 0:
+            x = x.tanh()
+        return self.second(x)
+
+
+def _attach_then_compile(engine: OffloadEngine, model: nn.Module) -> Any:
+    engine.attach(model)
+    return compiled(model)
+
+
+def _compile_then_attach(engine: OffloadEngine, model: nn.Module) -> Any:
+    model_ = compiled(model)
+    engine.attach(model_)
+    return model_
+
+
+def _attach_what_was_compiled(engine: OffloadEngine, model: nn.Module) -> Any:
+    model_ = compiled(model)
+    engine.attach(model)
+    return model_
+
+
+def _attach_then_compile_in_place(engine: OffloadEngine, model: nn.Module) -> Any:
+    engine.attach(model)
+    model.compile(backend="aot_eager")
+    return model
+
+
+def _compile_in_place_then_attach(engine: OffloadEngine, model: nn.Module) -> Any:
+    model.compile(backend="aot_eager")
+    engine.attach(model)
+    return model
+
+
+def _compile_each_block(engine: OffloadEngine, model: nn.Module) -> Any:
+    for block in model.children():
+        block.compile(backend="aot_eager")
+    engine.attach(model)
+    return model
+
+
+def _in_one_graph(engine: OffloadEngine, model: nn.Module) -> Any:
+    whole = compiled(model, fullgraph=True)
+    engine.attach(whole)
+    return whole
+
+
+ORDERS: dict[str, Callable[[OffloadEngine, nn.Module], Any]] = {
+    "attach, compile": _attach_then_compile,
+    "compile, attach": _compile_then_attach,
+    "compile, attach the inner": _attach_what_was_compiled,
+    "attach, compile in place": _attach_then_compile_in_place,
+    "compile in place, attach": _compile_in_place_then_attach,
+    "compile blocks, attach": _compile_each_block,
+    "compile as one graph, attach": _in_one_graph,
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_compiled_model_is_the_same_in_whatever_order(order: str, engine: OffloadEngine) -> None:
+    plain = network()
+    plain(noise(4, 8)).pow(2).sum().backward()
+    model = network()
+    call = ORDERS[order](engine, model)
+    for _ in range(2):
+        model.zero_grad()
+        loss = call(noise(4, 8)).pow(2).sum()
+        on_disk(engine)
+        loss.backward()
+        assert_same_bits(gradients(model), gradients(plain))
+    assert moved(engine) > 0
+
+
+def test_one_graph_around_an_attached_model_is_refused_with_advice(engine: OffloadEngine) -> None:
+    model = network()
+    engine.attach(model)
+    with pytest.raises(Exception, match="compile first, and attach what it returns"):
+        compiled(model, fullgraph=True)(noise(4, 8))
+    engine.detach_model(model)
+    compiled(model, fullgraph=True)(noise(4, 8))
+
+
+@pytest.mark.parametrize("dynamic", [None, True, False])
+def test_shapes_that_change(engine: OffloadEngine, dynamic: bool | None) -> None:
+    plain, model = network(), network()
+    call = compiled(model, dynamic=dynamic)
+    engine.attach(call)
+    for length in (4, 7, 3, 12, 4):
+        for net, run in ((plain, plain), (model, call)):
+            net.zero_grad()
+            loss = run(noise(length, 8)).pow(2).sum()
+            if net is model:
+                on_disk(engine)
+            loss.backward()
+        assert_same_bits(gradients(model), gradients(plain))
+    assert moved(engine) > 0
+
+
+def test_graphs_that_break(engine: OffloadEngine) -> None:
+    torch.manual_seed(0)
+    model = Breaks()
+    call = compiled(model)
+    x = noise(4, 8).requires_grad_()
+    for sign in (1, -1):
+        compare(engine, call, lambda sign=sign: (call(x * sign).pow(2).sum(), x))
+
+
+def test_a_transform_inside_of_a_compiled_model(engine: OffloadEngine) -> None:
+    model = Calls(
+        lambda w: torch.func.grad(lambda v: (v.sin() * (w @ X).exp()).sum())(w * 1).exp().sum()
+    )
+    call = compiled(model)
+    compare(engine, call, lambda: call())
+
+
+def test_compiled_under_autocast_and_with_checkpoints(engine: OffloadEngine) -> None:
+    layers = network()
+
+    def function(w: torch.Tensor) -> torch.Tensor:
+        y = torch.utils.checkpoint.checkpoint(layers, X @ w, use_reentrant=False)
+        return (y @ w).float().exp().sum()
+
+    model = Calls(function)
+    model.layers = layers
+    call = compiled(model)
+
+    def step() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return call()
+
+    compare(engine, call, step)
+
+
+# ---------------------------------------------------------------------- traced, without data
+def _fake(model: nn.Module) -> None:
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        model(noise(4, 8)).sum().backward()
+    model.zero_grad()
+
+
+TRACES: dict[str, Callable[[nn.Module], Any]] = {
+    "make_fx": lambda m: make_fx(m)(noise(4, 8)),
+    "make_fx of a training step": lambda m: make_fx(
+        lambda x: torch.autograd.grad(m(x).sum(), list(m.parameters()))
+    )(noise(4, 8)),
+    "torch.export": lambda m: torch.export.export(m, (noise(4, 8),)),
+    "torch.export, not strict": lambda m: torch.export.export(m, (noise(4, 8),), strict=False),
+    "torch.jit.trace": lambda m: torch.jit.trace(m, noise(4, 8)),
+    "torch.fx": lambda m: torch.fx.symbolic_trace(m),
+    "fake tensors": _fake,
+}
+
+
+@pytest.mark.parametrize("how", TRACES)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_nothing_leaves_while_a_model_is_traced(how: str, engine: OffloadEngine) -> None:
+    model = network()
+    engine.attach(model)
+    traced = TRACES[how](model)
+    on_disk(engine)
+    assert moved(engine) == 0
+    if traced is not None and how != "make_fx of a training step":
+        call = traced.module() if hasattr(traced, "module") else traced
+        assert torch.equal(call(noise(4, 8)), model(noise(4, 8)))
+    model(noise(4, 8)).sum().backward()
+    assert moved(engine) + moved(engine, verb="forwarded") > 0
+
+
+# ---------------------------------------------------------------------- CUDA graphs
+def test_a_capture_into_a_cuda_graph_is_refused(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = network()
+    with activations_only(disk) as engine:
+        engine.attach(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_initialized", lambda: True)
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            with pytest.raises(OffloadError, match=r"CUDA graph.*activations\.enabled: false"):
+                model(noise(4, 8))
+            with torch.no_grad():
+                model(noise(4, 8))  # nothing would leave
+            model.eval()(noise(4, 8))
+        model.train()(noise(4, 8)).sum().backward()
+        assert moved(engine) + moved(engine, verb="forwarded") > 0
+
+
+def test_torch_compile_leaves_the_packages_own_code_alone(engine: OffloadEngine) -> None:
+    engine.attach(network())
+    is_left_alone = torch._dynamo.trace_rules.check
+    for function in (ActivationOffload.enter, Heap.put, Heap.get, OffloadEngine.metrics):
+        assert is_left_alone(function)
+    assert not is_left_alone(GPT.forward)
+    assert not is_left_alone(Before.__call__)

@@ -1,0 +1,525 @@
+"""Precisions, hooks of the user's own, transforms, and calls that are not one plain call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn import functional as F
+
+from offload_strategy import OffloadEngine
+from tests.activations.support import Calls, X, compare, noise
+from tests.training import (
+    activations_only,
+    assert_same_bits,
+    assert_same_history,
+    backward_history,
+    bits,
+    gradients,
+    moved,
+    on_disk,
+    settings,
+    weights,
+)
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Sequential(
+        nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 8)
+    )
+    return layers.to(dtype)
+
+
+def batch(step: int) -> torch.Tensor:
+    return noise(6, 8, seed=step)
+
+
+# ---------------------------------------------------------------------- precision
+def _autocast(dtype: torch.dtype, **options: Any) -> Callable[[], AbstractContextManager[Any]]:
+    return lambda: torch.autocast("cpu", dtype, **options)
+
+
+PRECISIONS: dict[str, tuple[torch.dtype, Callable[[], AbstractContextManager[Any]]]] = {
+    "bf16-mixed": (torch.float32, _autocast(torch.bfloat16)),
+    "16-mixed": (torch.float32, _autocast(torch.float16)),
+    "bf16-mixed without a cache": (
+        torch.float32, _autocast(torch.bfloat16, cache_enabled=False)
+    ),
+    "bf16-true": (torch.bfloat16, nullcontext),
+    "16-true": (torch.float16, nullcontext),
+    "64-true": (torch.float64, nullcontext),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_three_steps_are_the_same_in(precision: str, disk: Path) -> None:
+    dtype, context = PRECISIONS[precision]
+
+    def history(model: nn.Module, **options: Any) -> list[dict[str, torch.Tensor]]:
+        def loss_of(step: int) -> torch.Tensor:
+            with context():
+                return model(batch(step).to(dtype)).pow(2).sum()
+
+        return backward_history(model, loss_of, **options)
+
+    expected = history(network(dtype))
+    model = network(dtype)
+    with activations_only(disk) as engine:
+        engine.attach(model)
+        assert_same_history(history(model, between=lambda: on_disk(engine)), expected)
+        assert moved(engine) > 0
+
+
+def test_autocast_may_begin_and_end_inside_of_the_model(engine: OffloadEngine) -> None:
+    layer = nn.Linear(8, 8)
+
+    def function(w: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(X @ w)
+            with torch.autocast("cpu", enabled=False):
+                y = torch.tanh(y.float() @ w)
+            return (y @ w).float().exp().sum()
+
+    model = Calls(function)
+    model.layer = layer
+    compare(engine, model, lambda: model())
+
+
+@pytest.mark.parametrize("offloads_states", [False, True])
+def test_loss_scaling_skips_and_grows_as_before(disk: Path, offloads_states: bool) -> None:
+    """One step in five overflows: it is skipped, and the scale halves."""
+
+    def run(engine: OffloadEngine | None) -> list[dict[str, torch.Tensor]]:
+        model = network()
+        optimizer: Any = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+        if engine is not None:
+            wrapped = engine.attach(model, optimizer if offloads_states else None)
+            optimizer = wrapped or optimizer
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+        history = []
+        for step in range(5):
+            optimizer.zero_grad()
+            torch.manual_seed(step)
+            with torch.autocast("cpu", torch.float16):
+                loss = model(batch(step)).float().pow(2).mean()
+            scaler.scale(loss * (float("inf") if step == 2 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            history.append(
+                {"scale": torch.tensor(scaler.get_scale()), "loss": loss.detach(), **weights(model)}
+            )
+        return history
+
+    expected = run(None)
+    assert [float(step["scale"]) for step in expected] == [64, 128, 64, 64, 128]
+    with OffloadEngine(settings(disk)) as engine:
+        assert_same_history(run(engine), expected)
+        assert moved(engine) + moved(engine, verb="forwarded") > 0
+
+
+# ---------------------------------------------------------------------- hooks around ours
+class Hooks:
+    """Saved-tensor hooks of a user's own, by kind."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.packed: list[tuple[int, ...]] = []
+        self.unpacked = 0
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        self.packed.append(tuple(tensor.shape))
+        if self.kind == "compress":
+            return tensor.bfloat16() if tensor.is_floating_point() else tensor
+        if self.kind == "compress into a tuple":
+            return (tensor.dtype, tensor.to(torch.float64))
+        return tensor
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        self.unpacked += 1
+        if self.kind == "compress":
+            return packed.float() if packed.is_floating_point() else packed
+        if self.kind == "compress into a tuple":
+            return packed[1].to(packed[0])
+        return packed
+
+    def __call__(self) -> AbstractContextManager[Any]:
+        if self.kind == "save on the host":
+            return save_on_cpu()
+        if self.kind == "allow mutation":
+            return torch.autograd.graph.allow_mutation_on_saved_tensors()
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+
+#: Whether what they make of a tensor is one, and leaves.
+KINDS = {
+    "count": True,
+    "compress": True,
+    "compress into a tuple": False,
+    "save on the host": False,
+    "allow mutation": False,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_around_a_model_do_what_they_do_without_offload(
+    engine: OffloadEngine, kind: str
+) -> None:
+    """Numbers too: where they change what is saved, they change it just the same."""
+    model = network()
+
+    def run(between: Callable[[], None]) -> tuple[dict[str, torch.Tensor], Hooks]:
+        hooks = Hooks(kind)
+        model.zero_grad()
+        torch.manual_seed(3)
+        with hooks():
+            loss = model(batch(0)).pow(2).sum()
+            between()
+            loss.backward()
+        return gradients(model), hooks
+
+    expected, without = run(lambda: None)
+    engine.attach(model)
+    for between in (lambda: None, lambda: on_disk(engine)):
+        got, hooks = run(between)
+        assert_same_bits(got, expected)
+        assert hooks.packed == without.packed
+        assert hooks.unpacked == without.unpacked
+    assert (moved(engine) > 0) == KINDS[kind]
+
+
+def test_of_two_pairs_of_hooks_around_a_model_the_inner_is_called(engine: OffloadEngine) -> None:
+    model = Calls(lambda w: (X @ w).exp().sum())
+    engine.attach(model)
+    outer, inner = Hooks("count"), Hooks("count")
+    with outer(), inner():
+        loss = model()
+    on_disk(engine)
+    loss.backward()
+    assert outer.packed == []
+    assert len(inner.packed) == inner.unpacked == 2
+    assert moved(engine) > 0
+
+
+def test_hooks_around_two_engines_are_heard_by_both(disk: Path) -> None:
+    """The innermost engine has what is saved inside; neither hides the hooks around them."""
+    inner = Calls(lambda w, x: (x @ w).exp())
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = inner
+            self.weight = nn.Parameter(noise(8, 8))
+
+        def forward(self) -> torch.Tensor:
+            return self.inner(X @ self.weight).sin().sum()
+
+    model = Outer()
+
+    def run() -> tuple[dict[str, torch.Tensor], Hooks]:
+        hooks = Hooks("compress")
+        model.zero_grad()
+        with hooks():
+            model().backward()
+        return gradients(model), hooks
+
+    expected, without = run()
+    with activations_only(disk) as one, activations_only(disk) as two:
+        one.attach(model)
+        two.attach(inner)
+        got, hooks = run()
+        on_disk(one)
+        on_disk(two)
+        assert moved(one) > 0
+        assert moved(two) > 0
+    assert_same_bits(got, expected)
+    assert hooks.packed == without.packed
+
+
+def test_an_error_in_hooks_around_a_model_ends_its_scope(engine: OffloadEngine) -> None:
+    model = Calls(lambda w: (X @ w).exp().sum())
+    model().backward()
+    expected = gradients(model)
+    engine.attach(model)
+
+    def refuse(tensor: torch.Tensor) -> Any:
+        raise ValueError("not this one")
+
+    with (
+        saved_tensors_hooks(refuse, lambda packed: packed),
+        pytest.raises(ValueError, match="not this"),
+    ):
+        model()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    model.zero_grad()
+    model().backward()
+    assert_same_bits(gradients(model), expected)
+
+
+def test_hooks_inside_a_model_are_called_in_place_of_ours(engine: OffloadEngine) -> None:
+    packed: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor.numel())
+        return tensor
+
+    def function(w: torch.Tensor) -> torch.Tensor:
+        y = (X @ w).exp()
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = y.sin()
+        with save_on_cpu():
+            y = y * y
+        return y.exp().sum()
+
+    model = Calls(function)
+    compare(engine, model, lambda: model())
+    assert packed == [64] * 3
+
+
+# ---------------------------------------------------------------------- transforms and modes
+def _per_sample(model: nn.Module) -> list[torch.Tensor]:
+    parameters = {name: value.detach() for name, value in model.named_parameters()}
+
+    def loss(parameters: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, (x[None],)).pow(2).sum()
+
+    slopes = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0), randomness="different")
+    return list(slopes(parameters, batch(0)).values())
+
+
+AROUND: dict[str, Callable[[nn.Module], list[torch.Tensor]]] = {
+    "vmap": lambda m: list(
+        torch.autograd.grad(
+            torch.func.vmap(m, randomness="different")(batch(0)[:, None]).pow(2).sum(),
+            list(m.parameters()),
+        )
+    ),
+    "gradients per sample": _per_sample,
+    "Jacobians": lambda m: [torch.func.jacrev(m)(batch(0)[0])],
+    "vector-Jacobian products": lambda m: [
+        torch.func.vjp(m, batch(0))[1](torch.ones(6, 8))[0]
+    ],
+    "Jacobian-vector products": lambda m: [
+        *torch.func.jvp(m, (batch(0),), (batch(1),))
+    ],
+    "Hessians": lambda m: [torch.func.hessian(lambda x: m(x).pow(2).sum())(batch(0)[0])],
+    "other parameters": lambda m: list(
+        torch.autograd.grad(
+            torch.func.functional_call(
+                m, {k: (v * 2) for k, v in m.named_parameters()}, (batch(0),)
+            ).pow(2).sum(),
+            list(m.parameters()),
+        )
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("transform", AROUND)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch's own use of it
+def test_a_model_may_be_called_by(transform: str, engine: OffloadEngine) -> None:
+    model = network()
+    model[3] = nn.Identity()  # transforms within transforms allow no random numbers
+
+    def run() -> list[Any]:
+        torch.manual_seed(3)
+        return [bits(tensor) for tensor in AROUND[transform](model)]
+
+    expected = run()
+    engine.attach(model)
+    assert run() == expected
+    assert run() == expected
+
+
+INSIDE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "grad": lambda w: torch.func.grad(lambda v: (v.sin() * (w * 2).exp()).sum())(w * 1),
+    "vjp": lambda w: torch.func.vjp(lambda v: v.sin() * w, w * 1)[1](torch.ones(8, 8))[0],
+    "jacrev": lambda w: torch.func.jacrev(lambda v: (v @ w).sin().sum(0))(X),
+    "jvp": lambda w: torch.func.jvp(lambda v: (v @ w).sin(), (X,), (X * 2,))[1],
+    "hessian": lambda w: torch.func.hessian(lambda v: (v @ w).sin().sum())(X[0]),
+    "vmap of grad": lambda w: torch.func.vmap(
+        torch.func.grad(lambda row: (row @ w).exp().sum())
+    )(X),
+    "grad of grad": lambda w: torch.func.vmap(
+        torch.func.grad(torch.func.grad(lambda v: (v.sin() * v).exp()))
+    )((w * 1).view(-1)),
+    "functionalize": lambda w: torch.func.functionalize(lambda v: v.sin().mul_(2).exp())(w * 2),
+    "a Jacobian of autograd's own": lambda w: torch.autograd.functional.jacobian(
+        lambda v: (v @ w).sin().sum(0), X, create_graph=True
+    ),
+    "gradients in between": lambda w: torch.autograd.grad(
+        (w * 2).exp().sum(), w, create_graph=True
+    )[0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("transform", INSIDE)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_model_may_use(transform: str, engine: OffloadEngine) -> None:
+    """Before it and after it things are saved as ever; they leave, and come back."""
+
+    def function(w: torch.Tensor) -> torch.Tensor:
+        before = (X @ w).exp()
+        return INSIDE[transform](w).sum() + before.sin().sum()
+
+    model = Calls(function)
+    compare(engine, model, lambda: model())
+    assert torch._C._autograd._saved_tensors_hooks_is_enabled()
+
+
+def test_an_error_inside_a_transform_leaves_the_scope_as_it_was(engine: OffloadEngine) -> None:
+    def fail(v: torch.Tensor) -> torch.Tensor:
+        raise ValueError("inside")
+
+    def function(w: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(ValueError, match="inside"):
+            torch.func.grad(fail)(w)
+        return (X @ w).exp().sin().sum()
+
+    model = Calls(function)
+    compare(engine, model, lambda: model())
+
+
+def test_hooks_of_the_users_own_are_refused_by_transforms_as_without_offload(
+    engine: OffloadEngine,
+) -> None:
+    model = Calls(lambda w: torch.func.grad(lambda v: (v * w).sum())(w * 1).sum())
+
+    def run() -> None:
+        with Hooks("count")(), pytest.raises(RuntimeError, match="saved tensor hooks"):
+            model()
+
+    run()
+    engine.attach(model)
+    run()
+    model()  # without them
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning")
+def test_anomaly_mode_names_the_operation(engine: OffloadEngine) -> None:
+    model = Calls(lambda w: ((w - w) * 1).sqrt().mul(0).sum())
+    engine.attach(model)
+    with (
+        torch.autograd.detect_anomaly(),
+        pytest.raises(RuntimeError, match=r"SqrtBackward0.* returned nan"),
+        pytest.warns(UserWarning, match="in SqrtBackward0"),
+    ):
+        model().backward()
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning")
+def test_anomaly_mode_changes_nothing_else(engine: OffloadEngine) -> None:
+    model = Calls(lambda w: (X @ w).exp().sum())
+    with torch.autograd.detect_anomaly():
+        compare(engine, model, lambda: model())
+
+
+# ---------------------------------------------------------------------- calls of other kinds
+def test_a_module_that_is_called_several_times(engine: OffloadEngine) -> None:
+    shared = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Tanh())
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared = shared
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.shared(self.shared(x) * self.shared(x[:, [7, 6, 5, 4, 3, 2, 1, 0]]))
+
+    model, x = Model(), noise(4, 8).requires_grad_()
+    compare(engine, model, lambda: (model(x).sum(), x))
+    engine.attach(shared)  # the part alone: three scopes a step
+    before = moved(engine)
+    model(x).sum().backward()
+    on_disk(engine)
+    assert moved(engine) > before
+
+
+@pytest.mark.parametrize("how", ["no_grad", "inference_mode", "detached"])
+def test_part_of_a_batch_without_gradients(engine: OffloadEngine, how: str) -> None:
+    """As contrastive learning and reinforcement learning do: some samples only give targets."""
+    model, x = network(), noise(6, 8)
+
+    def without_gradients() -> torch.Tensor:
+        if how == "detached":
+            return model(x[3:]).detach()
+        with getattr(torch, how)():
+            return model(x[3:]).clone()
+
+    def step() -> torch.Tensor:
+        target = without_gradients()
+        target = target.clone() if how == "inference_mode" else target
+        return (model(x[:3]) - target).pow(2).sum()
+
+    compare(engine, model, step)
+
+
+def test_no_grad_inside_of_a_model(engine: OffloadEngine) -> None:
+    def function(w: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target = (X @ w).exp()
+        with torch.enable_grad():
+            y = (X @ w).exp()
+        return ((y - target.mean()) ** 2).sum()
+
+    model = Calls(function)
+    compare(engine, model, lambda: model())
+
+
+def test_gradients_inside_of_no_grad(engine: OffloadEngine) -> None:
+    """As attacks and energies do: the caller wants none, the model makes its own."""
+
+    def function(w: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = X.clone().requires_grad_()
+            return torch.autograd.grad((x @ w).exp().sum(), x)[0]
+
+    model = Calls(function)
+    with torch.no_grad():
+        expected = model()
+    engine.attach(model)
+    with torch.no_grad():
+        assert bits(model()) == bits(expected)
+
+
+@pytest.mark.parametrize("moment", ["between forward and backward", "inside of the model"])
+def test_evaluation_during_training(engine: OffloadEngine, moment: str) -> None:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(8)
+
+    def evaluate(model: nn.Module) -> None:
+        model.eval()
+        with torch.no_grad():
+            norm(noise(4, 8))
+        model.train()
+
+    def function(w: torch.Tensor) -> torch.Tensor:
+        y = norm(X @ w)
+        if moment == "inside of the model":
+            evaluate(model)
+        return norm(y.exp()).sin().sum()
+
+    model = Calls(function)
+    model.norm = norm
+    state = {name: value.clone() for name, value in norm.state_dict().items()}
+
+    def step() -> torch.Tensor:
+        norm.load_state_dict(state)
+        loss = model()
+        if moment == "between forward and backward":
+            evaluate(model)
+        return loss
+
+    compare(engine, model, step)
+
+
+def test_frozen_layers_and_layers_that_thaw(engine: OffloadEngine) -> None:
+    model, x = network(), batch(0)
+    for frozen in (True, False, True):
+        model[0].requires_grad_(not frozen)
+        compare(engine, model, lambda: F.mse_loss(model(x), x))
