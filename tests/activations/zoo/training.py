@@ -149,9 +149,10 @@ class Comparison:
 
     def assert_nearly_everything_left(self) -> None:
         """Fail with the figures if too little of the bytes left and came back, or too much."""
-        # What is freed before its turn is never written; a few models save what nobody asks for.
+        # Whole storages are counted here: a view of a part takes only its part along. What is
+        # freed before its turn is never written; a few models save what nobody asks for.
         assert 0.95 * self.saved_bytes <= self.left_bytes <= self.saved_bytes, self
-        assert 0.98 * self.needed_bytes <= self.read_bytes <= self.left_bytes, self
+        assert 0.95 * self.needed_bytes <= self.read_bytes <= self.left_bytes, self
 
 
 def compare(
