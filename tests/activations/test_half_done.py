@@ -1,0 +1,348 @@
+"""However a step is left half done, nothing remains, and the next is as in a fresh process."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload_strategy import OffloadEngine
+from tests.activations import half_done
+from tests.activations.half_done import Training, arm
+from tests.training import Numbers, activations_only, assert_same_bits
+
+ROOT = Path(__file__).resolve().parents[2]
+#: As long as background work may take to notice.
+_PATIENCE_SECONDS = 20.0
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Numbers:
+    """Loss, gradients and weights of the second step of a process in which nothing failed."""
+    file = tmp_path_factory.mktemp("fresh") / "numbers.pt"
+    code = f"from tests.activations.half_done import expected; expected({str(file)!r})"
+    subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        check=True,
+        timeout=120,
+    )
+    numbers: Numbers = torch.load(file)
+    return numbers
+
+
+class Failure(Exception):
+    """An error of the user's own."""
+
+
+def _raise(kind: type[BaseException]) -> Callable[[], None]:
+    def fault() -> None:
+        raise kind("half done")
+
+    return fault
+
+
+def _press_ctrl_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(_PATIENCE_SECONDS)  # until the handler raises
+
+
+def _time_out() -> None:
+    def handler(number: int, frame: Any) -> None:
+        raise TimeoutError("of the user's own")
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        time.sleep(_PATIENCE_SECONDS)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def _too_deep() -> None:
+    _too_deep()
+
+
+#: Where it fails, and how. The rest of the name is what the step was doing.
+FAULTS: dict[str, tuple[type[BaseException], str, Callable[[], Any]]] = {
+    **{
+        f"error: {place}": (Failure, place, _raise(Failure))
+        for place in (
+            "first module", "middle of the model", "last module", "forward pre-hook",
+            "forward hook", "before everything", "pre-hook of the model", "hook of the model",
+            "region", "reentrant region", "region, again", "reentrant region, again",
+            "pack of nested hooks", "unpack of nested hooks", "transform", "no_grad", "autocast",
+            "loss", "between, 0", "between, 1", "backward", "tensor hook", "post-accumulate hook",
+            "full backward pre-hook", "full backward hook", "loader", "collate", "step pre-hook",
+        )
+    },
+    **{
+        f"{kind.__name__}: {place}": (kind, place, _raise(kind))
+        for kind in (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError)
+        for place in ("middle of the model", "backward", "transform")
+    },
+    **{
+        f"Ctrl-C: {place}": (KeyboardInterrupt, place, _press_ctrl_c)
+        for place in (
+            "first module", "pack of nested hooks", "region", "transform", "loss", "between, 1",
+            "backward", "region, again", "reentrant region, again", "post-accumulate hook",
+            "loader", "step pre-hook",
+        )
+    },
+    "StopIteration: loss": (StopIteration, "loss", _raise(StopIteration)),
+    "a timeout: middle of the model": (TimeoutError, "middle of the model", _time_out),
+    "a timeout: backward": (TimeoutError, "backward", _time_out),
+    "endless recursion: hook of the model": (RecursionError, "hook of the model", _too_deep),
+}  # fmt: skip
+
+
+def fail_at(place: str, fault: Callable[[], Any], kind: type[BaseException]) -> Any:
+    """A way to leave a step: something happens at a place that it comes by."""
+
+    def way(training: Training) -> None:
+        arm(place, fault)
+        with pytest.raises(kind):
+            training.step(99)
+
+    return way
+
+
+# ---------------------------------------------------------------------- ways of their own
+def _generator_is_closed(training: Training) -> None:
+    """A training loop that is a generator, closed between forward and backward."""
+
+    def loop() -> Any:
+        for batch in training.batches(99):
+            loss = training.loss(batch)
+            yield loss.item()
+            loss.backward()
+
+    steps = loop()
+    next(steps)
+    steps.close()
+
+
+def _generator_is_closed_in_a_scope(training: Training) -> None:
+    def loop() -> Any:
+        assert training.engine is not None
+        for batch in training.batches(99):
+            with training.engine.forward():
+                loss = training.loss(batch)
+                yield loss.item()
+            loss.backward()
+
+    steps = loop()
+    next(steps)
+    steps.close()
+
+
+def _loader_runs_dry_in_an_accumulation(training: Training) -> None:
+    batches = training.batches(99)
+
+    def accumulate() -> None:
+        pending = []
+        for index in range(3):  # of two
+            pending.append(training.loss(next(batches)))
+            if index:
+                pending[index - 1].backward()
+
+    with pytest.raises(StopIteration):
+        accumulate()
+
+
+def _fails_in_flight(place: str, order: list[int]) -> Callable[[Training], None]:
+    """Several forwards are under way when one forward or backward fails."""
+
+    def way(training: Training) -> None:
+        def schedule() -> None:
+            batch = next(training.batches(99))
+            losses = []
+            for index in range(3):
+                if index == 2 and place != "backward":
+                    arm(place, _raise(Failure))
+                losses.append(training.loss(batch * index))
+            for number, index in enumerate(order):
+                if number == 1:
+                    arm(place, _raise(Failure))
+                losses[index].backward()
+
+        with pytest.raises(Failure):
+            schedule()
+
+    return way
+
+
+def _thread_dies(place: str) -> Callable[[Training], None]:
+    def way(training: Training) -> None:
+        arm(place, _raise(Failure))
+
+        def run() -> None:
+            with suppress(Failure):
+                training.step(99)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join(_PATIENCE_SECONDS)
+        assert not thread.is_alive()
+
+    return way
+
+
+def _loss_inside_a_scope(kind: type[BaseException]) -> Callable[[Training], None]:
+    def way(training: Training) -> None:
+        assert training.engine is not None
+        arm("loss", _raise(kind))
+        with pytest.raises(kind), training.engine.forward():
+            training.loss(next(training.batches(99)))
+
+    return way
+
+
+def _second_derivatives(training: Training) -> None:
+    def penalty() -> None:
+        (batch,) = list(training.batches(99))[:1]
+        batch.requires_grad_()
+        output = training.model.last(training.model.middle(training.model.first(batch)))
+        (slope,) = torch.autograd.grad(output.exp().sum(), batch, create_graph=True)
+        slope.register_hook(lambda grad: _raise(Failure)())
+        slope.norm().backward()
+
+    assert training.engine is not None
+    with pytest.raises(Failure), training.engine.forward():
+        penalty()
+
+
+def _two_backwards_through_one_graph(training: Training) -> None:
+    def twice() -> None:
+        loss = training.loss(next(training.batches(99)))
+        loss.backward()
+        loss.backward()
+
+    with pytest.raises(RuntimeError, match="second time"):
+        twice()
+
+
+def _a_change_in_place(training: Training) -> None:
+    def change() -> None:
+        batch = next(training.batches(99)).requires_grad_()
+        loss = training.loss(batch)
+        with torch.no_grad():
+            batch.add_(1)
+        loss.backward()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        change()
+
+
+def _worker_of_the_loader_dies(training: Training) -> None:
+    arm("loader", lambda: os._exit(3))  # in the child, which has a copy
+
+    def load() -> None:
+        batches = training.batches(99, num_workers=1, multiprocessing_context="fork")
+        losses = [training.loss(next(batches))]
+        losses.append(training.loss(next(batches)))
+
+    with pytest.raises(RuntimeError, match="worker"):
+        load()
+    half_done.disarm()
+
+
+def _graph_is_only_dropped(training: Training) -> None:
+    losses = [training.loss(batch) for batch in training.batches(99)]
+    del losses[0]
+    losses[0].backward()
+
+
+def _exception_that_holds_the_graph(training: Training) -> None:
+    """Kept for a while, as a notebook keeps the last one; the graph lives as long."""
+    arm("between, 1", _raise(Failure))
+    try:
+        training.step(99)
+    except Failure as error:
+        kept = error
+    assert training.engine is not None
+    assert training.engine._resources.heap.live_tickets > 0
+    del kept
+
+
+WAYS: dict[str, Callable[[Training], None]] = {
+    **{name: fail_at(place, fault, kind) for name, (kind, place, fault) in FAULTS.items()},
+    "generator is closed": _generator_is_closed,
+    "generator is closed in a scope": _generator_is_closed_in_a_scope,
+    "loader runs dry in an accumulation": _loader_runs_dry_in_an_accumulation,
+    "forward of the third in flight": _fails_in_flight("middle of the model", [0, 1, 2]),
+    "backward of the second in flight": _fails_in_flight("backward", [0, 1, 2]),
+    "backward in flight, last first": _fails_in_flight("backward", [2, 1, 0]),
+    "recompute in flight": _fails_in_flight("region, again", [1, 2, 0]),
+    "thread dies in forward": _thread_dies("middle of the model"),
+    "thread dies in a region": _thread_dies("region"),
+    "thread dies in between": _thread_dies("between, 0"),
+    "thread dies in backward": _thread_dies("backward"),
+    "error in a scope": _loss_inside_a_scope(Failure),
+    "KeyboardInterrupt in a scope": _loss_inside_a_scope(KeyboardInterrupt),
+    "second derivatives": _second_derivatives,
+    "two backwards": _two_backwards_through_one_graph,
+    "change in place": _a_change_in_place,
+    "worker of the loader dies": _worker_of_the_loader_dies,
+    "graph is dropped": _graph_is_only_dropped,
+    "exception is kept": _exception_that_holds_the_graph,
+}
+
+
+def assert_nothing_is_left(engine: OffloadEngine) -> None:
+    """No ticket, no lent buffer, no byte of a tier, once graph and traceback are gone."""
+    sys.last_value = sys.last_traceback = None
+    gc.collect()
+    # A backward that failed leaves nodes in autograd's queue of this thread, and with them what
+    # they saved, until the next backward.
+    torch.zeros(1, requires_grad=True).sum().backward()
+    resources = engine._resources
+    assert resources.heap.live_tickets == 0
+
+    def held() -> tuple[int, int]:
+        return resources.pool.usage().lent_bytes, sum(resources.tier_used_bytes().values())
+
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while held() != (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.001)  # a write that was under way ends first
+    assert held() == (0, 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("way", WAYS)
+def test_after(way: str, engine: OffloadEngine, expected: Numbers) -> None:
+    training = Training(engine)
+    training.step(0)
+    WAYS[way](training)
+    assert half_done.disarm() == [], "it never came by"
+    assert_nothing_is_left(engine)
+    assert_same_bits(training.step(1), expected)
+    assert_nothing_is_left(engine)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("host", ["2KiB", "1MiB"])
+def test_one_after_the_other(disk: Path, host: str, expected: Numbers) -> None:
+    """All of them in one process on one engine, with a host tier that is too small or not."""
+    with activations_only(disk, host=host) as engine:
+        training = Training(engine)
+        training.step(0)
+        for way in WAYS.values():
+            way(training)
+            half_done.disarm()
+        assert_nothing_is_left(engine)
+        assert_same_bits(training.step(1), expected)
+        assert_nothing_is_left(engine)
