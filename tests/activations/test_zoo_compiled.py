@@ -26,8 +26,6 @@ pytest.importorskip("transformers")
 EACH_VIEW_ON_ITS_OWN = pytest.mark.xfail(
     strict=True, reason="views of one storage that a compiled region saves are written one by one"
 )
-#: Where Dynamo gives a frame of the model up, it goes on to compile the hooks that run in it.
-HOOKS_ARE_COMPILED = pytest.mark.xfail(strict=True, reason="Dynamo compiles the pack hook")
 BOTH = [SCHEDULES["accumulation 1"], SCHEDULES["three forwards first"]]
 
 
@@ -97,9 +95,7 @@ def test_generated_kernels_get_the_same_inputs(kind: str, disk: Path, graphs: Gr
     graphs.assert_the_same_without_and_with_offload()
 
 
-@pytest.mark.parametrize(
-    "kind", ["Llama", pytest.param("T5", marks=HOOKS_ARE_COMPILED), "ViT", "UNet"]
-)
+@pytest.mark.parametrize("kind", ["Llama", "T5", "ViT", "UNet"])
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 def test_a_compiled_model_with_checkpointing_is_the_same(
     kind: str, disk: Path, graphs: Graphs
