@@ -7,8 +7,9 @@ storage itself lives; an address only tells where to look.
 
 One storage may have several version counters: the chunks that a recurrent layer changes in place
 (`unsafe_chunk`) count for themselves. The version of one says nothing about the bytes of another,
-so bytes are shared among saved tensors only as far as the base that they are views of reaches; such
-chunks never lie within each other's reach.
+so bytes are shared among saved tensors as far as the base that they are views of reaches, in which
+such chunks never lie within each other's reach; and beyond that only while their counters are at
+zero: a counter is made with its view, and says then that nobody changed the bytes through it.
 """
 
 from __future__ import annotations
@@ -44,11 +45,21 @@ def reach(tensor: torch.Tensor) -> ByteRange:
 
 
 def reach_of_base(tensor: torch.Tensor) -> ByteRange:
-    """The bytes that share a version counter with it: of what it is a view of, or its own."""
+    """The bytes to take along with it, for other views of them that may be saved.
+
+    Those that share its version counter: of what it is a view of, or its own. And all of its
+    storage, if it lies between others there (query, key and value of one product, which a compiled
+    region saves as views without a base) and nothing that its counter knows of has changed them.
+    """
     base = tensor._base
-    if base is None or base.layout is not torch.strided or base.numel() == 0:
-        return reach(tensor)
-    return reach(base) if storage_address(base) == storage_address(tensor) else reach(tensor)
+    own = reach(tensor)
+    if base is None:
+        if tensor._version or tensor.numel() * tensor.element_size() >= own.nbytes:
+            return own
+        return ByteRange(0, tensor.untyped_storage().nbytes())
+    if base.layout is not torch.strided or base.numel() == 0:
+        return own
+    return reach(base) if storage_address(base) == storage_address(tensor) else own
 
 
 def storage_address(tensor: torch.Tensor) -> int:

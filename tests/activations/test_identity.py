@@ -18,6 +18,7 @@ from tests.training import (
     assert_same_bits,
     bits,
     gradients,
+    moved,
     on_disk,
     saved_storages,
 )
@@ -39,6 +40,58 @@ def test_one_storage_is_written_once_however_many_views_are_saved(engine: Offloa
     assert sorted(r.nbytes for r in engine._recorder.moves if r.direction == "read") == [
         128, 256, 256
     ]  # fmt: skip
+
+
+class _SaveAll(torch.autograd.Function):
+    """Saves tensors as they are; its gradient depends on each of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*others)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        factor = sum((index + 1) * t.sum() for index, t in enumerate(ctx.saved_tensors))
+        return grad * factor, *([None] * len(ctx.saved_tensors))
+
+
+def test_views_without_a_base_are_written_once_as_well(engine: OffloadEngine) -> None:
+    """As a compiled region saves query, key and value of one product."""
+
+    def function(w: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            whole = w @ X
+        parts = [whole[:, :3].data, whole[:, 3:5].data, whole[:, 5:].data]
+        assert all(part._base is None for part in parts)
+        return _SaveAll.apply(w * 1, *parts).sum()
+
+    model = Calls(function)
+    compare(engine, model, lambda: model())
+    before = moved(engine)
+    engine.attach(model)
+    loss = model()
+    on_disk(engine)
+    assert moved(engine) - before == 256
+    loss.backward()
+
+
+def test_a_part_that_was_changed_for_itself_is_written_for_itself(engine: OffloadEngine) -> None:
+    """As a recurrent layer does with its gates: each counts its versions for itself."""
+
+    def function(w: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            first, second, third = (w @ X).unsafe_chunk(3, 1)
+        loss = _SaveAll.apply(w * 1, first).sum()  # which takes the bytes of all three along
+        with torch.no_grad():
+            second.mul_(3)
+        loss = loss + _SaveAll.apply(w * 1, second).sum()
+        with torch.no_grad():
+            third.exp_()
+        return loss + _SaveAll.apply(w * 1, third, second, first).sum()
+
+    model = Calls(function)
+    compare(engine, model, lambda: model())
 
 
 def test_a_storage_that_was_changed_in_between_is_written_again(engine: OffloadEngine) -> None:
