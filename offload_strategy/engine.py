@@ -187,6 +187,8 @@ class OffloadEngine:
         if index < 0:
             raise ConfigError(f"microbatch: index must be 0 or more, got {index}")
         self._last_microbatch = last
+        if self._activations is not None:
+            self._activations.hint()
 
     def _is_last(self) -> bool:
         return self._last_microbatch
@@ -234,6 +236,9 @@ class OffloadEngine:
             metrics[f"{prefix}/queued_seconds"] = sum(
                 recorder.queue_seconds(name, direction) for direction in Direction
             )
+        if self._activations is not None:
+            for name, value in self._activations.figures().items():
+                metrics[f"offload/activations/{name}"] = value
         usage = resources.pool.usage()
         metrics["offload/memory/pinned_bytes"] = float(usage.held_bytes)
         metrics["offload/memory/pinned_peak_bytes"] = float(usage.peak_bytes)
@@ -328,8 +333,9 @@ class OffloadEngine:
             self._registry.is_weight,
             before_forward=_weakly(self._before_forward),
             min_size=section.min_size,
-            budget=limit if fraction is None else fraction,
+            budget="auto" if section.budget == "auto" else limit if fraction is None else fraction,
             prefetch_bytes=None if section.prefetch == "auto" else int(section.prefetch),
+            most_backlog=self.config.memory.pinned,
         )
 
 

@@ -32,7 +32,7 @@ def settings(
         tiers.append({"name": "nvme", "kind": "ssd", "path": str(directory), "capacity": "64MiB"})
     config: dict[str, Any] = {
         "tiers": tiers,
-        "activations": {"min_size": 1},
+        "activations": {"min_size": 1, "budget": "100%"},
         "optimizer": {"subgroup_size": 500},
         "io": {"threads": 2, "block_size": "64KiB"},
         "memory": {"pinned": "64MiB"},

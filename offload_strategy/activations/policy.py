@@ -135,23 +135,6 @@ def _is_cast_weight(tensor: torch.Tensor, is_weight: Callable[[torch.Tensor], bo
     return False
 
 
-def within_budget(
-    budget: int | float | None, packed_bytes: int, left_bytes: int, nbytes: int
-) -> bool:
-    """Whether `nbytes` more may leave in this forward pass.
-
-    Args:
-        budget: bytes (int), share of what is saved (float, 0 to 1), or None for no limit.
-        packed_bytes: bytes that were saved in this forward pass so far, these included.
-        left_bytes: bytes of them that have left.
-        nbytes: the candidate.
-    """
-    if budget is None:
-        return True
-    limit = budget * packed_bytes if isinstance(budget, float) else budget
-    return left_bytes + nbytes <= limit
-
-
 class StayCounts:
     """Counts what stays although it should not have to, and names each kind once."""
 

@@ -1,13 +1,17 @@
-"""The record of one forward pass: what left, in which order, and what to fetch ahead."""
+"""The record of one forward pass: what left, what stayed, and what to fetch ahead of backward."""
 
 from __future__ import annotations
 
+import time
 import weakref
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 
 from offload_strategy.activations.identity import ByteRange, storage_address
+from offload_strategy.activations.order import Plan, Trace
+from offload_strategy.activations.prefetch import Prefetcher
 from offload_strategy.heap import Heap, Ticket, TicketState
 
 
@@ -18,26 +22,38 @@ class View(Protocol):
 
 
 class Slot:
-    """One range of one storage that left, shared by every saved view of it.
+    """One item: a range of one storage, shared by every saved view of it.
 
     The heap's ticket lives as long as some saved view does, that is, as long as the graph.
+
+    Args:
+        number: among the items of its forward pass.
+        ticket: None if the bytes stay where they are.
+        span: which bytes of the storage.
+        tensor: what is saved; it is not held.
     """
 
-    __slots__ = ("__weakref__", "_hot", "_views", "index", "range", "storage", "ticket", "version")
+    __slots__ = (
+        "__weakref__",
+        "_hot",
+        "_views",
+        "number",
+        "range",
+        "storage",
+        "ticket",
+        "used",
+        "version",
+    )
 
     def __init__(
-        self,
-        index: int,
-        ticket: Ticket,
-        span: ByteRange,
-        storage: weakref.ref[torch.UntypedStorage],
-        version: int,
+        self, number: int, ticket: Ticket | None, span: ByteRange, tensor: torch.Tensor
     ) -> None:
-        self.index = index
+        self.number = number
         self.ticket = ticket
         self.range = span
-        self.storage = storage
-        self.version = version
+        self.storage: weakref.ref[torch.UntypedStorage] = weakref.ref(tensor.untyped_storage())
+        self.version = tensor._version
+        self.used = False
         self._hot: torch.Tensor | None = None
         self._views: list[weakref.ref[View]] = []
 
@@ -45,43 +61,67 @@ class Slot:
         """Another view of these bytes was saved."""
         self._views.append(weakref.ref(view))
 
-    def _awaited(self) -> bool:
+    @property
+    def awaited(self) -> bool:
         """Whether a view is alive that was never unpacked."""
         return any((view := ref()) is not None and not view.unpacked for ref in self._views)
 
     @property
+    def hot(self) -> bool:
+        """Whether the bytes are held for views that are still to be unpacked."""
+        return self._hot is not None
+
+    @property
     def still_to_load(self) -> bool:
         """Whether a view is still to be unpacked and no load of its bytes has begun."""
-        return self.ticket.state is TicketState.STORED and self._hot is None and self._awaited()
+        ticket = self.ticket
+        return (
+            ticket is not None
+            and ticket.state is TicketState.STORED
+            and self._hot is None
+            and self.awaited
+        )
 
     def bytes(self, heap: Heap) -> torch.Tensor:
         """The bytes in memory; kept only while other views are still to be unpacked."""
+        assert self.ticket is not None
         payload = heap.get(self.ticket) if self._hot is None else self._hot
         heap.evict(self.ticket)
-        self._hot = payload if self._awaited() else None
+        self._hot = payload if self.awaited else None
         return payload
 
 
 class ForwardRecord:
-    """What one forward pass (one micro-batch) saved, in order.
+    """What one micro-batch's forward pass saved, in order.
 
     Several may be alive at once: micro-batches whose backward is still to come.
 
     Args:
+        serial: number of the forward pass.
         heap: where the bytes are.
-        prefetch_bytes: how far ahead of the backward pass to load.
+        prefetcher: decides what to fetch ahead.
     """
 
-    def __init__(self, heap: Heap, prefetch_bytes: int) -> None:
+    def __init__(self, serial: int, heap: Heap, prefetcher: Prefetcher) -> None:
+        self.serial = serial
+        self.trace = Trace()
+        #: Bytes of items that stayed and that backward has used.
+        self.released_bytes = 0
+        self.plan: Plan | None = None
+        #: The places in the plan of items that left, in order.
+        self.upcoming: list[int] = []
         self._heap = heap
-        self._prefetch_bytes = prefetch_bytes
-        self._order: list[weakref.ref[Slot]] = []
+        self._prefetcher = prefetcher
+        self._slots: list[weakref.ref[Slot]] = []
         self._by_storage: dict[int, list[weakref.ref[Slot]]] = {}
-        self.packed_bytes = 0
-        self.left_bytes = 0
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether backward has used something of it."""
+        return bool(self.trace.uses)
 
     def find(self, tensor: torch.Tensor, wanted: ByteRange) -> Slot | None:
-        """The slot that already holds these bytes at this version, if there is one."""
+        """The slot that already stands for these bytes at this version, if there is one."""
         storage = tensor.untyped_storage()
         for reference in self._by_storage.get(storage_address(tensor), ()):
             slot = reference()
@@ -95,29 +135,77 @@ class ForwardRecord:
                 return slot
         return None
 
-    def add(self, tensor: torch.Tensor, span: ByteRange, ticket: Ticket) -> Slot:
-        """Note that a range left."""
-        slot = Slot(
-            len(self._order), ticket, span, weakref.ref(tensor.untyped_storage()), tensor._version
-        )
+    def add(self, tensor: torch.Tensor, span: ByteRange, ticket: Ticket | None) -> Slot:
+        """Note an item; without a ticket it stays in memory."""
+        slot = Slot(self.trace.saved(tensor), ticket, span, tensor)
         reference = weakref.ref(slot)
-        self._order.append(reference)
+        self._slots.append(reference)
         self._by_storage.setdefault(storage_address(tensor), []).append(reference)
-        self.left_bytes += span.nbytes
+        self.trace.left_bytes += 0 if ticket is None else span.nbytes
         return slot
 
-    def fetch_ahead(self, slot: Slot) -> None:
-        """Begin to load what was saved before `slot`, as far as the prefetch distance reaches.
+    def unused(self, number: int) -> Slot | None:
+        """An item that is alive and was not used yet."""
+        slot = self._slots[number]() if number < len(self._slots) else None
+        return None if slot is None or slot.used else slot
 
-        Backward needs saved tensors in about the reverse order; at least one is fetched ahead.
+    def tickets(self) -> Iterator[Ticket]:
+        """Of the items that left and are alive, in the order of saving."""
+        for reference in self._slots:
+            if (slot := reference()) is not None and slot.ticket is not None:
+                yield slot.ticket
+
+    def follow(self, plan: Plan) -> None:
+        """Go by a plan from now on."""
+        self.plan = plan
+        places = enumerate(plan.sequence)
+        self.upcoming = [place for place, number in places if self._left(number)]
+
+    def _left(self, number: int) -> bool:
+        slot = self.unused(number)
+        return slot is not None and slot.ticket is not None
+
+    def used(self, slot: Slot) -> None:
+        """Backward used an item that stayed in memory."""
+        if self._begin_use(slot):
+            self.released_bytes += slot.range.nbytes
+        self._prefetcher.fetch_ahead(self, slot)
+        self._end_use()
+
+    def bytes_of(self, slot: Slot) -> torch.Tensor:
+        """The bytes of an item that left; those that come next are loaded meanwhile.
+
+        Raises:
+            StorageError: they could not be read.
         """
-        ahead = 0
-        for index in range(slot.index - 1, -1, -1):
-            earlier = self._order[index]()
-            if earlier is None:
-                continue
-            if ahead and ahead + earlier.ticket.nbytes > self._prefetch_bytes:
-                return
-            ahead += earlier.ticket.nbytes
-            if earlier.still_to_load and not self._heap.prefetch(earlier.ticket):
-                return
+        self._begin_use(slot)
+        ticket = slot.ticket
+        assert ticket is not None
+        state = ticket.state
+        absent = not slot.hot and state in (TicketState.STORED, TicketState.LOADING)
+        if absent and state is TicketState.STORED:
+            self._prefetcher.missed()
+            self._heap.prefetch(ticket)  # before those that come next
+        self._prefetcher.fetch_ahead(self, slot)
+        begin = time.perf_counter()
+        payload = slot.bytes(self._heap)
+        if absent:
+            waited = time.perf_counter() - begin
+            self.trace.waited += waited
+            self._prefetcher.waited(waited)
+        self._prefetcher.loaded(ticket)
+        self._end_use()
+        return payload
+
+    def _begin_use(self, slot: Slot) -> bool:
+        if slot.used:
+            return False
+        if not self.in_backward:
+            self._prefetcher.begins(self)
+        slot.used = True
+        self.trace.used(slot.number)
+        return True
+
+    def _end_use(self) -> None:
+        if self.trace.complete:
+            self._prefetcher.ended(self)

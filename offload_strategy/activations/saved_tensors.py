@@ -10,80 +10,31 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from offload_strategy.activations.identity import (
-    ByteRange,
-    VersionProbe,
-    raise_if_changed,
-    reach,
-    reach_of_base,
-)
-from offload_strategy.activations.policy import can_leave, within_budget
+from offload_strategy.activations.budget import AutomaticBudget, FixedBudget
+from offload_strategy.activations.handles import Kept, Moved
+from offload_strategy.activations.identity import ByteRange, reach, reach_of_base
+from offload_strategy.activations.policy import StayCounts, why_it_stays
+from offload_strategy.activations.prefetch import Prefetcher
 from offload_strategy.activations.records import ForwardRecord, Slot
+from offload_strategy.activations.traffic import TierTraffic
 from offload_strategy.heap import Heap, Tier
-from offload_strategy.units import MiB
 
-#: Distance of prefetching when `activations.prefetch` is auto: enough to keep a disk busy.
-DEFAULT_PREFETCH_BYTES = 64 * MiB
+_CLIENT = "activations"
 #: A view that reaches less than this share of its base takes only its own bytes along.
 _WHOLE_BASE_SHARE = 0.5
 
 
-class _Kept:
-    """A saved tensor that stays in memory."""
+class _Open(threading.local):
+    """The forward pass under way on a thread, and the hint under which it began."""
 
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        # Detached: a node that saves its own output would otherwise own itself for ever.
-        self.tensor = tensor.detach()
-        self.version = -1 if tensor.is_inference() else tensor._version
-
-    def unpack(self) -> torch.Tensor:
-        if self.version >= 0:
-            what = f"[{self.tensor.type()} {list(self.tensor.shape)}]"
-            raise_if_changed(self.tensor, self.version, what)
-        return self.tensor
-
-
-class _Moved:
-    """A saved tensor whose bytes were given to the heap."""
-
-    __slots__ = (
-        "__weakref__",
-        "dtype",
-        "offset_bytes",
-        "probe",
-        "record",
-        "shape",
-        "slot",
-        "strides",
-        "unpacked",
-    )
-
-    def __init__(self, tensor: torch.Tensor, slot: Slot, record: ForwardRecord) -> None:
-        self.slot = slot
-        self.record = record
-        self.shape = tensor.shape
-        self.strides = tensor.stride()
-        self.dtype = tensor.dtype
-        self.offset_bytes = reach(tensor).start - slot.range.start
-        self.probe = VersionProbe(tensor)
-        self.unpacked = False
-        slot.add_view(self)
-
-    def unpack(self, heap: Heap) -> torch.Tensor:
-        self.probe.check()
-        self.unpacked = True
-        loaded = self.slot.bytes(heap)
-        self.record.fetch_ahead(self.slot)
-        start = (loaded.storage_offset() + self.offset_bytes) // self.dtype.itemsize
-        return torch.empty(0, dtype=self.dtype, device=loaded.device).set_(
-            loaded.untyped_storage(), start, self.shape, self.strides
-        )
+    record: ForwardRecord | None = None
+    latest: ForwardRecord | None = None
+    hint: int = 0
 
 
 class ActivationOffload:
@@ -95,8 +46,10 @@ class ActivationOffload:
         is_weight: tells whether a tensor shares its storage with a parameter or buffer; those stay.
         before_forward: called at the start of each forward pass.
         min_size: bytes below which a saved tensor stays.
-        budget: bytes (int) or share (float, 0 to 1) that may leave per forward; None for all.
-        prefetch_bytes: how far ahead of the backward pass to load; None for a fixed default.
+        budget: bytes (int) or share (float, 0 to 1) that may leave per forward; None for all, and
+            "auto" for as much as can be hidden (SSDTrain, section 3.1).
+        prefetch_bytes: how far ahead of the backward pass to load; None to load by time.
+        most_backlog: bytes that may wait to be written at most.
     """
 
     def __init__(
@@ -107,19 +60,46 @@ class ActivationOffload:
         *,
         before_forward: Callable[[], None],
         min_size: int,
-        budget: int | float | None = None,
+        budget: int | float | Literal["auto"] | None = "auto",
         prefetch_bytes: int | None = None,
+        most_backlog: int,
     ) -> None:
         self._heap = heap
         self._tiers = list(tiers)
         self._is_weight = is_weight
         self._before_forward = before_forward
         self._min_size = min_size
-        self._budget = budget
-        self._prefetch_bytes = DEFAULT_PREFETCH_BYTES if prefetch_bytes is None else prefetch_bytes
-        self._local = threading.local()
+        self._budget: AutomaticBudget | FixedBudget
+        if budget == "auto":
+            self._budget = AutomaticBudget(TierTraffic(heap, tiers, _CLIENT), most_backlog)
+        else:
+            self._budget = FixedBudget(budget)
+        self._prefetcher = Prefetcher(heap, self._budget, prefetch_bytes)
+        self._open = _Open()
+        self._hint = 0
+        self._serials = itertools.count()
         self._saved = itertools.count()
         self.enabled = True
+        #: What stays for want of knowing how to move it.
+        self.stays = StayCounts()
+        #: Bytes that could have left and were kept, over all forward passes.
+        self.kept_bytes = 0
+
+    def figures(self) -> dict[str, float]:
+        """Figures of this moment, for metrics: counts, and bytes."""
+        latest = self._prefetcher.latest_trace
+        return {
+            "missed_loads": float(self._prefetcher.missed_loads),
+            "late_loads": float(self._prefetcher.late_loads),
+            "kept_bytes": float(self.kept_bytes),
+            "step_saved_bytes": float(latest.saved_bytes) if latest else 0.0,
+            "step_left_bytes": float(latest.left_bytes) if latest else 0.0,
+        }
+
+    # ------------------------------------------------------------------ forward passes
+    def hint(self) -> None:
+        """Another micro-batch begins: forward passes until the next hint belong together."""
+        self._hint += 1
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -132,10 +112,12 @@ class ActivationOffload:
 
     def enter(self) -> saved_tensors_hooks | None:
         """Begin a forward pass on this thread; None if one is already under way."""
-        if not self.enabled or getattr(self._local, "record", None) is not None:
+        if not self.enabled or self._open.record is not None:
             return None
         self._before_forward()
-        self._local.record = ForwardRecord(self._heap, self._prefetch_bytes)
+        # Memory is at its peak where forward ends; buffers are for backward.
+        self._heap.trim()
+        self._open.record = self._record()
         hooks = saved_tensors_hooks(self._pack, self._unpack)
         hooks.__enter__()
         return hooks
@@ -144,25 +126,43 @@ class ActivationOffload:
         """End what `enter` began."""
         if hooks is not None:
             hooks.__exit__(None, None, None)
-            self._local.record = None
+            self._open.record = None
 
-    def _pack(self, tensor: torch.Tensor) -> _Kept | _Moved:
-        record: ForwardRecord | None = getattr(self._local, "record", None)
+    def _record(self) -> ForwardRecord:
+        """A record for the forward pass that begins: the micro-batch's, if a hint names one."""
+        opened = self._open
+        latest = opened.latest
+        same = self._hint > 0 and opened.hint == self._hint
+        if same and latest is not None and not latest.in_backward:
+            return latest
+        record = ForwardRecord(next(self._serials), self._heap, self._prefetcher)
+        self._prefetcher.add(record)
+        opened.latest = record if self._hint else None
+        opened.hint = self._hint
+        return record
+
+    # ------------------------------------------------------------------ hooks
+    def _pack(self, tensor: torch.Tensor) -> Kept | Moved:
+        record = self._open.record
         # Inside backward (a checkpointed region is recomputed) the tensor is needed at once.
         inside_backward = torch._C._current_graph_task_id() != -1
         if record is None or not self.enabled or inside_backward:
-            return _Kept(tensor)
-        if not can_leave(tensor, self._is_weight):
-            return _Kept(tensor)
+            return Kept(tensor)
+        reason = why_it_stays(tensor, self._is_weight)
+        if reason is not None:
+            self.stays.note(reason, tensor, self._min_size)
+            return Kept(tensor)
         wanted = reach(tensor)
         slot = record.find(tensor, wanted)
         if slot is None:
-            slot = self._give_away(tensor, wanted, record)
-        return _Kept(tensor) if slot is None else _Moved(tensor, slot, record)
+            slot = self._item(tensor, wanted, record)
+        if slot is None:
+            return Kept(tensor)
+        if slot.ticket is None:
+            return Kept(tensor, slot, record)
+        return Moved(tensor, slot, record)
 
-    def _give_away(
-        self, tensor: torch.Tensor, wanted: ByteRange, record: ForwardRecord
-    ) -> Slot | None:
+    def _item(self, tensor: torch.Tensor, wanted: ByteRange, record: ForwardRecord) -> Slot | None:
         # Views of one activation (query, key, value) overlap: it leaves once, whole. A small view
         # of something large (a batch out of a data set) must not drag all of it along.
         span = reach_of_base(tensor)
@@ -170,14 +170,18 @@ class ActivationOffload:
             span = wanted
         if span.nbytes < self._min_size:
             return None
-        record.packed_bytes += span.nbytes
-        if not within_budget(self._budget, record.packed_bytes, record.left_bytes, span.nbytes):
-            return None
+        trace = record.trace
+        trace.saved_bytes += span.nbytes
+        idle = self._prefetcher.idle_seconds(trace.prefix_with(tensor))
+        if not self._budget.admits(span.nbytes, trace, idle):
+            self.kept_bytes += span.nbytes
+            return record.add(tensor, span, None)
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         flat.set_(tensor.untyped_storage(), span.start, (span.nbytes,), (1,))
         # Backward begins with what was saved last: where host memory is short, that stays.
-        ticket = self._heap.put(flat, "activations", self._tiers, next_use=-next(self._saved))
+        next_use = -next(self._saved)
+        ticket = self._heap.put(flat, _CLIENT, self._tiers, next_use=next_use, whole_pages=True)
         return record.add(tensor, span, ticket)
 
-    def _unpack(self, packed: _Kept | _Moved) -> torch.Tensor:
-        return packed.unpack() if isinstance(packed, _Kept) else packed.unpack(self._heap)
+    def _unpack(self, packed: Kept | Moved) -> torch.Tensor:
+        return packed.unpack()

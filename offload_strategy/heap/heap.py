@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 
 import torch
@@ -45,6 +46,11 @@ class Heap:
         """Tickets that are not freed."""
         return self._ledger.live
 
+    @property
+    def writing_bytes(self) -> int:
+        """Bytes that wait to be written, or are being written."""
+        return self._ledger.writing_bytes
+
     # ------------------------------------------------------------------ giving
     def put(
         self,
@@ -53,6 +59,7 @@ class Heap:
         tiers: Sequence[Tier],
         *,
         next_use: float | None = None,
+        whole_pages: bool = False,
     ) -> Ticket:
         """Give bytes to the heap: they stay in the first tier if it has room, else they leave.
 
@@ -63,6 +70,8 @@ class Heap:
             next_use: when it will be read, on any clock that the tickets of these tiers share. In
                 a host tier, what is needed later makes room for it. None: it neither makes others
                 leave nor leaves for them.
+            whole_pages: write the payload with what lies around it in its pages, where direct I/O
+                would else need a copy. `read_into` then cannot do without one.
 
         Raises:
             TierFullError: no tier has room.
@@ -73,7 +82,7 @@ class Heap:
         self._ledger.reap()
         self._writer.await_room(client, payload.numel(), tiers)
         with UninterruptedSection():
-            entry = self._writer.place(payload, client, tiers, next_use)
+            entry = self._writer.place(payload, client, tiers, next_use, whole_pages)
             move = entry.move
             ticket = self._ledger.ticket(entry)
             if move is not None:
@@ -226,6 +235,14 @@ class Heap:
         return self.get(ticket)
 
     # ------------------------------------------------------------------ letting go
+    def recall(self, ticket: Ticket) -> None:
+        """Stop a write that is not over: the bytes stay in memory instead. Waits for nothing."""
+        entry = ticket.entry
+        with self._ledger.lock:
+            move = entry.move if entry.state is TicketState.WRITING else None
+        if move is not None:
+            move.cancel()
+
     def evict(self, ticket: Ticket) -> None:
         """Drop the copy in memory of a ticket that is stored on a path."""
         entry = ticket.entry
@@ -236,6 +253,10 @@ class Heap:
     def free(self, ticket: Ticket) -> None:
         """Forget a ticket, in whatever state it is."""
         self._ledger.free(ticket.entry)
+
+    def trim(self) -> None:
+        """Give idle buffers back, for a while in which little will be read."""
+        self._supply.trim()
 
     def wait_for_writes(self) -> None:
         """Wait until nothing is being written any more.
@@ -252,6 +273,14 @@ class Heap:
                         move.help()
                     move.ended.wait(10 * POLL_SECONDS)
         self._check_usable()
+
+    def await_writes(self, client: str, at_most: int, seconds: float) -> None:
+        """Wait until no more than `at_most` bytes are to be written, or so many seconds."""
+        begin = now = time.perf_counter()
+        while self._ledger.writing_bytes > at_most and now < begin + seconds:
+            time.sleep(POLL_SECONDS)
+            now = time.perf_counter()
+        self._writer.waited(client, begin)
 
     def close(self) -> None:
         """Give up every move; nothing can be put or read any more. Idempotent."""

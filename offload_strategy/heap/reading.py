@@ -12,13 +12,10 @@ from offload_strategy.heap import reports
 from offload_strategy.heap.ledger import Ledger
 from offload_strategy.heap.outgoing import DeviceCopies
 from offload_strategy.heap.supply import BufferSupply
-from offload_strategy.heap.ticket import Entry, TicketState
+from offload_strategy.heap.ticket import ALIGNMENT_BYTES, Entry, TicketState
 from offload_strategy.heap.tiers import PathTier
 from offload_strategy.telemetry import Direction, Recorder
 from offload_strategy.transfer import Move, MoveState, Priority, UninterruptedSection
-
-#: Where tensors of PyTorch's own begin; what a foreign file has elsewhere is moved there.
-_ALIGNMENT_BYTES = 64
 
 
 class Reader:
@@ -126,7 +123,7 @@ class Reader:
                     direction=Direction.READ,
                     stripes=entry.stripes,
                     address=address,
-                    nbytes=entry.nbytes,
+                    nbytes=entry.begin + entry.nbytes,
                     priority=priority,
                     keep_alive=memory,
                     on_end=partial(on_end, entry),
@@ -137,6 +134,7 @@ class Reader:
 
     def _ended(self, entry: Entry, move: Move, memory: torch.Tensor) -> None:
         payload = memory
+        entry.load_times = (move.queued_at, move.finished_at)
         if move.state is MoveState.DONE:
             try:
                 payload = self._as_payload(entry, memory)
@@ -168,6 +166,6 @@ class Reader:
         if entry.device.type != "cpu":
             on_host = payload.device.type == "cpu"
             return self._copies.copier(entry.device).copy_in(payload) if on_host else payload
-        if entry.begin % _ALIGNMENT_BYTES:
+        if entry.begin % ALIGNMENT_BYTES:
             return self._supply.needed_now(entry.nbytes, pinned=False).copy_(payload)
         return payload

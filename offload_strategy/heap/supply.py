@@ -49,6 +49,10 @@ class BufferSupply:
         self._recorder.stalled(client, begin)
         return self._beyond(nbytes, pinned=pinned) if buffer is None else buffer
 
+    def trim(self) -> None:
+        """Give idle buffers back, for a while in which none will be asked for."""
+        self._pool.trim()
+
     def _reclaimed(self, nbytes: int, *, pinned: bool) -> torch.Tensor | None:
         while (buffer := self._pool.lend(nbytes, pinned=pinned)) is None:
             with self._ledger.lock:

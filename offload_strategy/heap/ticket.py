@@ -25,6 +25,9 @@ import torch
 from offload_strategy.heap.tiers import HostTier, PathTier, Tier
 from offload_strategy.transfer import Move, Stripe
 
+#: Where tensors of PyTorch's own begin; what a load would have elsewhere is moved there.
+ALIGNMENT_BYTES = 64
+
 
 class TicketState(Enum):
     """Where a ticket's bytes are; see [Note: states of a ticket]."""
@@ -44,6 +47,7 @@ class Entry:
         "client",
         "copied",
         "device",
+        "load_times",
         "lower",
         "move",
         "nbytes",
@@ -54,6 +58,7 @@ class Entry:
         "state",
         "stripes",
         "tier",
+        "whole_pages",
     )
 
     def __init__(
@@ -79,9 +84,13 @@ class Entry:
         self.source: torch.Tensor | None = None
         self.copied: torch.Event | None = None
         self.stripes: Sequence[Stripe] = ()
-        #: Bytes of the stripes that come before the ticket's own (a foreign range in its pages).
+        #: Bytes of the stripes that come before the ticket's own: what lies there in its pages.
         self.begin = 0
         self.move: Move | None = None
+        #: When its last load was queued and when it ended.
+        self.load_times: tuple[float, float] | None = None
+        #: Whether what lies around the payload in its pages may be written along.
+        self.whole_pages = False
         #: Under which the ledger knows the ticket.
         self.reference = 0
 
@@ -108,6 +117,11 @@ class Ticket:
     def state(self) -> TicketState:
         """Where the bytes are at this moment."""
         return self.entry.state
+
+    @property
+    def load_times(self) -> tuple[float, float] | None:
+        """When its last load was queued and when it ended (`time.perf_counter`)."""
+        return self.entry.load_times
 
     def __repr__(self) -> str:
         entry = self.entry

@@ -129,6 +129,11 @@ class PathTier:
         """Whether all paths read and write device memory themselves."""
         return all(getattr(queue.backend, "device_memory", False) for queue in self.queues)
 
+    @property
+    def checks(self) -> bool:
+        """Whether a path keeps checksums."""
+        return any(queue.checksum is not None for queue in self.queues)
+
     def claim(self, nbytes: int) -> list[Stripe] | None:
         """Extents for `nbytes`, or None when the paths are full."""
         with self._lock:

@@ -13,10 +13,14 @@ from offload_strategy.heap import reports
 from offload_strategy.heap.ledger import Ledger
 from offload_strategy.heap.outgoing import DeviceCopies
 from offload_strategy.heap.supply import POLL_SECONDS, BufferSupply
-from offload_strategy.heap.ticket import Entry, TicketState
+from offload_strategy.heap.ticket import ALIGNMENT_BYTES, Entry, TicketState
 from offload_strategy.heap.tiers import HostTier, PathTier, Tier
 from offload_strategy.telemetry import Direction, Recorder
 from offload_strategy.transfer import Move, MoveState, Priority
+from offload_strategy.units import PAGE_BYTES, KiB
+
+#: Below this a copy costs less than another page on the disk.
+_WORTH_BYTES = 64 * KiB
 
 
 class Writer:
@@ -60,10 +64,19 @@ class Writer:
             if time.perf_counter() > report_at:
                 report_at += reports.PATIENCE_SECONDS
                 reports.still_full(ledger.writing_bytes, tiers, time.perf_counter() - begin)
-        self._recorder.stalled(client, begin)
+        self.waited(client, begin)
+
+    def waited(self, client: str, since: float) -> None:
+        """Training waited since then for writes to end."""
+        self._recorder.stalled(client, since)
 
     def place(
-        self, payload: torch.Tensor, client: str, tiers: Sequence[Tier], next_use: float | None
+        self,
+        payload: torch.Tensor,
+        client: str,
+        tiers: Sequence[Tier],
+        next_use: float | None,
+        whole_pages: bool,
     ) -> Entry:
         """Give bytes a place; an entry whose `move` is set has yet to be submitted.
 
@@ -79,6 +92,7 @@ class Writer:
             return entry
         for position, tier in enumerate(tiers):
             entry = Entry(client, nbytes, payload.device, tier, next_use)
+            entry.whole_pages = whole_pages
             if isinstance(tier, HostTier):
                 entry.lower = [t for t in tiers[position + 1 :] if isinstance(t, PathTier)]
                 if self._place_in_host(entry, tier, payload):
@@ -115,9 +129,14 @@ class Writer:
 
     def _demote(self, entry: Entry) -> None:
         """Write an entry of a host tier to its next tier; its memory is free when it is written."""
-        tier, stripes = next(
-            ((t, found) for t in entry.lower if (found := t.claim(entry.nbytes))), (None, None)
-        )
+        payload = entry.payload
+        if payload is None:  # freed, or sent out by another
+            return
+        tier, stripes, lead = None, None, 0
+        for tier in entry.lower:
+            lead = _lead(entry, tier, payload)
+            if (stripes := tier.claim(lead + entry.nbytes)) is not None:
+                break
         with self._ledger.lock:
             host_tier = entry.tier
             if tier is None or stripes is None:
@@ -130,7 +149,7 @@ class Writer:
                 return
             assert entry.payload is not None
             host_tier.release(entry.nbytes)
-            entry.tier, entry.stripes = tier, stripes
+            entry.tier, entry.stripes, entry.begin = tier, stripes, lead
             copied = entry.copied
             move = self._make_move(
                 entry, entry.payload, None if copied is None else copied.synchronize
@@ -139,10 +158,11 @@ class Writer:
 
     # ------------------------------------------------------------------ paths
     def _place_on_paths(self, entry: Entry, tier: PathTier, payload: torch.Tensor) -> bool:
-        stripes = tier.claim(entry.nbytes)
+        lead = _lead(entry, tier, payload)
+        stripes = tier.claim(lead + entry.nbytes)
         if stripes is None:
             return False
-        entry.stripes = stripes
+        entry.stripes, entry.begin = stripes, lead
         try:
             memory, before = self._to_memory_of(tier, entry, payload)
         except BaseException:
@@ -162,8 +182,8 @@ class Writer:
             client=entry.client,
             direction=Direction.WRITE,
             stripes=entry.stripes,
-            address=memory.data_ptr(),
-            nbytes=entry.nbytes,
+            address=memory.data_ptr() - entry.begin,
+            nbytes=entry.begin + entry.nbytes,
             priority=Priority.WRITE_BACK,
             keep_alive=memory,
             before=before,
@@ -221,3 +241,17 @@ class Writer:
             self._copies.let_go()
 
         return host, before
+
+
+def _lead(entry: Entry, tier: PathTier, payload: torch.Tensor) -> int:
+    """How many bytes before the payload to write with it, so that it leaves without a copy.
+
+    Direct I/O takes memory from the begin of a page on; tensors begin a little after one. Memory is
+    there by whole pages, so what lies before a tensor in its page can be written along.
+    """
+    if not entry.whole_pages or entry.nbytes < _WORTH_BYTES or payload.device.type != "cpu":
+        return 0
+    if tier.checks:  # what is not ours may change while it is written: no checksum would hold
+        return 0
+    lead = int(payload.data_ptr()) % PAGE_BYTES
+    return 0 if lead % ALIGNMENT_BYTES else lead

@@ -123,6 +123,19 @@ class BufferPool:
             self._loans[id(loan)] = (loan, buffer, nbytes)
             return tensor
 
+    def trim(self) -> None:
+        """Unmap idle buffers, for a while in which none will be asked for.
+
+        Planned ones stay, and pinned ones: to register memory with a device takes long.
+        """
+        with self._lock:
+            self._collect()
+            for size, pinned in list(self._idle):
+                while not pinned and len(self._idle.get((size, False), ())) > self._planned.get(
+                    size, 0
+                ):
+                    self._unmap_one(size, pinned)
+
     def usage(self) -> MemoryUsage:
         """Figures of this moment."""
         with self._lock:
@@ -163,15 +176,18 @@ class BufferPool:
             size * max(0, len(buffers) - kept.get(size, 0))
             for (size, _), buffers in self._idle.items()
         )
-        for key in list(self._idle):
-            buffers = self._idle[key]
-            while len(buffers) > kept.get(key[0], 0):
+        for size, pinned in list(self._idle):
+            buffers = self._idle[size, pinned]
+            while len(buffers) > kept.get(size, 0):
                 if self._held <= held_at_most and spare <= idle_at_most:
                     return
-                buffer = buffers.pop()
-                buffer.release()
-                spare -= buffer.nbytes
-                self._held -= buffer.nbytes
-                self._idle_bytes -= buffer.nbytes
-            if not buffers:
-                del self._idle[key]
+                self._unmap_one(size, pinned)
+                spare -= size
+
+    def _unmap_one(self, size: int, pinned: bool) -> None:
+        buffers = self._idle[size, pinned]
+        buffers.pop().release()
+        self._held -= size
+        self._idle_bytes -= size
+        if not buffers:
+            del self._idle[size, pinned]

@@ -21,9 +21,10 @@ _memmove = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, c
 class ThreadedBackend(ABC):
     """Runs each request on a thread; a subclass moves page-aligned memory.
 
-    Blocks whose memory is page-aligned move without a copy; others, and the last part of a page,
-    pass through one small buffer per thread, so that a tensor of any alignment costs no second
-    buffer of its size.
+    Blocks whose memory is page-aligned move without a copy; others, and the last part of a page
+    that is read, pass through one small buffer per thread, so that a tensor of any alignment costs
+    no second buffer of its size. A last part of a page that is written takes the rest of its page
+    along: memory and extents are there by whole pages.
 
     Args:
         threads: requests under way at once in each direction.
@@ -83,6 +84,8 @@ class ThreadedBackend(ABC):
         whole = request.nbytes // PAGE_BYTES * PAGE_BYTES
         if request.address % PAGE_BYTES:
             whole = 0
+        elif request.write:
+            whole = round_up(request.nbytes, PAGE_BYTES)
         if whole:
             view = _view(request.address, whole)
             if request.write:
@@ -90,7 +93,7 @@ class ThreadedBackend(ABC):
             else:
                 self.read_pages(request.fd, view, request.offset, whole)
         rest = request.nbytes - whole
-        if rest:
+        if rest > 0:
             bounce = self._bounce
             padded = bounce.view[: round_up(rest, PAGE_BYTES)]
             if request.write:

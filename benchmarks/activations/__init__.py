@@ -1,0 +1,1 @@
+"""Activations kept, computed again, or moved: throughput beside peak memory."""

@@ -1,0 +1,105 @@
+"""One contender in a process of its own: trains a step whenever it is told to.
+
+Reads a line of JSON per request from standard input, writes one per answer. A step is a forward and
+a backward pass; gradients are allocated and set to zero before it, outside of what is timed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.activations.contenders import Contender, prepare, scratch
+from benchmarks.activations.models import batch, build
+from offload_strategy.units import KiB
+
+_M_MMAP_THRESHOLD = -3
+#: Else freed activations stay in glibc's heap, and the next step's peak is hidden in the level.
+MMAP_THRESHOLD = 64 * KiB
+
+
+def main() -> None:
+    """Answer requests until the input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever the libraries print is no answer
+    options = json.loads(sys.argv[1])
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD)
+    torch.set_num_threads(options["threads"])
+    model = build(options["model"], small=options["small"])
+    with scratch(Path(options["dir"])) as directory:
+        contender = prepare(
+            options["contender"], model, Path(directory), options.get("activations", {})
+        )
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        for number, line in enumerate(sys.stdin):
+            request = json.loads(line)
+            answer = _step(model, contender, batch(options["batch"], number))
+            if request.get("digest"):
+                answer["gradients"] = _digest(model)
+            print(json.dumps(answer), file=answers, flush=True)
+        if contender.engine is not None:
+            contender.engine.close()
+
+
+def _step(model: Any, contender: Contender, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
+    model.zero_grad(set_to_none=False)
+    gc.collect()
+    before = contender.engine.metrics() if contender.engine is not None else {}
+    # Idle buffers of ours lie in memory between steps: they count as activation memory.
+    level = _status("VmRSS") - int(before.get("offload/memory/pinned_bytes", 0))
+    Path("/proc/self/clear_refs").write_text("5")
+    start = time.perf_counter()
+    with contender.around():
+        loss = model(**inputs).loss
+    middle = time.perf_counter()
+    loss.backward()
+    end = time.perf_counter()
+    peak = _status("VmHWM") - level
+    answer = {
+        "seconds": end - start,
+        "forward_seconds": middle - start,
+        "backward_seconds": end - middle,
+        "peak_bytes": peak,
+        "loss": loss.item().hex(),
+    }
+    del loss
+    if contender.engine is not None:
+        after = contender.engine.metrics()
+        answer["metrics"] = {
+            key: after[key] - before[key] for key in after if key.startswith(_SUMS)
+        }
+        answer["hidden_share"] = after["offload/transfer/hidden_share"]
+        answer["pool_peak_bytes"] = after["offload/memory/pinned_peak_bytes"]
+        answer["figures"] = {k: v for k, v in after.items() if k.startswith("offload/activations")}
+    return answer
+
+
+_SUMS = ("offload/activations/", "offload/transfer/busy")
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {field}")
+
+
+def _digest(model: Any) -> str:
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.grad.numpy().tobytes())
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""How much of what is saved may leave: an amount from the config, or what the path can hide.
+
+[Note: the automatic budget]
+Three rules, of which each sees what the others cannot:
+
+- *What is used soon stays.* An item that lies unused for less time than the way out and back takes
+  (as learned) is kept: what backward needs first, above all.
+- *A path that is behind gets no more.* While more than a share of a step's bytes waits to be
+  written, items are kept; so the forward pass produces what it likes, and what leaves is what the
+  path takes in meanwhile. Waiting a little buys a lot of memory where the path keeps pace on
+  average: forward may wait for `ALLOWANCE` of a step's time.
+- *What backward had to wait for was too much.* Of a pass whose loads came late, less may leave the
+  next time, by what the path reads in the time that was lost; more again when it has time to spare.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from offload_strategy.activations.order import Trace
+from offload_strategy.units import MiB
+
+#: Share of a step's time that training may wait for activations.
+ALLOWANCE = 0.02
+#: Share of a step's bytes that may wait to be written, and the least that may.
+_BACKLOG_SHARE = 0.06
+_LEAST_BACKLOG_BYTES = 32 * MiB
+#: Until a step was seen whole.
+_FIRST_BACKLOG_BYTES = 64 * MiB
+#: By how much an automatic limit grows in a step that had no need to wait.
+_GROWTH = 0.05
+
+
+class Traffic(Protocol):
+    """What the automatic budget must know of the tiers."""
+
+    def writing_bytes(self) -> int:
+        """Bytes that wait to be written, or are being written."""
+
+    def rate(self, *, write: bool) -> float | None:
+        """Bytes per second of a direction, or None while that is not known."""
+
+    def has_room_in_memory(self, nbytes: int) -> bool:
+        """Whether a tier in host memory takes so much without writing anything."""
+
+    def await_writing_at_most(self, nbytes: int, seconds: float) -> None:
+        """Wait until no more than that is to be written, or so long."""
+
+
+class FixedBudget:
+    """An amount per forward pass.
+
+    Args:
+        budget: bytes (int), share of what is saved (float, 0 to 1), or None for no limit.
+    """
+
+    def __init__(self, budget: int | float | None) -> None:
+        self._budget = budget
+
+    #: Whether what is still to be written when backward begins had better stay.
+    recalls = False
+
+    def admits(self, nbytes: int, trace: Trace, idle: float | None) -> bool:
+        """Whether an item may leave.
+
+        Args:
+            nbytes: its size.
+            trace: of the forward pass so far, this item included in what was saved.
+            idle: seconds for which it will lie unused, or None if that is not known.
+        """
+        if self._budget is None:
+            return True
+        share = isinstance(self._budget, float)
+        limit = self._budget * trace.saved_bytes if share else self._budget
+        return trace.left_bytes + nbytes <= limit
+
+    def observe(self, trace: Trace) -> None:
+        """A backward pass is over: nothing to learn from it."""
+
+
+class AutomaticBudget:
+    """As much as the path can hide; see [Note: the automatic budget].
+
+    Args:
+        traffic: of the tiers.
+        most_backlog: bytes that may wait to be written at most.
+    """
+
+    def __init__(self, traffic: Traffic, most_backlog: int) -> None:
+        self._traffic = traffic
+        self._most_backlog = most_backlog
+        self._backlog = min(_FIRST_BACKLOG_BYTES, most_backlog)
+        self._limit: float | None = None
+        self._allowance_seconds = 0.0
+        self._allowed_seconds = 0.0
+
+    recalls = True
+
+    def admits(self, nbytes: int, trace: Trace, idle: float | None) -> bool:
+        """Whether an item may leave; may wait a little for the path. See `FixedBudget.admits`."""
+        traffic = self._traffic
+        if trace.saved_bytes == nbytes:  # a new forward pass
+            self._allowed_seconds = self._allowance_seconds
+        if self._limit is not None and trace.left_bytes + nbytes > self._limit:
+            return False
+        if traffic.has_room_in_memory(nbytes):
+            return True
+        if idle is not None and idle < self._round_trip_seconds(nbytes):
+            return False
+        room = max(self._backlog, min(2 * nbytes, self._most_backlog)) - nbytes
+        if traffic.writing_bytes() <= room:
+            return True
+        if self._allowed_seconds > 0:
+            begin = time.perf_counter()
+            traffic.await_writing_at_most(room, self._allowed_seconds)
+            self._allowed_seconds -= time.perf_counter() - begin
+        return traffic.writing_bytes() <= room
+
+    def observe(self, trace: Trace) -> None:
+        """A backward pass is over: learn how much it can hide."""
+        saved, left = trace.saved_bytes, trace.left_bytes
+        share = max(_LEAST_BACKLOG_BYTES, int(_BACKLOG_SHARE * saved))
+        self._backlog = min(share, self._most_backlog)
+        allowance = ALLOWANCE * trace.seconds
+        self._allowance_seconds = allowance
+        if trace.waited > allowance:
+            rate = self._traffic.rate(write=False) or left / trace.waited
+            self._limit = max(0.0, left - rate * (trace.waited - allowance))
+        elif self._limit is not None:
+            self._limit += _GROWTH * saved
+            if self._limit >= saved:
+                self._limit = None
+
+    def _round_trip_seconds(self, nbytes: int) -> float:
+        write, read = self._traffic.rate(write=True), self._traffic.rate(write=False)
+        if not write or not read:
+            return 0.0
+        return (self._traffic.writing_bytes() + nbytes) / write + nbytes / read
+
+
+Budget = FixedBudget | AutomaticBudget

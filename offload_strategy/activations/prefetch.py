@@ -1,0 +1,197 @@
+"""Loads ahead of backward: in the learned order, and as late as is safe.
+
+What is loaded early lies in memory for longer; what is loaded late is waited for. With learned
+times an item is loaded when, by the measured bandwidth with a margin, the next occasion (the next
+use of an item) would be too late. The margin grows when backward had to wait, and shrinks slowly.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from typing import TYPE_CHECKING
+
+from offload_strategy.activations.order import OrderBook, Trace
+from offload_strategy.heap import Heap, Ticket, TicketState
+from offload_strategy.units import MiB
+
+if TYPE_CHECKING:
+    from offload_strategy.activations.budget import Budget
+    from offload_strategy.activations.records import ForwardRecord, Slot
+
+#: Bytes loaded ahead at most when `activations.prefetch` is auto, unless backward has freed more.
+AUTO_BYTES = 32 * MiB
+#: What a load takes, whatever its size: a thread must be woken while all cores compute.
+_LATENCY_SECONDS = 0.003
+_LEAST_MARGIN, _FIRST_MARGIN, _MOST_MARGIN = 1.5, 2.0, 16.0
+#: A wait shorter than this does not make the margin grow.
+_WORTH_SECONDS = 0.001
+#: Forward passes whose backward may have ended without using all of their items.
+_MOST_OPEN = 64
+
+
+class Prefetcher:
+    """Fetches ahead for all records of one engine.
+
+    Args:
+        heap: loads.
+        budget: is told how each backward went.
+        limit_bytes: how far ahead to load, whatever the time; None to go by time.
+    """
+
+    def __init__(self, heap: Heap, budget: Budget, limit_bytes: int | None) -> None:
+        self._heap = heap
+        self._budget = budget
+        self._limit_bytes = limit_bytes
+        self._book = OrderBook()
+        self._margin = _FIRST_MARGIN
+        self._speed = _Speed()
+        self._alive: dict[int, weakref.ref[ForwardRecord]] = {}
+        self._open: dict[int, Trace] = {}
+        self._latest: tuple[int, Trace] | None = None
+        #: Items that were asked for before their load began, and before it ended.
+        self.missed_loads = 0
+        self.late_loads = 0
+
+    def idle_seconds(self, prefix: int) -> float | None:
+        """How long an item lies unused after such a beginning, if that is known."""
+        return self._book.idle_seconds(prefix)
+
+    @property
+    def latest_trace(self) -> Trace | None:
+        """Of the forward pass that backward reached last."""
+        return None if self._latest is None else self._latest[1]
+
+    # ------------------------------------------------------------------ the life of a record
+    def add(self, record: ForwardRecord) -> None:
+        """A forward pass begins."""
+        for serial in [number for number, alive in self._alive.items() if alive() is None]:
+            del self._alive[serial]
+        self._alive[record.serial] = weakref.ref(record)
+        # A backward that is over without having used every item (LoRA leaves some) is known by
+        # what comes after it.
+        for serial, trace in list(self._open.items()):
+            self._learn(trace)
+            if len(self._open) > _MOST_OPEN:
+                del self._open[serial]
+
+    def begins(self, record: ForwardRecord) -> None:
+        """Backward reaches a record."""
+        for serial, trace in self._open.items():
+            if serial != record.serial:
+                self._learn(trace)
+        if self._latest is not None and self._latest[0] != record.serial:
+            serial, trace = self._latest
+            self._book.follows(trace, record.serial - serial)
+        self._latest = (record.serial, record.trace)
+        self._open[record.serial] = record.trace
+        record.follow(self._book.plan(record.trace))
+        if self._budget.recalls:
+            for ticket in record.tickets():
+                if ticket.state is TicketState.WRITING:
+                    self._heap.recall(ticket)
+                    record.trace.left_bytes -= ticket.nbytes
+
+    def ended(self, record: ForwardRecord) -> None:
+        """Backward has used every item of a record."""
+        self._learn(record.trace)
+        self._open.pop(record.serial, None)
+
+    def _learn(self, trace: Trace) -> None:
+        if self._book.learn(trace):
+            self._budget.observe(trace)
+            if trace.waited < _WORTH_SECONDS:
+                self._margin = max(_LEAST_MARGIN, 0.97 * self._margin)
+
+    # ------------------------------------------------------------------ what backward found
+    def missed(self) -> None:
+        """An item was asked for whose load had not begun."""
+        self.missed_loads += 1
+
+    def waited(self, seconds: float) -> None:
+        """An item was asked for that was not there."""
+        if seconds > _WORTH_SECONDS:
+            self.late_loads += 1
+            self._margin = min(_MOST_MARGIN, 1.3 * self._margin)
+
+    def loaded(self, ticket: Ticket) -> None:
+        """A load is over: note how long it took."""
+        if ticket.load_times is not None:
+            self._speed.add(ticket.nbytes, *ticket.load_times)
+
+    # ------------------------------------------------------------------ fetching
+    def fetch_ahead(self, record: ForwardRecord, slot: Slot) -> None:
+        """Begin the loads that cannot wait until backward asks for its next item."""
+        plan = record.plan
+        place = None if plan is None else plan.position.get(slot.number)
+        if plan is None or place is None:
+            return
+        limit = self._limit(record)
+        occasion = None
+        if self._limit_bytes is None and plan.due is not None and place + 1 < len(plan.due):
+            occasion = plan.due[place + 1]
+        ahead = loading = 0
+        first = bisect_right(record.upcoming, place)
+        for position in range(first, len(record.upcoming)):
+            later = record.upcoming[position]
+            item = record.unused(plan.sequence[later])
+            if item is None or item.ticket is None:
+                continue
+            ticket = item.ticket
+            if ticket.state is TicketState.WRITING:
+                continue  # in memory as it is
+            if ahead and ahead + ticket.nbytes > limit:
+                return
+            begun = not item.still_to_load
+            if ahead and not begun and occasion is not None and plan.due is not None:
+                seconds = self._speed.seconds(loading + ticket.nbytes)
+                if seconds is not None and plan.due[later] - self._with_margin(seconds) > occasion:
+                    return
+            ahead += ticket.nbytes
+            if not begun and not self._heap.prefetch(ticket):
+                return
+            if ticket.state is TicketState.LOADING:
+                loading += ticket.nbytes
+        self._fetch_next_record(record, limit - ahead)
+
+    def _fetch_next_record(self, record: ForwardRecord, room: int) -> None:
+        """All of a record is here: begin with the one whose backward is expected next."""
+        distance = self._book.following(record.trace)
+        reference = None if distance is None else self._alive.get(record.serial + distance)
+        following = None if reference is None else reference()
+        if following is None or following.in_backward:
+            return
+        for number in self._book.plan(following.trace).sequence:
+            item = following.unused(number)
+            if item is None or item.ticket is None:
+                continue
+            room -= item.ticket.nbytes
+            if room < 0 or (item.still_to_load and not self._heap.prefetch(item.ticket)):
+                return
+
+    def _limit(self, record: ForwardRecord) -> int:
+        if self._limit_bytes is not None:
+            return self._limit_bytes
+        # What stayed in memory and was used has made room.
+        return max(AUTO_BYTES, record.released_bytes)
+
+    def _with_margin(self, seconds: float) -> float:
+        return _LATENCY_SECONDS + self._margin * seconds
+
+
+class _Speed:
+    """What loads took lately."""
+
+    def __init__(self) -> None:
+        self._nbytes = self._seconds = self._last_end = 0.0
+
+    def add(self, nbytes: int, queued_at: float, finished_at: float) -> None:
+        if finished_at <= self._last_end:
+            return
+        busy = finished_at - max(queued_at, self._last_end)
+        self._last_end = finished_at
+        self._nbytes = 0.9 * self._nbytes + nbytes
+        self._seconds = 0.9 * self._seconds + busy
+
+    def seconds(self, nbytes: int) -> float | None:
+        return nbytes * self._seconds / self._nbytes if self._nbytes else None

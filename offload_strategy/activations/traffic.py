@@ -1,0 +1,42 @@
+"""What the automatic budget knows of the tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from offload_strategy.heap import Heap, HostTier, PathTier, Tier
+from offload_strategy.telemetry import Direction
+
+
+class TierTraffic:
+    """The traffic on the tiers of activations.
+
+    Args:
+        heap: moves the bytes.
+        tiers: where they may go, in order.
+        client: for whom to wait, for metrics.
+    """
+
+    def __init__(self, heap: Heap, tiers: Sequence[Tier], client: str) -> None:
+        self._heap = heap
+        self._host = [tier for tier in tiers if isinstance(tier, HostTier)]
+        self._queues = [q for tier in tiers if isinstance(tier, PathTier) for q in tier.queues]
+        self._client = client
+
+    def writing_bytes(self) -> int:
+        """Bytes that wait to be written, or are being written."""
+        return self._heap.writing_bytes
+
+    def rate(self, *, write: bool) -> float | None:
+        """Bytes per second of all paths together, or None while nothing is known of them."""
+        direction = Direction.WRITE if write else Direction.READ
+        known = [rate for queue in self._queues if (rate := queue.bandwidth.rate(direction))]
+        return sum(known) * len(self._queues) / len(known) if known else None
+
+    def has_room_in_memory(self, nbytes: int) -> bool:
+        """Whether a host tier takes so much without writing anything."""
+        return any(tier.has_room(nbytes) for tier in self._host)
+
+    def await_writing_at_most(self, nbytes: int, seconds: float) -> None:
+        """Wait until no more than that is to be written, or so long."""
+        self._heap.await_writes(self._client, nbytes, seconds)
