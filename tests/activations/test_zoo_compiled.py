@@ -22,10 +22,6 @@ from tests.activations.zoo.training import SCHEDULES, compare
 
 pytest.importorskip("transformers")
 
-#: Compiled regions save views without a base: query, key and value of one product, for example.
-EACH_VIEW_ON_ITS_OWN = pytest.mark.xfail(
-    strict=True, reason="views of one storage that a compiled region saves are written one by one"
-)
 BOTH = [SCHEDULES["accumulation 1"], SCHEDULES["three forwards first"]]
 
 
@@ -74,13 +70,7 @@ def compiled(graphs: Graphs, model: nn.Module, backend: str, **options: Any) -> 
     return torch.compile(model, backend=backend, **options)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=EACH_VIEW_ON_ITS_OWN if kind == "diffusion transformer" else ())
-        for kind in ZOO
-    ],
-)
+@pytest.mark.parametrize("kind", ZOO)
 def test_a_compiled_model_is_the_same(kind: str, disk: Path, graphs: Graphs) -> None:
     result = compare(lambda: compiled(graphs, build(kind), "aot_eager"), kind, disk, BOTH)
     result.assert_nearly_everything_left()
@@ -119,7 +109,6 @@ def test_texts_of_any_length_share_one_graph(disk: Path, graphs: Graphs) -> None
 
 
 @pytest.mark.slow
-@EACH_VIEW_ON_ITS_OWN
 def test_blocks_that_are_compiled_one_by_one_are_the_same(disk: Path, graphs: Graphs) -> None:
     def make() -> Any:
         graphs.begin()
