@@ -38,9 +38,6 @@ class Stays(enum.Enum):
     NESTED = "a nested tensor"
     QUANTIZED = "a quantized tensor"
     TRANSFORM = "inside a torch.func transform"
-    SMALL = "smaller than min_size"
-    BUDGET = "beyond the budget"
-    RECOMPUTED = "made inside the backward pass, which needs it at once"
 
     @property
     def is_shortcoming(self) -> bool:
@@ -90,17 +87,6 @@ def _has_no_memory(tensor: torch.Tensor) -> bool:
     memory of storages away.
     """
     return tensor._is_zerotensor() or tensor.untyped_storage().nbytes() == 0
-
-
-def can_leave(tensor: torch.Tensor, is_weight: Callable[[torch.Tensor], bool]) -> bool:
-    """Whether a saved tensor is what its bytes, shape and strides say, and may leave.
-
-    Args:
-        tensor: what autograd is about to save.
-        is_weight: tells whether a tensor shares its storage with a parameter or buffer.
-    """
-    # Conjugates and negatives are flags that neither bytes nor strides carry.
-    return why_it_stays(tensor, is_weight) is None and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _is_form_of_weight(tensor: torch.Tensor, is_weight: Callable[[torch.Tensor], bool]) -> bool:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from offload_strategy import OffloadEngine
+from offload_strategy.telemetry import Direction
 from tests.training import bits, gradients, settings
 
 WIDTH = 64
@@ -95,6 +96,7 @@ def run(
     rss: list[int] = []
     held: list[int] = []
     different: list[int] = []
+    loads = 0
     with OffloadEngine(config) as engine:
         engine.attach(model)
         for step in range(steps):
@@ -111,6 +113,7 @@ def run(
                     if parameter.grad is not None:
                         parameter -= 0.05 * parameter.grad
             if step % 10 == 9:
+                loads += sum(move.direction == Direction.READ for move in engine._recorder.moves)
                 # The records of moves fill for a thousand steps before the oldest are dropped.
                 engine._recorder.moves.clear()
                 engine._recorder.stalls.clear()
@@ -122,6 +125,7 @@ def run(
             "rss": rss,
             "held": held,
             "different": different,
+            "loads": loads,
             "tickets": engine._resources.heap.live_tickets,
             "lent": engine._resources.pool.usage().lent_bytes,
             "metrics": {k: v for k, v in engine.metrics().items() if v == v},

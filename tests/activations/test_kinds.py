@@ -48,6 +48,14 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "in-place relu": lambda w: F.relu(F.relu(X @ w, inplace=True) @ w, inplace=True).sum(),
     "a change before it is saved": lambda w: (w * 2).mul_(3).exp_().sin().sum(),
     "embedding": lambda w: F.embedding(torch.tensor([1, 5, 1]), w).exp().sum(),
+    "compressed sparse matrices": lambda w: (torch.eye(8).to_sparse_csr() @ (w * 2)).exp().sum(),
+    "opaque layouts": lambda w: F.linear(X, w).to_mkldnn().relu().to_dense().exp().sum(),
+    "nested tensors": lambda w: torch.nested.as_nested_tensor(
+        [(X[:3] @ w).relu(), (X[:5] @ w).relu()]
+    ).mul(2).relu().to_padded_tensor(0.0).exp().sum(),
+    "jagged tensors": lambda w: torch.nested.as_nested_tensor(
+        [X[:3] @ w, X[:5] @ w], layout=torch.jagged
+    ).exp().sin().to_padded_tensor(0.0).sum(),
     "norms": lambda w: F.group_norm(F.layer_norm(X @ w, (8,)), 2).exp().sum(),
     "attention": lambda w: F.scaled_dot_product_attention(
         *(X @ w).reshape(8, 2, 4).transpose(0, 1).repeat(3, 1, 1, 1).unbind(0), is_causal=True
@@ -112,7 +120,18 @@ def test_every_dtype_comes_back_in_every_arrangement(
     assert 24 * dtype.itemsize in written(engine)
 
 
+def test_conjugates_and_negatives_leave_with_the_bytes_that_they_stand_on(
+    engine: OffloadEngine,
+) -> None:
+    z = torch.view_as_complex(noise(50, 2))
+    save = _save(z.conj(), z.conj().imag)
+    model = Calls(lambda w: save(w * 1).sum())
+    compare(engine, model, lambda: model())
+    assert set(written(engine)) == {50 * 8}
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.filterwarnings("ignore:.*(beta|prototype) st:UserWarning")
 def test_gradients_are_the_same_with(name: str, engine: OffloadEngine) -> None:
     model = Calls(lambda w: FUNCTIONS[name](w))
     compare(engine, model, lambda: model())

@@ -216,7 +216,7 @@ def test_what_stays_is_counted_and_each_kind_named_once(
     counts = StayCounts()
     with caplog.at_level(logging.INFO, "offload_strategy"):
         counts.note(Stays.WEIGHT, noise(4))
-        counts.note(Stays.SMALL, noise(4))
+        counts.note(Stays.EMPTY, noise(0))
         assert not caplog.records
         for _ in range(3):
             counts.note(Stays.SUBCLASS, Quantized.of(noise(8, 8)))
