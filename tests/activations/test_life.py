@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,168 @@ from torch.nn import functional as F
 
 from offload_strategy import OffloadEngine, OffloadError, StorageError, TierFullError
 from tests.activations.support import Calls, X, compare, noise
-from tests.training import activations_only, assert_same_bits, bits, gradients, on_disk
+from tests.training import activations_only, assert_same_bits, bits, gradients, moved, on_disk
+
+
+# ---------------------------------------------------------------------- ends of a graph
+def _chained(w: torch.Tensor) -> torch.Tensor:
+    return (X @ w).exp().sin().cos().sum()
+
+
+def _two_backwards(model: nn.Module) -> None:
+    loss = model()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def _double_backward(model: nn.Module) -> None:
+    (slope,) = torch.autograd.grad(model(), model.weight, create_graph=True)
+    slope.pow(2).sum().backward()
+
+
+def _slopes_that_nobody_uses(model: nn.Module) -> None:
+    torch.autograd.grad(model(), model.weight, create_graph=True)
+
+
+def _exception_in_forward(model: nn.Module) -> None:
+    handle = model.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model()
+    handle.remove()
+
+
+def _exception_in_backward(model: nn.Module) -> None:
+    loss = model()
+    handle = loss.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    handle.remove()
+    loss.backward()
+
+
+def _exception_in_the_middle_of_backward(model: nn.Module) -> None:
+    loss = model()
+    handle = model.weight.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward(retain_graph=True)
+    handle.remove()
+    loss.backward()
+
+
+def _one_head_of_two(model: nn.Module) -> None:
+    middle = model()
+    heads = [(middle * 2).exp(), (middle * 3).exp()]
+    heads[0].backward(retain_graph=True)
+    del heads[0]
+    heads[0].backward()
+
+
+def _as_a_sum(model: nn.Module) -> None:
+    total = torch.zeros(())
+    for _ in range(3):
+        total = total + model()
+    total.backward()
+
+
+def _looked_at_by_hand(model: nn.Module) -> None:
+    loss = model()
+    seen = loss.grad_fn.next_functions[0][0]._saved_self  # what cos was taken of
+    assert torch.equal(seen, (X @ model.weight).exp().sin())
+    loss.backward()
+
+
+def _in_another_thread(model: nn.Module) -> None:
+    losses = [model()]
+    thread = threading.Thread(target=lambda: losses.pop().backward())
+    thread.start()
+    thread.join(30)
+    assert not losses
+
+
+def _given_up_in_another_thread(model: nn.Module) -> None:
+    losses = [model()]
+    thread = threading.Thread(target=losses.clear)
+    thread.start()
+    thread.join(30)
+
+
+def _carried_on(model: nn.Module) -> None:
+    """Truncated backpropagation through time."""
+    state = torch.zeros(())
+    for _ in range(3):
+        state = state.detach() * model()
+        state.backward()
+
+
+ENDS: dict[str, Callable[[nn.Module], None]] = {
+    "backward": lambda m: m().backward(),
+    "no backward": lambda m: m(),
+    "two backwards": _two_backwards,
+    "kept after backward, then dropped": lambda m: m().backward(retain_graph=True),
+    "double backward": _double_backward,
+    "slopes that nobody uses": _slopes_that_nobody_uses,
+    "autograd.grad": lambda m: torch.autograd.grad(m(), m.weight),
+    "autograd.grad, kept": lambda m: torch.autograd.grad(m(), m.weight, retain_graph=True),
+    "exception in forward": _exception_in_forward,
+    "exception in backward": _exception_in_backward,
+    "exception in the middle of backward": _exception_in_the_middle_of_backward,
+    "one head of two": _one_head_of_two,
+    "a sum of losses": _as_a_sum,
+    "looked at by hand": _looked_at_by_hand,
+    "backward in another thread": _in_another_thread,
+    "dropped in another thread": _given_up_in_another_thread,
+    "carried on": _carried_on,
+}
+
+
+@pytest.mark.parametrize("stored", [True, False], ids=["stored", "under way"])
+@pytest.mark.parametrize("end", ENDS)
+def test_no_ticket_outlives(end: str, stored: bool, engine: OffloadEngine) -> None:
+    """At once: without waiting for the collector of reference cycles."""
+    model = Calls(_chained)
+    engine.attach(model)
+    if stored:
+        model.register_forward_hook(lambda *_: on_disk(engine))
+    heap = engine._resources.heap
+    gc.disable()
+    try:
+        ENDS[end](model)
+        assert heap.live_tickets == 0
+    finally:
+        gc.enable()
+    assert moved(engine) + moved(engine, verb="forwarded") > 0
+
+
+def test_graphs_that_are_kept_for_many_steps_are_still_right(engine: OffloadEngine) -> None:
+    """As a replay of old losses: steps go on around them."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    batches = [noise(4, 8, seed=seed) for seed in range(12)]
+    expected = []
+    for batch in batches:
+        model.zero_grad()
+        model(batch).pow(2).sum().backward()
+        expected.append(gradients(model))
+    engine.attach(model)
+    heap, kept = engine._resources.heap, []
+    counts = []
+    for step, batch in enumerate(batches):
+        loss = model(batch).pow(2).sum()
+        if step % 3 == 0:
+            kept.append((step, loss))
+        else:
+            model.zero_grad()
+            loss.backward()
+            assert_same_bits(gradients(model), expected[step])
+        del loss
+        counts.append(heap.live_tickets)
+    assert counts == [counts[0] * (step // 3 + 1) for step in range(12)]
+    while kept:
+        step, loss = kept.pop(1 if len(kept) > 1 else 0)
+        model.zero_grad()
+        loss.backward()
+        assert_same_bits(gradients(model), expected[step])
+    del loss
+    assert heap.live_tickets == 0
 
 
 # ---------------------------------------------------------------------- ways of going back
