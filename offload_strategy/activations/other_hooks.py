@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 import torch
 
 _autograd: Any = torch._C._autograd
+_KEYS = torch._C._TorchDispatchModeKey
+_TRACING_MODES = (_KEYS.FAKE, _KEYS.PROXY, _KEYS.FUNCTIONAL)
 
 
 class HookPair(NamedTuple):
@@ -38,9 +40,17 @@ def innermost() -> HookPair | None:
     return None if pair is None else HookPair(*pair)
 
 
-def hooks_are_allowed() -> bool:
-    """Whether hooks may be put in force here; a transform around us may forbid it."""
-    return bool(_autograd._saved_tensors_hooks_is_enabled())
+def may_open() -> bool:
+    """Whether hooks of ours may be put in force here.
+
+    Not inside a transform that forbids it, and not where somebody records operations or computes
+    without data, so that there are no bytes.
+    """
+    if not _autograd._saved_tensors_hooks_is_enabled():
+        return False
+    if torch._C._get_tracing_state() is not None:
+        return False
+    return all(torch._C._get_dispatch_mode(key) is None for key in _TRACING_MODES)
 
 
 def foreign(owner: type) -> HookPair | None:

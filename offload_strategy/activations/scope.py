@@ -76,7 +76,7 @@ class _Scopes:
         trains = torch.is_grad_enabled() and module.training and not recomputes
         if trains:
             _refuse_capture(module)
-        offloads = trains and not _is_traced() and other_hooks.hooks_are_allowed()
+        offloads = trains and other_hooks.may_open()
         # Ctrl-C between hooks that are in force and the note of it would leave them so for ever.
         with UninterruptedSection():
             self._open.append(_Scope(call, self._enter() if offloads else None))
@@ -131,17 +131,6 @@ def _calls(module: nn.Module) -> Iterator[FrameType]:
 
 
 _CALL_CODE = nn.Module._call_impl.__code__
-
-
-def _is_traced() -> bool:
-    """Whether somebody records operations or computes without data, so that there are no bytes."""
-    if torch._C._get_tracing_state() is not None:
-        return True
-    return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING_MODES)
-
-
-_KEYS = torch._C._TorchDispatchModeKey
-_TRACING_MODES = (_KEYS.FAKE, _KEYS.PROXY, _KEYS.FUNCTIONAL)
 
 
 def _refuse_capture(module: nn.Module) -> None:
