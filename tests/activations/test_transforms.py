@@ -12,9 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from offload_strategy import OffloadEngine
 from tests.activations.support import Calls, X, compare, noise
-from tests.training import (
-    bits,
-)
+from tests.training import bits
 
 
 def network() -> nn.Module:
