@@ -145,6 +145,30 @@ def test_an_interrupt_in_forward_and_then_close_leaves_no_hooks(disk: Path) -> N
     assert not model._forward_pre_hooks
 
 
+def test_a_call_that_never_began_ends_no_other(engine: OffloadEngine) -> None:
+    """A hook before ours refuses the inner of two calls of one module; the outer goes on."""
+    depth = 0
+
+    def refuse_the_inner(module: nn.Module, args: Any) -> None:
+        nonlocal depth
+        depth += 1
+        if depth == 2:
+            raise ValueError("too deep")
+
+    def function(w: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(ValueError, match="too deep"):
+            model()
+        return (w * 2).exp().sum()  # saved after the inner call
+
+    model = Calls(function)
+    engine.attach(model)
+    model.register_forward_pre_hook(refuse_the_inner, prepend=True)
+    loss = model()
+    on_disk(engine)
+    assert moved(engine) == 8 * 8 * 4
+    loss.backward()
+
+
 # ---------------------------------------------------------------------- threads
 def test_two_threads_may_run_the_same_model(engine: OffloadEngine) -> None:
     """One trains in the middle of its forward while the other evaluates, begins and ends."""
