@@ -42,14 +42,16 @@ class Contender:
     engine: OffloadEngine | None = None
 
 
-def prepare(kind: str, model: Any, directory: Path, options: dict[str, Any]) -> Contender:
+def prepare(
+    kind: str, model: Any, directory: Path, sections: dict[str, dict[str, Any]]
+) -> Contender:
     """Make a model train in one of the ways.
 
     Args:
         kind: of `CONTENDERS`.
         model: of Transformers.
         directory: an empty directory on the disk.
-        options: of ``activations`` in the engine's config, on top of the defaults.
+        sections: of the engine's config, on top of the defaults.
     """
     if kind == KEEP:
         return Contender()
@@ -59,12 +61,12 @@ def prepare(kind: str, model: Any, directory: Path, options: dict[str, Any]) -> 
     if kind == FILES:
         return Contender(lambda: _to_files(directory))
     host = {"name": "host", "kind": "dram", "capacity": "12GiB"}
-    disk = {"name": "disk", "kind": "ssd", "path": str(directory), "capacity": "16GiB"}
+    disk = {"name": "disk", "kind": "ssd", "path": str(directory)}
     engine = OffloadEngine(
         {
             "tiers": [disk if kind == OFFLOAD_DISK else host],
-            "activations": options,
             "optimizer": {"enabled": False},
+            **sections,
         }
     )
     engine.attach(model)

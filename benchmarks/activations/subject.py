@@ -36,9 +36,8 @@ def main() -> None:
     torch.set_num_threads(options["threads"])
     model = build(options["model"], small=options["small"])
     with scratch(Path(options["dir"])) as directory:
-        contender = prepare(
-            options["contender"], model, Path(directory), options.get("activations", {})
-        )
+        sections = {key: options[key] for key in ("activations", "memory") if key in options}
+        contender = prepare(options["contender"], model, Path(directory), sections)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         for number, line in enumerate(sys.stdin):

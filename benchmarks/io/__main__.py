@@ -10,18 +10,12 @@ exit status is 1 if a line that was judged did not hold.
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import signal
 import sys
 import tempfile
-import time
 import traceback
 from pathlib import Path
 from typing import Any
-
-import psutil
-import torch
 
 from benchmarks.io.buffers import buffers
 from benchmarks.io.bulk import bulk
@@ -33,7 +27,7 @@ from benchmarks.io.results import Context, Line, Result, Skipped, table, write_j
 from benchmarks.io.small import small
 from benchmarks.io.two_paths import two_paths
 from benchmarks.io.urgent import urgent
-from offload_strategy.units import format_size
+from benchmarks.machine import describe_machine, say
 
 LINES: dict[str, Line] = {
     "bulk": bulk,
@@ -107,33 +101,6 @@ def main() -> int:
         }
         write_json(options.json, machine, outcome)
     return int(bool(failed) or any(result.judged and not result.held for result in results))
-
-
-def describe_machine(directory: Path) -> dict[str, Any]:
-    """What the figures depend on."""
-    usage = psutil.disk_usage(str(directory))
-    mounts = [
-        part
-        for part in psutil.disk_partitions(all=True)
-        if directory.resolve().is_relative_to(part.mountpoint)
-    ]
-    mount = max(mounts, key=lambda part: len(part.mountpoint), default=None)
-    return {
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
-        "memory": format_size(psutil.virtual_memory().total),
-        "kernel": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "disk": f"{mount.fstype if mount else 'unknown'}, {format_size(usage.free)} free",
-        "load": f"{os.getloadavg()[0]:.2f} before the first line",
-    }
-
-
-def say(text: str) -> None:
-    """Tell what is going on, on standard error."""
-    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from offload_strategy.activations import other_hooks
 from offload_strategy.activations.budget import AutomaticBudget, FixedBudget
 from offload_strategy.activations.handles import Kept, Moved
 from offload_strategy.activations.identity import ByteRange, reach, reach_of_base
@@ -23,6 +24,7 @@ from offload_strategy.activations.prefetch import Prefetcher
 from offload_strategy.activations.records import ForwardRecord, Slot
 from offload_strategy.activations.traffic import TierTraffic
 from offload_strategy.heap import Heap, Tier
+from offload_strategy.transfer import UninterruptedSection
 
 _CLIENT = "activations"
 #: A view that reaches less than this share of its base takes only its own bytes along.
@@ -112,21 +114,27 @@ class ActivationOffload:
 
     def enter(self) -> saved_tensors_hooks | None:
         """Begin a forward pass on this thread; None if one is already under way."""
-        if not self.enabled or self._open.record is not None:
+        if not self.enabled or self._open.record is not None or not other_hooks.may_open():
             return None
         self._before_forward()
         # Memory is at its peak where forward ends; buffers are for backward.
         self._heap.trim()
-        self._open.record = self._record()
+        outer = other_hooks.foreign(ActivationOffload)
         hooks = saved_tensors_hooks(self._pack, self._unpack)
-        hooks.__enter__()
+        # Ctrl-C between hooks that are in force and the note of it would leave them so for ever.
+        with UninterruptedSection():
+            hooks.__enter__()
+            if outer is not None:
+                other_hooks.go_through(outer)
+            self._open.record = self._record()
         return hooks
 
     def leave(self, hooks: saved_tensors_hooks | None) -> None:
         """End what `enter` began."""
         if hooks is not None:
-            hooks.__exit__(None, None, None)
-            self._open.record = None
+            with UninterruptedSection():
+                hooks.__exit__(None, None, None)
+                self._open.record = None
 
     def _record(self) -> ForwardRecord:
         """A record for the forward pass that begins: the micro-batch's, if a hint names one."""

@@ -76,17 +76,9 @@ class _Scopes:
         trains = torch.is_grad_enabled() and module.training and not recomputes
         if trains:
             _refuse_capture(module)
-        offloads = trains and other_hooks.may_open()
         # Ctrl-C between hooks that are in force and the note of it would leave them so for ever.
         with UninterruptedSection():
-            self._open.append(_Scope(call, self._enter() if offloads else None))
-
-    def _enter(self) -> saved_tensors_hooks | None:
-        outer = other_hooks.foreign(ActivationOffload)
-        hooks = self._offload.enter()
-        if hooks is not None and outer is not None:
-            other_hooks.go_through(outer)
-        return hooks
+            self._open.append(_Scope(call, self._offload.enter() if trains else None))
 
     def leave(self, module: nn.Module) -> None:
         # When a hook before ours raises, ours are not told of the beginning, but of the end.

@@ -1,0 +1,75 @@
+"""Activations kept, computed again, or moved: throughput beside peak memory.
+
+    python -m benchmarks.activations --dir /mnt/nvme0          the table, the plot, the sweep
+    python -m benchmarks.activations --quick                   tiny models: to see that it runs
+    python -m benchmarks.activations --lines sweep             budget: auto on a slow path (root)
+
+Every contender trains in a process of its own; they take turns, step by step. The activation peak
+of a step is the kernel's high-water mark of resident memory, reset before the step, above the level
+before it with gradients already allocated and without our idle buffers. The exit status is 1 if a
+claim does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.activations.contenders import MEANING
+from benchmarks.activations.curve import curve, markdown, plot
+from benchmarks.activations.session import allocator
+from benchmarks.activations.sweep import sweep
+from benchmarks.io.results import Result, Skipped, table, write_json
+from benchmarks.machine import describe_machine, say
+
+_LINES = ("curve", "sweep")
+
+
+def main() -> int:
+    """Parse the options, run, print and write the outcome."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.activations", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--lines", nargs="+", choices=_LINES, default=_LINES)
+    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--batches", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--repeats", type=int, default=5, help="steps of each that count")
+    parser.add_argument("--json", type=Path, help="write everything there, too")
+    parser.add_argument("--plot", type=Path, default=Path("activations.svg"))
+    parser.add_argument("--quick", action="store_true", help="tiny models; figures mean little")
+    options = parser.parse_args()
+
+    machine = {**describe_machine(options.dir), "allocator, in all": allocator()}
+    print("\n".join(f"{name}: {value}" for name, value in machine.items()), flush=True)
+    results: list[Result] = []
+    outcome: dict[str, object] = {"repeats": options.repeats, "quick": options.quick}
+    if "curve" in options.lines:
+        points, claims = curve(options.dir, options.batches, options.repeats, small=options.quick)
+        results += claims
+        outcome["points"] = [asdict(point) for point in points]
+        print("\n" + "\n".join(f"{kind}: {what}" for kind, what in MEANING.items()))
+        print("all losses and gradients are the same to the last bit\n\n" + markdown(points))
+        plot(points, options.plot)
+        print(f"\nplot: {options.plot}", flush=True)
+    if "sweep" in options.lines:
+        try:
+            text, claims = sweep(options.dir, options.batches[0], options.repeats,
+                                 small=options.quick)  # fmt: skip
+            results += claims
+            outcome["sweep"] = text
+            print("\nbudget, on a path of 200 MB/s in each direction: " + text)
+        except Skipped as why:
+            say(f"skipped: sweep: {why}")
+            outcome["skipped"] = {"sweep": str(why)}
+    print("\n" + table(results))
+    if options.json is not None:
+        outcome["results"] = [result.as_dict() for result in results]
+        write_json(options.json, machine, outcome)
+    return int(any(result.judged and not result.held for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
