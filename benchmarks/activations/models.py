@@ -32,6 +32,9 @@ def build(kind: str, *, small: bool = False) -> Any:
             resid_pdrop=0.0,
             embd_pdrop=0.0,
             attn_pdrop=0.0,
+            # The same function as the default in one kernel, which saves one tensor instead of
+            # five: better for everybody, and most of all for those who keep everything.
+            activation_function="gelu_pytorch_tanh",
             use_cache=False,
         )
         return GPT2LMHeadModel(gpt).train()

@@ -28,6 +28,9 @@ _BACKLOG_SHARE = 0.06
 _LEAST_BACKLOG_BYTES = 32 * MiB
 #: Until a step was seen whole.
 _FIRST_BACKLOG_BYTES = 64 * MiB
+#: Share of a step's time within which an item may be used so soon that it had better stay. Without
+#: a bound, a path that was slow once would never be tried again.
+_SOON = 0.1
 #: By how much an automatic limit grows in a step that had no need to wait.
 _GROWTH = 0.05
 
@@ -94,6 +97,7 @@ class AutomaticBudget:
         self._limit: float | None = None
         self._allowance_seconds = 0.0
         self._allowed_seconds = 0.0
+        self._soon_seconds = 0.0
 
     recalls = True
 
@@ -106,7 +110,7 @@ class AutomaticBudget:
             return False
         if traffic.has_room_in_memory(nbytes):
             return True
-        if idle is not None and idle < self._round_trip_seconds(nbytes):
+        if idle is not None and idle < min(self._soon_seconds, self._round_trip_seconds(nbytes)):
             return False
         room = max(self._backlog, min(2 * nbytes, self._most_backlog)) - nbytes
         if traffic.writing_bytes() <= room:
@@ -124,6 +128,7 @@ class AutomaticBudget:
         self._backlog = min(share, self._most_backlog)
         allowance = ALLOWANCE * trace.seconds
         self._allowance_seconds = allowance
+        self._soon_seconds = _SOON * trace.seconds
         if trace.waited > allowance:
             rate = self._traffic.rate(write=False) or left / trace.waited
             self._limit = max(0.0, left - rate * (trace.waited - allowance))

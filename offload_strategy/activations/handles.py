@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from offload_strategy.activations.identity import SavedView, VersionProbe, raise_if_changed
+from offload_strategy.activations.identity import (
+    ByteRange,
+    SavedView,
+    VersionProbe,
+    raise_if_changed,
+)
 from offload_strategy.activations.records import ForwardRecord, Slot
 
 
@@ -46,23 +51,35 @@ class Kept:
 
 
 class Moved:
-    """A saved tensor whose bytes were given to the heap.
+    """A saved tensor whose bytes are given to the heap.
+
+    [Note: the interpreter lock]
+    Where a call into torch lets go of the interpreter lock, I/O threads that were just woken take
+    it, and training waits for them. So what needs torch comes before what wakes threads: the heap
+    is given the bytes, or told to fetch others, last of all, and the threads begin when the
+    operation that training is about to run lets them.
 
     Args:
         tensor: what was saved; it is not held.
-        slot: of its bytes.
+        span: the bytes of its storage that leave.
         record: of the forward pass.
     """
 
     __slots__ = ("__weakref__", "probe", "record", "slot", "unpacked", "view")
 
-    def __init__(self, tensor: torch.Tensor, slot: Slot, record: ForwardRecord) -> None:
-        self.slot = slot
+    slot: Slot
+
+    def __init__(self, tensor: torch.Tensor, span: ByteRange, record: ForwardRecord) -> None:
         self.record = record
-        self.view = SavedView(tensor, slot.range)
+        self.view = SavedView(tensor, span)
         self.probe = VersionProbe(tensor)
         self.unpacked = False
+
+    def stands_for(self, slot: Slot) -> Moved:
+        """Say where the bytes are."""
+        self.slot = slot
         slot.add_view(self)
+        return self
 
     def unpack(self) -> torch.Tensor:
         """The tensor, rebuilt on the bytes.
@@ -73,4 +90,6 @@ class Moved:
         """
         self.probe.check()
         self.unpacked = True
-        return self.view.rebuild(self.record.bytes_of(self.slot))
+        tensor = self.view.rebuild(self.record.bytes_of(self.slot))
+        self.record.used(self.slot)
+        return tensor

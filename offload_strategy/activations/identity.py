@@ -84,7 +84,7 @@ class SavedView:
         self.offset_bytes = int(tensor.storage_offset()) * tensor.element_size() - span.start
         # Flags beside the bytes: conjugation, and the negated imaginary part of a conjugate, are
         # put off until somebody computes with them.
-        self.conjugated = tensor.is_conj()
+        self.conjugated = tensor.dtype.is_complex and tensor.is_conj()
         self.negated = tensor.is_neg()
 
     def rebuild(self, loaded: torch.Tensor) -> torch.Tensor:

@@ -89,6 +89,21 @@ def _has_no_memory(tensor: torch.Tensor) -> bool:
     return tensor._is_zerotensor() or tensor.untyped_storage().nbytes() == 0
 
 
+def is_small(tensor: torch.Tensor, min_size: int) -> bool:
+    """Whether a saved tensor stays for its size, whatever it is: most are small, this is quick.
+
+    Args:
+        tensor: what autograd is about to save.
+        min_size: bytes of a storage that may leave.
+    """
+    try:
+        if tensor.numel() * tensor.element_size() >= min_size:
+            return False
+        return tensor.untyped_storage().nbytes() < min_size
+    except (NotImplementedError, RuntimeError):  # without a storage of its own
+        return False
+
+
 def _is_form_of_weight(tensor: torch.Tensor, is_weight: Callable[[torch.Tensor], bool]) -> bool:
     """Whether it is a weight, a view of one, or one in another precision.
 

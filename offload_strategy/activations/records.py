@@ -28,7 +28,6 @@ class Slot:
 
     Args:
         number: among the items of its forward pass.
-        ticket: None if the bytes stay where they are.
         span: which bytes of the storage.
         tensor: what is saved; it is not held.
     """
@@ -45,11 +44,10 @@ class Slot:
         "version",
     )
 
-    def __init__(
-        self, number: int, ticket: Ticket | None, span: ByteRange, tensor: torch.Tensor
-    ) -> None:
+    def __init__(self, number: int, span: ByteRange, tensor: torch.Tensor) -> None:
         self.number = number
-        self.ticket = ticket
+        #: None if the bytes stay where they are.
+        self.ticket: Ticket | None = None
         self.range = span
         self.storage: weakref.ref[torch.UntypedStorage] = weakref.ref(tensor.untyped_storage())
         self.version = tensor._version
@@ -135,13 +133,12 @@ class ForwardRecord:
                 return slot
         return None
 
-    def add(self, tensor: torch.Tensor, span: ByteRange, ticket: Ticket | None) -> Slot:
-        """Note an item; without a ticket it stays in memory."""
-        slot = Slot(self.trace.saved(tensor), ticket, span, tensor)
+    def add(self, tensor: torch.Tensor, span: ByteRange) -> Slot:
+        """Note an item; while it has no ticket it stays in memory."""
+        slot = Slot(self.trace.saved(tensor), span, tensor)
         reference = weakref.ref(slot)
         self._slots.append(reference)
         self._by_storage.setdefault(storage_address(tensor), []).append(reference)
-        self.trace.left_bytes += 0 if ticket is None else span.nbytes
         return slot
 
     def unused(self, number: int) -> Slot | None:
@@ -165,15 +162,8 @@ class ForwardRecord:
         slot = self.unused(number)
         return slot is not None and slot.ticket is not None
 
-    def used(self, slot: Slot) -> None:
-        """Backward used an item that stayed in memory."""
-        if self._begin_use(slot):
-            self.released_bytes += slot.range.nbytes
-        self._prefetcher.fetch_ahead(self, slot)
-        self._end_use()
-
     def bytes_of(self, slot: Slot) -> torch.Tensor:
-        """The bytes of an item that left; those that come next are loaded meanwhile.
+        """The bytes of an item that left; `used` must follow.
 
         Raises:
             StorageError: they could not be read.
@@ -183,10 +173,12 @@ class ForwardRecord:
         assert ticket is not None
         state = ticket.state
         absent = not slot.hot and state in (TicketState.STORED, TicketState.LOADING)
-        if absent and state is TicketState.STORED:
-            self._prefetcher.missed()
-            self._heap.prefetch(ticket)  # before those that come next
-        self._prefetcher.fetch_ahead(self, slot)
+        if absent:
+            if state is TicketState.STORED:
+                self._prefetcher.missed()
+                self._heap.prefetch(ticket)  # before those that come next
+            # There will be time while this one is waited for.
+            self._prefetcher.fetch_ahead(self, slot)
         begin = time.perf_counter()
         payload = slot.bytes(self._heap)
         if absent:
@@ -194,10 +186,18 @@ class ForwardRecord:
             self.trace.waited += waited
             self._prefetcher.waited(waited)
         self._prefetcher.loaded(ticket)
-        self._end_use()
         return payload
 
+    def used(self, slot: Slot) -> None:
+        """Backward used an item: fetch what comes next."""
+        if self._begin_use(slot):
+            self.released_bytes += slot.range.nbytes
+        self._prefetcher.fetch_ahead(self, slot)
+        if self.trace.complete:
+            self._prefetcher.ended(self)
+
     def _begin_use(self, slot: Slot) -> bool:
+        """Whether this is its first use."""
         if slot.used:
             return False
         if not self.in_backward:
@@ -205,7 +205,3 @@ class ForwardRecord:
         slot.used = True
         self.trace.used(slot.number)
         return True
-
-    def _end_use(self) -> None:
-        if self.trace.complete:
-            self._prefetcher.ended(self)

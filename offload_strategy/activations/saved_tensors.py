@@ -19,9 +19,9 @@ from offload_strategy.activations import other_hooks
 from offload_strategy.activations.budget import AutomaticBudget, FixedBudget
 from offload_strategy.activations.handles import Kept, Moved
 from offload_strategy.activations.identity import ByteRange, reach, reach_of_base
-from offload_strategy.activations.policy import StayCounts, why_it_stays
+from offload_strategy.activations.policy import StayCounts, is_small, why_it_stays
 from offload_strategy.activations.prefetch import Prefetcher
-from offload_strategy.activations.records import ForwardRecord, Slot
+from offload_strategy.activations.records import ForwardRecord
 from offload_strategy.activations.traffic import TierTraffic
 from offload_strategy.heap import Heap, Tier
 from offload_strategy.transfer import UninterruptedSection
@@ -156,40 +156,48 @@ class ActivationOffload:
         inside_backward = torch._C._current_graph_task_id() != -1
         if record is None or not self.enabled or inside_backward:
             return Kept(tensor)
+        if is_small(tensor, self._min_size):
+            return Kept(tensor)
         reason = why_it_stays(tensor, self._is_weight)
         if reason is not None:
             self.stays.note(reason, tensor, self._min_size)
             return Kept(tensor)
         wanted = reach(tensor)
         slot = record.find(tensor, wanted)
-        if slot is None:
-            slot = self._item(tensor, wanted, record)
-        if slot is None:
-            return Kept(tensor)
-        if slot.ticket is None:
-            return Kept(tensor, slot, record)
-        return Moved(tensor, slot, record)
-
-    def _item(self, tensor: torch.Tensor, wanted: ByteRange, record: ForwardRecord) -> Slot | None:
+        if slot is not None:
+            if slot.ticket is None:
+                return Kept(tensor, slot, record)
+            return Moved(tensor, slot.range, record).stands_for(slot)
         # Views of one activation (query, key, value) overlap: it leaves once, whole. A small view
         # of something large (a batch out of a data set) must not drag all of it along.
         span = reach_of_base(tensor)
         if not span.covers(wanted) or wanted.nbytes < _WHOLE_BASE_SHARE * span.nbytes:
             span = wanted
         if span.nbytes < self._min_size:
-            return None
+            return Kept(tensor)
+        return self._new_item(tensor, span, record)
+
+    def _new_item(
+        self, tensor: torch.Tensor, span: ByteRange, record: ForwardRecord
+    ) -> Kept | Moved:
         trace = record.trace
         trace.saved_bytes += span.nbytes
         idle = self._prefetcher.idle_seconds(trace.prefix_with(tensor))
+        slot = record.add(tensor, span)
         if not self._budget.admits(span.nbytes, trace, idle):
             self.kept_bytes += span.nbytes
-            return record.add(tensor, span, None)
+            return Kept(tensor, slot, record)
+        handle = Moved(tensor, span, record).stands_for(slot)
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         flat.set_(tensor.untyped_storage(), span.start, (span.nbytes,), (1,))
         # Backward begins with what was saved last: where host memory is short, that stays.
         next_use = -next(self._saved)
-        ticket = self._heap.put(flat, _CLIENT, self._tiers, next_use=next_use, whole_pages=True)
-        return record.add(tensor, span, ticket)
+        # Last of all: see [Note: the interpreter lock].
+        slot.ticket = self._heap.put(
+            flat, _CLIENT, self._tiers, next_use=next_use, whole_pages=True
+        )
+        trace.left_bytes += span.nbytes
+        return handle
 
     def _unpack(self, packed: Kept | Moved) -> torch.Tensor:
         return packed.unpack()

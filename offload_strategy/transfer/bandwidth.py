@@ -46,7 +46,15 @@ class Bandwidth:
         for direction, rate in ((Direction.READ, read), (Direction.WRITE, write)):
             self._rates[direction] = _Rate(rate * _SEED_SECONDS, _SEED_SECONDS)
 
-    def completed(self, direction: Direction, nbytes: int, now: float, *, saturated: bool) -> None:
+    def completed(
+        self,
+        direction: Direction,
+        nbytes: int,
+        now: float,
+        *,
+        saturated: bool,
+        more: bool = True,
+    ) -> None:
         """Note a completed block.
 
         Args:
@@ -54,13 +62,14 @@ class Bandwidth:
             nbytes: its bytes.
             now: seconds.
             saturated: whether all slots were taken until now.
+            more: whether another block is there to take its slot.
         """
         if not saturated:
             self._since = None
             return
         if self._since is not None:
             self._rates[direction].add(nbytes, now - self._since)
-        self._since = now
+        self._since = now if more else None
 
     def rate(self, direction: Direction) -> float | None:
         """Bytes per second in a direction, or None while nothing is known."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 #: A move of no more than this is waited for awake at first: to fall asleep and to be woken costs as
 #: much as to read a small tensor.
-_SMALL_BYTES = 2 * MiB
+SMALL_BYTES = 2 * MiB
 _AWAKE_SECONDS = 0.0004
 
 
@@ -198,7 +198,7 @@ class Move:
         """For a thread that is about to wait for it: do what can be done on that thread."""
         while not self.ended.is_set() and any(leg.stripe.queue.help() for leg in self.legs):
             pass
-        if self.nbytes <= _SMALL_BYTES:
+        if self.nbytes <= SMALL_BYTES:
             self.ended.wait_awake(_AWAKE_SECONDS)
 
     def hurry(self, priority: Priority = Priority.NEEDED_NOW) -> None:

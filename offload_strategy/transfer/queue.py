@@ -15,7 +15,7 @@ from offload_strategy.telemetry import Direction, MoveRecord, Recorder
 from offload_strategy.transfer.bandwidth import Bandwidth
 from offload_strategy.transfer.checksums import Checksum, check_block
 from offload_strategy.transfer.interrupts import UninterruptedSection
-from offload_strategy.transfer.moves import Leg, MoveState, Priority
+from offload_strategy.transfer.moves import SMALL_BYTES, Leg, MoveState, Priority
 from offload_strategy.transfer.turn_keeper import TurnKeeper
 
 #: Where blocks take less than this, a thread that waits for one had better move it itself.
@@ -117,7 +117,7 @@ class PathQueue:
                 return  # another leg of its move failed before this one was queued
             self._push(leg)
         self._dispatch()
-        if getattr(self.backend, "not_begun", 0) > 1:
+        if leg.stripe.nbytes <= SMALL_BYTES and getattr(self.backend, "not_begun", 0) > 1:
             # Threads that were woken to begin wait for the interpreter, and a caller that gives
             # away one small tensor after the other would keep it for milliseconds.
             time.sleep(0)
@@ -253,7 +253,10 @@ class PathQueue:
             lane = self._lane(leg)
             self._usual_seconds += (now - begun - self._usual_seconds) / 4
             saturated = self._reads.under_way + self._writes.under_way >= self.backend.depth
-            self.bandwidth.completed(leg.move.direction, nbytes, now, saturated=saturated)
+            more = bool(self._reads.waiting or self._writes.waiting)
+            self.bandwidth.completed(
+                leg.move.direction, nbytes, now, saturated=saturated, more=more
+            )
             lane.under_way -= 1
             lane.bytes_under_way -= nbytes
             lane.urgent_under_way -= urgent
