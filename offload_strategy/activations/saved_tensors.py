@@ -194,7 +194,12 @@ class ActivationOffload:
         next_use = -next(self._saved)
         # Last of all: see [Note: the interpreter lock].
         slot.ticket = self._heap.put(
-            flat, _CLIENT, self._tiers, next_use=next_use, whole_pages=True
+            flat,
+            _CLIENT,
+            self._tiers,
+            next_use=next_use,
+            whole_pages=True,
+            calm=tensor.device.type == "cpu",
         )
         trace.left_bytes += span.nbytes
         return handle

@@ -60,6 +60,7 @@ class Heap:
         *,
         next_use: float | None = None,
         whole_pages: bool = False,
+        calm: bool = False,
     ) -> Ticket:
         """Give bytes to the heap: they stay in the first tier if it has room, else they leave.
 
@@ -72,6 +73,8 @@ class Heap:
                 leave nor leaves for them.
             whole_pages: write the payload with what lies around it in its pages, where direct I/O
                 would else need a copy. `read_into` then cannot do without one.
+            calm: move it one block at a time while nobody waits for it: threads that move bytes
+                take cores away from a host that computes.
 
         Raises:
             TierFullError: no tier has room.
@@ -82,7 +85,7 @@ class Heap:
         self._ledger.reap()
         self._writer.await_room(client, payload.numel(), tiers)
         with UninterruptedSection():
-            entry = self._writer.place(payload, client, tiers, next_use, whole_pages)
+            entry = self._writer.place(payload, client, tiers, next_use, whole_pages, calm)
             move = entry.move
             ticket = self._ledger.ticket(entry)
             if move is not None:

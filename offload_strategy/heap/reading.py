@@ -126,6 +126,7 @@ class Reader:
                     nbytes=entry.begin + entry.nbytes,
                     priority=priority,
                     keep_alive=memory,
+                    calm=entry.calm,
                     on_end=partial(on_end, entry),
                 )
                 self._ledger.moving.add(entry)

@@ -44,6 +44,7 @@ class Entry:
 
     __slots__ = (
         "begin",
+        "calm",
         "client",
         "copied",
         "device",
@@ -91,6 +92,8 @@ class Entry:
         self.load_times: tuple[float, float] | None = None
         #: Whether what lies around the payload in its pages may be written along.
         self.whole_pages = False
+        #: Whether it moves one block at a time; see `Move`.
+        self.calm = False
         #: Under which the ledger knows the ticket.
         self.reference = 0
 

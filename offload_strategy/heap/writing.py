@@ -77,6 +77,7 @@ class Writer:
         tiers: Sequence[Tier],
         next_use: float | None,
         whole_pages: bool,
+        calm: bool,
     ) -> Entry:
         """Give bytes a place; an entry whose `move` is set has yet to be submitted.
 
@@ -92,7 +93,7 @@ class Writer:
             return entry
         for position, tier in enumerate(tiers):
             entry = Entry(client, nbytes, payload.device, tier, next_use)
-            entry.whole_pages = whole_pages
+            entry.whole_pages, entry.calm = whole_pages, calm
             if isinstance(tier, HostTier):
                 entry.lower = [t for t in tiers[position + 1 :] if isinstance(t, PathTier)]
                 if self._place_in_host(entry, tier, payload):
@@ -187,6 +188,7 @@ class Writer:
             priority=Priority.WRITE_BACK,
             keep_alive=memory,
             before=before,
+            calm=entry.calm,
             on_end=partial(self._ended, entry),
         )
         self._ledger.writing_bytes += entry.nbytes

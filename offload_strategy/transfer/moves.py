@@ -131,6 +131,8 @@ class Move:
         keep_alive: what owns the memory; dropped when the move ends.
         before: called on the I/O side before each block, for instance to wait for a device copy
             into the memory that is to be written.
+        calm: one block at a time while nobody waits for it and few others do: each thread that
+            moves bytes takes a core away from a host that computes.
         on_end: called once when the move has ended, on an I/O thread or on the thread that
             cancelled it. Must not raise.
     """
@@ -140,6 +142,7 @@ class Move:
         "_legs_left",
         "_lock",
         "before",
+        "calm",
         "client",
         "direction",
         "ended",
@@ -164,8 +167,10 @@ class Move:
         keep_alive: Any,
         on_end: Callable[[Move], None],
         before: Callable[[], None] | None = None,
+        calm: bool = False,
     ) -> None:
         self.client = client
+        self.calm = calm
         self.direction = direction
         self.nbytes = nbytes
         self.keep_alive = keep_alive

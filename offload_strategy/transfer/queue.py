@@ -21,6 +21,9 @@ from offload_strategy.transfer.turn_keeper import TurnKeeper
 #: Where blocks take less than this, a thread that waits for one had better move it itself.
 _SOON_SECONDS = 0.002
 
+#: Calm moves have one block under way while no more than this many legs wait.
+_FEW_LEGS = 8
+
 
 class Place(Protocol):
     """What a queue needs to know of a space or a foreign file."""
@@ -171,19 +174,26 @@ class PathQueue:
     def _next_leg(self) -> Leg | None:
         depth, block_size = self.backend.depth, self.backend.block_size
         reading = self._reads.head()
-        if reading is not None and self._reads.has_slot(depth, block_size):
+        if reading is not None and self._reads.has_slot(
+            self._slots(self._reads, reading), block_size
+        ):
             return reading
         writing = self._writes.head()
         if writing is None:
             return None
-        slots = depth
+        slots = self._slots(self._writes, writing)
         urgent = reading is not None and reading.priority is Priority.NEEDED_NOW
         if writing.priority is not Priority.NEEDED_NOW:
             if urgent or self._reads.urgent_under_way:
                 slots = 0
             elif reading is not None or self._reads.under_way:
-                slots = max(1, depth // 2)
+                slots = min(slots, max(1, depth // 2))
         return writing if self._writes.has_slot(slots, block_size) else None
+
+    def _slots(self, lane: _Lane, head: Leg) -> int:
+        """How many blocks of a lane may be under way."""
+        calm = head.move.calm and head.priority is not Priority.NEEDED_NOW
+        return 1 if calm and len(lane.waiting) <= _FEW_LEGS else self.backend.depth
 
     def _dispatch(self) -> None:
         with self._lock:
