@@ -82,6 +82,7 @@ class Heap:
         """
         self._check_usable()
         self._copies.let_go()
+        self._ledger.let_go()
         self._ledger.reap()
         self._writer.await_room(client, payload.numel(), tiers)
         with UninterruptedSection():
@@ -152,6 +153,7 @@ class Heap:
         Returns:
             False if nothing was done for want of memory; True if it is, or will be, in memory.
         """
+        self._ledger.let_go()
         begun = self._reader.load(ticket.entry, Priority.PREFETCH)
         return begun is not None or ticket.state is not TicketState.STORED
 
@@ -164,6 +166,7 @@ class Heap:
             StorageError: the bytes could not be read.
         """
         entry = ticket.entry
+        self._ledger.let_go()
         while True:
             payload, move = self._reader.look(entry)
             if payload is not None:
@@ -259,6 +262,7 @@ class Heap:
 
     def trim(self) -> None:
         """Give idle buffers back, for a while in which little will be read."""
+        self._ledger.let_go()
         self._supply.trim()
 
     def wait_for_writes(self) -> None:
@@ -275,6 +279,7 @@ class Heap:
                     if len(moves) == 1:
                         move.help()
                     move.ended.wait(10 * POLL_SECONDS)
+        self._ledger.let_go()
         self._check_usable()
 
     def await_writes(self, client: str, at_most: int, seconds: float) -> None:
@@ -282,6 +287,7 @@ class Heap:
         begin = now = time.perf_counter()
         while self._ledger.writing_bytes > at_most and now < begin + seconds:
             time.sleep(POLL_SECONDS)
+            self._ledger.let_go()
             now = time.perf_counter()
         self._writer.waited(client, begin)
 
@@ -300,6 +306,7 @@ class Heap:
         for entry, move in moving:
             if move is not None:
                 self._reader.wait(entry, move)
+        ledger.let_go()
         self._copies.wait()
 
     def _check_usable(self) -> None:

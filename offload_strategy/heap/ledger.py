@@ -12,11 +12,14 @@ Python code, which a KeyboardInterrupt may end after it took the lock. So waits 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
+
+import torch
 
 from offload_strategy.errors import OffloadError
 from offload_strategy.heap.ticket import Entry, Ticket, TicketState
@@ -40,6 +43,8 @@ class Ledger:
         self._tickets: dict[int, tuple[weakref.ref[Ticket], Entry]] = {}
         # Entries with a copy in memory besides the one on their paths, in the order of loading.
         self._copies: dict[Entry, None] = {}
+        # Memory of what was written; see `let_go`.
+        self._spent: deque[torch.Tensor] = deque()
 
     @property
     def live(self) -> int:
@@ -58,6 +63,12 @@ class Ledger:
         return ticket
 
     # ------------------------------------------------------------------ with the lock held
+    def written(self, entry: Entry) -> None:
+        """The bytes are on the paths; their memory goes with the next `let_go`."""
+        if entry.payload is not None:
+            self._spent.append(entry.payload)
+        self.stored(entry)
+
     def count(self) -> None:
         """One more entry is alive."""
         self._live += 1
@@ -122,6 +133,16 @@ class Ledger:
                 entry.reference = 0  # that number is another's from now on
             if move is not None:
                 self._cancel(move)
+
+    def let_go(self) -> None:
+        """Give up the memory of what was written.
+
+        To unmap it takes time, which I/O threads would take from a computation on all cores: so
+        those who give and ask do it, between two operations, as they would without offload.
+        """
+        while self._spent:
+            with contextlib.suppress(IndexError):  # another thread was quicker
+                self._spent.popleft()
 
     def reap(self) -> None:
         """Free the entries of tickets that died, if the lock is free; else its holder will."""

@@ -54,6 +54,7 @@ class BufferSupply:
         self._pool.trim()
 
     def _reclaimed(self, nbytes: int, *, pinned: bool) -> torch.Tensor | None:
+        self._ledger.let_go()
         while (buffer := self._pool.lend(nbytes, pinned=pinned)) is None:
             with self._ledger.lock:
                 if not self._ledger.drop_copy():

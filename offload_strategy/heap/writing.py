@@ -61,6 +61,7 @@ class Writer:
         report_at = begin + reports.PATIENCE_SECONDS
         while ledger.writing_bytes and ledger.writing_bytes + nbytes > self._write_behind:
             time.sleep(POLL_SECONDS)
+            ledger.let_go()
             if time.perf_counter() > report_at:
                 report_at += reports.PATIENCE_SECONDS
                 reports.still_full(ledger.writing_bytes, tiers, time.perf_counter() - begin)
@@ -204,7 +205,7 @@ class Writer:
             if entry.state is TicketState.FREED:
                 ledger.forget(entry)
             elif move.state is MoveState.DONE:
-                ledger.stored(entry)
+                ledger.written(entry)
             else:
                 if move.state is MoveState.FAILED:
                     self.failure = self.failure or reports.failed(entry, move)

@@ -48,6 +48,7 @@ def test_what_goes_to_a_disk_is_in_memory_until_its_last_block_is_written(
         assert reference() is not None
         rig.backend.complete()
     assert ticket.state is TicketState.STORED
+    rig.heap.wait_for_writes()  # memory goes with the next call, on the caller's thread
     assert reference() is None
     assert rig.bytes_on_disk(ticket) == content
     assert rig.count("written") == 3 * PAGE - 5
