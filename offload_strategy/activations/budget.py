@@ -19,7 +19,10 @@ import time
 from typing import Protocol
 
 from offload_strategy.activations.order import Trace
-from offload_strategy.units import MiB
+from offload_strategy.telemetry import get_logger
+from offload_strategy.units import MiB, format_size
+
+logger = get_logger(__name__)
 
 #: Share of a step's time that training may wait for activations.
 ALLOWANCE = 0.02
@@ -33,6 +36,8 @@ _FIRST_BACKLOG_BYTES = 64 * MiB
 _SOON = 0.1
 #: By how much an automatic limit grows in a step that had no need to wait.
 _GROWTH = 0.05
+#: Steps after which the amount is told.
+_SETTLED = 5
 
 
 class Traffic(Protocol):
@@ -98,6 +103,7 @@ class AutomaticBudget:
         self._allowance_seconds = 0.0
         self._allowed_seconds = 0.0
         self._soon_seconds = 0.0
+        self._observed = 0
 
     recalls = True
 
@@ -136,6 +142,16 @@ class AutomaticBudget:
             self._limit += _GROWTH * saved
             if self._limit >= saved:
                 self._limit = None
+
+        self._observed += 1
+        if self._observed == _SETTLED and left < saved:
+            logger.info(
+                "activations.budget: auto: %s of %s that are saved in a forward pass leave; the "
+                "rest is used too soon, or is more than the tiers take without training waiting "
+                "for them.",
+                format_size(left),
+                format_size(saved),
+            )
 
     def _round_trip_seconds(self, nbytes: int) -> float:
         write, read = self._traffic.rate(write=True), self._traffic.rate(write=False)

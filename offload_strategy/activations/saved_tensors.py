@@ -94,6 +94,7 @@ class ActivationOffload:
             "missed_loads": float(self._prefetcher.missed_loads),
             "late_loads": float(self._prefetcher.late_loads),
             "kept_bytes": float(self.kept_bytes),
+            "unsupported_bytes": float(sum(self.stays.nbytes.values())),
             "step_saved_bytes": float(latest.saved_bytes) if latest else 0.0,
             "step_left_bytes": float(latest.left_bytes) if latest else 0.0,
         }

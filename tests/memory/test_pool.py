@@ -297,3 +297,15 @@ def test_a_plan_beyond_the_budget_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"need 36 KiB, but only 32 KiB are allowed"):
         pool.plan({PAGE_BYTES: 9})
     pool.close()
+
+
+def test_idle_buffers_can_be_given_back_but_not_planned_ones() -> None:
+    pool = BufferPool(64 * MiB)
+    pool.plan({2 * MiB: 1})
+    loans = [lend(pool, size) for size in (2 * MiB, 2 * MiB, MiB, MiB)]
+    kept = loans.pop()
+    del loans
+    assert pool.usage().held_bytes == 6 * MiB
+    pool.trim()
+    assert pool.usage().held_bytes == 2 * MiB + MiB  # the planned one, and the one that is lent
+    assert lend(pool, MiB).data_ptr() != kept.data_ptr()

@@ -1,0 +1,173 @@
+"""Whole pages, writes that are stopped, memory that is given up, and calm moves."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload_strategy import OffloadEngine
+from offload_strategy.heap import TicketState
+from offload_strategy.units import PAGE_BYTES as PAGE
+from offload_strategy.units import KiB
+from tests.heap.rig import MakeRig, Rig, noise
+from tests.training import settings
+
+
+def _bytes_before(tensor: torch.Tensor, count: int) -> bytes:
+    return ctypes.string_at(tensor.data_ptr() - count, count)
+
+
+@pytest.mark.parametrize("shift", [64, 128, PAGE - 64, 0], ids="{} into a page".format)
+@pytest.mark.parametrize("nbytes", [64 * KiB, 100 * KiB + 8, 300 * KiB])
+@pytest.mark.parametrize("direct", ["auto", False], ids=["direct", "buffered"])
+def test_a_tensor_leaves_with_what_lies_before_it_in_its_page(
+    disk: Path, shift: int, nbytes: int, direct: str | bool
+) -> None:
+    whole = noise(nbytes + 3 * PAGE)
+    start = -whole.data_ptr() % PAGE + shift
+    payload = whole[start : start + nbytes]
+    with OffloadEngine(settings(disk, io={"direct": direct, "threads": 2})) as engine:
+        heap, tiers = engine._resources.heap, engine._resources.clients["activations"]
+        ticket = heap.put(payload, "activations", tiers, whole_pages=True)
+        heap.wait_for_writes()
+        assert ticket.state is TicketState.STORED
+        assert ticket.entry.begin == shift
+        loaded = heap.get(ticket)
+        assert torch.equal(loaded, payload)
+        assert loaded.data_ptr() % 64 == payload.data_ptr() % 64
+        assert _bytes_before(loaded, shift) == _bytes_before(payload, shift)
+        heap.evict(ticket)
+        into = torch.zeros(nbytes, dtype=torch.uint8)
+        heap.read_into(ticket, into)
+        assert torch.equal(into, payload)
+        assert ticket.load_times is not None
+        heap.free(ticket)
+
+
+@pytest.mark.parametrize(
+    ("shift", "nbytes", "checksum"),
+    [(8, 128 * KiB, False), (64, 8 * KiB, False), (64, 128 * KiB, True)],
+    ids=["not where tensors begin", "small", "checked"],
+)
+def test_others_pass_through_a_copy(disk: Path, shift: int, nbytes: int, checksum: bool) -> None:
+    pytest.importorskip("xxhash")
+    whole = noise(nbytes + 2 * PAGE)
+    start = -whole.data_ptr() % PAGE + shift
+    payload = whole[start : start + nbytes]
+    with OffloadEngine(settings(disk, io={"checksum": checksum, "threads": 2})) as engine:
+        heap, tiers = engine._resources.heap, engine._resources.clients["activations"]
+        ticket = heap.put(payload, "activations", tiers, whole_pages=True)
+        heap.wait_for_writes()
+        assert ticket.entry.begin == 0
+        assert torch.equal(heap.get(ticket), payload)
+        heap.free(ticket)
+
+
+def test_whole_pages_are_striped_over_several_paths(tmp_path: Path) -> None:
+    places = [tmp_path / "a", tmp_path / "b"]
+    for place in places:
+        place.mkdir()
+    config = settings(places[0], io={"threads": 2})
+    config["tiers"][0]["path"] = [str(place) for place in places]
+    whole = noise(20_000_000)
+    start = -whole.data_ptr() % PAGE + 64
+    payload = whole[start:-PAGE]
+    with OffloadEngine(config) as engine:
+        heap, tiers = engine._resources.heap, engine._resources.clients["activations"]
+        ticket = heap.put(payload, "activations", tiers, whole_pages=True)
+        heap.wait_for_writes()
+        assert len(ticket.entry.stripes) == 2
+        assert ticket.entry.begin == 64
+        assert torch.equal(heap.get(ticket), payload)
+        heap.free(ticket)
+
+
+def test_what_is_evicted_from_host_memory_leaves_in_whole_pages(disk: Path) -> None:
+    payloads = [noise(100 * KiB, seed=seed) for seed in range(3)]
+    with OffloadEngine(settings(disk, host="150KiB", io={"threads": 2})) as engine:
+        heap, tiers = engine._resources.heap, engine._resources.clients["activations"]
+        tickets = [
+            heap.put(payload, "activations", tiers, next_use=-number, whole_pages=True)
+            for number, payload in enumerate(payloads)
+        ]
+        heap.wait_for_writes()
+        assert [t.state for t in tickets] == [TicketState.STORED] * 2 + [TicketState.IN_MEMORY]
+        for ticket, payload in zip(tickets, payloads, strict=True):
+            assert ticket.entry.begin in (0, payload.data_ptr() % PAGE)
+            assert torch.equal(heap.get(ticket), payload)
+            heap.free(ticket)
+
+
+def test_a_write_that_is_stopped_leaves_the_bytes_in_memory(make_rig: MakeRig) -> None:
+    rig = make_rig(block_size=PAGE)
+    payload = noise(3 * PAGE)
+    ticket = rig.put(payload)
+    rig.heap.recall(ticket)
+    assert rig.heap.writing_bytes == 3 * PAGE  # one block is under way
+    rig.complete()
+    assert ticket.state is TicketState.IN_MEMORY
+    assert rig.heap.writing_bytes == 0
+    assert rig.heap.get(ticket) is not None
+    assert torch.equal(rig.heap.get(ticket), payload)
+    assert rig.count("written") == 0
+    rig.heap.recall(ticket)  # nothing to stop
+    rig.heap.free(ticket)
+
+
+def test_what_was_written_already_stays_written(rig: Rig) -> None:
+    ticket = rig.stored(noise(PAGE))
+    rig.heap.recall(ticket)
+    assert ticket.state is TicketState.STORED
+    rig.heap.free(ticket)
+
+
+def test_waiting_for_writes_ends_when_few_are_left_or_time_is_up(make_rig: MakeRig) -> None:
+    rig = make_rig(block_size=PAGE)
+    tickets = [rig.put(noise(PAGE)) for _ in range(2)]
+    rig.heap.await_writes("activations", PAGE, 0.02)
+    assert rig.heap.writing_bytes == 2 * PAGE
+    rig.complete()
+    rig.heap.await_writes("activations", 0, 60.0)
+    assert rig.heap.writing_bytes == 0
+    for ticket in tickets:
+        rig.heap.free(ticket)
+
+
+def test_memory_goes_with_the_callers_next_call_and_not_on_an_io_thread(rig: Rig) -> None:
+    payload = noise(PAGE)
+    reference = weakref.ref(payload)
+    first = rig.put(payload)
+    del payload
+    rig.complete()
+    assert first.state is TicketState.STORED
+    assert reference() is not None
+    second = rig.put(noise(PAGE))
+    assert reference() is None
+    rig.complete()
+    for ticket in (first, second):
+        rig.heap.free(ticket)
+
+
+def test_calm_moves_have_one_block_under_way_unless_many_wait(make_rig: MakeRig) -> None:
+    rig = make_rig(block_size=PAGE)
+    backend = rig.backend
+    backend.depth = 4
+    tiers = [rig.disk]
+
+    def put(calm: bool) -> object:
+        return rig.heap.put(noise(2 * PAGE), "activations", tiers, calm=calm)
+
+    tickets = [put(True)]
+    assert len(backend.waiting) == 1
+    tickets += [put(True) for _ in range(9)]
+    assert len(backend.waiting) == 4
+    rig.complete()
+    tickets.append(put(False))
+    assert len(backend.waiting) == 2
+    rig.complete()
+    for ticket in tickets:
+        rig.heap.free(ticket)  # type: ignore[arg-type]
