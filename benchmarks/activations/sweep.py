@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -97,17 +96,24 @@ def _claims(rows: dict[str, Rows], total: int) -> list[Result]:
 
 
 def _best_amount(fixed: Sequence[Rows], keep: Rows) -> float:
-    """The largest amount at 0.95 of keep's throughput, interpolated between its neighbours."""
-    amounts = [(_left(row), keep.ratio(row, "seconds")) for row in fixed]
-    best = amounts[0][0]
-    for (amount, speed), (more, slower) in itertools.pairwise(amounts):
-        if slower >= _THROUGHPUT:
-            best = more
-        elif speed > _THROUGHPUT:
-            return amount + (more - amount) * (speed - _THROUGHPUT) / (speed - slower)
-        else:
-            break
-    return best
+    """The largest amount at 0.95 of keep's throughput, interpolated to the next one."""
+    return largest_amount([(_left(row), keep.ratio(row, "seconds")) for row in fixed])
+
+
+def largest_amount(amounts: Sequence[tuple[float, float]]) -> float:
+    """Where throughput falls below what it must be.
+
+    Args:
+        amounts: (bytes, share of keep's throughput), in the order of bytes.
+    """
+    enough = [place for place, (_, speed) in enumerate(amounts) if speed >= _THROUGHPUT]
+    if not enough:
+        return amounts[0][0]
+    amount, speed = amounts[enough[-1]]
+    if enough[-1] + 1 == len(amounts):
+        return amount
+    more, slower = amounts[enough[-1] + 1]
+    return amount + (more - amount) * (speed - _THROUGHPUT) / (speed - slower)
 
 
 def _table(rows: dict[str, Rows], total: int) -> str:
