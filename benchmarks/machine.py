@@ -29,9 +29,7 @@ def describe_machine(directory: Path) -> dict[str, Any]:
     ]
     mount = max(mounts, key=lambda part: len(part.mountpoint), default=None)
     return {
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": cores(),
         "memory": format_size(psutil.virtual_memory().total),
         "kernel": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
@@ -39,6 +37,13 @@ def describe_machine(directory: Path) -> dict[str, Any]:
         "disk": f"{mount.fstype if mount else 'unknown'}, {format_size(usage.free)} free",
         "load": f"{os.getloadavg()[0]:.2f} before the first line",
     }
+
+
+def cores() -> int:
+    """How many this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def say(text: str) -> None:

@@ -18,7 +18,7 @@ from benchmarks.activations.contenders import (
 from benchmarks.activations.models import MODELS, SEQUENCE
 from benchmarks.activations.session import Rows, run
 from benchmarks.io.results import Result
-from benchmarks.machine import say
+from benchmarks.machine import cores, say
 from offload_strategy.units import MiB
 
 #: Throughput that offload must reach, as a share of keep's.
@@ -59,7 +59,7 @@ def curve(
     for model in MODELS:
         for batch in batches:
             say(f"{model}, batch {batch}")
-            options = {"model": model, "batch": batch, "threads": _threads(), "small": small}
+            options = {"model": model, "batch": batch, "threads": cores(), "small": small}
             rows = run(
                 {kind: {**options, "contender": kind} for kind in CONTENDERS}, repeats, directory
             )
@@ -69,12 +69,6 @@ def curve(
             results += _claims(model, batch, rows, batches)
             say("\n" + markdown(points[-len(CONTENDERS) :]))
     return points, results
-
-
-def _threads() -> int:
-    import os
-
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _point(model: str, batch: int, rows: Rows, keep: Rows) -> Point:

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.activations.contenders import KEEP, OFFLOAD_DISK
-from benchmarks.activations.curve import _threads
 from benchmarks.activations.session import Rows, run
 from benchmarks.disks import loop_disk, throttle, why_not
 from benchmarks.io.results import Result, Skipped
-from benchmarks.machine import say
+from benchmarks.machine import cores, say
 from offload_strategy.units import GiB, MiB
 
 _RATE = 200_000_000
@@ -38,7 +37,7 @@ def sweep(
     reason = why_not()
     if reason is not None:
         raise Skipped(reason)
-    options = {"model": "GPT", "batch": batch, "threads": _threads(), "small": small}
+    options = {"model": "GPT", "batch": batch, "threads": cores(), "small": small}
     options["memory"] = {"pinned": "64MiB"}
     keep = {**options, "contender": KEEP}
     ours = {**options, "contender": OFFLOAD_DISK}

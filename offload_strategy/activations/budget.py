@@ -63,11 +63,11 @@ class FixedBudget:
         budget: bytes (int), share of what is saved (float, 0 to 1), or None for no limit.
     """
 
-    def __init__(self, budget: int | float | None) -> None:
-        self._budget = budget
-
     #: Whether what is still to be written when backward begins had better stay.
     recalls = False
+
+    def __init__(self, budget: int | float | None) -> None:
+        self._budget = budget
 
     def admits(self, nbytes: int, trace: Trace, idle: float | None) -> bool:
         """Whether an item may leave.
@@ -95,6 +95,8 @@ class AutomaticBudget:
         most_backlog: bytes that may wait to be written at most.
     """
 
+    recalls = True
+
     def __init__(self, traffic: Traffic, most_backlog: int) -> None:
         self._traffic = traffic
         self._most_backlog = most_backlog
@@ -104,8 +106,6 @@ class AutomaticBudget:
         self._allowed_seconds = 0.0
         self._soon_seconds = 0.0
         self._observed = 0
-
-    recalls = True
 
     def admits(self, nbytes: int, trace: Trace, idle: float | None) -> bool:
         """Whether an item may leave; may wait a little for the path. See `FixedBudget.admits`."""

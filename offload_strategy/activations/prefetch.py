@@ -68,18 +68,11 @@ class Prefetcher:
         for serial in [number for number, alive in self._alive.items() if alive() is None]:
             del self._alive[serial]
         self._alive[record.serial] = weakref.ref(record)
-        # A backward that is over without having used every item (LoRA leaves some) is known by
-        # what comes after it.
-        for serial, trace in list(self._open.items()):
-            self._learn(trace)
-            if len(self._open) > _MOST_OPEN:
-                del self._open[serial]
+        self._learn_open()
 
     def begins(self, record: ForwardRecord) -> None:
         """Backward reaches a record."""
-        for serial, trace in self._open.items():
-            if serial != record.serial:
-                self._learn(trace)
+        self._learn_open()
         if self._latest is not None and self._latest[0] != record.serial:
             serial, trace = self._latest
             self._book.follows(trace, record.serial - serial)
@@ -96,6 +89,14 @@ class Prefetcher:
         """Backward has used every item of a record."""
         self._learn(record.trace)
         self._open.pop(record.serial, None)
+
+    def _learn_open(self) -> None:
+        # A backward that is over without having used every item (LoRA leaves some) is known by
+        # what comes after it.
+        for serial, trace in list(self._open.items()):
+            self._learn(trace)
+            if len(self._open) > _MOST_OPEN:
+                del self._open[serial]
 
     def _learn(self, trace: Trace) -> None:
         if self._book.learn(trace):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 
 import torch
@@ -284,12 +283,7 @@ class Heap:
 
     def await_writes(self, client: str, at_most: int, seconds: float) -> None:
         """Wait until no more than `at_most` bytes are to be written, or so many seconds."""
-        begin = now = time.perf_counter()
-        while self._ledger.writing_bytes > at_most and now < begin + seconds:
-            time.sleep(POLL_SECONDS)
-            self._ledger.let_go()
-            now = time.perf_counter()
-        self._writer.waited(client, begin)
+        self._writer.await_writes(client, at_most, seconds)
 
     def close(self) -> None:
         """Give up every move; nothing can be put or read any more. Idempotent."""

@@ -60,16 +60,22 @@ class Writer:
         begin = time.perf_counter()
         report_at = begin + reports.PATIENCE_SECONDS
         while ledger.writing_bytes and ledger.writing_bytes + nbytes > self._write_behind:
-            time.sleep(POLL_SECONDS)
-            ledger.let_go()
+            self._pause()
             if time.perf_counter() > report_at:
                 report_at += reports.PATIENCE_SECONDS
                 reports.still_full(ledger.writing_bytes, tiers, time.perf_counter() - begin)
-        self.waited(client, begin)
+        self._recorder.stalled(client, begin)
 
-    def waited(self, client: str, since: float) -> None:
-        """Training waited since then for writes to end."""
-        self._recorder.stalled(client, since)
+    def await_writes(self, client: str, at_most: int, seconds: float) -> None:
+        """Wait until no more than `at_most` bytes are to be written, or so many seconds."""
+        begin = time.perf_counter()
+        while self._ledger.writing_bytes > at_most and time.perf_counter() < begin + seconds:
+            self._pause()
+        self._recorder.stalled(client, begin)
+
+    def _pause(self) -> None:
+        time.sleep(POLL_SECONDS)
+        self._ledger.let_go()
 
     def place(
         self,

@@ -17,6 +17,13 @@ from tests.heap.rig import MakeRig, Rig, noise
 from tests.training import settings
 
 
+def _into_a_page(nbytes: int, shift: int) -> torch.Tensor:
+    """Random bytes that begin so far into a page, in memory that reaches further either way."""
+    whole = noise(nbytes + 3 * PAGE)
+    start = -whole.data_ptr() % PAGE + shift
+    return whole[start : start + nbytes]
+
+
 def _bytes_before(tensor: torch.Tensor, count: int) -> bytes:
     return ctypes.string_at(tensor.data_ptr() - count, count)
 
@@ -27,9 +34,7 @@ def _bytes_before(tensor: torch.Tensor, count: int) -> bytes:
 def test_a_tensor_leaves_with_what_lies_before_it_in_its_page(
     disk: Path, shift: int, nbytes: int, direct: str | bool
 ) -> None:
-    whole = noise(nbytes + 3 * PAGE)
-    start = -whole.data_ptr() % PAGE + shift
-    payload = whole[start : start + nbytes]
+    payload = _into_a_page(nbytes, shift)
     with OffloadEngine(settings(disk, io={"direct": direct, "threads": 2})) as engine:
         heap, tiers = engine._resources.heap, engine._resources.clients["activations"]
         ticket = heap.put(payload, "activations", tiers, whole_pages=True)
@@ -55,9 +60,7 @@ def test_a_tensor_leaves_with_what_lies_before_it_in_its_page(
 )
 def test_others_pass_through_a_copy(disk: Path, shift: int, nbytes: int, checksum: bool) -> None:
     pytest.importorskip("xxhash")
-    whole = noise(nbytes + 2 * PAGE)
-    start = -whole.data_ptr() % PAGE + shift
-    payload = whole[start : start + nbytes]
+    payload = _into_a_page(nbytes, shift)
     with OffloadEngine(settings(disk, io={"checksum": checksum, "threads": 2})) as engine:
         heap, tiers = engine._resources.heap, engine._resources.clients["activations"]
         ticket = heap.put(payload, "activations", tiers, whole_pages=True)
@@ -73,9 +76,7 @@ def test_whole_pages_are_striped_over_several_paths(tmp_path: Path) -> None:
         place.mkdir()
     config = settings(places[0], io={"threads": 2})
     config["tiers"][0]["path"] = [str(place) for place in places]
-    whole = noise(20_000_000)
-    start = -whole.data_ptr() % PAGE + 64
-    payload = whole[start:-PAGE]
+    payload = _into_a_page(20_000_000, 64)
     with OffloadEngine(config) as engine:
         heap, tiers = engine._resources.heap, engine._resources.clients["activations"]
         ticket = heap.put(payload, "activations", tiers, whole_pages=True)
