@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -120,13 +120,14 @@ def fail_at(place: str, fault: Callable[[], Any], kind: type[BaseException]) -> 
 
 
 # ---------------------------------------------------------------------- ways of their own
-def _generator_is_closed(training: Training) -> None:
+def _generator_is_closed(training: Training, scope: Callable[[], Any] = nullcontext) -> None:
     """A training loop that is a generator, closed between forward and backward."""
 
     def loop() -> Any:
         for batch in training.batches(99):
-            loss = training.loss(batch)
-            yield loss.item()
+            with scope():
+                loss = training.loss(batch)
+                yield loss.item()
             loss.backward()
 
     steps = loop()
@@ -135,17 +136,8 @@ def _generator_is_closed(training: Training) -> None:
 
 
 def _generator_is_closed_in_a_scope(training: Training) -> None:
-    def loop() -> Any:
-        assert training.engine is not None
-        for batch in training.batches(99):
-            with training.engine.forward():
-                loss = training.loss(batch)
-                yield loss.item()
-            loss.backward()
-
-    steps = loop()
-    next(steps)
-    steps.close()
+    assert training.engine is not None
+    _generator_is_closed(training, training.engine.forward)
 
 
 def _loader_runs_dry_in_an_accumulation(training: Training) -> None:
