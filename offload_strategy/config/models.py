@@ -233,7 +233,7 @@ class IOConfig(_Section):
     threads: int = Field(default=4, ge=1, le=256)
     """Threads for each path and direction. Where it is not given, a machine with fewer cores gets
     fewer, two at least: more would only take turns on them."""
-    block_size: BlockSize = 4 * MiB
+    block_size: BlockSize = 16 * MiB
     """Bytes moved by one system call, a multiple of 4096."""
     direct: AutoOrBool = "auto"
     """Whether to bypass the page cache: 'auto' does where the file system can, true refuses where

@@ -32,7 +32,7 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_table_tells_what_a_path_can_do(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", str(disk), *QUICK]) == 0
     first, heading, row = capsys.readouterr().out.splitlines()
-    assert first == "auto backend, 2 threads, blocks of 4 MiB"
+    assert first == "auto backend, 2 threads, blocks of 16 MiB"
     assert heading.split()[0] == "path"
     path, _, how, write, read, median, most, share = row.split()
     assert (path, share) == (str(disk), "100%")
@@ -48,7 +48,7 @@ def test_json_holds_the_same_figures_unrounded(
     file = tmp_path / "bench.json"
     assert main(["bench", str(disk), *QUICK, "--json", str(file)]) == 0
     report = json.loads(file.read_text())
-    assert (report["backend"], report["threads"], report["block_size"]) == ("auto", 2, 4 << 20)
+    assert (report["backend"], report["threads"], report["block_size"]) == ("auto", 2, 16 << 20)
     (found,) = report["paths"]
     assert found["path"] == str(disk)
     assert found["error"] is None
