@@ -20,7 +20,6 @@ from offload_strategy.activations import ActivationOffload, ForwardHooks
 from offload_strategy.config import ConfigSource, OffloadConfig
 from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.optimizer import OffloadedOptimizer, check_supported
-from offload_strategy.optimizer.support import expected_state_bytes
 from offload_strategy.parameters import ParameterRegistry
 from offload_strategy.planning import optimizer_need, shortfall, spare_memory_advice
 from offload_strategy.resources import Resources
@@ -77,8 +76,8 @@ class OffloadEngine:
         Args:
             model: its saved tensors are offloaded (``activations.enabled``). May be given again
                 with another optimizer. None to swap an optimizer's states only.
-            optimizer: Adam, AdamW or SGD of `torch.optim`, whose states are swapped
-                (``optimizer.enabled``). None to offload activations only.
+            optimizer: one that updates every parameter by itself, as most of `torch.optim` do;
+                its states are swapped (``optimizer.enabled``). None to offload activations only.
 
         Returns:
             The optimizer to use from now on, or None if none was given.
@@ -126,11 +125,11 @@ class OffloadEngine:
         section = self.config.optimizer
         if not section.enabled:
             return optimizer
-        check_supported(optimizer)
+        state_bytes = check_supported(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         tiers = self._resources.clients["optimizer"]
         weights_bytes = sum(p.numel() * p.element_size() for p in parameters)
-        need = optimizer_need(expected_state_bytes(optimizer), weights_bytes, section.overlap)
+        need = optimizer_need(state_bytes, weights_bytes, section.overlap)
         complaint = shortfall(need, sum(tier.capacity - tier.used_bytes for tier in tiers))
         if complaint is not None:
             raise ConfigError(f"attach: {complaint}")
@@ -144,6 +143,7 @@ class OffloadEngine:
             overlap=cast("Literal['commit', 'off']", section.overlap),
             subgroup_size=None if size == "auto" else int(size),
             is_last=self._is_last,
+            state_bytes=state_bytes,
         )
         self._registry.claim_states(parameters, wrapped)
         self._optimizers.add(wrapped)
@@ -204,7 +204,7 @@ class OffloadEngine:
         moved = sum(
             self._recorder.client_bytes("activations", verb) for verb in ("written", "forwarded")
         )
-        moved += sum(expected_state_bytes(optimizer.inner) for optimizer in self._optimizers)
+        moved += sum(optimizer.state_bytes for optimizer in self._optimizers)
         if self._device.type == "cuda":
             free = torch.cuda.mem_get_info(self._device)[0]
         else:

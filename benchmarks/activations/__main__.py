@@ -20,7 +20,8 @@ from pathlib import Path
 
 from benchmarks.activations.contenders import MEANING
 from benchmarks.activations.curve import curve, markdown, plot
-from benchmarks.activations.session import allocator
+from benchmarks.activations.models import HUNDRED_MILLION, TINY
+from benchmarks.activations.session import Setting, allocator
 from benchmarks.activations.sweep import sweep
 from benchmarks.io.results import Result, Skipped, table, write_json
 from benchmarks.machine import describe_machine, say
@@ -44,20 +45,20 @@ def main() -> int:
 
     machine = {**describe_machine(options.dir), "allocator, in all": allocator()}
     print("\n".join(f"{name}: {value}" for name, value in machine.items()), flush=True)
+    setting = Setting(TINY if options.quick else HUNDRED_MILLION)
     results: list[Result] = []
     outcome: dict[str, object] = {"repeats": options.repeats, "quick": options.quick}
     if "curve" in options.lines:
-        points, claims = curve(options.dir, options.batches, options.repeats, small=options.quick)
+        points, claims = curve(options.dir, options.batches, options.repeats, setting)
         results += claims
         outcome["points"] = [asdict(point) for point in points]
         print("\n" + "\n".join(f"{kind}: {what}" for kind, what in MEANING.items()))
-        print("all losses and gradients are the same to the last bit\n\n" + markdown(points))
+        print("losses and gradients are keep's to the last bit\n\n" + markdown(points))
         plot(points, options.plot)
         print(f"\nplot: {options.plot}", flush=True)
     if "sweep" in options.lines:
         try:
-            text, claims = sweep(options.dir, options.batches[0], options.repeats,
-                                 small=options.quick)  # fmt: skip
+            text, claims = sweep(options.dir, options.batches[0], options.repeats, setting)
             results += claims
             outcome["sweep"] = text
             print("\nbudget, on a path of 200 MB/s in each direction: " + text)

@@ -43,7 +43,11 @@ class Contender:
 
 
 def prepare(
-    kind: str, model: Any, directory: Path, sections: dict[str, dict[str, Any]]
+    kind: str,
+    model: Any,
+    directory: Path,
+    sections: dict[str, dict[str, Any]],
+    host_capacity: str,
 ) -> Contender:
     """Make a model train in one of the ways.
 
@@ -52,6 +56,7 @@ def prepare(
         model: of Transformers.
         directory: an empty directory on the disk.
         sections: of the engine's config, on top of the defaults.
+        host_capacity: of the dram tier.
     """
     if kind == KEEP:
         return Contender()
@@ -60,7 +65,7 @@ def prepare(
         return Contender()
     if kind == FILES:
         return Contender(lambda: _to_files(directory))
-    host = {"name": "host", "kind": "dram", "capacity": "12GiB"}
+    host = {"name": "host", "kind": "dram", "capacity": host_capacity}
     disk = {"name": "disk", "kind": "ssd", "path": str(directory)}
     engine = OffloadEngine(
         {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,19 @@ from benchmarks.activations.contenders import (
     OFFLOAD_HOST,
     RECOMPUTE,
 )
-from benchmarks.activations.models import MODELS, SEQUENCE
-from benchmarks.activations.session import Rows, run
+from benchmarks.activations.session import Rows, Setting, run
 from benchmarks.io.results import Result
-from benchmarks.machine import cores, say
+from benchmarks.machine import say
 from offload_strategy.units import MiB
 
 #: Throughput that offload must reach, as a share of keep's.
 _THROUGHPUT = 0.95
 #: Activation peak that it may reach, as a share of keep's: at the smallest batch, at the largest.
 _PEAK_SMALLEST, _PEAK_LARGEST = 0.45, 0.35
+
+
+#: Of the place's name, the batch, the rows by contender, and all batches.
+Claims = Callable[[str, int, dict[str, Rows], Sequence[int]], list[Result]]
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,14 @@ class Point:
 
 
 def curve(
-    directory: Path, batches: Sequence[int], repeats: int, *, small: bool = False
+    directory: Path,
+    batches: Sequence[int],
+    repeats: int,
+    setting: Setting,
+    *,
+    models: Sequence[str] = ("GPT", "BERT"),
+    contenders: Sequence[str] = CONTENDERS,
+    claims: Claims | None = None,
 ) -> tuple[list[Point], list[Result]]:
     """Train every model at every batch size in every way.
 
@@ -52,31 +62,42 @@ def curve(
         directory: on the disk.
         batches: sizes.
         repeats: steps that count.
-        small: tiny models.
+        setting: what all have in common.
+        models: of `models.MODELS`.
+        contenders: of `contenders.CONTENDERS`.
+        claims: what must hold at a point: of the model, the batch, the rows by contender and the
+            batches; None for what must hold on the CPU.
     """
     points: list[Point] = []
     results: list[Result] = []
-    for model in MODELS:
+    for model in models:
         for batch in batches:
             say(f"{model}, batch {batch}")
-            options = {"model": model, "batch": batch, "threads": cores(), "small": small}
+            options = setting.options(model, batch)
             rows = run(
-                {kind: {**options, "contender": kind} for kind in CONTENDERS}, repeats, directory
+                {kind: {**options, "contender": kind} for kind in contenders}, repeats, directory
             )
-            if len(set().union(*(row.bits for row in rows.values()))) != 1:
-                raise RuntimeError(f"{model}, batch {batch}: contenders differ in losses or bits")
-            points += [_point(model, batch, rows[kind], rows[KEEP]) for kind in CONTENDERS]
-            results += _claims(model, batch, rows, batches)
-            say("\n" + markdown(points[-len(CONTENDERS) :]))
+            odd = [kind for kind in contenders if rows[kind].bits != rows[KEEP].bits]
+            if odd == [RECOMPUTE]:
+                # Of a tensor that several blocks use, it adds up the gradients in another order.
+                say(f"{model}, batch {batch}: gradients of recompute differ from keep's in bits")
+            elif odd:
+                raise RuntimeError(
+                    f"{model}, batch {batch}: {odd} differ from keep in losses or bits"
+                )
+            tokens = batch * setting.shape.sequence
+            points += [_point(model, batch, tokens, rows[kind], rows[KEEP]) for kind in contenders]
+            results += (claims or on_the_host)(f"{model}, batch {batch}", batch, rows, batches)
+            say("\n" + markdown(points[-len(contenders) :]))
     return points, results
 
 
-def _point(model: str, batch: int, rows: Rows, keep: Rows) -> Point:
+def _point(model: str, batch: int, tokens: int, rows: Rows, keep: Rows) -> Point:
     return Point(
         model=model,
         batch=batch,
         contender=rows.name,
-        tokens_per_second=batch * SEQUENCE / rows.median("seconds"),
+        tokens_per_second=tokens / rows.median("seconds"),
         throughput=keep.ratio(rows, "seconds"),
         peak_bytes=rows.median("peak_bytes"),
         peak_share=rows.ratio(keep, "peak_bytes"),
@@ -86,35 +107,27 @@ def _point(model: str, batch: int, rows: Rows, keep: Rows) -> Point:
     )
 
 
-def _claims(model: str, batch: int, rows: dict[str, Rows], batches: Sequence[int]) -> list[Result]:
+def on_the_host(
+    where: str, batch: int, rows: dict[str, Rows], batches: Sequence[int]
+) -> list[Result]:
+    """What must hold where all cores compute: nearly keep's speed, and better than recompute."""
     offload, keep, recompute = rows[OFFLOAD_DISK], rows[KEEP], rows[RECOMPUTE]
-    where = f"{model}, batch {batch}"
     most = {min(batches): _PEAK_SMALLEST, max(batches): _PEAK_LARGEST}.get(batch, _PEAK_SMALLEST)
-
-    def speed(row: Rows) -> float:
-        return batch * SEQUENCE / row.median("seconds")
-
-    def peak(row: Rows) -> float:
-        return row.median("peak_bytes") / MiB
-
     return [
-        Result(
-            f"{where}: tokens/s beside keep", speed(offload), speed(keep), "tokens/s",
-            keep.ratio(offload, "seconds"), _THROUGHPUT,
-        ),
-        Result(
-            f"{where}: activation peak beside keep", peak(offload), peak(keep), "MiB",
-            offload.ratio(keep, "peak_bytes"), most, at_least=False,
-        ),
-        Result(
-            f"{where}: tokens/s beside recompute", speed(offload), speed(recompute), "tokens/s",
-            recompute.ratio(offload, "seconds"), 1.0,
-        ),
-        Result(
-            f"{where}: activation peak beside recompute", peak(offload), peak(recompute), "MiB",
-            offload.ratio(recompute, "peak_bytes"), 1.0, at_least=False,
-        ),
-    ]  # fmt: skip
+        beside(f"{where}: speed beside keep", "seconds", offload, keep, _THROUGHPUT),
+        beside(f"{where}: activation peak beside keep", "peak_bytes", offload, keep, most),
+        beside(f"{where}: speed beside recompute", "seconds", offload, recompute, 1.0),
+        beside(f"{where}: activation peak beside recompute", "peak_bytes", offload, recompute, 1.0),
+    ]
+
+
+def beside(name: str, key: str, ours: Rows, peer: Rows, threshold: float) -> Result:
+    """A claim about speed (`seconds`, as steps per second) or about memory (`peak_bytes`)."""
+    if key == "seconds":
+        rates = 1 / ours.median(key), 1 / peer.median(key)
+        return Result(name, *rates, "steps/s", peer.ratio(ours, key), threshold)
+    peaks = ours.median(key) / MiB, peer.median(key) / MiB
+    return Result(name, *peaks, "MiB", ours.ratio(peer, key), threshold, at_least=False)
 
 
 def markdown(points: Sequence[Point]) -> str:
@@ -155,6 +168,8 @@ def plot(points: Sequence[Point], file: Path) -> None:
     for axis, model in zip(axes[0], models, strict=True):
         for kind in CONTENDERS:
             chosen = [p for p in points if p.model == model and p.contender == kind]
+            if not chosen:
+                continue
             axis.plot(
                 [p.peak_bytes / MiB for p in chosen],
                 [p.tokens_per_second for p in chosen],

@@ -2,33 +2,65 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-VOCABULARY = 8192
-SEQUENCE = 512
-MODELS = ("GPT", "BERT")
+MODELS = ("GPT", "BERT", "T5")
 
 
-def build(kind: str, *, small: bool = False) -> Any:
-    """About 100 million parameters, fp32.
+@dataclass(frozen=True)
+class Shape:
+    """How large a model is, and what it computes with.
+
+    Args:
+        width: of a hidden state.
+        layers: in all; those of T5 are encoder and decoder layers, half of each.
+        heads: of attention.
+        sequence: tokens.
+        vocabulary: tokens to choose from.
+        dtype: of weights and activations, by torch's name.
+    """
+
+    width: int
+    layers: int
+    heads: int
+    sequence: int = 512
+    vocabulary: int = 8192
+    dtype: str = "float32"
+
+
+#: About 100 million parameters.
+HUNDRED_MILLION = Shape(768, 13, 12)
+#: To see that everything runs.
+TINY = Shape(128, 2, 2)
+
+
+def build(kind: str, shape: Shape, device: str = "cpu") -> Any:
+    """A model with random weights, in training mode.
 
     Args:
         kind: of `MODELS`.
-        small: a tiny one, to see that everything runs.
+        shape: how large.
+        device: where to.
     """
     torch.manual_seed(0)
-    width, layers, heads = (128, 2, 2) if small else (768, 13, 12)
-    if kind == "GPT":
-        from transformers import GPT2Config, GPT2LMHeadModel
+    with torch.device(device):
+        model = _MAKERS[kind](shape)
+    return model.to(getattr(torch, shape.dtype)).train()
 
-        gpt = GPT2Config(
-            vocab_size=VOCABULARY,
-            n_positions=SEQUENCE,
-            n_embd=width,
-            n_layer=layers,
-            n_head=heads,
+
+def _gpt(shape: Shape) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=shape.vocabulary,
+            n_positions=shape.sequence,
+            n_embd=shape.width,
+            n_layer=shape.layers,
+            n_head=shape.heads,
             resid_pdrop=0.0,
             embd_pdrop=0.0,
             attn_pdrop=0.0,
@@ -37,24 +69,51 @@ def build(kind: str, *, small: bool = False) -> Any:
             activation_function="gelu_pytorch_tanh",
             use_cache=False,
         )
-        return GPT2LMHeadModel(gpt).train()
+    )
+
+
+def _bert(shape: Shape) -> Any:
     from transformers import BertConfig, BertForMaskedLM
 
-    bert = BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        intermediate_size=4 * width,
-        max_position_embeddings=SEQUENCE,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+    return BertForMaskedLM(
+        BertConfig(
+            vocab_size=shape.vocabulary,
+            hidden_size=shape.width,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            intermediate_size=4 * shape.width,
+            max_position_embeddings=shape.sequence,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
     )
-    return BertForMaskedLM(bert).train()
 
 
-def batch(size: int, step: int) -> dict[str, torch.Tensor]:
+def _t5(shape: Shape) -> Any:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=shape.vocabulary,
+            d_model=shape.width,
+            d_kv=shape.width // shape.heads,
+            d_ff=4 * shape.width,
+            num_layers=shape.layers - shape.layers // 2,
+            num_decoder_layers=shape.layers // 2,
+            num_heads=shape.heads,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+            use_cache=False,
+        )
+    )
+
+
+_MAKERS = {"GPT": _gpt, "BERT": _bert, "T5": _t5}
+
+
+def batch(size: int, step: int, shape: Shape, device: str = "cpu") -> dict[str, torch.Tensor]:
     """Random tokens, the same for the same step; every token is predicted."""
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(VOCABULARY, (size, SEQUENCE), generator=generator)
+    tokens = torch.randint(shape.vocabulary, (size, shape.sequence), generator=generator)
+    tokens = tokens.to(device)
     return {"input_ids": tokens, "labels": tokens}

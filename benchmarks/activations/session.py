@@ -9,15 +9,38 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.activations.models import HUNDRED_MILLION, Shape
 from benchmarks.io.results import in_turns
+from benchmarks.machine import cores
 from offload_strategy.units import KiB
 
 #: Steps before those that count: the first one allocates and learns.
 WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all contenders of a comparison have in common.
+
+    Args:
+        shape: of the models.
+        device: where they train.
+        host_capacity: of the dram tier of those that have one.
+        memory: section of our config.
+    """
+
+    shape: Shape = HUNDRED_MILLION
+    device: str = "cpu"
+    host_capacity: str = "12GiB"
+    memory: dict[str, Any] = field(default_factory=dict)
+
+    def options(self, model: str, batch: int) -> dict[str, Any]:
+        """For `subject`, but for the contender."""
+        return {**asdict(self), "model": model, "batch": batch, "threads": cores()}
 
 
 @dataclass

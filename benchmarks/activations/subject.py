@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from benchmarks.activations.contenders import Contender, prepare, scratch
-from benchmarks.activations.models import batch, build
+from benchmarks.activations.meters import Meter, meter
+from benchmarks.activations.models import Shape, batch, build
 from offload_strategy.units import KiB
 
 _M_MMAP_THRESHOLD = -3
@@ -34,15 +35,23 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD)
     torch.set_num_threads(options["threads"])
-    model = build(options["model"], small=options["small"])
+    device, shape = options["device"], Shape(**options["shape"])
+    if device != "cpu":  # some kernels of devices add in any order, which differs from run to run
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    model = build(options["model"], shape, device)
+    measured = meter(device)
     with scratch(Path(options["dir"])) as directory:
         sections = {key: options[key] for key in ("activations", "memory") if key in options}
-        contender = prepare(options["contender"], model, Path(directory), sections)
+        contender = prepare(
+            options["contender"], model, Path(directory), sections, options["host_capacity"]
+        )
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         for number, line in enumerate(sys.stdin):
             request = json.loads(line)
-            answer = _step(model, contender, batch(options["batch"], number))
+            inputs = batch(options["batch"], number, shape, device)
+            answer = _step(model, contender, inputs, measured)
             if request.get("digest"):
                 answer["gradients"] = _digest(model)
             print(json.dumps(answer), file=answers, flush=True)
@@ -50,20 +59,21 @@ def main() -> None:
             contender.engine.close()
 
 
-def _step(model: Any, contender: Contender, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _step(
+    model: Any, contender: Contender, inputs: dict[str, torch.Tensor], measured: Meter
+) -> dict[str, Any]:
     model.zero_grad(set_to_none=False)
     gc.collect()
     before = contender.engine.metrics() if contender.engine is not None else {}
-    # Idle buffers of ours lie in memory between steps: they count as activation memory.
-    level = _status("VmRSS") - int(before.get("offload/memory/pinned_bytes", 0))
-    Path("/proc/self/clear_refs").write_text("5")
+    measured.begin(int(before.get("offload/memory/pinned_bytes", 0)))
     start = time.perf_counter()
     with contender.around():
         loss = model(**inputs).loss
     middle = time.perf_counter()
     loss.backward()
+    measured.wait()
     end = time.perf_counter()
-    peak = _status("VmHWM") - level
+    peak = measured.peak()
     answer = {
         "seconds": end - start,
         "forward_seconds": middle - start,
@@ -87,17 +97,10 @@ def _step(model: Any, contender: Contender, inputs: dict[str, torch.Tensor]) -> 
 _SUMS = ("offload/activations/", "offload/transfer/busy")
 
 
-def _status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {field}")
-
-
 def _digest(model: Any) -> str:
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        digest.update(parameter.grad.numpy().tobytes())
+        digest.update(parameter.grad.cpu().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

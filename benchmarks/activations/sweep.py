@@ -5,13 +5,14 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.activations.contenders import KEEP, OFFLOAD_DISK
-from benchmarks.activations.session import Rows, run
+from benchmarks.activations.session import Rows, Setting, run
 from benchmarks.disks import loop_disk, throttle, why_not
 from benchmarks.io.results import Result, Skipped
-from benchmarks.machine import cores, say
+from benchmarks.machine import say
 from offload_strategy.units import GiB, MiB
 
 _RATE = 200_000_000
@@ -23,9 +24,7 @@ _SHARES = (0.3, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 1.0)
 _THROUGHPUT = 0.95
 
 
-def sweep(
-    directory: Path, batch: int, repeats: int, *, small: bool = False
-) -> tuple[str, list[Result]]:
+def sweep(directory: Path, batch: int, repeats: int, setting: Setting) -> tuple[str, list[Result]]:
     """Train GPT with `budget: auto` and with fixed amounts, on a path throttled to 200 MB/s.
 
     What waits to be written is bounded (64 MiB) for all, so that an amount is what leaves, not what
@@ -37,8 +36,8 @@ def sweep(
     reason = why_not()
     if reason is not None:
         raise Skipped(reason)
-    options = {"model": "GPT", "batch": batch, "threads": cores(), "small": small}
-    options["memory"] = {"pinned": "64MiB"}
+    setting = replace(setting, memory={"pinned": "64MiB"})
+    options = setting.options("GPT", batch)
     keep = {**options, "contender": KEEP}
     ours = {**options, "contender": OFFLOAD_DISK}
     with (

@@ -89,7 +89,7 @@ def settings(*paths: Path, capacity: int | str | None = "16MiB", **sections: Any
         tiers.append(tier if capacity is None else {**tier, "capacity": capacity})
     config: dict[str, Any] = {
         "tiers": tiers,
-        "activations": {"min_size": 1},
+        "activations": {"min_size": 1, "budget": "100%"},
         "optimizer": {"subgroup_size": 20_000},
         "io": {"threads": 2, "block_size": "64KiB"},
         "memory": {"pinned": "64MiB"},

@@ -18,8 +18,8 @@ def run_update(
 ) -> None:
     """Update tensors in place, as `optimizer.step()` would update its own.
 
-    The class's own `step` runs on a shadow of the instance that has the same attributes but only
-    these tensors: same code path, same kernel (single, foreach or fused), same bits.
+    The class's own `step` runs on a shadow of the instance: same code path, same kernel (single,
+    foreach or fused), same bits.
 
     Args:
         optimizer: the user's instance; it is not changed.
@@ -27,14 +27,23 @@ def run_update(
         parameters: leaf tensors whose `.grad` is set.
         states: the state of each; changed in place, and filled where empty.
     """
-    kind = type(optimizer)
-    shadow = object.__new__(kind)
+    unhooked_step(type(optimizer))(shadow_of(optimizer, group, parameters, states))
+
+
+def shadow_of(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    parameters: Sequence[torch.Tensor],
+    states: Sequence[dict[str, Any]],
+) -> Optimizer:
+    """An instance of the same class with the same attributes, but only these tensors."""
+    shadow = object.__new__(type(optimizer))
     shadow.__dict__.update(
         {name: value for name, value in optimizer.__dict__.items() if name != "step"}
     )
     shadow.param_groups = [{**group, "params": list(parameters)}]
     shadow.state = defaultdict(dict, zip(parameters, states, strict=True))
-    unhooked_step(kind)(shadow)
+    return shadow
 
 
 def unhooked_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:

@@ -12,11 +12,12 @@ import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from offload_strategy.errors import OffloadError
+from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.heap import Heap, Tier
 from offload_strategy.optimizer.overlap import PREFETCHED_SUBGROUPS, BackwardOverlap
 from offload_strategy.optimizer.state_view import StateView
 from offload_strategy.optimizer.subgroups import Subgroup, plan_subgroups
+from offload_strategy.optimizer.support import check_group
 from offload_strategy.optimizer.updates import Updater
 
 # Attributes of the inner optimizer that must not be seen through the wrapper. GradScaler hands
@@ -39,6 +40,7 @@ class OffloadedOptimizer(Optimizer):
             before `step()`.
         subgroup_size: parameters per subgroup, or None to choose.
         is_last: whether the backward that runs is the last before `step()`.
+        state_bytes: what the states will take, once every parameter was updated.
     """
 
     def __init__(
@@ -50,9 +52,11 @@ class OffloadedOptimizer(Optimizer):
         overlap: Literal["commit", "off"],
         subgroup_size: int | None,
         is_last: Callable[[], bool],
+        state_bytes: int = 0,
     ) -> None:
         # Not Optimizer.__init__: it would make groups, defaults and hooks of its own.
         self.inner = inner
+        self.state_bytes = state_bytes
         self._updater = Updater(inner, heap, tiers)
         self._subgroup_size = subgroup_size
         self._overlap = BackwardOverlap(self._updater, is_last) if overlap == "commit" else None
@@ -168,9 +172,19 @@ class OffloadedOptimizer(Optimizer):
         self.inner.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as the plain optimizer does."""
+        """Add a group, as the plain optimizer does.
+
+        Raises:
+            ConfigError: with the settings of this group the optimizer cannot be swapped.
+        """
         self._check_open()
         self.inner.add_param_group(param_group)
+        groups = self.inner.param_groups
+        try:
+            self.state_bytes += check_group(self.inner, groups[-1])
+        except ConfigError:
+            groups.pop()
+            raise
         self._watch_parameters()
 
     # ------------------------------------------------------------------ state dicts

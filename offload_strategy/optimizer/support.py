@@ -1,61 +1,72 @@
-"""Which optimizers can be swapped, and why the others cannot."""
+"""Which optimizers can be swapped, why the others cannot, and what the states will take."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from offload_strategy.errors import ConfigError
-
-#: Optimizers whose update of one parameter depends on that parameter alone.
-SUPPORTED: tuple[type[Optimizer], ...] = (Adam, AdamW, SGD)
-
-#: Bytes of state that each keeps per parameter and byte of parameter, by option.
-_STATES_PER_PARAMETER = {Adam: 2, AdamW: 2, SGD: 1}
+from offload_strategy.optimizer.trial import Kept, Unfit, try_out
 
 
-def check_supported(optimizer: Optimizer) -> None:
+def check_supported(optimizer: Optimizer) -> int:
     """Refuse what cannot be swapped without changing numbers.
 
+    Returns:
+        bytes of state that the optimizer will keep once every parameter was updated.
+
     Raises:
-        ConfigError: an unsupported type or option, or no parameters.
+        ConfigError: an unsupported optimizer or option, or no parameters.
     """
     kind = type(optimizer)
-    names = ", ".join(supported.__name__ for supported in SUPPORTED)
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
             f"attach: expected a torch.optim.Optimizer, got {kind.__name__}. Pass the optimizer "
             f"that updates the model's parameters."
-        )
-    if kind not in SUPPORTED:
-        raise ConfigError(
-            f"attach: {kind.__module__}.{kind.__qualname__} cannot be swapped in this version; "
-            f"supported are {names} of torch.optim themselves (not subclasses). Use one of them, "
-            f"or set optimizer.enabled to false and offload activations only."
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ConfigError(
             "attach: differentiable=True needs the whole history of the states in memory, so they "
             "cannot be swapped. Set it to False, or set optimizer.enabled to false."
         )
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if not parameters:
+    if not any(group["params"] for group in optimizer.param_groups):
         raise ConfigError("attach: the optimizer has no parameters, so there is nothing to swap.")
+    return sum(check_group(optimizer, group) for group in optimizer.param_groups)
+
+
+def check_group(optimizer: Optimizer, group: dict[str, Any]) -> int:
+    """As `check_supported`, for one parameter group of an optimizer that it has approved."""
+    if not group["params"]:
+        return 0
+    _check_parameters(group["params"])
+    try:
+        kept = try_out(optimizer, group)
+    except Unfit as reason:
+        kind = type(optimizer)
+        raise ConfigError(
+            f"attach: {kind.__module__}.{kind.__qualname__} cannot be swapped: it {reason}. Use an "
+            f"optimizer that updates every parameter by itself (most of torch.optim do), or set "
+            f"optimizer.enabled to false and offload activations only."
+        ) from reason.__cause__
+    return sum(_bytes_for(parameter, kept) for parameter in group["params"])
+
+
+def _check_parameters(parameters: list[torch.Tensor]) -> None:
     odd = next((p for p in parameters if p.layout is not torch.strided), None)
     if odd is not None:
         raise ConfigError(
             f"attach: a parameter of layout {odd.layout} cannot be swapped; only dense ones can."
         )
+    if any(p.is_meta for p in parameters):
+        raise ConfigError(
+            "attach: the optimizer has parameters on the meta device. Materialise the model first "
+            "(model.to_empty(device=...) and load weights), and make the optimizer after that."
+        )
 
 
-def expected_state_bytes(optimizer: Optimizer) -> int:
-    """Bytes of state that a supported optimizer will keep once every parameter was updated."""
-    total = 0
-    for group in optimizer.param_groups:
-        states = _STATES_PER_PARAMETER[type(optimizer)]
-        if isinstance(optimizer, SGD):
-            states = 1 if group["momentum"] else 0
-        elif group.get("amsgrad"):
-            states += 1
-        total += states * sum(p.numel() * p.element_size() for p in group["params"])
-    return total
+def _bytes_for(parameter: torch.Tensor, kept: list[Kept]) -> int:
+    """Bytes of state, by the stand-in with as many dimensions."""
+    same = [each for each in kept if len(each.like) == parameter.dim()]
+    return (same or kept)[-1].bytes_for(parameter)

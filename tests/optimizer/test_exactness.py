@@ -8,8 +8,24 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Muon,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 
+from tests.optimizer.others import Lion
 from tests.optimizer.runs import MakeOptimizer, Run, compare, loss_of, offloading
 
 OVERLAPS = ["commit", "off"]
@@ -57,6 +73,31 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "SGD nesterov": lambda m: SGD(m.parameters(), 0.1, momentum=0.9, nesterov=True),
     "SGD maximize": lambda m: SGD(m.parameters(), 0.1, momentum=0.5, maximize=True),
     "SGD groups": lambda m: SGD(_groups(m), 0.1, momentum=0.9),
+    "NAdam": lambda m: NAdam(m.parameters(), 1e-2, weight_decay=0.1),
+    "NAdam foreach decoupled": lambda m: NAdam(
+        m.parameters(), 1e-2, weight_decay=0.1, decoupled_weight_decay=True, foreach=True
+    ),
+    "RAdam": lambda m: RAdam(m.parameters(), 1e-2),
+    "RAdam foreach": lambda m: RAdam(m.parameters(), 1e-2, foreach=True),
+    "Adamax": lambda m: Adamax(m.parameters(), 1e-2),
+    "Adamax foreach groups": lambda m: Adamax(_groups(m), 1e-2, foreach=True),
+    "Adadelta": lambda m: Adadelta(m.parameters()),
+    "Adagrad": lambda m: Adagrad(m.parameters(), 1e-2, initial_accumulator_value=0.1),
+    "Adagrad fused": lambda m: Adagrad(m.parameters(), 1e-2, fused=True),
+    "Adagrad groups": lambda m: Adagrad(_groups(m), 1e-2, lr_decay=0.1),
+    "RMSprop": lambda m: RMSprop(m.parameters(), 1e-3),
+    "RMSprop centered momentum foreach": lambda m: RMSprop(
+        m.parameters(), 1e-3, centered=True, momentum=0.9, foreach=True
+    ),
+    "Rprop": lambda m: Rprop(m.parameters(), 1e-2),
+    "Rprop foreach": lambda m: Rprop(m.parameters(), 1e-2, foreach=True),
+    "ASGD": lambda m: ASGD(m.parameters(), 1e-2, t0=2),
+    "ASGD foreach": lambda m: ASGD(m.parameters(), 1e-2, t0=2, foreach=True),
+    "Adafactor": lambda m: Adafactor(m.parameters(), 1e-2),
+    "Adafactor foreach groups": lambda m: Adafactor(_groups(m), 1e-2, foreach=True),
+    "Muon": lambda m: Muon([p for p in m.parameters() if p.dim() == 2], 1e-2),
+    "a subclass": lambda m: type("Mine", (AdamW,), {})(m.parameters(), 1e-2),
+    "of somebody else's": lambda m: Lion(m.parameters(), 1e-2),
 }
 
 

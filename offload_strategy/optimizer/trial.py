@@ -1,0 +1,201 @@
+"""A trial of an optimizer on two small tensors: is the state of each parameter its own?
+
+Subgroups are updated one after the other, by the user's own class, in an order of our own. That
+gives the same numbers exactly if the update of one parameter depends on that parameter alone: on no
+other, on nothing that the optimizer keeps elsewhere, and on no random numbers, which would be drawn
+in another order.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from offload_strategy.optimizer.kernel import shadow_of, unhooked_step
+from offload_strategy.optimizer.layout import packable
+
+#: Elements of a stand-in along each dimension at most.
+_LONGEST = 8
+_STEPS = 2
+#: What a shadow has of its own, and what may be forgotten: torch notes that it has checked devices.
+_OWN = frozenset({"param_groups", "state", "step", "_need_device_dtype_check_for_fused"})
+
+
+class Unfit(Exception):
+    """Why an optimizer cannot be swapped; completes "it ..."."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What an optimizer keeps for a parameter: the shape of each packed tensor, and its item size.
+
+    Args:
+        like: shape of the stand-in that it was found with.
+        tensors: shape and bytes of an element.
+    """
+
+    like: torch.Size
+    tensors: tuple[tuple[torch.Size, int], ...]
+
+    def bytes_for(self, parameter: torch.Tensor) -> int:
+        """Bytes for a parameter of as many dimensions, of any size."""
+        return sum(
+            itemsize * prod(self._sizes(shape, parameter)) for shape, itemsize in self.tensors
+        )
+
+    def _sizes(self, shape: torch.Size, parameter: torch.Tensor) -> Iterable[int]:
+        if len(shape) != len(self.like) or parameter.dim() != len(self.like):
+            return [parameter.numel()] if shape == self.like else shape
+        real = zip(shape, self.like, parameter.shape, strict=True)
+        return [size if size != small else large for size, small, large in real]
+
+
+def try_out(optimizer: Optimizer, group: dict[str, Any]) -> list[Kept]:
+    """Update stand-ins for two parameters of a group, together and one by one.
+
+    Neither the optimizer nor its parameters change, nor does the state of torch's random numbers.
+
+    Args:
+        optimizer: the user's.
+        group: one of its parameter groups, with parameters.
+
+    Returns:
+        What it keeps for each of the two.
+
+    Raises:
+        Unfit: its numbers would not be the same.
+    """
+    kind = type(optimizer)
+    _check_interface(optimizer)
+    plain = [p for p in group["params"] if type(p) in (torch.Tensor, nn.Parameter)]
+    if not plain:
+        raise Unfit("updates parameters of a tensor subclass only, on which it was not tried")
+    models = (min(plain, key=torch.Tensor.dim), max(plain, key=torch.Tensor.dim))
+    together = [_StandIn(optimizer, model, seed) for seed, model in enumerate(models)]
+    apart = [_StandIn(optimizer, model, seed) for seed, model in enumerate(models)]
+    devices = {p.device for p in models if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=list(devices)):
+        before = _fingerprint(_shared(optimizer, group))
+        random = torch.get_rng_state()
+        changed = _run(optimizer, group, together)
+        for stand_in in apart:
+            changed |= _run(optimizer, group, [stand_in])
+        drew = not torch.equal(random, torch.get_rng_state())
+        after = _fingerprint(_shared(optimizer, group))
+    changed |= {name for name, mark in after.items() if before.get(name) != mark}
+    if changed:
+        raise Unfit(
+            f"keeps something for all parameters together, outside of their states "
+            f"({', '.join(sorted(changed))})"
+        )
+    if drew:
+        raise Unfit("draws random numbers, which subgroups would draw in another order")
+    if not all(one.same_bits(other) for one, other in zip(together, apart, strict=True)):
+        raise Unfit(
+            f"updates a parameter in another way when others are there ({kind.__name__} was tried "
+            f"on two small tensors, together and one by one)"
+        )
+    return [stand_in.kept() for stand_in in together]
+
+
+def _check_interface(optimizer: Optimizer) -> None:
+    closure = inspect.signature(unhooked_step(type(optimizer))).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise Unfit("needs a closure, which it may call several times in a step")
+    inner = next((n for n, v in vars(optimizer).items() if isinstance(v, Optimizer)), None)
+    if inner is not None:
+        raise Unfit(f"wraps another optimizer ({inner}); attach that one before it is wrapped")
+
+
+class _StandIn:
+    """A small tensor in the place of a parameter, with its state and a gradient for each step."""
+
+    def __init__(self, optimizer: Optimizer, model: torch.Tensor, seed: int) -> None:
+        self._corner = tuple(slice(0, _LONGEST) for _ in model.shape)
+        generator = torch.Generator().manual_seed(seed)
+        shape = [min(size, _LONGEST) for size in model.shape]
+
+        def random() -> torch.Tensor:
+            values = torch.randn(shape, generator=generator, dtype=_computed(model.dtype))
+            return values.to(device=model.device, dtype=model.dtype)
+
+        self.parameter = nn.Parameter(random())
+        self.gradients = [random() for _ in range(_STEPS)]
+        state = optimizer.state.get(model, {})
+        self.state = {name: self._cut(value, model) for name, value in state.items()}
+
+    def _cut(self, value: Any, model: torch.Tensor) -> Any:
+        """A copy of what there is for a parameter, as small as the stand-in."""
+        if not isinstance(value, torch.Tensor):
+            return deepcopy(value)
+        return (value[self._corner] if value.dim() == model.dim() else value).detach().clone()
+
+    def same_bits(self, other: _StandIn) -> bool:
+        """Whether values and states are the same."""
+        mine, theirs = self._numbers(), other._numbers()
+        return mine.keys() == theirs.keys() and all(
+            value.shape == theirs[name].shape
+            and torch.allclose(value, theirs[name], rtol=0, atol=0, equal_nan=True)
+            for name, value in mine.items()
+        )
+
+    def _numbers(self) -> dict[str, torch.Tensor]:
+        tensors = {n: v for n, v in self.state.items() if isinstance(v, torch.Tensor)}
+        return {**tensors, "the parameter itself": self.parameter.detach()}
+
+    def kept(self) -> Kept:
+        """What the optimizer keeps for it."""
+        tensors = [value for value in self.state.values() if packable(value)]
+        return Kept(self.parameter.shape, tuple((t.shape, t.element_size()) for t in tensors))
+
+
+def _computed(dtype: torch.dtype) -> torch.dtype:
+    """What random numbers are made in: of the same kind."""
+    return torch.complex64 if dtype.is_complex else torch.float32
+
+
+def _run(optimizer: Optimizer, group: dict[str, Any], stand_ins: Sequence[_StandIn]) -> set[str]:
+    """A few steps; returns what the shadow optimizer keeps besides states and would lose."""
+    parameters = [stand_in.parameter for stand_in in stand_ins]
+    step: Callable[[Optimizer], Any] = unhooked_step(type(optimizer))
+    changed = set()
+    for number in range(_STEPS):
+        for stand_in in stand_ins:
+            stand_in.parameter.grad = stand_in.gradients[number].clone()
+        shadow = shadow_of(optimizer, group, parameters, [s.state for s in stand_ins])
+        try:
+            step(shadow)
+        except Exception as error:
+            raise Unfit(f"failed on two small tensors: {type(error).__name__}: {error}") from error
+        for stand_in in stand_ins:
+            stand_in.state = dict(shadow.state[stand_in.parameter])
+        before, now = _shared(optimizer, group), _shared(shadow, shadow.param_groups[0])
+        changed |= {name for name in now if now[name] is not before.get(name, _OWN)}
+    return changed
+
+
+def _shared(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
+    """What all parameters of a group have in common."""
+    own = {name: value for name, value in vars(optimizer).items() if name not in _OWN}
+    return {**own, **{name: value for name, value in group.items() if name != "params"}}
+
+
+def _fingerprint(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Tells whether values were changed where they are, one level deep."""
+    marks: dict[str, Any] = {}
+    for name, value in attributes.items():
+        if isinstance(value, torch.Tensor):
+            marks[name] = value._version
+        elif isinstance(value, dict):
+            marks[name] = [(key, id(item)) for key, item in value.items()]
+        elif isinstance(value, list | set | tuple):
+            marks[name] = [id(item) for item in value]
+    return marks
