@@ -125,7 +125,8 @@ class OffloadEngine:
         section = self.config.optimizer
         if not section.enabled:
             return optimizer
-        state_bytes = check_supported(optimizer)
+        narrow = torch.bfloat16 if section.state_dtype == "bfloat16" else None
+        state_bytes = check_supported(optimizer, narrow)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         tiers = self._resources.clients["optimizer"]
         weights_bytes = sum(p.numel() * p.element_size() for p in parameters)
@@ -144,6 +145,7 @@ class OffloadEngine:
             subgroup_size=None if size == "auto" else int(size),
             is_last=self._is_last,
             state_bytes=state_bytes,
+            narrow=narrow,
         )
         self._registry.claim_states(parameters, wrapped)
         self._optimizers.add(wrapped)

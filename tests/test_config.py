@@ -319,7 +319,6 @@ class TestRefusedValues:
         ("sections", "instead"),
         [
             ({"optimizer": {"overlap": "eager"}}, "'commit'"),
-            ({"optimizer": {"state_dtype": "bfloat16"}}, "'float32'"),
             ({"parameters": {"enabled": True}}, "enabled: false"),
         ],
     )

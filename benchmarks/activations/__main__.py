@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.activations.contenders import MEANING
 from benchmarks.activations.curve import curve, markdown, plot
-from benchmarks.activations.models import HUNDRED_MILLION, TINY
+from benchmarks.activations.models import HUNDRED_MILLION, MODELS, TINY
 from benchmarks.activations.session import Setting, allocator
 from benchmarks.activations.sweep import sweep
 from benchmarks.io.results import Result, Skipped, table, write_json
@@ -35,6 +35,7 @@ def main() -> int:
         prog="python -m benchmarks.activations", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--lines", nargs="+", choices=_LINES, default=_LINES)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["GPT", "BERT"])
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--batches", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--repeats", type=int, default=5, help="steps of each that count")
@@ -49,7 +50,9 @@ def main() -> int:
     results: list[Result] = []
     outcome: dict[str, object] = {"repeats": options.repeats, "quick": options.quick}
     if "curve" in options.lines:
-        points, claims = curve(options.dir, options.batches, options.repeats, setting)
+        points, claims = curve(
+            options.dir, options.batches, options.repeats, setting, models=options.models
+        )
         results += claims
         outcome["points"] = [asdict(point) for point in points]
         print("\n" + "\n".join(f"{kind}: {what}" for kind, what in MEANING.items()))

@@ -57,7 +57,8 @@ class Outcome:
         """What the user sees, with paths such as /mnt/nvme0."""
         said = [*dict.fromkeys(self.log)]
         if self.error is not None:
-            said.append(": ".join(filter(None, (type(self.error).__name__, str(self.error)))))
+            what = ": ".join(filter(None, (type(self.error).__name__, str(self.error))))
+            said.append(" ".join((what, *getattr(self.error, "__notes__", ()))))
         text = "\n".join(said)
         for number, place in enumerate(dict.fromkeys(_MOUNTED.findall(text))):
             text = text.replace(place, f"/mnt/nvme{number}")

@@ -14,6 +14,7 @@ zero: a counter is made with its view, and says then that nobody changed the byt
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -37,24 +38,30 @@ class ByteRange(NamedTuple):
 
 def reach(tensor: torch.Tensor) -> ByteRange:
     """The bytes of its storage that a strided tensor can touch (strides are never negative)."""
+    itemsize = tensor.itemsize
+    start = int(tensor.storage_offset()) * itemsize
+    if tensor.is_contiguous():
+        return ByteRange(start, start + max(itemsize, tensor.nbytes))
     strides = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in strides)
-    itemsize = tensor.element_size()
-    start = int(tensor.storage_offset()) * itemsize
     return ByteRange(start, start + (last + 1) * itemsize)
 
 
-def reach_of_base(tensor: torch.Tensor) -> ByteRange:
+def reach_of_base(tensor: torch.Tensor, own: ByteRange | None = None) -> ByteRange:
     """The bytes to take along with it, for other views of them that may be saved.
 
     Those that share its version counter: of what it is a view of, or its own. And all of its
     storage, if it lies between others there (query, key and value of one product, which a compiled
     region saves as views without a base) and nothing that its counter knows of has changed them.
+
+    Args:
+        tensor: strided, as autograd saves it.
+        own: its `reach`, if that is known.
     """
     base = tensor._base
-    own = reach(tensor)
+    own = reach(tensor) if own is None else own
     if base is None:
-        if tensor._version or tensor.numel() * tensor.element_size() >= own.nbytes:
+        if tensor.nbytes >= own.nbytes or tensor._version:
             return own
         return ByteRange(0, tensor.untyped_storage().nbytes())
     if base.layout is not torch.strided or base.numel() == 0:
@@ -102,6 +109,12 @@ class SavedView:
         return torch._neg_view(tensor) if self.negated else tensor
 
 
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor without elements; the same one each time, as nobody changes it."""
+    return torch.empty(0, dtype=dtype, device=device)
+
+
 class VersionProbe:
     """Reads the version counter of a tensor without holding its data.
 
@@ -114,7 +127,7 @@ class VersionProbe:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._alias = tensor.detach()
         # A detached alias shares the counter; pointing it at nothing lets the data go.
-        self._alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._alias.data = _nothing(tensor.dtype, tensor.device)
         self._expected = tensor._version
         self._shape = tensor.shape
 

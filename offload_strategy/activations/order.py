@@ -71,9 +71,9 @@ class Trace:
         #: How many of the uses the book has learned.
         self.learned = 0
 
-    def saved(self, tensor: torch.Tensor) -> int:
-        """A new item; returns its number."""
-        self.prefixes.append(self.prefix_with(tensor))
+    def saved(self, prefix: int) -> int:
+        """A new item, of which `prefix_with` has told what the pass looks like; its number."""
+        self.prefixes.append(prefix)
         self.saved_at.append(time.perf_counter())
         return len(self.saved_at) - 1
 

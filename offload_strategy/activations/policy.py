@@ -61,6 +61,34 @@ def why_it_stays(tensor: torch.Tensor, is_weight: Callable[[torch.Tensor], bool]
     """
     if type(tensor) not in _PLAIN:
         return Stays.WEIGHT if is_weight(tensor) else Stays.SUBCLASS
+    kind = _kind(tensor)
+    if kind is not None and kind is not Stays.QUANTIZED:
+        return kind
+    if tensor.numel() == 0 or tensor.untyped_storage().nbytes() == 0:
+        # An address of zero, which nobody may read from: sharded training takes the memory of
+        # storages away.
+        return Stays.EMPTY
+    return Stays.WEIGHT if _is_form_of_weight(tensor, is_weight) else kind
+
+
+def _kind(tensor: torch.Tensor) -> Stays | None:
+    """Why tensors of its kind stay, whatever their sizes and values.
+
+    All of it is told by what torch dispatches on, so each combination is looked at once: ten
+    questions to every saved tensor would cost more than to move it.
+    """
+    keys = int(torch._C._dispatch_keys(tensor).raw_repr())
+    try:
+        return _KINDS[keys]
+    except KeyError:
+        return _KINDS.setdefault(keys, _look(tensor))
+
+
+#: Dispatch keys, as bits, to the answer.
+_KINDS: dict[int, Stays | None] = {}
+
+
+def _look(tensor: torch.Tensor) -> Stays | None:
     # The order matters: a nested tensor calls itself strided, and a wrapped one answers for what it
     # wraps.
     if tensor.is_nested:
@@ -71,22 +99,10 @@ def why_it_stays(tensor: torch.Tensor, is_weight: Callable[[torch.Tensor], bool]
         return Stays.TRANSFORM
     if tensor.is_inference():
         return Stays.INFERENCE
-    if tensor.device.type == "meta" or tensor.numel() == 0 or _has_no_memory(tensor):
+    # Forward-mode differentiation makes tensors of zeros that only say so.
+    if tensor.device.type == "meta" or tensor._is_zerotensor():
         return Stays.EMPTY
-    if _is_form_of_weight(tensor, is_weight):
-        return Stays.WEIGHT
-    if tensor.is_quantized:
-        return Stays.QUANTIZED
-    return None
-
-
-def _has_no_memory(tensor: torch.Tensor) -> bool:
-    """Whether its storage does not hold it: an address of zero, which nobody may read from.
-
-    Forward-mode differentiation makes tensors of zeros that only say so; sharded training takes the
-    memory of storages away.
-    """
-    return tensor._is_zerotensor() or tensor.untyped_storage().nbytes() == 0
+    return Stays.QUANTIZED if tensor.is_quantized else None
 
 
 def is_small(tensor: torch.Tensor, min_size: int) -> bool:
@@ -97,9 +113,7 @@ def is_small(tensor: torch.Tensor, min_size: int) -> bool:
         min_size: bytes of a storage that may leave.
     """
     try:
-        if tensor.numel() * tensor.element_size() >= min_size:
-            return False
-        return tensor.untyped_storage().nbytes() < min_size
+        return tensor.nbytes < min_size and tensor.untyped_storage().nbytes() < min_size
     except (NotImplementedError, RuntimeError):  # without a storage of its own
         return False
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from offload_strategy.activations.identity import ByteRange, storage_address
+from offload_strategy.activations.identity import ByteRange
 from offload_strategy.activations.order import Plan, Trace
 from offload_strategy.activations.prefetch import Prefetcher
 from offload_strategy.heap import Heap, Ticket, TicketState
@@ -29,7 +29,8 @@ class Slot:
     Args:
         number: among the items of its forward pass.
         span: which bytes of the storage.
-        tensor: what is saved; it is not held.
+        storage: of what is saved; it is not held.
+        version: of what is saved.
     """
 
     __slots__ = (
@@ -44,13 +45,15 @@ class Slot:
         "version",
     )
 
-    def __init__(self, number: int, span: ByteRange, tensor: torch.Tensor) -> None:
+    def __init__(
+        self, number: int, span: ByteRange, storage: torch.UntypedStorage, version: int
+    ) -> None:
         self.number = number
         #: None if the bytes stay where they are.
         self.ticket: Ticket | None = None
         self.range = span
-        self.storage: weakref.ref[torch.UntypedStorage] = weakref.ref(tensor.untyped_storage())
-        self.version = tensor._version
+        self.storage: weakref.ref[torch.UntypedStorage] = weakref.ref(storage)
+        self.version = version
         self.used = False
         self._hot: torch.Tensor | None = None
         self._views: list[weakref.ref[View]] = []
@@ -121,7 +124,7 @@ class ForwardRecord:
     def find(self, tensor: torch.Tensor, wanted: ByteRange) -> Slot | None:
         """The slot that already stands for these bytes at this version, if there is one."""
         storage = tensor.untyped_storage()
-        for reference in self._by_storage.get(storage_address(tensor), ()):
+        for reference in self._by_storage.get(int(storage._cdata), ()):
             slot = reference()
             if (
                 slot is not None
@@ -133,12 +136,19 @@ class ForwardRecord:
                 return slot
         return None
 
-    def add(self, tensor: torch.Tensor, span: ByteRange) -> Slot:
-        """Note an item; while it has no ticket it stays in memory."""
-        slot = Slot(self.trace.saved(tensor), span, tensor)
+    def add(self, tensor: torch.Tensor, span: ByteRange, prefix: int) -> Slot:
+        """Note an item; while it has no ticket it stays in memory.
+
+        Args:
+            tensor: what is saved.
+            span: which bytes of its storage.
+            prefix: what the forward pass looks like with it (`Trace.prefix_with`).
+        """
+        storage = tensor.untyped_storage()
+        slot = Slot(self.trace.saved(prefix), span, storage, tensor._version)
         reference = weakref.ref(slot)
         self._slots.append(reference)
-        self._by_storage.setdefault(storage_address(tensor), []).append(reference)
+        self._by_storage.setdefault(int(storage._cdata), []).append(reference)
         return slot
 
     def unused(self, number: int) -> Slot | None:

@@ -171,7 +171,7 @@ class ActivationOffload:
             return Moved(tensor, slot.range, record).stands_for(slot)
         # Views of one activation (query, key, value) overlap: it leaves once, whole. A small view
         # of something large (a batch out of a data set) must not drag all of it along.
-        span = reach_of_base(tensor)
+        span = reach_of_base(tensor, wanted)
         if not span.covers(wanted) or wanted.nbytes < _WHOLE_BASE_SHARE * span.nbytes:
             span = wanted
         if span.nbytes < self._min_size:
@@ -183,8 +183,9 @@ class ActivationOffload:
     ) -> Kept | Moved:
         trace = record.trace
         trace.saved_bytes += span.nbytes
-        idle = self._prefetcher.idle_seconds(trace.prefix_with(tensor))
-        slot = record.add(tensor, span)
+        prefix = trace.prefix_with(tensor)
+        idle = self._prefetcher.idle_seconds(prefix)
+        slot = record.add(tensor, span, prefix)
         if not self._budget.admits(span.nbytes, trace, idle):
             self.kept_bytes += span.nbytes
             return Kept(tensor, slot, record)

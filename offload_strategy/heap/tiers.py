@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from offload_strategy.heap.ticket import Entry
 
 
+#: So many residents are noted before those that left are looked for.
+_SWEPT_AT = 256
+
+
 class HostTier:
     """Host memory: a ticket here stays where it is (or in a host buffer, when it was on a device).
 
@@ -34,6 +38,7 @@ class HostTier:
         # expected at another time by now, are recognised when they come up.
         self._residents: list[tuple[float, int, Entry]] = []
         self._sequence = itertools.count()
+        self._swept_at = _SWEPT_AT
 
     def has_room(self, nbytes: int) -> bool:
         """Whether `nbytes` more would fit."""
@@ -52,8 +57,18 @@ class HostTier:
 
     def note(self, entry: Entry) -> None:
         """Remember an entry that may be evicted; again when its next use changed."""
-        if entry.next_use is not None:
-            heapq.heappush(self._residents, (-entry.next_use, next(self._sequence), entry))
+        if entry.next_use is None:
+            return
+        if len(self._residents) >= self._swept_at:
+            # Where nobody ever has to make room, nothing that left would come up.
+            self._residents = [item for item in self._residents if self._is_current(item)]
+            heapq.heapify(self._residents)
+            self._swept_at = max(_SWEPT_AT, 2 * len(self._residents))
+        heapq.heappush(self._residents, (-entry.next_use, next(self._sequence), entry))
+
+    def _is_current(self, item: tuple[float, int, Entry]) -> bool:
+        entry = item[2]
+        return entry.tier is self and entry.may_leave and entry.next_use == -item[0]
 
     def victims(self, nbytes: int, next_use: float) -> list[Entry]:
         """Entries that are needed after `next_use` and whose going makes room for `nbytes`.
@@ -66,9 +81,8 @@ class HostTier:
         while missing > 0 and self._residents and -self._residents[0][0] > next_use:
             item = heapq.heappop(self._residents)
             entry = item[2]
-            current = entry.tier is self and entry.may_leave and entry.next_use == -item[0]
             # It was told the same time twice: then it is here twice.
-            if current and not any(entry is other for _, _, other in chosen):
+            if self._is_current(item) and not any(entry is other for _, _, other in chosen):
                 chosen.append(item)
                 missing -= entry.nbytes
         if missing > 0:

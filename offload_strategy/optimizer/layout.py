@@ -48,15 +48,20 @@ class Layout:
     nbytes: int
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor]) -> Layout:
-        """Lay out tensors one behind the other; each must be `packable`."""
+    def of(
+        cls, tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype] | None = None
+    ) -> Layout:
+        """Lay out tensors one behind the other; each must be `packable`.
+
+        Args:
+            tensors: to be laid out.
+            dtypes: in which each lies there; None for its own.
+        """
         segments = []
         offset = 0
-        for tensor in tensors:
-            nbytes = tensor.numel() * tensor.element_size()
-            segments.append(
-                Segment(offset, nbytes, tensor.dtype, tensor.shape, tuple(tensor.stride()))
-            )
+        for tensor, dtype in zip(tensors, dtypes or [t.dtype for t in tensors], strict=True):
+            nbytes = tensor.numel() * dtype.itemsize
+            segments.append(Segment(offset, nbytes, dtype, tensor.shape, tuple(tensor.stride())))
             offset = round_up(offset + nbytes, _ALIGNMENT_BYTES)
         return cls(tuple(segments), offset)
 

@@ -41,6 +41,7 @@ class OffloadedOptimizer(Optimizer):
         subgroup_size: parameters per subgroup, or None to choose.
         is_last: whether the backward that runs is the last before `step()`.
         state_bytes: what the states will take, once every parameter was updated.
+        narrow: the dtype in which states of float32 are kept; None for their own.
     """
 
     def __init__(
@@ -53,11 +54,13 @@ class OffloadedOptimizer(Optimizer):
         subgroup_size: int | None,
         is_last: Callable[[], bool],
         state_bytes: int = 0,
+        narrow: torch.dtype | None = None,
     ) -> None:
         # Not Optimizer.__init__: it would make groups, defaults and hooks of its own.
         self.inner = inner
         self.state_bytes = state_bytes
-        self._updater = Updater(inner, heap, tiers)
+        self._updater = Updater(inner, heap, tiers, narrow)
+        self._narrow = narrow
         self._subgroup_size = subgroup_size
         self._overlap = BackwardOverlap(self._updater, is_last) if overlap == "commit" else None
         self._subgroups: list[Subgroup] = []
@@ -156,14 +159,25 @@ class OffloadedOptimizer(Optimizer):
         ahead = self._overlap.finish() if self._overlap is not None else []
         committed = {id(speculation.subgroup) for speculation in ahead}
         rest = [s for s in subgroups if id(s) not in committed and s.with_gradient()]
-        for position, speculation in enumerate(ahead):
-            for coming in ahead[position + 1 : position + 1 + PREFETCHED_SUBGROUPS]:
-                self._updater.fetch_weights(coming)
-            self._updater.commit(speculation)
-        for position, subgroup in enumerate(rest):
-            for next_one in rest[position + 1 : position + 1 + PREFETCHED_SUBGROUPS]:
-                self._updater.fetch(next_one)
-            self._updater.update_in_place(subgroup)
+        done = 0
+        try:
+            for position, speculation in enumerate(ahead):
+                for coming in ahead[position + 1 : position + 1 + PREFETCHED_SUBGROUPS]:
+                    self._updater.fetch_weights(coming)
+                self._updater.commit(speculation)
+                done += 1
+            for position, subgroup in enumerate(rest):
+                for next_one in rest[position + 1 : position + 1 + PREFETCHED_SUBGROUPS]:
+                    self._updater.fetch(next_one)
+                self._updater.update_in_place(subgroup)
+                done += 1
+        except BaseException as error:
+            if done:
+                error.add_note(
+                    f"optimizer.step() had updated {done} of {len(ahead) + len(rest)} subgroups: "
+                    f"the weights are not those of any one step. Go on from the last checkpoint."
+                )
+            raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, as the plain optimizer does."""
@@ -181,7 +195,7 @@ class OffloadedOptimizer(Optimizer):
         self.inner.add_param_group(param_group)
         groups = self.inner.param_groups
         try:
-            self.state_bytes += check_group(self.inner, groups[-1])
+            self.state_bytes += check_group(self.inner, groups[-1], self._narrow)
         except ConfigError:
             groups.pop()
             raise

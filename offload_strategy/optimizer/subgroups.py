@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,19 +29,25 @@ class StateSet:
         names: for each segment of the layout, (index of the parameter, name of the state).
         layout: how the tensors lie in the ticket.
         ticket: their bytes; None when there are none.
+        dtypes: what each tensor is computed in, where it lies in another in the ticket.
     """
 
     small: list[dict[str, Any]]
     names: list[tuple[int, str]] = field(default_factory=list)
     layout: Layout = field(default_factory=lambda: Layout((), 0))
     ticket: Ticket | None = None
+    dtypes: list[torch.dtype] = field(default_factory=list)
 
     def unpack(self, flat: torch.Tensor | None) -> list[dict[str, Any]]:
-        """One state dict a parameter: copies of the small values, views of `flat` for the rest."""
+        """One state dict a parameter: copies of the small values, views of `flat` for the rest.
+
+        What lies there in another precision than it is computed in is a copy as well.
+        """
         states = [{name: _copy(value) for name, value in small.items()} for small in self.small]
         if flat is not None:
-            for (index, name), view in zip(self.names, self.layout.views(flat), strict=True):
-                states[index][name] = view
+            views = self.layout.views(flat)
+            for (index, name), view, dtype in zip(self.names, views, self.dtypes, strict=True):
+                states[index][name] = view.to(dtype)
         return states
 
 
@@ -72,7 +79,8 @@ def pack_states(
     old: StateSet,
     states: list[dict[str, Any]],
     flat: torch.Tensor | None,
-    put: Any,
+    put: Callable[[torch.Tensor], Ticket],
+    narrow: torch.dtype | None = None,
 ) -> StateSet:
     """Make a new state set of updated states.
 
@@ -80,9 +88,10 @@ def pack_states(
         heap: lends the buffer when a new one is needed.
         old: the set that `states` were unpacked from.
         states: one dict a parameter.
-        flat: the buffer that they were unpacked into and updated in; used as it is if every tensor
-            still lies in it.
+        flat: the buffer that they were unpacked into and updated in; used again if every tensor
+            still has its place there.
         put: gives a flat buffer to the heap and returns the ticket.
+        narrow: the dtype in which tensors of float32 are kept; None for their own.
     """
     names = [
         (index, name)
@@ -96,18 +105,42 @@ def pack_states(
     if not names:
         return StateSet(small)
     if flat is not None and sorted(names) == sorted(old.names):
-        in_place = all(
-            states[index][name].data_ptr() == view.data_ptr()
-            for (index, name), view in zip(old.names, old.layout.views(flat), strict=True)
-        )
-        if in_place:
-            return StateSet(small, old.names, old.layout, put(flat))
+        names, layout = old.names, old.layout
+        tensors = [states[index][name] for index, name in names]
+        if all(map(partial(_has_place, narrow), tensors, layout.views(flat))):
+            return _filled(small, names, tensors, layout, flat, put)
     tensors = [states[index][name] for index, name in names]
-    layout = Layout.of(tensors)
+    layout = Layout.of(tensors, [kept_dtype(tensor.dtype, narrow) for tensor in tensors])
     fresh = heap.borrow("optimizer", layout.nbytes, tensors[0].device)
-    for view, tensor in zip(layout.views(fresh), tensors, strict=True):
-        view.copy_(tensor)
-    return StateSet(small, names, layout, put(fresh))
+    return _filled(small, names, tensors, layout, fresh, put)
+
+
+def kept_dtype(dtype: torch.dtype, narrow: torch.dtype | None) -> torch.dtype:
+    """In which dtype a state is kept: `narrow` stands in for float32."""
+    return narrow if narrow is not None and dtype == torch.float32 else dtype
+
+
+def _has_place(narrow: torch.dtype | None, tensor: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether a state is where it was unpacked, or can be rounded to where it came from."""
+    if view.dtype != kept_dtype(tensor.dtype, narrow):
+        return False
+    if view.dtype == tensor.dtype:
+        return view.data_ptr() == tensor.data_ptr()
+    return view.shape == tensor.shape and view.stride() == tensor.stride()
+
+
+def _filled(
+    small: list[dict[str, Any]],
+    names: list[tuple[int, str]],
+    tensors: list[torch.Tensor],
+    layout: Layout,
+    flat: torch.Tensor,
+    put: Callable[[torch.Tensor], Ticket],
+) -> StateSet:
+    for view, tensor in zip(layout.views(flat), tensors, strict=True):
+        if view.data_ptr() != tensor.data_ptr():
+            view.copy_(tensor)
+    return StateSet(small, names, layout, put(flat), [tensor.dtype for tensor in tensors])
 
 
 def plan_subgroups(

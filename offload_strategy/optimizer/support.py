@@ -11,8 +11,12 @@ from offload_strategy.errors import ConfigError
 from offload_strategy.optimizer.trial import Kept, Unfit, try_out
 
 
-def check_supported(optimizer: Optimizer) -> int:
+def check_supported(optimizer: Optimizer, narrow: torch.dtype | None = None) -> int:
     """Refuse what cannot be swapped without changing numbers.
+
+    Args:
+        optimizer: the user's.
+        narrow: the dtype in which states of float32 will be kept; None for their own.
 
     Returns:
         bytes of state that the optimizer will keep once every parameter was updated.
@@ -33,10 +37,10 @@ def check_supported(optimizer: Optimizer) -> int:
         )
     if not any(group["params"] for group in optimizer.param_groups):
         raise ConfigError("attach: the optimizer has no parameters, so there is nothing to swap.")
-    return sum(check_group(optimizer, group) for group in optimizer.param_groups)
+    return sum(check_group(optimizer, group, narrow) for group in optimizer.param_groups)
 
 
-def check_group(optimizer: Optimizer, group: dict[str, Any]) -> int:
+def check_group(optimizer: Optimizer, group: dict[str, Any], narrow: torch.dtype | None) -> int:
     """As `check_supported`, for one parameter group of an optimizer that it has approved."""
     if not group["params"]:
         return 0
@@ -50,7 +54,7 @@ def check_group(optimizer: Optimizer, group: dict[str, Any]) -> int:
             f"optimizer that updates every parameter by itself (most of torch.optim do), or set "
             f"optimizer.enabled to false and offload activations only."
         ) from reason.__cause__
-    return sum(_bytes_for(parameter, kept) for parameter in group["params"])
+    return sum(_bytes_for(parameter, kept, narrow) for parameter in group["params"])
 
 
 def _check_parameters(parameters: list[torch.Tensor]) -> None:
@@ -66,7 +70,7 @@ def _check_parameters(parameters: list[torch.Tensor]) -> None:
         )
 
 
-def _bytes_for(parameter: torch.Tensor, kept: list[Kept]) -> int:
+def _bytes_for(parameter: torch.Tensor, kept: list[Kept], narrow: torch.dtype | None) -> int:
     """Bytes of state, by the stand-in with as many dimensions."""
     same = [each for each in kept if len(each.like) == parameter.dim()]
-    return (same or kept)[-1].bytes_for(parameter)
+    return (same or kept)[-1].bytes_for(parameter, narrow)

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from offload_strategy.optimizer.kernel import shadow_of, unhooked_step
 from offload_strategy.optimizer.layout import packable
+from offload_strategy.optimizer.subgroups import kept_dtype
 
 #: Elements of a stand-in along each dimension at most.
 _LONGEST = 8
@@ -35,20 +36,21 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class Kept:
-    """What an optimizer keeps for a parameter: the shape of each packed tensor, and its item size.
+    """What an optimizer keeps for a parameter.
 
     Args:
         like: shape of the stand-in that it was found with.
-        tensors: shape and bytes of an element.
+        tensors: shape and dtype of each tensor that goes to a tier.
     """
 
     like: torch.Size
-    tensors: tuple[tuple[torch.Size, int], ...]
+    tensors: tuple[tuple[torch.Size, torch.dtype], ...]
 
-    def bytes_for(self, parameter: torch.Tensor) -> int:
+    def bytes_for(self, parameter: torch.Tensor, narrow: torch.dtype | None) -> int:
         """Bytes for a parameter of as many dimensions, of any size."""
         return sum(
-            itemsize * prod(self._sizes(shape, parameter)) for shape, itemsize in self.tensors
+            kept_dtype(dtype, narrow).itemsize * prod(self._sizes(shape, parameter))
+            for shape, dtype in self.tensors
         )
 
     def _sizes(self, shape: torch.Size, parameter: torch.Tensor) -> Iterable[int]:
@@ -81,14 +83,14 @@ def try_out(optimizer: Optimizer, group: dict[str, Any]) -> list[Kept]:
     models = (min(plain, key=torch.Tensor.dim), max(plain, key=torch.Tensor.dim))
     together = [_StandIn(optimizer, model, seed) for seed, model in enumerate(models)]
     apart = [_StandIn(optimizer, model, seed) for seed, model in enumerate(models)]
-    devices = {p.device for p in models if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(devices)):
+    devices = list({p.device for p in models if p.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
         before = _fingerprint(_shared(optimizer, group))
-        random = torch.get_rng_state()
+        random = _random_states(devices)
         changed = _run(optimizer, group, together)
         for stand_in in apart:
             changed |= _run(optimizer, group, [stand_in])
-        drew = not torch.equal(random, torch.get_rng_state())
+        drew = not all(map(torch.equal, random, _random_states(devices)))
         after = _fingerprint(_shared(optimizer, group))
     changed |= {name for name, mark in after.items() if before.get(name) != mark}
     if changed:
@@ -104,6 +106,10 @@ def try_out(optimizer: Optimizer, group: dict[str, Any]) -> list[Kept]:
             f"on two small tensors, together and one by one)"
         )
     return [stand_in.kept() for stand_in in together]
+
+
+def _random_states(devices: Iterable[torch.device]) -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
 
 
 def _check_interface(optimizer: Optimizer) -> None:
@@ -154,7 +160,7 @@ class _StandIn:
     def kept(self) -> Kept:
         """What the optimizer keeps for it."""
         tensors = [value for value in self.state.values() if packable(value)]
-        return Kept(self.parameter.shape, tuple((t.shape, t.element_size()) for t in tensors))
+        return Kept(self.parameter.shape, tuple((t.shape, t.dtype) for t in tensors))
 
 
 def _computed(dtype: torch.dtype) -> torch.dtype:

@@ -54,12 +54,20 @@ class Updater:
         optimizer: the user's; its class does the arithmetic.
         heap: where states are between updates.
         tiers: where they may go, in order.
+        narrow: the dtype in which states of float32 are kept; None for their own.
     """
 
-    def __init__(self, optimizer: Optimizer, heap: Heap, tiers: Sequence[Tier]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        heap: Heap,
+        tiers: Sequence[Tier],
+        narrow: torch.dtype | None = None,
+    ) -> None:
         self._optimizer = optimizer
         self._heap = heap
         self._tiers = list(tiers)
+        self._narrow = narrow
 
     def put(self, flat: torch.Tensor) -> Ticket:
         """Give a flat buffer of the optimizer's to the heap."""
@@ -90,7 +98,7 @@ class Updater:
             [subgroup.parameters[index] for index in indices],
             [states[index] for index in indices],
         )
-        subgroup.states = pack_states(self._heap, old, states, flat, self.put)
+        subgroup.states = pack_states(self._heap, old, states, flat, self.put, self._narrow)
 
     @torch.no_grad()
     def speculate(self, subgroup: Subgroup) -> Speculation | None:
@@ -114,7 +122,7 @@ class Updater:
         run_update(self._optimizer, group, weights, [states[index] for index in indices])
         for copy in weights:
             copy.grad = None
-        new = pack_states(self._heap, old, states, flat, self.put)
+        new = pack_states(self._heap, old, states, flat, self.put, self._narrow)
         ticket = self.put(flat_weights)
         return Speculation(subgroup, indices, inputs, hyper, old, new, layout, ticket)
 
@@ -152,7 +160,7 @@ class Updater:
                 for name, value in list(state.items())
                 if packable(value)
             )
-        new = pack_states(self._heap, StateSet([]), states, None, self.put)
+        new = pack_states(self._heap, StateSet([]), states, None, self.put, self._narrow)
         self._replace_states(subgroup, new)
 
     def copies(self, subgroup: Subgroup) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator
 
@@ -90,8 +91,8 @@ class ParameterRegistry:
         """Read anew which storages hold weights; called at the start of each forward pass."""
         storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         for module in list(self._modules):
-            for tensor in (*module.parameters(), *module.buffers()):
-                for part in _parts(tensor):
+            for tensor in itertools.chain(module.parameters(), module.buffers()):
+                for part in (tensor,) if type(tensor) in _PLAIN else _parts(tensor):
                     storage = _storage(part)
                     if storage is not None:
                         storages[int(storage._cdata)] = weakref.ref(storage)

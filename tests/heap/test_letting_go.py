@@ -172,3 +172,20 @@ def test_calm_moves_have_one_block_under_way_unless_many_wait(make_rig: MakeRig)
     rig.complete()
     for ticket in tickets:
         rig.heap.free(ticket)  # type: ignore[arg-type]
+
+
+def test_a_host_tier_that_is_never_full_forgets_what_was_freed(make_rig: MakeRig) -> None:
+    rig = make_rig(host_bytes=64 * KiB, disk_bytes=64 * KiB)
+    kept = [rig.put(noise(PAGE, number), next_use=number) for number in range(3)]
+    for step in range(2000):
+        rig.heap.free(rig.put(noise(8), next_use=-step))
+    assert len(rig.host._residents) < 600
+    # And it still knows whom to send away: what is needed last.
+    rig.at_once()
+    large = rig.put(noise(60 * KiB), next_use=-1.0)
+    rig.heap.wait_for_writes()
+    assert [ticket.state for ticket in kept].count(TicketState.STORED) == 2
+    assert kept[0].state is TicketState.IN_MEMORY
+    assert large.state is TicketState.IN_MEMORY
+    for ticket in (*kept, large):
+        rig.heap.free(ticket)

@@ -1,0 +1,125 @@
+"""States kept in bfloat16: the same as rounding the plain optimizer's states after every step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.optim import SGD, Adagrad, Adam, AdamW
+
+from tests.optimizer.runs import MakeOptimizer, Run, offloading
+from tests.training import Numbers, assert_same_history
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "Adam": lambda m: Adam(m.parameters(), 1e-2),
+    "AdamW fused": lambda m: AdamW(m.parameters(), 1e-2, fused=True),
+    "AdamW foreach amsgrad": lambda m: AdamW(m.parameters(), 1e-2, foreach=True, amsgrad=True),
+    "SGD momentum": lambda m: SGD(m.parameters(), 0.1, momentum=0.9),
+    "Adagrad": lambda m: Adagrad(m.parameters(), 1e-2),
+}
+NARROW = {"state_dtype": "bfloat16"}
+
+
+def _round(run: Run) -> None:
+    """Do to a plain optimizer's states what keeping them in bfloat16 does."""
+    for state in run.optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                state[name] = value.to(torch.bfloat16).to(value.dtype)
+
+
+def _train(run: Run, clip: float | None = None) -> None:
+    for number in range(6):
+        run.optimizer.zero_grad()
+        loss = run.backward(number)
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(run.model.parameters(), clip)
+        run.optimizer.step()
+        if run.engine is None:
+            _round(run)
+        run.note(loss)
+
+
+@pytest.mark.parametrize("host", [None, "1MiB"])
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("overlap", ["commit", "off"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_six_steps_of(
+    name: str, overlap: str, clip: float | None, host: str | None, disk: Path
+) -> None:
+    plain = Run(OPTIMIZERS[name])
+    _train(plain, clip)
+    with offloading(disk, overlap, host, optimizer=NARROW) as engine:
+        offloaded = Run(OPTIMIZERS[name], engine)
+        _train(offloaded, clip)
+    assert_same_history(offloaded.history, plain.history)
+
+
+def _states(run: Run) -> Numbers:
+    return {
+        f"{index} {name}": value
+        for index, state in run.optimizer.state_dict()["state"].items()
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def test_half_of_the_bytes_move(disk: Path) -> None:
+    moved = {}
+    for dtype in ("float32", "bfloat16"):
+        parameter = torch.nn.Parameter(torch.ones(64, 64))
+        with offloading(disk, "off", optimizer={"state_dtype": dtype}) as engine:
+            optimizer = engine.attach(None, Adam([parameter]))
+            for _ in range(3):
+                parameter.grad = torch.ones_like(parameter)
+                optimizer.step()
+                # A write that the next step would overtake is given up.
+                engine._resources.heap.wait_for_writes()
+            assert optimizer.state[parameter]["exp_avg"].dtype == torch.float32
+            moved[dtype] = engine.metrics()["offload/optimizer/written_bytes"]
+    assert moved["float32"] == 3 * 2 * parameter.numel() * 4
+    assert moved["bfloat16"] == moved["float32"] / 2
+
+
+def test_the_engine_asks_for_half_of_the_space() -> None:
+    from offload_strategy.optimizer import check_supported
+
+    parameters = [torch.nn.Parameter(torch.ones(64, 64)), torch.nn.Parameter(torch.ones(64))]
+    optimizer = AdamW(parameters)
+    assert check_supported(optimizer) == 2 * check_supported(optimizer, torch.bfloat16)
+    halves = AdamW([p.detach().bfloat16() for p in parameters])
+    assert check_supported(halves) == check_supported(halves, torch.bfloat16)
+
+
+def test_states_of_other_precisions_stay_as_they_are(disk: Path) -> None:
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        parameter = torch.nn.Parameter(torch.arange(100.0).to(dtype))
+        twin = torch.nn.Parameter(parameter.detach().clone())
+        plain = AdamW([twin], 1e-2)
+        with offloading(disk, optimizer=NARROW) as engine:
+            optimizer = engine.attach(None, AdamW([parameter], 1e-2))
+            for number in range(3):
+                for tensor, its in ((parameter, optimizer), (twin, plain)):
+                    tensor.grad = torch.full_like(tensor, 0.1 * (number + 1))
+                    its.step()
+            assert torch.equal(parameter, twin)
+            for name, value in plain.state[twin].items():
+                assert torch.equal(optimizer.state[parameter][name], value)
+
+
+@pytest.mark.parametrize("from_plain", [True, False])
+def test_a_state_dict_goes_from_one_precision_to_the_other(from_plain: bool, disk: Path) -> None:
+    first = Run(OPTIMIZERS["AdamW fused"])
+    with offloading(disk, optimizer=NARROW) as engine:
+        second = Run(OPTIMIZERS["AdamW fused"], engine)
+        source, target = (first, second) if from_plain else (second, first)
+        _train(source)
+        target.optimizer.load_state_dict(source.optimizer.state_dict())
+        given, taken = _states(source), _states(target)
+    assert given.keys() == taken.keys()
+    for name, value in given.items():
+        assert taken[name].dtype == value.dtype
+        # What has no dimension stays in memory as it is.
+        rounded = value.to(torch.bfloat16).to(value.dtype) if value.dim() else value
+        assert torch.equal(taken[name], rounded)
