@@ -358,8 +358,8 @@ def test_a_file_for_a_directory_is_refused_before_the_first_step(pl: Any, tmp_pa
 def test_an_optimizer_that_cannot_be_swapped_is_refused_before_the_first_step(
     pl: Any, tmp_path: Path
 ) -> None:
-    module = make_module(pl, optimizer=torch.optim.Adadelta)
-    refused(pl, tmp_path, None, module, "Adadelta")
+    module = make_module(pl, optimizer=torch.optim.LBFGS)
+    refused(pl, tmp_path, None, module, "LBFGS")
 
 
 # ---------------------------------------------------------------------- copies
