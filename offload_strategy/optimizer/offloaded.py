@@ -60,7 +60,6 @@ class OffloadedOptimizer(Optimizer):
         self.inner = inner
         self.state_bytes = state_bytes
         self._updater = Updater(inner, heap, tiers, narrow)
-        self._narrow = narrow
         self._subgroup_size = subgroup_size
         self._overlap = BackwardOverlap(self._updater, is_last) if overlap == "commit" else None
         self._subgroups: list[Subgroup] = []
@@ -195,7 +194,7 @@ class OffloadedOptimizer(Optimizer):
         self.inner.add_param_group(param_group)
         groups = self.inner.param_groups
         try:
-            self.state_bytes += check_group(self.inner, groups[-1], self._narrow)
+            self.state_bytes += check_group(self.inner, groups[-1], self._updater.narrow)
         except ConfigError:
             groups.pop()
             raise

@@ -107,12 +107,18 @@ def pack_states(
     if flat is not None and sorted(names) == sorted(old.names):
         names, layout = old.names, old.layout
         tensors = [states[index][name] for index, name in names]
-        if all(map(partial(_has_place, narrow), tensors, layout.views(flat))):
-            return _filled(small, names, tensors, layout, flat, put)
+        views = layout.views(flat)
+        if all(map(partial(_has_place, narrow), tensors, views)):
+            for view, tensor in zip(views, tensors, strict=True):
+                if view.dtype != tensor.dtype:
+                    view.copy_(tensor)
+            return StateSet(small, names, layout, put(flat), [t.dtype for t in tensors])
     tensors = [states[index][name] for index, name in names]
     layout = Layout.of(tensors, [kept_dtype(tensor.dtype, narrow) for tensor in tensors])
     fresh = heap.borrow("optimizer", layout.nbytes, tensors[0].device)
-    return _filled(small, names, tensors, layout, fresh, put)
+    for view, tensor in zip(layout.views(fresh), tensors, strict=True):
+        view.copy_(tensor)
+    return StateSet(small, names, layout, put(fresh), [tensor.dtype for tensor in tensors])
 
 
 def kept_dtype(dtype: torch.dtype, narrow: torch.dtype | None) -> torch.dtype:
@@ -127,20 +133,6 @@ def _has_place(narrow: torch.dtype | None, tensor: torch.Tensor, view: torch.Ten
     if view.dtype == tensor.dtype:
         return view.data_ptr() == tensor.data_ptr()
     return view.shape == tensor.shape and view.stride() == tensor.stride()
-
-
-def _filled(
-    small: list[dict[str, Any]],
-    names: list[tuple[int, str]],
-    tensors: list[torch.Tensor],
-    layout: Layout,
-    flat: torch.Tensor,
-    put: Callable[[torch.Tensor], Ticket],
-) -> StateSet:
-    for view, tensor in zip(layout.views(flat), tensors, strict=True):
-        if view.data_ptr() != tensor.data_ptr():
-            view.copy_(tensor)
-    return StateSet(small, names, layout, put(flat), [tensor.dtype for tensor in tensors])
 
 
 def plan_subgroups(

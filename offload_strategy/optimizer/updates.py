@@ -67,7 +67,7 @@ class Updater:
         self._optimizer = optimizer
         self._heap = heap
         self._tiers = list(tiers)
-        self._narrow = narrow
+        self.narrow = narrow
 
     def put(self, flat: torch.Tensor) -> Ticket:
         """Give a flat buffer of the optimizer's to the heap."""
@@ -98,7 +98,7 @@ class Updater:
             [subgroup.parameters[index] for index in indices],
             [states[index] for index in indices],
         )
-        subgroup.states = pack_states(self._heap, old, states, flat, self.put, self._narrow)
+        subgroup.states = pack_states(self._heap, old, states, flat, self.put, self.narrow)
 
     @torch.no_grad()
     def speculate(self, subgroup: Subgroup) -> Speculation | None:
@@ -122,7 +122,7 @@ class Updater:
         run_update(self._optimizer, group, weights, [states[index] for index in indices])
         for copy in weights:
             copy.grad = None
-        new = pack_states(self._heap, old, states, flat, self.put, self._narrow)
+        new = pack_states(self._heap, old, states, flat, self.put, self.narrow)
         ticket = self.put(flat_weights)
         return Speculation(subgroup, indices, inputs, hyper, old, new, layout, ticket)
 
@@ -160,7 +160,7 @@ class Updater:
                 for name, value in list(state.items())
                 if packable(value)
             )
-        new = pack_states(self._heap, StateSet([]), states, None, self.put, self._narrow)
+        new = pack_states(self._heap, StateSet([]), states, None, self.put, self.narrow)
         self._replace_states(subgroup, new)
 
     def copies(self, subgroup: Subgroup) -> list[dict[str, Any]]:

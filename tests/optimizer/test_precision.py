@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW
 
+from offload_strategy.optimizer import check_supported
 from tests.optimizer.runs import MakeOptimizer, Run, offloading
 from tests.training import Numbers, assert_same_history
 
@@ -83,8 +84,6 @@ def test_half_of_the_bytes_move(disk: Path) -> None:
 
 
 def test_the_engine_asks_for_half_of_the_space() -> None:
-    from offload_strategy.optimizer import check_supported
-
     parameters = [torch.nn.Parameter(torch.ones(64, 64)), torch.nn.Parameter(torch.ones(64))]
     optimizer = AdamW(parameters)
     assert check_supported(optimizer) == 2 * check_supported(optimizer, torch.bfloat16)
