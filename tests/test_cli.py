@@ -22,7 +22,7 @@ def test_show_prints_the_whole_config_with_defaults(capsys: pytest.CaptureFixtur
     shown = yaml.safe_load(capsys.readouterr().out)
     assert OffloadConfig.load(shown) == OffloadConfig.load("optimizer")
     assert shown["activations"]["enabled"] is False
-    assert shown["io"]["block_size"] == "16MiB"
+    assert shown["io"]["block_size"] == "32MiB"
 
 
 def test_show_without_a_source_follows_the_environment(

@@ -25,7 +25,7 @@ from offload_strategy.units import MiB, format_size
 logger = get_logger(__name__)
 
 #: Share of a step's time that training may wait for activations.
-ALLOWANCE = 0.02
+ALLOWANCE = 0.01
 #: Share of a step's bytes that may wait to be written, and the least that may.
 _BACKLOG_SHARE = 0.06
 _LEAST_BACKLOG_BYTES = 32 * MiB
@@ -35,7 +35,7 @@ _FIRST_BACKLOG_BYTES = 64 * MiB
 #: a bound, a path that was slow once would never be tried again.
 _SOON = 0.1
 #: By how much an automatic limit grows in a step that had no need to wait.
-_GROWTH = 0.05
+_GROWTH = 0.02
 #: Steps after which the amount is told.
 _SETTLED = 5
 

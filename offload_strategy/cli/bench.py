@@ -26,7 +26,7 @@ from offload_strategy.units import PAGE_BYTES, MiB, format_size, parse_size
 #: Size of the writes whose latency is measured: a small tensor of a training step.
 _LATENCY_BYTES = 2 * MiB
 #: What `--sweep` tries, and for how long each at most.
-_SWEEP_BLOCKS = (1 * MiB, 4 * MiB, 16 * MiB)
+_SWEEP_BLOCKS = (1 * MiB, 4 * MiB, 16 * MiB, 32 * MiB)
 _SWEEP_THREADS = (1, 2, 4, 8)
 _SWEEP_SECONDS = 0.25
 

@@ -17,9 +17,15 @@ from offload_strategy.transfer.checksums import Checksum, check_block
 from offload_strategy.transfer.interrupts import UninterruptedSection
 from offload_strategy.transfer.moves import SMALL_BYTES, Leg, MoveState, Priority
 from offload_strategy.transfer.turn_keeper import TurnKeeper
+from offload_strategy.units import PAGE_BYTES, MiB
 
 #: Where blocks take less than this, a thread that waits for one had better move it itself.
 _SOON_SECONDS = 0.002
+
+#: A request carries what the path moves in about this time: larger ones cost less CPU time per
+#: byte, but whoever needs something now waits until those under way are over.
+_REQUEST_SECONDS = 0.008
+_LEAST_REQUEST_BYTES = 4 * MiB
 
 #: Calm moves have one block under way while no more than this many legs wait.
 _FEW_LEGS = 8
@@ -172,10 +178,10 @@ class PathQueue:
         return self._writes if leg.move.direction is Direction.WRITE else self._reads
 
     def _next_leg(self) -> Leg | None:
-        depth, block_size = self.backend.depth, self.backend.block_size
+        depth = self.backend.depth
         reading = self._reads.head()
         if reading is not None and self._reads.has_slot(
-            self._slots(self._reads, reading), block_size
+            self._slots(self._reads, reading), self._request_bytes(reading)
         ):
             return reading
         writing = self._writes.head()
@@ -188,7 +194,17 @@ class PathQueue:
                 slots = 0
             elif reading is not None or self._reads.under_way:
                 slots = min(slots, max(1, depth // 2))
-        return writing if self._writes.has_slot(slots, block_size) else None
+        return writing if self._writes.has_slot(slots, self._request_bytes(writing)) else None
+
+    def _request_bytes(self, leg: Leg) -> int:
+        """How much of a leg the next request carries at most."""
+        most = self.backend.block_size
+        if leg.stripe.digests is not None:
+            return most  # each block has a checksum of its own
+        rate = self.bandwidth.rate(leg.move.direction)
+        wanted = most // 2 if rate is None else int(rate * _REQUEST_SECONDS)
+        wanted = max(wanted, _LEAST_REQUEST_BYTES)
+        return min(most, wanted // PAGE_BYTES * PAGE_BYTES)
 
     def _slots(self, lane: _Lane, head: Leg) -> int:
         """How many blocks of a lane may be under way."""
@@ -209,10 +225,10 @@ class PathQueue:
                     self._end_turn_if_idle()
                     return
                 begin = leg.next_block
-                leg.next_block += self.backend.block_size
+                nbytes = min(self._request_bytes(leg), leg.stripe.nbytes - begin)
+                leg.next_block += nbytes
                 urgent = leg.priority is Priority.NEEDED_NOW
                 lane = self._lane(leg)
-                nbytes = min(self.backend.block_size, leg.stripe.nbytes - begin)
                 lane.under_way += 1
                 lane.bytes_under_way += nbytes
                 lane.urgent_under_way += urgent

@@ -32,7 +32,7 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_table_tells_what_a_path_can_do(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", str(disk), *QUICK]) == 0
     first, heading, row = capsys.readouterr().out.splitlines()
-    assert first == "auto backend, 2 threads, blocks of 16 MiB"
+    assert first == "auto backend, 2 threads, blocks of 32 MiB"
     assert heading.split()[0] == "path"
     path, _, how, write, read, median, most, share = row.split()
     assert (path, share) == (str(disk), "100%")
