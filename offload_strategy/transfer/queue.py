@@ -22,9 +22,9 @@ from offload_strategy.units import PAGE_BYTES, MiB
 #: Where blocks take less than this, a thread that waits for one had better move it itself.
 _SOON_SECONDS = 0.002
 
-#: A request carries what the path moves in about this time: larger ones cost less CPU time per
-#: byte, but whoever needs something now waits until those under way are over.
-_REQUEST_SECONDS = 0.008
+#: The requests under way carry together what the path moves in about this time: larger ones cost
+#: less CPU time per byte, but whoever needs something now waits until they are over.
+_UNDER_WAY_SECONDS = 0.016
 _LEAST_REQUEST_BYTES = 4 * MiB
 
 #: Calm moves have one block under way while no more than this many legs wait.
@@ -202,7 +202,7 @@ class PathQueue:
         if leg.stripe.digests is not None:
             return most  # each block has a checksum of its own
         rate = self.bandwidth.rate(leg.move.direction)
-        wanted = most // 2 if rate is None else int(rate * _REQUEST_SECONDS)
+        wanted = most // 2 if rate is None else int(rate * _UNDER_WAY_SECONDS / self.backend.depth)
         wanted = max(wanted, _LEAST_REQUEST_BYTES)
         return min(most, wanted // PAGE_BYTES * PAGE_BYTES)
 
