@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import sys
@@ -12,7 +13,11 @@ from typing import Any
 import psutil
 import torch
 
-from offload_strategy.units import format_size
+from offload_strategy.units import KiB, format_size
+
+_M_MMAP_THRESHOLD = -3
+#: Else freed memory stays in glibc's heap, and the next step's peak is hidden in the level.
+_MMAP_THRESHOLD = 64 * KiB
 
 
 def describe_machine(directory: Path) -> dict[str, Any]:
@@ -44,6 +49,33 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def fix_allocator() -> None:
+    """Make large memory that is freed go back to the system, so that a peak of memory tells."""
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
+
+
+def allocator() -> str:
+    """What `fix_allocator` does, for a table."""
+    return f"glibc with a fixed mmap threshold of {_MMAP_THRESHOLD // KiB} KiB"
+
+
+def status_bytes(field: str) -> int:
+    """A figure of this process's memory as the kernel counts it.
+
+    Args:
+        field: of /proc/self/status: VmRSS, VmHWM, RssAnon, RssFile, ...
+    """
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * KiB
+    raise OSError(f"/proc/self/status has no {field}")
+
+
+def forget_peak() -> None:
+    """VmHWM, the high-water mark of resident memory, begins anew."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def say(text: str) -> None:

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from offload_strategy.checkpoints import load, save
     from offload_strategy.config import OffloadConfig
     from offload_strategy.engine import OffloadEngine
     from offload_strategy.errors import (
@@ -34,6 +35,8 @@ _HOMES = {
     "CorruptDataError": "offload_strategy.errors",
     "SSDOffloadPlugin": "offload_strategy.integrations.accelerate",
     "SSDOffloadStrategy": "offload_strategy.integrations.lightning",
+    "load": "offload_strategy.checkpoints",
+    "save": "offload_strategy.checkpoints",
 }
 
 __all__ = [
@@ -47,6 +50,8 @@ __all__ = [
     "StorageError",
     "TierFullError",
     "__version__",
+    "load",
+    "save",
 ]
 
 

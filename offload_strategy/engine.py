@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Literal, Self, cast, overload
+from typing import Any, Self, overload
 
 import psutil
 import torch
@@ -141,11 +141,14 @@ class OffloadEngine:
             optimizer,
             self._resources.heap,
             tiers,
-            overlap=cast("Literal['commit', 'off']", section.overlap),
+            overlap=section.overlap,
             subgroup_size=None if size == "auto" else int(size),
             is_last=self._is_last,
             state_bytes=state_bytes,
             narrow=narrow,
+            stochastic_rounding=section.stochastic_rounding,
+            waiting_room=self._resources.waiting_room,
+            directories=self._resources.scratch_directories("optimizer"),
         )
         self._registry.claim_states(parameters, wrapped)
         self._optimizers.add(wrapped)
@@ -241,6 +244,10 @@ class OffloadEngine:
         if self._activations is not None:
             for name, value in self._activations.figures().items():
                 metrics[f"offload/activations/{name}"] = value
+        for name in ("speculated_steps", "redone_steps"):
+            metrics[f"offload/optimizer/{name}"] = sum(
+                optimizer.figures()[name] for optimizer in self._optimizers
+            )
         usage = resources.pool.usage()
         metrics["offload/memory/pinned_bytes"] = float(usage.held_bytes)
         metrics["offload/memory/pinned_peak_bytes"] = float(usage.peak_bytes)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import cast
 
+from offload_strategy.checkpoints import scratch_directories
 from offload_strategy.config import Client, OffloadConfig, TierConfig
 from offload_strategy.errors import ConfigError
 from offload_strategy.heap import Heap, HostTier, PathTier, Quota, Tier
@@ -37,6 +39,9 @@ class Resources:
     spaces: list[Space] = field(default_factory=list)
     turns: list[PathTurns] = field(default_factory=list)
     clients: dict[Client, list[Tier]] = field(default_factory=dict)
+    #: Where new weights wait for `step()`: they are read again within the step.
+    waiting_room: list[Tier] = field(default_factory=list)
+    paths: dict[Client, list[Path]] = field(default_factory=dict)
     pid: int = field(default_factory=os.getpid)
 
     @classmethod
@@ -75,11 +80,17 @@ class Resources:
                     resources._open_paths(tier, config, recorder, checksum)
             for client, names in wanted.items():
                 resources.clients[client] = resources._tiers_of(names)
+                resources.paths[client] = [path for tier in names for path in tier.paths]
+            resources.waiting_room = [HostTier("waiting room", config.memory.pinned // 2)]
             resources._measure()
         except BaseException:
             resources.close()
             raise
         return resources
+
+    def scratch_directories(self, client: Client) -> list[Path]:
+        """Where files of a client may lie that have no place in its tiers, best first."""
+        return scratch_directories(self.paths.get(client, []))
 
     def tier_used_bytes(self) -> dict[str, int]:
         """Bytes in use by the name of the configured tier."""

@@ -318,7 +318,6 @@ class TestRefusedValues:
     @pytest.mark.parametrize(
         ("sections", "instead"),
         [
-            ({"optimizer": {"overlap": "eager"}}, "'commit'"),
             ({"parameters": {"enabled": True}}, "enabled: false"),
         ],
     )

@@ -21,10 +21,10 @@ from pathlib import Path
 from benchmarks.activations.contenders import MEANING
 from benchmarks.activations.curve import curve, markdown, plot
 from benchmarks.activations.models import HUNDRED_MILLION, MODELS, TINY
-from benchmarks.activations.session import Setting, allocator
+from benchmarks.activations.session import Setting
 from benchmarks.activations.sweep import sweep
 from benchmarks.io.results import Result, Skipped, table, write_json
-from benchmarks.machine import describe_machine, say
+from benchmarks.machine import allocator, describe_machine, say
 
 _LINES = ("curve", "sweep")
 

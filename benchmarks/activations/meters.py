@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Protocol
 
 import torch
+
+from benchmarks.machine import forget_peak, status_bytes
 
 
 class Meter(Protocol):
@@ -29,12 +30,12 @@ class HostMeter:
 
     def begin(self, idle_bytes: int) -> None:
         """See `Meter`."""
-        self._level = _status("VmRSS") - idle_bytes
-        Path("/proc/self/clear_refs").write_text("5")
+        self._level = status_bytes("VmRSS") - idle_bytes
+        forget_peak()
 
     def peak(self) -> int:
         """See `Meter`."""
-        return _status("VmHWM") - self._level
+        return status_bytes("VmHWM") - self._level
 
     def wait(self) -> None:
         """The host computes when it is told to."""
@@ -61,10 +62,3 @@ class DeviceMeter:
 def meter(device: str) -> Meter:
     """The one for a device."""
     return HostMeter() if device == "cpu" else DeviceMeter()
-
-
-def _status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {field}")

@@ -21,6 +21,7 @@ class Shape:
         sequence: tokens.
         vocabulary: tokens to choose from.
         dtype: of weights and activations, by torch's name.
+        tied: whether the head of GPT has the embedding's weights.
     """
 
     width: int
@@ -29,6 +30,7 @@ class Shape:
     sequence: int = 512
     vocabulary: int = 8192
     dtype: str = "float32"
+    tied: bool = True
 
 
 #: About 100 million parameters.
@@ -68,6 +70,7 @@ def _gpt(shape: Shape) -> Any:
             # five: better for everybody, and most of all for those who keep everything.
             activation_function="gelu_pytorch_tanh",
             use_cache=False,
+            tie_word_embeddings=shape.tied,
         )
     )
 

@@ -6,13 +6,13 @@ a backward pass; gradients are allocated and set to zero before it, outside of w
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import hashlib
 import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,21 @@ import torch
 from benchmarks.activations.contenders import Contender, prepare, scratch
 from benchmarks.activations.meters import Meter, meter
 from benchmarks.activations.models import Shape, batch, build
-from offload_strategy.units import KiB
-
-_M_MMAP_THRESHOLD = -3
-#: Else freed activations stay in glibc's heap, and the next step's peak is hidden in the level.
-MMAP_THRESHOLD = 64 * KiB
+from benchmarks.machine import fix_allocator
+from benchmarks.turns import answers, requests
 
 
 def main() -> None:
     """Answer requests until the input ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever the libraries print is no answer
     options = json.loads(sys.argv[1])
-    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD)
+    fix_allocator()
+    with answers() as answer, scratch(Path(options["dir"])) as directory:
+        _train(options, Path(directory), answer)
+
+
+def _train(
+    options: dict[str, Any], directory: Path, answer: Callable[[dict[str, Any]], None]
+) -> None:
     torch.set_num_threads(options["threads"])
     device, shape = options["device"], Shape(**options["shape"])
     if device != "cpu":  # some kernels of devices add in any order, which differs from run to run
@@ -41,22 +43,20 @@ def main() -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
     model = build(options["model"], shape, device)
     measured = meter(device)
-    with scratch(Path(options["dir"])) as directory:
-        sections = {key: options[key] for key in ("activations", "memory") if key in options}
-        contender = prepare(
-            options["contender"], model, Path(directory), sections, options["host_capacity"]
-        )
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        for number, line in enumerate(sys.stdin):
-            request = json.loads(line)
-            inputs = batch(options["batch"], number, shape, device)
-            answer = _step(model, contender, inputs, measured)
-            if request.get("digest"):
-                answer["gradients"] = _digest(model)
-            print(json.dumps(answer), file=answers, flush=True)
-        if contender.engine is not None:
-            contender.engine.close()
+    sections: dict[str, dict[str, Any]] = {
+        key: options[key] for key in ("activations", "memory") if key in options
+    }
+    contender = prepare(options["contender"], model, directory, sections, options["host_capacity"])
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for number, request in enumerate(requests()):
+        inputs = batch(options["batch"], number, shape, device)
+        figures = _step(model, contender, inputs, measured)
+        if request.get("digest"):
+            figures["gradients"] = _digest(model)
+        answer(figures)
+    if contender.engine is not None:
+        contender.engine.close()
 
 
 def _step(

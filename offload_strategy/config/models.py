@@ -178,22 +178,19 @@ class OptimizerConfig(_Client):
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision in which states of float32 are kept between updates; updates compute in float32.
     'bfloat16' halves what is read and written, and rounds: numbers change."""
+    stochastic_rounding: bool = False
+    """Whether states are rounded to bfloat16 up or down by chance, so that small changes count in
+    the mean, instead of to the nearest."""
     overlap: Literal["commit", "eager", "off"] = "commit"
-    """When the update runs: 'commit' during backward, visible at step(); 'off' in step(). 'eager'
-    (visible at once) is not available in this version."""
+    """When the update runs: 'commit' during backward, visible at step(); 'eager' during backward,
+    visible at once, with the least memory, but gradients cannot be read, clipped or scaled, and
+    the last micro-batch must be told; 'off' in step()."""
 
     @field_validator("overlap", mode="before")
     @classmethod
     def _yaml_off(cls, overlap: Any) -> Any:
         # YAML 1.1 reads a bare `off` as the boolean false.
         return "off" if overlap is False else overlap
-
-    @field_validator("overlap")
-    @classmethod
-    def _overlap_is_built(cls, overlap: str) -> str:
-        if overlap == "eager":
-            _not_in_this_version("overlap: eager", "use 'commit' (the default) or 'off'")
-        return overlap
 
 
 class ParametersConfig(_Client):
@@ -314,6 +311,21 @@ class OffloadConfig(_Section):
                     f"tiers names {name!r}, but the configured tiers are: {', '.join(known)}"
                 )
         return section
+
+    def check_gradients_untouched(self, by: str) -> None:
+        """Refuse, before any training step, what cannot work with `optimizer.overlap: eager`.
+
+        Args:
+            by: what would read or scale gradients between backward and `step()`.
+
+        Raises:
+            ConfigError: the update has used them by then.
+        """
+        if self.optimizer.enabled and self.optimizer.overlap == "eager":
+            raise ConfigError(
+                f"{by} reads gradients after backward, and with optimizer.overlap: eager the "
+                f"update has used them by then. Set optimizer.overlap: commit, or leave it out."
+            )
 
     def tiers_for(self, client: Client) -> list[TierConfig]:
         """Return the tiers that a client may use, in its order of preference.

@@ -33,6 +33,7 @@ import torch
 from offload_strategy.autoload import is_disabled
 from offload_strategy.config import ConfigSource, OffloadConfig
 from offload_strategy.errors import ConfigError
+from offload_strategy.integrations.accelerate_checkpoints import install_in, streaming
 from offload_strategy.integrations.accelerate_launch import ACTIVE_VARIABLE
 from offload_strategy.integrations.accelerate_session import Session
 
@@ -115,8 +116,11 @@ def install(module: Any) -> None:
         "log": _log,
         "end_training": _end_training,
         "free_memory": _free_memory,
+        "save_state": _with_streams,
+        "load_state": _with_streams,
     }.items():
         setattr(cls, name, wrap(getattr(cls, name)))
+    install_in(importlib.import_module("accelerate.checkpointing"))
     setattr(cls, _INSTALLED, True)
 
 
@@ -267,3 +271,14 @@ def _free_memory(original: Callable[..., Any]) -> Callable[..., Any]:
         return released
 
     return free_memory
+
+
+def _with_streams(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def save_or_load_state(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+        if session_of(self) is None:
+            return original(self, *args, **kwargs)
+        with streaming(self):
+            return original(self, *args, **kwargs)
+
+    return save_or_load_state

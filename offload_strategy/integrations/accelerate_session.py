@@ -122,6 +122,9 @@ class Session:
 
         if isinstance(optimizer, OffloadedOptimizer):
             return optimizer  # The script attached it to an engine of its own.
+        accelerator = self._accelerator()
+        if accelerator is not None and accelerator.scaler is not None:
+            self._config.check_gradients_untouched("Accelerate's loss scaling (mixed_precision)")
         wrapped = self._attach(None, optimizer)
         assert wrapped is not None
         if not self._counts_steps:  # Of several optimizers, the steps of the first.

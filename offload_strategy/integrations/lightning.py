@@ -26,6 +26,7 @@ optimization nothing can be told in advance, and nothing is.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
 import weakref
@@ -67,7 +68,7 @@ class OffloadStrategyMixin(_SingleDeviceStrategy):
     Args:
         config: What `OffloadConfig.load` reads; None for $SSD_OFFLOAD_CONFIG, else the defaults.
         accelerator: Passed on to Lightning's strategy, as the two below.
-        checkpoint_io: Reads and writes checkpoints.
+        checkpoint_io: Reads and writes checkpoints; None for one that streams local files.
         precision_plugin: Handles the precision.
 
     Raises:
@@ -76,6 +77,7 @@ class OffloadStrategyMixin(_SingleDeviceStrategy):
 
     strategy_name = STRATEGY_NAME
     family: str
+    checkpoint_io_class: type[CheckpointIO]
 
     def __init__(
         self,
@@ -147,6 +149,10 @@ class OffloadStrategyMixin(_SingleDeviceStrategy):
         """
         from offload_strategy.engine import OffloadEngine
 
+        if trainer.gradient_clip_val:
+            self.config.check_gradients_untouched("Trainer(gradient_clip_val=...)")
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            self.config.check_gradients_untouched("Trainer(precision=...) with loss scaling")
         earlier = self._earlier_fits()
         wrapped = [optimizer for fit in earlier for optimizer in fit.optimizers]
         super().setup_optimizers(trainer)
@@ -220,13 +226,30 @@ class OffloadStrategyMixin(_SingleDeviceStrategy):
 
     # ------------------------------------------------------------------ checkpoints, end
 
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What reads and writes checkpoints: the user's plugin, else one of ours."""
+        given: Any = self._checkpoint_io
+        if given is None:
+            self._checkpoint_io = self.checkpoint_io_class()
+        elif getattr(given, "checkpoint_io", given) is None:
+            # One that is about another, such as AsyncCheckpointIO, and would be given Lightning's.
+            given.checkpoint_io = self.checkpoint_io_class()
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of the optimizers, each into its tiers.
 
         Lightning's own method moves what it loaded to the device, and with it every state.
         """
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            optimizer.load_state_dict(state)
+            # A plain optimizer keeps what it is given, which lies in the checkpoint's file.
+            kept = state if _is_offloaded(optimizer) else copy.deepcopy(state)
+            optimizer.load_state_dict(kept)
 
     def teardown(self) -> None:
         """Take the hooks off the model; the optimizer states stay reachable for `save_checkpoint`.

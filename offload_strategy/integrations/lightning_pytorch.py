@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 
 from offload_strategy.integrations.lightning import OffloadStrategyMixin, register_in
+from offload_strategy.integrations.lightning_checkpoints import StreamingCheckpointIO
+
+
+class OffloadCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
+    """`StreamingCheckpointIO` for the Trainer of `lightning.pytorch`."""
 
 
 class SSDOffloadStrategy(OffloadStrategyMixin, SingleDeviceStrategy):
     """`OffloadStrategyMixin` for the Trainer of `lightning.pytorch`."""
 
     family = "lightning.pytorch"
+    checkpoint_io_class = OffloadCheckpointIO
 
 
 # Whoever imports this module first, the hook of the autoload or a script: it registers itself.

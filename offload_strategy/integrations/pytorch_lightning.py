@@ -5,18 +5,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from offload_strategy.integrations.lightning import OffloadStrategyMixin, register_in
+from offload_strategy.integrations.lightning_checkpoints import StreamingCheckpointIO
 
 if TYPE_CHECKING:
     # The same code under another name; the mixin is typed against this one.
+    from lightning.fabric.plugins import TorchCheckpointIO
     from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 else:
+    from lightning_fabric.plugins import TorchCheckpointIO
     from pytorch_lightning.strategies import SingleDeviceStrategy, StrategyRegistry
+
+
+class OffloadCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
+    """`StreamingCheckpointIO` for the Trainer of `pytorch_lightning`."""
 
 
 class SSDOffloadStrategy(OffloadStrategyMixin, SingleDeviceStrategy):
     """`OffloadStrategyMixin` for the Trainer of `pytorch_lightning`."""
 
     family = "pytorch_lightning"
+    checkpoint_io_class = OffloadCheckpointIO
 
 
 # Whoever imports this module first, the hook of the autoload or a script: it registers itself.

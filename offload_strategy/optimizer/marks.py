@@ -1,16 +1,14 @@
-"""What went into an update that ran ahead of `step()`, and whether it is still what is there.
+"""Which weights went into an update that ran ahead of `step()`, and whether they are still there.
 
 [Note: what version counters do not see]
-Gradients may be changed between backward and `step()` without their version counters moving:
-GradScaler's kernel that unscales does not move them, nor do `p.grad.data.mul_(...)`, NumPy, and
-kernels of other libraries. So besides identity and version, sums over the very bits are compared:
-integers that wrap around, which any scaling, clipping or overwriting changes, and, since a change
-of all signs can leave those as they are, the sum of the values. Both run at memory speed.
+Weights may be changed between backward and `step()` without their version counters moving:
+`p.data.clamp_(...)`, NumPy, fused optimizers of others. So besides the version, the sum of the very
+bits is compared: integers that wrap around, which any clipping, scaling or overwriting changes. It
+runs at memory speed.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
 import torch
@@ -20,52 +18,31 @@ from offload_strategy.optimizer.layout import packable
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def can_be_marked(parameter: torch.Tensor) -> bool:
-    """Whether parameter and gradient are plain dense tensors, whose bits can be summed."""
-    return packable(parameter) and packable(parameter.grad)
+class WeightsMark:
+    """Remembers what is in a few dense tensors.
 
+    Args:
+        weights: parameters, or views of their rows.
+    """
 
-class InputsMark:
-    """Remembers the weights and gradients of a few parameters; each must be `can_be_marked`."""
+    __slots__ = ("_bits", "_versions")
 
-    __slots__ = ("_bits", "_gradients", "_versions")
+    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
+        self._versions = [weight._version for weight in weights]
+        self._bits = _sums_of_bits(weights)
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        gradients = [parameter.grad for parameter in parameters]
-        self._gradients = [weakref.ref(grad) for grad in gradients if grad is not None]
-        self._versions = _versions(parameters)
-        self._bits = _sums_of_bits(parameters)
-
-    def holds(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether no gradient and no weight of the same parameters was replaced or changed."""
-        gradients = [parameter.grad for parameter in parameters]
+    def holds(self, weights: Sequence[torch.Tensor]) -> bool:
+        """Whether nothing was changed; `weights` are the same ones, taken anew."""
         return (
-            len(gradients) == len(self._gradients)
-            and all(
-                reference() is grad
-                for reference, grad in zip(self._gradients, gradients, strict=True)
-            )
-            and self._versions == _versions(parameters)
-            and all(can_be_marked(parameter) for parameter in parameters)
-            and torch.equal(self._bits, _sums_of_bits(parameters))
+            self._versions == [weight._version for weight in weights]
+            and all(map(packable, weights))
+            and torch.equal(self._bits, _sums_of_bits(weights))
         )
 
 
-def _versions(parameters: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    return [
-        (parameter._version, -1 if parameter.grad is None else parameter.grad._version)
-        for parameter in parameters
-    ]
-
-
 @torch.no_grad()
-def _sums_of_bits(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    sums = []
-    for parameter in parameters:
-        assert parameter.grad is not None
-        gradient = _flat(parameter.grad)
-        sums += [_sum_of_words(_flat(parameter)), _sum_of_words(gradient), _sum(gradient)]
-    return torch.stack(sums)
+def _sums_of_bits(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([_sum_of_words(_flat(weight)) for weight in weights])
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -86,10 +63,3 @@ def _sum_of_words(flat: torch.Tensor) -> torch.Tensor:
         if rest.numel():
             total = total + rest.view(_INTEGERS[itemsize]).sum()
     return total
-
-
-def _sum(flat: torch.Tensor) -> torch.Tensor:
-    """The bits of the sum of its values."""
-    values = torch.view_as_real(flat) if flat.is_complex() else flat
-    total = values.sum()
-    return total.view(_INTEGERS[total.element_size()]).to(torch.int64)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -14,11 +15,18 @@ from torch.optim import optimizer as torch_optimizer
 
 from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.heap import Heap, Tier
-from offload_strategy.optimizer.overlap import PREFETCHED_SUBGROUPS, BackwardOverlap
+from offload_strategy.optimizer.overlap import (
+    PREFETCHED_SUBGROUPS,
+    BackwardOverlap,
+    CommittedUpdates,
+    EagerUpdates,
+)
 from offload_strategy.optimizer.state_view import StateView
 from offload_strategy.optimizer.subgroups import Subgroup, plan_subgroups
 from offload_strategy.optimizer.support import check_group
+from offload_strategy.optimizer.trial import can_be_cut
 from offload_strategy.optimizer.updates import Updater
+from offload_strategy.optimizer.whole_states import absorb_states, streamed_states
 
 # Attributes of the inner optimizer that must not be seen through the wrapper. GradScaler hands
 # unscaling over to optimizers that say they support it inside step(); gradients here may have been
@@ -37,11 +45,14 @@ class OffloadedOptimizer(Optimizer):
         heap: where states go.
         tiers: where they may go, in order.
         overlap: ``"commit"`` updates during backward, ``"off"`` at `step()`; both show nothing
-            before `step()`.
+            before `step()`. ``"eager"`` updates weights as gradients are complete.
         subgroup_size: parameters per subgroup, or None to choose.
         is_last: whether the backward that runs is the last before `step()`.
         state_bytes: what the states will take, once every parameter was updated.
         narrow: the dtype in which states of float32 are kept; None for their own.
+        stochastic_rounding: whether rounding to it goes up or down by chance.
+        waiting_room: where new weights wait for `step()`, as long as there is room.
+        directories: where state dicts may lie; none for ordinary memory.
     """
 
     def __init__(
@@ -50,18 +61,29 @@ class OffloadedOptimizer(Optimizer):
         heap: Heap,
         tiers: Sequence[Tier],
         *,
-        overlap: Literal["commit", "off"],
+        overlap: Literal["commit", "eager", "off"],
         subgroup_size: int | None,
         is_last: Callable[[], bool],
         state_bytes: int = 0,
         narrow: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
+        waiting_room: Sequence[Tier] = (),
+        directories: Sequence[Path] = (),
     ) -> None:
         # Not Optimizer.__init__: it would make groups, defaults and hooks of its own.
         self.inner = inner
         self.state_bytes = state_bytes
-        self._updater = Updater(inner, heap, tiers, narrow)
+        self._updater = Updater(
+            inner, heap, tiers, waiting_room, narrow, stochastic=stochastic_rounding
+        )
         self._subgroup_size = subgroup_size
-        self._overlap = BackwardOverlap(self._updater, is_last) if overlap == "commit" else None
+        self._directories = list(directories)
+        self._overlap: BackwardOverlap | None = None
+        if overlap != "off":
+            kind = EagerUpdates if overlap == "eager" else CommittedUpdates
+            self._overlap = kind(self._updater, is_last)
+        self._may_cut: dict[int, bool] = {}
+        self._numbered = 0
         self._subgroups: list[Subgroup] = []
         self._planned_parameters = 0
         self._hooks: dict[int, Any] = {}
@@ -178,6 +200,14 @@ class OffloadedOptimizer(Optimizer):
                 )
             raise
 
+    def figures(self) -> dict[str, float]:
+        """Counts since it was attached: steps that ran ahead, and how many of them in vain."""
+        ahead = self._overlap if isinstance(self._overlap, CommittedUpdates) else None
+        return {
+            "speculated_steps": 0.0 if ahead is None else float(ahead.speculated_steps),
+            "redone_steps": 0.0 if ahead is None else float(ahead.redone_steps),
+        }
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, as the plain optimizer does."""
         if self._overlap is not None:
@@ -202,16 +232,19 @@ class OffloadedOptimizer(Optimizer):
 
     # ------------------------------------------------------------------ state dicts
     def state_dict(self) -> dict[str, Any]:
-        """The plain optimizer's state dict: same keys, shapes and values, in ordinary memory.
+        """The plain optimizer's state dict: same keys, shapes, dtypes and values.
+
+        Large tensors are ordinary ones over private maps of an unlinked file beside the tier, so
+        that saving them streams; the file is gone with the last of them.
 
         Raises:
             OffloadError: the engine is closed, and the states with it.
+            TierFullError: there is no room for the file.
+            StorageError: states could not be read.
         """
         self._check_open()
-        states: dict[torch.Tensor, dict[str, Any]] = {}
-        for subgroup in self._planned_as_of_now():
-            copies = self._updater.copies(subgroup)
-            states.update(zip(subgroup.parameters, copies, strict=True))
+        subgroups = self._planned_as_of_now()
+        states = streamed_states(subgroups, self._updater, self._directories)
         own = self.inner.state
         try:
             # In the order of the groups, as the plain optimizer would have made them.
@@ -230,9 +263,14 @@ class OffloadedOptimizer(Optimizer):
     def _absorb_inner_state(self) -> None:
         if self._overlap is not None:
             self._overlap.forget()
-        for subgroup in self._planned_as_of_now():
-            states = [dict(self.inner.state.pop(p, {})) for p in subgroup.parameters]
-            self._updater.absorb(subgroup, states)
+        subgroups = self._planned_as_of_now()
+        for subgroup in subgroups:
+            cut = [
+                piece.cut(self.inner.state.get(piece.parameter, {})) for piece in subgroup.pieces
+            ]
+            self._updater.absorb(subgroup, cut)
+        for parameter in self.parameters():
+            self.inner.state.pop(parameter, None)
 
     # ------------------------------------------------------------------ parameters and life
     def parameters(self) -> list[torch.Tensor]:
@@ -265,11 +303,24 @@ class OffloadedOptimizer(Optimizer):
         count = sum(len(group["params"]) for group in self.inner.param_groups)
         if self._planned_parameters < count:
             self._planned_parameters = count
-            known = [p for subgroup in self._subgroups for p in subgroup.parameters]
-            self._subgroups.extend(plan_subgroups(self.inner, known, self._subgroup_size))
+            known = {id(p.parameter) for subgroup in self._subgroups for p in subgroup.pieces}
+            self._subgroups.extend(self._plan(known))
             if self._overlap is not None:
                 self._overlap.watch(self._subgroups)
         return self._subgroups
+
+    def _plan(self, known: Collection[int]) -> Iterator[Subgroup]:
+        planned = plan_subgroups(self.inner, known, self._subgroup_size, self._can_be_cut)
+        for subgroup in planned:
+            self._numbered += 1
+            subgroup.number = self._numbered
+            yield subgroup
+
+    def _can_be_cut(self, group_index: int) -> bool:
+        if group_index not in self._may_cut:
+            group = self.inner.param_groups[group_index]
+            self._may_cut[group_index] = can_be_cut(self.inner, group)
+        return self._may_cut[group_index]
 
     def _planned_as_of_now(self) -> list[Subgroup]:
         """The subgroups, planned anew if somebody has edited the groups' lists since."""
@@ -277,21 +328,20 @@ class OffloadedOptimizer(Optimizer):
         groups = [{id(p) for p in group["params"]} for group in self.inner.param_groups]
         in_place = all(
             subgroup.group_index < len(groups)
-            and all(id(p) in groups[subgroup.group_index] for p in subgroup.parameters)
+            and all(id(piece.parameter) in groups[subgroup.group_index] for piece in subgroup.pieces)
             for subgroup in subgroups
         )
-        if in_place and sum(len(s.parameters) for s in subgroups) == sum(map(len, groups)):
+        planned = {id(piece.parameter) for subgroup in subgroups for piece in subgroup.pieces}
+        if in_place and len(planned) == sum(map(len, groups)):
             return subgroups
         if self._overlap is not None:
             self._overlap.forget()
-        states: dict[torch.Tensor, dict[str, Any]] = {}
-        for subgroup in subgroups:
-            states.update(zip(subgroup.parameters, self._updater.copies(subgroup), strict=True))
-            self._updater.absorb(subgroup, [{} for _ in subgroup.parameters])
-        subgroups[:] = plan_subgroups(self.inner, [], self._subgroup_size)
+        states = streamed_states(subgroups, self._updater, self._directories)
+        absorb_states({}, subgroups, self._updater)
+        self._may_cut.clear()
+        subgroups[:] = self._plan(())
         self._planned_parameters = sum(map(len, groups))
-        for subgroup in subgroups:
-            self._updater.absorb(subgroup, [states.get(p, {}) for p in subgroup.parameters])
+        absorb_states(states, subgroups, self._updater)
         for gone in self._hooks.keys() - set().union(*groups):
             self._hooks.pop(gone).remove()
         self._watch_parameters()
@@ -309,8 +359,7 @@ class OffloadedOptimizer(Optimizer):
         self._hooks.clear()
         if self._overlap is not None:
             self._overlap.forget()
-        for subgroup in self._subgroups:
-            self._updater.absorb(subgroup, [{} for _ in subgroup.parameters])
+        absorb_states({}, self._subgroups, self._updater)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -9,6 +9,7 @@ import torch
 
 from offload_strategy.optimizer.subgroups import Subgroup
 from offload_strategy.optimizer.updates import Updater
+from offload_strategy.optimizer.whole_states import replace_state, state_of
 
 
 class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
@@ -27,37 +28,28 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
         self._subgroups = subgroups
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
-        for subgroup, index in self._find(parameter):
-            return self._updater.copies(subgroup)[index]
-        return {}  # as the defaultdict of a plain optimizer
+        state = state_of(parameter, self._subgroups(), self._updater)
+        return {} if state is None else state  # as the defaultdict of a plain optimizer
 
     def __setitem__(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
-        for subgroup, index in self._find(parameter):
-            states = self._updater.copies(subgroup)
-            states[index] = dict(state)
-            self._updater.absorb(subgroup, states)
-            return
-        raise KeyError("this parameter does not belong to the optimizer")
+        if not replace_state(parameter, state, self._subgroups(), self._updater):
+            raise KeyError("this parameter does not belong to the optimizer")
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
         self[parameter] = {}
 
     def __iter__(self) -> Iterator[torch.Tensor]:
+        seen = set()
         for subgroup in self._subgroups():
             named = {index for index, _ in subgroup.states.names}
-            for index, parameter in enumerate(subgroup.parameters):
-                if index in named or subgroup.states.small[index]:
-                    yield parameter
+            for index, piece in enumerate(subgroup.pieces):
+                known = index in named or subgroup.states.small[index]
+                if known and id(piece.parameter) not in seen:
+                    seen.add(id(piece.parameter))
+                    yield piece.parameter
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __contains__(self, parameter: object) -> bool:
         return any(parameter is own for own in self)
-
-    def _find(self, parameter: torch.Tensor) -> Iterator[tuple[Subgroup, int]]:
-        for subgroup in self._subgroups():
-            for index, own in enumerate(subgroup.parameters):
-                if own is parameter:
-                    yield subgroup, index
-                    return

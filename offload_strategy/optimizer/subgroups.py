@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,7 +12,10 @@ import torch
 from torch.optim import Optimizer
 
 from offload_strategy.heap import Heap, Ticket
+from offload_strategy.optimizer.gradients import has_gradient
 from offload_strategy.optimizer.layout import Layout, packable
+from offload_strategy.optimizer.pieces import Piece, cut_into_pieces
+from offload_strategy.optimizer.precision import kept_dtype, round_into
 
 #: Limits of `subgroup_size: auto`, in parameters: small enough to start early, large enough that
 #: a read or write is worth a request.
@@ -30,6 +33,7 @@ class StateSet:
         layout: how the tensors lie in the ticket.
         ticket: their bytes; None when there are none.
         dtypes: what each tensor is computed in, where it lies in another in the ticket.
+        updates: how often they were updated or replaced.
     """
 
     small: list[dict[str, Any]]
@@ -37,6 +41,7 @@ class StateSet:
     layout: Layout = field(default_factory=lambda: Layout((), 0))
     ticket: Ticket | None = None
     dtypes: list[torch.dtype] = field(default_factory=list)
+    updates: int = 0
 
     def unpack(self, flat: torch.Tensor | None) -> list[dict[str, Any]]:
         """One state dict a parameter: copies of the small values, views of `flat` for the rest.
@@ -53,25 +58,30 @@ class StateSet:
 
 @dataclass(eq=False)
 class Subgroup:
-    """Parameters of one parameter group, dtype and device that are updated together."""
+    """Pieces of one parameter group, dtype and device that are updated together.
+
+    Args:
+        group_index: of their parameter group.
+        pieces: have no state so far.
+        number: among all subgroups.
+    """
 
     group_index: int
-    parameters: list[torch.Tensor]
-    states: StateSet
+    pieces: list[Piece]
+    number: int = 0
+    states: StateSet = field(init=False)
     ready: set[int] = field(default_factory=set)
 
-    @classmethod
-    def of(cls, group_index: int, parameters: list[torch.Tensor]) -> Subgroup:
-        """A subgroup whose parameters have no state so far."""
-        return cls(group_index, parameters, StateSet([{} for _ in parameters]))
+    def __post_init__(self) -> None:
+        self.states = StateSet([{} for _ in self.pieces])
 
     def waits_for(self) -> int:
-        """How many of its parameters take gradients."""
-        return sum(parameter.requires_grad for parameter in self.parameters)
+        """How many of its pieces take gradients."""
+        return sum(piece.parameter.requires_grad for piece in self.pieces)
 
     def with_gradient(self) -> list[int]:
-        """Indices of the parameters that have a gradient now."""
-        return [index for index, p in enumerate(self.parameters) if p.grad is not None]
+        """Indices of the pieces that have a gradient now, which no update has used yet."""
+        return [index for index, piece in enumerate(self.pieces) if has_gradient(piece.parameter)]
 
 
 def pack_states(
@@ -81,6 +91,7 @@ def pack_states(
     flat: torch.Tensor | None,
     put: Callable[[torch.Tensor], Ticket],
     narrow: torch.dtype | None = None,
+    generator: torch.Generator | None = None,
 ) -> StateSet:
     """Make a new state set of updated states.
 
@@ -92,7 +103,9 @@ def pack_states(
             still has its place there.
         put: gives a flat buffer to the heap and returns the ticket.
         narrow: the dtype in which tensors of float32 are kept; None for their own.
+        generator: for stochastic rounding; None to round to the nearest.
     """
+    updates = old.updates + 1
     names = [
         (index, name)
         for index, state in enumerate(states)
@@ -103,7 +116,7 @@ def pack_states(
         {name: value for name, value in state.items() if not packable(value)} for state in states
     ]
     if not names:
-        return StateSet(small)
+        return StateSet(small, updates=updates)
     if flat is not None and sorted(names) == sorted(old.names):
         names, layout = old.names, old.layout
         tensors = [states[index][name] for index, name in names]
@@ -111,19 +124,14 @@ def pack_states(
         if all(map(partial(_has_place, narrow), tensors, views)):
             for view, tensor in zip(views, tensors, strict=True):
                 if view.dtype != tensor.dtype:
-                    view.copy_(tensor)
-            return StateSet(small, names, layout, put(flat), [t.dtype for t in tensors])
+                    round_into(view, tensor, generator)
+            return StateSet(small, names, layout, put(flat), [t.dtype for t in tensors], updates)
     tensors = [states[index][name] for index, name in names]
     layout = Layout.of(tensors, [kept_dtype(tensor.dtype, narrow) for tensor in tensors])
     fresh = heap.borrow("optimizer", layout.nbytes, tensors[0].device)
     for view, tensor in zip(layout.views(fresh), tensors, strict=True):
-        view.copy_(tensor)
-    return StateSet(small, names, layout, put(fresh), [tensor.dtype for tensor in tensors])
-
-
-def kept_dtype(dtype: torch.dtype, narrow: torch.dtype | None) -> torch.dtype:
-    """In which dtype a state is kept: `narrow` stands in for float32."""
-    return narrow if narrow is not None and dtype == torch.float32 else dtype
+        round_into(view, tensor, generator)
+    return StateSet(small, names, layout, put(fresh), [t.dtype for t in tensors], updates)
 
 
 def _has_place(narrow: torch.dtype | None, tensor: torch.Tensor, view: torch.Tensor) -> bool:
@@ -136,37 +144,46 @@ def _has_place(narrow: torch.dtype | None, tensor: torch.Tensor, view: torch.Ten
 
 
 def plan_subgroups(
-    optimizer: Optimizer, known: Sequence[torch.Tensor], size: int | None
+    optimizer: Optimizer,
+    known: Collection[int],
+    size: int | None,
+    may_cut: Callable[[int], bool],
 ) -> Iterator[Subgroup]:
     """Cut the parameters that are not `known` yet into subgroups, last registered first.
 
     That is about the order in which backward completes gradients, so the first update can begin
-    early. A tensor is never cut; one that is larger than `size` is a subgroup by itself.
+    early.
 
     Args:
         optimizer: the user's.
-        known: parameters that have a subgroup already.
+        known: ids of parameters that have a subgroup already.
         size: parameters a subgroup at most; None to choose by the model's size.
+        may_cut: whether large parameters of the group of this index may be cut. Else one that is
+            larger than `size` is a subgroup by itself.
     """
-    seen = {id(parameter) for parameter in known}
+    seen = set(known)
     total = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
     low, high = _AUTO_RANGE
     limit = size if size is not None else min(high, max(low, total // _AUTO_SHARE))
     for group_index in reversed(range(len(optimizer.param_groups))):
-        batch: list[torch.Tensor] = []
+        batch: list[Piece] = []
+        elements = 0
         for parameter in reversed(optimizer.param_groups[group_index]["params"]):
             if id(parameter) in seen:
                 continue
-            if batch and (
-                sum(p.numel() for p in batch) + parameter.numel() > limit
-                or parameter.dtype != batch[0].dtype
-                or parameter.device != batch[0].device
-            ):
-                yield Subgroup.of(group_index, batch)
-                batch = []
-            batch.append(parameter)
+            cut = parameter.numel() > limit and may_cut(group_index)
+            for piece in cut_into_pieces(parameter, limit) if cut else [Piece(parameter)]:
+                if batch and (
+                    elements + piece.numel > limit
+                    or parameter.dtype != batch[0].parameter.dtype
+                    or parameter.device != batch[0].parameter.device
+                ):
+                    yield Subgroup(group_index, batch)
+                    batch, elements = [], 0
+                batch.append(piece)
+                elements += piece.numel
         if batch:
-            yield Subgroup.of(group_index, batch)
+            yield Subgroup(group_index, batch)
 
 
 def _copy(value: Any) -> Any:

@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 
 from offload_strategy.optimizer.kernel import shadow_of, unhooked_step
 from offload_strategy.optimizer.layout import packable
-from offload_strategy.optimizer.subgroups import kept_dtype
+from offload_strategy.optimizer.pieces import CUT_ELEMENTS
+from offload_strategy.optimizer.precision import kept_dtype
 
 #: Elements of a stand-in along each dimension at most.
 _LONGEST = 8
@@ -205,3 +206,81 @@ def _fingerprint(attributes: dict[str, Any]) -> dict[str, Any]:
         elif isinstance(value, list | set | tuple):
             marks[name] = [id(item) for item in value]
     return marks
+
+
+#: Elements of the tensor that is cut: enough for several threads, and no multiple of any block.
+_UNCUT_ELEMENTS = 2 * 65536 + 1237
+_CUTS = (CUT_ELEMENTS, 3 * CUT_ELEMENTS, 1025 * CUT_ELEMENTS, 1500 * CUT_ELEMENTS)
+
+
+def can_be_cut(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether pieces of a parameter can be updated one after the other, with the same bits.
+
+    Tried on a tensor of the group's dtype and device, as a whole and cut at multiples of
+    `pieces.CUT_ELEMENTS`; see [Note: where a parameter may be cut]. What an optimizer keeps for a
+    parameter must be as large as the parameter, or the same for every piece.
+
+    Args:
+        optimizer: the user's; nothing of it changes.
+        group: one of its parameter groups.
+    """
+    model = next((p for p in group["params"] if type(p) in (torch.Tensor, nn.Parameter)), None)
+    if model is None or not model.dtype.is_floating_point:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    values, *gradients = (
+        torch.randn(_UNCUT_ELEMENTS, generator=generator).to(model.device, model.dtype)
+        for _ in range(1 + _STEPS)
+    )
+    whole = _Cut(values, [slice(None)])
+    edges = [0, *_CUTS, _UNCUT_ELEMENTS]
+    cut = _Cut(values, [slice(*edge) for edge in zip(edges, edges[1:], strict=False)])
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+        try:
+            for gradient in gradients:
+                whole.step(optimizer, group, gradient)
+                cut.step(optimizer, group, gradient)
+        except Exception:
+            return False
+    return cut.is_like(whole)
+
+
+class _Cut:
+    """Pieces of a tensor, each with a state, that are updated one after the other."""
+
+    def __init__(self, values: torch.Tensor, parts: list[slice]) -> None:
+        self._values = values.clone()
+        self._parts = parts
+        self._states: list[dict[str, Any]] = [{} for _ in parts]
+
+    @torch.no_grad()
+    def step(self, optimizer: Optimizer, group: dict[str, Any], gradient: torch.Tensor) -> None:
+        """Update every piece."""
+        for part, state in zip(self._parts, self._states, strict=True):
+            piece = self._values[part]
+            piece.grad = gradient[part]
+            shadow = shadow_of(optimizer, group, [piece], [state])
+            unhooked_step(type(optimizer))(shadow)
+            state.update(shadow.state[piece])
+
+    def is_like(self, whole: _Cut) -> bool:
+        """Whether values and states have the same bits."""
+        (full,) = whole._states
+        if not torch.equal(self._values.view(torch.uint8), whole._values.view(torch.uint8)):
+            return False
+        for name, value in full.items():
+            found = [state.get(name) for state in self._states]
+            if not isinstance(value, torch.Tensor):
+                if any(other != value for other in found):
+                    return False
+            elif not all(isinstance(other, torch.Tensor) for other in found):
+                return False
+            elif value.shape == self._values.shape:
+                sizes = [self._values[part].shape for part in self._parts]
+                if [other.shape for other in found] != sizes or not torch.equal(
+                    torch.cat(found), value
+                ):
+                    return False
+            elif packable(value) or not all(torch.equal(other, value) for other in found):
+                return False
+        return True

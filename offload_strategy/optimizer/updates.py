@@ -1,4 +1,4 @@
-"""The update of one subgroup: in place at `step()`, or ahead of it and committed there.
+"""The update of one subgroup: in place, or ahead of `step()` and committed there.
 
 [Note: commit]
 Ahead of `step()` nothing visible may change. So the update runs on copies of the weights and
@@ -10,7 +10,7 @@ would go stale). If not, the new tickets are dropped and the update runs again, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,12 @@ import torch
 from torch.optim import Optimizer
 
 from offload_strategy.heap import Heap, Ticket, Tier
+from offload_strategy.optimizer.gradients import values_of
 from offload_strategy.optimizer.kernel import run_update
-from offload_strategy.optimizer.layout import Layout, packable
-from offload_strategy.optimizer.marks import InputsMark, can_be_marked
+from offload_strategy.optimizer.layout import Layout, Segment, packable
+from offload_strategy.optimizer.marks import WeightsMark
+from offload_strategy.optimizer.pieces import Piece
+from offload_strategy.optimizer.precision import seed
 from offload_strategy.optimizer.subgroups import StateSet, Subgroup, pack_states
 
 
@@ -30,7 +33,7 @@ class Speculation:
 
     subgroup: Subgroup
     indices: list[int]
-    inputs: InputsMark
+    mark: WeightsMark
     hyper: dict[str, Any]
     old_states: StateSet
     states: StateSet
@@ -38,12 +41,12 @@ class Speculation:
     weights: Ticket
 
     def holds(self, group: dict[str, Any]) -> bool:
-        """Whether `step()` would compute the very same thing now."""
+        """Whether `step()` would compute the very same thing now, the gradients being the same."""
         return (
             self.indices == self.subgroup.with_gradient()
             and self.subgroup.states is self.old_states
             and _same(self.hyper, hyper_parameters(group))
-            and self.inputs.holds([self.subgroup.parameters[index] for index in self.indices])
+            and self.mark.holds([self.subgroup.pieces[i].values for i in self.indices])
         )
 
 
@@ -54,7 +57,9 @@ class Updater:
         optimizer: the user's; its class does the arithmetic.
         heap: where states are between updates.
         tiers: where they may go, in order.
+        waiting_room: where new weights wait for `step()`, as long as there is room.
         narrow: the dtype in which states of float32 are kept; None for their own.
+        stochastic: whether rounding to it goes up or down by chance.
     """
 
     def __init__(
@@ -62,12 +67,17 @@ class Updater:
         optimizer: Optimizer,
         heap: Heap,
         tiers: Sequence[Tier],
+        waiting_room: Sequence[Tier] = (),
         narrow: torch.dtype | None = None,
+        *,
+        stochastic: bool = False,
     ) -> None:
         self._optimizer = optimizer
         self._heap = heap
         self._tiers = list(tiers)
+        self._waiting_room = list(waiting_room)
         self.narrow = narrow
+        self._generators: dict[torch.device, torch.Generator] | None = {} if stochastic else None
 
     def put(self, flat: torch.Tensor) -> Ticket:
         """Give a flat buffer of the optimizer's to the heap."""
@@ -79,10 +89,20 @@ class Updater:
         return group
 
     @torch.no_grad()
-    def update_in_place(self, subgroup: Subgroup) -> None:
-        """Update the weights and states of every parameter that has a gradient."""
-        indices = subgroup.with_gradient()
-        if not indices:
+    def update_in_place(
+        self, subgroup: Subgroup, gradients: Mapping[int, torch.Tensor] | None = None
+    ) -> None:
+        """Update the weights and states of the pieces that have a gradient.
+
+        Args:
+            subgroup: to be updated.
+            gradients: whole gradients of parameters, by the index of their piece; None to take
+                what is in ``.grad`` of all.
+        """
+        if gradients is None:
+            parameters = [piece.parameter for piece in subgroup.pieces]
+            gradients = {i: values_of(parameters[i]) for i in subgroup.with_gradient()}
+        if not gradients:
             return
         old = subgroup.states
         flat = None if old.ticket is None else self._heap.writable(old.ticket)
@@ -92,39 +112,51 @@ class Updater:
         subgroup.states = StateSet(states)
         if old.ticket is not None:
             self._heap.free(old.ticket)
+        weights = []
+        for index, gradient in gradients.items():
+            piece = subgroup.pieces[index]
+            weight = piece.values
+            if weight.grad is not gradient:  # else the parameter itself, as a plain update has it
+                weight = weight.detach()
+                weight.grad = piece.of(gradient)
+            weights.append(weight)
         run_update(
             self._optimizer,
             self.group_of(subgroup),
-            [subgroup.parameters[index] for index in indices],
-            [states[index] for index in indices],
+            weights,
+            [states[index] for index in gradients],
         )
-        subgroup.states = pack_states(self._heap, old, states, flat, self.put, self.narrow)
+        subgroup.states = self._packed(subgroup, old, states, flat)
 
     @torch.no_grad()
-    def speculate(self, subgroup: Subgroup) -> Speculation | None:
-        """Run the update ahead of `step()`; None if it cannot be (it will run at `step()`)."""
-        indices = subgroup.with_gradient()
-        chosen = [subgroup.parameters[index] for index in indices]
-        if not chosen or not all(can_be_marked(parameter) for parameter in chosen):
-            return None
-        inputs = InputsMark(chosen)
+    def speculate(self, subgroup: Subgroup, gradients: Mapping[int, torch.Tensor]) -> Speculation:
+        """Run the update ahead of `step()`.
+
+        Args:
+            subgroup: to be updated.
+            gradients: of the pieces that have one, as they are expected to be at `step()`, by
+                index; each as large as its piece.
+        """
+        indices = list(gradients)
+        chosen = [subgroup.pieces[index].values for index in indices]
+        mark = WeightsMark(chosen)
         group = self.group_of(subgroup)
         hyper = hyper_parameters(group)
         layout = Layout.of(chosen)
         flat_weights = self._heap.borrow("optimizer", layout.nbytes, chosen[0].device)
         weights = layout.views(flat_weights)
-        for copy, parameter in zip(weights, chosen, strict=True):
-            copy.copy_(parameter)
-            copy.grad = parameter.grad
+        for copy, weight, gradient in zip(weights, chosen, gradients.values(), strict=True):
+            copy.copy_(weight)
+            copy.grad = gradient
         old = subgroup.states
         flat = None if old.ticket is None else self._heap.private(old.ticket)
         states = old.unpack(flat)
         run_update(self._optimizer, group, weights, [states[index] for index in indices])
         for copy in weights:
             copy.grad = None
-        new = pack_states(self._heap, old, states, flat, self.put, self.narrow)
-        ticket = self.put(flat_weights)
-        return Speculation(subgroup, indices, inputs, hyper, old, new, layout, ticket)
+        new = self._packed(subgroup, old, states, flat)
+        ticket = self._heap.put(flat_weights, "optimizer", [*self._waiting_room, *self._tiers])
+        return Speculation(subgroup, indices, mark, hyper, old, new, layout, ticket)
 
     @torch.no_grad()
     def commit(self, speculation: Speculation) -> None:
@@ -133,7 +165,7 @@ class Updater:
         flat = self._heap.take(speculation.weights)
         views = speculation.layout.views(flat)
         for index, view in zip(speculation.indices, views, strict=True):
-            subgroup.parameters[index].copy_(view)
+            subgroup.pieces[index].values.copy_(view)
         self._replace_states(subgroup, speculation.states)
 
     def drop(self, speculation: Speculation) -> None:
@@ -153,18 +185,18 @@ class Updater:
 
     # ------------------------------------------------------------------ states as a whole
     def absorb(self, subgroup: Subgroup, states: list[dict[str, Any]]) -> None:
-        """Replace a subgroup's states by the given ones (a loaded checkpoint)."""
-        for parameter, state in zip(subgroup.parameters, states, strict=True):
+        """Replace a subgroup's states by the given ones (a loaded checkpoint), a dict a piece."""
+        for piece, state in zip(subgroup.pieces, states, strict=True):
             state.update(
-                (name, value.to(parameter.device))
+                (name, value.to(piece.parameter.device))
                 for name, value in list(state.items())
                 if packable(value)
             )
-        new = pack_states(self._heap, StateSet([]), states, None, self.put, self.narrow)
+        new = self._packed(subgroup, StateSet([]), states, None)
         self._replace_states(subgroup, new)
 
     def copies(self, subgroup: Subgroup) -> list[dict[str, Any]]:
-        """Copies of a subgroup's states in ordinary host memory, one dict a parameter.
+        """Copies of a subgroup's states in ordinary host memory, one dict a piece.
 
         On the host also for parameters of an accelerator, where all states at once may not fit.
         """
@@ -178,6 +210,42 @@ class Updater:
             loaded[index][name] = value.clone() if value.device.type == "cpu" else value.cpu()
         self._heap.evict(states.ticket)
         return loaded
+
+    def stored(self, subgroup: Subgroup) -> list[tuple[Piece, str, Segment, torch.dtype]]:
+        """What of a subgroup's states is in the heap: piece, name, place and dtype of each."""
+        states = subgroup.states
+        return [
+            (subgroup.pieces[index], name, segment, dtype)
+            for (index, name), segment, dtype in zip(
+                states.names, states.layout.segments, states.dtypes, strict=True
+            )
+        ]
+
+    def each_stored(
+        self, subgroup: Subgroup
+    ) -> Iterator[tuple[tuple[Piece, str, Segment, torch.dtype], torch.Tensor]]:
+        """The same with the values of each, which must not be changed and not be kept."""
+        ticket = subgroup.states.ticket
+        if ticket is not None:
+            flat = self._heap.get(ticket)
+            yield from zip(
+                self.stored(subgroup), subgroup.states.layout.views(flat), strict=True
+            )
+            self._heap.evict(ticket)
+
+    def _packed(
+        self,
+        subgroup: Subgroup,
+        old: StateSet,
+        states: list[dict[str, Any]],
+        flat: torch.Tensor | None,
+    ) -> StateSet:
+        generator = None
+        if self._generators is not None:
+            device = subgroup.pieces[0].parameter.device
+            generator = self._generators.setdefault(device, torch.Generator(device))
+            seed(generator, subgroup.number, old.updates)
+        return pack_states(self._heap, old, states, flat, self.put, self.narrow, generator)
 
     def _replace_states(self, subgroup: Subgroup, new: StateSet) -> None:
         old, subgroup.states = subgroup.states, new

@@ -7,21 +7,25 @@ from offload_strategy.storage.backend import (
     create_backend,
 )
 from offload_strategy.storage.capacity import check_capacities
+from offload_strategy.storage.devices import is_block_device
 from offload_strategy.storage.extents import Extent, ExtentAllocator
+from offload_strategy.storage.files import PageFile, create_unnamed, grow, switch_to_direct_io
 from offload_strategy.storage.foreign import ForeignFile
 from offload_strategy.storage.paths import DirectoryReport, inspect_directory
 from offload_strategy.storage.probe import PathBandwidth, probe
-from offload_strategy.storage.space import Space
+from offload_strategy.storage.space import RESERVE_BYTES, Space
 from offload_strategy.storage.turns import PathTurns
 from offload_strategy.storage.workers import Workers
 
 __all__ = [
+    "RESERVE_BYTES",
     "Backend",
     "BlockRequest",
     "DirectoryReport",
     "Extent",
     "ExtentAllocator",
     "ForeignFile",
+    "PageFile",
     "PathBandwidth",
     "PathTurns",
     "Space",
@@ -29,6 +33,10 @@ __all__ = [
     "available_backends",
     "check_capacities",
     "create_backend",
+    "create_unnamed",
+    "grow",
     "inspect_directory",
+    "is_block_device",
     "probe",
+    "switch_to_direct_io",
 ]

@@ -51,28 +51,13 @@ class PosixBackend(ThreadedBackend):
     def write_pages(self, fd: int, view: memoryview, offset: int) -> None:
         """Write every byte; short writes go on where they stopped."""
         self._cached.will_move(fd, offset, len(view))
-        while view:
-            done = _persist(os.pwritev, fd, view, offset)
-            if done == 0:
-                raise OSError(
-                    errno.EIO, f"wrote nothing at offset {offset}, {len(view)} bytes left"
-                )
-            view, offset = view[done:], offset + done
+        write_all(fd, view, offset)
         self._cached.drop()
 
     def read_pages(self, fd: int, view: memoryview, offset: int, needed: int) -> None:
         """Read until `needed` bytes have come; the end of the file before that is an error."""
         self._cached.will_move(fd, offset, len(view))
-        while needed > 0:
-            try:
-                done = _persist(os.preadv, fd, view, offset)
-            except OSError as error:
-                if error.errno != errno.EINVAL or offset % PAGE_BYTES == 0:
-                    raise
-                done = 0  # direct I/O cannot go on where the file ended within a page
-            if done == 0:
-                raise OSError(errno.EIO, f"end of file at offset {offset}, {needed} bytes missing")
-            view, offset, needed = view[done:], offset + done, needed - done
+        read_all(fd, view, offset, needed)
         self._cached.drop()
 
 
@@ -113,6 +98,37 @@ def _forget(fd: int, offset: int, nbytes: int) -> None:
     # The file may have been closed since, and its number may be another's: no harm but a page.
     with contextlib.suppress(OSError):
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def write_all(fd: int, view: memoryview, offset: int) -> None:
+    """Write every byte; short writes go on where they stopped.
+
+    Raises:
+        OSError: the disk is full, fails, or takes nothing.
+    """
+    while view:
+        done = _persist(os.pwritev, fd, view, offset)
+        if done == 0:
+            raise OSError(errno.EIO, f"wrote nothing at offset {offset}, {len(view)} bytes left")
+        view, offset = view[done:], offset + done
+
+
+def read_all(fd: int, view: memoryview, offset: int, needed: int) -> None:
+    """Read until `needed` bytes have come; the view may be longer, up to its last page's end.
+
+    Raises:
+        OSError: the disk fails, or the file ends before that.
+    """
+    while needed > 0:
+        try:
+            done = _persist(os.preadv, fd, view, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL or offset % PAGE_BYTES == 0:
+                raise
+            done = 0  # direct I/O cannot go on where the file ended within a page
+        if done == 0:
+            raise OSError(errno.EIO, f"end of file at offset {offset}, {needed} bytes missing")
+        view, offset, needed = view[done:], offset + done, needed - done
 
 
 def _persist(

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
-import secrets
 import threading
 from pathlib import Path
 from typing import Literal
@@ -17,6 +15,7 @@ from typing import Literal
 from offload_strategy.errors import ConfigError, StorageError, TierFullError
 from offload_strategy.storage.devices import OpenDevice, is_block_device, open_device
 from offload_strategy.storage.extents import Extent, ExtentAllocator
+from offload_strategy.storage.files import create_unnamed, grow, takes_direct_io
 from offload_strategy.storage.paths import inspect_directory
 from offload_strategy.telemetry import get_logger
 from offload_strategy.units import PAGE_BYTES, GiB, MiB, format_size, round_up
@@ -189,9 +188,9 @@ class Space:
         direct_flag = getattr(os, "O_DIRECT", 0)
         if direct is not False and direct_flag:
             with contextlib.suppress(OSError):
-                fd = self._create(direct_flag)
+                fd = create_unnamed(self.path, direct_flag)
                 try:
-                    if _takes_direct_io(fd):
+                    if takes_direct_io(fd):
                         return fd, True
                 except OSError as error:
                     os.close(fd)
@@ -214,28 +213,12 @@ class Space:
                 self.path,
             )
         try:
-            return self._create(0), False
+            return create_unnamed(self.path), False
         except OSError as error:
             raise ConfigError(
                 f"tier {self.tier!r}: cannot create a file in {self.path}: {error.strerror}. "
                 f"Check the mount and the permissions, or name another directory."
             ) from error
-
-    def _create(self, extra_flags: int) -> int:
-        flags = os.O_RDWR | extra_flags | getattr(os, "O_CLOEXEC", 0)
-        unnamed = getattr(os, "O_TMPFILE", 0)
-        if unnamed:
-            try:
-                return os.open(self.path, flags | unnamed | getattr(os, "O_EXCL", 0), 0o600)
-            except OSError as error:
-                # File systems without unnamed files answer in one of these three ways.
-                if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
-                    raise
-        name = self.path / f".ssd-offload-{os.getpid()}-{secrets.token_hex(8)}"
-        flags |= os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
-        fd = os.open(name, flags, 0o600)
-        os.unlink(name)
-        return fd
 
     def _reserve(self, end: int) -> None:
         """Make sure that the file reaches to `end`, in large steps, within what is free."""
@@ -252,39 +235,13 @@ class Space:
         step = min(round_up(missing, GROWTH_BYTES), free // PAGE_BYTES * PAGE_BYTES)
         target = max(end, min(self._reserved + step, round_up(self.capacity, PAGE_BYTES)))
         try:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self.fd, self._reserved, target - self._reserved)
-            else:
-                os.ftruncate(self.fd, target)
+            grow(self.fd, self._reserved, target)
         except OSError as error:
             if error.errno == errno.ENOSPC:
                 raise TierFullError(f"{self.path} is full") from error
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                raise StorageError(
-                    f"tier {self.tier!r}: cannot grow the file in {self.path} to "
-                    f"{format_size(target)}: {error.strerror}. Check the disk and the system's "
-                    f"log; training cannot go on with this path."
-                ) from error
-            os.ftruncate(self.fd, target)
+            raise StorageError(
+                f"tier {self.tier!r}: cannot grow the file in {self.path} to "
+                f"{format_size(target)}: {error.strerror}. Check the disk and the system's log; "
+                f"training cannot go on with this path."
+            ) from error
         self._reserved = target
-
-
-def _takes_direct_io(fd: int) -> bool:
-    """Whether a page really goes out and comes back (some file systems only accept the flag).
-
-    Raises:
-        OSError: the disk fails.
-    """
-    page = mmap.mmap(-1, PAGE_BYTES)
-    try:
-        page[:4] = b"page"
-        if os.pwrite(fd, page, 0) != PAGE_BYTES or os.preadv(fd, [page], 0) != PAGE_BYTES:
-            return False
-        os.ftruncate(fd, 0)
-        return True
-    except OSError as error:
-        if error.errno == errno.EIO:
-            raise
-        return False
-    finally:
-        page.close()

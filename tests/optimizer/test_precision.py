@@ -9,6 +9,7 @@ import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW
 
 from offload_strategy.optimizer import check_supported
+from offload_strategy.optimizer.precision import round_into, seed
 from tests.optimizer.runs import MakeOptimizer, Run, offloading
 from tests.training import Numbers, assert_same_history
 
@@ -70,7 +71,8 @@ def test_half_of_the_bytes_move(disk: Path) -> None:
     moved = {}
     for dtype in ("float32", "bfloat16"):
         parameter = torch.nn.Parameter(torch.ones(64, 64))
-        with offloading(disk, "off", optimizer={"state_dtype": dtype}) as engine:
+        whole = {"state_dtype": dtype, "subgroup_size": 10_000}
+        with offloading(disk, "off", optimizer=whole) as engine:
             optimizer = engine.attach(None, Adam([parameter]))
             for _ in range(3):
                 parameter.grad = torch.ones_like(parameter)
@@ -122,3 +124,51 @@ def test_a_state_dict_goes_from_one_precision_to_the_other(from_plain: bool, dis
         # What has no dimension stays in memory as it is.
         rounded = value.to(torch.bfloat16).to(value.dtype) if value.dim() else value
         assert torch.equal(taken[name], rounded)
+
+
+def _rounded(value: float, update: int, count: int = 4096) -> torch.Tensor:
+    generator = torch.Generator()
+    seed(generator, 1, update)
+    kept = torch.empty(count, dtype=torch.bfloat16)
+    round_into(kept, torch.full((count,), value), generator)
+    return kept
+
+
+def test_stochastic_rounding_is_right_in_the_mean() -> None:
+    value = 1.0 + 0.3 / 128  # three tenths of a step above 1
+    kept = _rounded(value, 0)
+    assert set(kept.tolist()) == {1.0, 1.0 + 1 / 128}
+    share = (kept > 1).float().mean().item()
+    assert abs(share - 0.3) < 0.04  # five standard deviations
+    assert torch.equal(kept, _rounded(value, 0))
+    assert not torch.equal(kept, _rounded(value, 1))
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -2.5, float("inf"), float("-inf"), 2.0**-130])
+def test_what_needs_no_rounding_stays(value: float) -> None:
+    exact = torch.tensor(value).to(torch.bfloat16)
+    assert bool((_rounded(exact.item(), 0) == exact).all())
+
+
+def test_not_a_number_stays_what_it_is() -> None:
+    assert bool(_rounded(float("nan"), 0).isnan().all())
+
+
+@pytest.mark.parametrize("overlap", ["commit", "off", "eager"])
+def test_small_changes_add_up_with_stochastic_rounding_alone(overlap: str, disk: Path) -> None:
+    """An average that decays by a thousandth a step, of which bfloat16 has no step."""
+    left = {}
+    for stochastic in (False, True):
+        parameter = torch.nn.Parameter(torch.zeros(100, 100))
+        options = {**NARROW, "stochastic_rounding": stochastic, "subgroup_size": "auto"}
+        state = torch.get_rng_state()
+        with offloading(disk, overlap, optimizer=options) as engine:
+            optimizer = engine.attach(None, SGD([parameter], 0.0, momentum=0.999))
+            for number in range(200):
+                optimizer.zero_grad()
+                (parameter * (1.0 if number == 0 else 0.0)).sum().backward()
+                optimizer.step()
+            left[stochastic] = optimizer.state[parameter]["momentum_buffer"].mean().item()
+        assert torch.equal(torch.get_rng_state(), state)
+    assert left[False] == 1.0
+    assert abs(left[True] - 0.999**199) < 0.01

@@ -638,8 +638,11 @@ def test_running_ahead_stops_while_gradients_are_changed_and_comes_back(
 
         assert step(clip=True) > 0
         assert [step(clip=True) for _ in range(4)] == [0] * 4
-        assert [step(clip=False) for _ in range(2)] == [0] * 2
-        assert step(clip=False) > 0
+        assert step(clip=False) == 0
+        assert any(step(clip=False) for _ in range(16))
+        figures = engine.metrics()
+        assert figures["offload/optimizer/redone_steps"] == 1
+        assert figures["offload/optimizer/speculated_steps"] >= 2
 
 
 def test_hints_keep_updates_back_until_the_last_micro_batch(

@@ -1,0 +1,1 @@
+"""Checkpoints: killed at any moment, and saved and loaded in little memory."""

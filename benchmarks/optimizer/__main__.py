@@ -1,0 +1,135 @@
+"""Optimizer states on a disk: beside plain PyTorch and DeepSpeed, with clipping, part by part.
+
+    python -m benchmarks.optimizer --dir /mnt/nvme0                everything
+    python -m benchmarks.optimizer --lines table --models 70M      the table of one model
+    python -m benchmarks.optimizer --quick                         tiny: to see that it runs
+
+Every contender trains in a process of its own; they take turns, a few steps at a time. The exit
+status is 1 if a claim does not hold. Lines:
+
+    table       plain, DeepSpeed ZeRO-3 with the optimizer on NVMe, and ours in several settings
+    clipping    gradients clipped never, now and then, and nearly always
+    ablation    what each part of the engine is worth (root: throttled loop devices)
+    prediction  Fuyou's equations against the table's seconds
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.io.results import Context, Result, Skipped, table, write_json
+from benchmarks.machine import allocator, describe_machine, say
+from benchmarks.optimizer.ablation import ablation
+from benchmarks.optimizer.clipping import clipping
+from benchmarks.optimizer.deepspeed_peer import Settings
+from benchmarks.optimizer.prediction import prediction
+from benchmarks.optimizer.session import COUNTED, UNCOUNTED
+from benchmarks.optimizer.table import MEANING, Choice, table_of
+from benchmarks.optimizer.tasks import SHAPES
+
+_LINES = ("table", "clipping", "ablation", "prediction")
+
+
+def main() -> int:
+    """Parse the options, run, print and write the outcome."""
+    options = _options()
+    # Ended by a signal, the `with` blocks below still remove disks, groups and processes.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    machine = {**describe_machine(options.dir), "allocator, in all": allocator()}
+    print("\n".join(f"{name}: {value}" for name, value in machine.items()), flush=True)
+    repeats = options.repeats or (1 if options.quick else 5)
+    choice = Choice(
+        models=options.models[:1] if options.quick else options.models,
+        contenders=options.contenders,
+        pinned=options.pinned,
+        budget=options.budget,
+        deepspeed=None if options.deepspeed is None else Settings(**json.loads(options.deepspeed)),
+    )
+    results: list[Result] = []
+    texts: dict[str, str] = {}
+    skipped: dict[str, str] = {}
+    failed: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="benchmarks-optimizer-", dir=options.dir) as folder:
+        context = Context(Path(folder), repeats, options.quick, say)
+        lines: dict[str, Callable[[], tuple[str, list[Result]]]] = {
+            "table": lambda: table_of(context, choice),
+            "clipping": lambda: clipping(
+                context, choice.pinned, 10 if options.quick else options.clipping_steps
+            ),
+            "ablation": lambda: ablation(context, choice.pinned),
+            "prediction": lambda: prediction(context, choice),
+        }
+        for name in options.lines:
+            say(name)
+            try:
+                texts[name], found = lines[name]()
+            except Skipped as why:
+                skipped[name] = str(why)
+            except Exception as error:
+                traceback.print_exc()
+                failed[name] = f"{type(error).__name__}: {error}"
+            else:
+                results += found
+                say(f"\n{texts[name]}\n\n{table(found)}")
+    print(f"\nmedians of {repeats} laps of {COUNTED} steps, each after {UNCOUNTED} more")
+    print(f"ours: memory.pinned {choice.pinned}, activations.budget {choice.budget}\n")
+    print("\n".join(f"{name}: {MEANING[name]}" for name in MEANING if name in choice.contenders))
+    for name, text in texts.items():
+        print(f"\n## {name}\n\n{text}")
+    print("\n" + table(results))
+    for title, reasons in (("skipped", skipped), ("failed", failed)):
+        for name, reason in reasons.items():
+            print(f"{title}: {name}: {reason}")
+    if options.json is not None:
+        outcome: dict[str, object] = {
+            "repeats": repeats,
+            "quick": options.quick,
+            "deepspeed_settings_tried": choice.searched,
+            "texts": texts,
+            "results": [result.as_dict() for result in results],
+            "skipped": skipped,
+            "failed": failed,
+        }
+        write_json(options.json, machine, outcome)
+    return int(bool(failed) or any(result.judged and not result.held for result in results))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.optimizer", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--lines", nargs="+", choices=_LINES, default=_LINES)
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument(
+        "--contenders",
+        nargs="+",
+        choices=MEANING,
+        default=list(MEANING),
+        metavar="NAME",
+        help=f"of the table: {', '.join(repr(name) for name in MEANING)}",
+    )
+    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--repeats", type=int, help="laps of each that count (5; with --quick 1)")
+    parser.add_argument("--pinned", default=Choice.pinned, help="our memory.pinned")
+    parser.add_argument("--budget", default=Choice.budget, help="our activations.budget")
+    parser.add_argument(
+        "--deepspeed",
+        metavar="JSON",
+        help='its settings, such as \'{"sub_group_size": 20000000, "aio": {"queue_depth": 32}}\'; '
+        "searched for if not given",
+    )
+    parser.add_argument("--clipping-steps", type=int, default=120, help="of each, that count")
+    parser.add_argument("--json", type=Path, help="write everything there, too")
+    parser.add_argument("--quick", action="store_true", help="tiny models; figures mean little")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""Fuyou's equations against what steps really took.
+
+The profile is plain PyTorch's: seconds of its forward pass, its backward pass and its update. The
+rates are the disk's of the same run, and those of this host's memory. Everything else is counted:
+bytes of states by parameters, and the activations that the engine chose to move.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.io.results import Context, Result, Skipped
+from benchmarks.optimizer.contenders import PLAIN
+from benchmarks.optimizer.session import Outcome
+from benchmarks.optimizer.table import FIRST, OURS, SECOND, THIRD, Choice, session_of
+from offload_strategy.planning.cost_model import Rates, StepProfile, StepTime, predict_step
+
+_WITHIN = 0.15
+_ELEMENTS = 1 << 24
+
+
+@dataclass(frozen=True)
+class HostRates:
+    """What this host does with memory, in seconds per element of fp32.
+
+    Args:
+        copy: of one tensor into another.
+        convert: to float32 from bfloat16, and back.
+    """
+
+    copy: float
+    convert: float
+
+    @classmethod
+    def measure(cls) -> HostRates:
+        """The best of a few runs, with the memory there already."""
+        source, target = torch.ones(_ELEMENTS), torch.ones(_ELEMENTS)
+        narrow = source.bfloat16()
+
+        def convert() -> None:
+            target.copy_(narrow)
+            narrow.copy_(target)
+
+        return cls(_best(lambda: target.copy_(source)), _best(convert))
+
+
+def _best(run: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds) / _ELEMENTS
+
+
+def prediction(context: Context, choice: Choice) -> tuple[str, list[Result]]:
+    """Predict every setting of ours that the table has; returns a table and the claims."""
+    host = HostRates.measure()
+    lines = [
+        f"memory: {4 / host.copy / 1e9:.1f} GB/s copied, {host.convert * 1e9:.3f} ns an element "
+        "from bfloat16 to float32 and back",
+        "",
+        "| model | | predicted, s | measured, s | off by | forward | backward + update | what "
+        "limits it |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    results = []
+    for model in choice.models:
+        for session in (FIRST, SECOND, THIRD):
+            try:
+                outcome = session_of(context, choice, model, session)
+            except Skipped:
+                continue
+            for name in outcome.rows:
+                if name not in OURS or (session, name) == (THIRD, next(iter(OURS))):
+                    continue
+                predicted = predict(name, outcome, host)
+                measured = outcome.rows[name].median("seconds")
+                off = predicted.step / measured - 1
+                lines.append(
+                    f"| {model} | {name} | {predicted.step:.3f} | {measured:.3f} | {off:+.1%} "
+                    f"| {predicted.forward:.3f} | {predicted.backward:.3f} "
+                    f"| {_limit(predicted)} |"
+                )
+                results.append(
+                    Result(
+                        f"{model}: {name}: measured beside predicted, off by",
+                        measured, predicted.step, "s", abs(off), _WITHIN, at_least=False,
+                        details={"limits": predicted.limits},
+                    )
+                )  # fmt: skip
+    return "\n".join(lines), results
+
+
+def predict(name: str, outcome: Outcome, host: HostRates) -> StepTime:
+    """What one of ours should take.
+
+    Args:
+        name: of `OURS`.
+        outcome: of the session that it was in, for plain PyTorch and the disk.
+        host: rates of memory.
+    """
+    ours, plain, row = OURS[name], outcome.rows[PLAIN], outcome.rows[name]
+    parameters = outcome.parameters
+    update = plain.median("step_seconds")
+    if ours.overlap == "commit":
+        # The update runs on a copy of the weights, which is copied back at `step()`.
+        update += 2 * parameters * host.copy
+    if ours.state_dtype == "bfloat16":
+        update += 2 * parameters * host.convert  # both moments
+    on_disk = ours.states_bytes(parameters) * (1 - ours.host_share)
+    activations = row.median("offload/activations/read_bytes") if ours.activations else 0.0
+    profile = StepProfile(
+        forward_seconds=plain.median("forward_seconds"),
+        backward_seconds=plain.median("backward_seconds"),
+        update_seconds=update,
+        states_read_bytes=on_disk,
+        states_written_bytes=on_disk,
+        activations_bytes=activations,
+    )
+    rates = Rates(outcome.disk.read, outcome.disk.write, shared_cores=True)
+    return predict_step(profile, rates)
+
+
+def _limit(predicted: StepTime) -> str:
+    moving = predicted.limits["backward paths"] >= predicted.backward
+    return "the disk" if moving else "computation"

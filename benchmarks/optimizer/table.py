@@ -1,0 +1,320 @@
+"""Plain PyTorch, DeepSpeed and this package: seconds, memory and bytes of a step."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from benchmarks.activations.models import build
+from benchmarks.io.results import Context, Result, Skipped
+from benchmarks.optimizer.contenders import (
+    DEEPSPEED,
+    PLAIN,
+    Ours,
+    deepspeed_options,
+    plain_options,
+)
+from benchmarks.optimizer.deepspeed_peer import Settings, io_candidates, subgroup_candidates
+from benchmarks.optimizer.session import Disk, Outcome, Rows, run, start
+from benchmarks.optimizer.tasks import SHAPES, TINY, RandomTokens
+from offload_strategy.units import MiB
+
+EAGER, COMMIT = "eager, activations too", "commit, activations too"
+EAGER_STATES, COMMIT_STATES = "eager, states only", "commit, states only"
+EAGER_BF16, COMMIT_BF16 = "eager, bfloat16", "commit, bfloat16"
+EAGER_HOST, COMMIT_HOST = "eager, half on the host", "commit, half on the host"
+
+OURS = {
+    EAGER: Ours("eager", activations=True),
+    COMMIT: Ours("commit", activations=True),
+    EAGER_STATES: Ours("eager"),
+    COMMIT_STATES: Ours("commit"),
+    EAGER_BF16: Ours("eager", activations=True, state_dtype="bfloat16"),
+    COMMIT_BF16: Ours("commit", activations=True, state_dtype="bfloat16"),
+    EAGER_HOST: Ours("eager", activations=True, host_share=0.5),
+    COMMIT_HOST: Ours("commit", activations=True, host_share=0.5),
+}
+#: What each is, for the table.
+MEANING = {
+    PLAIN: "torch.optim.AdamW(fused=True), zero_grad(set_to_none=True), everything in memory",
+    DEEPSPEED: "ZeRO-3 on the CPU accelerator, optimizer on NVMe, its own CPUAdam",
+    EAGER: "states and saved activations on the disk, overlap: eager",
+    COMMIT: "the same, overlap: commit",
+    EAGER_STATES: "states on the disk, activations in memory",
+    COMMIT_STATES: "the same, overlap: commit",
+    EAGER_BF16: "as the first of ours, states in bfloat16",
+    COMMIT_BF16: "the same, overlap: commit",
+    EAGER_HOST: "as the first of ours, a dram tier for half of the states' bytes in front",
+    COMMIT_HOST: "the same, overlap: commit",
+}
+#: All at once would not fit into memory: each session has those that are compared.
+FIRST, SECOND, THIRD = "beside DeepSpeed", "less, and in bfloat16", "with a host tier"
+SESSIONS = {
+    FIRST: (PLAIN, DEEPSPEED, EAGER, COMMIT),
+    SECOND: (PLAIN, EAGER_STATES, COMMIT_STATES, EAGER_BF16, COMMIT_BF16),
+    THIRD: (PLAIN, EAGER, EAGER_HOST, COMMIT_HOST),
+}
+#: What must be reached, and what may be taken.
+_FASTER, _STEP_FASTER, _PEAK = 1.8, 20.0, 0.25
+_BESIDE_PLAIN, _PEAK_BESIDE_PLAIN = 1.03, 0.45
+_HOST_CUT = 0.45
+
+
+@dataclass
+class Choice:
+    """What is trained and by whom, as the command line says.
+
+    Args:
+        models: of `SHAPES`.
+        contenders: of those of `SESSIONS`; plain PyTorch always takes part.
+        pinned: bytes of our staging buffers.
+        budget: of our activations.
+        deepspeed: its settings; None to search for the fastest.
+    """
+
+    models: Sequence[str] = tuple(SHAPES)
+    contenders: Sequence[str] = tuple(MEANING)
+    pinned: str = Ours.pinned
+    budget: str = Ours.budget
+    deepspeed: Settings | None = None
+    searched: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def task(self, model: str, context: Context) -> RandomTokens:
+        """The task of a model: batches of two sequences of 256 tokens."""
+        return RandomTokens(TINY if context.quick else SHAPES[model])
+
+    def options(self, name: str) -> dict[str, Any]:
+        """Options of one of ours, or of plain PyTorch."""
+        if name == PLAIN:
+            return plain_options()
+        ours = {**asdict(OURS[name]), "pinned": self.pinned, "budget": self.budget}
+        return Ours(**ours).options()
+
+
+def table_of(context: Context, choice: Choice) -> tuple[str, list[Result]]:
+    """Every model in every session; returns the tables and the claims."""
+    texts: list[str] = []
+    results: list[Result] = []
+    for model in choice.models:
+        for session in SESSIONS:
+            try:
+                outcome = session_of(context, choice, model, session)
+            except Skipped as why:
+                context.say(f"{model}, {session}: {why}")
+                continue
+            _check_losses(outcome.rows, f"{model}, {session}")
+            texts.append(f"{model}, {session}\n\n{markdown(outcome)}")
+            results += _claims(model, session, outcome)
+            context.say("\n" + texts[-1])
+    return "\n\n".join(texts), results
+
+
+def session_of(context: Context, choice: Choice, model: str, session: str) -> Outcome:
+    """A session of a model; held once for all lines of a run that look at it.
+
+    Raises:
+        Skipped: none of its contenders was chosen.
+    """
+    key = f"{model}, {session}"
+    if key not in context.shared:
+        names = [name for name in SESSIONS[session] if name == PLAIN or name in choice.contenders]
+        if names == [PLAIN]:
+            raise Skipped("none of its contenders was chosen")
+        task = choice.task(model, context)
+        contenders: dict[str, dict[str, Any]] = {}
+        missing: dict[str, str] = {}
+        for name in names:
+            if name == DEEPSPEED:
+                try:
+                    settings = choice.deepspeed or _search(context, choice, model)
+                except Skipped as why:
+                    missing[name] = str(why)
+                    context.say(str(why))
+                else:
+                    context.say(f"DeepSpeed: {settings.shown()}")
+                    contenders[name] = deepspeed_options(settings)
+            else:
+                contenders[name] = choice.options(name)
+        context.say(f"{key}: {', '.join(contenders)}")
+        outcome = run(contenders, task, context)
+        outcome.skipped |= missing
+        context.shared[key] = outcome
+    held: Outcome = context.shared[key]
+    return held
+
+
+# ---------------------------------------------------------------------- DeepSpeed's best
+def _search(context: Context, choice: Choice, model: str) -> Settings:
+    """The fastest settings of DeepSpeed for a model: first of its I/O, then of its subgroups."""
+    tried = choice.searched.setdefault(model, [])
+    task = choice.task(model, context)
+
+    def fastest(candidates: Sequence[Settings]) -> Settings:
+        found: list[tuple[float, int]] = []
+        for index, settings in enumerate(candidates):
+            seconds, why = _try(context, settings, task)
+            tried.append({"settings": settings.shown(), "seconds": seconds, "failed": why})
+            context.say(f"DeepSpeed, {settings.shown()}: {why or f'{seconds:.3f} s a step'}")
+            if seconds is not None:
+                found.append((seconds, index))
+        if not found:
+            raise Skipped(f"{DEEPSPEED} does not take part: {tried[-1]['failed']}")
+        return candidates[min(found)[1]]
+
+    candidates = io_candidates()[: 1 if context.quick else None]
+    best = fastest(candidates)
+    with_best = [entry for entry in tried if entry["settings"] == best.shown()]
+    on_paper = build("GPT", task.shape, "meta")
+    parameters = sum(parameter.numel() for parameter in on_paper.parameters())
+    more = subgroup_candidates(best, parameters)[: 1 if context.quick else None]
+    try:
+        other = fastest(more)
+    except Skipped:
+        return best
+    seconds = min(e["seconds"] for e in tried if e["settings"] == other.shown())
+    return other if seconds < with_best[0]["seconds"] else best
+
+
+def _try(
+    context: Context, settings: Settings, task: RandomTokens
+) -> tuple[float | None, str | None]:
+    """Seconds of a step, or why there are none."""
+    with contextlib.ExitStack() as stack:
+        try:
+            options = deepspeed_options(settings)
+            subject, _ = start(stack, DEEPSPEED, options, task, context.directory)
+            steps = subject.ask({"steps": 4})["steps"][2:]
+        except (Skipped, RuntimeError) as why:
+            return None, str(why)[-1000:]
+    return statistics.fmean(step["seconds"] for step in steps), None
+
+
+# ---------------------------------------------------------------------- what must hold
+def _check_losses(rows: Mapping[str, Rows], where: str) -> None:
+    plain = rows[PLAIN].losses
+    for name, row in rows.items():
+        exact = name in OURS and OURS[name].state_dtype == "float32"
+        if exact and row.losses != plain:
+            raise RuntimeError(f"{where}: losses of {name!r} differ from those of {PLAIN}")
+
+
+def _claims(model: str, session: str, outcome: Outcome) -> list[Result]:
+    rows, disk = outcome.rows, outcome.disk
+    results: list[Result] = []
+    for name, everything in ((EAGER, True), (COMMIT, False)):
+        if name in rows and DEEPSPEED in rows:
+            results += _beside_deepspeed(model, name, rows, everything)
+    for name in rows:
+        if name in OURS and (session, name) != (THIRD, EAGER):  # it was judged before
+            results += _beside_plain(model, name, rows, disk)
+    for name in (EAGER_HOST, COMMIT_HOST):
+        if name in rows and EAGER in rows:
+            results.append(_host_cut(model, name, rows))
+    return results
+
+
+def _beside_deepspeed(
+    model: str, name: str, rows: Mapping[str, Rows], everything: bool
+) -> list[Result]:
+    ours, peer = rows[name], rows[DEEPSPEED]
+    faster = [
+        Result(
+            f"{model}: {name}: {what}, beside DeepSpeed",
+            ours.median(key), peer.median(key), "s", peer.ratio(ours, key), least,
+        )
+        for what, key, least in (
+            ("iteration", "seconds", _FASTER),
+            ("end of backward to end of step", "step_seconds", _STEP_FASTER),
+        )
+    ]  # fmt: skip
+    return [
+        *faster,
+        Result(
+            f"{model}: {name}: peak memory, beside DeepSpeed",
+            ours.median("peak_bytes") / MiB, peer.median("peak_bytes") / MiB, "MiB",
+            ours.ratio(peer, "peak_bytes"), _PEAK, at_least=False, judged=everything,
+        ),
+    ]  # fmt: skip
+
+
+def bounds(row: Rows, plain: Rows, disk: Disk) -> list[float]:
+    """What each lap could take at best: plain's iteration, or its bytes at the disk's rates."""
+    moved = zip(row.values("read_bytes"), row.values("written_bytes"), strict=True)
+    return [
+        max(seconds, disk.seconds(number, read, written))
+        for number, (seconds, (read, written)) in enumerate(
+            zip(plain.values("seconds"), moved, strict=True)
+        )
+    ]
+
+
+def _beside_plain(model: str, name: str, rows: Mapping[str, Rows], disk: Disk) -> list[Result]:
+    ours, plain = rows[name], rows[PLAIN]
+    best = bounds(ours, plain, disk)
+    share = [mine / least for mine, least in zip(ours.values("seconds"), best, strict=True)]
+    return [
+        Result(
+            f"{model}: {name}: iteration, beside max(plain, its bytes at the disk's rates)",
+            ours.median("seconds"), statistics.median(best), "s",
+            statistics.median(share), _BESIDE_PLAIN, at_least=False,
+            judged=name in (EAGER, COMMIT),
+            details={"plain": plain.values("seconds"), "ours": ours.values("seconds"),
+                     "bounds": best},
+        ),
+        Result(
+            f"{model}: {name}: peak memory, beside plain",
+            ours.median("peak_bytes") / MiB, plain.median("peak_bytes") / MiB, "MiB",
+            ours.ratio(plain, "peak_bytes"), _PEAK_BESIDE_PLAIN, at_least=False,
+            judged=name == EAGER,
+        ),
+    ]  # fmt: skip
+
+
+def _host_cut(model: str, name: str, rows: Mapping[str, Rows]) -> Result:
+    """What the host tier keeps from the disk, activations aside, which it does not hold."""
+
+    def states(row: Rows) -> float:
+        keys = ("offload/optimizer/read_bytes", "offload/optimizer/written_bytes")
+        return sum(row.median(key) for key in keys)
+
+    ours, peer = states(rows[name]), states(rows[EAGER])
+    return Result(
+        f"{model}: {name}: states read and written on the disk, cut",
+        ours / MiB, peer / MiB, "MiB", 1 - ours / peer, _HOST_CUT,
+        judged=name == EAGER_HOST,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------- the table
+def markdown(outcome: Outcome) -> str:
+    """Medians of a session's laps, as a table."""
+    rows, disk = outcome.rows, outcome.disk
+    plain = rows[PLAIN]
+    lines = [
+        f"{outcome.parameters / 1e6:.1f}M parameters; disk: {disk.read / 1e9:.2f} GB/s read, "
+        f"{disk.write / 1e9:.2f} GB/s written (medians of the rounds)",
+        "",
+        "| | forward, s | backward, s | end of backward to end of step, s | zero_grad, s "
+        "| iteration, s | of plain | peak, MiB | of it anonymous | of plain | read, MB "
+        "| written, MB | states read + written, MB | last loss |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in rows.items():
+        states = ""
+        if name in OURS:
+            read = row.median("offload/optimizer/read_bytes") / 1e6
+            states = f"{read:.0f} + {row.median('offload/optimizer/written_bytes') / 1e6:.0f}"
+        lines.append(
+            f"| {name} | {row.median('forward_seconds'):.3f} | {row.median('backward_seconds'):.3f}"
+            f" | {row.median('step_seconds'):.4f} | {row.median('zero_grad_seconds'):.4f} "
+            f"| {row.median('seconds'):.3f} | {row.ratio(plain, 'seconds'):.3f} "
+            f"| {row.median('peak_bytes') / MiB:.0f} | {row.median('anonymous_bytes') / MiB:.0f} "
+            f"| {row.ratio(plain, 'peak_bytes'):.3f} | {row.median('read_bytes') / 1e6:.0f} "
+            f"| {row.median('written_bytes') / 1e6:.0f} | {states} "
+            f"| {float.fromhex(row.losses[-1]):.6f} |"
+        )
+    lines += [f"\n{name} does not take part: {why}" for name, why in outcome.skipped.items()]
+    return "\n".join(lines)

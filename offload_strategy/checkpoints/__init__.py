@@ -1,0 +1,10 @@
+"""Checkpoints that stream: state dicts that lie in a file, and files that are saved atomically.
+
+Moves bytes between tensors and files and knows neither tickets nor optimizers, so it lies right
+above storage and memory: optimizers, integrations and scripts use it alike.
+"""
+
+from offload_strategy.checkpoints.files import load, save
+from offload_strategy.checkpoints.scratch import ScratchFile, Slot, scratch_directories
+
+__all__ = ["ScratchFile", "Slot", "load", "save", "scratch_directories"]

@@ -1,0 +1,123 @@
+"""Pieces: what of a parameter is updated at once; all of it, or some of its rows.
+
+[Note: where a parameter may be cut]
+Vector instructions and the plain loop that finishes what is left after them round differently, and
+so do kernels that hand their threads blocks of 64 elements. A cut changes no bits if it lies where
+the whole tensor's update would begin a block as well: at multiples of 64 elements. Whether that is
+enough is tried out on the user's optimizer (`trial.can_be_cut`); one whose update of an element
+depends on other elements is never cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import torch
+
+#: Cuts lie at multiples of so many elements; see [Note: where a parameter may be cut].
+CUT_ELEMENTS = 64
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Piece:
+    """A parameter, or rows of it (of its first dimension).
+
+    Args:
+        parameter: the whole parameter.
+        rows: first row and the row behind the last; None for all of it.
+    """
+
+    parameter: torch.Tensor
+    rows: tuple[int, int] | None = None
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same rows of a tensor with as many of them (a view of a dense one)."""
+        if self.rows is None:
+            return tensor
+        first, behind = self.rows
+        return _sparse_rows(tensor, first, behind) if tensor.is_sparse else tensor[first:behind]
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The parameter itself, or a view of its rows that is a leaf as well."""
+        return self.parameter if self.rows is None else self.of(self.parameter.detach())
+
+    @property
+    def numel(self) -> int:
+        """Elements of it."""
+        if self.rows is None:
+            return self.parameter.numel()
+        first, behind = self.rows
+        return self.parameter.numel() // self.parameter.size(0) * (behind - first)
+
+    def cut(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What of a whole parameter's state is this piece's."""
+        if self.rows is None:
+            return dict(state)
+        return {name: self._cut(value) for name, value in state.items()}
+
+    def _cut(self, value: Any) -> Any:
+        whole = isinstance(value, torch.Tensor) and value.shape == self.parameter.shape
+        if isinstance(value, torch.Tensor):
+            # A copy of small ones: every piece counts its own steps.
+            return self.of(value) if whole else value.clone()
+        return value
+
+
+def cut_into_pieces(parameter: torch.Tensor, limit: int) -> list[Piece]:
+    """Cut a parameter into pieces of about equal size, of `limit` elements at most.
+
+    Where rows are longer than that a piece is as small as cuts allow. What is not contiguous, and
+    what has no rows, stays whole.
+
+    Args:
+        parameter: of any shape.
+        limit: elements a piece.
+    """
+    total = parameter.numel()
+    if total <= limit or parameter.dim() == 0 or not parameter.is_contiguous():
+        return [Piece(parameter)]
+    rows = parameter.size(0)
+    per_row = total // rows
+    unit = CUT_ELEMENTS // gcd(CUT_ELEMENTS, per_row)  # rows between two places for a cut
+    units = -(-rows // unit)
+    count = min(units, -(-total // max(limit, unit * per_row)))
+    cuts = [min(rows, unit * (units * number // count)) for number in range(count)] + [rows]
+    if count == 1:
+        return [Piece(parameter)]
+    return [Piece(parameter, (a, b)) for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
+def joined(pieces: Sequence[Piece], states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The state of a whole parameter, of the states of all of its pieces in order."""
+    if pieces[0].rows is None:
+        return states[0]
+    state = {}
+    for name, first in states[0].items():
+        cut = isinstance(first, torch.Tensor) and first.shape == pieces[0].values.shape
+        state[name] = torch.cat([each[name] for each in states]) if cut else first
+    return state
+
+
+def by_parameter(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """Pieces of the same parameter together, in the order of their rows."""
+    together: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        together.setdefault(id(piece.parameter), []).append(piece)
+    for group in together.values():
+        yield sorted(group, key=lambda piece: piece.rows or (0, 0))
+
+
+def _sparse_rows(tensor: torch.Tensor, first: int, behind: int) -> torch.Tensor:
+    """Rows of a sparse gradient, what was given for each still in the same order."""
+    indices = tensor._indices()
+    chosen = (indices[0] >= first) & (indices[0] < behind)
+    moved = indices[:, chosen]
+    moved[0] -= first
+    size = (behind - first, *tensor.shape[1:])
+    return torch.sparse_coo_tensor(
+        moved, tensor._values()[chosen], size, is_coalesced=tensor.is_coalesced()
+    )

@@ -1,0 +1,100 @@
+"""States by parameter, as everybody outside sees them, of states that are kept by subgroup."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload_strategy.checkpoints import ScratchFile, Slot
+from offload_strategy.optimizer.pieces import Piece, joined
+from offload_strategy.optimizer.subgroups import Subgroup
+from offload_strategy.optimizer.updates import Updater
+
+State = dict[str, Any]
+
+
+def state_of(
+    parameter: torch.Tensor, subgroups: Sequence[Subgroup], updater: Updater
+) -> State | None:
+    """A copy of a parameter's state in ordinary memory; None if it is in none of the subgroups."""
+    pieces: list[tuple[Piece, State]] = []
+    for subgroup, indices in _homes(parameter, subgroups):
+        copies = updater.copies(subgroup)
+        pieces += [(subgroup.pieces[index], copies[index]) for index in indices]
+    if not pieces:
+        return None
+    pieces.sort(key=lambda entry: entry[0].rows or (0, 0))
+    return joined([piece for piece, _ in pieces], [state for _, state in pieces])
+
+
+def replace_state(
+    parameter: torch.Tensor, state: State, subgroups: Sequence[Subgroup], updater: Updater
+) -> bool:
+    """Give a parameter another state; False if it is in none of the subgroups."""
+    found = False
+    for subgroup, indices in _homes(parameter, subgroups):
+        states = updater.copies(subgroup)
+        for index in indices:
+            states[index] = subgroup.pieces[index].cut(state)
+        updater.absorb(subgroup, states)
+        found = True
+    return found
+
+
+def absorb_states(
+    states: Mapping[torch.Tensor, State], subgroups: Sequence[Subgroup], updater: Updater
+) -> None:
+    """Replace the states of all parameters, subgroup by subgroup."""
+    for subgroup in subgroups:
+        cut = [piece.cut(states.get(piece.parameter, {})) for piece in subgroup.pieces]
+        updater.absorb(subgroup, cut)
+
+
+def streamed_states(
+    subgroups: Sequence[Subgroup], updater: Updater, directories: Sequence[Path]
+) -> dict[torch.Tensor, State]:
+    """The states of all parameters, of which large tensors lie in an unlinked file.
+
+    One subgroup's states are in memory at a time. The tensors are ordinary ones over private maps
+    of the file, which is gone with the last of them.
+
+    Args:
+        subgroups: all of them.
+        updater: has their states.
+        directories: where the file may lie; none for ordinary memory.
+
+    Raises:
+        TierFullError: no directory has room.
+        StorageError: states could not be read, or the file not be written.
+    """
+    found: dict[torch.Tensor, State] = {}
+    with ScratchFile(directories) as scratch:
+        slots: dict[torch.Tensor, dict[str, Slot]] = {}
+        for subgroup in subgroups:
+            for piece, small in zip(subgroup.pieces, subgroup.states.unpack(None), strict=True):
+                found.setdefault(piece.parameter, small)
+            for piece, name, segment, dtype in updater.stored(subgroup):
+                own = slots.setdefault(piece.parameter, {})
+                if name not in own:
+                    whole = segment.shape if piece.rows is None else piece.parameter.shape
+                    strides = segment.strides if piece.rows is None else None
+                    own[name] = scratch.reserve(whole, dtype, strides)
+        for subgroup in subgroups:
+            for (piece, name, _, _), values in updater.each_stored(subgroup):
+                start = 0 if piece.rows is None else piece.rows[0]
+                slots[piece.parameter][name].fill(start, values)
+        for parameter, own in slots.items():
+            found[parameter].update((name, slot.tensor()) for name, slot in own.items())
+    return found
+
+
+def _homes(
+    parameter: torch.Tensor, subgroups: Sequence[Subgroup]
+) -> Iterator[tuple[Subgroup, list[int]]]:
+    for subgroup in subgroups:
+        indices = [i for i, piece in enumerate(subgroup.pieces) if piece.parameter is parameter]
+        if indices:
+            yield subgroup, indices

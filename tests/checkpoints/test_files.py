@@ -1,0 +1,369 @@
+"""`offload_strategy.save` and `load`: torch's format, whole or not at all, in little memory."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import itertools
+import mmap
+import os
+import random
+import signal
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload_strategy
+from benchmarks import disks
+from benchmarks.machine import status_bytes
+from offload_strategy import StorageError, load, save
+from offload_strategy.checkpoints import ScratchFile, files
+from offload_strategy.units import MiB
+from tests.training import bits
+
+STATE: dict[str, Any] = {
+    "step": 7,
+    "weights": torch.randn(300, 401),
+    "odd": {"half": torch.randn(77, dtype=torch.bfloat16), "scalar": torch.tensor(2.5)},
+    "text": ["a", "b"],
+}
+
+
+def assert_is_state(found: Any) -> None:
+    assert found.keys() == STATE.keys()
+    assert (found["step"], found["text"]) == (STATE["step"], STATE["text"])
+    assert bits(found["weights"]) == bits(STATE["weights"])
+    for name, tensor in STATE["odd"].items():
+        assert bits(found["odd"][name]) == bits(tensor)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Iterator[Path]:
+    """Where to save; beside it nothing may remain."""
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    yield folder / "last.ckpt"
+    assert set(os.listdir(folder)) <= {"last.ckpt"}
+
+
+@pytest.fixture(params=["direct", "buffered"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """With and without direct I/O."""
+    name: str = request.param
+    if name == "buffered":
+        monkeypatch.setattr(files, "switch_to_direct_io", lambda fd: None)
+    return name
+
+
+# ---------------------------------------------------------------------- the format
+
+
+def test_what_is_saved_is_read_by_torch_and_by_load(target: Path, way: str) -> None:
+    save(STATE, target)
+    assert_is_state(torch.load(target))
+    assert_is_state(load(target))
+    assert_is_state(load(str(target), weights_only=False))
+
+
+def test_what_torch_saved_is_loaded_in_either_format(target: Path) -> None:
+    torch.save(STATE, target)
+    assert_is_state(load(target))
+    torch.save(STATE, target, _use_new_zipfile_serialization=False)
+    assert_is_state(load(target))
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, 8 * MiB - 1000, 8 * MiB, 20 * MiB + 3])
+def test_any_size_is_saved(size: int, target: Path, way: str) -> None:
+    values = torch.arange(size, dtype=torch.int32).to(torch.uint8)
+    save(values, target)
+    assert torch.equal(torch.load(target), values)
+
+
+def test_views_of_one_storage_stay_views_of_one_storage(target: Path) -> None:
+    whole = torch.randn(100, 100)
+    save([whole, whole[3]], target)
+    first, second = load(target)
+    first[3, 0] = 5.0
+    assert second[0] == 5.0
+
+
+def test_what_is_loaded_may_be_written_to_and_the_file_stays_as_it_is(target: Path) -> None:
+    save(STATE, target)
+    load(target)["weights"].zero_()
+    assert_is_state(load(target))
+
+
+def test_the_public_names_are_these() -> None:
+    assert offload_strategy.save is files.save
+    assert offload_strategy.load is files.load
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def test_saving_and_loading_take_no_memory_but_a_buffer(disk: Path, target: Path, way: str) -> None:
+    values = torch.randn(16 * MiB // 4)
+    with ScratchFile([disk]) as scratch:
+        slots = [scratch.reserve(values.shape, values.dtype) for _ in range(12)]
+        for number, slot in enumerate(slots):
+            slot.fill(0, values.fill_(number))
+        tensors = [slot.tensor() for slot in slots]
+    level = status_bytes("RssAnon")
+    peaks = []
+
+    class Watched(files._Stream):
+        def write(self, data: Any) -> int:
+            peaks.append(status_bytes("RssAnon") - level)
+            return super().write(data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "_Stream", Watched)
+        save(tensors, target)
+    assert max(peaks) < 24 * MiB
+    found = load(target)
+    assert status_bytes("RssAnon") - level < 24 * MiB
+    assert all(float(tensor[-1]) == number for number, tensor in enumerate(found))
+
+
+def test_what_was_saved_does_not_stay_in_the_page_cache(target: Path, way: str) -> None:
+    save(torch.randn(64 * MiB // 4), target)
+    size = target.stat().st_size
+    with open(target, "r+b") as file, mmap.mmap(file.fileno(), size) as view:
+        pages = -(-size // mmap.PAGESIZE)
+        present = (ctypes.c_ubyte * pages)()
+        begin = ctypes.c_char.from_buffer(view)
+        result = ctypes.CDLL(None, use_errno=True).mincore(
+            ctypes.c_void_p(ctypes.addressof(begin)), ctypes.c_size_t(size), present
+        )
+        assert result == 0, os.strerror(ctypes.get_errno())
+        del begin
+    assert sum(page & 1 for page in present) * mmap.PAGESIZE < 8 * MiB
+
+
+# ---------------------------------------------------------------------- names, modes, links
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_a_new_file_has_the_mode_that_torch_would_give_it(mask: int, target: Path) -> None:
+    before = os.umask(mask)
+    try:
+        torch.save(STATE, target)
+        expected = stat.S_IMODE(target.stat().st_mode)
+        target.unlink()
+        save(STATE, target)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(target.stat().st_mode) == expected == 0o666 & ~mask
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o660, 0o644])
+def test_a_file_keeps_its_mode(mode: int, target: Path) -> None:
+    torch.save({}, target)
+    target.chmod(mode)
+    save(STATE, target)
+    assert stat.S_IMODE(target.stat().st_mode) == mode
+    assert_is_state(load(target))
+
+
+def test_while_it_is_written_a_private_file_is_private(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({}, target)
+    target.chmod(0o600)
+    modes = []
+    save_to = torch.save
+
+    def look(obj: Any, stream: Any) -> None:
+        modes.extend(stat.S_IMODE(path.stat().st_mode) for path in target.parent.iterdir())
+        save_to(obj, stream)
+
+    monkeypatch.setattr(torch, "save", look)
+    save(STATE, target)
+    assert modes == [0o600, 0o600]
+
+
+def test_the_owner_of_a_file_stays_the_owner(target: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root may give files away")
+    torch.save({}, target)
+    os.chown(target, 1234, 2345)
+    save(STATE, target)
+    assert (target.stat().st_uid, target.stat().st_gid) == (1234, 2345)
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_symbolic_link_is_followed_and_stays(exists: bool, target: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link.ckpt"
+    link.symlink_to(target)
+    if exists:
+        torch.save({}, target)
+    save(STATE, link)
+    assert link.is_symlink()
+    assert_is_state(torch.load(target))
+    assert sorted(os.listdir(tmp_path)) == ["checkpoints", "link.ckpt"]
+
+
+def test_a_name_may_be_as_long_as_the_file_system_allows(tmp_path: Path) -> None:
+    target = tmp_path / ("ä" * 126 + ".pt")  # 255 bytes
+    save(STATE, target)
+    save(STATE, target)
+    assert os.listdir(tmp_path) == [target.name]
+
+
+# ---------------------------------------------------------------------- what goes wrong
+
+
+class Unwilling:
+    """Cannot be pickled."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), TypeError("no")], ids=["Ctrl-C", "error"])
+def test_an_error_while_saving_leaves_the_previous_file(error: Any, target: Path) -> None:
+    save(STATE, target)
+    with pytest.raises(type(error)):
+        save([torch.randn(5 * MiB), Unwilling(error)], target)
+    assert_is_state(load(target))
+
+
+@pytest.mark.parametrize("at", ["first", "last"])
+def test_a_disk_that_fails_leaves_the_previous_file(
+    at: str, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(STATE, target)
+    write = files.PageFile.write
+
+    def fail(self: Any, view: memoryview, offset: int) -> None:
+        if offset == 0 if at == "first" else len(view) < 8 * MiB:
+            raise OSError(5, os.strerror(5))
+        write(self, view, offset)
+
+    monkeypatch.setattr(files.PageFile, "write", fail)
+    message = rf"could not save to '{target}': Input/output error after .*Check the disk.*untouched"
+    with pytest.raises(StorageError, match=message):
+        save([torch.randn(5 * MiB) for _ in range(2)], target)
+    monkeypatch.undo()
+    assert_is_state(load(target))
+
+
+def test_ctrl_c_within_a_write_leaves_the_previous_file(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(STATE, target)
+
+    def interrupt(self: Any, view: memoryview, offset: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(files.PageFile, "write", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        save([torch.randn(5 * MiB) for _ in range(2)], target)
+    monkeypatch.undo()
+    assert_is_state(load(target))
+
+
+def test_a_full_disk_leaves_the_previous_file(tmp_path: Path) -> None:
+    why = disks.why_not(throttled=False)
+    if why is not None:
+        pytest.skip(why)
+    with disks.loop_disk(tmp_path, 32 * MiB) as disk:
+        target = disk.directory / "last.ckpt"
+        save(STATE, target)
+        message = "No space left on device after .* MiB. Free some space on the disk of "
+        with pytest.raises(StorageError, match=message):
+            save(torch.randn(16 * MiB), target)
+        assert_is_state(load(target))
+        assert set(os.listdir(disk.directory)) == {"lost+found", "last.ckpt"}
+
+
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=f"Create the directory {tmp_path / 'nowhere'}"):
+        save(STATE, tmp_path / "nowhere" / "last.ckpt")
+
+
+def test_a_directory_and_a_pipe_are_not_replaced(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="Is a directory"):
+        save(STATE, tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(StorageError, match="cannot be replaced"):
+        save(STATE, tmp_path / "pipe")
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    assert os.listdir(tmp_path) == ["pipe"]
+
+
+# ---------------------------------------------------------------------- killed
+
+
+def partial(target: Path, digit: str = "a") -> Path:
+    return target.parent / f".{target.name}.{16 * digit}.partial"
+
+
+def test_what_a_killed_save_left_is_removed_by_the_next(target: Path) -> None:
+    partial(target, "a").write_bytes(b"half")
+    partial(target, "b").write_bytes(b"half")
+    save(STATE, target)
+    assert_is_state(load(target))
+
+
+def test_what_another_process_is_writing_is_left_alone(target: Path) -> None:
+    busy = partial(target)
+    with open(busy, "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        save(STATE, target)
+        assert busy.exists()
+    save(STATE, target)
+    assert not busy.exists()
+
+
+def test_files_of_other_names_and_links_are_left_alone(target: Path, tmp_path: Path) -> None:
+    other = partial(target.with_name("other.ckpt"))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"mine")
+    other.write_bytes(b"half")
+    partial(target).symlink_to(elsewhere)
+    save(STATE, target)
+    assert other.read_bytes() == b"half"
+    assert elsewhere.read_bytes() == b"mine"
+    assert partial(target).is_symlink()
+    other.unlink()
+    partial(target).unlink()
+
+
+def _save_for_ever(target: Path) -> None:
+    try:
+        for number in itertools.count():
+            save({"first": torch.full((MiB,), number), "last": torch.tensor(number)}, target)
+    finally:
+        os._exit(1)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_process_killed_while_it_saves_leaves_a_whole_file(target: Path) -> None:
+    chance = random.Random(0)
+    halves = 0
+    for _ in range(12):
+        child = os.fork()
+        if child == 0:
+            _save_for_ever(target)
+        try:
+            deadline = time.monotonic() + 30
+            while not (target.exists() and len(os.listdir(target.parent)) > 1):
+                assert time.monotonic() < deadline
+            time.sleep(chance.uniform(0, 0.01))
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        halves += len(os.listdir(target.parent)) > 1
+        found = load(target)
+        assert bool((found["first"] == found["last"]).all())
+    assert halves > 0  # or nothing was tested
+    save(STATE, target)

@@ -1,0 +1,294 @@
+"""Tensors in a scratch file: the right values, little memory, and gone with the last of them."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import stat
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.machine import status_bytes
+from offload_strategy.checkpoints import ScratchFile, scratch, scratch_directories
+from offload_strategy.config import default_directory
+from offload_strategy.errors import StorageError, TierFullError
+from offload_strategy.storage import PageFile
+from offload_strategy.units import MiB
+from tests.conftest import deleted_files
+from tests.training import bits
+
+
+@pytest.fixture(params=["direct", "buffered"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """With and without direct I/O."""
+    name: str = request.param
+    if name == "buffered":
+        monkeypatch.setattr(scratch, "switch_to_direct_io", lambda fd: None)
+    return name
+
+
+def filled(directories: list[Path], *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The same tensors, in a scratch file."""
+    with ScratchFile(directories) as file:
+        slots = [file.reserve(t.shape, t.dtype, t.stride()) for t in tensors]
+        for slot, tensor in zip(slots, tensors, strict=True):
+            slot.fill(0, tensor)
+        return [slot.tensor() for slot in slots]
+
+
+def descriptor(name: str) -> int:
+    """Of an entry of `deleted_files`."""
+    return int(name.split(" ")[0])
+
+
+def content(name: str) -> bytes:
+    """Of the file, read by its descriptor."""
+    with mmap.mmap(-1, 3 * MiB) as page_aligned:
+        count = os.preadv(descriptor(name), [page_aligned], 0)
+        return page_aligned[:count]
+
+
+LARGE = torch.randn(300, 401)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(3.5),
+        torch.arange(10),
+        torch.empty(0, 4),
+        LARGE,
+        LARGE.to(torch.bfloat16),
+        LARGE.to(torch.complex64),
+        torch.randn(16384),
+        torch.randint(0, 2, (70_001,)).bool(),
+        torch.randn(8, 16, 33, 33).to(memory_format=torch.channels_last),
+        LARGE.t(),
+        torch.randn(5, 7, 1, 4001).permute(2, 1, 3, 0),
+    ],
+    ids=lambda tensor: f"{tuple(tensor.shape)}-{tensor.dtype}",
+)
+def test_a_tensor_comes_back_with_its_shape_dtype_strides_and_bits(
+    tensor: torch.Tensor, disk: Path, way: str
+) -> None:
+    (copy,) = filled([disk], tensor)
+    assert type(copy) is torch.Tensor
+    assert bits(copy) == bits(tensor)
+    assert copy.stride() == tensor.stride()
+
+
+def test_overlapping_memory_is_spread_out_as_clone_does(disk: Path) -> None:
+    tensor = torch.randn(1, 3).expand(30_000, 3)
+    (copy,) = filled([disk], tensor)
+    assert torch.equal(copy, tensor)
+    assert copy.stride() == tensor.clone().stride()
+
+
+def test_every_tensor_has_a_storage_of_its_own_size(disk: Path) -> None:
+    tensors = [LARGE, LARGE[:100], torch.randn(20_000), torch.tensor(1.0)]
+    for copy in filled([disk], *tensors):
+        assert copy.untyped_storage().nbytes() == copy.numel() * copy.element_size()
+        assert copy.storage_offset() == 0
+
+
+@pytest.mark.parametrize("row", [1, 7, 1024, 5000])
+def test_rows_may_be_filled_in_pieces_and_in_any_order(row: int, disk: Path, way: str) -> None:
+    rows = 200_000 // row
+    expected = torch.randn(rows, row)
+    other = torch.randn(rows, row)
+    cuts = [0, rows // 9, rows // 9 + 1, rows // 3, rows // 2, rows - 1, rows]
+    pieces = list(pairwise(cuts))
+    generator = torch.Generator().manual_seed(row)
+    order = torch.randperm(len(pieces), generator=generator).tolist()
+    with ScratchFile([disk]) as file:
+        first = file.reserve(expected.shape, expected.dtype)
+        second = file.reserve(other.shape, other.dtype)
+        for index in order:
+            begin, end = pieces[index]
+            first.fill(begin, expected[begin:end])
+            second.fill(begin, other[begin:end])
+        assert torch.equal(first.tensor(), expected)
+        assert torch.equal(second.tensor(), other)
+
+
+def test_more_than_the_buffer_holds_is_written_in_several_parts(
+    disk: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scratch, "_BUFFER_BYTES", 16384)
+    tensors = [torch.randn(333, 501), torch.randn(70_001, dtype=torch.float64)]
+    for copy, tensor in zip(filled([disk], *tensors), tensors, strict=True):
+        assert torch.equal(copy, tensor)
+
+
+def test_tensors_spread_over_several_maps(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch, "_MAP_BYTES", 200_000)
+    before = deleted_files()
+    tensors = [torch.randn(size) for size in (17_000, 100_000, 17_000, 17_001, 20_000, 60_000)]
+    copies = filled([disk], *tensors)
+    assert len(deleted_files() - before) > 2  # a map each has a descriptor of the file
+    for copy, tensor in zip(copies, tensors, strict=True):
+        assert torch.equal(copy, tensor)
+
+
+def test_values_are_converted_on_the_way(disk: Path) -> None:
+    with ScratchFile([disk]) as file:
+        slot = file.reserve(LARGE.shape, torch.float32)
+        slot.fill(0, LARGE.to(torch.bfloat16))
+        assert torch.equal(slot.tensor(), LARGE.to(torch.bfloat16).to(torch.float32))
+
+
+def test_a_tensor_may_be_written_to_and_the_file_stays_as_it_is(disk: Path) -> None:
+    before = deleted_files()
+    first, second = filled([disk], LARGE, LARGE + 1)
+    (name,) = deleted_files() - before
+    bytes_before = content(name)
+    first.zero_()
+    second.add_(1)
+    assert not first.any()
+    assert torch.equal(second, LARGE + 1 + 1)
+    assert content(name) == bytes_before
+
+
+def test_the_file_is_the_owners_alone_and_ends_with_the_last_tensor(disk: Path) -> None:
+    before = deleted_files()
+    copies = filled([disk], LARGE, LARGE + 1)
+    (name,) = deleted_files() - before
+    status = os.fstat(descriptor(name))
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert status.st_nlink == 0
+    assert list(disk.iterdir()) == []
+    last = copies.pop()
+    copies.clear()
+    assert deleted_files() - before == {name}
+    assert torch.equal(last, LARGE + 1)
+    del last
+    assert deleted_files() == before
+
+
+def test_a_file_that_is_not_used_to_the_end_goes_as_well(disk: Path) -> None:
+    before = deleted_files()
+    with ScratchFile([disk]) as file:
+        file.reserve(LARGE.shape, LARGE.dtype).fill(0, LARGE)
+        assert deleted_files() != before
+    assert deleted_files() == before
+
+
+def test_filling_and_reading_take_no_memory_but_the_buffer(disk: Path, way: str) -> None:
+    values = torch.randn(16, MiB // 4)  # 16 MiB
+    with ScratchFile([disk]) as file:
+        slots = [file.reserve(values.shape, values.dtype) for _ in range(16)]
+        begin = status_bytes("RssAnon")
+        peak = 0
+        for number, slot in enumerate(slots):
+            slot.fill(0, values.fill_(number))
+            peak = max(peak, status_bytes("RssAnon") - begin)
+        tensors = [slot.tensor() for slot in slots]
+    assert all(bool((tensor == number).all()) for number, tensor in enumerate(tensors))
+    # Comparing makes a tensor of a byte an element, one at a time.
+    peak = max(peak, status_bytes("RssAnon") - begin)
+    assert peak < 32 * MiB
+
+
+def test_without_a_directory_tensors_are_made_in_memory(disk: Path) -> None:
+    before = deleted_files()
+    copies = filled([], LARGE, LARGE.t())
+    assert deleted_files() == before
+    assert torch.equal(copies[0], LARGE)
+    assert torch.equal(copies[1], LARGE.t())
+
+
+def test_small_tensors_need_no_file(disk: Path) -> None:
+    before = deleted_files()
+    with ScratchFile([disk / "nowhere"]) as file:
+        slot = file.reserve((10, 10), torch.float32)
+        slot.fill(3, torch.ones(7, 10))
+        slot.fill(0, torch.zeros(3, 10))
+        assert slot.tensor().sum() == 70
+        assert file.nbytes == 0
+    assert deleted_files() == before
+
+
+def test_too_little_room_is_an_error_before_anything_is_written(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = deleted_files()
+    with ScratchFile([disk], "states of AdamW") as file:
+        slot = file.reserve((1 << 32, 1 << 16), torch.float32)
+        message = rf"1024 TiB of states of AdamW .*{disk} has .*B to give.*Free some space"
+        with pytest.raises(TierFullError, match=message):
+            slot.fill(0, torch.zeros(1, 1 << 16))
+        assert deleted_files() == before
+
+
+def test_the_next_directory_is_taken_where_the_first_one_is_gone(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("offload_strategy").addHandler(caplog.handler)
+    try:
+        (copy,) = filled([disk / "gone", disk], LARGE)
+    finally:
+        logging.getLogger("offload_strategy").removeHandler(caplog.handler)
+    assert torch.equal(copy, LARGE)
+    assert f"{disk / 'gone'} cannot hold a file (No such file or directory)" in caplog.text
+    assert f"scratch file in {disk} instead" in caplog.text
+
+
+def test_a_write_that_fails_says_where(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: PageFile, view: memoryview, offset: int) -> None:
+        raise OSError(5, os.strerror(5))
+
+    monkeypatch.setattr(PageFile, "write", fail)
+    with (
+        ScratchFile([disk]) as file,
+        pytest.raises(StorageError, match=rf"469.*KiB of optimizer states .*{disk}: Input/output"),
+    ):
+        file.reserve(LARGE.shape, LARGE.dtype).fill(0, LARGE)
+
+
+@pytest.mark.parametrize(
+    ("start", "shape"), [(299, (2, 401)), (-1, (1, 401)), (0, (301, 401)), (0, (300, 400))]
+)
+def test_rows_that_are_not_there_are_refused(
+    start: int, shape: tuple[int, int], disk: Path
+) -> None:
+    with ScratchFile([disk]) as file:
+        slot = file.reserve(LARGE.shape, LARGE.dtype)
+        with pytest.raises(ValueError, match=r"do not fit into a tensor of shape \(300, 401\)"):
+            slot.fill(start, torch.zeros(shape))
+
+
+def test_single_rows_of_a_transposed_tensor_are_refused(disk: Path) -> None:
+    with ScratchFile([disk]) as file:
+        slot = file.reserve(LARGE.t().shape, LARGE.dtype, LARGE.t().stride())
+        with pytest.raises(ValueError, match="must be filled at once"):
+            slot.fill(0, torch.zeros(1, 300))
+
+
+# ---------------------------------------------------------------------- where it lies
+
+
+def test_a_scratch_file_lies_beside_the_first_tier_or_else_in_the_default_directory(
+    disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSD_OFFLOAD_DIR", str(tmp_path))
+    assert scratch_directories([disk, tmp_path]) == [disk, tmp_path]
+    assert scratch_directories([disk]) == [disk, tmp_path]
+    assert scratch_directories([]) == []
+
+
+@pytest.fixture
+def block_device() -> Path:
+    devices = Path("/dev").iterdir() if Path("/dev").is_dir() else iter(())
+    found = next((path for path in devices if path.is_block_device()), None)
+    if found is None:
+        pytest.skip("there is no block device here")
+    return found
+
+
+def test_a_block_device_holds_no_scratch_file(block_device: Path, disk: Path) -> None:
+    assert scratch_directories([block_device]) == [default_directory()]
+    assert scratch_directories([block_device, disk]) == [disk, default_directory()]

@@ -1,0 +1,170 @@
+"""Checkpoints of `Trainer(strategy="ssd_offload")`: Lightning's files, streamed."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload_strategy.checkpoints
+from tests.integrations.lightning_runs import (
+    assert_same,
+    fit,
+    make_module,
+    make_trainer,
+    strategy_class,
+)
+
+
+@pytest.fixture
+def io_class(family: str) -> Any:
+    """The checkpoint IO of ours, for an install."""
+    return importlib.import_module(strategy_class(family).__module__).OffloadCheckpointIO
+
+
+@pytest.fixture
+def lightnings_io(family: str) -> Any:
+    """Lightning's own."""
+    name = "lightning.fabric" if family == "lightning.pytorch" else "lightning_fabric"
+    return importlib.import_module(f"{name}.plugins").TorchCheckpointIO
+
+
+def mapped(path: Path) -> bool:
+    """Whether this process has a file in its memory map."""
+    return str(path) in Path("/proc/self/maps").read_text()
+
+
+def contents(checkpoint: Any) -> Any:
+    """A checkpoint in a form that can be compared."""
+    if isinstance(checkpoint, torch.Tensor):
+        return (checkpoint.dtype, checkpoint.tolist())
+    if isinstance(checkpoint, dict):
+        return {key: contents(value) for key, value in checkpoint.items()}
+    if isinstance(checkpoint, list | tuple):
+        return [contents(value) for value in checkpoint]
+    return checkpoint
+
+
+def test_a_checkpoint_is_the_one_that_lightning_writes(
+    pl: Any, tmp_path: Path, lightnings_io: Any
+) -> None:
+    run = fit(pl, tmp_path, "ssd_offload", max_steps=5)
+    run.trainer.save_checkpoint(tmp_path / "ours.ckpt")
+    run.trainer.strategy.checkpoint_io = lightnings_io()
+    run.trainer.save_checkpoint(tmp_path / "theirs.ckpt")
+    ours, theirs = (
+        torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("ours", "theirs")
+    )
+    assert list(ours) == list(theirs)
+    assert contents(ours) == contents(theirs)
+
+
+def test_nothing_is_put_together_in_memory(
+    pl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, io_class: Any, lightnings_io: Any
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("left to Lightning")
+
+    run = fit(pl, tmp_path, "ssd_offload", max_steps=5)
+    monkeypatch.setattr(lightnings_io, "save_checkpoint", refuse)
+    monkeypatch.setattr(lightnings_io, "load_checkpoint", refuse)
+    path = tmp_path / "deep" / "down" / "half.ckpt"
+    run.trainer.save_checkpoint(path)
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    assert type(run.trainer.strategy.checkpoint_io) is io_class
+    checkpoint = run.trainer.strategy.load_checkpoint(path, weights_only=True)
+    assert mapped(path)
+    del checkpoint
+    assert not mapped(path)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_resumed_run_does_not_stay_in_the_file(
+    pl: Any, family: str, tmp_path: Path, enabled: bool
+) -> None:
+    config = {"optimizer": {"enabled": enabled}, "activations": {"min_size": "1KiB"}}
+    path = tmp_path / "half.ckpt"
+    whole = fit(pl, tmp_path, "auto", max_steps=20)
+    begun = fit(pl, tmp_path, strategy_class(family)(config=config), max_steps=10)
+    begun.trainer.save_checkpoint(path)
+
+    module = make_module(pl)
+    fits: list[bool] = []
+    step = module.training_step
+
+    def training_step(*args: Any) -> Any:
+        fits.append(mapped(path))
+        return step(*args)
+
+    module.training_step = training_step
+    strategy = strategy_class(family)(config=config)
+    ended = fit(pl, tmp_path, strategy, module, ckpt_path=path, max_steps=20)
+    assert begun.losses + ended.losses == whole.losses
+    assert len(fits) == 10
+    assert not any(fits)
+
+
+def test_a_plugin_of_the_users_own_is_left_alone(
+    pl: Any, family: str, tmp_path: Path, lightnings_io: Any
+) -> None:
+    class Own(lightnings_io):  # type: ignore[misc]
+        pass
+
+    own = Own()
+    for trainer in (
+        make_trainer(pl, tmp_path, "ssd_offload", plugins=[own]),
+        make_trainer(pl, tmp_path, strategy_class(family)(checkpoint_io=own)),
+    ):
+        assert trainer.strategy.checkpoint_io is own
+
+
+def test_a_plugin_around_another_is_around_ours(pl: Any, tmp_path: Path, io_class: Any) -> None:
+    plugin = pl.plugins.AsyncCheckpointIO()
+    run = fit(pl, tmp_path, "ssd_offload", max_steps=5, plugins=[plugin])
+    run.trainer.save_checkpoint(tmp_path / "end.ckpt")
+    run.trainer.strategy.checkpoint_io.teardown()
+    assert run.trainer.strategy.checkpoint_io is plugin
+    assert type(plugin.checkpoint_io) is io_class
+    resumed = fit(pl, tmp_path, "auto", max_steps=10, ckpt_path=tmp_path / "end.ckpt")
+    assert len(resumed.losses) == 5
+
+
+def test_a_remote_path_is_left_to_lightning(pl: Any, tmp_path: Path) -> None:
+    url = "memory://checkpoints/end.ckpt"
+    run = fit(pl, tmp_path, "ssd_offload", max_steps=5)
+    run.trainer.save_checkpoint(url)
+    resumed = fit(pl, tmp_path, "ssd_offload", max_steps=10, ckpt_path=url)
+    run.trainer.save_checkpoint(tmp_path / "end.ckpt")
+    local = fit(pl, tmp_path, "ssd_offload", max_steps=10, ckpt_path=f"file://{tmp_path}/end.ckpt")
+    assert_same(local, resumed)
+
+
+def test_a_missing_checkpoint_and_storage_options_are_refused_as_by_lightning(
+    pl: Any, tmp_path: Path
+) -> None:
+    run = fit(pl, tmp_path, "ssd_offload", max_steps=2)
+    with pytest.raises(FileNotFoundError, match="Checkpoint file not found"):
+        run.trainer.strategy.load_checkpoint(tmp_path / "nowhere.ckpt")
+    with pytest.raises(TypeError, match="storage_options"):
+        run.trainer.save_checkpoint(tmp_path / "end.ckpt", storage_options={})
+
+
+def test_a_save_that_fails_leaves_the_previous_checkpoint(
+    pl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "last.ckpt"
+    run = fit(pl, tmp_path, "ssd_offload", max_steps=2)
+    run.trainer.save_checkpoint(path)
+    before = path.read_bytes()
+
+    def fail(self: Any, view: memoryview, offset: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(offload_strategy.checkpoints.files.PageFile, "write", fail)
+    with pytest.raises(offload_strategy.StorageError, match="No space left on device"):
+        run.trainer.save_checkpoint(path)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.glob("*.ckpt*")] == ["last.ckpt"]

@@ -1,0 +1,142 @@
+"""A plain gradient and a stand-in for the same, and how two results are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from offload_strategy.optimizer.gradients import GradientStandIn, Held, Source, Stored
+from tests.heap.rig import Rig
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda t: t,
+    "transposed": lambda t: t.t(),
+}
+SOURCES = ["held", "stored", "part of a ticket"]
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def gradient(
+    dtype: torch.dtype = torch.float32,
+    layout: str = "contiguous",
+    shape: tuple[int, ...] = (37, 43),
+    seed: int = 0,
+) -> torch.Tensor:
+    """Normal numbers, zeros of both signs and subnormal ones."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    if values.numel() > 10:
+        values.view(-1)[:4] = torch.tensor([0.0, -0.0, 1.0, -1.0])
+        integer = _INTEGERS[dtype.itemsize]
+        values.view(-1)[4:6] = torch.tensor([1, 77], dtype=integer).view(dtype)
+    return LAYOUTS[layout](values)
+
+
+def source_of(kind: str, values: torch.Tensor, rig: Rig) -> Source:
+    """The values, given to a source of this kind."""
+    if kind == "held":
+        return Held(values.clone())
+    rig.at_once()
+    if kind == "stored":
+        return Stored.put(rig.heap, values.clone(), [rig.disk])
+    from offload_strategy.optimizer.layout import Layout
+
+    layout = Layout.of([torch.ones(3), values, torch.ones(5)])
+    flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    layout.segments[1].view(flat).copy_(values)
+    return Stored(rig.heap, rig.heap.put(flat, "optimizer", [rig.disk]), layout.segments[1])
+
+
+@dataclass
+class Pair:
+    """The same gradient twice."""
+
+    plain: torch.Tensor
+    stand_in: GradientStandIn
+
+    @classmethod
+    def of(cls, values: torch.Tensor, kind: str, rig: Rig) -> Pair:
+        plain = values.clone()
+        return cls(plain, GradientStandIn.of(source_of(kind, values, rig), like=plain))
+
+    def same(self, act: Callable[[Any], Any]) -> Any:
+        """Do the same to both; returns what it gave for the stand-in."""
+        expected, result = outcome(act, self.plain), outcome(act, self.stand_in)
+        assert_same(result, expected)
+        return result
+
+    def check(self) -> None:
+        """Both still have the same values and looks; this loads them, and changes nothing."""
+        assert_same(torch.clone(self.stand_in), torch.clone(self.plain))
+        for look in ("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn"):
+            assert getattr(self.stand_in, look) == getattr(self.plain, look), look
+        assert self.stand_in.stride() == self.plain.stride()
+        assert self.stand_in.is_contiguous() == self.plain.is_contiguous()
+
+
+@dataclass
+class Raised:
+    """An act that failed."""
+
+    kind: type[BaseException]
+
+
+def outcome(act: Callable[[Any], Any], subject: Any) -> Any:
+    try:
+        return act(subject)
+    except Exception as error:
+        return Raised(type(error))
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def assert_same(result: Any, expected: Any) -> None:
+    """Same values to the bit (any NaN is a NaN), shapes, strides, dtypes, types."""
+    if isinstance(expected, torch.Tensor):
+        assert isinstance(result, torch.Tensor)
+        assert result.shape == expected.shape
+        assert result.dtype == expected.dtype
+        assert result.layout == expected.layout
+        if expected.layout is not torch.strided or expected.is_meta:
+            return
+        assert result.stride() == expected.stride()
+        assert result.requires_grad == expected.requires_grad
+        mine, theirs = torch.clone(result.detach()), torch.clone(expected.detach())
+        if theirs.is_floating_point():
+            assert torch.equal(mine.isnan(), theirs.isnan())
+            mine, theirs = mine.nan_to_num(7.0), theirs.nan_to_num(7.0)
+        assert torch.equal(bits(mine), bits(theirs))
+    elif isinstance(expected, np.ndarray):
+        assert isinstance(result, np.ndarray)
+        assert result.dtype == expected.dtype
+        assert result.tobytes() == expected.tobytes()
+        assert result.strides == expected.strides
+    elif isinstance(expected, dict):
+        assert result.keys() == expected.keys()
+        for name, value in expected.items():
+            assert_same(result[name], value)
+    elif isinstance(expected, list | tuple):
+        assert type(result) is type(expected)
+        assert len(result) == len(expected)
+        for one, other in zip(result, expected, strict=True):
+            assert_same(one, other)
+    else:
+        assert type(result) is type(expected)
+        assert result == expected or result != result
+
+
+def for_each(acts: dict[str, Callable[[Any], Any]], check: Callable[[str, Any], None]) -> None:
+    """Check every act; what failed is told at the end, by name."""
+    failures = []
+    for name, act in acts.items():
+        try:
+            check(name, act)
+        except AssertionError as error:
+            failures.append(f"{name}: {error}")
+    assert not failures, "\n\n".join(failures)
