@@ -246,7 +246,7 @@ class OffloadEngine:
                 metrics[f"offload/activations/{name}"] = value
         for name in ("speculated_steps", "redone_steps"):
             metrics[f"offload/optimizer/{name}"] = sum(
-                optimizer.figures()[name] for optimizer in self._optimizers
+                (optimizer.figures()[name] for optimizer in self._optimizers), 0.0
             )
         usage = resources.pool.usage()
         metrics["offload/memory/pinned_bytes"] = float(usage.held_bytes)

@@ -28,9 +28,9 @@ class Kill:
     """What came of one killed run.
 
     Args:
-        aimed_at: "any" moment of training, or "save": while a checkpoint was being written.
+        aimed_at: "any" moment of a random step, or "save": the next writing of a checkpoint.
         within_save: whether half a checkpoint was left behind.
-        after_seconds: of training.
+        at_step: which had begun.
         resumed_from: the step of the last checkpoint; 0 if there was none.
         identical: whether the parameters at the end are those of the uninterrupted run.
         left: names that were there in the end and should not have been.
@@ -38,7 +38,7 @@ class Kill:
 
     aimed_at: str
     within_save: bool
-    after_seconds: float
+    at_step: int
     resumed_from: int
     identical: bool
     left: tuple[str, ...]
@@ -58,15 +58,15 @@ def kills(
     """
     chance = random.Random(seed)
     with _folders(directory, job) as own:
-        plain, _ = _finish(replace(own, overlap="", every=0))
+        plain = _finish(replace(own, overlap="", every=0))
     with _folders(directory, job) as own:
-        whole, seconds = _finish(own)
-    say(f"uninterrupted: {job.steps} steps, {seconds:.1f} s")
+        whole = _finish(own)
+    say(f"uninterrupted: {job.steps} steps, {whole['seconds']:.1f} s")
     found = []
     for number in range(runs):
         with _folders(directory, job) as own:
             aimed_at = "save" if number % 2 else "any"
-            kill = _killed(own, aimed_at, seconds, whole["digest"], chance)
+            kill = _killed(own, aimed_at, whole, chance)
         found.append(kill)
         say(f"run {number + 1} of {runs}: {kill}")
     right = sum(kill.identical and not kill.left for kill in found)
@@ -82,14 +82,14 @@ def kills(
 def table(found: list[Kill]) -> str:
     """One line a run, in Markdown."""
     lines = [
-        "| run | aimed at | killed after | within a save | resumed from step | end |",
+        "| run | aimed at | killed in step | within a save | resumed from step | end |",
         "|---|---|---|---|---|---|",
     ]
     for number, kill in enumerate(found, 1):
         end = "identical" if kill.identical else "DIFFERENT"
         left = f", left: {', '.join(kill.left)}" if kill.left else ""
         lines.append(
-            f"| {number} | {kill.aimed_at} | {kill.after_seconds:.2f} s "
+            f"| {number} | {kill.aimed_at} | {kill.at_step} "
             f"| {'yes' if kill.within_save else 'no'} | {kill.resumed_from} | {end}{left} |"
         )
     return "\n".join(lines)
@@ -105,58 +105,57 @@ def _folders(directory: Path, job: Job) -> Iterator[Job]:
         yield replace(job, folder=str(folder), tier=str(tier))
 
 
-def _killed(job: Job, aimed_at: str, seconds: float, digest: str, chance: random.Random) -> Kill:
-    folder = Path(job.folder)
+def _killed(job: Job, aimed_at: str, whole: dict[str, Any], chance: random.Random) -> Kill:
+    """Kill a run at a random step, at a random moment of that step or of the save that follows."""
+    folder, step_seconds = Path(job.folder), whole["seconds"] / job.steps
     with _started(job) as process:
-        begin = time.monotonic()
+        # The last steps are left: a run that has ended cannot be killed.
+        number = chance.randrange(job.steps - job.every)
+        assert process.stdout is not None
+        for line in process.stdout:
+            if int(line) == number:
+                break
         if aimed_at == "save":
-            _wait_for_a_save(process, folder, begin + chance.uniform(0, 0.8 * seconds))
+            _wait_for_a_save(process, folder)
             time.sleep(chance.uniform(0, 0.01))
         else:
-            time.sleep(chance.uniform(0, seconds))
+            time.sleep(chance.uniform(0, step_seconds))
+        if process.poll() is not None:
+            raise RuntimeError(f"{job} ended before it was killed; see its errors above")
         process.kill()
-        after = time.monotonic() - begin
         process.wait(_PATIENCE_SECONDS)
     within = any(name != CHECKPOINT for name in os.listdir(folder))
-    resumed, _ = _finish(job)
+    resumed = _finish(job)
     left = {*os.listdir(folder), *os.listdir(job.tier)} - {CHECKPOINT}
-    return Kill(
-        aimed_at, within, after, resumed["begin"], resumed["digest"] == digest, tuple(sorted(left))
-    )
+    same = resumed["digest"] == whole["digest"]
+    return Kill(aimed_at, within, number, resumed["begin"], same, tuple(sorted(left)))
 
 
-def _wait_for_a_save(process: subprocess.Popen[str], folder: Path, earliest: float) -> None:
-    """Until a checkpoint is being written, not before a moment; or until the process ended."""
-    while process.poll() is None:
-        if time.monotonic() >= earliest and set(os.listdir(folder)) - {CHECKPOINT}:
-            return
+def _wait_for_a_save(process: subprocess.Popen[str], folder: Path) -> None:
+    """Until a checkpoint is being written, or the process ended."""
+    while process.poll() is None and not set(os.listdir(folder)) - {CHECKPOINT}:
         time.sleep(0.0003)
 
 
-def _finish(job: Job) -> tuple[dict[str, Any], float]:
-    """Let a job end; what it printed, and the seconds it trained."""
+def _finish(job: Job) -> dict[str, Any]:
+    """Let a job end; what it printed last."""
     with _started(job) as process:
-        begin = time.monotonic()
         assert process.stdout is not None
-        answer = process.stdout.readline()
-        seconds = time.monotonic() - begin
+        last = list(process.stdout)[-1:]
         if process.wait(_PATIENCE_SECONDS) != 0:
             raise RuntimeError(
                 f"{job} ended with status {process.returncode}; see its errors above"
             )
-    found: dict[str, Any] = json.loads(answer)
-    return found, seconds
+    found: dict[str, Any] = json.loads(last[0])
+    return found
 
 
 @contextlib.contextmanager
 def _started(job: Job) -> Iterator[subprocess.Popen[str]]:
-    """A process that trains; it has begun."""
+    """A process that trains."""
     command = [sys.executable, "-m", "benchmarks.checkpoints.small", json.dumps(asdict(job))]
     with subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stdout is not None
-            if process.stdout.readline().strip() != "ready":
-                raise RuntimeError(f"{job} did not begin; see its errors above")
             yield process
         finally:
             process.kill()

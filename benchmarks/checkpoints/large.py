@@ -6,6 +6,7 @@ Prints a line of JSON at the end. What it is to do is one of `PHASES`.
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import tempfile
 import time
@@ -57,6 +58,7 @@ class Job:
 def main() -> None:
     """Run a phase."""
     fix_allocator()
+    logging.getLogger("offload_strategy").setLevel(logging.WARNING)
     torch.set_num_threads(cores())
     job = Job(**json.loads(sys.argv[1]))
     with tempfile.TemporaryDirectory(prefix="benchmarks-tier-", dir=job.directory) as tier:

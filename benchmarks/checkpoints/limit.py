@@ -89,7 +89,8 @@ def limit(
 def table(phases: list[Phase]) -> str:
     """One line a process, in Markdown."""
     lines = [
-        "| process | limit | peak, files' pages included | peak of its own | seconds | end |",
+        "| process | limit | peak of the group, with pages of files | VmHWM, with libraries "
+        "| seconds | end |",
         "|---|---|---|---|---|---|",
     ]
     for phase in phases:

@@ -1,7 +1,7 @@
 """Process entry: a tiny GPT that saves itself every few steps and may be killed at any moment.
 
-Goes on from the checkpoint in its folder, if there is one. Prints "ready" when training begins, and
-a line of JSON when it has ended.
+Goes on from the checkpoint in its folder, if there is one. Prints the number of each step as it
+begins, and a line of JSON when it has ended.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +50,7 @@ class Job:
 def main() -> None:
     """Train."""
     torch.set_num_threads(1)
+    logging.getLogger("offload_strategy").setLevel(logging.WARNING)
     print(json.dumps(train(Job(**json.loads(sys.argv[1])))), flush=True)
 
 
@@ -55,7 +58,7 @@ def train(job: Job) -> dict[str, Any]:
     """Train from the last checkpoint to the end.
 
     Returns:
-        the step that it began with, and a digest of the parameters at the end.
+        the step that it began with, seconds, and a digest of the parameters at the end.
     """
     torch.manual_seed(0)
     model = GPT(SHAPE)
@@ -69,8 +72,9 @@ def train(job: Job) -> dict[str, Any]:
             model.load_state_dict(checkpoint["model"])
             optimizer.load_state_dict(checkpoint["optimizer"])
             del checkpoint
-        print("ready", flush=True)
+        start = time.perf_counter()
         for step in range(begin, job.steps):
+            print(step, flush=True)
             tokens = batch(step)
             nats_per_byte(model(tokens[:, :-1]), tokens[:, 1:]).backward()
             optimizer.step()
@@ -83,7 +87,8 @@ def train(job: Job) -> dict[str, Any]:
                 }
                 save(checkpoint, file)
                 del checkpoint
-    return {"begin": begin, "digest": digest(model)}
+        seconds = time.perf_counter() - start
+    return {"begin": begin, "seconds": seconds, "digest": digest(model)}
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from benchmarks.optimizer.ablation import ablation
 from benchmarks.optimizer.clipping import clipping
 from benchmarks.optimizer.deepspeed_peer import Settings
 from benchmarks.optimizer.prediction import prediction
-from benchmarks.optimizer.session import COUNTED, UNCOUNTED
+from benchmarks.optimizer.session import COUNTED, UNCOUNTED, Outcome
 from benchmarks.optimizer.table import MEANING, Choice, table_of
 from benchmarks.optimizer.tasks import SHAPES
 
@@ -93,6 +93,11 @@ def main() -> int:
             "quick": options.quick,
             "deepspeed_settings_tried": choice.searched,
             "texts": texts,
+            "sessions": {
+                key: held.as_dict()
+                for key, held in context.shared.items()
+                if isinstance(held, Outcome)
+            },
             "results": [result.as_dict() for result in results],
             "skipped": skipped,
             "failed": failed,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,10 @@ class Outcome:
     disk: Disk
     parameters: int
     skipped: dict[str, str] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: every lap of every contender."""
+        return asdict(self)
 
 
 def start(

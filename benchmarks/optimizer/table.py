@@ -299,21 +299,24 @@ def markdown(outcome: Outcome) -> str:
         "",
         "| | forward, s | backward, s | end of backward to end of step, s | zero_grad, s "
         "| iteration, s | of plain | peak, MiB | of it anonymous | of plain | read, MB "
-        "| written, MB | states read + written, MB | last loss |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| written, MB | states read + written, MB | waited for states + activations, s "
+        "| last loss |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, row in rows.items():
-        states = ""
+        states = waited = ""
         if name in OURS:
             read = row.median("offload/optimizer/read_bytes") / 1e6
             states = f"{read:.0f} + {row.median('offload/optimizer/written_bytes') / 1e6:.0f}"
+            waited = f"{row.median('offload/optimizer/stall_seconds'):.3f}"
+            waited += f" + {row.median('offload/activations/stall_seconds'):.3f}"
         lines.append(
             f"| {name} | {row.median('forward_seconds'):.3f} | {row.median('backward_seconds'):.3f}"
             f" | {row.median('step_seconds'):.4f} | {row.median('zero_grad_seconds'):.4f} "
             f"| {row.median('seconds'):.3f} | {row.ratio(plain, 'seconds'):.3f} "
             f"| {row.median('peak_bytes') / MiB:.0f} | {row.median('anonymous_bytes') / MiB:.0f} "
             f"| {row.ratio(plain, 'peak_bytes'):.3f} | {row.median('read_bytes') / 1e6:.0f} "
-            f"| {row.median('written_bytes') / 1e6:.0f} | {states} "
+            f"| {row.median('written_bytes') / 1e6:.0f} | {states} | {waited} "
             f"| {float.fromhex(row.losses[-1]):.6f} |"
         )
     lines += [f"\n{name} does not take part: {why}" for name, why in outcome.skipped.items()]

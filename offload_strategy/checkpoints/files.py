@@ -25,10 +25,13 @@ import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from offload_strategy.checkpoints.archive import load_in_parts
+from offload_strategy.checkpoints.maps import can_be_mapped
+from offload_strategy.checkpoints.scratch import SMALL_BYTES
 from offload_strategy.errors import StorageError
 from offload_strategy.memory import HostBuffer
 from offload_strategy.storage import PageFile, switch_to_direct_io
@@ -71,7 +74,7 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
         with _partial_file(target, previous) as (fd, partial):
             with contextlib.closing(_Stream(fd)) as stream:
                 try:
-                    torch.save(obj, stream)
+                    torch.save(obj, cast("Any", stream))
                     stream.finish()
                 except BaseException:
                     if stream.error is not None:
@@ -96,8 +99,8 @@ def load(
     """As `torch.load`, but tensors on the CPU lie in the file until they are read.
 
     The optimizer that `OffloadEngine.attach` returns takes its states from them one by one, so
-    `optimizer.load_state_dict(load(path))` never has all of them in memory. While tensors are in
-    use, the file must not be changed in place: `save` here does not, `torch.save` does.
+    `optimizer.load_state_dict(load(path))` never has all of them in memory. While large tensors are
+    in use, the file must not be changed in place: `save` here does not, `torch.save` does.
 
     Args:
         path: of the file. One of the format before PyTorch 1.6 is read into memory.
@@ -106,7 +109,39 @@ def load(
     """
     with open(path, "rb") as file:
         mapped = file.read(len(_ZIP_SIGNATURE)) == _ZIP_SIGNATURE
+        size = os.fstat(file.fileno()).st_size
+        whole = mapped and can_be_mapped(file.fileno(), size)
+    if mapped:
+        map_location = small_in_memory(map_location)
+        if not whole and callable(map_location):
+            return load_in_parts(path, map_location, weights_only)
+        mapped = whole
     return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=mapped)
+
+
+def small_in_memory(map_location: Any) -> Any:
+    """A `map_location` with which a counter of a few bytes does not keep a whole file mapped.
+
+    Args:
+        map_location: of the user's. One that is None or names devices is left as it is.
+    """
+    if callable(map_location):
+        locate = map_location
+    elif str(map_location) == "cpu":
+        locate = _stay
+    else:
+        return map_location
+
+    def small(storage: torch.UntypedStorage, location: str) -> Any:
+        found = locate(storage, location)
+        # None is for torch to decide.
+        return found.clone() if found is storage and storage.nbytes() < SMALL_BYTES else found
+
+    return small
+
+
+def _stay(storage: torch.UntypedStorage, _: str) -> torch.UntypedStorage:
+    return storage
 
 
 # ---------------------------------------------------------------------- the temporary file

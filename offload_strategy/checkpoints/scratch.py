@@ -1,30 +1,22 @@
-"""Tensors that lie in a file without a name until somebody reads them.
+"""A file without a name in which tensors lie until somebody reads them.
 
-[Note: tensors over private maps]
 A state dict must be made of ordinary tensors, but all of them at once may not fit into memory. So
-each is written to a scratch file as soon as its values are known, and then is a plain tensor over a
-private map of the file. Reading one brings in pages that the kernel can take back at any time;
-writing to one copies the pages concerned, and the file stays as it is. The map keeps the file, and
-each tensor its map: both go with the last tensor.
-What is mapped at once is limited, since kernels refuse a private map that is larger than all of
-their memory. A disk that fails while a page is brought in ends the process (SIGBUS), as with every
-memory map.
+each is written to a scratch file as soon as its values are known, and becomes a tensor over a map
+of the file: see [Note: tensors over private maps] in `maps`.
 """
 
 from __future__ import annotations
 
 import errno
-import mmap
 import os
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from io import FileIO
-from itertools import pairwise
 from pathlib import Path
 from typing import Self
 
 import torch
 
+from offload_strategy.checkpoints.maps import PrivateMaps
 from offload_strategy.config import default_directory
 from offload_strategy.errors import OffloadError, StorageError, TierFullError
 from offload_strategy.memory import HostBuffer
@@ -37,7 +29,7 @@ from offload_strategy.storage import (
     switch_to_direct_io,
 )
 from offload_strategy.telemetry import get_logger
-from offload_strategy.units import PAGE_BYTES, GiB, KiB, MiB, format_size, round_up
+from offload_strategy.units import PAGE_BYTES, KiB, MiB, format_size, round_up
 
 logger = get_logger(__name__)
 
@@ -45,8 +37,6 @@ logger = get_logger(__name__)
 SMALL_BYTES = 64 * KiB
 #: Values pass through a buffer of this size on their way to the file.
 _BUFFER_BYTES = 8 * MiB
-#: Tensors that lie behind each other share a map of about this size.
-_MAP_BYTES = 1 * GiB
 
 
 def scratch_directories(tiers: Iterable[Path]) -> list[Path]:
@@ -94,7 +84,7 @@ class ScratchFile:
         self._handle: FileIO | None = None
         self._file: PageFile | None = None
         self._buffer: HostBuffer | None = None
-        self._maps: list[tuple[int, mmap.mmap]] | None = None  # begin of each in the file
+        self._maps: PrivateMaps | None = None
 
     def reserve(
         self, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None
@@ -248,36 +238,27 @@ class ScratchFile:
         )
 
     # ------------------------------------------------------------------ taking
-    def map_of(self, offset: int) -> tuple[int, mmap.mmap]:
-        """The map in which a place of the file lies, and where the map begins. For slots."""
-        if self._maps is None:
-            self._maps = self._map_all()
-        return self._maps[bisect_right(self._maps, offset, key=lambda each: each[0]) - 1]
+    def taken(self) -> PrivateMaps:
+        """The maps of all tensors; from now on nothing can be reserved or filled. For slots.
 
-    def _map_all(self) -> list[tuple[int, mmap.mmap]]:
-        """Map all of the file, each tensor within one map."""
-        begins = [0]
-        for offset, end in self._places:
-            if end - begins[-1] > _MAP_BYTES and offset > begins[-1]:
-                begins.append(offset)
-        # Where pages are larger than ours, a map begins with the end of the tensor before.
-        unit = mmap.ALLOCATIONGRANULARITY
-        try:
-            file, _ = self._opened()
-            file.drain()
-            assert self._handle is not None
-            return [
-                (begin // unit * unit, _map(self._handle.fileno(), begin // unit * unit, end))
-                for begin, end in pairwise([*begins, self._end])
-            ]
-        except OSError as error:
-            raise OffloadError(
-                f"could not map {format_size(self._end)} of {self._what} from the scratch file in "
-                f"{self._directories[0]}: {error.strerror}. Allow more address space (ulimit -v) "
-                f"or more memory to be promised (sysctl vm.overcommit_memory)."
-            ) from error
-        finally:
-            self.close()
+        Raises:
+            OffloadError: the file cannot be mapped.
+        """
+        if self._maps is None:
+            try:
+                file, _ = self._opened()
+                file.drain()
+                assert self._handle is not None
+                self._maps = PrivateMaps(self._handle.fileno(), self._places)
+            except OSError as error:
+                raise OffloadError(
+                    f"could not map {format_size(self._end)} of {self._what} from the scratch file "
+                    f"in {self._directories[0]}: {error.strerror}. Allow more address space "
+                    f"(ulimit -v) or more memory to be promised (sysctl vm.overcommit_memory)."
+                ) from error
+            finally:
+                self.close()
+        return self._maps
 
 
 class Slot:
@@ -346,21 +327,8 @@ class Slot:
         if self._offset is None:
             return self._like
         like = self._like
-        begin, part = self._file.map_of(self._offset)
-        flat = torch.frombuffer(
-            part, dtype=like.dtype, count=like.numel(), offset=self._offset - begin
-        )
+        flat = self._file.taken().tensor(self._offset, like.dtype, like.numel())
         return flat.as_strided(like.shape, like.stride())
-
-
-def _map(fd: int, begin: int, end: int) -> mmap.mmap:
-    return mmap.mmap(
-        fd,
-        end - begin,
-        flags=mmap.MAP_PRIVATE,
-        prot=mmap.PROT_READ | mmap.PROT_WRITE,
-        offset=begin,
-    )
 
 
 def _shared_pages(begin: int, end: int, is_last: bool) -> list[int]:

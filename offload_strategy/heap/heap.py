@@ -60,6 +60,7 @@ class Heap:
         next_use: float | None = None,
         whole_pages: bool = False,
         calm: bool = False,
+        instead_of: Ticket | None = None,
     ) -> Ticket:
         """Give bytes to the heap: they stay in the first tier if it has room, else they leave.
 
@@ -74,6 +75,8 @@ class Heap:
                 would else need a copy. `read_into` then cannot do without one.
             calm: move it one block at a time while nobody waits for it: threads that move bytes
                 take cores away from a host that computes.
+            instead_of: a ticket of one of these tiers that will be freed, or this one in its place:
+                what is in host memory stays there, and the tier holds both for that long.
 
         Raises:
             TierFullError: no tier has room.
@@ -85,7 +88,10 @@ class Heap:
         self._ledger.reap()
         self._writer.await_room(client, payload.numel(), tiers)
         with UninterruptedSection():
-            entry = self._writer.place(payload, client, tiers, next_use, whole_pages, calm)
+            replaced = None if instead_of is None else instead_of.entry
+            entry = self._writer.place(
+                payload, client, tiers, next_use, whole_pages, calm, replaced
+            )
             move = entry.move
             ticket = self._ledger.ticket(entry)
             if move is not None:

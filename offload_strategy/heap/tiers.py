@@ -51,6 +51,10 @@ class HostTier:
         self.used_bytes += nbytes
         return True
 
+    def overdraw(self, nbytes: int) -> None:
+        """Take `nbytes` although they may not be there: what has them will be released soon."""
+        self.used_bytes += nbytes
+
     def release(self, nbytes: int) -> None:
         """Give `nbytes` of the capacity back."""
         self.used_bytes -= nbytes

@@ -85,8 +85,11 @@ class Writer:
         next_use: float | None,
         whole_pages: bool,
         calm: bool,
+        replaced: Entry | None = None,
     ) -> Entry:
         """Give bytes a place; an entry whose `move` is set has yet to be submitted.
+
+        Args: see `Heap.put`.
 
         Raises:
             TierFullError: no tier has room.
@@ -103,15 +106,21 @@ class Writer:
             entry.whole_pages, entry.calm = whole_pages, calm
             if isinstance(tier, HostTier):
                 entry.lower = [t for t in tiers[position + 1 :] if isinstance(t, PathTier)]
-                if self._place_in_host(entry, tier, payload):
+                heir = replaced is not None and replaced.tier is tier
+                if self._place_in_host(entry, tier, payload, heir=heir):
                     return entry
             elif self._place_on_paths(entry, tier, payload):
                 return entry
         raise reports.no_room(nbytes, client, tiers)
 
     # ------------------------------------------------------------------ host tiers
-    def _place_in_host(self, entry: Entry, tier: HostTier, payload: torch.Tensor) -> bool:
-        if not self._claim_host(tier, entry.nbytes, entry.next_use):
+    def _place_in_host(
+        self, entry: Entry, tier: HostTier, payload: torch.Tensor, *, heir: bool
+    ) -> bool:
+        if heir:
+            with self._ledger.lock:
+                tier.overdraw(entry.nbytes)
+        elif not self._claim_host(tier, entry.nbytes, entry.next_use):
             return False
         try:
             self._to_host(entry, payload)

@@ -66,10 +66,13 @@ def _save(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _load(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def load(f: Any, *args: Any, **kwargs: Any) -> Any:
+    def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
         if _is_an_optimizers(f):
+            from offload_strategy.checkpoints import small_in_memory
+
+            map_location = small_in_memory(map_location)
             kwargs.setdefault("mmap", True)
-        return original(f, *args, **kwargs)
+        return original(f, map_location, **kwargs)
 
     return load
 

@@ -17,10 +17,10 @@ from offload_strategy.optimizer.layout import Layout, packable
 from offload_strategy.optimizer.pieces import Piece, cut_into_pieces
 from offload_strategy.optimizer.precision import kept_dtype, round_into
 
-#: Limits of `subgroup_size: auto`, in parameters: small enough to start early, large enough that
-#: a read or write is worth a request.
-_AUTO_RANGE = (1 << 18, 1 << 24)
-_AUTO_SHARE = 16
+#: Limits of `subgroup_size: auto`, in parameters: small enough to start early, and that several in
+#: memory at a time do not count; large enough that a read or write is worth a request.
+_AUTO_RANGE = (1 << 18, 1 << 22)
+_AUTO_SHARE = 64
 
 
 @dataclass(eq=False)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,9 +80,9 @@ class Updater:
         self.narrow = narrow
         self._generators: dict[torch.device, torch.Generator] | None = {} if stochastic else None
 
-    def put(self, flat: torch.Tensor) -> Ticket:
-        """Give a flat buffer of the optimizer's to the heap."""
-        return self._heap.put(flat, "optimizer", self._tiers)
+    def put(self, flat: torch.Tensor, instead_of: Ticket | None = None) -> Ticket:
+        """Give a flat buffer of the optimizer's to the heap; see `Heap.put`."""
+        return self._heap.put(flat, "optimizer", self._tiers, instead_of=instead_of)
 
     def group_of(self, subgroup: Subgroup) -> dict[str, Any]:
         """The parameter group of a subgroup; looked up anew, as loading a state replaces it."""
@@ -245,7 +246,8 @@ class Updater:
             device = subgroup.pieces[0].parameter.device
             generator = self._generators.setdefault(device, torch.Generator(device))
             seed(generator, subgroup.number, old.updates)
-        return pack_states(self._heap, old, states, flat, self.put, self.narrow, generator)
+        put = partial(self.put, instead_of=old.ticket)
+        return pack_states(self._heap, old, states, flat, put, self.narrow, generator)
 
     def _replace_states(self, subgroup: Subgroup, new: StateSet) -> None:
         old, subgroup.states = subgroup.states, new

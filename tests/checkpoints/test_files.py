@@ -22,7 +22,7 @@ import offload_strategy
 from benchmarks import disks
 from benchmarks.machine import status_bytes
 from offload_strategy import StorageError, load, save
-from offload_strategy.checkpoints import ScratchFile, files
+from offload_strategy.checkpoints import ScratchFile, archive, files, maps
 from offload_strategy.units import MiB
 from tests.training import bits
 
@@ -96,6 +96,69 @@ def test_what_is_loaded_may_be_written_to_and_the_file_stays_as_it_is(target: Pa
     save(STATE, target)
     load(target)["weights"].zero_()
     assert_is_state(load(target))
+
+
+def mapped(path: Path) -> bool:
+    """Whether this process has a file in its memory map."""
+    return str(path) in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("location", ["cpu", torch.device("cpu"), lambda storage, _: storage])
+def test_what_is_small_does_not_keep_the_file(location: Any, target: Path) -> None:
+    save(STATE, target)
+    found = load(target, location)
+    assert mapped(target)
+    assert_is_state(found)
+    del found["weights"], found["odd"]["half"]
+    assert not mapped(target)
+
+
+def test_a_map_location_of_the_users_decides(target: Path) -> None:
+    save(STATE, target)
+    assert load(target, "meta")["weights"].is_meta
+    assert_is_state(load(target, None))
+    assert_is_state(load(target, lambda storage, location: None))
+    assert_is_state(load(target, lambda storage, location: storage.clone()))
+
+
+@pytest.fixture
+def too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the kernel refused to map any file as a whole."""
+    monkeypatch.setattr(files, "can_be_mapped", lambda fd, nbytes: False)
+    monkeypatch.setattr(maps, "_MAP_BYTES", 200_000)
+
+
+@pytest.mark.parametrize("by", ["torch", "ours"])
+def test_a_file_larger_than_all_memory_is_mapped_in_parts(
+    by: str, target: Path, too_large: None
+) -> None:
+    state = {**STATE, "view": STATE["weights"][3], "empty": [torch.empty(0), torch.empty(0, 3)]}
+    state["more"] = [torch.randn(size) for size in (17_000, 1, 100_000, 60_000)]
+    (torch.save if by == "torch" else save)(state, target)
+    found = load(target)
+    assert mapped(target)
+    assert torch.equal(found.pop("view"), STATE["weights"][3])
+    assert [tuple(tensor.shape) for tensor in found.pop("empty")] == [(0,), (0, 3)]
+    for tensor, expected in zip(found.pop("more"), state["more"], strict=True):
+        assert torch.equal(tensor, expected)
+    assert_is_state(found)
+    found["weights"].zero_()
+    assert torch.equal(load(target)["weights"], STATE["weights"])
+
+
+def test_storages_in_another_order_than_their_numbers_are_read_into_memory(
+    target: Path, too_large: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(STATE, target)
+    places = archive._places
+    monkeypatch.setattr(archive, "_places", lambda path: places(path)[::-1])
+    assert_is_state(load(target))
+
+
+def test_other_devices_need_no_map(target: Path, too_large: None) -> None:
+    save(STATE, target)
+    assert load(target, "meta")["weights"].is_meta
+    assert_is_state(load(target, None))
 
 
 def test_the_public_names_are_these() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.machine import status_bytes
-from offload_strategy.checkpoints import ScratchFile, scratch, scratch_directories
+from offload_strategy.checkpoints import ScratchFile, maps, scratch, scratch_directories
 from offload_strategy.config import default_directory
 from offload_strategy.errors import StorageError, TierFullError
 from offload_strategy.storage import PageFile
@@ -125,7 +125,7 @@ def test_more_than_the_buffer_holds_is_written_in_several_parts(
 
 
 def test_tensors_spread_over_several_maps(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch, "_MAP_BYTES", 200_000)
+    monkeypatch.setattr(maps, "_MAP_BYTES", 200_000)
     before = deleted_files()
     tensors = [torch.randn(size) for size in (17_000, 100_000, 17_000, 17_001, 20_000, 60_000)]
     copies = filled([disk], *tensors)

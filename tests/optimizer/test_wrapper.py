@@ -712,3 +712,22 @@ def test_the_loss_of_a_closure_is_returned(disk: Path) -> None:
         run = Run(adamw, engine)
         loss = run.optimizer.step(lambda: loss_of(run.model, 0))
         assert bits(loss) == bits(loss_of(make_net(), 0))
+
+
+@pytest.mark.parametrize("overlap", ["commit", "off", "eager"])
+def test_what_is_in_host_memory_stays_there(overlap: str, disk: Path) -> None:
+    """Half of the states never touch the disk, in whatever order updates and commits come."""
+    with offloading(disk, overlap, host="1KiB") as engine:  # two layers of four
+        model = Chain()
+        optimizer = engine.attach(None, AdamW(model.parameters()))
+        (host,) = engine._resources.host_tiers.values()
+        written = []
+        for _ in range(5):
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+            engine._resources.heap.wait_for_writes()
+            written.append(engine.metrics()["offload/optimizer/written_bytes"])
+            assert host.used_bytes == 2 * 2 * 64 * 4
+        per_step = {later - earlier for earlier, later in zip(written, written[1:], strict=False)}
+        assert per_step == {2 * 2 * 64 * 4}

@@ -116,9 +116,8 @@ class Wrapper(torch.Tensor):
         known = memo.get(id(self))
         if known is None:
             if self._backing.is_pinned:
-                known = copy.deepcopy(
-                    self._backing.pin(), memo
-                )  # storages shared by others stay so
+                # With the memo, so that what shares its storage goes on to do so.
+                known = copy.deepcopy(self._backing.pin(), memo)
             else:
                 known = self._own_copy()
             memo[id(self)] = known

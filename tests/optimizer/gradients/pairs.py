@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from offload_strategy.optimizer.gradients import GradientStandIn, Held, Source, Stored
+from offload_strategy.optimizer.layout import Layout
 from tests.heap.rig import Rig
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -43,8 +45,6 @@ def source_of(kind: str, values: torch.Tensor, rig: Rig) -> Source:
     rig.at_once()
     if kind == "stored":
         return Stored.put(rig.heap, values.clone(), [rig.disk])
-    from offload_strategy.optimizer.layout import Layout
-
     layout = Layout.of([torch.ones(3), values, torch.ones(5)])
     flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
     layout.segments[1].view(flat).copy_(values)
@@ -78,11 +78,23 @@ class Pair:
         assert self.stand_in.is_contiguous() == self.plain.is_contiguous()
 
 
+MakePair = Callable[..., Pair]
+
+
 @dataclass
 class Raised:
     """An act that failed."""
 
     kind: type[BaseException]
+
+
+def forbid_loading(stand_in: GradientStandIn, patch: pytest.MonkeyPatch) -> None:
+    backing = stand_in._backing
+
+    def loaded() -> Any:
+        raise AssertionError("the values were loaded")
+
+    patch.setattr(backing, "_load", loaded)
 
 
 def outcome(act: Callable[[Any], Any], subject: Any) -> Any:

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from offload_strategy.optimizer.gradients import GradientStandIn
+from offload_strategy.optimizer.gradients import GradientStandIn, norm_of
 from tests.heap.rig import Rig
-from tests.optimizer.gradients.pairs import SOURCES, assert_same, source_of
+from tests.optimizer.gradients.pairs import assert_same, source_of
 
 
 class Net(nn.Module):
@@ -89,12 +89,6 @@ def compare(
     assert_same(states[1], states[0])
     before = net(dtype).state_dict()
     assert any(not torch.equal(states[0][name], before[name]) for name in before)
-
-
-@pytest.fixture(params=SOURCES)
-def kind(request: pytest.FixtureRequest) -> str:
-    found: str = request.param
-    return found
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -384,8 +378,6 @@ def test_a_gradient_that_a_graph_has_saved_is_watched(kind: str, rig: Rig) -> No
 def test_norms_told_in_advance_keep_all_gradients_away_until_step(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from offload_strategy.optimizer.gradients import norm_of
-
     def train(run: Run) -> None:
         optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-2)
         asked: dict[int, Any] = {}

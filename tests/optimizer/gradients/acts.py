@@ -1,0 +1,248 @@
+"""What users do with gradients, by kind; each act is done to a plain one and to a stand-in."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+
+def saved(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def through_torch_save(g: torch.Tensor) -> Any:
+    loaded = torch.load(io.BytesIO(saved(g)), weights_only=True)
+    assert type(loaded) is torch.Tensor
+    return loaded
+
+
+#: What takes a copy, or a figure: the values stay where they are.
+READS: dict[str, Callable[[Any], Any]] = {
+    "clone": lambda g: g.clone(),
+    "to another dtype": lambda g: g.to(torch.float64, copy=True),
+    "half": lambda g: g.to(torch.bfloat16, copy=True),
+    "arithmetic": lambda g: 2 * g + g / 3 - g**2,
+    "with itself": lambda g: g * g + g,
+    "a product": lambda g: g @ g.new_ones(g.shape[1]),
+    "comparisons": lambda g: [g > 0, g == g, g != 0, g.lt(0.1)],
+    "extremes": lambda g: [g.max(), g.min(), g.argmax(), g.aminmax(), g.abs().max()],
+    "sums": lambda g: [g.sum(), g.mean(), g.pow(2).sum(), g.std(), g.sum(0)],
+    "item": lambda g: g.sum().item(),
+    "finite": lambda g: [torch.isfinite(g).all(), g.isnan().any(), torch.isinf(g)],
+    "equality": lambda g: [torch.equal(g, g.clone()), torch.allclose(g, g.clone())],
+    "zeros like it": lambda g: [torch.zeros_like(g), torch.ones_like(g), g.new_zeros(3)],
+    "full like it": lambda g: [torch.full_like(g, 3.0), g.new_full((2,), 5)],
+    "empty like it": lambda g: [torch.empty_like(g).stride(), g.new_empty(3).dtype],
+    "like it in another dtype": lambda g: torch.zeros_like(g, dtype=torch.int64),
+    "stacked": lambda g: torch.stack([g, g]),
+    "concatenated": lambda g: torch.cat([g, torch.ones_like(g)]),
+    "where": lambda g: torch.where(g > 0, g, torch.zeros_like(g)),
+    "indexed by a mask": lambda g: g[g > 0],
+    "indexed by a list": lambda g: g[[0, 2, 1]],
+    "gathered": lambda g: g.gather(0, torch.zeros(1, 3, dtype=torch.int64)),
+    "sorted": lambda g: g.sort(),
+    "lists": lambda g: torch._foreach_mul([g, g], 2.0),
+    "listed, with plain ones": lambda g: torch._foreach_add([g, g.clone()], [g.clone(), g]),
+    "into another": lambda g: torch.empty_like(g).copy_(g),
+    "added to another": lambda g: torch.ones_like(g).add_(g, alpha=0.5),
+    "assigned into another": lambda g: torch.ones(2, *g.shape, dtype=g.dtype).index_put_(
+        (torch.tensor([1]),), g
+    ),
+    "multiplied into another": lambda g: torch.addcmul(torch.ones_like(g), g, g),
+    "tolist": lambda g: g.tolist(),
+    "repr": lambda g: repr(g),
+    "str": lambda g: f"{g} {g!s}",
+    "deepcopy": lambda g: copy.deepcopy(g),
+    "deepcopy in a dict": lambda g: copy.deepcopy({"a": g, "b": [g]}),
+    "pickle": lambda g: pickle.loads(pickle.dumps(g)),
+    "pickle, old protocol": lambda g: pickle.loads(pickle.dumps(g, protocol=2)),
+    "torch.save": through_torch_save,
+    "size of a file": lambda g: len(saved(g)),
+    "torch.tensor": lambda g: torch.tensor(g.clone().tolist()),
+    "one hot": lambda g: (g > 0).long().sum(),
+    "cumulated": lambda g: g.cumsum(0),
+    "random like it": lambda g: (torch.manual_seed(3), torch.rand_like(g), torch.randn_like(g))[1:],
+    "metadata": lambda g: [
+        g.shape,
+        g.size(1),
+        g.dtype,
+        g.device,
+        g.numel(),
+        g.dim(),
+        g.ndim,
+        g.itemsize,
+        g.nbytes,
+        g.element_size(),
+        g.is_leaf,
+        g.is_sparse,
+        g.is_cuda,
+        g.is_floating_point(),
+        g.is_contiguous(),
+        g.storage_offset(),
+        g.requires_grad,
+        g.grad_fn,
+        g.grad,
+        g._version,
+        g.type(),
+        len(g),
+        isinstance(g, torch.Tensor),
+        torch.is_tensor(g),
+        g is None,
+    ],
+    "float": lambda g: float(g.sum()),
+    "bool": lambda g: bool(g),
+    "contiguous": lambda g: g.contiguous().sum(),
+    "unchanged by to": lambda g: g.to(g.dtype) is g and g.cpu() is g,
+    "in inference mode": lambda g: _inference(lambda: (g.sum(), g.norm(), (g * 2).reshape(-1)))[:2],
+    "refused": lambda g: g + torch.ones(3),
+    "not a scalar": lambda g: g.item(),
+}
+
+#: What hands out memory, or changes it otherwise than by a step.
+PINS: dict[str, Callable[[Any], Any]] = {
+    "numpy": lambda g: g.float().numpy() if g.dtype is torch.bfloat16 else g.numpy(),
+    "asarray": lambda g: np.asarray(g.double()) if g.dtype is torch.bfloat16 else np.asarray(g),
+    "written through numpy": lambda g: (
+        g.view(torch.uint8 if g.is_contiguous() else g.dtype).numpy().fill(3)
+        if g.dtype is not torch.bfloat16
+        else None
+    ),
+    "view": lambda g: g.t().contiguous().view(-1) if not g.is_contiguous() else g.view(-1),
+    "changed through a view": lambda g: g[1].mul_(3),
+    "changed through a view of a view": lambda g: g.t()[1:].add_(1),
+    "a row": lambda g: g[3],
+    "rows": lambda g: [row.sum() for row in g],
+    "assigned": lambda g: g.__setitem__((slice(None), 1), 5.0),
+    "assigned as a whole": lambda g: g.__setitem__(slice(None), 5.0),
+    "assigned by a mask": lambda g: g.__setitem__(g < 0, 0.0),
+    "assigned by a list": lambda g: g.__setitem__([0, 2], 1.0),
+    "added": lambda g: g.add_(torch.ones_like(g)),
+    "added to itself": lambda g: g.add_(g),
+    "added and kept": lambda g: g.__iadd__(2.0),
+    "multiplied by a tensor": lambda g: g.mul_(torch.full_like(g, 0.3)),
+    "multiplied by itself": lambda g: g.mul_(g),
+    "multiplied by a column": lambda g: g.mul_(torch.arange(g.shape[1])),
+    "rounded down": lambda g: g.div_(0.3, rounding_mode="floor"),
+    "filled": lambda g: g.fill_(3.0),
+    "filled by a tensor": lambda g: g.fill_(torch.tensor(3.0)),
+    "copied into": lambda g: g.copy_(torch.arange(g.shape[1])),
+    "copied from itself": lambda g: g.copy_(g),
+    "copied from its transpose": lambda g: g[:5, :5].copy_(g.t()[:5, :5]),
+    "copied from what does not fit": lambda g: g.copy_(torch.ones(3)),
+    "added what does not fit": lambda g: g.add_(torch.ones(3)),
+    "noise": lambda g: (torch.manual_seed(1), g.add_(torch.randn_like(g)))[1],
+    "normal": lambda g: (torch.manual_seed(1), g.normal_())[1],
+    "as an output": lambda g: torch.add(torch.ones_like(g), 1, out=g),
+    "as an output of itself": lambda g: torch.mul(g, g, out=g),
+    "listed and added": lambda g: torch._foreach_add_([g, torch.ones_like(g)], [g.clone(), g]),
+    "interpolated": lambda g: g.lerp_(torch.ones_like(g), 0.1),
+    "masked": lambda g: g.masked_fill_(g > 0, 0),
+    "apply_": lambda g: g.apply_(lambda x: x / 2) if g.dtype is torch.float32 else None,
+    "map_": lambda g: g.map_(g.clone(), lambda x, y: x + y) if g.dtype is torch.float32 else None,
+    "chunks": lambda g: list(g.chunk(3)),
+    "expanded": lambda g: g[None].expand(2, -1, -1),
+    "diagonal": lambda g: g.diagonal().zero_(),
+    "transposed in place": lambda g: g.t_(),
+    "resized": lambda g: g.unsqueeze_(0),
+    "squeezed": lambda g: g.squeeze_(),
+    "dlpack": lambda g: torch.from_dlpack(g),
+    "dlpack of numpy": lambda g: np.from_dlpack(g) if g.dtype is not torch.bfloat16 else None,
+    "as_tensor": lambda g: torch.as_tensor(g).mul_(torch.full_like(g, 3.0)),
+    "copy": lambda g: copy.copy(g).add_(1),
+    "size of its storage": lambda g: g.untyped_storage().nbytes(),
+    "bytes of its storage": lambda g: bytes(g.untyped_storage().tolist()),
+    "size of its typed storage": lambda g: len(g._typed_storage()),
+    "address": lambda g: g.data_ptr() % 8,
+    "shared": lambda g: (g.share_memory_() is g, g.is_shared()),
+    "set from another": lambda g: g.set_(torch.ones(3, 5, dtype=g.dtype)),
+    "another is set from it": lambda g: torch.empty(0, dtype=g.dtype).set_(g).add_(1),
+    "data set": lambda g: setattr(g, "data", torch.ones_like(g)),
+    "data set to another shape": lambda g: setattr(g, "data", torch.ones(4, 2, dtype=g.dtype)),
+    "data set to another dtype": lambda g: setattr(g, "data", g.double()),
+    "vectorised": lambda g: nn.utils.parameters_to_vector([g if g.is_contiguous() else g.t()]),
+    "from a vector": lambda g: nn.utils.vector_to_parameters(torch.ones(g.numel()), [g]),
+    "a subclass": lambda g: g.as_subclass(torch.Tensor).add_(1),
+}
+
+#: What shares the values without anything to look at.
+ALIASES: dict[str, Callable[[Any], Any]] = {
+    "data": lambda g: g.data,
+    "detach": lambda g: g.detach(),
+    "data of data": lambda g: g.data.detach().data,
+}
+
+#: What is written down.
+STEPS: dict[str, Callable[[Any], Any]] = {
+    "times a number": lambda g: g.mul_(0.3),
+    "operator": lambda g: g.__imul__(0.3),
+    "times an integer": lambda g: g.mul_(-3),
+    "times a tensor": lambda g: g.mul_(torch.tensor(0.3)),
+    "times a double": lambda g: g.mul_(torch.tensor(0.3, dtype=torch.float64)),
+    "by a number": lambda g: g.div_(3),
+    "by a tensor": lambda g: g.div_(torch.tensor(7.0)),
+    "operator by": lambda g: g.__itruediv__(7.0),
+    "clamped": lambda g: g.clamp_(-0.2, 0.3),
+    "clamped above": lambda g: g.clamp_(max=0.3),
+    "clipped": lambda g: g.clip_(-0.1),
+    "clamped below": lambda g: g.clamp_min_(-0.3),
+    "clamped by a tensor": lambda g: g.clamp_max_(torch.tensor(0.1, dtype=g.dtype)),
+    "listed": lambda g: torch._foreach_mul_([g], 0.3),
+    "listed, by a tensor": lambda g: torch._foreach_mul_([g], torch.tensor(0.3)),
+    "listed, by numbers": lambda g: torch._foreach_mul_([g], [0.3]),
+    "listed twice": lambda g: torch._foreach_mul_([g, g], [0.3, 0.7]),
+    "listed with a plain one": lambda g: torch._foreach_div_([torch.ones(3), g], [0.5, 0.7]),
+    "listed, divided": lambda g: torch._foreach_div_([g], 7.0),
+    "listed, clamped below": lambda g: torch._foreach_clamp_min_([g], -0.1),
+    "listed, clamped above": lambda g: torch._foreach_clamp_max_([g], [0.1]),
+    "through data": lambda g: g.data.mul_(0.3),
+    "through detach": lambda g: g.detach().clamp_(-0.1, 0.1),
+    "by its norm": lambda g: g.div_(g.norm()),
+    "times what overflows": lambda g: g.mul_(1e30).mul_(1e30),
+    "times NaN": lambda g: g.mul_(float("nan")),
+    "unscaled": lambda g: unscaled(g, 1 / 3),
+    "unscaled by one": lambda g: unscaled(g, 1.0),
+    "clipped by value": lambda g: nn.utils.clip_grad_value_(with_gradient(g), 0.1),
+    "clipped by value, not as a list": lambda g: nn.utils.clip_grad_value_(
+        with_gradient(g), 0.1, foreach=False
+    ),
+    "clipped by norm": lambda g: nn.utils.clip_grad_norm_(with_gradient(g), 0.1),
+    "clipped by norm, not reached": lambda g: nn.utils.clip_grad_norm_(with_gradient(g), 1e9),
+    "refused": lambda g: g.clamp_(),
+}
+# A tensor of another class in the place of a clamped one would be its limits.
+
+
+def _inference(act: Callable[[], Any]) -> Any:
+    with torch.inference_mode():
+        return [result.sum().item() for result in act()]
+
+
+def unscaled(g: torch.Tensor, inverse: float) -> float:
+    found = torch.zeros(())
+    torch._amp_foreach_non_finite_check_and_unscale_([g], found, torch.tensor(inverse))
+    return float(found)
+
+
+def with_gradient(g: torch.Tensor) -> nn.Parameter:
+    """A parameter with this gradient, which is dense but maybe transposed."""
+    parameter = nn.Parameter(torch.empty_like(g))
+    parameter.grad = g
+    assert parameter.grad is g
+    return parameter
+
+
+def scaled(g: Any) -> None:
+    g.mul_(0.3)
+    torch._foreach_clamp_min_([g], -0.2)
+
+
+PREPARED: dict[str, Callable[[Any], Any]] = {"as it came": lambda g: None, "with steps": scaled}

@@ -1,0 +1,167 @@
+"""Norms of stand-ins, told in advance or not, and the check for overflow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offload_strategy.optimizer.gradients import GradientStandIn, Held, Recipe, norm_of
+from tests.optimizer.gradients.acts import PREPARED, scaled, unscaled
+from tests.optimizer.gradients.pairs import (
+    DTYPES,
+    LAYOUTS,
+    MakePair,
+    assert_same,
+    forbid_loading,
+    gradient,
+)
+
+ORDERS = [2, 2.0, 1.0, float("inf"), float("-inf"), 0.0, 3.0, 0.5]
+NORMS: dict[str, Callable[[Any, float], torch.Tensor]] = {
+    "vector_norm": lambda g, order: torch.linalg.vector_norm(g, order),
+    "torch.norm": lambda g, order: torch.norm(g, order),
+    "method": lambda g, order: g.norm(order),
+    "of data": lambda g, order: g.data.norm(order),
+    "of detach": lambda g, order: g.detach().norm(p=order),
+    "operator": lambda g, order: torch.ops.aten.norm.Scalar(g, order),
+    "listed": lambda g, order: torch._foreach_norm([g], order)[0],
+    "total": lambda g, order: nn.utils.get_total_norm([g], order),
+    "total, not as a list": lambda g, order: nn.utils.get_total_norm([g], order, foreach=False),
+    "total, as a list": lambda g, order: nn.utils.get_total_norm([g], order, foreach=True),
+}
+
+
+@pytest.mark.parametrize("prepared", PREPARED)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norms_are_those_of_the_plain_gradient_and_can_be_told_in_advance(
+    pair_of: MakePair,
+    dtype: torch.dtype,
+    layout: str,
+    prepared: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    values = gradient(dtype, layout, shape=(131, 77))
+    for order in ORDERS:
+        first, second = pair_of(values), pair_of(values)
+        for pair in (first, second):
+            pair.same(PREPARED[prepared])
+        for norm in NORMS.values():
+            result = first.same(lambda g, norm=norm, order=order: norm(g, order))
+            assert type(result) is torch.Tensor
+        assert first.stand_in.asked_norms == [(first.stand_in.recipe, float(order))]
+        # The next step: all that was asked is told.
+        for recipe, asked in first.stand_in.asked_norms:
+            told = norm_of(recipe.apply_(second.stand_in.raw().clone()), asked)
+            second.stand_in.note_norm(recipe, asked, told)
+        with monkeypatch.context() as patch:
+            forbid_loading(second.stand_in, patch)
+            for norm in NORMS.values():
+                second.same(lambda g, norm=norm, order=order: norm(g, order))
+                # Whoever gets a norm may change it.
+                norm(second.stand_in, order).fill_(7)
+
+
+def test_a_norm_is_forgotten_when_the_values_change(pair_of: MakePair) -> None:
+    pair = pair_of()
+    for act in (
+        lambda g: g.norm(),
+        lambda g: g.mul_(0.5).norm(),
+        lambda g: g.mul_(1.0).norm(),
+        lambda g: g.add_(1).norm(),
+        lambda g: (g.view(-1).mul_(3), g.norm()),
+        lambda g: g.zero_().norm(),
+        lambda g: g.copy_(torch.ones_like(g)).norm(),
+    ):
+        pair.same(act)
+    pair = pair_of()
+    pair.same(lambda g: g.norm())
+    pair.same(lambda g: (setattr(g, "data", torch.ones_like(g)), g.norm()))
+
+
+def test_other_arguments_of_norms(pair_of: MakePair) -> None:
+    for act in (
+        lambda g: g.norm(2, dim=0),
+        lambda g: g.norm(2, dim=1, keepdim=True),
+        lambda g: torch.linalg.vector_norm(g, 2, dtype=torch.float64),
+        lambda g: torch.linalg.vector_norm(g, dim=(0, 1)),
+        lambda g: torch.linalg.norm(g),
+        lambda g: torch.linalg.matrix_norm(g),
+        lambda g: g.norm("fro"),
+        lambda g: torch._foreach_norm([g, torch.ones(3), g]),
+        lambda g: torch._foreach_norm([g], dtype=torch.float64),
+        lambda g: torch._foreach_norm([g], ord=1),
+        lambda g: torch.linalg.vector_norm(g, 2, out=torch.empty(())),
+    ):
+        pair = pair_of()
+        pair.same(scaled)
+        pair.same(act)
+        assert not pair.stand_in.edited
+
+
+def test_a_norm_of_values_changed_behind_its_back_is_not_the_old_one() -> None:
+    values = gradient()
+    stand_in = GradientStandIn.of(Held(values), like=values)
+    stand_in.norm()
+    assert not stand_in.edited
+    values.mul_(2)
+    assert stand_in.edited
+    assert_same(stand_in.norm(), values.norm())
+    assert stand_in.edited
+    another = GradientStandIn.of(Held(values), like=values)
+    another.mul_(0.5)
+    another.values()
+    assert not another.edited
+    values.add_(1)
+    another.values()
+    assert another.edited
+
+
+# ---------------------------------------------------------------------- unscaling
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan, None], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("prepared", PREPARED)
+def test_unscaling_finds_every_value_that_is_not_finite(
+    pair_of: MakePair, dtype: torch.dtype, prepared: str, bad: float | None
+) -> None:
+    values = gradient(dtype)
+    if bad is not None:
+        values[30, 20] = bad
+    pair = pair_of(values)
+    pair.same(PREPARED[prepared])
+    found = pair.same(lambda g: unscaled(g, 0.25))
+    # Clamping takes infinities away.
+    clamped = prepared == "with steps" and bad == -torch.inf
+    assert found == float(bad is not None and not clamped)
+    pair.check()
+    assert not pair.stand_in.edited
+
+
+def test_unscaling_looks_at_the_values_only_if_the_norm_does_not_tell(
+    pair_of: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = pair_of()
+    for order in (2.0, float("inf"), 1.0):
+        told = pair_of()
+        told.stand_in.note_norm(Recipe(), order, norm_of(pair.plain, order))
+        with monkeypatch.context() as patch:
+            forbid_loading(told.stand_in, patch)
+            assert told.same(lambda g: unscaled(g, 0.5)) == 0
+        told.check()
+    # The norm of finite values can overflow.
+    large = pair_of(torch.full((5, 5), 1e30))
+    large.stand_in.note_norm(Recipe(), 2.0, norm_of(large.plain))
+    assert large.stand_in.norm().isinf()
+    assert large.same(lambda g: unscaled(g, 0.5)) == 0
+    # Some orders say nothing.
+    values = gradient()
+    values[1, 1] = torch.inf
+    silent = pair_of(values)
+    for order in (0.0, float("-inf"), -1.0):
+        silent.stand_in.note_norm(Recipe(), order, norm_of(values, order))
+        assert silent.stand_in._backing.norm(order).isfinite()
+    assert silent.same(lambda g: unscaled(g, 0.5)) == 1
