@@ -396,7 +396,8 @@ def test_every_metric_of_the_contract_is_there(disk: Path, tiers: list[str], mom
 
 
 def test_metrics_say_what_was_moved(disk: Path) -> None:
-    config = settings(disk, activations={"min_size": "4KiB"}, optimizer={"overlap": "off", "subgroup_size": "auto"})
+    whole = {"overlap": "off", "subgroup_size": "auto"}
+    config = settings(disk, activations={"min_size": "4KiB"}, optimizer=whole)
     config["tiers"][0]["endurance_tbw"] = 100
     net = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh(), nn.Linear(64, 64, bias=False))
     with OffloadEngine(config) as engine:

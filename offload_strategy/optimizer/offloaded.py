@@ -24,9 +24,12 @@ from offload_strategy.optimizer.overlap import (
 from offload_strategy.optimizer.state_view import StateView
 from offload_strategy.optimizer.subgroups import Subgroup, plan_subgroups
 from offload_strategy.optimizer.support import check_group
-from offload_strategy.optimizer.trial import can_be_cut
+from offload_strategy.optimizer.trial import can_be_cut, edits_gradients
 from offload_strategy.optimizer.updates import Updater
 from offload_strategy.optimizer.whole_states import absorb_states, streamed_states
+from offload_strategy.telemetry import get_logger
+
+logger = get_logger(__name__)
 
 # Attributes of the inner optimizer that must not be seen through the wrapper. GradScaler hands
 # unscaling over to optimizers that say they support it inside step(); gradients here may have been
@@ -79,7 +82,13 @@ class OffloadedOptimizer(Optimizer):
         self._subgroup_size = subgroup_size
         self._directories = list(directories)
         self._overlap: BackwardOverlap | None = None
-        if overlap != "off":
+        if overlap == "commit" and self._edits_gradients():
+            logger.info(
+                "%s changes gradients while it updates, so it updates at step() and not during "
+                "backward.",
+                type(inner).__name__,
+            )
+        elif overlap != "off":
             kind = EagerUpdates if overlap == "eager" else CommittedUpdates
             self._overlap = kind(self._updater, is_last)
         self._may_cut: dict[int, bool] = {}
@@ -209,9 +218,13 @@ class OffloadedOptimizer(Optimizer):
         }
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, as the plain optimizer does."""
+        """Clear the gradients, as the plain optimizer does.
+
+        Raises:
+            OffloadError: with ``overlap: eager``, weights were updated and no `step()` followed.
+        """
         if self._overlap is not None:
-            self._overlap.forget()
+            self._overlap.cleared()
         self.inner.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -309,6 +322,10 @@ class OffloadedOptimizer(Optimizer):
                 self._overlap.watch(self._subgroups)
         return self._subgroups
 
+    def _edits_gradients(self) -> bool:
+        groups = [group for group in self.inner.param_groups if group["params"]]
+        return any(edits_gradients(self.inner, group) for group in groups)
+
     def _plan(self, known: Collection[int]) -> Iterator[Subgroup]:
         planned = plan_subgroups(self.inner, known, self._subgroup_size, self._can_be_cut)
         for subgroup in planned:
@@ -328,7 +345,9 @@ class OffloadedOptimizer(Optimizer):
         groups = [{id(p) for p in group["params"]} for group in self.inner.param_groups]
         in_place = all(
             subgroup.group_index < len(groups)
-            and all(id(piece.parameter) in groups[subgroup.group_index] for piece in subgroup.pieces)
+            and all(
+                id(piece.parameter) in groups[subgroup.group_index] for piece in subgroup.pieces
+            )
             for subgroup in subgroups
         )
         planned = {id(piece.parameter) for subgroup in subgroups for piece in subgroup.pieces}

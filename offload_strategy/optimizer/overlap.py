@@ -13,6 +13,7 @@ from itertools import islice
 
 import torch
 
+from offload_strategy.errors import OffloadError
 from offload_strategy.heap import TicketState
 from offload_strategy.optimizer.gradients import (
     Consumed,
@@ -136,6 +137,10 @@ class BackwardOverlap(ABC):
     def forget(self) -> None:
         """Drop everything that ran ahead or waits to; the next backward starts anew."""
 
+    def cleared(self) -> None:
+        """The gradients are about to be cleared, before `step()` or after it."""
+        self.forget()
+
 
 class EagerUpdates(BackwardOverlap):
     """``overlap: eager``: weights change as soon as their gradients are complete.
@@ -146,11 +151,14 @@ class EagerUpdates(BackwardOverlap):
     def __init__(self, updater: Updater, is_last: Callable[[], bool]) -> None:
         super().__init__(updater, is_last)
         self._gradients: dict[int, tuple[torch.Tensor, int]] = {}
+        # Whether weights were updated by a backward that no step() has followed.
+        self._unstepped = False
 
     def _runs_ahead(self) -> bool:
         return True
 
     def _begin_backward(self) -> None:
+        self._check_stepped()
         # What an earlier backward left that broke off, or whose gradients were cleared, is void.
         self._gradients.clear()
         self._start_over()
@@ -178,6 +186,7 @@ class EagerUpdates(BackwardOverlap):
             if left > 1:
                 self._gradients[key] = (gradient, left - 1)
         del gradient
+        self._unstepped = True
         self._updater.update_in_place(subgroup, gradients)
 
     def finish(self) -> list[Speculation]:
@@ -189,9 +198,30 @@ class EagerUpdates(BackwardOverlap):
         # Subgroups of which some parameters took no part in the loss.
         for subgroup in [s for s in self._order if s.ready and id(s) not in done]:
             self._update(subgroup)
-        self._start_over()
         self.forget()
+        self._unstepped = False
         return []
+
+    def cleared(self) -> None:
+        """See `BackwardOverlap.cleared`.
+
+        Raises:
+            OffloadError: no `step()` has followed the backward that updated the weights.
+        """
+        self.forget()
+        self._check_stepped()
+
+    def _check_stepped(self) -> None:
+        if self._unstepped:
+            self._unstepped = False
+            raise OffloadError(
+                "with optimizer.overlap: eager a backward pass has updated weights of this "
+                "optimizer, and no step() followed: the pass failed, its gradients were meant to "
+                "be thrown away, or it was the loss of another optimizer's parameters. The weights "
+                "are not those of any step: go on from the last checkpoint, with "
+                "optimizer.overlap: commit. (Parameters that a loss shall not train can be told so "
+                "by requires_grad_(False), micro-batches by engine.microbatch(index, last=False).)"
+            )
 
     def forget(self) -> None:
         """Let go of gradients that no update has used."""
@@ -300,5 +330,3 @@ class CommittedUpdates(BackwardOverlap):
         self._done = {}
         self._stand_ins.clear()
         self._start_over()
-
-

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import gcd
 from typing import Any
 
@@ -88,7 +89,7 @@ def cut_into_pieces(parameter: torch.Tensor, limit: int) -> list[Piece]:
     cuts = [min(rows, unit * (units * number // count)) for number in range(count)] + [rows]
     if count == 1:
         return [Piece(parameter)]
-    return [Piece(parameter, (a, b)) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [Piece(parameter, (a, b)) for a, b in pairwise(cuts)]
 
 
 def joined(pieces: Sequence[Piece], states: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -208,6 +209,25 @@ def _fingerprint(attributes: dict[str, Any]) -> dict[str, Any]:
     return marks
 
 
+def edits_gradients(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether an update changes the gradients that it is given.
+
+    Then it cannot run ahead of `step()`: until then gradients must be as backward left them, and
+    after it as the update left them.
+
+    Args:
+        optimizer: the user's, which `try_out` has approved; nothing of it changes.
+        group: one of its parameter groups, with parameters.
+    """
+    model = next(p for p in group["params"] if type(p) in (torch.Tensor, nn.Parameter))
+    stand_in = _StandIn(optimizer, model, 0)
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        _run(optimizer, group, [stand_in])
+    assert stand_in.parameter.grad is not None
+    return not torch.equal(stand_in.parameter.grad, stand_in.gradients[-1])
+
+
 #: Elements of the tensor that is cut: enough for several threads, and no multiple of any block.
 _UNCUT_ELEMENTS = 2 * 65536 + 1237
 _CUTS = (CUT_ELEMENTS, 3 * CUT_ELEMENTS, 1025 * CUT_ELEMENTS, 1500 * CUT_ELEMENTS)
@@ -234,7 +254,7 @@ def can_be_cut(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     )
     whole = _Cut(values, [slice(None)])
     edges = [0, *_CUTS, _UNCUT_ELEMENTS]
-    cut = _Cut(values, [slice(*edge) for edge in zip(edges, edges[1:], strict=False)])
+    cut = _Cut(values, [slice(*edge) for edge in pairwise(edges)])
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         try:
             for gradient in gradients:
@@ -273,14 +293,17 @@ class _Cut:
             if not isinstance(value, torch.Tensor):
                 if any(other != value for other in found):
                     return False
-            elif not all(isinstance(other, torch.Tensor) for other in found):
-                return False
-            elif value.shape == self._values.shape:
-                sizes = [self._values[part].shape for part in self._parts]
-                if [other.shape for other in found] != sizes or not torch.equal(
-                    torch.cat(found), value
-                ):
-                    return False
-            elif packable(value) or not all(torch.equal(other, value) for other in found):
+            elif not self._tensors_are_like(found, value):
                 return False
         return True
+
+    def _tensors_are_like(self, found: list[Any], value: torch.Tensor) -> bool:
+        tensors = [other for other in found if isinstance(other, torch.Tensor)]
+        if len(tensors) != len(found):
+            return False
+        if value.shape != self._values.shape:
+            return not packable(value) and all(torch.equal(other, value) for other in tensors)
+        sizes = [self._values[part].shape for part in self._parts]
+        return [other.shape for other in tensors] == sizes and torch.equal(
+            torch.cat(tensors), value
+        )

@@ -229,9 +229,7 @@ class Updater:
         ticket = subgroup.states.ticket
         if ticket is not None:
             flat = self._heap.get(ticket)
-            yield from zip(
-                self.stored(subgroup), subgroup.states.layout.views(flat), strict=True
-            )
+            yield from zip(self.stored(subgroup), subgroup.states.layout.views(flat), strict=True)
             self._heap.evict(ticket)
 
     def _packed(

@@ -160,7 +160,7 @@ def test_a_second_backward_before_the_step_is_refused(disk: Path) -> None:
         run = Run(OPTIMIZERS["AdamW"], engine)
         run.backward(0)
         weights = [p.detach().clone() for p in run.model.parameters()]
-        with pytest.raises(OffloadError, match="accumulated"):
+        with pytest.raises(OffloadError, match=r"accumulated|no step\(\) followed"):
             run.backward(1)
         assert all(map(torch.equal, weights, run.model.parameters()))
 
@@ -202,6 +202,24 @@ def test_weights_change_during_backward_and_gradients_are_freed(disk: Path) -> N
         assert sum(reference() is not None for reference in alive) == 0
 
 
+@pytest.mark.parametrize("by", ["optimizer", "next backward"])
+def test_a_backward_that_no_step_follows_is_told(by: str, disk: Path) -> None:
+    """A loss of another optimizer's, a step that is skipped, a pass that failed."""
+    with offloading(disk, "eager") as engine:
+        run = Run(OPTIMIZERS["AdamW"], engine)
+        run.backward(0)
+        if by == "next backward":
+            run.model.zero_grad()
+        clear = {"optimizer": run.optimizer.zero_grad, "next backward": lambda: run.backward(1)}
+        with pytest.raises(OffloadError, match=r"no step\(\) followed"):
+            clear[by]()
+        # Told once: whoever knows what they do may go on.
+        run.model.zero_grad()
+        run.backward(1)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
 def test_a_backward_that_fails_leaves_no_gradient_behind(disk: Path) -> None:
     with offloading(disk, "eager") as engine:
         run = Run(OPTIMIZERS["AdamW"], engine)
@@ -209,11 +227,15 @@ def test_a_backward_that_fails_leaves_no_gradient_behind(disk: Path) -> None:
         with pytest.raises(ZeroDivisionError):
             run.backward(0)
         handle.remove()
-        run.model.zero_grad()
+        with pytest.raises(OffloadError, match="last checkpoint"):
+            run.optimizer.zero_grad()
+        run.optimizer.zero_grad()
         run.backward(1)
         run.optimizer.step()
         run.optimizer.zero_grad()
-        assert engine._resources.pool.usage().lent_bytes == 0 or not engine.closed
+        assert all(p.grad is None for p in run.model.parameters())
+        engine._resources.heap.wait_for_writes()
+        assert engine._resources.pool.usage().lent_bytes == 0
 
 
 def test_state_dicts_between_steps(disk: Path) -> None:

@@ -207,9 +207,7 @@ def test_cut_parameters_train_to_the_same_bits(name: str, overlap: str, disk: Pa
 
 
 def test_a_checkpoint_of_cut_parameters_loads_into_a_plain_optimizer_and_back(disk: Path) -> None:
-    config = settings(
-        disk, optimizer={"subgroup_size": 3000}, activations={"enabled": False}
-    )
+    config = settings(disk, optimizer={"subgroup_size": 3000}, activations={"enabled": False})
 
     def steps(model: Wide, optimizer: Optimizer, numbers: range) -> list[torch.Tensor]:
         for number in numbers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,8 +26,9 @@ from torch.optim import (
 from offload_strategy.errors import ConfigError
 from offload_strategy.optimizer import check_supported
 from offload_strategy.optimizer.layout import packable
+from offload_strategy.optimizer.trial import edits_gradients
 from tests.optimizer.others import UNFIT, Lion
-from tests.optimizer.runs import offloading
+from tests.optimizer.runs import Run, compare, offloading
 
 
 def _parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -131,3 +133,33 @@ def test_it_knows_how_large_the_states_will_be(kind: str, dtype: torch.dtype) ->
         assert abs(expected - held) <= 0.5 * held
     else:
         assert expected == held
+
+
+class Impolite(SGD):
+    """Adds weight decay to the gradients themselves, as older optimizers do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.add_(p, alpha=0.1)
+                    p.sub_(p.grad, alpha=group["lr"])
+
+
+def test_an_optimizer_that_changes_gradients_is_noticed() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(3, 3))]
+    for kind, edits in ((Impolite, True), (SGD, False), (AdamW, False)):
+        optimizer = kind(parameters, lr=0.1)
+        assert edits_gradients(optimizer, optimizer.param_groups[0]) is edits
+
+
+@pytest.mark.parametrize("overlap", ["commit", "off"])
+def test_gradients_that_the_update_changes_are_the_plain_ones(overlap: str, disk: Path) -> None:
+    def script(run: Run) -> None:
+        for number in range(4):
+            run.optimizer.zero_grad()
+            run.backward(number)
+            run.step()
+
+    compare(script, lambda m: Impolite(m.parameters(), 0.05), disk, overlap)

@@ -8,6 +8,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -729,5 +730,5 @@ def test_what_is_in_host_memory_stays_there(overlap: str, disk: Path) -> None:
             engine._resources.heap.wait_for_writes()
             written.append(engine.metrics()["offload/optimizer/written_bytes"])
             assert host.used_bytes == 2 * 2 * 64 * 4
-        per_step = {later - earlier for earlier, later in zip(written, written[1:], strict=False)}
+        per_step = {later - earlier for earlier, later in pairwise(written)}
         assert per_step == {2 * 2 * 64 * 4}

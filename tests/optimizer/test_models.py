@@ -1,0 +1,198 @@
+"""Real architectures, 25 steps, every way to overlap: the same bits as without offload."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
+
+from offload_strategy import OffloadEngine
+from tests.training import Numbers, assert_same_history, settings
+
+transformers = pytest.importorskip("transformers")
+
+STEPS = 25
+VOCABULARY = 97
+
+
+def _gpt(*, tied: bool) -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=32,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+        tie_word_embeddings=tied,
+    )
+    model: nn.Module = transformers.GPT2LMHeadModel(config)
+    return model.train()
+
+
+def _loss(model: nn.Module, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(VOCABULARY, (2, 16), generator=generator)
+    loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+    return loss
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "GPT": lambda: _gpt(tied=False),
+    "GPT with tied weights": lambda: _gpt(tied=True),
+}
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "AdamW fused": lambda p: AdamW(p, 1e-3, fused=True),
+    "Adam": lambda p: Adam(p, 1e-3, weight_decay=0.01),
+    "SGD": lambda p: SGD(p, 1e-2, momentum=0.9, nesterov=True),
+}
+SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
+    "none": lambda o: None,
+    "one cycle": lambda o: OneCycleLR(o, 1e-2, total_steps=STEPS + 1),
+    "cosine": lambda o: CosineAnnealingLR(o, STEPS),
+    "warm-up": lambda o: LambdaLR(o, lambda step: min(1.0, (step + 1) / 10)),
+}
+
+
+def _train(
+    make_model: Callable[[], nn.Module],
+    make_optimizer: Callable[[Any], Optimizer],
+    engine: OffloadEngine | None,
+    *,
+    accumulate: int = 1,
+    clip: Callable[[int], float] | None = None,
+    scheduler: str = "none",
+) -> list[Numbers]:
+    model = make_model()
+    optimizer = make_optimizer(model.parameters())
+    if engine is not None:
+        optimizer = engine.attach(model, optimizer)
+    schedule = SCHEDULERS[scheduler](optimizer)
+    numbers = itertools.count()
+    history = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses = []
+        for index in range(accumulate):
+            if engine is not None:
+                engine.microbatch(index, last=index == accumulate - 1)
+            loss = _loss(model, next(numbers)) / accumulate
+            loss.backward()
+            losses.append(loss.detach())
+        if clip is not None:
+            clip_grad_norm_(model.parameters(), clip(step))
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+        history.append({"loss": torch.stack(losses)})
+        if step % 8 == 0 or step == STEPS - 1:
+            history[-1].update((name, p.detach().clone()) for name, p in model.named_parameters())
+            for index, state in optimizer.state_dict()["state"].items():
+                for name, value in state.items():
+                    history[-1][f"{index}.{name}"] = torch.as_tensor(value).clone()
+    return history
+
+
+def _compare(disk: Path, overlap: str, model: str, optimizer: str, **options: Any) -> None:
+    config = settings(
+        disk,
+        optimizer={"overlap": overlap, "subgroup_size": 4000},
+        activations={"enabled": True, "min_size": "4KiB"},
+    )
+    plain = _train(MODELS[model], OPTIMIZERS[optimizer], None, **options)
+    with OffloadEngine(config) as engine:
+        offloaded = _train(MODELS[model], OPTIMIZERS[optimizer], engine, **options)
+    assert_same_history(offloaded, plain)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("overlap", ["commit", "eager", "off"])
+def test_twenty_five_steps(
+    overlap: str, model: str, optimizer: str, accumulate: int, disk: Path
+) -> None:
+    _compare(disk, overlap, model, optimizer, accumulate=accumulate)
+
+
+CLIPS: dict[str, Callable[[int], float]] = {
+    "never": lambda step: 1e6,
+    "always": lambda step: 0.1,
+    "sometimes": lambda step: 0.1 if step % 6 == 5 else 1e6,
+}
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("overlap", ["commit", "off"])
+def test_clipping(overlap: str, clip: str, accumulate: int, disk: Path) -> None:
+    _compare(
+        disk,
+        overlap,
+        "GPT with tied weights",
+        "AdamW fused",
+        accumulate=accumulate,
+        clip=CLIPS[clip],
+    )
+
+
+@pytest.mark.parametrize("scheduler", [name for name in SCHEDULERS if name != "none"])
+@pytest.mark.parametrize("overlap", ["commit", "eager", "off"])
+def test_schedulers(overlap: str, scheduler: str, disk: Path) -> None:
+    _compare(disk, overlap, "GPT", "AdamW fused", scheduler=scheduler)
+
+
+@pytest.mark.parametrize("overlap", ["commit", "eager", "off"])
+def test_two_optimizers_in_turns(overlap: str, disk: Path) -> None:
+    """A generator and a discriminator; backward of one reaches the parameters of the other."""
+
+    def train(engine: OffloadEngine | None) -> list[Numbers]:
+        torch.manual_seed(0)
+        makes = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 16))
+        judges = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
+        first: Optimizer = Adam(makes.parameters(), 1e-3)
+        second: Optimizer = AdamW(judges.parameters(), 1e-3, fused=True)
+        if engine is not None:
+            first = engine.attach(makes, first)
+            second = engine.attach(judges, second)
+        history = []
+        for step in range(STEPS):
+            generator = torch.Generator().manual_seed(step)
+            noise = torch.randn(4, 8, generator=generator)
+            real = torch.randn(4, 16, generator=generator)
+            second.zero_grad()
+            lost = (judges(makes(noise).detach()) - judges(real)).mean()
+            lost.backward()
+            second.step()
+            first.zero_grad()
+            # What the judge learns from this is never used: it must not be updated by it.
+            judges.requires_grad_(False)
+            won = -judges(makes(noise)).mean()
+            won.backward()
+            judges.requires_grad_(True)
+            first.step()
+            weights = [*makes.parameters(), *judges.parameters()]
+            numbers = {str(i): p.detach().clone() for i, p in enumerate(weights)}
+            history.append({**numbers, "lost": lost.detach(), "won": won.detach()})
+        return history
+
+    config = settings(
+        disk,
+        optimizer={"overlap": overlap, "subgroup_size": 500},
+        activations={"enabled": False},
+    )
+    plain = train(None)
+    with OffloadEngine(config) as engine:
+        assert_same_history(train(engine), plain)
