@@ -215,7 +215,9 @@ def read_error_in_step(place: Path) -> Outcome:
     """Reads fail while `step()` makes visible what ran ahead: a part of it is, the rest is lost."""
     commit = Updater.commit
     with loop_disk(place, _DISK_BYTES) as disk, observed(disk.directory) as outcome:
-        engine = OffloadEngine(settings(disk.directory, optimizer={"subgroup_size": 1}))
+        # New weights do not fit into host memory, and wait for `step()` on the disk.
+        small = {"optimizer": {"subgroup_size": 5_000}, "memory": {"pinned": "64KiB"}}
+        engine = OffloadEngine(settings(disk.directory, **small))
 
         def commit_and_fail(updater: Updater, speculation: Speculation) -> None:
             commit(updater, speculation)

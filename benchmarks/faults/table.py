@@ -154,7 +154,11 @@ FAULTS: dict[str, Fault] = {
             states=_OR_RAISES,
             steps=1,
         ),
-        Fault("the directory is deleted while training", scenes.deleted_directory),
+        Fault(
+            "the directory is deleted while training",
+            scenes.deleted_directory,
+            says=rf"{_MOUNT}/offload cannot hold a file .*scratch file in .* instead",
+        ),
         Fault(
             "the device stalls (64 KiB/s) for a while",
             scenes.stalled,

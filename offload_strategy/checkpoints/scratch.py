@@ -8,6 +8,7 @@ of the file: see [Note: tensors over private maps] in `maps`.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from io import FileIO
@@ -18,7 +19,7 @@ import torch
 
 from offload_strategy.checkpoints.maps import PrivateMaps
 from offload_strategy.config import default_directory
-from offload_strategy.errors import OffloadError, StorageError, TierFullError
+from offload_strategy.errors import ConfigError, OffloadError, StorageError, TierFullError
 from offload_strategy.memory import HostBuffer
 from offload_strategy.storage import (
     RESERVE_BYTES,
@@ -49,12 +50,20 @@ def scratch_directories(tiers: Iterable[Path]) -> list[Path]:
     Returns:
         The directories, and the default directory for the case that none of them has room; nothing
         if there are no tiers.
+
+    Raises:
+        ConfigError: there are only devices, and $SSD_OFFLOAD_DIR is wrong.
     """
     tiers = list(tiers)
     if not tiers:
         return []
     places = [path for path in tiers if not is_block_device(path)]
-    return list(dict.fromkeys([*places, default_directory()]))
+    try:
+        places.append(default_directory())
+    except ConfigError:
+        if not places:
+            raise
+    return list(dict.fromkeys(places))
 
 
 class ScratchFile:
@@ -70,8 +79,8 @@ class ScratchFile:
     disk is known to be there before anything is written. Not for several threads at once.
 
     Args:
-        directories: where the file may lie: the first that has room is taken. None at all:
-            the tensors are made in ordinary memory.
+        directories: where the file may lie: the first that has room is taken, and if that is the
+            last of several, with a warning. None at all: the tensors are made in ordinary memory.
         what: is stored, for messages.
     """
 
@@ -199,7 +208,7 @@ class ScratchFile:
             else:
                 if complaint is None:
                     if complaints:
-                        self._warn(complaints)
+                        self._tell(complaints)
                     return handle
                 handle.close()
             complaints.append(f"{directory} {complaint}")
@@ -221,8 +230,11 @@ class ScratchFile:
         self._allocated = self._end
         return None
 
-    def _warn(self, complaints: Sequence[str]) -> None:
-        logger.warning(
+    def _tell(self, complaints: Sequence[str]) -> None:
+        # Another tier is a place that the user named for such things; the last one may not be.
+        level = logging.WARNING if len(self._directories) == 1 else logging.INFO
+        logger.log(
+            level,
             "%s; %s of %s go to a scratch file in %s instead.",
             "; ".join(complaints),
             format_size(self._end),

@@ -1,6 +1,6 @@
 """Optimizer states on tiers: the user's own optimizer, subgroup by subgroup, exactly."""
 
 from offload_strategy.optimizer.offloaded import OffloadedOptimizer
-from offload_strategy.optimizer.support import check_supported
+from offload_strategy.optimizer.user_class.support import check_supported
 
 __all__ = ["OffloadedOptimizer", "check_supported"]

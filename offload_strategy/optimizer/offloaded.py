@@ -15,17 +15,14 @@ from torch.optim import optimizer as torch_optimizer
 
 from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.heap import Heap, Tier
-from offload_strategy.optimizer.overlap import (
-    PREFETCHED_SUBGROUPS,
-    BackwardOverlap,
-    CommittedUpdates,
-    EagerUpdates,
-)
+from offload_strategy.optimizer.backward.commit import CommittedUpdates
+from offload_strategy.optimizer.backward.eager import EagerUpdates
+from offload_strategy.optimizer.backward.overlap import PREFETCHED_SUBGROUPS, BackwardOverlap
 from offload_strategy.optimizer.state_view import StateView
-from offload_strategy.optimizer.subgroups import Subgroup, plan_subgroups
-from offload_strategy.optimizer.support import check_group
-from offload_strategy.optimizer.trial import can_be_cut, edits_gradients
-from offload_strategy.optimizer.updates import Updater
+from offload_strategy.optimizer.states.subgroups import Subgroup, plan_subgroups
+from offload_strategy.optimizer.updates import Updater, with_gradient
+from offload_strategy.optimizer.user_class.support import check_group
+from offload_strategy.optimizer.user_class.trial import can_be_cut, edits_gradients
 from offload_strategy.optimizer.whole_states import absorb_states, streamed_states
 from offload_strategy.telemetry import get_logger
 
@@ -188,7 +185,7 @@ class OffloadedOptimizer(Optimizer):
         subgroups = self._planned_as_of_now()
         ahead = self._overlap.finish() if self._overlap is not None else []
         committed = {id(speculation.subgroup) for speculation in ahead}
-        rest = [s for s in subgroups if id(s) not in committed and s.with_gradient()]
+        rest = [s for s in subgroups if id(s) not in committed and with_gradient(s)]
         done = 0
         try:
             for position, speculation in enumerate(ahead):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from offload_strategy.optimizer.subgroups import Subgroup
+from offload_strategy.optimizer.states.subgroups import Subgroup
 from offload_strategy.optimizer.updates import Updater
 from offload_strategy.optimizer.whole_states import replace_state, state_of
 

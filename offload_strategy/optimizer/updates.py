@@ -19,13 +19,13 @@ import torch
 from torch.optim import Optimizer
 
 from offload_strategy.heap import Heap, Ticket, Tier
-from offload_strategy.optimizer.gradients import values_of
-from offload_strategy.optimizer.kernel import run_update
-from offload_strategy.optimizer.layout import Layout, Segment, packable
-from offload_strategy.optimizer.marks import WeightsMark
-from offload_strategy.optimizer.pieces import Piece
-from offload_strategy.optimizer.precision import seed
-from offload_strategy.optimizer.subgroups import StateSet, Subgroup, pack_states
+from offload_strategy.optimizer.backward.marks import WeightsMark
+from offload_strategy.optimizer.gradients import has_gradient, values_of
+from offload_strategy.optimizer.states.layout import Layout, Segment, packable
+from offload_strategy.optimizer.states.pieces import Piece
+from offload_strategy.optimizer.states.precision import seed
+from offload_strategy.optimizer.states.subgroups import StateSet, Subgroup, pack_states
+from offload_strategy.optimizer.user_class.kernel import run_update
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ class Speculation:
     def holds(self, group: dict[str, Any]) -> bool:
         """Whether `step()` would compute the very same thing now, the gradients being the same."""
         return (
-            self.indices == self.subgroup.with_gradient()
+            self.indices == with_gradient(self.subgroup)
             and self.subgroup.states is self.old_states
             and _same(self.hyper, hyper_parameters(group))
             and self.mark.holds([self.subgroup.pieces[i].values for i in self.indices])
@@ -102,7 +102,7 @@ class Updater:
         """
         if gradients is None:
             parameters = [piece.parameter for piece in subgroup.pieces]
-            gradients = {i: values_of(parameters[i]) for i in subgroup.with_gradient()}
+            gradients = {i: values_of(parameters[i]) for i in with_gradient(subgroup)}
         if not gradients:
             return
         old = subgroup.states
@@ -251,6 +251,11 @@ class Updater:
         old, subgroup.states = subgroup.states, new
         if old.ticket is not None:
             self._heap.free(old.ticket)
+
+
+def with_gradient(subgroup: Subgroup) -> list[int]:
+    """Indices of the pieces that have a gradient now, which no update has used yet."""
+    return [i for i, piece in enumerate(subgroup.pieces) if has_gradient(piece.parameter)]
 
 
 def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:

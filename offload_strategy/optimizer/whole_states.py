@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from offload_strategy.checkpoints import ScratchFile, Slot
-from offload_strategy.optimizer.pieces import Piece, joined
-from offload_strategy.optimizer.subgroups import Subgroup
+from offload_strategy.optimizer.states.pieces import Piece, joined
+from offload_strategy.optimizer.states.subgroups import Subgroup
 from offload_strategy.optimizer.updates import Updater
 
 State = dict[str, Any]

@@ -237,6 +237,18 @@ def test_the_next_directory_is_taken_where_the_first_one_is_gone(
     assert f"scratch file in {disk} instead" in caplog.text
 
 
+def test_another_tier_is_taken_without_a_warning(
+    disk: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("offload_strategy").addHandler(caplog.handler)
+    try:
+        (copy,) = filled([disk / "gone", disk, tmp_path], LARGE)
+    finally:
+        logging.getLogger("offload_strategy").removeHandler(caplog.handler)
+    assert torch.equal(copy, LARGE)
+    assert all(record.levelno < logging.WARNING for record in caplog.records)
+
+
 def test_a_write_that_fails_says_where(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: PageFile, view: memoryview, offset: int) -> None:
         raise OSError(5, os.strerror(5))
@@ -278,6 +290,8 @@ def test_a_scratch_file_lies_beside_the_first_tier_or_else_in_the_default_direct
     assert scratch_directories([disk, tmp_path]) == [disk, tmp_path]
     assert scratch_directories([disk]) == [disk, tmp_path]
     assert scratch_directories([]) == []
+    monkeypatch.setenv("SSD_OFFLOAD_DIR", "$NOT_SET_ANYWHERE/x")
+    assert scratch_directories([disk]) == [disk]
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload_strategy.optimizer.overflow import has_overflow
+from offload_strategy.optimizer.gradients.overflow import has_overflow
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 BITS = {torch.float64: torch.int64, torch.float32: torch.int32}

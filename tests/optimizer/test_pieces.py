@@ -26,8 +26,8 @@ from torch.optim import (
 )
 
 from offload_strategy import OffloadEngine
-from offload_strategy.optimizer.pieces import Piece, cut_into_pieces, joined
-from offload_strategy.optimizer.trial import can_be_cut
+from offload_strategy.optimizer.states.pieces import Piece, cut_into_pieces, joined
+from offload_strategy.optimizer.user_class.trial import can_be_cut
 from tests.training import Numbers, assert_same_history, settings
 
 SHAPES = [(1000,), (64, 3), (7, 64), (33, 5, 2), (129,), (1, 4096), (130, 1), (64,)]

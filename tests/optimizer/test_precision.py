@@ -9,7 +9,7 @@ import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW
 
 from offload_strategy.optimizer import check_supported
-from offload_strategy.optimizer.precision import round_into, seed
+from offload_strategy.optimizer.states.precision import round_into, seed
 from tests.optimizer.runs import MakeOptimizer, Run, offloading
 from tests.training import Numbers, assert_same_history
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offload_strategy.optimizer.prediction import Prediction
+from offload_strategy.optimizer.backward.prediction import Prediction
 
 
 def told(*scalings: float | None) -> Prediction[float]:

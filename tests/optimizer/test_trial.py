@@ -25,8 +25,8 @@ from torch.optim import (
 
 from offload_strategy.errors import ConfigError
 from offload_strategy.optimizer import check_supported
-from offload_strategy.optimizer.layout import packable
-from offload_strategy.optimizer.trial import edits_gradients
+from offload_strategy.optimizer.states.layout import packable
+from offload_strategy.optimizer.user_class.trial import edits_gradients
 from tests.optimizer.others import UNFIT, Lion
 from tests.optimizer.runs import Run, compare, offloading
 

@@ -21,9 +21,9 @@ import math
 
 import torch
 
+from offload_strategy.optimizer.gradients.overflow import has_overflow
 from offload_strategy.optimizer.gradients.recipe import Recipe, Step
 from offload_strategy.optimizer.gradients.sources import Consumed, Form, Source, Zeros, lasting
-from offload_strategy.optimizer.overflow import has_overflow
 
 
 def norm_of(values: torch.Tensor, order: float = 2.0) -> torch.Tensor:

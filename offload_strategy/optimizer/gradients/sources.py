@@ -10,7 +10,7 @@ import torch
 
 from offload_strategy.errors import OffloadError
 from offload_strategy.heap import Heap, Ticket, Tier
-from offload_strategy.optimizer.layout import Layout, Segment
+from offload_strategy.optimizer.states.layout import Layout, Segment
 
 
 class Source(Protocol):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from offload_strategy.optimizer.gradients import GradientStandIn, Held, Source, Stored
-from offload_strategy.optimizer.layout import Layout
+from offload_strategy.optimizer.states.layout import Layout
 from tests.heap.rig import Rig
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -12,10 +12,9 @@ import torch
 from torch.optim import Optimizer
 
 from offload_strategy.heap import Heap, Ticket
-from offload_strategy.optimizer.gradients import has_gradient
-from offload_strategy.optimizer.layout import Layout, packable
-from offload_strategy.optimizer.pieces import Piece, cut_into_pieces
-from offload_strategy.optimizer.precision import kept_dtype, round_into
+from offload_strategy.optimizer.states.layout import Layout, packable
+from offload_strategy.optimizer.states.pieces import Piece, cut_into_pieces
+from offload_strategy.optimizer.states.precision import kept_dtype, round_into
 
 #: Limits of `subgroup_size: auto`, in parameters: small enough to start early, and that several in
 #: memory at a time do not count; large enough that a read or write is worth a request.
@@ -78,10 +77,6 @@ class Subgroup:
     def waits_for(self) -> int:
         """How many of its pieces take gradients."""
         return sum(piece.parameter.requires_grad for piece in self.pieces)
-
-    def with_gradient(self) -> list[int]:
-        """Indices of the pieces that have a gradient now, which no update has used yet."""
-        return [index for index, piece in enumerate(self.pieces) if has_gradient(piece.parameter)]
 
 
 def pack_states(

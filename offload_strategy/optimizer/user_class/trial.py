@@ -20,10 +20,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from offload_strategy.optimizer.kernel import shadow_of, unhooked_step
-from offload_strategy.optimizer.layout import packable
-from offload_strategy.optimizer.pieces import CUT_ELEMENTS
-from offload_strategy.optimizer.precision import kept_dtype
+from offload_strategy.optimizer.states.layout import packable
+from offload_strategy.optimizer.states.pieces import CUT_ELEMENTS
+from offload_strategy.optimizer.states.precision import kept_dtype
+from offload_strategy.optimizer.user_class.kernel import shadow_of, unhooked_step
 
 #: Elements of a stand-in along each dimension at most.
 _LONGEST = 8

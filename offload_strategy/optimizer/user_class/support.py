@@ -8,7 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from offload_strategy.errors import ConfigError
-from offload_strategy.optimizer.trial import Kept, Unfit, try_out
+from offload_strategy.optimizer.user_class.trial import Kept, Unfit, try_out
 
 
 def check_supported(optimizer: Optimizer, narrow: torch.dtype | None = None) -> int:

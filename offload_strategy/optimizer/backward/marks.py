@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from offload_strategy.optimizer.layout import packable
+from offload_strategy.optimizer.states.layout import packable
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

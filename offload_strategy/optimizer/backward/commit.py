@@ -1,0 +1,116 @@
+"""``overlap: commit``: updates run ahead of `step()`, which makes them visible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from offload_strategy.optimizer.backward.overlap import BackwardOverlap
+from offload_strategy.optimizer.backward.prediction import Prediction
+from offload_strategy.optimizer.gradients import GradientStandIn, Held, Recipe, norm_of
+from offload_strategy.optimizer.states.layout import packable
+from offload_strategy.optimizer.states.subgroups import Subgroup
+from offload_strategy.optimizer.updates import Speculation, Updater
+
+
+class CommittedUpdates(BackwardOverlap):
+    """``overlap: commit``: updates run ahead on copies, and `step()` makes them current.
+
+    Clipping or scaling gradients after backward makes what ran ahead worthless, unless it was
+    foreseen. It is noticed at `step()`, and while it happens often updates run at `step()`.
+    """
+
+    def __init__(self, updater: Updater, is_last: Callable[[], bool]) -> None:
+        super().__init__(updater, is_last)
+        self._stand_ins: dict[int, tuple[torch.Tensor, GradientStandIn]] = {}
+        self._done: dict[int, Speculation] = {}
+        self._prediction: Prediction[Recipe] = Prediction(Recipe())
+        self._asked: set[tuple[Recipe, float]] = set()
+        self._disturbed = False
+        self.redone_steps = 0
+        self.speculated_steps = 0
+
+    def _runs_ahead(self) -> bool:
+        return self._prediction.pays
+
+    def _begin_backward(self) -> None:
+        # A second backward before step(): gradients go on accumulating, although the last one was
+        # said to be the last. What ran ahead is void.
+        self._disturbed = bool(self._stand_ins)
+        self._forget_ahead()
+        super()._begin_backward()
+
+    def _collect(self, parameter: torch.Tensor) -> bool:
+        gradient = parameter.grad
+        if isinstance(gradient, GradientStandIn):
+            gradient = gradient.values()
+        if gradient is None or not (packable(parameter) and packable(gradient)):
+            return False
+        stand_in = GradientStandIn.of(Held(gradient), gradient)
+        for recipe, order in self._asked:
+            if recipe == Recipe():
+                stand_in.note_norm(recipe, order, norm_of(gradient, order))
+        parameter.grad = stand_in
+        self._stand_ins[id(parameter)] = (parameter, stand_in)
+        return self._prediction.pays and not self._disturbed
+
+    def _update(self, subgroup: Subgroup) -> None:
+        recipe = self._prediction.expected
+        gradients = {}
+        for index, piece in enumerate(subgroup.pieces):
+            if index in subgroup.ready:
+                _, stand_in = self._stand_ins[id(piece.parameter)]
+                gradient = piece.of(stand_in.raw())
+                if recipe != Recipe():
+                    gradient = gradient.clone()
+                    recipe.apply_(gradient)
+                gradients[index] = gradient
+        self._done[id(subgroup)] = self._updater.speculate(subgroup, gradients)
+
+    def finish(self) -> list[Speculation]:
+        """What ran ahead and still holds; everything else is dropped."""
+        recipes = {self._scaling(key) for key in self._stand_ins}
+        done = list(self._done.values())
+        holding = [s for s in done if self._holds(s)]
+        for speculation in done:
+            if speculation not in holding:
+                self._updater.drop(speculation)
+        if self._stand_ins:
+            scaling = recipes.pop() if len(recipes) == 1 and not self._disturbed else None
+            self._prediction.note(scaling)
+            self._asked = set()
+            for _, stand_in in self._stand_ins.values():
+                self._asked.update(stand_in.asked_norms)
+        if done:
+            self.speculated_steps += 1
+            self.redone_steps += len(holding) < len(done)
+        self._done = {}
+        self.forget()
+        return holding
+
+    def _scaling(self, key: int) -> Recipe | None:
+        """What was done to a gradient since backward; None for what cannot be foreseen."""
+        parameter, stand_in = self._stand_ins[key]
+        untouched = parameter.grad is stand_in and not stand_in.edited
+        return stand_in.recipe if untouched else None
+
+    def _holds(self, speculation: Speculation) -> bool:
+        pieces = speculation.subgroup.pieces
+        expected = self._prediction.expected
+        return all(
+            self._scaling(id(pieces[index].parameter)) == expected for index in speculation.indices
+        ) and speculation.holds(self._updater.group_of(speculation.subgroup))
+
+    def forget(self) -> None:
+        """Drop everything that ran ahead or waits to; the next backward starts anew."""
+        self._forget_ahead()
+        self._disturbed = False
+        self._backward = -1
+
+    def _forget_ahead(self) -> None:
+        for speculation in self._done.values():
+            self._updater.drop(speculation)
+        self._done = {}
+        self._stand_ins.clear()
+        self._start_over()

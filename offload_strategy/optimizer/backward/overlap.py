@@ -1,0 +1,132 @@
+"""Updates during backward: which subgroups are complete, and what is done with them.
+
+Updates run on the thread that runs backward, between two of its nodes: on the CPU both would share
+the same cores anyway, and on an accelerator they are launched, not executed, there.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+import torch
+
+from offload_strategy.heap import TicketState
+from offload_strategy.optimizer.states.subgroups import Subgroup
+from offload_strategy.optimizer.updates import Speculation, Updater
+
+#: Subgroups whose states are loaded ahead of their update.
+PREFETCHED_SUBGROUPS = 2
+#: Complete subgroups that may wait for their states before backward waits for them as well.
+_LAG = 2
+
+
+class BackwardOverlap(ABC):
+    """Collects subgroups whose gradients are final, and has them updated while backward goes on.
+
+    States are loaded in the order in which the last backward completed the subgroups.
+
+    Args:
+        updater: runs the updates.
+        is_last: whether the backward that runs is the last before `step()`.
+    """
+
+    def __init__(self, updater: Updater, is_last: Callable[[], bool]) -> None:
+        self._updater = updater
+        self._is_last = is_last
+        self._order: list[Subgroup] = []
+        self._homes: dict[int, list[tuple[Subgroup, int]]] = {}
+        self._upcoming: list[Subgroup] = []
+        self._waiting: deque[Subgroup] = deque()
+        self._completed: list[Subgroup] = []
+        self._backward = -1
+
+    def watch(self, subgroups: Sequence[Subgroup]) -> None:
+        """Work on these subgroups from now on."""
+        self._order = list(subgroups)
+        self._homes = {}
+        for subgroup in subgroups:
+            for index, piece in enumerate(subgroup.pieces):
+                self._homes.setdefault(id(piece.parameter), []).append((subgroup, index))
+
+    def gradient_ready(self, parameter: torch.Tensor) -> None:
+        """A parameter's gradient is complete for this backward."""
+        homes = self._homes.get(id(parameter))
+        if homes is None or not self._is_last():
+            return
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            self._backward = backward
+            self._begin_backward()
+        if not self._collect(parameter):
+            return
+        for subgroup, index in homes:
+            subgroup.ready.add(index)
+            if len(subgroup.ready) >= subgroup.waits_for():
+                self._complete(subgroup)
+        self._advance()
+
+    def _complete(self, subgroup: Subgroup) -> None:
+        self._updater.fetch(subgroup)
+        self._waiting.append(subgroup)
+        self._completed.append(subgroup)
+        self._upcoming = [other for other in self._upcoming if other is not subgroup]
+
+    def _fetch_upcoming(self) -> None:
+        for early in islice(self._upcoming, PREFETCHED_SUBGROUPS):
+            self._updater.fetch(early)
+
+    def _advance(self) -> None:
+        while self._waiting:
+            subgroup = self._waiting[0]
+            ticket = subgroup.states.ticket
+            arrived = ticket is None or ticket.state not in (
+                TicketState.STORED,
+                TicketState.LOADING,
+            )
+            if not arrived and len(self._waiting) <= _LAG:
+                return
+            self._waiting.popleft()
+            self._update(subgroup)
+            self._fetch_upcoming()
+
+    def _start_over(self) -> None:
+        """Expect every subgroup again."""
+        if self._completed:
+            done = set(map(id, self._completed))
+            self._order = self._completed + [s for s in self._order if id(s) not in done]
+        self._completed = []
+        self._waiting.clear()
+        for subgroup in self._order:
+            subgroup.ready.clear()
+
+    def _begin_backward(self) -> None:
+        self._upcoming = list(self._order)
+        if self._runs_ahead():
+            self._fetch_upcoming()
+
+    @abstractmethod
+    def _runs_ahead(self) -> bool:
+        """Whether subgroups are updated in this backward."""
+
+    @abstractmethod
+    def _collect(self, parameter: torch.Tensor) -> bool:
+        """Take notice of a gradient; whether its subgroup is to be updated when complete."""
+
+    @abstractmethod
+    def _update(self, subgroup: Subgroup) -> None:
+        """Update a subgroup of which every gradient was collected."""
+
+    @abstractmethod
+    def finish(self) -> list[Speculation]:
+        """End the step's part during backward; what ran ahead and is to be committed."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Drop everything that ran ahead or waits to; the next backward starts anew."""
+
+    def cleared(self) -> None:
+        """The gradients are about to be cleared, before `step()` or after it."""
+        self.forget()

@@ -1,0 +1,1 @@
+"""The class that the user chose: whether it can be swapped, and running its own `step`."""
