@@ -48,7 +48,7 @@ def test_json_holds_the_same_figures_unrounded(
     file = tmp_path / "bench.json"
     assert main(["bench", str(disk), *QUICK, "--json", str(file)]) == 0
     report = json.loads(file.read_text())
-    assert (report["backend"], report["threads"], report["block_size"]) == ("auto", 2, 16 << 20)
+    assert (report["backend"], report["threads"], report["block_size"]) == ("auto", 2, 32 << 20)
     (found,) = report["paths"]
     assert found["path"] == str(disk)
     assert found["error"] is None
@@ -86,7 +86,7 @@ def test_a_sweep_tries_threads_and_block_sizes(
     assert main(["bench", str(disk), *words]) == 0
     lines = capsys.readouterr().out.splitlines()
     start = lines.index(f"{disk}: write / read in GB/s by threads and block size")
-    assert re.split(r"  +", lines[start + 1]) == ["threads", "1 MiB", "4 MiB", "16 MiB"]
+    assert re.split(r"  +", lines[start + 1]) == ["threads", "1 MiB", "4 MiB", "16 MiB", "32 MiB"]
     assert [line.split()[0] for line in lines[start + 2 :]] == ["1", "2", "4", "8"]
 
 
