@@ -14,7 +14,7 @@ import torch
 from offload_strategy import OffloadEngine
 from offload_strategy.heap import Heap, PathTier, Ticket
 from offload_strategy.memory import BufferPool
-from offload_strategy.optimizer import kernel
+from offload_strategy.optimizer.user_class import kernel
 from offload_strategy.storage import PathTurns
 from offload_strategy.units import KiB
 

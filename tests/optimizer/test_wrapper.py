@@ -23,8 +23,9 @@ from torch.optim.optimizer import (
 )
 
 from offload_strategy import ConfigError, OffloadEngine, OffloadError, StorageError
-from offload_strategy.optimizer import OffloadedOptimizer, kernel
+from offload_strategy.optimizer import OffloadedOptimizer
 from offload_strategy.optimizer.updates import Updater
+from offload_strategy.optimizer.user_class import kernel
 from tests.optimizer.runs import (
     Run,
     compare,
