@@ -23,7 +23,7 @@ from benchmarks.activations.curve import curve, markdown, plot
 from benchmarks.activations.models import HUNDRED_MILLION, MODELS, TINY
 from benchmarks.activations.session import Setting
 from benchmarks.activations.sweep import sweep
-from benchmarks.io.results import Result, Skipped, table, write_json
+from benchmarks.io.results import Result, Skipped, conclude
 from benchmarks.machine import allocator, describe_machine, say
 
 _LINES = ("curve", "sweep")
@@ -68,11 +68,7 @@ def main() -> int:
         except Skipped as why:
             say(f"skipped: sweep: {why}")
             outcome["skipped"] = {"sweep": str(why)}
-    print("\n" + table(results))
-    if options.json is not None:
-        outcome["results"] = [result.as_dict() for result in results]
-        write_json(options.json, machine, outcome)
-    return int(any(result.judged and not result.held for result in results))
+    return conclude(results, options.json, machine, outcome)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from benchmarks.checkpoints import kills, large, limit, small
-from benchmarks.io.results import Result, Skipped, table, write_json
+from benchmarks.io.results import Result, Skipped, conclude
 from benchmarks.machine import describe_machine, say
 
 _LINES = ("kills", "limit")
@@ -76,11 +76,7 @@ def main() -> int:
         except Skipped as why:
             say(f"skipped: limit: {why}")
             outcome["skipped"] = {"limit": str(why)}
-    print("\n" + table(results))
-    if options.json is not None:
-        outcome["results"] = [result.as_dict() for result in results]
-        write_json(options.json, machine, outcome)
-    return int(any(result.judged and not result.held for result in results))
+    return conclude(results, options.json, machine, outcome)
 
 
 if __name__ == "__main__":

@@ -123,3 +123,24 @@ def table(rows: Sequence[Result]) -> str:
 def write_json(file: Path, machine: dict[str, Any], outcome: dict[str, Any]) -> None:
     """The machine, the options and every result."""
     file.write_text(json.dumps({"machine": machine, **outcome}, indent=2) + "\n")
+
+
+def conclude(
+    results: Sequence[Result], file: Path | None, machine: dict[str, Any], outcome: dict[str, Any]
+) -> int:
+    """Print the results, write them to a file if one is given; the status to end with.
+
+    Args:
+        results: of all lines.
+        file: for JSON; None for none.
+        machine: as `describe_machine` has it.
+        outcome: what else goes into the file.
+
+    Returns:
+        1 if a result that is judged was not held, else 0.
+    """
+    print("\n" + table(results))
+    if file is not None:
+        rows = [result.as_dict() for result in results]
+        write_json(file, machine, {**outcome, "results": rows})
+    return int(any(result.judged and not result.held for result in results))

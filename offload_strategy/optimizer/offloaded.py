@@ -273,12 +273,7 @@ class OffloadedOptimizer(Optimizer):
     def _absorb_inner_state(self) -> None:
         if self._overlap is not None:
             self._overlap.forget()
-        subgroups = self._planned_as_of_now()
-        for subgroup in subgroups:
-            cut = [
-                piece.cut(self.inner.state.get(piece.parameter, {})) for piece in subgroup.pieces
-            ]
-            self._updater.absorb(subgroup, cut)
+        absorb_states(self.inner.state, self._planned_as_of_now(), self._updater)
         for parameter in self.parameters():
             self.inner.state.pop(parameter, None)
 

@@ -9,7 +9,6 @@ import torch
 from offload_strategy.optimizer.backward.overlap import BackwardOverlap
 from offload_strategy.optimizer.backward.prediction import Prediction
 from offload_strategy.optimizer.gradients import GradientStandIn, Held, Recipe, norm_of
-from offload_strategy.optimizer.states.layout import packable
 from offload_strategy.optimizer.states.subgroups import Subgroup
 from offload_strategy.optimizer.updates import Speculation, Updater
 
@@ -42,10 +41,8 @@ class CommittedUpdates(BackwardOverlap):
         super()._begin_backward()
 
     def _collect(self, parameter: torch.Tensor) -> bool:
-        gradient = parameter.grad
-        if isinstance(gradient, GradientStandIn):
-            gradient = gradient.values()
-        if gradient is None or not (packable(parameter) and packable(gradient)):
+        gradient = self._gradient_of(parameter)
+        if gradient is None:
             return False
         stand_in = GradientStandIn.of(Held(gradient), gradient)
         for recipe, order in self._asked:

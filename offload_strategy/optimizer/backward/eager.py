@@ -9,7 +9,6 @@ import torch
 from offload_strategy.errors import OffloadError
 from offload_strategy.optimizer.backward.overlap import BackwardOverlap
 from offload_strategy.optimizer.gradients import Consumed, GradientStandIn
-from offload_strategy.optimizer.states.layout import packable
 from offload_strategy.optimizer.states.subgroups import Subgroup
 from offload_strategy.optimizer.updates import Speculation, Updater
 
@@ -37,12 +36,8 @@ class EagerUpdates(BackwardOverlap):
         super()._begin_backward()
 
     def _collect(self, parameter: torch.Tensor) -> bool:
-        gradient = parameter.grad
-        if gradient is None or not packable(parameter):
-            return False
-        if isinstance(gradient, GradientStandIn):
-            gradient = gradient.values()
-        if not packable(gradient):
+        gradient = self._gradient_of(parameter)
+        if gradient is None:
             return False
         self._gradients[id(parameter)] = (gradient, len(self._homes[id(parameter)]))
         what = f"a gradient of shape {tuple(parameter.shape)}"

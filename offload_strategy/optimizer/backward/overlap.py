@@ -14,6 +14,8 @@ from itertools import islice
 import torch
 
 from offload_strategy.heap import TicketState
+from offload_strategy.optimizer.gradients import values_of
+from offload_strategy.optimizer.states.layout import packable
 from offload_strategy.optimizer.states.subgroups import Subgroup
 from offload_strategy.optimizer.updates import Speculation, Updater
 
@@ -106,6 +108,14 @@ class BackwardOverlap(ABC):
         self._upcoming = list(self._order)
         if self._runs_ahead():
             self._fetch_upcoming()
+
+    @staticmethod
+    def _gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+        """A parameter's gradient as a plain tensor, if it can be held and cut; None otherwise."""
+        if parameter.grad is None or not packable(parameter):
+            return None
+        gradient = values_of(parameter)
+        return gradient if packable(gradient) else None
 
     @abstractmethod
     def _runs_ahead(self) -> bool:
