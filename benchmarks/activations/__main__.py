@@ -4,10 +4,12 @@
     python -m benchmarks.activations --quick                   tiny models: to see that it runs
     python -m benchmarks.activations --lines sweep             budget: auto on a slow path (root)
 
-Every contender trains in a process of its own; they take turns, step by step. The activation peak
-of a step is the kernel's high-water mark of resident memory, reset before the step, above the level
-before it with gradients already allocated and without our idle buffers. The exit status is 1 if a
-claim does not hold.
+Every contender trains in a process of its own; they take turns, step by step. Keep and offload to
+disk, whose speeds are to be told apart by a few percent, do so in several processes one after the
+other: where its memory comes to lie makes a process faster or slower for all of its life. The
+activation peak of a step is the kernel's high-water mark of resident memory, reset before the step,
+above the level before it with gradients already allocated and without our idle buffers. The exit
+status is 1 if a claim does not hold.
 """
 
 from __future__ import annotations
@@ -39,6 +41,9 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--batches", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--repeats", type=int, default=5, help="steps of each that count")
+    parser.add_argument(
+        "--processes", type=int, default=4, help="of keep and offload to disk, one after the other"
+    )
     parser.add_argument("--json", type=Path, help="write everything there, too")
     parser.add_argument("--plot", type=Path, default=Path("activations.svg"))
     parser.add_argument("--quick", action="store_true", help="tiny models; figures mean little")
@@ -48,10 +53,17 @@ def main() -> int:
     print("\n".join(f"{name}: {value}" for name, value in machine.items()), flush=True)
     setting = Setting(TINY if options.quick else HUNDRED_MILLION)
     results: list[Result] = []
-    outcome: dict[str, object] = {"repeats": options.repeats, "quick": options.quick}
+    outcome: dict[str, object] = {
+        name: getattr(options, name) for name in ("repeats", "processes", "quick")
+    }
     if "curve" in options.lines:
         points, claims = curve(
-            options.dir, options.batches, options.repeats, setting, models=options.models
+            options.dir,
+            options.batches,
+            options.repeats,
+            setting,
+            models=options.models,
+            processes=options.processes,
         )
         results += claims
         outcome["points"] = [asdict(point) for point in points]

@@ -26,6 +26,9 @@ _THROUGHPUT = 0.95
 _PEAK_SMALLEST, _PEAK_LARGEST = 0.45, 0.35
 
 
+#: Which are to be told apart by a few percent.
+_CLOSE = (KEEP, OFFLOAD_DISK)
+
 #: Of the place's name, the batch, the rows by contender, and all batches.
 Claims = Callable[[str, int, dict[str, Rows], Sequence[int]], list[Result]]
 
@@ -54,6 +57,7 @@ def curve(
     *,
     models: Sequence[str] = ("GPT", "BERT"),
     contenders: Sequence[str] = CONTENDERS,
+    processes: int = 1,
     claims: Claims | None = None,
 ) -> tuple[list[Point], list[Result]]:
     """Train every model at every batch size in every way.
@@ -65,6 +69,7 @@ def curve(
         setting: what all have in common.
         models: of `models.MODELS`.
         contenders: of `contenders.CONTENDERS`.
+        processes: one after the other, of those that differ by a few percent.
         claims: what must hold at a point: of the model, the batch, the rows by contender and the
             batches; None for what must hold on the CPU.
     """
@@ -75,9 +80,13 @@ def curve(
             say(f"{model}, batch {batch}")
             options = setting.options(model, batch)
             rows = run(
-                {kind: {**options, "contender": kind} for kind in contenders}, repeats, directory
+                {kind: {**options, "contender": kind} for kind in contenders},
+                repeats,
+                directory,
+                again=_CLOSE,
+                processes=processes,
             )
-            odd = [kind for kind in contenders if rows[kind].bits != rows[KEEP].bits]
+            odd = [kind for kind in contenders if not rows[kind].agrees(rows[KEEP])]
             if odd == [RECOMPUTE]:
                 # Of a tensor that several blocks use, it adds up the gradients in another order.
                 say(f"{model}, batch {batch}: gradients of recompute differ from keep's in bits")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,20 +46,46 @@ class Rows(Turns):
         key = f"offload/activations/{verb}_bytes"
         return float(statistics.median(s.get("metrics", {}).get(key, 0.0) for s in self.steps))
 
-    @property
-    def bits(self) -> set[tuple[str, ...]]:
-        """The losses of all steps and the gradients of the last one, as bits."""
-        return {(*(step["loss"] for step in self.steps), self.steps[-1]["gradients"])}
+    def agrees(self, other: Rows) -> bool:
+        """Whether losses and gradients are the other's to the last bit, in the steps of both."""
+        pairs = zip(self.steps, other.steps, strict=False)
+        return all(one.get(key) == two.get(key) for one, two in pairs for key in _BITS)
 
 
-def run(contenders: Mapping[str, dict[str, Any]], repeats: int, directory: Path) -> dict[str, Rows]:
+#: What `subject` answers to the bit: a loss in every step, a digest of gradients in the last one.
+_BITS = ("loss", "gradients")
+
+
+def run(
+    contenders: Mapping[str, dict[str, Any]],
+    repeats: int,
+    directory: Path,
+    *,
+    again: Sequence[str] = (),
+    processes: int = 1,
+) -> dict[str, Rows]:
     """Let contenders train by turns, step by step.
 
     Args:
         contenders: options for `subject` by name.
-        repeats: steps of each that count.
+        repeats: steps of each that count, in each of its processes.
         directory: on the disk.
+        again: those that are to be told apart by a few percent. Where a process's memory comes to
+            lie makes it faster or slower by as much for all of its life, so these train in several
+            processes each, one after the other.
+        processes: of each of those.
     """
+    rows = _in_processes(contenders, repeats, directory)
+    for _ in range(processes - 1 if again else 0):
+        more = _in_processes({name: contenders[name] for name in again}, repeats, directory)
+        for name in again:
+            rows[name].steps += more[name].steps
+    return rows
+
+
+def _in_processes(
+    contenders: Mapping[str, dict[str, Any]], repeats: int, directory: Path
+) -> dict[str, Rows]:
     with contextlib.ExitStack() as stack:
         subjects = {}
         for name, options in contenders.items():

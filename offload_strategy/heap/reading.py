@@ -57,13 +57,13 @@ class Reader:
         memory = self._memory_for(entry, priority)
         if memory is None:
             return None
-        return self._begin(
-            entry, memory, memory.data_ptr(), priority, partial(self._ended, memory=memory)
-        )
+        on_end = partial(self._ended, memory=memory)
+        on_host = memory.device.type == "cpu"  # where buffers are there by whole pages
+        return self._begin(entry, memory, priority, on_end, whole_pages=on_host)
 
     def load_into(self, entry: Entry, out: torch.Tensor) -> Move | None:
         """Begin to read a stored entry into memory of the caller's; None if it is not stored."""
-        return self._begin(entry, out, out.data_ptr(), Priority.NEEDED_NOW, self._ended_elsewhere)
+        return self._begin(entry, out, Priority.NEEDED_NOW, self._ended_elsewhere)
 
     def await_load(self, entry: Entry, move: Move) -> None:
         """Wait for a load that is needed now.
@@ -109,9 +109,10 @@ class Reader:
         self,
         entry: Entry,
         memory: torch.Tensor,
-        address: int,
         priority: Priority,
         on_end: Callable[[Entry, Move], None],
+        *,
+        whole_pages: bool = False,
     ) -> Move | None:
         with UninterruptedSection():
             with self._ledger.lock:
@@ -122,11 +123,12 @@ class Reader:
                     client=entry.client,
                     direction=Direction.READ,
                     stripes=entry.stripes,
-                    address=address,
+                    address=memory.data_ptr(),
                     nbytes=entry.begin + entry.nbytes,
                     priority=priority,
                     keep_alive=memory,
                     calm=entry.calm,
+                    whole_pages=whole_pages,
                     on_end=partial(on_end, entry),
                 )
                 self._ledger.moving.add(entry)

@@ -25,6 +25,8 @@ class BlockRequest:
         on_done: called once, on a thread of the backend, with None or the error. Must not raise.
         before: called first, on the backend's thread, for instance to wait until a device copy
             has filled the memory. If it raises, nothing is moved and that is the error.
+        whole_pages: a read may also fill what follows in the memory's last page: then bytes that
+            are no whole number of pages need not be read apart from the others.
         after: called on the backend's thread when the bytes have moved and before `on_done`, for
             instance to verify them. If it raises, that is the error.
     """
@@ -37,6 +39,7 @@ class BlockRequest:
     on_done: Callable[[BaseException | None], None]
     before: Callable[[], None] | None = field(default=None, repr=False)
     after: Callable[[], None] | None = field(default=None, repr=False)
+    whole_pages: bool = False
 
 
 class Backend(Protocol):

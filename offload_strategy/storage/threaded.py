@@ -84,14 +84,15 @@ class ThreadedBackend(ABC):
         whole = request.nbytes // PAGE_BYTES * PAGE_BYTES
         if request.address % PAGE_BYTES:
             whole = 0
-        elif request.write:
+        elif request.write or request.whole_pages:
             whole = round_up(request.nbytes, PAGE_BYTES)
         if whole:
             view = _view(request.address, whole)
             if request.write:
                 self.write_pages(request.fd, view, request.offset)
             else:
-                self.read_pages(request.fd, view, request.offset, whole)
+                needed = min(whole, request.nbytes)
+                self.read_pages(request.fd, view, request.offset, needed)
         rest = request.nbytes - whole
         if rest > 0:
             bounce = self._bounce

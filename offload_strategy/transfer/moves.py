@@ -133,6 +133,7 @@ class Move:
             into the memory that is to be written.
         calm: one block at a time while nobody waits for it and few others do: each thread that
             moves bytes takes a core away from a host that computes.
+        whole_pages: a read may fill its memory to the end of the last page.
         on_end: called once when the move has ended, on an I/O thread or on the thread that
             cancelled it. Must not raise.
     """
@@ -153,6 +154,7 @@ class Move:
         "nbytes",
         "on_end",
         "queued_at",
+        "whole_pages",
     )
 
     def __init__(
@@ -168,9 +170,11 @@ class Move:
         on_end: Callable[[Move], None],
         before: Callable[[], None] | None = None,
         calm: bool = False,
+        whole_pages: bool = False,
     ) -> None:
         self.client = client
         self.calm = calm
+        self.whole_pages = whole_pages
         self.direction = direction
         self.nbytes = nbytes
         self.keep_alive = keep_alive

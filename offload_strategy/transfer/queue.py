@@ -257,6 +257,7 @@ class PathQueue:
             address=leg.address + begin,
             nbytes=nbytes,
             before=move.before,
+            whole_pages=move.whole_pages,
             on_done=done,
         )
         if stripe.digests is not None and self.checksum is not None:

@@ -13,6 +13,7 @@ import torch
 
 from offload_strategy.errors import OffloadError, StorageError, TierFullError
 from offload_strategy.heap import TicketState
+from offload_strategy.storage import BlockRequest
 from offload_strategy.units import KiB, MiB
 from tests.heap.rig import PAGE, MakeRig, Rig, noise
 
@@ -59,6 +60,32 @@ def test_a_payload_that_shares_a_storage_is_written_from_where_it_lies(rig: Rig)
     ticket = rig.put(whole[1001:5001])
     rig.complete()
     assert rig.bytes_on_disk(ticket) == whole.numpy().tobytes()[1001:5001]
+
+
+def test_a_read_ends_with_its_last_page_in_memory_of_ours_and_with_its_last_byte_in_others(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    payload = noise(3 * PAGE - 5)
+    ticket = rig.stored(payload)
+    assert rig.heap.prefetch(ticket)
+    assert [request.whole_pages for request in rig.backend.waiting] == [True]
+    rig.complete()
+    assert torch.equal(rig.heap.get(ticket), payload)
+    rig.heap.evict(ticket)
+    own = torch.full((3 * PAGE,), 7, dtype=torch.uint8)
+    seen: list[bool] = []
+    submit = rig.backend.submit
+
+    def watched(request: BlockRequest) -> None:
+        seen.append(request.whole_pages)
+        submit(request)
+
+    rig.at_once()
+    monkeypatch.setattr(rig.backend, "submit", watched)
+    rig.heap.read_into(ticket, own[: payload.numel()])
+    assert seen == [False]
+    assert torch.equal(own[: payload.numel()], payload)
+    assert own[payload.numel() :].eq(7).all()
 
 
 def test_full_tiers_spill_into_the_next_and_the_last_one_says_so(make_rig: MakeRig) -> None:

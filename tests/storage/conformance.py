@@ -17,7 +17,7 @@ import pytest
 
 from offload_strategy.errors import CorruptDataError
 from offload_strategy.storage import Backend, BlockRequest, Space, create_backend
-from offload_strategy.units import PAGE_BYTES, KiB, MiB
+from offload_strategy.units import PAGE_BYTES, KiB, MiB, round_up
 from tests.conftest import our_threads
 from tests.storage.loops import loop_device, mounted, need, run, tmpfs
 
@@ -98,6 +98,7 @@ def begin(
     offset: int = 0,
     before: Callable[[], None] | None = None,
     after: Callable[[], None] | None = None,
+    whole_pages: bool = False,
 ) -> Outcome:
     outcome = Outcome(memory)
     backend.submit(
@@ -110,6 +111,7 @@ def begin(
             on_done=outcome,
             before=before,
             after=after,
+            whole_pages=whole_pages,
         )
     )
     return outcome
@@ -192,6 +194,26 @@ class Conformance:
             with open(f"/proc/self/fd/{space.fd}", "rb") as other:  # as the file system sees it
                 other.seek(offset)
                 assert other.read(nbytes) == data
+
+    @pytest.mark.parametrize("nbytes", SIZES)
+    def test_a_read_that_may_fill_its_last_page_touches_no_other(
+        self, backend: Backend, space: Space, nbytes: int
+    ) -> None:
+        written, read = self.memory(nbytes), self.memory(nbytes)
+        written.data = data = random.Random(nbytes).randbytes(nbytes)
+        assert begin(backend, space.fd, written, write=True).get() is None
+        assert begin(backend, space.fd, read, write=False, whole_pages=True).get() is None
+        assert read.data == data
+        size = round_up(nbytes, PAGE_BYTES)
+        roomy = self.memory(size + PAGE_BYTES)
+        roomy.data = b"\x5a" * roomy.nbytes
+        outcome = Outcome(roomy)
+        backend.submit(
+            BlockRequest(False, space.fd, 0, roomy.address, nbytes, outcome, whole_pages=True)
+        )
+        assert outcome.get() is None
+        assert roomy.data[:nbytes] == data
+        assert roomy.data[size:] == b"\x5a" * PAGE_BYTES
 
     def test_a_block_does_not_touch_the_pages_beside_it(
         self, backend: Backend, space: Space
