@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from benchmarks.activations.models import build
+import torch
+
 from benchmarks.io.results import Context, Result, Skipped
 from benchmarks.optimizer.contenders import (
     DEEPSPEED,
@@ -167,8 +168,8 @@ def _search(context: Context, choice: Choice, model: str) -> Settings:
     candidates = io_candidates()[: 1 if context.quick else None]
     best = fastest(candidates)
     with_best = [entry for entry in tried if entry["settings"] == best.shown()]
-    on_paper = build("GPT", task.shape, "meta")
-    parameters = sum(parameter.numel() for parameter in on_paper.parameters())
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in task.model().parameters())
     more = subgroup_candidates(best, parameters)[: 1 if context.quick else None]
     try:
         other = fastest(more)

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from benchmarks.activations.models import Shape, batch, build
+from benchmarks.activations.models import Shape, batch
+from benchmarks.gpt import GPT
 
 #: The models of the table, as large as those that were measured before: 69.5M and 320M parameters.
 SHAPES = {
@@ -35,7 +36,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class RandomTokens:
-    """GPT-2 of Transformers on random tokens.
+    """GPT-2 on random tokens.
 
     Args:
         shape: how large.
@@ -47,16 +48,16 @@ class RandomTokens:
 
     def model(self) -> torch.nn.Module:
         """See `Task`."""
-        made: torch.nn.Module = build("GPT", self.shape)
-        return made
+        torch.manual_seed(0)
+        return GPT(self.shape)
 
-    def inputs(self, number: int) -> dict[str, torch.Tensor]:
+    def inputs(self, number: int) -> torch.Tensor:
         """See `Task`."""
-        return batch(self.size, number, self.shape)
+        return batch(self.size, number, self.shape)["input_ids"]
 
     def loss(self, forward: Callable[..., Any], inputs: Any) -> torch.Tensor:
         """See `Task`."""
-        loss: torch.Tensor = forward(**inputs).loss
+        loss: torch.Tensor = forward(inputs)
         return loss
 
 

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from typing import TYPE_CHECKING
 
 from offload_strategy.activations.order import OrderBook, Trace
+from offload_strategy.activations.outbox import batch_bytes
 from offload_strategy.heap import Heap, Ticket, TicketState
 from offload_strategy.units import MiB
 
@@ -131,7 +132,9 @@ class Prefetcher:
         occasion = None
         if self._limit_bytes is None and plan.due is not None and place + 1 < len(plan.due):
             occasion = plan.due[place + 1]
-        ahead = loading = 0
+        # See [Note: a few at a time].
+        together = batch_bytes(record.trace.saved_bytes)
+        ahead = loading = begun_now = 0
         first = bisect_right(record.upcoming, place)
         for position in range(first, len(record.upcoming)):
             later = record.upcoming[position]
@@ -144,13 +147,16 @@ class Prefetcher:
             if ahead and ahead + ticket.nbytes > limit:
                 return
             begun = not item.still_to_load
-            if ahead and not begun and occasion is not None and plan.due is not None:
+            along = 0 < begun_now <= together - ticket.nbytes and ticket.entry.calm
+            if ahead and not (begun or along) and occasion is not None and plan.due is not None:
                 seconds = self._speed.seconds(loading + ticket.nbytes)
                 if seconds is not None and plan.due[later] - self._with_margin(seconds) > occasion:
                     return
             ahead += ticket.nbytes
-            if not begun and not self._heap.prefetch(ticket):
-                return
+            if not begun:
+                if not self._heap.prefetch(ticket):
+                    return
+                begun_now += ticket.nbytes
             if ticket.state is TicketState.LOADING:
                 loading += ticket.nbytes
         self._fetch_next_record(record, limit - ahead)

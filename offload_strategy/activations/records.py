@@ -38,6 +38,7 @@ class Slot:
         "_hot",
         "_views",
         "number",
+        "payload",
         "range",
         "storage",
         "ticket",
@@ -49,8 +50,10 @@ class Slot:
         self, number: int, span: ByteRange, storage: torch.UntypedStorage, version: int
     ) -> None:
         self.number = number
-        #: None if the bytes stay where they are.
+        #: None if the bytes stay where they are, or are still to be given.
         self.ticket: Ticket | None = None
+        #: The bytes, while they wait to be given.
+        self.payload: torch.Tensor | None = None
         self.range = span
         self.storage: weakref.ref[torch.UntypedStorage] = weakref.ref(storage)
         self.version = version
@@ -61,6 +64,11 @@ class Slot:
     def add_view(self, view: View) -> None:
         """Another view of these bytes was saved."""
         self._views.append(weakref.ref(view))
+
+    @property
+    def leaves(self) -> bool:
+        """Whether the bytes are, or will be, elsewhere."""
+        return self.ticket is not None or self.payload is not None
 
     @property
     def awaited(self) -> bool:
@@ -180,7 +188,9 @@ class ForwardRecord:
         """
         self._begin_use(slot)
         ticket = slot.ticket
-        assert ticket is not None
+        if ticket is None:
+            assert slot.payload is not None
+            return slot.payload
         state = ticket.state
         absent = not slot.hot and state in (TicketState.STORED, TicketState.LOADING)
         if absent:

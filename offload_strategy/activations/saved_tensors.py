@@ -7,6 +7,7 @@ The tensor cache of SSDTrain (section 3), as two functions around
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,9 +20,10 @@ from offload_strategy.activations import other_hooks
 from offload_strategy.activations.budget import AutomaticBudget, FixedBudget
 from offload_strategy.activations.handles import Kept, Moved
 from offload_strategy.activations.identity import ByteRange, reach, reach_of_base
+from offload_strategy.activations.outbox import Outbox, batch_bytes
 from offload_strategy.activations.policy import StayCounts, is_small, why_it_stays
 from offload_strategy.activations.prefetch import Prefetcher
-from offload_strategy.activations.records import ForwardRecord
+from offload_strategy.activations.records import ForwardRecord, Slot
 from offload_strategy.activations.traffic import TierTraffic
 from offload_strategy.heap import Heap, Tier
 from offload_strategy.transfer import UninterruptedSection
@@ -77,6 +79,7 @@ class ActivationOffload:
         else:
             self._budget = FixedBudget(budget)
         self._prefetcher = Prefetcher(heap, self._budget, prefetch_bytes)
+        self._outbox = Outbox(self._give)
         self._open = _Open()
         self._hint = 0
         self._serials = itertools.count()
@@ -136,6 +139,10 @@ class ActivationOffload:
             with UninterruptedSection():
                 hooks.__exit__(None, None, None)
                 self._open.record = None
+            if sys.exc_info()[0] is None and self.enabled:
+                self._outbox.empty()
+            else:
+                self._outbox.forget()
 
     def _record(self) -> ForwardRecord:
         """A record for the forward pass that begins: the micro-batch's, if a hint names one."""
@@ -166,7 +173,7 @@ class ActivationOffload:
         wanted = reach(tensor)
         slot = record.find(tensor, wanted)
         if slot is not None:
-            if slot.ticket is None:
+            if not slot.leaves:
                 return Kept(tensor, slot, record)
             return Moved(tensor, slot.range, record).stands_for(slot)
         # Views of one activation (query, key, value) overlap: it leaves once, whole. A small view
@@ -192,19 +199,29 @@ class ActivationOffload:
         handle = Moved(tensor, span, record).stands_for(slot)
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         flat.set_(tensor.untyped_storage(), span.start, (span.nbytes,), (1,))
+        slot.payload = flat
+        trace.left_bytes += span.nbytes
+        latest = self._prefetcher.latest_trace
+        together = 0
+        if latest is not None and tensor.device.type == "cpu":
+            together = batch_bytes(latest.saved_bytes)
         # Backward begins with what was saved last: where host memory is short, that stays.
-        next_use = -next(self._saved)
         # Last of all: see [Note: the interpreter lock].
+        self._outbox.add(slot, -next(self._saved), together)
+        return handle
+
+    def _give(self, slot: Slot, next_use: int) -> None:
+        payload = slot.payload
+        assert payload is not None
         slot.ticket = self._heap.put(
-            flat,
+            payload,
             _CLIENT,
             self._tiers,
             next_use=next_use,
             whole_pages=True,
-            calm=tensor.device.type == "cpu",
+            calm=payload.device.type == "cpu",
         )
-        trace.left_bytes += span.nbytes
-        return handle
+        slot.payload = None
 
     def _unpack(self, packed: Kept | Moved) -> torch.Tensor:
         return packed.unpack()
