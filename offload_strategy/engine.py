@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from offload_strategy.activations import ActivationOffload, ForwardHooks
 from offload_strategy.config import ConfigSource, OffloadConfig
 from offload_strategy.errors import ConfigError, OffloadError
-from offload_strategy.optimizer import OffloadedOptimizer, check_supported
+from offload_strategy.optimizer import OffloadedOptimizer, Precision, check_supported
 from offload_strategy.parameters import ParameterRegistry
 from offload_strategy.planning import optimizer_need, shortfall, spare_memory_advice
 from offload_strategy.resources import Resources
@@ -125,8 +125,12 @@ class OffloadEngine:
         section = self.config.optimizer
         if not section.enabled:
             return optimizer
-        narrow = torch.bfloat16 if section.state_dtype == "bfloat16" else None
-        state_bytes = check_supported(optimizer, narrow)
+        precision = Precision(
+            narrow=torch.bfloat16 if section.state_dtype == "bfloat16" else None,
+            stochastic=section.stochastic_rounding,
+            masters=section.master_weights,
+        )
+        state_bytes = check_supported(optimizer, precision)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         tiers = self._resources.clients["optimizer"]
         weights_bytes = sum(p.numel() * p.element_size() for p in parameters)
@@ -145,8 +149,7 @@ class OffloadEngine:
             subgroup_size=None if size == "auto" else int(size),
             is_last=self._is_last,
             state_bytes=state_bytes,
-            narrow=narrow,
-            stochastic_rounding=section.stochastic_rounding,
+            precision=precision,
             waiting_room=self._resources.waiting_room,
             directories=self._resources.scratch_directories("optimizer"),
         )

@@ -177,10 +177,14 @@ class OptimizerConfig(_Client):
     """Parameters that are updated at a time: 'auto', or a number such as 100000000 or '100M'."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision in which states of float32 are kept between updates; updates compute in float32.
-    'bfloat16' halves what is read and written, and rounds: numbers change."""
+    'bfloat16' halves what is read and written, and rounds: numbers change. Master weights are kept
+    whole."""
     stochastic_rounding: bool = False
     """Whether states are rounded to bfloat16 up or down by chance, so that small changes count in
     the mean, instead of to the nearest."""
+    master_weights: bool = False
+    """Whether weights of bfloat16 and float16 are updated in float32: a copy of each is kept with
+    its states, and rounded into the weight after every update. Numbers change."""
     overlap: Literal["commit", "eager", "off"] = "commit"
     """When the update runs: 'commit' during backward, visible at step(); 'eager' during backward,
     visible at once, with the least memory, but gradients cannot be read, clipped or scaled, and

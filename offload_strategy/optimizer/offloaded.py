@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -19,11 +19,17 @@ from offload_strategy.optimizer.backward.commit import CommittedUpdates
 from offload_strategy.optimizer.backward.eager import EagerUpdates
 from offload_strategy.optimizer.backward.overlap import PREFETCHED_SUBGROUPS, BackwardOverlap
 from offload_strategy.optimizer.state_view import StateView
+from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.states.subgroups import Subgroup, plan_subgroups
 from offload_strategy.optimizer.updates import Updater, with_gradient
 from offload_strategy.optimizer.user_class.support import check_group
 from offload_strategy.optimizer.user_class.trial import can_be_cut, edits_gradients
-from offload_strategy.optimizer.whole_states import absorb_states, streamed_states
+from offload_strategy.optimizer.whole_states import (
+    absorb_states,
+    sealed,
+    streamed_states,
+    unsealed,
+)
 from offload_strategy.telemetry import get_logger
 
 logger = get_logger(__name__)
@@ -49,8 +55,7 @@ class OffloadedOptimizer(Optimizer):
         subgroup_size: parameters per subgroup, or None to choose.
         is_last: whether the backward that runs is the last before `step()`.
         state_bytes: what the states will take, once every parameter was updated.
-        narrow: the dtype in which states of float32 are kept; None for their own.
-        stochastic_rounding: whether rounding to it goes up or down by chance.
+        precision: of states; None for what a plain optimizer has.
         waiting_room: where new weights wait for `step()`, as long as there is room.
         directories: where state dicts may lie; none for ordinary memory.
     """
@@ -65,17 +70,14 @@ class OffloadedOptimizer(Optimizer):
         subgroup_size: int | None,
         is_last: Callable[[], bool],
         state_bytes: int = 0,
-        narrow: torch.dtype | None = None,
-        stochastic_rounding: bool = False,
+        precision: Precision | None = None,
         waiting_room: Sequence[Tier] = (),
         directories: Sequence[Path] = (),
     ) -> None:
         # Not Optimizer.__init__: it would make groups, defaults and hooks of its own.
         self.inner = inner
         self.state_bytes = state_bytes
-        self._updater = Updater(
-            inner, heap, tiers, waiting_room, narrow, stochastic=stochastic_rounding
-        )
+        self._updater = Updater(inner, heap, tiers, waiting_room, precision)
         self._subgroup_size = subgroup_size
         self._directories = list(directories)
         self._overlap: BackwardOverlap | None = None
@@ -234,7 +236,7 @@ class OffloadedOptimizer(Optimizer):
         self.inner.add_param_group(param_group)
         groups = self.inner.param_groups
         try:
-            self.state_bytes += check_group(self.inner, groups[-1], self._updater.narrow)
+            self.state_bytes += check_group(self.inner, groups[-1], self._updater.precision)
         except ConfigError:
             groups.pop()
             raise
@@ -267,15 +269,31 @@ class OffloadedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict, of a plain optimizer or of this one."""
         self._check_open()
+        states = state_dict.get("state")
+        if isinstance(states, Mapping) and not self._looks_into_states():
+            state_dict = {**state_dict, "state": sealed(states)}
         self.inner.load_state_dict(state_dict)
         self._absorb_inner_state()
+
+    def _looks_into_states(self) -> bool:
+        """Whether code that is not torch's sees states while they are loaded."""
+        inner = self.inner
+        methods = (type(inner).load_state_dict, type(inner).__setstate__)
+        return bool(
+            any(not method.__module__.startswith("torch.optim.") for method in methods)
+            or inner._optimizer_load_state_dict_pre_hooks
+            or inner._optimizer_load_state_dict_post_hooks
+        )
 
     def _absorb_inner_state(self) -> None:
         if self._overlap is not None:
             self._overlap.forget()
         absorb_states(self.inner.state, self._planned_as_of_now(), self._updater)
+        own = self.inner.state
         for parameter in self.parameters():
-            self.inner.state.pop(parameter, None)
+            own.pop(parameter, None)
+        # Of parameters that are not there: kept, as by a plain optimizer.
+        own.update((k, unsealed(state)) for k, state in own.items() if isinstance(state, dict))
 
     # ------------------------------------------------------------------ parameters and life
     def parameters(self) -> list[torch.Tensor]:
@@ -316,7 +334,7 @@ class OffloadedOptimizer(Optimizer):
 
     def _edits_gradients(self) -> bool:
         groups = [group for group in self.inner.param_groups if group["params"]]
-        return any(edits_gradients(self.inner, group) for group in groups)
+        return any(edits_gradients(self.inner, group, self._updater.precision) for group in groups)
 
     def _plan(self, known: Collection[int]) -> Iterator[Subgroup]:
         planned = plan_subgroups(self.inner, known, self._subgroup_size, self._can_be_cut)
@@ -328,7 +346,7 @@ class OffloadedOptimizer(Optimizer):
     def _can_be_cut(self, group_index: int) -> bool:
         if group_index not in self._may_cut:
             group = self.inner.param_groups[group_index]
-            self._may_cut[group_index] = can_be_cut(self.inner, group)
+            self._may_cut[group_index] = can_be_cut(self.inner, group, self._updater.precision)
         return self._may_cut[group_index]
 
     def _planned_as_of_now(self) -> list[Subgroup]:

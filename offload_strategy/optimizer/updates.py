@@ -22,8 +22,9 @@ from offload_strategy.heap import Heap, Ticket, Tier
 from offload_strategy.optimizer.backward.marks import WeightsMark
 from offload_strategy.optimizer.gradients import has_gradient, values_of
 from offload_strategy.optimizer.states.layout import Layout, Segment, packable
+from offload_strategy.optimizer.states.masters import masters_of
 from offload_strategy.optimizer.states.pieces import Piece
-from offload_strategy.optimizer.states.precision import seed
+from offload_strategy.optimizer.states.precision import Precision, seed
 from offload_strategy.optimizer.states.subgroups import StateSet, Subgroup, pack_states
 from offload_strategy.optimizer.user_class.kernel import run_update
 
@@ -59,8 +60,7 @@ class Updater:
         heap: where states are between updates.
         tiers: where they may go, in order.
         waiting_room: where new weights wait for `step()`, as long as there is room.
-        narrow: the dtype in which states of float32 are kept; None for their own.
-        stochastic: whether rounding to it goes up or down by chance.
+        precision: of states.
     """
 
     def __init__(
@@ -69,16 +69,16 @@ class Updater:
         heap: Heap,
         tiers: Sequence[Tier],
         waiting_room: Sequence[Tier] = (),
-        narrow: torch.dtype | None = None,
-        *,
-        stochastic: bool = False,
+        precision: Precision | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._heap = heap
         self._tiers = list(tiers)
         self._waiting_room = list(waiting_room)
-        self.narrow = narrow
-        self._generators: dict[torch.device, torch.Generator] | None = {} if stochastic else None
+        self.precision = precision or Precision()
+        self._generators: dict[torch.device, torch.Generator] | None = (
+            {} if self.precision.stochastic else None
+        )
 
     def put(self, flat: torch.Tensor, instead_of: Ticket | None = None) -> Ticket:
         """Give a flat buffer of the optimizer's to the heap; see `Heap.put`."""
@@ -121,12 +121,7 @@ class Updater:
                 weight = weight.detach()
                 weight.grad = piece.of(gradient)
             weights.append(weight)
-        run_update(
-            self._optimizer,
-            self.group_of(subgroup),
-            weights,
-            [states[index] for index in gradients],
-        )
+        self._run(subgroup, weights, [states[index] for index in gradients])
         subgroup.states = self._packed(subgroup, old, states, flat)
 
     @torch.no_grad()
@@ -152,12 +147,26 @@ class Updater:
         old = subgroup.states
         flat = None if old.ticket is None else self._heap.private(old.ticket)
         states = old.unpack(flat)
-        run_update(self._optimizer, group, weights, [states[index] for index in indices])
+        self._run(subgroup, weights, [states[index] for index in indices])
         for copy in weights:
             copy.grad = None
         new = self._packed(subgroup, old, states, flat)
         ticket = self._heap.put(flat_weights, "optimizer", [*self._waiting_room, *self._tiers])
         return Speculation(subgroup, indices, mark, hyper, old, new, layout, ticket)
+
+    def _run(
+        self,
+        subgroup: Subgroup,
+        weights: Sequence[torch.Tensor],
+        states: Sequence[dict[str, Any]],
+    ) -> None:
+        """Update weights that have a gradient, and their states, by the user's class."""
+        group = self.group_of(subgroup)
+        if self.precision.masters:
+            with masters_of(weights, states, self.precision) as weights:
+                run_update(self._optimizer, group, weights, states)
+        else:
+            run_update(self._optimizer, group, weights, states)
 
     @torch.no_grad()
     def commit(self, speculation: Speculation) -> None:
@@ -188,11 +197,11 @@ class Updater:
     def absorb(self, subgroup: Subgroup, states: list[dict[str, Any]]) -> None:
         """Replace a subgroup's states by the given ones (a loaded checkpoint), a dict a piece."""
         for piece, state in zip(subgroup.pieces, states, strict=True):
-            state.update(
-                (name, value.to(piece.parameter.device))
-                for name, value in list(state.items())
-                if packable(value)
-            )
+            wide = self.precision.has_master(piece.parameter)
+            for name, value in list(state.items()):
+                if packable(value):
+                    dtype = self.precision.computed(value.dtype) if wide else value.dtype
+                    state[name] = value.to(piece.parameter.device, dtype)
         new = self._packed(subgroup, StateSet([]), states, None)
         self._replace_states(subgroup, new)
 
@@ -245,7 +254,7 @@ class Updater:
             generator = self._generators.setdefault(device, torch.Generator(device))
             seed(generator, subgroup.number, old.updates)
         put = partial(self.put, instead_of=old.ticket)
-        return pack_states(self._heap, old, states, flat, put, self.narrow, generator)
+        return pack_states(self._heap, old, states, flat, put, self.precision, generator)
 
     def _replace_states(self, subgroup: Subgroup, new: StateSet) -> None:
         old, subgroup.states = subgroup.states, new

@@ -9,11 +9,51 @@ from typing import Any
 import torch
 
 from offload_strategy.checkpoints import ScratchFile, Slot
+from offload_strategy.optimizer.states.layout import packable
 from offload_strategy.optimizer.states.pieces import Piece, joined
+from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.states.subgroups import Subgroup
 from offload_strategy.optimizer.updates import Updater
 
 State = dict[str, Any]
+
+
+class Sealed:
+    """A tensor of a state dict, not looked into by whoever hands it on.
+
+    `Optimizer.load_state_dict` would bring every tensor into the dtype and to the device of its
+    parameter, all at once; in the dtype of a narrow weight its master would lose what it is for.
+
+    Args:
+        tensor: of a parameter's state.
+    """
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def sealed(states: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The states of a state dict, with all tensors sealed that go to a tier."""
+    return {
+        key: {name: _seal(name, value) for name, value in state.items()}
+        if isinstance(state, dict)
+        else state
+        for key, state in states.items()
+    }
+
+
+def unsealed(state: State) -> State:
+    """The same state with its tensors."""
+    return {
+        name: value.tensor if isinstance(value, Sealed) else value for name, value in state.items()
+    }
+
+
+def _seal(name: str, value: Any) -> Any:
+    # Step counters have rules of their own.
+    return Sealed(value) if name != "step" and packable(value) else value
 
 
 def state_of(
@@ -49,8 +89,23 @@ def absorb_states(
 ) -> None:
     """Replace the states of all parameters, subgroup by subgroup."""
     for subgroup in subgroups:
-        cut = [piece.cut(states.get(piece.parameter, {})) for piece in subgroup.pieces]
+        cut = []
+        for piece in subgroup.pieces:
+            given = states.get(piece.parameter, {})
+            own = piece.cut(unsealed(given))
+            for name, value in given.items():
+                if isinstance(value, Sealed):
+                    own[name] = _as_loaded(own[name], piece.parameter, updater.precision)
+                elif isinstance(own[name], torch.Tensor) and not packable(own[name]):
+                    own[name] = own[name].clone()  # not a part of some file that is mapped
+            cut.append(own)
         updater.absorb(subgroup, cut)
+
+
+def _as_loaded(value: torch.Tensor, parameter: torch.Tensor, precision: Precision) -> torch.Tensor:
+    """A tensor of a state dict, as `Optimizer.load_state_dict` makes it a parameter's."""
+    dtype = precision.computed(parameter.dtype) if parameter.is_floating_point() else value.dtype
+    return value.to(parameter.device, dtype)
 
 
 def streamed_states(

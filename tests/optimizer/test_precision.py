@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW
 
-from offload_strategy.optimizer import check_supported
+from offload_strategy.optimizer import Precision, check_supported
 from offload_strategy.optimizer.states.precision import round_into, seed
 from tests.optimizer.runs import MakeOptimizer, Run, offloading
 from tests.training import Numbers, assert_same_history
@@ -21,6 +21,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "Adagrad": lambda m: Adagrad(m.parameters(), 1e-2),
 }
 NARROW = {"state_dtype": "bfloat16"}
+BF16 = Precision(narrow=torch.bfloat16)
 
 
 def _round(run: Run) -> None:
@@ -88,9 +89,9 @@ def test_half_of_the_bytes_move(disk: Path) -> None:
 def test_the_engine_asks_for_half_of_the_space() -> None:
     parameters = [torch.nn.Parameter(torch.ones(64, 64)), torch.nn.Parameter(torch.ones(64))]
     optimizer = AdamW(parameters)
-    assert check_supported(optimizer) == 2 * check_supported(optimizer, torch.bfloat16)
+    assert check_supported(optimizer) == 2 * check_supported(optimizer, BF16)
     halves = AdamW([p.detach().bfloat16() for p in parameters])
-    assert check_supported(halves) == check_supported(halves, torch.bfloat16)
+    assert check_supported(halves) == check_supported(halves, BF16)
 
 
 def test_states_of_other_precisions_stay_as_they_are(disk: Path) -> None:

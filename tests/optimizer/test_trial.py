@@ -24,7 +24,7 @@ from torch.optim import (
 )
 
 from offload_strategy.errors import ConfigError
-from offload_strategy.optimizer import check_supported
+from offload_strategy.optimizer import Precision, check_supported
 from offload_strategy.optimizer.states.layout import packable
 from offload_strategy.optimizer.user_class.trial import edits_gradients
 from tests.optimizer.others import UNFIT, Lion
@@ -151,7 +151,7 @@ def test_an_optimizer_that_changes_gradients_is_noticed() -> None:
     parameters = [torch.nn.Parameter(torch.ones(3, 3))]
     for kind, edits in ((Impolite, True), (SGD, False), (AdamW, False)):
         optimizer = kind(parameters, lr=0.1)
-        assert edits_gradients(optimizer, optimizer.param_groups[0]) is edits
+        assert edits_gradients(optimizer, optimizer.param_groups[0], Precision()) is edits
 
 
 @pytest.mark.parametrize("overlap", ["commit", "off"])

@@ -1,4 +1,4 @@
-"""Keeping states in less precision than they are computed in.
+"""Precisions: of what states are computed in, and of what they are kept in.
 
 [Note: stochastic rounding]
 Rounding to the nearest loses every change that is smaller than half a step of the narrow type: with
@@ -10,15 +10,54 @@ and an update that is run again rounds in the same way.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import prod
+
 import torch
 
 #: Bits of float32 that bfloat16 does not have.
 _CUT_OFF = 16
+#: The state's name of a weight in float32; see [Note: master weights] in masters.py.
+MASTER = "master_weight"
+_NARROW = frozenset({torch.bfloat16, torch.float16})
 
 
-def kept_dtype(dtype: torch.dtype, narrow: torch.dtype | None) -> torch.dtype:
-    """In which dtype a state is kept: `narrow` stands in for float32."""
-    return narrow if narrow is not None and dtype == torch.float32 else dtype
+@dataclass(frozen=True)
+class Precision:
+    """What states are computed in, and what they are kept in between updates.
+
+    Args:
+        narrow: the dtype in which states of float32 are kept; None for their own.
+        stochastic: whether rounding to it goes up or down by chance, instead of to the nearest.
+        masters: whether weights of bfloat16 and float16 are updated in float32, in copies that are
+            kept with their states.
+    """
+
+    narrow: torch.dtype | None = None
+    stochastic: bool = False
+    masters: bool = False
+
+    def has_master(self, weight: torch.Tensor) -> bool:
+        """Whether a weight is updated in a copy of float32."""
+        return self.masters and weight.dtype in _NARROW
+
+    def computed(self, dtype: torch.dtype) -> torch.dtype:
+        """In which dtype weights of a dtype, their gradients and their states are computed."""
+        return torch.float32 if self.masters and dtype in _NARROW else dtype
+
+    def kept(self, dtype: torch.dtype, name: str = "") -> torch.dtype:
+        """In which dtype a state is kept.
+
+        Args:
+            dtype: that it is computed in.
+            name: of the state; a master weight loses nothing.
+        """
+        narrows = self.narrow is not None and dtype == torch.float32 and name != MASTER
+        return self.narrow if narrows and self.narrow is not None else dtype
+
+    def master_bytes(self, weight: torch.Tensor) -> int:
+        """Bytes of the copy in float32, if there is one."""
+        return prod(weight.shape) * torch.float32.itemsize if self.has_master(weight) else 0
 
 
 def round_into(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 from offload_strategy.heap import Heap, Ticket
 from offload_strategy.optimizer.states.layout import Layout, packable
 from offload_strategy.optimizer.states.pieces import Piece, cut_into_pieces
-from offload_strategy.optimizer.states.precision import kept_dtype, round_into
+from offload_strategy.optimizer.states.precision import Precision, round_into
 
 #: Limits of `subgroup_size: auto`, in parameters: small enough to start early, and that several in
 #: memory at a time do not count; large enough that a read or write is worth a request.
@@ -85,7 +84,7 @@ def pack_states(
     states: list[dict[str, Any]],
     flat: torch.Tensor | None,
     put: Callable[[torch.Tensor], Ticket],
-    narrow: torch.dtype | None = None,
+    precision: Precision,
     generator: torch.Generator | None = None,
 ) -> StateSet:
     """Make a new state set of updated states.
@@ -97,7 +96,7 @@ def pack_states(
         flat: the buffer that they were unpacked into and updated in; used again if every tensor
             still has its place there.
         put: gives a flat buffer to the heap and returns the ticket.
-        narrow: the dtype in which tensors of float32 are kept; None for their own.
+        precision: in which tensors are kept.
         generator: for stochastic rounding; None to round to the nearest.
     """
     updates = old.updates + 1
@@ -116,22 +115,24 @@ def pack_states(
         names, layout = old.names, old.layout
         tensors = [states[index][name] for index, name in names]
         views = layout.views(flat)
-        if all(map(partial(_has_place, narrow), tensors, views)):
+        kept = [precision.kept(states[index][name].dtype, name) for index, name in names]
+        if all(map(_has_place, tensors, views, kept)):
             for view, tensor in zip(views, tensors, strict=True):
                 if view.dtype != tensor.dtype:
                     round_into(view, tensor, generator)
             return StateSet(small, names, layout, put(flat), [t.dtype for t in tensors], updates)
     tensors = [states[index][name] for index, name in names]
-    layout = Layout.of(tensors, [kept_dtype(tensor.dtype, narrow) for tensor in tensors])
+    kept = [precision.kept(states[index][name].dtype, name) for index, name in names]
+    layout = Layout.of(tensors, kept)
     fresh = heap.borrow("optimizer", layout.nbytes, tensors[0].device)
     for view, tensor in zip(layout.views(fresh), tensors, strict=True):
         round_into(view, tensor, generator)
     return StateSet(small, names, layout, put(fresh), [t.dtype for t in tensors], updates)
 
 
-def _has_place(narrow: torch.dtype | None, tensor: torch.Tensor, view: torch.Tensor) -> bool:
+def _has_place(tensor: torch.Tensor, view: torch.Tensor, kept: torch.dtype) -> bool:
     """Whether a state is where it was unpacked, or can be rounded to where it came from."""
-    if view.dtype != kept_dtype(tensor.dtype, narrow):
+    if view.dtype != kept:
         return False
     if view.dtype == tensor.dtype:
         return view.data_ptr() == tensor.data_ptr()

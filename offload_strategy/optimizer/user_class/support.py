@@ -8,15 +8,16 @@ import torch
 from torch.optim import Optimizer
 
 from offload_strategy.errors import ConfigError
+from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.user_class.trial import Kept, Unfit, try_out
 
 
-def check_supported(optimizer: Optimizer, narrow: torch.dtype | None = None) -> int:
+def check_supported(optimizer: Optimizer, precision: Precision | None = None) -> int:
     """Refuse what cannot be swapped without changing numbers.
 
     Args:
         optimizer: the user's.
-        narrow: the dtype in which states of float32 will be kept; None for their own.
+        precision: of its states; None for what a plain one has.
 
     Returns:
         bytes of state that the optimizer will keep once every parameter was updated.
@@ -37,16 +38,17 @@ def check_supported(optimizer: Optimizer, narrow: torch.dtype | None = None) -> 
         )
     if not any(group["params"] for group in optimizer.param_groups):
         raise ConfigError("attach: the optimizer has no parameters, so there is nothing to swap.")
-    return sum(check_group(optimizer, group, narrow) for group in optimizer.param_groups)
+    precision = precision or Precision()
+    return sum(check_group(optimizer, group, precision) for group in optimizer.param_groups)
 
 
-def check_group(optimizer: Optimizer, group: dict[str, Any], narrow: torch.dtype | None) -> int:
+def check_group(optimizer: Optimizer, group: dict[str, Any], precision: Precision) -> int:
     """As `check_supported`, for one parameter group of an optimizer that it has approved."""
     if not group["params"]:
         return 0
     _check_parameters(group["params"])
     try:
-        kept = try_out(optimizer, group)
+        kept = try_out(optimizer, group, precision)
     except Unfit as reason:
         kind = type(optimizer)
         raise ConfigError(
@@ -54,7 +56,7 @@ def check_group(optimizer: Optimizer, group: dict[str, Any], narrow: torch.dtype
             f"optimizer that updates every parameter by itself (most of torch.optim do), or set "
             f"optimizer.enabled to false and offload activations only."
         ) from reason.__cause__
-    return sum(_bytes_for(parameter, kept, narrow) for parameter in group["params"])
+    return sum(_bytes_for(parameter, kept, precision) for parameter in group["params"])
 
 
 def _check_parameters(parameters: list[torch.Tensor]) -> None:
@@ -70,7 +72,8 @@ def _check_parameters(parameters: list[torch.Tensor]) -> None:
         )
 
 
-def _bytes_for(parameter: torch.Tensor, kept: list[Kept], narrow: torch.dtype | None) -> int:
+def _bytes_for(parameter: torch.Tensor, kept: list[Kept], precision: Precision) -> int:
     """Bytes of state, by the stand-in with as many dimensions."""
     same = [each for each in kept if len(each.like) == parameter.dim()]
-    return (same or kept)[-1].bytes_for(parameter, narrow)
+    states = (same or kept)[-1].bytes_for(parameter, precision)
+    return states + precision.master_bytes(parameter)

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from offload_strategy.optimizer.states.layout import packable
 from offload_strategy.optimizer.states.pieces import CUT_ELEMENTS
-from offload_strategy.optimizer.states.precision import kept_dtype
+from offload_strategy.optimizer.states.precision import MASTER, Precision
 from offload_strategy.optimizer.user_class.kernel import shadow_of, unhooked_step
 
 #: Elements of a stand-in along each dimension at most.
@@ -48,10 +48,10 @@ class Kept:
     like: torch.Size
     tensors: tuple[tuple[torch.Size, torch.dtype], ...]
 
-    def bytes_for(self, parameter: torch.Tensor, narrow: torch.dtype | None) -> int:
+    def bytes_for(self, parameter: torch.Tensor, precision: Precision) -> int:
         """Bytes for a parameter of as many dimensions, of any size."""
         return sum(
-            kept_dtype(dtype, narrow).itemsize * prod(self._sizes(shape, parameter))
+            precision.kept(dtype).itemsize * prod(self._sizes(shape, parameter))
             for shape, dtype in self.tensors
         )
 
@@ -62,7 +62,7 @@ class Kept:
         return [size if size != small else large for size, small, large in real]
 
 
-def try_out(optimizer: Optimizer, group: dict[str, Any]) -> list[Kept]:
+def try_out(optimizer: Optimizer, group: dict[str, Any], precision: Precision) -> list[Kept]:
     """Update stand-ins for two parameters of a group, together and one by one.
 
     Neither the optimizer nor its parameters change, nor does the state of torch's random numbers.
@@ -70,6 +70,7 @@ def try_out(optimizer: Optimizer, group: dict[str, Any]) -> list[Kept]:
     Args:
         optimizer: the user's.
         group: one of its parameter groups, with parameters.
+        precision: of the update.
 
     Returns:
         What it keeps for each of the two.
@@ -83,8 +84,10 @@ def try_out(optimizer: Optimizer, group: dict[str, Any]) -> list[Kept]:
     if not plain:
         raise Unfit("updates parameters of a tensor subclass only, on which it was not tried")
     models = (min(plain, key=torch.Tensor.dim), max(plain, key=torch.Tensor.dim))
-    together = [_StandIn(optimizer, model, seed) for seed, model in enumerate(models)]
-    apart = [_StandIn(optimizer, model, seed) for seed, model in enumerate(models)]
+    together, apart = (
+        [_StandIn(optimizer, model, precision, seed) for seed, model in enumerate(models)]
+        for _ in range(2)
+    )
     devices = list({p.device for p in models if p.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices):
         before = _fingerprint(_shared(optimizer, group))
@@ -126,25 +129,33 @@ def _check_interface(optimizer: Optimizer) -> None:
 class _StandIn:
     """A small tensor in the place of a parameter, with its state and a gradient for each step."""
 
-    def __init__(self, optimizer: Optimizer, model: torch.Tensor, seed: int) -> None:
+    def __init__(
+        self, optimizer: Optimizer, model: torch.Tensor, precision: Precision, seed: int
+    ) -> None:
         self._corner = tuple(slice(0, _LONGEST) for _ in model.shape)
         generator = torch.Generator().manual_seed(seed)
         shape = [min(size, _LONGEST) for size in model.shape]
 
         def random() -> torch.Tensor:
-            values = torch.randn(shape, generator=generator, dtype=_computed(model.dtype))
-            return values.to(device=model.device, dtype=model.dtype)
+            values = torch.randn(shape, generator=generator, dtype=_drawn(model.dtype))
+            return values.to(device=model.device, dtype=precision.computed(model.dtype))
 
         self.parameter = nn.Parameter(random())
         self.gradients = [random() for _ in range(_STEPS)]
         state = optimizer.state.get(model, {})
-        self.state = {name: self._cut(value, model) for name, value in state.items()}
+        self.state = {
+            name: self._cut(value, model, precision)
+            for name, value in state.items()
+            if name != MASTER
+        }
 
-    def _cut(self, value: Any, model: torch.Tensor) -> Any:
+    def _cut(self, value: Any, model: torch.Tensor, precision: Precision) -> Any:
         """A copy of what there is for a parameter, as small as the stand-in."""
         if not isinstance(value, torch.Tensor):
             return deepcopy(value)
-        return (value[self._corner] if value.dim() == model.dim() else value).detach().clone()
+        small = value[self._corner] if value.dim() == model.dim() else value
+        dtype = precision.computed(value.dtype)
+        return small.detach().clone().to(dtype) if packable(small) else small.detach().clone()
 
     def same_bits(self, other: _StandIn) -> bool:
         """Whether values and states are the same."""
@@ -165,8 +176,8 @@ class _StandIn:
         return Kept(self.parameter.shape, tuple((t.shape, t.dtype) for t in tensors))
 
 
-def _computed(dtype: torch.dtype) -> torch.dtype:
-    """What random numbers are made in: of the same kind."""
+def _drawn(dtype: torch.dtype) -> torch.dtype:
+    """What random numbers are drawn in: of the same kind."""
     return torch.complex64 if dtype.is_complex else torch.float32
 
 
@@ -209,7 +220,7 @@ def _fingerprint(attributes: dict[str, Any]) -> dict[str, Any]:
     return marks
 
 
-def edits_gradients(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+def edits_gradients(optimizer: Optimizer, group: dict[str, Any], precision: Precision) -> bool:
     """Whether an update changes the gradients that it is given.
 
     Then it cannot run ahead of `step()`: until then gradients must be as backward left them, and
@@ -218,9 +229,10 @@ def edits_gradients(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     Args:
         optimizer: the user's, which `try_out` has approved; nothing of it changes.
         group: one of its parameter groups, with parameters.
+        precision: of the update.
     """
     model = next(p for p in group["params"] if type(p) in (torch.Tensor, nn.Parameter))
-    stand_in = _StandIn(optimizer, model, 0)
+    stand_in = _StandIn(optimizer, model, precision, 0)
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         _run(optimizer, group, [stand_in])
@@ -233,7 +245,7 @@ _UNCUT_ELEMENTS = 2 * 65536 + 1237
 _CUTS = (CUT_ELEMENTS, 3 * CUT_ELEMENTS, 1025 * CUT_ELEMENTS, 1500 * CUT_ELEMENTS)
 
 
-def can_be_cut(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+def can_be_cut(optimizer: Optimizer, group: dict[str, Any], precision: Precision) -> bool:
     """Whether pieces of a parameter can be updated one after the other, with the same bits.
 
     Tried on a tensor of the group's dtype and device, as a whole and cut at multiples of
@@ -243,13 +255,16 @@ def can_be_cut(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     Args:
         optimizer: the user's; nothing of it changes.
         group: one of its parameter groups.
+        precision: of the update.
     """
     model = next((p for p in group["params"] if type(p) in (torch.Tensor, nn.Parameter)), None)
     if model is None or not model.dtype.is_floating_point:
         return False
     generator = torch.Generator().manual_seed(0)
     values, *gradients = (
-        torch.randn(_UNCUT_ELEMENTS, generator=generator).to(model.device, model.dtype)
+        torch.randn(_UNCUT_ELEMENTS, generator=generator).to(
+            model.device, precision.computed(model.dtype)
+        )
         for _ in range(1 + _STEPS)
     )
     whole = _Cut(values, [slice(None)])
