@@ -24,7 +24,7 @@ _SOON_SECONDS = 0.002
 
 #: The requests under way carry together what the path moves in about this time: larger ones cost
 #: less CPU time per byte, but whoever needs something now waits until they are over.
-_UNDER_WAY_SECONDS = 0.016
+_UNDER_WAY_SECONDS = 0.020
 _LEAST_REQUEST_BYTES = 4 * MiB
 
 #: Calm moves have one block under way while no more than this many legs wait.
