@@ -262,6 +262,8 @@ class Move:
         self.keep_alive = self.before = None
         self.on_end = _nothing
         on_end(self)
+        # It may hold the memory: whoever waits may give that back, and want it again at once.
+        del on_end
         self.legs = []
         self.ended.set()
 

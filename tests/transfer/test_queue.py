@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from offload_strategy.storage import Extent, Space, create_backend
 from offload_strategy.telemetry import Direction, Recorder
 from offload_strategy.transfer import Move, MoveState, PathQueue, Priority
+from offload_strategy.transfer.moves import Latch
 from offload_strategy.units import PAGE_BYTES
 from tests.transfer.backends import ManualBackend, make_move, plain_space
 
@@ -249,6 +251,32 @@ def test_a_move_lets_its_memory_go_when_it_ends(queue: PathQueue, backend: Manua
     move.submit()
     backend.complete_all()
     assert reference() is None
+
+
+def test_the_memory_is_free_when_whoever_waits_is_told(
+    queue: PathQueue, backend: ManualBackend
+) -> None:
+    class Held:
+        pass
+
+    held = Held()
+    reference = weakref.ref(held)
+    found: list[object] = []
+
+    class Told(Latch):
+        def set(self) -> None:
+            found.append(reference())
+            super().set()
+
+    def on_end(move: Move, held: Held) -> None:
+        return
+
+    move = make_move(queue, extent(0), PAGE_BYTES, on_end=partial(on_end, held=held))
+    del held
+    move.ended = Told()
+    move.submit()
+    backend.complete_all()
+    assert found == [None]
 
 
 def test_every_move_is_recorded_with_its_times(
