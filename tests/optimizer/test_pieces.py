@@ -27,6 +27,7 @@ from torch.optim import (
 
 from offload_strategy import OffloadEngine
 from offload_strategy.optimizer.states.pieces import Piece, cut_into_pieces, joined
+from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.user_class.trial import can_be_cut
 from tests.training import Numbers, assert_same_history, settings
 
@@ -108,7 +109,7 @@ ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_optimizers_may_be_cut(name: str) -> None:
     optimizer = ELEMENTWISE[name]([nn.Parameter(torch.ones(3))])
-    assert can_be_cut(optimizer, optimizer.param_groups[0])
+    assert can_be_cut(optimizer, optimizer.param_groups[0], Precision())
 
 
 class WholeNorm(SGD):
@@ -134,14 +135,14 @@ class OddBlocks(SGD):
 @pytest.mark.parametrize("kind", [Adafactor, WholeNorm, OddBlocks])
 def test_others_are_not_cut(kind: Callable[..., Optimizer]) -> None:
     optimizer = kind([nn.Parameter(torch.ones(3))], lr=0.1)
-    assert not can_be_cut(optimizer, optimizer.param_groups[0])
+    assert not can_be_cut(optimizer, optimizer.param_groups[0], Precision())
 
 
 def test_the_trial_leaves_no_trace() -> None:
     parameter = nn.Parameter(torch.ones(3))
     optimizer = AdamW([parameter], lr=torch.tensor(0.1), foreach=False)
     before = torch.get_rng_state()
-    can_be_cut(optimizer, optimizer.param_groups[0])
+    can_be_cut(optimizer, optimizer.param_groups[0], Precision())
     assert torch.equal(torch.get_rng_state(), before)
     assert not optimizer.state
     assert torch.equal(parameter, torch.ones(3))
