@@ -167,8 +167,8 @@ class Turns:
         return float(statistics.median(self.values(key)))
 
     def ratio(self, other: Turns, key: str) -> float:
-        """Median of the ratios to another's answers of the alternations that both took part in."""
-        pairs = zip(self.values(key), other.values(key), strict=False)
+        """Median of the ratios to another's answers of the same alternations."""
+        pairs = zip(self.values(key), other.values(key), strict=True)
         return float(statistics.median(mine / theirs for mine, theirs in pairs))
 
 

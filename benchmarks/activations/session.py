@@ -46,6 +46,12 @@ class Rows(Turns):
         key = f"offload/activations/{verb}_bytes"
         return float(statistics.median(s.get("metrics", {}).get(key, 0.0) for s in self.steps))
 
+    def ratio(self, other: Turns, key: str) -> float:
+        """As `Turns.ratio`, over the steps of both: some contenders train in more processes."""
+        both = min(len(self.steps), len(other.steps))
+        mine, theirs = Turns(self.name, self.steps[:both]), Turns(other.name, other.steps[:both])
+        return mine.ratio(theirs, key)
+
     def agrees(self, other: Rows) -> bool:
         """Whether losses and gradients are the other's to the last bit, in the steps of both."""
         pairs = zip(self.steps, other.steps, strict=False)

@@ -52,8 +52,9 @@ class Precision:
             dtype: that it is computed in.
             name: of the state; a master weight loses nothing.
         """
-        narrows = self.narrow is not None and dtype == torch.float32 and name != MASTER
-        return self.narrow if narrows and self.narrow is not None else dtype
+        if self.narrow is None or dtype != torch.float32 or name == MASTER:
+            return dtype
+        return self.narrow
 
     def master_bytes(self, weight: torch.Tensor) -> int:
         """Bytes of the copy in float32, if there is one."""
