@@ -134,7 +134,8 @@ class OffloadEngine:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         tiers = self._resources.clients["optimizer"]
         weights_bytes = sum(p.numel() * p.element_size() for p in parameters)
-        need = optimizer_need(state_bytes, weights_bytes, section.overlap)
+        waiting_bytes = max(0, weights_bytes - section.gradient_memory)
+        need = optimizer_need(state_bytes, weights_bytes, section.overlap, waiting_bytes)
         complaint = shortfall(need, sum(tier.capacity - tier.used_bytes for tier in tiers))
         if complaint is not None:
             raise ConfigError(f"attach: {complaint}")
@@ -151,6 +152,7 @@ class OffloadEngine:
             state_bytes=state_bytes,
             precision=precision,
             waiting_room=self._resources.waiting_room,
+            gradient_memory=section.gradient_memory,
             directories=self._resources.scratch_directories("optimizer"),
         )
         self._registry.claim_states(parameters, wrapped)

@@ -185,6 +185,9 @@ class OptimizerConfig(_Client):
     master_weights: bool = False
     """Whether weights of bfloat16 and float16 are updated in float32: a copy of each is kept with
     its states, and rounded into the weight after every update. Numbers change."""
+    gradient_memory: PositiveSize = 4 * GiB
+    """Most host memory in which gradients wait for step(), with overlap: commit. Others wait in the
+    tiers, and are read again only where the update has to run once more."""
     overlap: Literal["commit", "eager", "off"] = "commit"
     """When the update runs: 'commit' during backward, visible at step(); 'eager' during backward,
     visible at once, with the least memory, but gradients cannot be read, clipped or scaled, and

@@ -18,6 +18,7 @@ from offload_strategy.heap import Heap, Tier
 from offload_strategy.optimizer.backward.commit import CommittedUpdates
 from offload_strategy.optimizer.backward.eager import EagerUpdates
 from offload_strategy.optimizer.backward.overlap import PREFETCHED_SUBGROUPS, BackwardOverlap
+from offload_strategy.optimizer.gradients import WaitingGradients
 from offload_strategy.optimizer.state_view import StateView
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.states.subgroups import Subgroup, plan_subgroups
@@ -31,6 +32,7 @@ from offload_strategy.optimizer.whole_states import (
     unsealed,
 )
 from offload_strategy.telemetry import get_logger
+from offload_strategy.units import GiB
 
 logger = get_logger(__name__)
 
@@ -57,6 +59,8 @@ class OffloadedOptimizer(Optimizer):
         state_bytes: what the states will take, once every parameter was updated.
         precision: of states; None for what a plain optimizer has.
         waiting_room: where new weights wait for `step()`, as long as there is room.
+        gradient_memory: bytes of host memory in which gradients wait for `step()`, with
+            ``"commit"``; others wait in the tiers.
         directories: where state dicts may lie; none for ordinary memory.
     """
 
@@ -72,6 +76,7 @@ class OffloadedOptimizer(Optimizer):
         state_bytes: int = 0,
         precision: Precision | None = None,
         waiting_room: Sequence[Tier] = (),
+        gradient_memory: int = 4 * GiB,
         directories: Sequence[Path] = (),
     ) -> None:
         # Not Optimizer.__init__: it would make groups, defaults and hooks of its own.
@@ -87,9 +92,11 @@ class OffloadedOptimizer(Optimizer):
                 "backward.",
                 type(inner).__name__,
             )
-        elif overlap != "off":
-            kind = EagerUpdates if overlap == "eager" else CommittedUpdates
-            self._overlap = kind(self._updater, is_last)
+        elif overlap == "eager":
+            self._overlap = EagerUpdates(self._updater, is_last)
+        elif overlap == "commit":
+            waiting = WaitingGradients(heap, tiers, gradient_memory)
+            self._overlap = CommittedUpdates(self._updater, is_last, waiting)
         self._may_cut: dict[int, bool] = {}
         self._numbered = 0
         self._subgroups: list[Subgroup] = []
@@ -186,24 +193,26 @@ class OffloadedOptimizer(Optimizer):
     def _update(self) -> None:
         subgroups = self._planned_as_of_now()
         ahead = self._overlap.finish() if self._overlap is not None else []
-        committed = {id(speculation.subgroup) for speculation in ahead}
-        rest = [s for s in subgroups if id(s) not in committed and with_gradient(s)]
-        done = 0
+        concerned = [s for s in subgroups if with_gradient(s)]
+        done: set[int] = set()
         try:
             for position, speculation in enumerate(ahead):
                 for coming in ahead[position + 1 : position + 1 + PREFETCHED_SUBGROUPS]:
                     self._updater.fetch_weights(coming)
-                self._updater.commit(speculation)
-                done += 1
+                if self._updater.commit(speculation):
+                    done.add(id(speculation.subgroup))
+            if self._overlap is not None:
+                self._overlap.settled(len(done))
+            rest = [s for s in concerned if id(s) not in done]
             for position, subgroup in enumerate(rest):
                 for next_one in rest[position + 1 : position + 1 + PREFETCHED_SUBGROUPS]:
                     self._updater.fetch(next_one)
                 self._updater.update_in_place(subgroup)
-                done += 1
+                done.add(id(subgroup))
         except BaseException as error:
             if done:
                 error.add_note(
-                    f"optimizer.step() had updated {done} of {len(ahead) + len(rest)} subgroups: "
+                    f"optimizer.step() had updated {len(done)} of {len(concerned)} subgroups: "
                     f"the weights are not those of any one step. Go on from the last checkpoint."
                 )
             raise

@@ -42,14 +42,21 @@ class Speculation:
     layout: Layout
     weights: Ticket
 
-    def holds(self, group: dict[str, Any]) -> bool:
-        """Whether `step()` would compute the very same thing now, the gradients being the same."""
+    def may_hold(self, group: dict[str, Any]) -> bool:
+        """Whether `step()` would compute the very same thing, as far as PyTorch itself knows.
+
+        To be asked before any other update is committed: pieces of one parameter have one version.
+        """
         return (
             self.indices == with_gradient(self.subgroup)
             and self.subgroup.states is self.old_states
             and _same(self.hyper, hyper_parameters(group))
-            and self.mark.holds([self.subgroup.pieces[i].values for i in self.indices])
+            and self.mark.has_versions_of(self.weights_now())
         )
+
+    def weights_now(self) -> list[torch.Tensor]:
+        """Of the pieces that it updated."""
+        return [self.subgroup.pieces[index].values for index in self.indices]
 
 
 class Updater:
@@ -169,14 +176,28 @@ class Updater:
             run_update(self._optimizer, group, weights, states)
 
     @torch.no_grad()
-    def commit(self, speculation: Speculation) -> None:
-        """Make an update visible: weights by copying, states by swapping tickets."""
+    def commit(self, speculation: Speculation) -> bool:
+        """Make an update visible: weights by copying, states by swapping tickets.
+
+        Args:
+            speculation: one that may hold.
+
+        Returns:
+            Whether it was. If the weights are others than it began with it is dropped.
+        """
         subgroup = speculation.subgroup
+        # Not all weights of all subgroups first: these are still in the processor's caches when
+        # they are overwritten.
+        weights = speculation.weights_now()
+        if not speculation.mark.has_bits_of(weights):
+            self.drop(speculation)
+            return False
         flat = self._heap.take(speculation.weights)
         views = speculation.layout.views(flat)
-        for index, view in zip(speculation.indices, views, strict=True):
-            subgroup.pieces[index].values.copy_(view)
+        for weight, view in zip(weights, views, strict=True):
+            weight.copy_(view)
         self._replace_states(subgroup, speculation.states)
+        return True
 
     def drop(self, speculation: Speculation) -> None:
         """Forget an update that will not be committed."""

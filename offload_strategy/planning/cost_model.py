@@ -7,8 +7,10 @@ duplex.
 [Note: one set of cores]
 The equations are for a device that runs the model beside a host that runs the optimizer, so the
 two overlap. A model that computes on the host itself shares its cores with the optimizer: there
-the update hides behind nothing, and its seconds are added to those of the backward pass. Moving
-bytes to and from a path needs next to no core either way.
+the update hides behind nothing, and its seconds are added to those of the backward pass. And what
+moves to and from the paths is not free for it: threads that move bytes take turns on its cores, and
+a virtual disk may copy with them. Computation loses some time for each byte, a rate of the machine
+that has to be measured (`Rates.toll`).
 """
 
 from __future__ import annotations
@@ -69,6 +71,8 @@ class Rates:
             host.
         shared_cores: whether the model computes on the cores that run the optimizer; see
             [Note: one set of cores].
+        toll: seconds that computation loses for a byte that a path moves meanwhile, where the
+            model computes on the host.
     """
 
     read: float
@@ -76,6 +80,7 @@ class Rates:
     paths: int = 1
     link: float = math.inf
     shared_cores: bool = False
+    toll: float = 0.0
 
     def paths_seconds(self, read_bytes: float, written_bytes: float) -> float:
         """What the paths take for so many bytes; one direction after the other."""
@@ -112,11 +117,14 @@ def predict_step(profile: StepProfile, rates: Rates) -> StepTime:
         rates: what the machine moves in a second.
     """
     weights, activations = profile.weights_bytes, profile.activations_bytes
+    states = profile.states_read_bytes + profile.states_written_bytes
+    toll = rates.toll if rates.shared_cores else 0.0
     limits = {
-        "forward computation": profile.forward_seconds,
+        "forward computation": profile.forward_seconds + toll * (weights + activations),
         "forward link": max(weights, activations) / rates.link,
         "forward paths": rates.paths_seconds(weights, activations),
-        "backward computation": profile.backward_computation,
+        "backward computation": profile.backward_computation
+        + toll * (2 * weights + activations + states),
         "update": profile.update_seconds,
         "backward link": max(profile.gradients_bytes, weights + activations) / rates.link,
         "backward paths": rates.paths_seconds(

@@ -25,19 +25,24 @@ class SpaceNeed:
 
 
 def optimizer_need(
-    states_bytes: int, weights_bytes: int, overlap: Literal["commit", "eager", "off"]
+    states_bytes: int,
+    weights_bytes: int,
+    overlap: Literal["commit", "eager", "off"],
+    gradients_bytes: int = 0,
 ) -> SpaceNeed:
     """Space for optimizer states.
 
     With `commit`, old states stay until the new ones are current at `step()`, and new weights wait
-    beside them: twice the states and once the weights.
+    beside them: twice the states and once the weights, and the gradients that memory has no room
+    for.
 
     Args:
         states_bytes: states of all attached parameters.
         weights_bytes: the parameters themselves.
         overlap: the configured overlap.
+        gradients_bytes: gradients that wait for `step()` in the tiers.
     """
-    ahead = states_bytes + weights_bytes if overlap == "commit" else 0
+    ahead = states_bytes + weights_bytes + gradients_bytes if overlap == "commit" else 0
     return SpaceNeed(states_bytes, ahead)
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from offload_strategy import OffloadEngine
+from offload_strategy.heap import Heap, Tier
+from offload_strategy.optimizer import offloaded
+from offload_strategy.optimizer.gradients import WaitingGradients, waiting
 from tests.training import Numbers, assert_same_history, settings
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
@@ -132,6 +136,16 @@ def offloading(
     )
     with OffloadEngine(config) as engine:
         yield engine
+
+
+def let_gradients_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every gradient of the engines to come wait for `step()` in the tiers, if any may."""
+    monkeypatch.setattr(waiting, "_SMALLEST_BYTES", 1)
+
+    def without_memory(heap: Heap, tiers: Sequence[Tier], _: int) -> WaitingGradients:
+        return WaitingGradients(heap, tiers, 0)
+
+    monkeypatch.setattr(offloaded, "WaitingGradients", without_memory)
 
 
 def compare(

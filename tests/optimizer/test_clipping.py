@@ -12,10 +12,18 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import AdamW
 
 from offload_strategy import OffloadEngine
-from tests.optimizer.runs import MakeOptimizer, Run, loss_of, offloading
+from tests.optimizer.runs import MakeOptimizer, Run, let_gradients_leave, loss_of, offloading
 from tests.training import assert_same_history
 
 STEPS = 20
+
+
+@pytest.fixture(params=["gradients in memory", "gradients on the disk"], autouse=True)
+def _where_gradients_wait(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "gradients on the disk":
+        let_gradients_leave(monkeypatch)
+
+
 Clip = Callable[[nn.Module, int], object]
 
 

@@ -67,6 +67,18 @@ def test_on_shared_cores_the_update_is_added_to_backward_and_still_hides_behind_
     assert predict_step(moving, shared).backward == pytest.approx(4.0)
 
 
+def test_on_shared_cores_what_moves_takes_its_toll():
+    profile = StepProfile(
+        1.0, 0.5, states_read_bytes=3e9, states_written_bytes=1e9, activations_bytes=2e9
+    )
+    fast = Rates(1e12, 1e12, shared_cores=True, toll=1e-10)
+    predicted = predict_step(profile, fast)
+    assert predicted.forward == pytest.approx(1.2)
+    assert predicted.backward == pytest.approx(2.0 + 0.5 + 0.6)
+    beside = predict_step(profile, Rates(1e12, 1e12, toll=1e-10))
+    assert (beside.forward, beside.backward) == pytest.approx((1.0, 2.0))
+
+
 def test_a_model_on_the_host_has_no_link_to_wait_for():
     profile = StepProfile(1.0, 0.1, gradients_bytes=1e15)
     assert predict_step(profile, Rates(1e9, 1e9, link=math.inf)).limits["backward link"] == 0.0

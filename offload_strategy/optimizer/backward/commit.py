@@ -8,7 +8,13 @@ import torch
 
 from offload_strategy.optimizer.backward.overlap import BackwardOverlap
 from offload_strategy.optimizer.backward.prediction import Prediction
-from offload_strategy.optimizer.gradients import GradientStandIn, Held, Recipe, norm_of
+from offload_strategy.optimizer.gradients import (
+    GradientStandIn,
+    Held,
+    Recipe,
+    WaitingGradients,
+    norm_of,
+)
 from offload_strategy.optimizer.states.subgroups import Subgroup
 from offload_strategy.optimizer.updates import Speculation, Updater
 
@@ -18,15 +24,26 @@ class CommittedUpdates(BackwardOverlap):
 
     Clipping or scaling gradients after backward makes what ran ahead worthless, unless it was
     foreseen. It is noticed at `step()`, and while it happens often updates run at `step()`.
+
+    Args:
+        updater: runs the updates.
+        is_last: whether the backward that runs is the last before `step()`.
+        waiting: where gradients are that `step()` may still need.
     """
 
-    def __init__(self, updater: Updater, is_last: Callable[[], bool]) -> None:
+    def __init__(
+        self, updater: Updater, is_last: Callable[[], bool], waiting: WaitingGradients
+    ) -> None:
         super().__init__(updater, is_last)
+        self._gradients = waiting
         self._stand_ins: dict[int, tuple[torch.Tensor, GradientStandIn]] = {}
+        # Parameter -> subgroups with pieces of it that have not been updated yet.
+        self._awaited: dict[int, int] = {}
         self._done: dict[int, Speculation] = {}
         self._prediction: Prediction[Recipe] = Prediction(Recipe())
         self._asked: set[tuple[Recipe, float]] = set()
         self._disturbed = False
+        self._ran_ahead = 0
         self.redone_steps = 0
         self.speculated_steps = 0
 
@@ -50,9 +67,25 @@ class CommittedUpdates(BackwardOverlap):
                 stand_in.note_norm(recipe, order, norm_of(gradient, order))
         parameter.grad = stand_in
         self._stand_ins[id(parameter)] = (parameter, stand_in)
-        return self._prediction.pays and not self._disturbed
+        del gradient
+        if self._prediction.pays and not self._disturbed:
+            self._awaited[id(parameter)] = len(self._homes[id(parameter)])
+            return True
+        self._gradients.put(stand_in)
+        return False
 
     def _update(self, subgroup: Subgroup) -> None:
+        gradients = self._expected_gradients(subgroup)
+        self._done[id(subgroup)] = self._updater.speculate(subgroup, gradients)
+        gradients.clear()
+        for index in subgroup.ready:
+            key = id(subgroup.pieces[index].parameter)
+            self._awaited[key] -= 1
+            if not self._awaited[key]:
+                self._gradients.put(self._stand_ins[key][1])
+
+    def _expected_gradients(self, subgroup: Subgroup) -> dict[int, torch.Tensor]:
+        """The gradients of the pieces that have one, as they will be at `step()`."""
         recipe = self._prediction.expected
         gradients = {}
         for index, piece in enumerate(subgroup.pieces):
@@ -63,15 +96,16 @@ class CommittedUpdates(BackwardOverlap):
                     gradient = gradient.clone()
                     recipe.apply_(gradient)
                 gradients[index] = gradient
-        self._done[id(subgroup)] = self._updater.speculate(subgroup, gradients)
+        return gradients
 
     def finish(self) -> list[Speculation]:
-        """What ran ahead and still holds; everything else is dropped."""
+        """What ran ahead with the gradients as they are; everything else is dropped."""
         recipes = {self._scaling(key) for key in self._stand_ins}
-        done = list(self._done.values())
-        holding = [s for s in done if self._holds(s)]
-        for speculation in done:
-            if speculation not in holding:
+        done, right = self._done, []
+        for speculation in done.values():
+            if self._may_hold(speculation):
+                right.append(speculation)
+            else:
                 self._updater.drop(speculation)
         if self._stand_ins:
             scaling = recipes.pop() if len(recipes) == 1 and not self._disturbed else None
@@ -79,12 +113,16 @@ class CommittedUpdates(BackwardOverlap):
             self._asked = set()
             for _, stand_in in self._stand_ins.values():
                 self._asked.update(stand_in.asked_norms)
-        if done:
-            self.speculated_steps += 1
-            self.redone_steps += len(holding) < len(done)
+        self._ran_ahead = len(done)
         self._done = {}
         self.forget()
-        return holding
+        return right
+
+    def settled(self, committed: int) -> None:
+        """See `BackwardOverlap.settled`."""
+        self.speculated_steps += self._ran_ahead > 0
+        self.redone_steps += committed < self._ran_ahead
+        self._ran_ahead = 0
 
     def _scaling(self, key: int) -> Recipe | None:
         """What was done to a gradient since backward; None for what cannot be foreseen."""
@@ -92,12 +130,12 @@ class CommittedUpdates(BackwardOverlap):
         untouched = parameter.grad is stand_in and not stand_in.edited
         return stand_in.recipe if untouched else None
 
-    def _holds(self, speculation: Speculation) -> bool:
+    def _may_hold(self, speculation: Speculation) -> bool:
         pieces = speculation.subgroup.pieces
         expected = self._prediction.expected
         return all(
             self._scaling(id(pieces[index].parameter)) == expected for index in speculation.indices
-        ) and speculation.holds(self._updater.group_of(speculation.subgroup))
+        ) and speculation.may_hold(self._updater.group_of(speculation.subgroup))
 
     def forget(self) -> None:
         """Drop everything that ran ahead or waits to; the next backward starts anew."""
@@ -110,4 +148,6 @@ class CommittedUpdates(BackwardOverlap):
             self._updater.drop(speculation)
         self._done = {}
         self._stand_ins.clear()
+        self._awaited.clear()
+        self._gradients.start_over()
         self._start_over()

@@ -31,13 +31,13 @@ class WeightsMark:
         self._versions = [weight._version for weight in weights]
         self._bits = _sums_of_bits(weights)
 
-    def holds(self, weights: Sequence[torch.Tensor]) -> bool:
-        """Whether nothing was changed; `weights` are the same ones, taken anew."""
-        return (
-            self._versions == [weight._version for weight in weights]
-            and all(map(packable, weights))
-            and torch.equal(self._bits, _sums_of_bits(weights))
-        )
+    def has_versions_of(self, weights: Sequence[torch.Tensor]) -> bool:
+        """Whether nothing that PyTorch knows of has changed these, the same ones taken anew."""
+        return self._versions == [weight._version for weight in weights]
+
+    def has_bits_of(self, weights: Sequence[torch.Tensor]) -> bool:
+        """Whether there is the same in these, the same ones taken anew."""
+        return all(map(packable, weights)) and torch.equal(self._bits, _sums_of_bits(weights))
 
 
 @torch.no_grad()

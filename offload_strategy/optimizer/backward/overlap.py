@@ -131,7 +131,10 @@ class BackwardOverlap(ABC):
 
     @abstractmethod
     def finish(self) -> list[Speculation]:
-        """End the step's part during backward; what ran ahead and is to be committed."""
+        """End the step's part during backward; what ran ahead and may be committed."""
+
+    def settled(self, committed: int) -> None:  # noqa: B027
+        """Learn how many of what `finish` gave did hold, and were committed."""
 
     @abstractmethod
     def forget(self) -> None:

@@ -5,6 +5,7 @@ from offload_strategy.optimizer.gradients.backing import norm_of
 from offload_strategy.optimizer.gradients.recipe import Recipe
 from offload_strategy.optimizer.gradients.sources import Consumed, Held, Source, Stored
 from offload_strategy.optimizer.gradients.stand_in import GradientStandIn
+from offload_strategy.optimizer.gradients.waiting import WaitingGradients
 
 __all__ = [
     "Consumed",
@@ -13,6 +14,7 @@ __all__ = [
     "Recipe",
     "Source",
     "Stored",
+    "WaitingGradients",
     "has_gradient",
     "norm_of",
     "values_of",

@@ -18,6 +18,7 @@ for plain gradients. The last owner may die on any thread: a ticket can be dropp
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -175,6 +176,26 @@ class Backing:
             return 0
         data = self._source.load()
         return 0 if data.is_inference() else data._version
+
+    # ------------------------------------------------------------------ moving
+    def relocate(self, put: Callable[[torch.Tensor], Source]) -> bool:
+        """Have another source give the same values; see `GradientStandIn.relocate`."""
+        if self._pinned is not None or self.edited or self._carried_out:
+            return False
+        if not self._source.exposes:
+            return False
+        data = self._source.load()
+        storage = data.untyped_storage()
+        # An alias that somebody kept could be changed without anyone noticing. The two that may be
+        # there: the tensor that the source holds, and `storage`.
+        alone = torch._C._storage_Use_Count(storage._cdata) <= 2
+        if not alone or storage.nbytes() != data.nbytes:
+            return False
+        source = put(data)
+        self._source.drop()
+        self._source = source
+        self._version = 0
+        return True
 
     # ------------------------------------------------------------------ steps
     def record(self, step: Step) -> None:

@@ -8,7 +8,7 @@ values back, and gives what PyTorch gives for a plain gradient, bit by bit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -79,6 +79,21 @@ class GradientStandIn(Wrapper):
             StorageError: they could not be read.
         """
         return self._backing.values()
+
+    def relocate(self, put: Callable[[torch.Tensor], Source]) -> bool:
+        """Have the values elsewhere from now on, if nobody else has their memory.
+
+        Args:
+            put: takes the values, and gives a source that has them.
+
+        Returns:
+            Whether they are there. They stay where they are if they were edited or somebody has an
+            alias of their memory, and if they are away already.
+
+        Raises:
+            TierFullError: there is no room for them.
+        """
+        return self._backing.relocate(put)
 
     def note_norm(self, recipe: Recipe, order: float, value: torch.Tensor) -> None:
         """Tell a norm in advance, so that asking for it does not load the values.
