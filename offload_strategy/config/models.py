@@ -232,8 +232,8 @@ class IOConfig(_Section):
     """Threads for each path and direction. Where it is not given, a machine with fewer cores gets
     fewer, two at least: more would only take turns on them."""
     block_size: BlockSize = 32 * MiB
-    """Bytes moved by one system call at most, a multiple of 4096. A path gets what it moves in
-    about 8 ms, so that what is needed now never waits long for what is under way."""
+    """Bytes moved by one system call at most, a multiple of 4096. Those under way on a path carry
+    together what it moves in about 20 ms, so that what is needed now never waits long for them."""
     direct: AutoOrBool = "auto"
     """Whether to bypass the page cache: 'auto' does where the file system can, true refuses where
     it cannot."""
