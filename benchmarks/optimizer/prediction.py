@@ -1,57 +1,53 @@
 """Fuyou's equations against what steps really took.
 
 The profile is plain PyTorch's: seconds of its forward pass, its backward pass and its update. The
-rates are the disk's of the same run, and this host's: of its memory, and what computation loses
-while bytes move. Everything else is counted: bytes of states by parameters, and the activations
-that the engine chose to move.
+rates are the disk's of the same run, and this host's: of its memory, and what plain PyTorch loses
+while bytes move beside it. Everything else is counted: bytes of states by parameters, and the
+activations that the engine chose to move.
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from benchmarks.io.contender import Contender
 from benchmarks.io.results import Context, Result, Skipped
-from benchmarks.optimizer.contenders import PLAIN
-from benchmarks.optimizer.session import Outcome
+from benchmarks.optimizer.contenders import PLAIN, plain_options
+from benchmarks.optimizer.session import Outcome, start
 from benchmarks.optimizer.table import FIRST, OURS, SECOND, THIRD, Choice, session_of
 from offload_strategy.planning.cost_model import Rates, StepProfile, StepTime, predict_step
-from offload_strategy.units import MiB
+from offload_strategy.units import MiB, parse_size
 
 _WITHIN = 0.15
 _ELEMENTS = 1 << 24
-#: Products of square matrices of so many rows: seconds of computation.
-_SIDE, _PRODUCTS = 1024, 60
+#: Steps that are timed with and without bytes moving beside them, and how many move at a time.
+_STEPS, _MOVED = 3, 256 * MiB
 
 
 @dataclass(frozen=True)
 class HostRates:
-    """What this host takes for the work that offload adds.
+    """What this host does with memory, in seconds per element of fp32.
 
     Args:
-        copy: seconds to copy an element of fp32 from one tensor into another.
-        convert: seconds for an element to float32 from bfloat16, and back.
-        toll: seconds that computation loses for each byte that moves meanwhile.
+        copy: of one tensor into another.
+        convert: to float32 from bfloat16, and back.
+        total: to add up the bits of all.
     """
 
     copy: float
     convert: float
-    toll: float
+    total: float
 
     @classmethod
-    def measure(cls, directory: Path) -> HostRates:
-        """Of memory the best of a few runs, with the memory there already.
-
-        Args:
-            directory: on the disk that is moved to and from.
-        """
+    def measure(cls) -> HostRates:
+        """The best of a few runs, with the memory there already."""
         source, target = torch.ones(_ELEMENTS), torch.ones(_ELEMENTS)
         narrow = source.bfloat16()
 
@@ -59,8 +55,8 @@ class HostRates:
             target.copy_(narrow)
             narrow.copy_(target)
 
-        copy, back_and_forth = _best(lambda: target.copy_(source)), _best(convert)
-        return cls(copy, back_and_forth, _measured_toll(directory))
+        words = source.view(torch.int64)
+        return cls(_best(lambda: target.copy_(source)), _best(convert), _best(words.sum))
 
 
 def _best(run: Callable[[], object]) -> float:
@@ -72,28 +68,35 @@ def _best(run: Callable[[], object]) -> float:
     return min(seconds) / _ELEMENTS
 
 
-def _measured_toll(directory: Path) -> float:
-    """What computation on all cores loses while our heap writes and reads in another process."""
-    left, right = torch.rand(_SIDE, _SIDE), torch.rand(_SIDE, _SIDE)
+def measured_toll(context: Context, choice: Choice, model: str) -> float:
+    """Seconds that plain PyTorch's steps lose for each byte that our heap moves beside them.
 
-    def compute() -> float:
-        begin = time.perf_counter()
-        for _ in range(_PRODUCTS):
-            (left @ right).tanh_()
-        return time.perf_counter() - begin
-
+    The heap writes and reads in another process: what is measured is the machine, not the engine.
+    """
     tolls = []
-    with Contender("ours", directory=str(directory), count=4, nbytes=64 * MiB) as heap:
-        compute()
-        for _ in range(5):
-            alone = compute()
+    with contextlib.ExitStack() as stack:
+        task, directory = choice.task(model, context), context.directory
+        plain, _ = start(stack, PLAIN, plain_options(), task, directory)
+        heap = stack.enter_context(
+            Contender("ours", directory=str(directory), count=4, nbytes=_MOVED // 4)
+        )
+
+        def steps() -> float:
+            answer = plain.ask({"steps": _STEPS})["steps"]
+            return sum(step["seconds"] for step in answer)
+
+        steps()
+        for _ in range(context.repeats):
+            alone = steps()
             moved: list[int] = []
             enough = threading.Event()
             mover = threading.Thread(target=_move, args=(heap, moved, enough))
             mover.start()
-            beside, nbytes = compute(), sum(moved)
-            enough.set()
-            mover.join()
+            try:
+                beside, nbytes = steps(), sum(moved)
+            finally:
+                enough.set()
+                mover.join()
             tolls.append(max(0.0, beside - alone) / nbytes)
     return statistics.median(tolls)
 
@@ -102,16 +105,20 @@ def _move(heap: Contender, moved: list[int], enough: threading.Event) -> None:
     while not enough.is_set():
         for direction in ("write", "read"):
             heap.ask(direction)
-            moved.append(4 * 64 * MiB)
+            moved.append(_MOVED)
 
 
 def prediction(context: Context, choice: Choice) -> tuple[str, list[Result]]:
     """Predict every setting of ours that the table has; returns a table and the claims."""
-    host = HostRates.measure(context.directory)
+    host = HostRates.measure()
+    tolls = {model: measured_toll(context, choice, model) for model in choice.models}
     lines = [
         f"memory: {4 / host.copy / 1e9:.1f} GB/s copied, {host.convert * 1e9:.3f} ns an element "
-        f"from bfloat16 to float32 and back; computation loses {host.toll * 1e9:.3f} s for each GB "
-        "that moves meanwhile",
+        "from bfloat16 to float32 and back",
+        *(
+            f"{model}: plain PyTorch loses {toll * 1e9:.3f} s for each GB that moves beside it"
+            for model, toll in tolls.items()
+        ),
         "",
         "| model | | predicted, s | measured, s | off by | forward | backward + update | what "
         "limits it |",
@@ -127,7 +134,7 @@ def prediction(context: Context, choice: Choice) -> tuple[str, list[Result]]:
             for name in outcome.rows:
                 if name not in OURS or (session, name) == (THIRD, next(iter(OURS))):
                     continue
-                predicted = predict(name, outcome, host)
+                predicted = predict(name, outcome, host, tolls[model], choice)
                 measured = outcome.rows[name].median("seconds")
                 off = predicted.step / measured - 1
                 lines.append(
@@ -145,20 +152,25 @@ def prediction(context: Context, choice: Choice) -> tuple[str, list[Result]]:
     return "\n".join(lines), results
 
 
-def predict(name: str, outcome: Outcome, host: HostRates) -> StepTime:
+def predict(name: str, outcome: Outcome, host: HostRates, toll: float, choice: Choice) -> StepTime:
     """What one of ours should take.
 
     Args:
         name: of `OURS`.
         outcome: of the session that it was in, for plain PyTorch and the disk.
         host: rates of memory.
+        toll: what plain PyTorch loses for a byte that moves beside it.
+        choice: has the size of our buffers.
     """
     ours, plain, row = OURS[name], outcome.rows[PLAIN], outcome.rows[name]
     parameters = outcome.parameters
     update = plain.median("step_seconds")
+    waiting = 0.0
     if ours.overlap == "commit":
-        # The update runs on a copy of the weights, which is copied back at `step()`.
-        update += 2 * parameters * host.copy
+        # The update runs on a copy of the weights, which is copied back at `step()`, and the bits
+        # of the weights are added up before both. What of them finds no room waits on the disk.
+        update += 2 * parameters * (host.copy + host.total)
+        waiting = max(0.0, 4 * parameters - parse_size(choice.pinned) / 2)
     if ours.state_dtype == "bfloat16":
         update += 2 * parameters * host.convert  # both moments
     on_disk = ours.states_bytes(parameters) * (1 - ours.host_share)
@@ -167,11 +179,11 @@ def predict(name: str, outcome: Outcome, host: HostRates) -> StepTime:
         forward_seconds=plain.median("forward_seconds"),
         backward_seconds=plain.median("backward_seconds"),
         update_seconds=update,
-        states_read_bytes=on_disk,
-        states_written_bytes=on_disk,
+        states_read_bytes=on_disk + waiting,
+        states_written_bytes=on_disk + waiting,
         activations_bytes=activations,
     )
-    rates = Rates(outcome.disk.read, outcome.disk.write, shared_cores=True, toll=host.toll)
+    rates = Rates(outcome.disk.read, outcome.disk.write, shared_cores=True, toll=toll)
     return predict_step(profile, rates)
 
 

@@ -19,6 +19,10 @@ from offload_strategy.units import PAGE_BYTES, MiB, format_size, round_up
 #: page faults again (13 % of step time in a trial without recycling), idle memory costs memory.
 IDLE_BYTES = 256 * MiB
 
+#: An idle buffer may be larger than what is asked for by this share of it: sizes that differ a
+#: little would else each have buffers of their own, idle most of the time.
+_SPARE = 0.125
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:
@@ -104,11 +108,11 @@ class BufferPool:
         size = max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES))
         with self._lock:
             self._collect()
-            idle = self._idle.get((size, pinned))
-            if idle:
-                buffer = idle.pop()
-                self._idle.move_to_end((size, pinned))
-                self._idle_bytes -= size
+            fitting = self._fitting(size, pinned)
+            if fitting is not None:
+                buffer = self._idle[fitting, pinned].pop()
+                self._idle.move_to_end((fitting, pinned))
+                self._idle_bytes -= fitting
             else:
                 self._trim(self.budget - size, IDLE_BYTES)
                 if self._held + size > self.budget and not beyond_budget:
@@ -116,7 +120,7 @@ class BufferPool:
                 buffer = HostBuffer(size, pinned=pinned)
                 self._held += size
                 self._peak = max(self._peak, self._held)
-            self._lent += size
+            self._lent += buffer.nbytes
             self._requested += nbytes
             tensor, exporter = buffer.lend(nbytes)
             loan = weakref.ref(exporter, self._returned.append)
@@ -150,6 +154,21 @@ class BufferPool:
             # From now on the tensors alone own their memory.
             self._loans.clear()
             self._held = self._lent = self._requested = 0
+
+    def _fitting(self, size: int, pinned: bool) -> int | None:
+        """The size of an idle buffer that can be lent, if there is one."""
+        if self._idle.get((size, pinned)):
+            return size
+        return min(
+            (
+                other
+                for (other, is_pinned), buffers in self._idle.items()
+                if is_pinned == pinned
+                and size < other <= size * (1 + _SPARE)
+                and len(buffers) > self._planned.get(other, 0)
+            ),
+            default=None,
+        )
 
     def _collect(self) -> None:
         while self._returned:

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from offload_strategy.heap import Heap, Ticket, Tier
+from offload_strategy.heap import Heap, Ticket, TicketState, Tier
 from offload_strategy.optimizer.backward.marks import WeightsMark
 from offload_strategy.optimizer.gradients import has_gradient, values_of
 from offload_strategy.optimizer.states.layout import Layout, Segment, packable
 from offload_strategy.optimizer.states.masters import masters_of
 from offload_strategy.optimizer.states.pieces import Piece
 from offload_strategy.optimizer.states.precision import Precision, seed
-from offload_strategy.optimizer.states.subgroups import StateSet, Subgroup, pack_states
+from offload_strategy.optimizer.states.subgroups import StateSet, Subgroup, Unpacked, pack_states
 from offload_strategy.optimizer.user_class.kernel import run_update
 
 
@@ -114,7 +114,8 @@ class Updater:
             return
         old = subgroup.states
         flat = None if old.ticket is None else self._heap.writable(old.ticket)
-        states = old.unpack(flat)
+        unpacked = Unpacked.of(old, flat)
+        states = unpacked.states
         # Nothing may be lost if the update is interrupted or refused, or cannot be put back: until
         # it is back on a tier the subgroup has it in memory.
         subgroup.states = StateSet(states)
@@ -129,7 +130,7 @@ class Updater:
                 weight.grad = piece.of(gradient)
             weights.append(weight)
         self._run(subgroup, weights, [states[index] for index in gradients])
-        subgroup.states = self._packed(subgroup, old, states, flat)
+        subgroup.states = self._packed(subgroup, unpacked)
 
     @torch.no_grad()
     def speculate(self, subgroup: Subgroup, gradients: Mapping[int, torch.Tensor]) -> Speculation:
@@ -153,11 +154,11 @@ class Updater:
             copy.grad = gradient
         old = subgroup.states
         flat = None if old.ticket is None else self._heap.private(old.ticket)
-        states = old.unpack(flat)
-        self._run(subgroup, weights, [states[index] for index in indices])
+        unpacked = Unpacked.of(old, flat)
+        self._run(subgroup, weights, [unpacked.states[index] for index in indices])
         for copy in weights:
             copy.grad = None
-        new = self._packed(subgroup, old, states, flat)
+        new = self._packed(subgroup, unpacked)
         ticket = self._heap.put(flat_weights, "optimizer", [*self._waiting_room, *self._tiers])
         return Speculation(subgroup, indices, mark, hyper, old, new, layout, ticket)
 
@@ -207,8 +208,9 @@ class Updater:
 
     def fetch(self, subgroup: Subgroup) -> None:
         """Begin to load a subgroup's states."""
-        if subgroup.states.ticket is not None:
-            self._heap.prefetch(subgroup.states.ticket)
+        ticket = subgroup.states.ticket
+        if ticket is not None and ticket.state is TicketState.STORED:
+            self._heap.prefetch(ticket)
 
     def fetch_weights(self, speculation: Speculation) -> None:
         """Begin to load the weights of an update that is about to be committed."""
@@ -223,7 +225,7 @@ class Updater:
                 if packable(value):
                     dtype = self.precision.computed(value.dtype) if wide else value.dtype
                     state[name] = value.to(piece.parameter.device, dtype)
-        new = self._packed(subgroup, StateSet([]), states, None)
+        new = self._packed(subgroup, Unpacked(StateSet([]), None, states, []))
         self._replace_states(subgroup, new)
 
     def copies(self, subgroup: Subgroup) -> list[dict[str, Any]]:
@@ -262,20 +264,14 @@ class Updater:
             yield from zip(self.stored(subgroup), subgroup.states.layout.views(flat), strict=True)
             self._heap.evict(ticket)
 
-    def _packed(
-        self,
-        subgroup: Subgroup,
-        old: StateSet,
-        states: list[dict[str, Any]],
-        flat: torch.Tensor | None,
-    ) -> StateSet:
-        generator = None
+    def _packed(self, subgroup: Subgroup, updated: Unpacked) -> StateSet:
+        old, generator = updated.source, None
         if self._generators is not None:
             device = subgroup.pieces[0].parameter.device
             generator = self._generators.setdefault(device, torch.Generator(device))
             seed(generator, subgroup.number, old.updates)
         put = partial(self.put, instead_of=old.ticket)
-        return pack_states(self._heap, old, states, flat, put, self.precision, generator)
+        return pack_states(self._heap, updated, put, self.precision, generator)
 
     def _replace_states(self, subgroup: Subgroup, new: StateSet) -> None:
         old, subgroup.states = subgroup.states, new

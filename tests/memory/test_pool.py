@@ -112,6 +112,32 @@ def test_idle_buffers_make_room_for_another_size() -> None:
     assert pool.usage().held_bytes == big.numel()
 
 
+def test_an_idle_buffer_that_is_a_little_larger_serves() -> None:
+    pool = BufferPool(1 * MiB)
+    larger = lend(pool, 17 * PAGE_BYTES)
+    much_larger = lend(pool, 19 * PAGE_BYTES)
+    address = larger.data_ptr()
+    del larger, much_larger
+    buffer = lend(pool, 16 * PAGE_BYTES - 5)
+    assert (buffer.data_ptr(), buffer.numel()) == (address, 16 * PAGE_BYTES - 5)
+    usage = pool.usage()
+    assert usage.held_bytes == 36 * PAGE_BYTES
+    assert usage.lent_bytes == 17 * PAGE_BYTES
+    # The next is more than an eighth too large.
+    another = lend(pool, 16 * PAGE_BYTES)
+    assert pool.usage().held_bytes == 52 * PAGE_BYTES
+    del buffer, another
+    assert lend(pool, 17 * PAGE_BYTES).data_ptr() == address
+
+
+def test_what_is_planned_is_kept_for_its_own_size() -> None:
+    pool = BufferPool(1 * MiB)
+    pool.plan({17 * PAGE_BYTES: 1})
+    address = lend(pool, 17 * PAGE_BYTES).data_ptr()
+    assert lend(pool, 16 * PAGE_BYTES).data_ptr() != address
+    assert lend(pool, 17 * PAGE_BYTES).data_ptr() == address
+
+
 def test_the_size_that_was_unused_for_longest_goes_first() -> None:
     pool = BufferPool(4 * PAGE_BYTES)
     old = lend(pool, PAGE_BYTES)

@@ -21,8 +21,9 @@ from offload_strategy.optimizer.updates import Speculation, Updater
 
 #: Subgroups whose states are loaded ahead of their update.
 PREFETCHED_SUBGROUPS = 2
-#: Complete subgroups that may wait for their states before backward waits for them as well.
-_LAG = 2
+#: Complete subgroups that may wait for their states before backward waits for them as well. A large
+#: parameter completes several at once, and has one gradient for all of them.
+_LAG = 8
 
 
 class BackwardOverlap(ABC):

@@ -91,7 +91,8 @@ class Stored:
                 f"only dense gradients can be stored; got shape {tuple(gradient.shape)} with "
                 f"strides {gradient.stride()}"
             )
-        ticket = heap.put(in_order.view(-1).view(torch.uint8), client, tiers)
+        flat = in_order.view(-1).view(torch.uint8)
+        ticket = heap.put(flat, client, tiers, whole_pages=True)
         return cls(heap, ticket, Layout.of([gradient]).segments[0])
 
     def load(self) -> torch.Tensor:

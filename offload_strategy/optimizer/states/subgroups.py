@@ -18,7 +18,7 @@ from offload_strategy.optimizer.states.precision import Precision, round_into
 #: Limits of `subgroup_size: auto`, in parameters: small enough to start early, and that several in
 #: memory at a time do not count; large enough that a read or write is worth a request.
 _AUTO_RANGE = (1 << 18, 1 << 22)
-_AUTO_SHARE = 64
+_AUTO_SHARE = 32
 
 
 @dataclass(eq=False)
@@ -78,11 +78,49 @@ class Subgroup:
         return sum(piece.parameter.requires_grad for piece in self.pieces)
 
 
+@dataclass(frozen=True)
+class Unpacked:
+    """States for an update, and what is needed to put them back.
+
+    Args:
+        source: the set that they come from.
+        flat: the buffer that its tensors lie in; None if it has none.
+        states: one dict a parameter, to be changed.
+        tensors: of the layout's segments, as they are in `states` at first.
+    """
+
+    source: StateSet
+    flat: torch.Tensor | None
+    states: list[dict[str, Any]]
+    tensors: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, source: StateSet, flat: torch.Tensor | None) -> Unpacked:
+        """States of a set, whose bytes are in a buffer."""
+        states = source.unpack(flat)
+        tensors = [] if flat is None else [states[index][name] for index, name in source.names]
+        return cls(source, flat, states, tensors)
+
+    def small_if_in_place(self) -> list[dict[str, Any]] | None:
+        """What is not in the buffer, if all that was there has been updated right there."""
+        source = self.source
+        if self.flat is None:
+            return None
+        places = zip(source.names, self.tensors, source.layout.segments, strict=True)
+        for (index, name), tensor, segment in places:
+            if self.states[index].get(name) is not tensor or tensor.dtype != segment.dtype:
+                return None
+        packed = set(source.names)
+        small = [
+            {name: value for name, value in state.items() if (index, name) not in packed}
+            for index, state in enumerate(self.states)
+        ]
+        return None if any(packable(v) for rest in small for v in rest.values()) else small
+
+
 def pack_states(
     heap: Heap,
-    old: StateSet,
-    states: list[dict[str, Any]],
-    flat: torch.Tensor | None,
+    updated: Unpacked,
     put: Callable[[torch.Tensor], Ticket],
     precision: Precision,
     generator: torch.Generator | None = None,
@@ -91,15 +129,17 @@ def pack_states(
 
     Args:
         heap: lends the buffer when a new one is needed.
-        old: the set that `states` were unpacked from.
-        states: one dict a parameter.
-        flat: the buffer that they were unpacked into and updated in; used again if every tensor
-            still has its place there.
+        updated: the states; their buffer is used again if every tensor still has its place there.
         put: gives a flat buffer to the heap and returns the ticket.
         precision: in which tensors are kept.
         generator: for stochastic rounding; None to round to the nearest.
     """
+    old, states, flat = updated.source, updated.states, updated.flat
     updates = old.updates + 1
+    in_place = updated.small_if_in_place()
+    if in_place is not None:  # as nearly always; what follows is for everything else
+        assert flat is not None
+        return StateSet(in_place, old.names, old.layout, put(flat), old.dtypes, updates)
     names = [
         (index, name)
         for index, state in enumerate(states)
