@@ -28,6 +28,7 @@ from benchmarks.io.results import Context, Result, Skipped, table, write_json
 from benchmarks.machine import allocator, describe_machine, say
 from benchmarks.optimizer.ablation import ablation
 from benchmarks.optimizer.clipping import clipping
+from benchmarks.optimizer.contenders import Ours
 from benchmarks.optimizer.deepspeed_peer import Settings
 from benchmarks.optimizer.prediction import prediction
 from benchmarks.optimizer.session import COUNTED, UNCOUNTED, Outcome
@@ -52,6 +53,7 @@ def main() -> int:
         budget=options.budget,
         deepspeed=None if options.deepspeed is None else Settings(**json.loads(options.deepspeed)),
     )
+    pinned = choice.pinned or Ours.pinned
     results: list[Result] = []
     texts: dict[str, str] = {}
     skipped: dict[str, str] = {}
@@ -61,9 +63,9 @@ def main() -> int:
         lines: dict[str, Callable[[], tuple[str, list[Result]]]] = {
             "table": lambda: table_of(context, choice),
             "clipping": lambda: clipping(
-                context, choice.pinned, 10 if options.quick else options.clipping_steps
+                context, pinned, 10 if options.quick else options.clipping_steps
             ),
-            "ablation": lambda: ablation(context, choice.pinned),
+            "ablation": lambda: ablation(context, pinned),
             "prediction": lambda: prediction(context, choice),
         }
         for name in options.lines:
@@ -79,7 +81,8 @@ def main() -> int:
                 results += found
                 say(f"\n{texts[name]}\n\n{table(found)}")
     print(f"\nmedians of {repeats} laps of {COUNTED} steps, each after {UNCOUNTED} more")
-    print(f"ours: memory.pinned {choice.pinned}, activations.budget {choice.budget}\n")
+    chosen = choice.pinned or f"{pinned} where the table's contenders have none of their own"
+    print(f"ours: memory.pinned {chosen}, activations.budget {choice.budget}\n")
     print("\n".join(f"{name}: {MEANING[name]}" for name in MEANING if name in choice.contenders))
     for name, text in texts.items():
         print(f"\n## {name}\n\n{text}")
@@ -122,7 +125,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--repeats", type=int, help="laps of each that count (5; with --quick 1)")
-    parser.add_argument("--pinned", default=Choice.pinned, help="our memory.pinned")
+    parser.add_argument("--pinned", help="our memory.pinned, in all")
     parser.add_argument("--budget", default=Choice.budget, help="our activations.budget")
     parser.add_argument(
         "--deepspeed",

@@ -162,7 +162,7 @@ def predict(name: str, outcome: Outcome, host: HostRates, toll: float, choice: C
         toll: what plain PyTorch loses for a byte that moves beside it.
         choice: has the size of our buffers.
     """
-    ours, plain, row = OURS[name], outcome.rows[PLAIN], outcome.rows[name]
+    ours, plain, row = choice.ours(name), outcome.rows[PLAIN], outcome.rows[name]
     parameters = outcome.parameters
     update = plain.median("step_seconds")
     waiting = 0.0
@@ -170,7 +170,7 @@ def predict(name: str, outcome: Outcome, host: HostRates, toll: float, choice: C
         # The update runs on a copy of the weights, which is copied back at `step()`, and the bits
         # of the weights are added up before both. What of them finds no room waits on the disk.
         update += 2 * parameters * (host.copy + host.total)
-        waiting = max(0.0, 4 * parameters - parse_size(choice.pinned) / 2)
+        waiting = max(0.0, 4 * parameters - parse_size(ours.pinned) / 2)
     if ours.state_dtype == "bfloat16":
         update += 2 * parameters * host.convert  # both moments
     on_disk = ours.states_bytes(parameters) * (1 - ours.host_share)

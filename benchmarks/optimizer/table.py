@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,22 +28,32 @@ EAGER_STATES, COMMIT_STATES = "eager, states only", "commit, states only"
 EAGER_BF16, COMMIT_BF16 = "eager, bfloat16", "commit, bfloat16"
 EAGER_HOST, COMMIT_HOST = "eager, half on the host", "commit, half on the host"
 
+#: memory.pinned: `eager` is for the least memory; in `commit` new weights wait for `step()`, half of
+#: it at most in memory.
+_PINNED = {"eager": "88MiB", "commit": "3GiB"}
+
+
+def _ours(overlap: str, **options: Any) -> Ours:
+    return Ours(overlap, pinned=_PINNED[overlap], **options)
+
+
 OURS = {
-    EAGER: Ours("eager", activations=True),
-    COMMIT: Ours("commit", activations=True),
-    EAGER_STATES: Ours("eager"),
-    COMMIT_STATES: Ours("commit"),
-    EAGER_BF16: Ours("eager", activations=True, state_dtype="bfloat16"),
-    COMMIT_BF16: Ours("commit", activations=True, state_dtype="bfloat16"),
-    EAGER_HOST: Ours("eager", activations=True, host_share=0.5),
-    COMMIT_HOST: Ours("commit", activations=True, host_share=0.5),
+    EAGER: _ours("eager", activations=True),
+    COMMIT: _ours("commit", activations=True),
+    EAGER_STATES: _ours("eager"),
+    COMMIT_STATES: _ours("commit"),
+    EAGER_BF16: _ours("eager", activations=True, state_dtype="bfloat16"),
+    COMMIT_BF16: _ours("commit", activations=True, state_dtype="bfloat16"),
+    EAGER_HOST: _ours("eager", activations=True, host_share=0.5),
+    COMMIT_HOST: _ours("commit", activations=True, host_share=0.5),
 }
 #: What each is, for the table.
 MEANING = {
     PLAIN: "torch.optim.AdamW(fused=True), zero_grad(set_to_none=True), everything in memory",
     DEEPSPEED: "ZeRO-3 on the CPU accelerator, optimizer on NVMe, its own CPUAdam",
-    EAGER: "states and saved activations on the disk, overlap: eager",
-    COMMIT: "the same, overlap: commit",
+    EAGER: "states and saved activations on the disk, overlap: eager, "
+    f"memory.pinned: {_PINNED['eager']}",
+    COMMIT: f"the same, overlap: commit, memory.pinned: {_PINNED['commit']}",
     EAGER_STATES: "states on the disk, activations in memory",
     COMMIT_STATES: "the same, overlap: commit",
     EAGER_BF16: "as the first of ours, states in bfloat16",
@@ -71,14 +81,14 @@ class Choice:
     Args:
         models: of `SHAPES`.
         contenders: of those of `SESSIONS`; plain PyTorch always takes part.
-        pinned: bytes of our staging buffers.
+        pinned: bytes of our staging buffers; None for what each contender has.
         budget: of our activations.
         deepspeed: its settings; None to search for the fastest.
     """
 
     models: Sequence[str] = tuple(SHAPES)
     contenders: Sequence[str] = tuple(MEANING)
-    pinned: str = Ours.pinned
+    pinned: str | None = None
     budget: str = Ours.budget
     deepspeed: Settings | None = None
     searched: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -91,8 +101,12 @@ class Choice:
         """Options of one of ours, or of plain PyTorch."""
         if name == PLAIN:
             return plain_options()
-        ours = {**asdict(OURS[name]), "pinned": self.pinned, "budget": self.budget}
-        return Ours(**ours).options()
+        return self.ours(name).options()
+
+    def ours(self, name: str) -> Ours:
+        """One of `OURS`, as chosen."""
+        setting = OURS[name]
+        return replace(setting, pinned=self.pinned or setting.pinned, budget=self.budget)
 
 
 def table_of(context: Context, choice: Choice) -> tuple[str, list[Result]]:

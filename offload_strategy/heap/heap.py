@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -39,6 +40,7 @@ class Heap:
         self._supply = BufferSupply(pool, self._ledger, recorder)
         self._writer = Writer(self._ledger, self._supply, self._copies, recorder, write_behind)
         self._reader = Reader(self._ledger, self._supply, self._copies, recorder)
+        self._plans: dict[int, Counter[int]] = {}
 
     @property
     def live_tickets(self) -> int:
@@ -264,6 +266,26 @@ class Heap:
     def free(self, ticket: Ticket) -> None:
         """Forget a ticket, in whatever state it is."""
         self._ledger.free(ticket.entry)
+
+    def plan(self, owner: object, sizes: Iterable[int], at_most: int) -> None:
+        """Keep buffers of these sizes mapped from now on, even while nobody uses them.
+
+        Args:
+            owner: who will ask for them; what it said before is void.
+            sizes: of each in bytes, the most important first; none to forget them.
+            at_most: bytes of them and of what other owners have planned. Others are not kept.
+        """
+        self._plans.pop(id(owner), None)
+        room = at_most - sum(
+            size * count for plan in self._plans.values() for size, count in plan.items()
+        )
+        kept = self._plans[id(owner)] = Counter()
+        for size in sizes:
+            room -= size
+            if room < 0:
+                break
+            kept[size] += 1
+        self._supply.plan(sum(self._plans.values(), Counter()))
 
     def trim(self) -> None:
         """Give idle buffers back, for a while in which little will be read."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 import torch
 
@@ -48,6 +49,10 @@ class BufferSupply:
             time.sleep(POLL_SECONDS)
         self._recorder.stalled(client, begin)
         return self._beyond(nbytes, pinned=pinned) if buffer is None else buffer
+
+    def plan(self, classes: Mapping[int, int]) -> None:
+        """Keep so many buffers of these sizes; see `BufferPool.plan`."""
+        self._pool.plan(classes)
 
     def trim(self) -> None:
         """Give idle buffers back, for a while in which none will be asked for."""

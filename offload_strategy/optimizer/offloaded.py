@@ -397,6 +397,7 @@ class OffloadedOptimizer(Optimizer):
         self._hooks.clear()
         if self._overlap is not None:
             self._overlap.forget()
+            self._overlap.watch([])
         absorb_states({}, self._subgroups, self._updater)
 
     def _check_open(self) -> None:

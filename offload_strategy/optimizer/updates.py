@@ -162,6 +162,23 @@ class Updater:
         ticket = self._heap.put(flat_weights, "optimizer", [*self._waiting_room, *self._tiers])
         return Speculation(subgroup, indices, mark, hyper, old, new, layout, ticket)
 
+    def expect(self, subgroups: Sequence[Subgroup]) -> None:
+        """Keep the buffers in which new weights of these wait for `step()`, as far as they may.
+
+        They are needed in every step, and to map them anew takes longer than to fill them.
+
+        Args:
+            subgroups: all that will be updated ahead; none to forget them.
+        """
+        batches = [[piece.values for piece in subgroup.pieces] for subgroup in subgroups]
+        sizes = [
+            Layout.of(weights).nbytes
+            for weights in batches
+            if weights[0].device.type == "cpu" and all(map(packable, weights))
+        ]
+        room = sum(tier.capacity for tier in self._waiting_room)
+        self._heap.plan(self, sizes, room)
+
     def _run(
         self,
         subgroup: Subgroup,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -46,6 +46,11 @@ class CommittedUpdates(BackwardOverlap):
         self._ran_ahead = 0
         self.redone_steps = 0
         self.speculated_steps = 0
+
+    def watch(self, subgroups: Sequence[Subgroup]) -> None:
+        """See `BackwardOverlap.watch`."""
+        super().watch(subgroups)
+        self._updater.expect(subgroups)
 
     def _runs_ahead(self) -> bool:
         return self._prediction.pays

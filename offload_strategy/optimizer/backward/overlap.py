@@ -21,9 +21,9 @@ from offload_strategy.optimizer.updates import Speculation, Updater
 
 #: Subgroups whose states are loaded ahead of their update.
 PREFETCHED_SUBGROUPS = 2
-#: Complete subgroups that may wait for their states before backward waits for them as well. A large
-#: parameter completes several at once, and has one gradient for all of them.
-_LAG = 8
+#: Complete subgroups that may wait for their states before backward waits for them as well. Those of
+#: one large parameter are complete at once, hold one gradient together, and count as one.
+_LAG = 2
 
 
 class BackwardOverlap(ABC):
@@ -89,11 +89,14 @@ class BackwardOverlap(ABC):
                 TicketState.STORED,
                 TicketState.LOADING,
             )
-            if not arrived and len(self._waiting) <= _LAG:
+            if not arrived and self._lag() <= _LAG:
                 return
             self._waiting.popleft()
             self._update(subgroup)
             self._fetch_upcoming()
+
+    def _lag(self) -> int:
+        return len({id(subgroup.pieces[0].parameter) for subgroup in self._waiting})
 
     def _start_over(self) -> None:
         """Expect every subgroup again."""

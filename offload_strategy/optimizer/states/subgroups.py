@@ -18,7 +18,7 @@ from offload_strategy.optimizer.states.precision import Precision, round_into
 #: Limits of `subgroup_size: auto`, in parameters: small enough to start early, and that several in
 #: memory at a time do not count; large enough that a read or write is worth a request.
 _AUTO_RANGE = (1 << 18, 1 << 22)
-_AUTO_SHARE = 32
+_AUTO_SHARE = 64
 
 
 @dataclass(eq=False)
