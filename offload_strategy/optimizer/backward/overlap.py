@@ -21,8 +21,8 @@ from offload_strategy.optimizer.updates import Speculation, Updater
 
 #: Subgroups whose states are loaded ahead of their update.
 PREFETCHED_SUBGROUPS = 2
-#: Complete subgroups that may wait for their states before backward waits for them as well. Those of
-#: one large parameter are complete at once, hold one gradient together, and count as one.
+#: Complete subgroups that may wait for their states before backward waits for them as well. Those
+#: of one large parameter are complete at once, hold one gradient together, and count as one.
 _LAG = 2
 
 
