@@ -219,10 +219,11 @@ def read_error_in_step(place: Path) -> Outcome:
         small = {"optimizer": {"subgroup_size": 5_000}, "memory": {"pinned": "64KiB"}}
         engine = OffloadEngine(settings(disk.directory, **small))
 
-        def commit_and_fail(updater: Updater, speculation: Speculation) -> None:
-            commit(updater, speculation)
+        def commit_and_fail(updater: Updater, speculation: Speculation) -> bool:
+            held = commit(updater, speculation)
             if disk.image.stat().st_size:
                 cut(disk)
+            return held
 
         with contextlib.ExitStack() as later:
 
