@@ -81,9 +81,9 @@ def main() -> int:
                 results += found
                 say(f"\n{texts[name]}\n\n{table(found)}")
     print(f"\nmedians of {repeats} laps of {COUNTED} steps, each after {UNCOUNTED} more")
-    chosen = choice.pinned or f"{pinned} where the table's contenders have none of their own"
-    print(f"ours: memory.pinned {chosen}, activations.budget {choice.budget}\n")
-    print("\n".join(f"{name}: {MEANING[name]}" for name in MEANING if name in choice.contenders))
+    print(f"ours: activations.budget {choice.budget}; clipping, ablation: memory.pinned {pinned}\n")
+    meanings = [f"{name}: {choice.meaning(name)}" for name in MEANING if name in choice.contenders]
+    print("\n".join(meanings))
     for name, text in texts.items():
         print(f"\n## {name}\n\n{text}")
     print("\n" + table(results))

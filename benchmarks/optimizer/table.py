@@ -51,9 +51,8 @@ OURS = {
 MEANING = {
     PLAIN: "torch.optim.AdamW(fused=True), zero_grad(set_to_none=True), everything in memory",
     DEEPSPEED: "ZeRO-3 on the CPU accelerator, optimizer on NVMe, its own CPUAdam",
-    EAGER: "states and saved activations on the disk, overlap: eager, "
-    f"memory.pinned: {_PINNED['eager']}",
-    COMMIT: f"the same, overlap: commit, memory.pinned: {_PINNED['commit']}",
+    EAGER: "states and saved activations on the disk, overlap: eager",
+    COMMIT: "the same, overlap: commit",
     EAGER_STATES: "states on the disk, activations in memory",
     COMMIT_STATES: "the same, overlap: commit",
     EAGER_BF16: "as the first of ours, states in bfloat16",
@@ -107,6 +106,11 @@ class Choice:
         """One of `OURS`, as chosen."""
         setting = OURS[name]
         return replace(setting, pinned=self.pinned or setting.pinned, budget=self.budget)
+
+    def meaning(self, name: str) -> str:
+        """What a contender is."""
+        pinned = f", memory.pinned {self.ours(name).pinned}" if name in OURS else ""
+        return MEANING[name] + pinned
 
 
 def table_of(context: Context, choice: Choice) -> tuple[str, list[Result]]:

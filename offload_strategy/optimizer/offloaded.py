@@ -32,7 +32,6 @@ from offload_strategy.optimizer.whole_states import (
     unsealed,
 )
 from offload_strategy.telemetry import get_logger
-from offload_strategy.units import GiB
 
 logger = get_logger(__name__)
 
@@ -76,7 +75,7 @@ class OffloadedOptimizer(Optimizer):
         state_bytes: int = 0,
         precision: Precision | None = None,
         waiting_room: Sequence[Tier] = (),
-        gradient_memory: int = 4 * GiB,
+        gradient_memory: int,
         directories: Sequence[Path] = (),
     ) -> None:
         # Not Optimizer.__init__: it would make groups, defaults and hooks of its own.

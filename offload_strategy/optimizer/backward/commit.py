@@ -37,8 +37,6 @@ class CommittedUpdates(BackwardOverlap):
         super().__init__(updater, is_last)
         self._gradients = waiting
         self._stand_ins: dict[int, tuple[torch.Tensor, GradientStandIn]] = {}
-        # Parameter -> subgroups with pieces of it that have not been updated yet.
-        self._awaited: dict[int, int] = {}
         self._done: dict[int, Speculation] = {}
         self._prediction: Prediction[Recipe] = Prediction(Recipe())
         self._asked: set[tuple[Recipe, float]] = set()
@@ -74,7 +72,6 @@ class CommittedUpdates(BackwardOverlap):
         self._stand_ins[id(parameter)] = (parameter, stand_in)
         del gradient
         if self._prediction.pays and not self._disturbed:
-            self._awaited[id(parameter)] = len(self._homes[id(parameter)])
             return True
         self._gradients.put(stand_in)
         return False
@@ -83,10 +80,9 @@ class CommittedUpdates(BackwardOverlap):
         gradients = self._expected_gradients(subgroup)
         self._done[id(subgroup)] = self._updater.speculate(subgroup, gradients)
         gradients.clear()
-        for index in subgroup.ready:
-            key = id(subgroup.pieces[index].parameter)
-            self._awaited[key] -= 1
-            if not self._awaited[key]:
+        for key in {id(subgroup.pieces[index].parameter) for index in subgroup.ready}:
+            # A parameter that was cut may have pieces in subgroups that are still to be updated.
+            if all(id(home) in self._done for home, _ in self._homes[key]):
                 self._gradients.put(self._stand_ins[key][1])
 
     def _expected_gradients(self, subgroup: Subgroup) -> dict[int, torch.Tensor]:
@@ -153,6 +149,5 @@ class CommittedUpdates(BackwardOverlap):
             self._updater.drop(speculation)
         self._done = {}
         self._stand_ins.clear()
-        self._awaited.clear()
         self._gradients.start_over()
         self._start_over()

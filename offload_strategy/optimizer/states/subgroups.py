@@ -151,23 +151,27 @@ def pack_states(
     ]
     if not names:
         return StateSet(small, updates=updates)
-    if flat is not None and sorted(names) == sorted(old.names):
-        names, layout = old.names, old.layout
-        tensors = [states[index][name] for index, name in names]
-        views = layout.views(flat)
-        kept = [precision.kept(states[index][name].dtype, name) for index, name in names]
+    has_places = flat is not None and sorted(names) == sorted(old.names)
+    if has_places:
+        names = old.names
+    tensors = [states[index][name] for index, name in names]
+    dtypes = [tensor.dtype for tensor in tensors]
+    kept = [
+        precision.kept(tensor.dtype, name) for tensor, (_, name) in zip(tensors, names, strict=True)
+    ]
+    if has_places:
+        assert flat is not None
+        views = old.layout.views(flat)
         if all(map(_has_place, tensors, views, kept)):
             for view, tensor in zip(views, tensors, strict=True):
                 if view.dtype != tensor.dtype:
                     round_into(view, tensor, generator)
-            return StateSet(small, names, layout, put(flat), [t.dtype for t in tensors], updates)
-    tensors = [states[index][name] for index, name in names]
-    kept = [precision.kept(states[index][name].dtype, name) for index, name in names]
+            return StateSet(small, names, old.layout, put(flat), dtypes, updates)
     layout = Layout.of(tensors, kept)
     fresh = heap.borrow("optimizer", layout.nbytes, tensors[0].device)
     for view, tensor in zip(layout.views(fresh), tensors, strict=True):
         round_into(view, tensor, generator)
-    return StateSet(small, names, layout, put(fresh), [t.dtype for t in tensors], updates)
+    return StateSet(small, names, layout, put(fresh), dtypes, updates)
 
 
 def _has_place(tensor: torch.Tensor, view: torch.Tensor, kept: torch.dtype) -> bool:
