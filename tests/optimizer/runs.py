@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 
 from offload_strategy import OffloadEngine
 from offload_strategy.heap import Heap, Tier
@@ -21,6 +21,8 @@ from offload_strategy.optimizer.gradients import WaitingGradients, waiting
 from tests.training import Numbers, assert_same_history, settings
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
+
+OVERLAPS = ["commit", "off"]
 
 
 class Net(nn.Module):
@@ -120,6 +122,17 @@ class Run:
         self.note()
         self.optimizer.step()
         self.note()
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return AdamW(model.parameters(), 1e-2, fused=True)
+
+
+def steps(run: Run, count: int, start: int = 0) -> None:
+    for number in range(start, start + count):
+        run.optimizer.zero_grad()
+        run.backward(number)
+        run.step()
 
 
 Script = Callable[[Run], None]

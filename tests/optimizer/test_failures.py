@@ -1,0 +1,130 @@
+"""When things go wrong: every use says so, and no state is lost."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+
+from offload_strategy import ConfigError, OffloadEngine, OffloadError, StorageError
+from offload_strategy.optimizer.user_class import kernel
+from tests.optimizer.runs import (
+    OVERLAPS,
+    Run,
+    adamw,
+    offloading,
+    steps,
+)
+from tests.training import bits
+
+
+# ---------------------------------------------------------------------- when things go wrong
+def test_after_closing_every_use_says_so(disk: Path) -> None:
+    with offloading(disk) as engine:
+        run = Run(adamw, engine)
+        steps(run, 1)
+    optimizer = run.optimizer
+    for use in (
+        optimizer.step,
+        optimizer.state_dict,
+        lambda: optimizer.load_state_dict({}),
+        lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
+    ):
+        with pytest.raises(OffloadError, match="closed"):
+            use()
+    optimizer.zero_grad()
+    run.backward(5)  # nothing listens any more
+    assert all(not p._post_accumulate_grad_hooks for p in run.model.parameters())
+
+
+class Interrupted(BaseException):
+    pass
+
+
+def whole_step(run: Run, number: int) -> None:
+    run.backward(number)
+    run.optimizer.step()
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("error", [RuntimeError, Interrupted])
+@pytest.mark.parametrize("call", [0, 1])
+def test_an_update_that_is_interrupted_loses_no_state(
+    overlap: str, error: type[BaseException], call: int, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint can be written after Ctrl-C, and training can go on."""
+    with offloading(disk, overlap) as engine:
+        run = Run(adamw, engine)
+        steps(run, 2)
+        before = run.optimizer.state_dict()
+        calls = 0
+        real = kernel.run_update
+
+        def interrupted(*args: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == call + 1:
+                raise error("stop")
+            real(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("offload_strategy.optimizer.updates.run_update", interrupted)
+            run.optimizer.zero_grad()
+            with pytest.raises(error, match="stop"):
+                whole_step(run, 2)
+        after = run.optimizer.state_dict()
+        assert list(after["state"]) == list(before["state"])
+        changed = [
+            key
+            for key, state in after["state"].items()
+            if bits(state["exp_avg"]) != bits(before["state"][key]["exp_avg"])
+        ]
+        assert (len(changed) > 0) == (overlap == "off" and call == 1)
+        run.optimizer.zero_grad()
+        steps(run, 2, start=3)
+
+
+def test_a_disk_that_breaks_loses_no_state(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Run(adamw)
+    steps(plain, 2)
+    with offloading(disk, "off") as engine:
+        run = Run(adamw, engine)
+        steps(run, 1)
+
+        def broken(*args: Any) -> int:
+            raise OSError(5, "Input/output error")
+
+        engine._resources.heap.wait_for_writes()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", broken)
+            run.optimizer.zero_grad()
+            run.backward(1)
+            # The write fails some time after it was asked for.
+            with pytest.raises(StorageError, match=r"could not write .* of optimizer"):
+                all(run.optimizer.step() is None for _ in range(20))
+        # Loud from now on, but everything can still be saved.
+        with pytest.raises(StorageError):
+            run.optimizer.step()
+        saved = run.optimizer.state_dict()
+        assert len(saved["state"]) == len(plain.optimizer.state_dict()["state"])
+        for key, state in plain.optimizer.state_dict()["state"].items():
+            assert saved["state"][key].keys() == state.keys()
+
+
+def test_too_small_a_tier_is_refused_before_training(disk: Path) -> None:
+    model = nn.Linear(1000, 100)
+    tiers = [{"name": "nvme", "kind": "ssd", "path": str(disk), "capacity": "800KiB"}]
+    with OffloadEngine({"tiers": tiers, "optimizer": {"overlap": "off"}}) as engine:
+        assert engine.attach(model, AdamW(model.parameters())) is not None
+    with OffloadEngine({"tiers": tiers, "optimizer": {"overlap": "commit"}}) as engine:
+        with pytest.raises(ConfigError) as refused:
+            engine.attach(model, AdamW(model.parameters()))
+        for part in ("1.9 MiB", "782 KiB of states", "800 KiB", "overlap to off"):
+            assert part in str(refused.value)
+        # Refused as a whole: the same parameters may be tried again with less.
+        assert engine.attach(model, SGD(model.parameters(), 0.1)) is not None

@@ -1,0 +1,185 @@
+"""Updates run ahead of the step, or not; states and weights are where they should be."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from offload_strategy.optimizer.updates import Updater
+from tests.optimizer.runs import (
+    Run,
+    adamw,
+    loss_of,
+    make_net,
+    offloading,
+    snapshot,
+    steps,
+)
+from tests.training import assert_same_bits, bits
+
+
+# ---------------------------------------------------------------------- running ahead
+def _spy(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    counts = {"speculate": 0, "commit": 0, "drop": 0, "update_in_place": 0}
+    for name in counts:
+        real = getattr(Updater, name)
+
+        def counted(self: Updater, *args: Any, _name: str = name, _real: Any = real) -> Any:
+            counts[_name] += 1
+            return _real(self, *args)
+
+        monkeypatch.setattr(Updater, name, counted)
+    return counts
+
+
+class Chain(nn.Module):
+    """Layers of a size that each make a subgroup."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+
+    def forward(self) -> torch.Tensor:
+        return self.layers(torch.ones(2, 8)).pow(2).sum()
+
+
+def test_updates_run_during_backward_and_are_committed_at_the_step(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = _spy(monkeypatch)
+    # In host memory, so that no update ever waits for its states.
+    with offloading(disk, host="1MiB") as engine:
+        model = Chain()
+        optimizer = engine.attach(None, AdamW(model.parameters()))
+        for step in range(1, 4):
+            optimizer.zero_grad()
+            before = snapshot(model)
+            model().backward()
+            assert counts["speculate"] == 4 * step
+            after = snapshot(model)
+            assert_same_bits({k: after[k] for k in before}, before)
+            assert counts["commit"] == 4 * (step - 1)
+            optimizer.step()
+            assert counts["commit"] == 4 * step
+        assert counts["drop"] == counts["update_in_place"] == 0
+
+
+def test_running_ahead_stops_while_gradients_are_changed_and_comes_back(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = _spy(monkeypatch)
+    with offloading(disk) as engine:
+        model = Chain()
+        optimizer = engine.attach(None, AdamW(model.parameters()))
+
+        def step(clip: bool) -> int:
+            before = counts["speculate"]
+            optimizer.zero_grad()
+            model().backward()
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+            return counts["speculate"] - before
+
+        assert step(clip=True) > 0
+        assert [step(clip=True) for _ in range(4)] == [0] * 4
+        assert step(clip=False) == 0
+        assert any(step(clip=False) for _ in range(16))
+        figures = engine.metrics()
+        assert figures["offload/optimizer/redone_steps"] == 1
+        assert figures["offload/optimizer/speculated_steps"] >= 2
+
+
+def test_hints_keep_updates_back_until_the_last_micro_batch(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = _spy(monkeypatch)
+    with offloading(disk) as engine:
+        model = Chain()
+        optimizer = engine.attach(None, AdamW(model.parameters()))
+        for _ in range(2):
+            optimizer.zero_grad()
+            for index in range(3):
+                engine.microbatch(index, last=index == 2)
+                before = counts["speculate"]
+                model().backward()
+                assert (counts["speculate"] > before) == (index == 2)
+            optimizer.step()
+        assert counts["drop"] == 0
+
+
+def test_nothing_runs_ahead_with_overlap_off(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = _spy(monkeypatch)
+    with offloading(disk, "off") as engine:
+        model = Chain()
+        optimizer = engine.attach(None, AdamW(model.parameters()))
+        for _ in range(2):
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+        assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
+    assert counts == {"speculate": 0, "commit": 0, "drop": 0, "update_in_place": 8}
+
+
+def test_weights_are_written_into_their_own_storage(disk: Path) -> None:
+    """Aliases of the weights, like those of an average or of a tied layer, see the update."""
+    with offloading(disk) as engine:
+        run = Run(adamw, engine)
+        aliases = {name: p.detach() for name, p in run.model.named_parameters()}
+        addresses = {name: p.data_ptr() for name, p in run.model.named_parameters()}
+        before = {name: alias.clone() for name, alias in aliases.items()}
+        steps(run, 3)
+        for name, parameter in run.model.named_parameters():
+            assert parameter.data_ptr() == addresses[name]
+            assert torch.equal(aliases[name], parameter)
+        assert not torch.equal(aliases["first.weight"], before["first.weight"])
+
+
+def test_states_are_on_the_disk_between_steps(disk: Path) -> None:
+    with offloading(disk) as engine:
+        model = Chain()
+        optimizer = engine.attach(None, AdamW(model.parameters()))
+        for _ in range(3):
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+        engine._resources.heap.wait_for_writes()
+        metrics = engine.metrics()
+        states = 2 * sum(p.numel() * 4 for p in model.parameters())
+        assert states <= metrics["offload/tier/nvme/used_bytes"] <= states + 4 * 4096
+        assert engine._resources.pool.usage().lent_bytes == 0
+        assert metrics["offload/optimizer/written_bytes"] > 0
+        assert not optimizer.inner.state
+
+
+def test_the_loss_of_a_closure_is_returned(disk: Path) -> None:
+    with offloading(disk) as engine:
+        run = Run(adamw, engine)
+        loss = run.optimizer.step(lambda: loss_of(run.model, 0))
+        assert bits(loss) == bits(loss_of(make_net(), 0))
+
+
+@pytest.mark.parametrize("overlap", ["commit", "off", "eager"])
+def test_what_is_in_host_memory_stays_there(overlap: str, disk: Path) -> None:
+    """Half of the states never touch the disk, in whatever order updates and commits come."""
+    with offloading(disk, overlap, host="1KiB") as engine:  # two layers of four
+        model = Chain()
+        optimizer = engine.attach(None, AdamW(model.parameters()))
+        (host,) = engine._resources.host_tiers.values()
+        written = []
+        for _ in range(5):
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+            engine._resources.heap.wait_for_writes()
+            written.append(engine.metrics()["offload/optimizer/written_bytes"])
+            assert host.used_bytes == 2 * 2 * 64 * 4
+        per_step = {later - earlier for earlier, later in pairwise(written)}
+        assert per_step == {2 * 2 * 64 * 4}

@@ -1,0 +1,234 @@
+"""State dicts and states are those of the plain optimizer, both ways."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from tests.optimizer.runs import (
+    OVERLAPS,
+    Run,
+    adamw,
+    compare,
+    make_net,
+    offloading,
+    steps,
+)
+from tests.training import assert_same_bits, bits
+
+
+def assert_same_state_dict(got: Any, expected: Any, where: str = "state_dict") -> None:
+    """The same keys in the same order, and the same values, types and bits."""
+    assert type(got) is type(expected), where
+    if isinstance(expected, dict):
+        assert list(got) == list(expected), where
+        for key, value in expected.items():
+            assert_same_state_dict(got[key], value, f"{where}[{key!r}]")
+    elif isinstance(expected, list | tuple):
+        assert len(got) == len(expected), where
+        for index, value in enumerate(expected):
+            assert_same_state_dict(got[index], value, f"{where}[{index}]")
+    elif isinstance(expected, torch.Tensor):
+        assert bits(got) == bits(expected), where
+        assert got.device == expected.device, where
+        assert got.stride() == expected.stride(), where
+        assert got.untyped_storage().nbytes() == expected.untyped_storage().nbytes(), where
+    else:
+        assert got == expected, where
+
+
+# ---------------------------------------------------------------------- state dicts
+MAKE: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "AdamW": adamw,
+    "Adam amsgrad": lambda m: Adam(m.parameters(), 1e-2, amsgrad=True),
+    "SGD momentum": lambda m: SGD(m.parameters(), 0.1, momentum=0.9),
+    "SGD": lambda m: SGD(m.parameters(), 0.1),
+    "named groups": lambda m: AdamW(
+        [
+            {"params": list(m.named_parameters())[:3], "lr": 0.1},
+            {"params": list(m.named_parameters())[3:]},
+        ],
+        1e-2,
+    ),
+}
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("name", MAKE)
+def test_a_state_dict_is_the_plain_optimizers(name: str, overlap: str, disk: Path) -> None:
+    plain = Run(MAKE[name])
+    steps(plain, 3)
+    plain.backward(3)
+    with offloading(disk, overlap) as engine:
+        run = Run(MAKE[name], engine)
+        fresh = MAKE[name](make_net()).state_dict()
+        assert_same_state_dict(run.optimizer.state_dict(), fresh)
+        steps(run, 3)
+        assert_same_state_dict(run.optimizer.state_dict(), plain.optimizer.state_dict())
+        run.backward(3)  # with an update under way, nothing of it is visible
+        assert_same_state_dict(run.optimizer.state_dict(), plain.optimizer.state_dict())
+        plain.optimizer.step()
+        run.optimizer.step()
+        assert_same_state_dict(run.optimizer.state_dict(), plain.optimizer.state_dict())
+
+
+def test_a_state_dict_is_a_copy(disk: Path) -> None:
+    with offloading(disk) as engine:
+        run = Run(adamw, engine)
+        steps(run, 1)
+        saved = run.optimizer.state_dict()
+        kept = copy.deepcopy(saved)
+        for state in saved["state"].values():
+            state["exp_avg"].zero_()
+        assert_same_state_dict(run.optimizer.state_dict(), kept)
+        kept_for_good = run.optimizer.state_dict()
+        steps(run, 2, start=1)
+    assert_same_state_dict(kept_for_good, kept)  # also after the engine is closed
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("pending", [False, True], ids=["between steps", "before a step"])
+@pytest.mark.parametrize("through_a_file", [False, True], ids=["in memory", "through a file"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "named groups"])
+def test_checkpoints_go_both_ways(
+    name: str, overlap: str, pending: bool, through_a_file: bool, disk: Path
+) -> None:
+    """Plain, offloaded, and changing over in the middle: all the same."""
+
+    def handed_over(run: Run, engine: Any) -> Run:
+        state: Any = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
+        if through_a_file:
+            file = io.BytesIO()
+            torch.save(state, file)
+            file.seek(0)
+            state = torch.load(file, weights_only=True)
+        else:
+            state = copy.deepcopy(state)
+        other = Run(MAKE[name], engine)
+        if pending:  # what ran ahead must not survive the loading
+            other.backward(77)
+        other.model.load_state_dict(state["model"])
+        other.optimizer.load_state_dict(state["optimizer"])
+        other.model.zero_grad()
+        return other
+
+    plain = Run(MAKE[name])
+    steps(plain, 6)
+    with offloading(disk, overlap) as engine:
+        run = Run(MAKE[name])
+        steps(run, 2)
+        run = handed_over(run, engine)
+        steps(run, 2, start=2)
+        run = handed_over(run, None)
+        steps(run, 2, start=4)
+        assert_same_bits(run.history[-1], plain.history[-1])
+        assert_same_state_dict(run.optimizer.state_dict(), plain.optimizer.state_dict())
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_loading_between_backward_and_step_counts(overlap: str, disk: Path) -> None:
+    donor = Run(adamw)
+    steps(donor, 3)
+    saved = donor.optimizer.state_dict()
+
+    def script(run: Run) -> None:
+        steps(run, 2)
+        run.optimizer.zero_grad()
+        run.backward(2)
+        run.optimizer.load_state_dict(copy.deepcopy(saved))
+        run.step()
+        steps(run, 1, start=3)
+
+    compare(script, adamw, disk, overlap)
+
+
+def test_loading_a_state_dict_of_another_model_is_refused_and_changes_nothing(
+    disk: Path,
+) -> None:
+    other = AdamW(nn.Linear(2, 2).parameters())
+    with offloading(disk) as engine:
+        run = Run(adamw, engine)
+        steps(run, 2)
+        before = run.optimizer.state_dict()
+        with pytest.raises(ValueError, match="doesn't match"):
+            run.optimizer.load_state_dict(other.state_dict())
+        assert_same_state_dict(run.optimizer.state_dict(), before)
+
+
+def test_states_that_an_optimizer_has_already_are_taken_over(disk: Path) -> None:
+    plain = Run(adamw)
+    steps(plain, 4)
+    half = Run(adamw)
+    steps(half, 2)
+    with offloading(disk) as engine:
+        half.optimizer = engine.attach(None, half.optimizer)
+        steps(half, 2, start=2)
+        assert_same_bits(half.history[-1], plain.history[-1])
+
+
+# ---------------------------------------------------------------------- optimizer.state
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_the_state_reads_like_a_dictionary(overlap: str, disk: Path) -> None:
+    plain = Run(adamw)
+    with offloading(disk, overlap) as engine:
+        run = Run(adamw, engine)
+        assert len(run.optimizer.state) == 0
+        assert not run.optimizer.state
+        for each in (plain, run):
+            steps(each, 2)
+        named = dict(run.model.named_parameters())
+        twins = dict(plain.model.named_parameters())
+        assert len(run.optimizer.state) == len(plain.optimizer.state)
+        for name, parameter in named.items():
+            assert (parameter in run.optimizer.state) == (twins[name] in plain.optimizer.state)
+        assert {id(p) for p in run.optimizer.state} == {
+            id(named[name]) for name, twin in twins.items() if twin in plain.optimizer.state
+        }
+        assert run.optimizer.state[run.model.frozen.weight] == {}
+        assert "anything" not in run.optimizer.state
+        for parameter, state in run.optimizer.state.items():
+            twin = next(twins[name] for name, own in named.items() if own is parameter)
+            assert_same_state_dict(dict(state), dict(plain.optimizer.state[twin]))
+
+
+@pytest.mark.parametrize("when", ["between steps", "before a step"])
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_state_may_be_assigned(overlap: str, when: str, disk: Path) -> None:
+    def script(run: Run) -> None:
+        steps(run, 2)
+        run.optimizer.zero_grad()
+        if when == "before a step":
+            run.backward(2)
+        parameter = run.model.first.weight
+        state = dict(run.optimizer.state[parameter])
+        state["exp_avg"] = torch.ones_like(parameter)
+        run.optimizer.state[parameter] = state
+        if when != "before a step":
+            run.backward(2)
+        run.step()
+        steps(run, 1, start=3)
+
+    compare(script, adamw, disk, overlap)
+
+
+@pytest.mark.parametrize("when", ["between steps", "before a step"])
+def test_a_state_may_be_deleted_and_begins_anew(when: str, disk: Path) -> None:
+    def script(run: Run) -> None:
+        steps(run, 2)
+        run.optimizer.zero_grad()
+        if when == "before a step":
+            run.backward(2)
+        del run.optimizer.state[run.model.first.weight]
+        if when != "before a step":
+            run.backward(2)
+        run.step()
+
+    compare(script, adamw, disk)
