@@ -74,6 +74,8 @@ class DeepNvmeBackend(PosixBackend):
         ConfigError: DeepSpeed, libaio or a compiler is missing, or the code cannot be compiled.
     """
 
+    most_neighbours = 1
+
     def __init__(self, *, threads: int, block_size: int) -> None:
         self._aio = _load()
         super().__init__(threads=threads, block_size=block_size)

@@ -65,6 +65,8 @@ class KvikioBackend(PosixBackend):
         ConfigError: there is no GPU, or kvikio is missing or does not work.
     """
 
+    most_neighbours = 1  # cuFile takes one piece of memory
+
     def __init__(self, *, threads: int, block_size: int) -> None:
         reason = why_not()
         if reason is not None:

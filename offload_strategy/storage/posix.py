@@ -12,10 +12,11 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from offload_strategy.storage.threaded import ThreadedBackend
-from offload_strategy.units import PAGE_BYTES
+from offload_strategy.storage.backend import BlockRequest
+from offload_strategy.storage.threaded import ThreadedBackend, view_of
+from offload_strategy.units import PAGE_BYTES, round_up
 
 try:
     from fcntl import F_GETFL, fcntl
@@ -28,6 +29,8 @@ _LONGEST_PAUSE_SECONDS = 0.1
 #: A written block is still being written out when the call returns; so many blocks later it is
 #: clean and leaves the page cache when it is advised again.
 _BLOCKS_UNTIL_CLEAN = 4
+#: Far fewer than a system call takes (IOV_MAX): each has to end on its own.
+_MOST_NEIGHBOURS = 64
 
 
 def why_not() -> str | None:
@@ -44,9 +47,25 @@ class PosixBackend(ThreadedBackend):
     is read once, and the memory is better used by the training.
     """
 
+    most_neighbours = _MOST_NEIGHBOURS
+
     def __init__(self, *, threads: int, block_size: int) -> None:
         super().__init__(threads=threads, block_size=block_size)
         self._cached = _CachedBlocks()
+
+    def moved_together(self, requests: Sequence[BlockRequest]) -> bool:
+        """Move neighbours by one system call; False where not every byte moved."""
+        first = requests[0]
+        views = [view_of(r.address, round_up(r.nbytes, PAGE_BYTES)) for r in requests]
+        nbytes = sum(map(len, views))
+        self._cached.will_move(first.fd, first.offset, nbytes)
+        call = os.pwritev if first.write else os.preadv
+        try:
+            done = call(first.fd, views, first.offset)
+        except OSError:
+            return False
+        self._cached.drop()
+        return done == nbytes
 
     def write_pages(self, fd: int, view: memoryview, offset: int) -> None:
         """Write every byte; short writes go on where they stopped."""

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from offload_strategy.errors import StorageError
 from offload_strategy.storage.backend import BlockRequest
@@ -32,6 +33,8 @@ class ThreadedBackend(ABC):
     """
 
     device_memory: bool = False
+    #: How many requests `submit_neighbours` takes at most.
+    most_neighbours: int = 1
 
     def __init__(self, *, threads: int, block_size: int) -> None:
         self.depth = threads
@@ -43,7 +46,15 @@ class ThreadedBackend(ABC):
 
     def submit(self, request: BlockRequest) -> None:
         """Begin a request; `on_done` is called on one of the backend's threads."""
-        run = _Run(self, request)
+        self.submit_neighbours([request])
+
+    def submit_neighbours(self, requests: Sequence[BlockRequest]) -> None:
+        """Begin requests of one direction and file, of page-aligned memory, that touch each other.
+
+        Their ranges of the file, each up to the end of its last page, follow each other in this
+        order. Each `on_done` is called, in this order, as if they were submitted one by one.
+        """
+        run = _Run(self, requests)
         self._workers.submit(run, run.end)
 
     @property
@@ -71,6 +82,10 @@ class ThreadedBackend(ABC):
     def read_pages(self, fd: int, view: memoryview, offset: int, needed: int) -> None:
         """Read into page-aligned memory; the file may end once `needed` bytes have come."""
 
+    def moved_together(self, requests: Sequence[BlockRequest]) -> bool:
+        """Move the bytes of neighbours, if all can be moved at once."""
+        return False
+
     def run(self, request: BlockRequest) -> None:
         """Do all of a request but `on_done`, on the calling thread."""
         if request.before is not None:
@@ -87,7 +102,7 @@ class ThreadedBackend(ABC):
         elif request.write or request.whole_pages:
             whole = round_up(request.nbytes, PAGE_BYTES)
         if whole:
-            view = _view(request.address, whole)
+            view = view_of(request.address, whole)
             if request.write:
                 self.write_pages(request.fd, view, request.offset)
             else:
@@ -116,39 +131,47 @@ class Bounce(threading.local):
 
 
 class _Run:
-    """One request on its way through a thread. See [Note: threads that die] in workers.py."""
+    """Requests on their way through a thread. See [Note: threads that die] in workers.py."""
 
-    __slots__ = ("_backend", "_over", "_request")
+    __slots__ = ("_backend", "_over", "_requests")
 
-    def __init__(self, backend: ThreadedBackend, request: BlockRequest) -> None:
+    def __init__(self, backend: ThreadedBackend, requests: Sequence[BlockRequest]) -> None:
         self._backend = backend
-        self._request = request
-        self._over = False
+        self._requests = requests
+        self._over = 0
 
     def __call__(self) -> None:
-        error: BaseException | None = None
-        try:
-            self._backend.run(self._request)
-        except Exception as caught:
-            error = caught
-        self.end(error)
+        requests, backend = self._requests, self._backend
+        moved = len(requests) > 1 and backend.moved_together(requests)
+        for request in requests:
+            error: BaseException | None = None
+            try:
+                if not moved:  # what failed together may fail for one of them
+                    backend.run(request)
+            except Exception as caught:
+                error = caught
+            self._tell(error)
 
-    def end(self, error: BaseException | None) -> None:
-        """Tell how it ended; what comes later is too late."""
-        if self._over:
-            return
-        self._over = True
-        if error is not None and not isinstance(error, Exception):
-            # A SystemExit or KeyboardInterrupt that was meant for this thread must not be raised
-            # again in one that waits for the bytes.
+    def end(self, error: BaseException) -> None:
+        """Tell those that are left how it ended: the thread did."""
+        for request in self._requests[self._over :]:
             reason = error
-            error = StorageError(
-                f"the thread that moved {self._request.nbytes} bytes at offset "
-                f"{self._request.offset} was ended by {type(reason).__name__}"
-            )
-            error.__cause__ = reason
-        self._request.on_done(error)
+            if not isinstance(error, Exception):
+                # A SystemExit or KeyboardInterrupt that was meant for this thread must not be
+                # raised again in one that waits for the bytes.
+                reason = StorageError(
+                    f"the thread that moved {request.nbytes} bytes at offset {request.offset} was "
+                    f"ended by {type(error).__name__}"
+                )
+                reason.__cause__ = error
+            self._tell(reason)
+
+    def _tell(self, error: BaseException | None) -> None:
+        request = self._requests[self._over]
+        self._over += 1
+        request.on_done(error)
 
 
-def _view(address: int, nbytes: int) -> memoryview:
+def view_of(address: int, nbytes: int) -> memoryview:
+    """Memory as the interface of system calls takes it."""
     return memoryview((ctypes.c_char * nbytes).from_address(address))

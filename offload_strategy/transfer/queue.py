@@ -15,6 +15,7 @@ from offload_strategy.telemetry import Direction, MoveRecord, Recorder
 from offload_strategy.transfer.bandwidth import Bandwidth
 from offload_strategy.transfer.checksums import Checksum, check_block
 from offload_strategy.transfer.interrupts import UninterruptedSection
+from offload_strategy.transfer.lanes import Carried, Lane
 from offload_strategy.transfer.moves import SMALL_BYTES, Leg, MoveState, Priority
 from offload_strategy.transfer.turn_keeper import TurnKeeper
 from offload_strategy.units import PAGE_BYTES, MiB
@@ -40,33 +41,6 @@ class Place(Protocol):
 
     def free(self, extent: Extent) -> None:
         """Take an extent back."""
-
-
-class _Lane:
-    """One direction of a path: what waits, and how much is under way."""
-
-    def __init__(self) -> None:
-        # (priority, sequence, leg). A leg that became more urgent has a second entry; the stale
-        # one is recognised by its priority and skipped.
-        self.waiting: list[tuple[int, int, Leg]] = []
-        self.under_way = 0
-        self.bytes_under_way = 0
-        self.urgent_under_way = 0
-
-    def has_slot(self, slots: int, block_size: int) -> bool:
-        """Whether another block may begin: of `slots` whole ones, or twice as many small ones."""
-        most = 2 * slots if slots > 1 else slots
-        return self.under_way < most and self.bytes_under_way < slots * block_size
-
-    def head(self) -> Leg | None:
-        """The most urgent leg with a block that has not begun."""
-        while self.waiting:
-            priority, _, leg = self.waiting[0]
-            alive = leg.state in (MoveState.QUEUED, MoveState.RUNNING)
-            if alive and priority == leg.priority and leg.next_block < leg.stripe.nbytes:
-                return leg
-            heapq.heappop(self.waiting)
-        return None
 
 
 class PathQueue:
@@ -99,8 +73,8 @@ class PathQueue:
         self.checksum = checksum
         self._recorder = recorder
         self._lock = threading.Lock()
-        self._reads = _Lane()
-        self._writes = _Lane()
+        self._reads = Lane()
+        self._writes = Lane()
         self._sequence = 0
         self._dispatching = False
         # What a block takes at present, from when the backend gets it; 0 while nothing is known.
@@ -174,7 +148,7 @@ class PathQueue:
         self._sequence += 1
         heapq.heappush(self._lane(leg).waiting, (int(leg.priority), self._sequence, leg))
 
-    def _lane(self, leg: Leg) -> _Lane:
+    def _lane(self, leg: Leg) -> Lane:
         return self._writes if leg.move.direction is Direction.WRITE else self._reads
 
     def _next_leg(self) -> Leg | None:
@@ -206,7 +180,7 @@ class PathQueue:
         wanted = max(wanted, _LEAST_REQUEST_BYTES)
         return min(most, wanted // PAGE_BYTES * PAGE_BYTES)
 
-    def _slots(self, lane: _Lane, head: Leg) -> int:
+    def _slots(self, lane: Lane, head: Leg) -> int:
         """How many blocks of a lane may be under way."""
         calm = head.move.calm and head.priority is not Priority.NEEDED_NOW
         return 1 if calm and len(lane.waiting) <= _FEW_LEGS else self.backend.depth
@@ -224,26 +198,49 @@ class PathQueue:
                     self._dispatching = False
                     self._end_turn_if_idle()
                     return
-                begin = leg.next_block
-                nbytes = min(self._request_bytes(leg), leg.stripe.nbytes - begin)
-                leg.next_block += nbytes
-                urgent = leg.priority is Priority.NEEDED_NOW
-                lane = self._lane(leg)
-                lane.under_way += 1
-                lane.bytes_under_way += nbytes
-                lane.urgent_under_way += urgent
-                leg.blocks_under_way += 1
-                if new:
-                    leg.state = MoveState.RUNNING
-                    leg.started_at = self._recorder.move_started(self.tier, leg.move.direction)
-                if self._turn is not None:
-                    self._turn.began(nbytes)
-            begun = time.perf_counter()
-            done = partial(self._block_done, leg, nbytes, urgent, begun)
+                carried = self._take(leg)
+            carried.begun = time.perf_counter()
+            requests = [
+                self._request(leg, begin, nbytes, partial(self._block_done, carried, leg))
+                for leg, begin, nbytes in carried.blocks
+            ]
             try:
-                self.backend.submit(self._request(leg, begin, nbytes, done))
+                if len(requests) == 1:
+                    self.backend.submit(requests[0])
+                else:
+                    self.backend.submit_neighbours(requests)  # type: ignore[attr-defined]
             except BaseException as error:
-                self._count_block(leg, nbytes, urgent, begun, error)
+                for leg, _, _ in carried.blocks:
+                    self._count_block(carried, leg, error)
+
+    def _take(self, leg: Leg) -> Carried:
+        """What the next request carries, which begins with a leg; with the lock held."""
+        lane, room, begin = self._lane(leg), self._request_bytes(leg), leg.next_block
+        nbytes = min(room, leg.stripe.nbytes - begin)
+        lane.take(leg, nbytes)
+        self._begins(leg, nbytes)
+        urgent = leg.priority is Priority.NEEDED_NOW
+        if urgent or nbytes < leg.stripe.nbytes:
+            blocks = [(leg, begin, nbytes)]
+        else:
+            most = getattr(self.backend, "most_neighbours", 1)
+            legs = lane.neighbours(leg, room - nbytes, most, self._may_join)
+            blocks = [(leg, 0, leg.stripe.nbytes) for leg in legs]
+        return Carried(lane, blocks, urgent)
+
+    def _may_join(self, leg: Leg) -> bool:
+        if self._turn is not None and not self._turn.may_begin(new=True):
+            return False
+        self._begins(leg, leg.stripe.nbytes)
+        return True
+
+    def _begins(self, leg: Leg, nbytes: int) -> None:
+        """Note that a block of a leg begins."""
+        if leg.state is MoveState.QUEUED:
+            leg.state = MoveState.RUNNING
+            leg.started_at = self._recorder.move_started(self.tier, leg.move.direction)
+        if self._turn is not None:
+            self._turn.began(nbytes)
 
     def _request(
         self, leg: Leg, begin: int, nbytes: int, done: Callable[[BaseException | None], None]
@@ -265,28 +262,22 @@ class PathQueue:
         return request
 
     # ------------------------------------------------------------------ ends
-    def _block_done(
-        self, leg: Leg, nbytes: int, urgent: bool, begun: float, error: BaseException | None
-    ) -> None:
-        self._count_block(leg, nbytes, urgent, begun, error)
-        if self._reads.waiting or self._writes.waiting or self._turn is not None:
+    def _block_done(self, carried: Carried, leg: Leg, error: BaseException | None) -> None:
+        over = self._count_block(carried, leg, error)
+        if over and (self._reads.waiting or self._writes.waiting or self._turn is not None):
             self._dispatch()
 
-    def _count_block(
-        self, leg: Leg, nbytes: int, urgent: bool, begun: float, error: BaseException | None
-    ) -> None:
+    def _count_block(self, carried: Carried, leg: Leg, error: BaseException | None) -> bool:
+        """A leg's block is over; whether all of its request is."""
         now = time.perf_counter()
         with self._lock:
-            lane = self._lane(leg)
-            self._usual_seconds += (now - begun - self._usual_seconds) / 4
             saturated = self._reads.under_way + self._writes.under_way >= self.backend.depth
-            more = bool(self._reads.waiting or self._writes.waiting)
-            self.bandwidth.completed(
-                leg.move.direction, nbytes, now, saturated=saturated, more=more
-            )
-            lane.under_way -= 1
-            lane.bytes_under_way -= nbytes
-            lane.urgent_under_way -= urgent
+            if all_over := carried.ended():
+                self._usual_seconds += (now - carried.begun - self._usual_seconds) / 4
+                more = bool(self._reads.waiting or self._writes.waiting)
+                self.bandwidth.completed(
+                    leg.move.direction, carried.nbytes, now, saturated=saturated, more=more
+                )
             leg.blocks_under_way -= 1
             if error is not None and leg.state is MoveState.RUNNING:
                 leg.state = MoveState.FAILED
@@ -298,6 +289,7 @@ class PathQueue:
                 leg.state = MoveState.DONE
         if over:
             self._end(leg, started=True)
+        return all_over
 
     def _end(self, leg: Leg, *, started: bool) -> None:
         move = leg.move
