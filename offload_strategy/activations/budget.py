@@ -26,8 +26,10 @@ logger = get_logger(__name__)
 
 #: Share of a step's time that training may wait for activations.
 ALLOWANCE = 0.01
-#: Share of a step's bytes that may wait to be written, and the least that may.
+#: Share of a step's bytes that may wait to be written, and the least that may. A small pass gives
+#: away a larger share at once (see outbox.py), and what is behind such a batch must not be held up.
 _BACKLOG_SHARE = 0.06
+_SMALL_PASS_SHARE, _SMALL_PASS_BYTES = 0.15, 96 * MiB
 _LEAST_BACKLOG_BYTES = 32 * MiB
 #: Until a step was seen whole.
 _FIRST_BACKLOG_BYTES = 64 * MiB
@@ -130,7 +132,8 @@ class AutomaticBudget:
     def observe(self, trace: Trace) -> None:
         """A backward pass is over: learn how much it can hide."""
         saved, left = trace.saved_bytes, trace.left_bytes
-        share = max(_LEAST_BACKLOG_BYTES, int(_BACKLOG_SHARE * saved))
+        of_small_pass = min(_SMALL_PASS_BYTES, int(_SMALL_PASS_SHARE * saved))
+        share = max(_LEAST_BACKLOG_BYTES, of_small_pass, int(_BACKLOG_SHARE * saved))
         self._backlog = min(share, self._most_backlog)
         allowance = ALLOWANCE * trace.seconds
         self._allowance_seconds = allowance

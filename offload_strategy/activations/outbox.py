@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from offload_strategy.activations.records import Slot
 
 #: Bytes that wait for others at most, and as a share of what a forward pass saves.
-_MOST_BYTES = 32 * MiB
-_SHARE = 0.05
+_MOST_BYTES = 48 * MiB
+_SHARE = 0.07
 
 
 def batch_bytes(saved_bytes: int) -> int:
