@@ -14,7 +14,7 @@ from offload_strategy.units import KiB, MiB
 from tests.activations.support import Calls, X
 from tests.training import assert_same_bits, gradients
 
-#: So many items of 256 bytes are saved by a pass, of which 5 % may wait.
+#: So many items of 256 bytes are saved by a pass, of which 7 % may wait.
 ITEMS = 200
 TOGETHER = 15
 
