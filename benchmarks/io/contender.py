@@ -10,6 +10,7 @@ seconds, user and system, of its process with all its threads.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import resource
@@ -177,19 +178,21 @@ def ours(
                 heap.read(tickets, ahead=ahead)
             return meter.figures()
 
-        def read_one_by_one(laps: int) -> dict[str, Any]:
-            """Get every ticket `laps` times, one after the other; answers with the moves."""
+        def read_one_by_one(seconds: float) -> dict[str, Any]:
+            """Get one ticket after the other for so long; answers with the moves."""
             moves = []
             with _Meter() as meter:
-                for _ in range(laps):
-                    for ticket in tickets:
-                        begin = time.perf_counter()
-                        heap.heap.get(ticket)
-                        heap.heap.evict(ticket)
-                        moves += [
-                            (move.queued_at, move.started_at, move.finished_at)
-                            for move in heap.moves(begin)
-                        ]
+                end = time.perf_counter() + seconds
+                for ticket in itertools.cycle(tickets):
+                    begin = time.perf_counter()
+                    if begin > end:
+                        break
+                    heap.heap.get(ticket)
+                    heap.heap.evict(ticket)
+                    moves += [
+                        (move.queued_at, move.started_at, move.finished_at)
+                        for move in heap.moves(begin)
+                    ]
             return {**meter.figures(), "moves": moves}
 
         yield {"write": write, "read": read, "read_one_by_one": read_one_by_one}
