@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from offload_strategy.activations import ActivationOffload, ForwardHooks
 from offload_strategy.config import ConfigSource, OffloadConfig
 from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.optimizer import OffloadedOptimizer, Precision, check_supported
-from offload_strategy.parameters import ParameterRegistry
+from offload_strategy.parameters import ParameterRegistry, WeightStream
 from offload_strategy.planning import optimizer_need, shortfall, spare_memory_advice
 from offload_strategy.resources import Resources
 from offload_strategy.telemetry import CLIENTS, Direction, Recorder, get_logger, write_trace
@@ -50,6 +51,7 @@ class OffloadEngine:
         self._resources = Resources.open(self.config, self._recorder)
         self._finalizer = weakref.finalize(self, self._resources.close)
         self._registry = ParameterRegistry()
+        self._stream = self._make_stream()
         self._activations = self._make_activations()
         self._hooks: dict[int, tuple[weakref.ref[nn.Module], ForwardHooks]] = {}
         self._optimizers: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
@@ -93,6 +95,9 @@ class OffloadEngine:
         if model is not None and not isinstance(model, nn.Module):
             raise ConfigError(f"attach: expected a torch.nn.Module, got {type(model).__name__}.")
         wrapped = None if optimizer is None else self._wrap(optimizer)
+        if wrapped is not None and self._stream is not None:
+            stream = self._stream
+            wrapped.register_step_post_hook(lambda *_: stream.start_over())
         try:
             if model is not None:
                 self._hook(model, again_is_fine=optimizer is not None)
@@ -118,6 +123,8 @@ class OffloadEngine:
         if self._activations is not None:
             hooks = ForwardHooks(model, self._activations, owner=self)
             self._hooks[id(model)] = (weakref.ref(model), hooks)
+        if self._stream is not None:
+            self._stream.attach(model)
 
     def _wrap(self, optimizer: Optimizer) -> Optimizer:
         if isinstance(optimizer, OffloadedOptimizer):
@@ -154,6 +161,7 @@ class OffloadEngine:
             waiting_room=self._resources.waiting_room,
             gradient_memory=section.gradient_memory,
             directories=self._resources.scratch_directories("optimizer"),
+            held=None if self._stream is None else self._stream.held,
         )
         self._registry.claim_states(parameters, wrapped)
         self._optimizers.add(wrapped)
@@ -174,6 +182,8 @@ class OffloadEngine:
         entry = self._hooks.pop(id(model), None)
         if entry is not None:
             entry[1].remove()
+        if self._stream is not None:
+            self._stream.detach(model)
         self._registry.remove_module(model)
 
     # ------------------------------------------------------------------ the loop
@@ -310,6 +320,8 @@ class OffloadEngine:
         for reference, hooks in self._hooks.values():
             hooks.remove()
             if (model := reference()) is not None:
+                if self._stream is not None:
+                    self._stream.detach(model)
                 self._registry.remove_module(model)
         self._hooks.clear()
         for optimizer in list(self._optimizers):
@@ -338,18 +350,30 @@ class OffloadEngine:
 
     def _make_activations(self) -> ActivationOffload | None:
         section = self.config.activations
-        if not section.enabled:
+        if not section.enabled and self._stream is None:
             return None
         fraction, limit = section.budget_fraction(), section.budget_bytes()
         return ActivationOffload(
             self._resources.heap,
-            self._resources.clients["activations"],
+            self._resources.clients.get("activations", []),
             self._registry.is_weight,
             before_forward=_weakly(self._before_forward),
-            min_size=section.min_size,
+            min_size=section.min_size if section.enabled else sys.maxsize,
             budget="auto" if section.budget == "auto" else limit if fraction is None else fraction,
             prefetch_bytes=None if section.prefetch == "auto" else int(section.prefetch),
             most_backlog=self.config.memory.pinned,
+            save_weight=None if self._stream is None else self._stream.save,
+        )
+
+    def _make_stream(self) -> WeightStream | None:
+        section = self.config.parameters
+        if not section.enabled:
+            return None
+        return WeightStream(
+            self._resources.heap,
+            self._resources.clients["parameters"],
+            blocks_in_flight=section.blocks_in_flight,
+            min_bytes=section.min_size,
         )
 
 

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -31,6 +31,13 @@ from offload_strategy.transfer import UninterruptedSection
 _CLIENT = "activations"
 #: A view that reaches less than this share of its base takes only its own bytes along.
 _WHOLE_BASE_SHARE = 0.5
+
+
+class Packed(Protocol):
+    """What autograd holds in place of a saved tensor."""
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor."""
 
 
 class _Open(threading.local):
@@ -54,6 +61,7 @@ class ActivationOffload:
             "auto" for as much as can be hidden (SSDTrain, section 3.1).
         prefetch_bytes: how far ahead of the backward pass to load; None to load by time.
         most_backlog: bytes that may wait to be written at most.
+        save_weight: what autograd shall hold in place of a streamed weight; None of others.
     """
 
     def __init__(
@@ -67,12 +75,14 @@ class ActivationOffload:
         budget: int | float | Literal["auto"] | None = "auto",
         prefetch_bytes: int | None = None,
         most_backlog: int,
+        save_weight: Callable[[torch.Tensor], Packed | None] | None = None,
     ) -> None:
         self._heap = heap
         self._tiers = list(tiers)
         self._is_weight = is_weight
         self._before_forward = before_forward
         self._min_size = min_size
+        self._save_weight = save_weight
         self._budget: AutomaticBudget | FixedBudget
         if budget == "auto":
             self._budget = AutomaticBudget(TierTraffic(heap, tiers, _CLIENT), most_backlog)
@@ -158,7 +168,11 @@ class ActivationOffload:
         return record
 
     # ------------------------------------------------------------------ hooks
-    def _pack(self, tensor: torch.Tensor) -> Kept | Moved:
+    def _pack(self, tensor: torch.Tensor) -> Packed:
+        if self._save_weight is not None:
+            weight = self._save_weight(tensor)
+            if weight is not None:
+                return weight
         record = self._open.record
         # Inside backward (a checkpointed region is recomputed) the tensor is needed at once.
         inside_backward = torch._C._current_graph_task_id() != -1
@@ -223,5 +237,5 @@ class ActivationOffload:
         )
         slot.payload = None
 
-    def _unpack(self, packed: Kept | Moved) -> torch.Tensor:
+    def _unpack(self, packed: Packed) -> torch.Tensor:
         return packed.unpack()

@@ -31,7 +31,7 @@ from offload_strategy.config.values import (
     Size,
 )
 from offload_strategy.errors import ConfigError
-from offload_strategy.units import GiB, MiB
+from offload_strategy.units import GiB, KiB, MiB
 
 Client = Literal["activations", "optimizer", "parameters"]
 """A part of the package that moves tensors, by the name of its section."""
@@ -201,23 +201,15 @@ class OptimizerConfig(_Client):
 
 
 class ParametersConfig(_Client):
-    """The weights, streamed through the device block by block. Not available in this version."""
+    """The weights, streamed through the device block by block. """
 
     enabled: bool = False
-    """Whether weights are moved. This version knows false."""
+    """Whether weights are moved."""
     tiers: _TierNames = None
     blocks_in_flight: int = Field(default=2, ge=1)
     """Blocks of the model that are on the device at a time."""
-
-    @field_validator("enabled")
-    @classmethod
-    def _is_built(cls, enabled: bool) -> bool:
-        if enabled:
-            _not_in_this_version(
-                "moving weights (parameters.enabled: true)",
-                "use enabled: false; activations and optimizer states can be moved",
-            )
-        return enabled
+    min_size: Size = 256 * KiB
+    """Bytes below which a parameter (a norm, a bias) stays in memory."""
 
 
 class IOConfig(_Section):

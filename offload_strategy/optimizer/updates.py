@@ -10,10 +10,11 @@ would go stale). If not, the new tickets are dropped and the update runs again, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -27,6 +28,21 @@ from offload_strategy.optimizer.states.pieces import Piece
 from offload_strategy.optimizer.states.precision import Precision, seed
 from offload_strategy.optimizer.states.subgroups import StateSet, Subgroup, Unpacked, pack_states
 from offload_strategy.optimizer.user_class.kernel import run_update
+
+
+class Holding(Protocol):
+    """Keeps weights in memory while they are used."""
+
+    def __call__(
+        self, parameters: Iterable[torch.Tensor], *, changes: bool
+    ) -> AbstractContextManager[None]:
+        """Within, the weights of these are here; whether they are changed must be said."""
+
+
+def _here_anyway(
+    parameters: Iterable[torch.Tensor], *, changes: bool
+) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 @dataclass(eq=False)
@@ -51,8 +67,12 @@ class Speculation:
             self.indices == with_gradient(self.subgroup)
             and self.subgroup.states is self.old_states
             and _same(self.hyper, hyper_parameters(group))
-            and self.mark.has_versions_of(self.weights_now())
+            and self.mark.has_versions_of(self.parameters())
         )
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Of the pieces that it updated, whole."""
+        return [self.subgroup.pieces[index].parameter for index in self.indices]
 
     def weights_now(self) -> list[torch.Tensor]:
         """Of the pieces that it updated."""
@@ -68,6 +88,7 @@ class Updater:
         tiers: where they may go, in order.
         waiting_room: where new weights wait for `step()`, as long as there is room.
         precision: of states.
+        held: keeps weights in memory while they are updated.
     """
 
     def __init__(
@@ -77,7 +98,9 @@ class Updater:
         tiers: Sequence[Tier],
         waiting_room: Sequence[Tier] = (),
         precision: Precision | None = None,
+        held: Holding | None = None,
     ) -> None:
+        self._held = held or _here_anyway
         self._optimizer = optimizer
         self._heap = heap
         self._tiers = list(tiers)
@@ -121,15 +144,18 @@ class Updater:
         subgroup.states = StateSet(states)
         if old.ticket is not None:
             self._heap.free(old.ticket)
-        weights = []
-        for index, gradient in gradients.items():
-            piece = subgroup.pieces[index]
-            weight = piece.values
-            if weight.grad is not gradient:  # else the parameter itself, as a plain update has it
-                weight = weight.detach()
-                weight.grad = piece.of(gradient)
-            weights.append(weight)
-        self._run(subgroup, weights, [states[index] for index in gradients])
+        parameters = [subgroup.pieces[index].parameter for index in gradients]
+        with self._held(parameters, changes=True):
+            weights = []
+            for index, gradient in gradients.items():
+                piece = subgroup.pieces[index]
+                weight = piece.values
+                if weight.grad is not gradient:  # else the parameter itself, as in a plain update
+                    weight = weight.detach()
+                    weight.grad = piece.of(gradient)
+                weights.append(weight)
+            self._run(subgroup, weights, [states[index] for index in gradients])
+            del weight, weights
         subgroup.states = self._packed(subgroup, unpacked)
 
     @torch.no_grad()
@@ -142,16 +168,19 @@ class Updater:
                 index; each as large as its piece.
         """
         indices = list(gradients)
-        chosen = [subgroup.pieces[index].values for index in indices]
-        mark = WeightsMark(chosen)
         group = self.group_of(subgroup)
         hyper = hyper_parameters(group)
-        layout = Layout.of(chosen)
-        flat_weights = self._heap.borrow("optimizer", layout.nbytes, chosen[0].device)
-        weights = layout.views(flat_weights)
-        for copy, weight, gradient in zip(weights, chosen, gradients.values(), strict=True):
-            copy.copy_(weight)
-            copy.grad = gradient
+        parameters = [subgroup.pieces[index].parameter for index in indices]
+        with self._held(parameters, changes=False):
+            chosen = [subgroup.pieces[index].values for index in indices]
+            mark = WeightsMark(chosen)
+            layout = Layout.of(chosen)
+            flat_weights = self._heap.borrow("optimizer", layout.nbytes, chosen[0].device)
+            weights = layout.views(flat_weights)
+            for copy, weight, gradient in zip(weights, chosen, gradients.values(), strict=True):
+                copy.copy_(weight)
+                copy.grad = gradient
+            del chosen, weight
         old = subgroup.states
         flat = None if old.ticket is None else self._heap.private(old.ticket)
         unpacked = Unpacked.of(old, flat)
@@ -170,12 +199,12 @@ class Updater:
         Args:
             subgroups: all that will be updated ahead; none to forget them.
         """
-        batches = [[piece.values for piece in subgroup.pieces] for subgroup in subgroups]
-        sizes = [
-            Layout.of(weights).nbytes
-            for weights in batches
-            if weights[0].device.type == "cpu" and all(map(packable, weights))
-        ]
+        sizes = []
+        for subgroup in subgroups:
+            forms = [piece.form for piece in subgroup.pieces]
+            on_host = subgroup.pieces[0].parameter.device.type == "cpu"
+            if on_host and all(packable(piece.parameter) for piece in subgroup.pieces):
+                sizes.append(Layout.of(forms).nbytes)
         room = sum(tier.capacity for tier in self._waiting_room)
         self._heap.plan(self, sizes, room)
 
@@ -206,14 +235,16 @@ class Updater:
         subgroup = speculation.subgroup
         # Not all weights of all subgroups first: these are still in the processor's caches when
         # they are overwritten.
-        weights = speculation.weights_now()
-        if not speculation.mark.has_bits_of(weights):
-            self.drop(speculation)
-            return False
-        flat = self._heap.take(speculation.weights)
-        views = speculation.layout.views(flat)
-        for weight, view in zip(weights, views, strict=True):
-            weight.copy_(view)
+        with self._held(speculation.parameters(), changes=True):
+            weights = speculation.weights_now()
+            if not speculation.mark.has_bits_of(weights):
+                self.drop(speculation)
+                return False
+            flat = self._heap.take(speculation.weights)
+            views = speculation.layout.views(flat)
+            for weight, view in zip(weights, views, strict=True):
+                weight.copy_(view)
+            del weight, weights
         self._replace_states(subgroup, speculation.states)
         return True
 

@@ -1,5 +1,6 @@
-"""Whose parameters are whose: what is a weight, and which engine has it."""
+"""Weights: whose they are, and those that are in memory only while they are needed."""
 
 from offload_strategy.parameters.registry import ParameterRegistry
+from offload_strategy.parameters.stream import WeightStream
 
-__all__ = ["ParameterRegistry"]
+__all__ = ["ParameterRegistry", "WeightStream"]

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from offload_strategy.errors import ConfigError
+from offload_strategy.parameters.guarded import GuardedParameter
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
@@ -92,6 +93,8 @@ class ParameterRegistry:
         storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         for module in list(self._modules):
             for tensor in itertools.chain(module.parameters(), module.buffers()):
+                if type(tensor) is GuardedParameter:
+                    continue  # its bytes may be elsewhere; the stream knows what is saved of it
                 for part in (tensor,) if type(tensor) in _PLAIN else _parts(tensor):
                     storage = _storage(part)
                     if storage is not None:

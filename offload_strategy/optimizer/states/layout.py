@@ -74,12 +74,17 @@ def packable(tensor: object) -> bool:
     """Whether a value is a dense strided tensor that fills its own memory without gaps."""
     return (
         isinstance(tensor, torch.Tensor)
-        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and _is_plain(type(tensor))
         and tensor.layout is torch.strided
         and tensor.dim() > 0
         and tensor.numel() > 0
         and _is_dense(tensor)
     )
+
+
+def _is_plain(kind: type) -> bool:
+    """Whether tensors of a class are plain ones; those that are guarded say so."""
+    return kind in (torch.Tensor, torch.nn.Parameter) or getattr(kind, "stands_for_plain", False)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -47,6 +47,14 @@ class Piece:
         return self.parameter if self.rows is None else self.of(self.parameter.detach())
 
     @property
+    def form(self) -> torch.Tensor:
+        """A tensor on the meta device with the shape, strides and dtype of `values`."""
+        whole = self.parameter
+        return self.of(
+            torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device="meta")
+        )
+
+    @property
     def numel(self) -> int:
         """Elements of it."""
         if self.rows is None:
@@ -98,7 +106,7 @@ def joined(pieces: Sequence[Piece], states: Sequence[dict[str, Any]]) -> dict[st
         return states[0]
     state = {}
     for name, first in states[0].items():
-        cut = isinstance(first, torch.Tensor) and first.shape == pieces[0].values.shape
+        cut = isinstance(first, torch.Tensor) and first.shape == pieces[0].form.shape
         state[name] = torch.cat([each[name] for each in states]) if cut else first
     return state
 

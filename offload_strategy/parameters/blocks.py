@@ -1,0 +1,106 @@
+"""Cutting a model into the blocks whose weights come and go together.
+
+Layers that repeat are found by themselves: the members of a `ModuleList` or `Sequential` with two
+or more parameterised children of one class, at the outermost level. What lies outside of them, an
+embedding or a head, is a block of its own where it holds a large parameter itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from offload_strategy.errors import ConfigError
+
+@dataclass(eq=False)
+class Block:
+    """Modules whose weights come and go together.
+
+    Args:
+        name: of the module, as in `named_modules`.
+        module: during whose forward the weights are needed.
+        parameters: names, and the parameters that leave; tied ones are in several blocks.
+    """
+
+    name: str
+    module: nn.Module
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+
+
+def cut_into_blocks(
+    model: nn.Module,
+    classes: Collection[str] = (),
+    choose: Callable[[str, nn.Module], bool] | None = None,
+    min_bytes: int = 0,
+) -> list[Block]:
+    """The blocks of a model, in the order in which its modules are registered.
+
+    Args:
+        model: on any device; meta is fine.
+        classes: names of module classes of which each instance is a block, besides what repeats.
+        choose: says of a module, by its name, whether it is a block; nothing is found by itself
+            then but what it leaves over.
+        min_bytes: smaller parameters stay in memory.
+
+    Raises:
+        ConfigError: a class is named that the model has not; a parameter cannot leave.
+    """
+    known = {type(module).__name__ for module in model.modules()}
+    for name in classes:
+        if name not in known:
+            raise ConfigError(
+                f"parameters.blocks: the model has no module of class {name!r}; it has "
+                f"{', '.join(sorted(known))}."
+            )
+    blocks = [
+        Block(name, module, _leaving(module.named_parameters(prefix=name), min_bytes))
+        for name, module in _roots(model, classes, choose)
+    ]
+    covered = {id(inner) for block in blocks for inner in block.module.modules()}
+    for name, module in model.named_modules():
+        if id(module) not in covered:
+            own = module.named_parameters(prefix=name, recurse=False)
+            blocks.append(Block(name or type(model).__name__, module, _leaving(own, min_bytes)))
+    order = {id(module): place for place, module in enumerate(model.modules())}
+    blocks = [block for block in blocks if block.parameters]
+    return sorted(blocks, key=lambda block: order[id(block.module)])
+
+
+def _roots(
+    model: nn.Module,
+    classes: Collection[str],
+    choose: Callable[[str, nn.Module], bool] | None,
+    prefix: str = "",
+) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost modules that are blocks."""
+    repeated = set() if choose is not None else _repeated(model)
+    for name, child in model.named_children():
+        path = f"{prefix}{name}"
+        chosen = choose is not None and choose(path, child)
+        if chosen or type(child).__name__ in classes or id(child) in repeated:
+            yield path, child
+        else:
+            yield from _roots(child, classes, choose, f"{path}.")
+
+
+def _repeated(module: nn.Module) -> set[int]:
+    """Children of a container that have parameters, and siblings of the same class."""
+    if not isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+        return set()
+    by_class: dict[type, list[nn.Module]] = {}
+    for child in module.children():
+        if next(child.parameters(), None) is not None:
+            by_class.setdefault(type(child), []).append(child)
+    return {id(child) for alike in by_class.values() if len(alike) > 1 for child in alike}
+
+
+def _leaving(named: Iterator[tuple[str, nn.Parameter]], min_bytes: int) -> dict[str, nn.Parameter]:
+    return {
+        name: parameter
+        for name, parameter in named
+        if type(parameter) is nn.Parameter
+        and parameter.is_contiguous()  # autograd lays gradients out as the parameter is
+        and parameter.numel() * parameter.element_size() >= min_bytes
+    }

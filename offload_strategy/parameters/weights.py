@@ -1,0 +1,209 @@
+"""One streamed weight: where its bytes are, and whether they changed since they were written."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from offload_strategy.errors import OffloadError
+from offload_strategy.heap import Heap, Ticket, TicketState, Tier
+from offload_strategy.parameters.guarded import forget, guard, nothing_like, place_bytes, unguard
+
+_CLIENT = "parameters"
+#: A storage that only the parameter has: its Python object, and the tensor's own reference.
+_ALONE = 2
+
+
+class StreamedWeight:
+    """A parameter whose bytes are in the heap while they are not in memory.
+
+    Args:
+        name: in the model, for messages.
+        parameter: dense; it is not kept alive.
+        heap: takes the bytes.
+        tiers: where they may go, in order.
+        touched: called when somebody touches the parameter out of its block's turn.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        heap: Heap,
+        tiers: Sequence[Tier],
+        touched: Callable[[StreamedWeight], None],
+    ) -> None:
+        self.name = name
+        self.nbytes = parameter.numel() * parameter.element_size()
+        self.device = parameter.device
+        #: On the meta device, with its shape, strides and dtype.
+        self.form = torch.empty_strided(
+            parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta"
+        )
+        #: How many turns it takes part in at present.
+        self.turns = 0
+        #: Whether it must stay until the step ends: autograd may have saved it itself.
+        self.bound = False
+        self._parameter = weakref.ref(parameter)
+        self._heap = heap
+        self._tiers = list(tiers)
+        self._touched = touched
+        self._ticket: Ticket | None = None
+        self._nothing = nothing_like(self.form, parameter.device)
+        self._here = True
+        # What the bytes in memory have beyond those of the ticket: a version, or a touch.
+        self._version = -1
+        self._maybe_changed = True
+        guard(parameter, self)
+
+    # ------------------------------------------------------------------ state
+    @property
+    def parameter(self) -> nn.Parameter | None:
+        """The parameter, while it lives."""
+        return self._parameter()
+
+    @property
+    def here(self) -> bool:
+        """Whether the bytes are in memory."""
+        return self._here
+
+    @property
+    def storage_key(self) -> int:
+        """Of the storage in which the bytes are at present."""
+        parameter = self._alive()
+        with torch._C.DisableTorchFunctionSubclass():
+            return int(parameter.untyped_storage()._cdata)
+
+    @property
+    def storage_offset(self) -> int:
+        """Where in that storage they begin, in elements."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return int(self._alive().storage_offset())
+
+    def values(self) -> torch.Tensor:
+        """The bytes as a plain tensor that shares the parameter's version; they must be here."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._alive().detach()
+
+    def _alive(self) -> nn.Parameter:
+        parameter = self._parameter()
+        if parameter is None:
+            raise OffloadError(f"the parameter {self.name!r} is gone; attach the model again.")
+        return parameter
+
+    # ------------------------------------------------------------------ turns
+    def begin_turn(self) -> None:
+        """The bytes are needed from now on: bring them, and lift the guard."""
+        self.bring()
+        self.turns += 1
+        if self.turns == 1:
+            unguard(self._alive())
+
+    def end_turn(self) -> None:
+        """The end of what `begin_turn` began."""
+        self.turns -= 1
+        parameter = self._parameter()
+        if self.turns == 0 and parameter is not None:
+            guard(parameter, self)
+
+    def begin_touch(self) -> None:
+        """Somebody needs, and may change, the bytes out of turn, until `end_turn`."""
+        self._touched(self)
+        self.begin_turn()
+        self.note_change()
+
+    def note_change(self) -> None:
+        """The bytes may be others from now on than those of the ticket."""
+        self._maybe_changed = True
+
+    # ------------------------------------------------------------------ moving
+    def fetch(self) -> bool:
+        """Begin to bring the bytes; False for want of memory."""
+        ticket = self._ticket
+        return self._here or ticket is None or self._heap.prefetch(ticket)
+
+    def bring(self) -> bool:
+        """Bring the bytes; whether they were away.
+
+        Raises:
+            StorageError: they cannot be read; they are away as before.
+        """
+        if self._here:
+            return False
+        ticket = self._ticket
+        assert ticket is not None
+        stored = ticket.state in (TicketState.STORED, TicketState.LOADING) or bool(
+            ticket.entry.stripes and ticket.state is TicketState.IN_MEMORY
+        )
+        if stored:
+            flat = self._heap.private(ticket)
+        else:  # on its way out, or in a tier of host memory: as it is, without a copy
+            flat = self._heap.take(ticket)
+            self._ticket = None
+        parameter = self._alive()
+        values = torch.empty(0, dtype=self.form.dtype, device=flat.device).set_(
+            flat.untyped_storage(),
+            flat.storage_offset() // self.form.element_size(),
+            self.form.shape,
+            self.form.stride(),
+        )
+        place_bytes(parameter, values)
+        self._version = parameter._version
+        self._maybe_changed = False
+        self._here = True
+        return True
+
+    def may_go(self) -> bool:
+        """Whether nobody else has the bytes."""
+        parameter = self._parameter()
+        if parameter is None:
+            return True
+        if not self._here or self.turns or self.bound:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            storage = parameter.untyped_storage()
+        return int(torch._C._storage_Use_Count(storage._cdata)) <= _ALONE
+
+    def send(self) -> None:
+        """Let the bytes go; what changed is written. To be called when they may."""
+        parameter = self._parameter()
+        if parameter is None or not self._here:
+            return
+        changed = self._maybe_changed or parameter._version != self._version
+        if changed or self._ticket is None:
+            ticket = self._heap.put(
+                self._bytes(parameter),
+                _CLIENT,
+                self._tiers,
+                whole_pages=True,
+                calm=self.device.type == "cpu",
+            )
+            if self._ticket is not None:
+                self._heap.free(self._ticket)
+            self._ticket = ticket
+        place_bytes(parameter, self._nothing)
+        self._here = False
+
+    def _bytes(self, parameter: nn.Parameter) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            flat = torch.empty(0, dtype=torch.uint8, device=parameter.device)
+            start = parameter.storage_offset() * parameter.element_size()
+            return flat.set_(parameter.untyped_storage(), start, (self.nbytes,), (1,))
+
+    def close(self, *, restore: bool) -> None:
+        """Give the ticket up.
+
+        Args:
+            restore: bring the bytes back before; else the parameter has NaN from now on.
+        """
+        parameter = self._parameter()
+        if parameter is not None:
+            if restore:
+                self.bring()
+            forget(parameter)
+        ticket, self._ticket = self._ticket, None
+        if ticket is not None:
+            self._heap.free(ticket)
