@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, overload
 
@@ -20,14 +21,18 @@ from torch.optim import Optimizer
 from offload_strategy.activations import ActivationOffload, ForwardHooks
 from offload_strategy.config import ConfigSource, OffloadConfig
 from offload_strategy.errors import ConfigError, OffloadError
+from offload_strategy.memory import available_bytes
 from offload_strategy.optimizer import OffloadedOptimizer, Precision, check_supported
-from offload_strategy.parameters import ParameterRegistry, WeightStream
+from offload_strategy.parameters import ParameterRegistry, WeightStream, save_shards
 from offload_strategy.planning import optimizer_need, shortfall, spare_memory_advice
 from offload_strategy.resources import Resources
 from offload_strategy.telemetry import CLIENTS, Direction, Recorder, get_logger, write_trace
+from offload_strategy.units import MiB, format_size
 
 logger = get_logger(__name__)
 
+#: Weights come back at `close` if they take no more than this share of the memory that is free.
+_RESTORED_SHARE = 0.8
 _SECONDS_PER_YEAR = 365.25 * 24 * 3600
 
 
@@ -94,6 +99,8 @@ class OffloadEngine:
             raise ConfigError("attach: pass a model, an optimizer, or both.")
         if model is not None and not isinstance(model, nn.Module):
             raise ConfigError(f"attach: expected a torch.nn.Module, got {type(model).__name__}.")
+        if self._stream is not None and model is not None:
+            self._stream.fill(model, self._device)
         wrapped = None if optimizer is None else self._wrap(optimizer)
         if wrapped is not None and self._stream is not None:
             stream = self._stream
@@ -116,7 +123,8 @@ class OffloadEngine:
         if any(p.is_meta for p in model.parameters()):
             raise ConfigError(
                 f"attach: parameters of this {type(model).__name__} are on the meta device. "
-                f"Materialise them first (model.to_empty(device=...) and load weights)."
+                f"Materialise them first (model.to_empty(device=...) and load weights), or have "
+                f"them streamed (parameters.enabled: true)."
             )
         self._registry.add_module(model)
         self._note_device(model.parameters())
@@ -185,6 +193,50 @@ class OffloadEngine:
         if self._stream is not None:
             self._stream.detach(model)
         self._registry.remove_module(model)
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Make a model inside that need not fit: its weights leave as soon as others are made.
+
+        With ``parameters.enabled``; without it, a model is made as ever. The weights are those of
+        a plain build, to the last bit.
+        """
+        self._check_open()
+        if self._stream is None:
+            yield
+            return
+        with self._stream.building():
+            yield
+
+    def save_weights(
+        self, model: nn.Module, directory: str | os.PathLike[str], shard_bytes: int = 256 * MiB
+    ) -> list[Path]:
+        """Save a model as safetensors, without ever having more than a shard of it in memory.
+
+        Transformers' `from_pretrained` takes the directory as it is (with the `config.json` of its
+        own). A file is replaced when the new one is on the disk.
+
+        Args:
+            model: attached or not.
+            directory: is made if it is not there.
+            shard_bytes: of one file at most, unless one tensor is larger.
+
+        Returns:
+            The files with tensors.
+
+        Raises:
+            ConfigError: safetensors are not installed.
+            StorageError: a file cannot be written.
+        """
+        self._check_open()
+        # Not torch.Tensor.detach, which state_dict() calls: that would bring every weight back.
+        tensors = {
+            name: value
+            for name, value in model.state_dict(keep_vars=True).items()
+            if isinstance(value, torch.Tensor)
+        }
+        read = _as_it_is if self._stream is None else self._stream.read
+        return save_shards(tensors, Path(directory), shard_bytes, read)
 
     # ------------------------------------------------------------------ the loop
     @contextmanager
@@ -320,13 +372,25 @@ class OffloadEngine:
         for reference, hooks in self._hooks.values():
             hooks.remove()
             if (model := reference()) is not None:
-                if self._stream is not None:
-                    self._stream.detach(model)
                 self._registry.remove_module(model)
         self._hooks.clear()
         for optimizer in list(self._optimizers):
             self._unwrap(optimizer)
+        if self._stream is not None and not self.closed:
+            self._close_stream(self._stream)
         self._finalizer()
+
+    def _close_stream(self, stream: WeightStream) -> None:
+        missing, free = stream.nbytes_away(), available_bytes()
+        fits = missing < _RESTORED_SHARE * free
+        if not fits:
+            logger.warning(
+                "close: %s of weights are on tiers and would not fit into the %s of memory that "
+                "are free; they are given up, and the model's parameters are NaN from now on.",
+                format_size(missing),
+                format_size(free),
+            )
+        stream.close(restore=fits)
 
     def __enter__(self) -> Self:
         return self
@@ -373,8 +437,14 @@ class OffloadEngine:
             self._resources.heap,
             self._resources.clients["parameters"],
             blocks_in_flight=section.blocks_in_flight,
+            classes=section.blocks,
             min_bytes=section.min_size,
         )
+
+
+@contextmanager
+def _as_it_is(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield tensor.detach()
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:

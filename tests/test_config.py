@@ -305,6 +305,11 @@ class TestRefusedValues:
             ({"io": {"backend": "tape"}}, "io.backend", "'deepnvme'"),
             ({"io": {"backend": "deepnvme"}}, "io", "needs checksum: true"),
             ({"memory": {"pinned": 0}}, "memory.pinned", "at least 1 B"),
+            (
+                {"parameters": {"blocks_in_flight": 0}},
+                "parameters.blocks_in_flight",
+                "greater than or equal to 1",
+            ),
         ],
     )
     def test_a_wrong_value_is_refused_with_its_place_and_what_is_allowed(
@@ -314,19 +319,6 @@ class TestRefusedValues:
         assert message.startswith(f"the given mapping: {where}: ")
         assert words in message
         assert "pydantic" not in message
-
-    @pytest.mark.parametrize(
-        ("sections", "instead"),
-        [
-            ({"parameters": {"enabled": True}}, "enabled: false"),
-        ],
-    )
-    def test_what_this_version_lacks_is_refused_and_says_what_to_use(
-        self, sections: dict[str, Any], instead: str
-    ) -> None:
-        message = refusal(sections)
-        assert "not available in this version" in message
-        assert f"use {instead}" in message
 
     def test_all_problems_are_in_one_message(self) -> None:
         message = refusal({"activations": {"min_sise": 1}, "io": {"threads": 0}})

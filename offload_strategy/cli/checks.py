@@ -184,39 +184,6 @@ def check_memory(
     return ok("memory", found)
 
 
-def memory_cgroup_limit(root: Path = Path("/")) -> int | None:
-    """Bytes that this process's memory cgroups allow: the least on the way up, None if unlimited.
-
-    Args:
-        root: where /proc and /sys are.
-    """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    limits = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2
-            base, file = root / "sys/fs/cgroup", "memory.max"
-        elif "memory" in controllers.split(","):
-            base, file = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
-        else:
-            continue
-        folder = base / path.lstrip("/")
-        # In a container the path is the host's, and what is mounted is the container's own group.
-        for place in (folder, *folder.parents):
-            if not place.is_relative_to(base):
-                break
-            try:
-                text = (place / file).read_text().strip()
-            except OSError:
-                continue
-            if text.isdecimal() and int(text) < 1 << 60:  # version 1 says "no limit" as 2^63
-                limits.append(int(text))
-    return min(limits, default=None)
-
-
 def check_huge_pages(
     file: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled"),
 ) -> Check:

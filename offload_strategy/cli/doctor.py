@@ -14,6 +14,7 @@ from offload_strategy.cli import checks, path_checks
 from offload_strategy.cli.checks import Check, Status
 from offload_strategy.config import OffloadConfig
 from offload_strategy.errors import ConfigError
+from offload_strategy.memory import memory_cgroup_limit
 
 
 def add_parser(commands: Any) -> None:
@@ -102,7 +103,7 @@ def _memory(config: OffloadConfig, has_torch: bool) -> Iterator[Check]:
         processes=processes,
         total=memory.total,
         available=memory.available,
-        limit=checks.memory_cgroup_limit(),
+        limit=memory_cgroup_limit(),
     )
     yield checks.check_huge_pages()
     yield checks.check_locked_memory(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import yaml
 from pydantic import (
@@ -207,7 +207,10 @@ class ParametersConfig(_Client):
     """Whether weights are moved."""
     tiers: _TierNames = None
     blocks_in_flight: int = Field(default=2, ge=1)
-    """Blocks of the model that are on the device at a time."""
+    """Blocks of the model in memory at a time: the one that computes, and those on their way."""
+    blocks: list[str] = Field(default_factory=list)
+    """Names of module classes of which each instance is a block. Layers that repeat are found by
+    themselves, and so are large parameters outside of them."""
     min_size: Size = 256 * KiB
     """Bytes below which a parameter (a norm, a bias) stays in memory."""
 
@@ -371,7 +374,3 @@ class OffloadConfig(_Section):
             BaseModel.__init__(self, **sections)
         except ValidationError as error:
             raise ConfigError(describe(error, OffloadConfig, label)) from None
-
-
-def _not_in_this_version(what: str, instead: str) -> NoReturn:
-    raise ValueError(f"{what} is not available in this version: {instead}")

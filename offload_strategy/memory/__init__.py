@@ -1,6 +1,13 @@
 """Page-aligned host buffers of exactly the size asked for, recycled under one budget."""
 
 from offload_strategy.memory.buffers import HostBuffer
+from offload_strategy.memory.limits import available_bytes, memory_cgroup_limit
 from offload_strategy.memory.pool import BufferPool, MemoryUsage
 
-__all__ = ["BufferPool", "HostBuffer", "MemoryUsage"]
+__all__ = [
+    "BufferPool",
+    "HostBuffer",
+    "MemoryUsage",
+    "available_bytes",
+    "memory_cgroup_limit",
+]

@@ -9,6 +9,7 @@ the blocks in memory the one that is expected last goes first.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,9 +23,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload_strategy.heap import Heap, Tier
 from offload_strategy.parameters.blocks import Block, cut_into_blocks
+from offload_strategy.parameters.building import (
+    initialise,
+    modules_to_fill,
+    watched_registration,
+)
 from offload_strategy.parameters.order import BlockOrder
 from offload_strategy.parameters.saved import SavedWeight
 from offload_strategy.parameters.weights import StreamedWeight
+from offload_strategy.units import MiB
+
+
+#: Weights that were touched out of turn and may stay beside the one that is touched now.
+_STRAY_BYTES = 64 * MiB
 
 
 class WeightStream:
@@ -34,16 +45,24 @@ class WeightStream:
         heap: takes the bytes.
         tiers: where they may go, in order.
         blocks_in_flight: in memory at a time, or on their way there.
+        classes: names of module classes of which each instance is a block; see `cut_into_blocks`.
         min_bytes: smaller parameters stay in memory.
     """
 
     def __init__(
-        self, heap: Heap, tiers: Sequence[Tier], *, blocks_in_flight: int, min_bytes: int
+        self,
+        heap: Heap,
+        tiers: Sequence[Tier],
+        *,
+        blocks_in_flight: int,
+        min_bytes: int,
+        classes: Sequence[str] = (),
     ) -> None:
         self._heap = heap
         self._tiers = list(tiers)
         self._most = blocks_in_flight
         self._min_bytes = min_bytes
+        self._classes = list(classes)
         self._order = BlockOrder()
         self._lock = threading.RLock()
         self._weights: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -52,33 +71,92 @@ class WeightStream:
         self._by_storage: dict[int, StreamedWeight] = {}
         # Blocks with weights in memory, the one that was needed longest ago first.
         self._here: dict[Block, None] = {}
+        # Weights that came back out of turn, the one that was touched longest ago first.
+        self._strays: dict[StreamedWeight, None] = {}
+        self._building = False
         self._handles: dict[int, list[RemovableHandle]] = {}
         #: Weights that were touched out of turn.
         self.touches = 0
 
     # ------------------------------------------------------------------ models
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Let weights leave while models are made inside; see building.py."""
+
+        def register(name: str, parameter: nn.Parameter) -> None:
+            with self._lock:
+                weight = self._stream(name, parameter)
+                self._strays[weight] = None
+                self._send_strays(weight)
+
+        self._building = True
+        try:
+            with watched_registration(register, max(1, self._min_bytes)):
+                yield
+        finally:
+            self._building = False
+            with self._lock:
+                self._send_strays()
+
+    def fill(self, model: nn.Module, device: torch.device) -> None:
+        """Make the parameters of a model that are on the meta device, module by module.
+
+        Raises:
+            ConfigError: a module cannot initialise itself.
+        """
+        for module in modules_to_fill(model):
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.is_meta:
+                    made = nn.Parameter(
+                        torch.empty_like(parameter, device=device), parameter.requires_grad
+                    )
+                    torch.utils.swap_tensors(parameter, made)  # optimizers have it already
+                    if made.is_meta and parameter.is_contiguous() and self._leaves(parameter):
+                        self._strays[self._stream(name, parameter)] = None
+            initialise(module)
+            with self._lock:
+                self._send_strays()
+
+    def _leaves(self, parameter: nn.Parameter) -> bool:
+        return parameter.nbytes >= max(1, self._min_bytes)
+
+    def _stream(self, name: str, parameter: nn.Parameter) -> StreamedWeight:
+        """The weight of a parameter, made when it is new."""
+        weight = self._weights.get(parameter)
+        if weight is None:
+            touched = _weakly(self._touched)
+            weight = StreamedWeight(name, parameter, self._heap, self._tiers, touched)
+            self._weights[parameter] = weight
+        weight.name = name
+        return weight
+
     def attach(self, model: nn.Module) -> None:
         """Send a model's weights out, and bring them whenever a block computes."""
-        blocks = cut_into_blocks(model, min_bytes=self._min_bytes)
+        blocks = cut_into_blocks(model, self._classes, min_bytes=self._min_bytes)
         handles: list[RemovableHandle] = []
         self._blocks[id(model)], self._handles[id(model)] = blocks, handles
         for block in blocks:
             for name, parameter in block.parameters.items():
-                weight = self._weights.get(parameter)
-                if weight is None:
-                    touched = _weakly(self._touched)
-                    weight = StreamedWeight(name, parameter, self._heap, self._tiers, touched)
-                    self._weights[parameter] = weight
+                weight = self._stream(name, parameter)
                 self._homes.setdefault(id(weight), []).append(block)
             self._here[block] = None
+            with self._lock:
+                self._make_room(self._most)
             hook = _BlockHooks(self, block)
             handles.append(block.module.register_forward_pre_hook(hook.before, prepend=True))
             handles.append(block.module.register_forward_hook(hook.after, always_call=True))
         with self._lock:
             self._make_room(0)
+            self._send_strays()
 
     def detach(self, model: nn.Module, *, restore: bool = True) -> None:
-        """Bring a model's weights back and leave it alone."""
+        """Leave a model alone.
+
+        Args:
+            model: that was attached.
+            restore: bring its weights back, which must fit into memory then. Else it has NaN from
+                now on.
+        """
         for handle in self._handles.pop(id(model), ()):
             handle.remove()
         for block in self._blocks.pop(id(model), ()):
@@ -141,7 +219,34 @@ class WeightStream:
         with self._lock:
             for weight in list(self._weights.values()):
                 weight.bound = False
+            self._send_strays()
             self._make_room(self._most)
+
+    def nbytes_away(self) -> int:
+        """Bytes of all weights that are not in memory."""
+        return sum(weight.nbytes for weight in self._weights.values() if not weight.here)
+
+    def close(self, *, restore: bool) -> None:
+        """Leave every parameter alone; see `detach`."""
+        for handle in itertools.chain.from_iterable(self._handles.values()):
+            handle.remove()
+        for weight in list(self._weights.values()):
+            weight.close(restore=restore)
+        for known in (self._handles, self._blocks, self._homes, self._by_storage):
+            known.clear()
+        self._weights.clear()
+        self._here.clear()
+        self._strays.clear()
+
+    @contextmanager
+    def read(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The values of any tensor, streamed or not, to be read within."""
+        weight = self._weights.get(tensor)
+        if weight is None:
+            yield tensor.detach()
+            return
+        with self._lock, weight.read() as values:
+            yield values
 
     # ------------------------------------------------------------------ autograd
     def save(self, tensor: torch.Tensor) -> SavedWeight | None:
@@ -220,14 +325,28 @@ class WeightStream:
     def _touched(self, weight: StreamedWeight) -> None:
         self.touches += 1
         with self._lock:
-            block = self._homes[id(weight)][0]
-            if not weight.here:
-                self._make_room(self._most, keep=block)
-                weight.bring()
-            if torch.is_grad_enabled():
+            self._strays.pop(weight, None)
+            self._strays[weight] = None
+            self._send_strays(weight)
+            if torch.is_grad_enabled() and not self._building:
                 # Autograd may save the parameter itself, and would find what stands for it.
                 weight.bound = True
-            self._here[block] = None
+
+    def _send_strays(self, keep: StreamedWeight | None = None) -> None:
+        """Let weights go that came out of turn; beside one that is needed, some may stay."""
+        room = 0 if keep is None else max(keep.nbytes, _STRAY_BYTES)
+        held = sum(weight.nbytes for weight in self._strays)
+        for weight in list(self._strays):
+            if held <= room:
+                return
+            if weight is keep:
+                continue
+            if weight.may_go():
+                weight.send()
+            elif weight.here:
+                continue
+            held -= weight.nbytes
+            del self._strays[weight]
 
 
 class _BlockHooks:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -37,12 +38,7 @@ class StreamedWeight:
         touched: Callable[[StreamedWeight], None],
     ) -> None:
         self.name = name
-        self.nbytes = parameter.numel() * parameter.element_size()
-        self.device = parameter.device
-        #: On the meta device, with its shape, strides and dtype.
-        self.form = torch.empty_strided(
-            parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta"
-        )
+        self._take_form(parameter)
         #: How many turns it takes part in at present.
         self.turns = 0
         #: Whether it must stay until the step ends: autograd may have saved it itself.
@@ -52,12 +48,20 @@ class StreamedWeight:
         self._tiers = list(tiers)
         self._touched = touched
         self._ticket: Ticket | None = None
-        self._nothing = nothing_like(self.form, parameter.device)
         self._here = True
         # What the bytes in memory have beyond those of the ticket: a version, or a touch.
         self._version = -1
         self._maybe_changed = True
         guard(parameter, self)
+
+    def _take_form(self, parameter: torch.Tensor) -> None:
+        self.nbytes = parameter.numel() * parameter.element_size()
+        self.device = parameter.device
+        #: On the meta device, with its shape, strides and dtype.
+        self.form = torch.empty_strided(
+            parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta"
+        )
+        self._nothing = nothing_like(self.form, parameter.device)
 
     # ------------------------------------------------------------------ state
     @property
@@ -144,13 +148,7 @@ class StreamedWeight:
             flat = self._heap.take(ticket)
             self._ticket = None
         parameter = self._alive()
-        values = torch.empty(0, dtype=self.form.dtype, device=flat.device).set_(
-            flat.untyped_storage(),
-            flat.storage_offset() // self.form.element_size(),
-            self.form.shape,
-            self.form.stride(),
-        )
-        place_bytes(parameter, values)
+        place_bytes(parameter, self._seen_in(flat))
         self._version = parameter._version
         self._maybe_changed = False
         self._here = True
@@ -165,6 +163,11 @@ class StreamedWeight:
             return False
         with torch._C.DisableTorchFunctionSubclass():
             storage = parameter.untyped_storage()
+            form = (parameter.shape, parameter.dtype, parameter.device)
+            if form != (self.form.shape, self.form.dtype, self.device):
+                self._take_form(parameter)  # model.to(...) has given it other values
+            if not parameter.is_contiguous():
+                return False
         return int(torch._C._storage_Use_Count(storage._cdata)) <= _ALONE
 
     def send(self) -> None:
@@ -192,6 +195,29 @@ class StreamedWeight:
             flat = torch.empty(0, dtype=torch.uint8, device=parameter.device)
             start = parameter.storage_offset() * parameter.element_size()
             return flat.set_(parameter.untyped_storage(), start, (self.nbytes,), (1,))
+
+    @contextmanager
+    def read(self) -> Iterator[torch.Tensor]:
+        """The values, which must not be changed; they stay where they are."""
+        ticket = self._ticket
+        if self._here or ticket is None:
+            yield self.values()
+            return
+        flat = self._heap.get(ticket)
+        try:
+            yield self._seen_in(flat)
+        finally:
+            del flat
+            self._heap.evict(ticket)
+
+    def _seen_in(self, flat: torch.Tensor) -> torch.Tensor:
+        """Bytes as a tensor of the parameter's form."""
+        return torch.empty(0, dtype=self.form.dtype, device=flat.device).set_(
+            flat.untyped_storage(),
+            flat.storage_offset() // self.form.element_size(),
+            self.form.shape,
+            self.form.stride(),
+        )
 
     def close(self, *, restore: bool) -> None:
         """Give the ticket up.

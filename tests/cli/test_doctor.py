@@ -19,6 +19,7 @@ from offload_strategy.cli.path_checks import (
     check_together,
 )
 from offload_strategy.config import OffloadConfig
+from offload_strategy.memory import memory_cgroup_limit
 from offload_strategy.units import GiB, MiB
 from tests.storage.loop_disk import loop_disk
 
@@ -201,7 +202,7 @@ V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
 def test_the_least_limit_of_the_memory_cgroups_counts(
     files: dict[str, str], limit: int | None, tmp_path: Path
 ) -> None:
-    assert checks.memory_cgroup_limit(tree(tmp_path, files)) == limit
+    assert memory_cgroup_limit(tree(tmp_path, files)) == limit
 
 
 def test_a_real_memory_cgroup_is_read() -> None:
@@ -216,7 +217,7 @@ def test_a_real_memory_cgroup_is_read() -> None:
         (group / "memory.limit_in_bytes").write_text(str(64 * GiB))
         (group / "cgroup.procs").write_text(str(os.getpid()))
         try:
-            assert checks.memory_cgroup_limit() == 64 * GiB
+            assert memory_cgroup_limit() == 64 * GiB
         finally:
             (base / mine.lstrip("/") / "cgroup.procs").write_text(str(os.getpid()))
     finally:

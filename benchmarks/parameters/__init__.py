@@ -1,0 +1,1 @@
+"""Training models that are larger than memory."""

@@ -1,0 +1,121 @@
+"""Training a GPT whose weights, gradients and states are several times its memory.
+
+    python -m benchmarks.parameters [--dir DIR] [--limit 4GiB] [--width 2048] [--layers 26] ...
+
+In a memory group of that limit: plain PyTorch, which the system kills, and the same script with
+everything streamed. Each runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import describe_machine
+from benchmarks.memory_group import memory_group, why_not
+from benchmarks.parameters.subject import Job
+from offload_strategy.units import GiB, format_size, parse_size
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run it and print the tables; 0 if everything came out as it must."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.parameters", description=__doc__)
+    parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="on the disk")
+    parser.add_argument("--limit", default="4GiB", help="of the memory group")
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=26)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--overlap", default="eager", choices=("eager", "commit", "off"))
+    parser.add_argument("--pinned", default="1GiB", help="memory.pinned")
+    parser.add_argument("--no-plain", action="store_true", help="leave plain PyTorch out")
+    options = parser.parse_args(arguments)
+    why = why_not()
+    if why is not None:
+        print(f"cannot run here: {why}")
+        return 2
+    limit = parse_size(options.limit)
+    job = Job(
+        options.width,
+        options.layers,
+        sequence=options.sequence,
+        batch=options.batch,
+        steps=options.steps,
+        overlap=options.overlap,
+        pinned=options.pinned,
+    )
+    print(json.dumps(describe_machine(options.dir)))
+    good = True
+    if not options.no_plain:
+        status, events, peak = _run(job, limit, print)
+        print(
+            f"plain PyTorch within {format_size(limit)}: "
+            f"{'killed' if status == -9 else f'status {status}'} after "
+            f"{sum(e['event'] == 'step' for e in events)} steps, peak {format_size(peak)}"
+        )
+        good &= status == -9
+    with tempfile.TemporaryDirectory(prefix="bigger-than-memory-", dir=options.dir) as place:
+        saved = str(Path(place, "saved"))
+        status, events, peak = _run(replace(job, directory=place, saved=saved), limit, print)
+    steps = [event for event in events if event["event"] == "step"]
+    print(f"streamed within {format_size(limit)}: status {status}, peak {format_size(peak)}")
+    good &= status == 0 and len(steps) == job.steps and steps[-1]["loss"] < steps[0]["loss"]
+    return 0 if good else 1
+
+
+def _run(
+    job: Job, limit: int, say: Callable[[str], None]
+) -> tuple[int, list[dict[str, Any]], int]:
+    """Status, events and the group's peak in bytes of a run."""
+    events: list[dict[str, Any]] = []
+    with memory_group(limit) as group:
+        command = [sys.executable, "-m", "benchmarks.parameters.subject", json.dumps(asdict(job))]
+        process = subprocess.Popen(
+            group.command(command), stdout=subprocess.PIPE, text=True, cwd=_ROOT
+        )
+        assert process.stdout is not None
+        for line in process.stdout:
+            event = json.loads(line)
+            events.append(event)
+            say(_told(event))
+        status = process.wait()
+        return (-9 if status == 137 else status), events, group.peak_bytes()
+
+
+def _told(event: dict[str, Any]) -> str:
+    """An event as a line."""
+    kind = event["event"]
+    if kind == "start":
+        return f"{event['parameters']:,} parameters, made in {event['seconds']:.1f} s"
+    if kind == "step":
+        text = (
+            f"step {event['step']}: loss {event['loss']:.4f}, {event['seconds']:.2f} s (forward "
+            f"{event['forward']:.2f}, backward {event['backward']:.2f}, step "
+            f"{event['update']:.2f}; CPU {event['cpu_seconds']:.1f})"
+        )
+        if "read_bytes" in event:
+            stalls = ", ".join(
+                f"{name[:-6]} {event[name]:.2f}" for name in event if name.endswith("_stall")
+            )
+            text += (
+                f", read {event['read_bytes'] / GiB:.2f} GiB, written "
+                f"{event['written_bytes'] / GiB:.2f} GiB, stalls: {stalls}"
+            )
+        return text
+    if kind == "saved":
+        return f"saved {event['nbytes'] / GiB:.2f} GiB in {event['seconds']:.1f} s"
+    return f"peak of the process {format_size(event['peak_bytes'])}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""Building a model that does not fit: its weights leave while it is still being made.
+
+[Note: the same random numbers]
+A model is made by its own constructor, on its own device, in its own order, and initialises itself
+as it always does. Each parameter that a module registers is guarded from then on: when more of them
+are in memory than is allowed, those that were touched longest ago leave, and an initialisation that
+comes back to one (`model.apply(init)`) brings it back. So the weights are those of a plain build,
+to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from offload_strategy.errors import ConfigError
+
+Register = Callable[[str, nn.Parameter], None]
+
+
+@contextmanager
+def watched_registration(register: Register, min_bytes: int) -> Iterator[None]:
+    """Be told of each parameter that any module registers inside.
+
+    Args:
+        register: called with a name for messages and the parameter, whose values are still to come.
+        min_bytes: smaller ones are not told.
+    """
+
+    def noticed(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        plain = type(parameter) is nn.Parameter and not parameter.is_meta
+        if plain and parameter is not None and parameter.nbytes >= min_bytes:
+            register(f"{type(module).__name__}.{name}", parameter)
+
+    handle = register_module_parameter_registration_hook(noticed)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def modules_to_fill(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that have parameters on the meta device, inner ones first.
+
+    That is the order in which constructors initialise: a module's own values come after those of
+    the modules that it made.
+
+    Raises:
+        ConfigError: one of them cannot initialise itself.
+    """
+    found = [
+        (name, module)
+        for name, module in _inner_first(model)
+        if any(p is not None and p.is_meta for p in module._parameters.values())
+    ]
+    helpless = [
+        f"{name or '(the model)'} ({type(module).__name__})"
+        for name, module in found
+        if _initialiser(module) is None
+    ]
+    if helpless:
+        more = f" and {len(helpless) - 5} more" if len(helpless) > 5 else ""
+        raise ConfigError(
+            f"attach: parameters of {', '.join(helpless[:5])}{more} are on the meta device, and "
+            f"these modules have no reset_parameters() to fill them. Build the model within "
+            f"engine.building() instead, which runs the model's own initialisation."
+        )
+    for _, module in found:
+        yield module
+
+
+def initialise(module: nn.Module) -> None:
+    """Let a module fill its own parameters."""
+    fill = _initialiser(module)
+    assert fill is not None
+    fill()
+
+
+def _initialiser(module: nn.Module) -> Callable[[], None] | None:
+    for name in ("reset_parameters", "_reset_parameters"):
+        method = getattr(module, name, None)
+        if callable(method):
+            return method  # type: ignore[no-any-return]
+    return None
+
+
+def _inner_first(
+    module: nn.Module, name: str = "", seen: set[int] | None = None
+) -> Iterator[tuple[str, nn.Module]]:
+    seen = set() if seen is None else seen
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for child_name, child in module.named_children():
+        yield from _inner_first(child, f"{name}.{child_name}" if name else child_name, seen)
+    yield name, module
