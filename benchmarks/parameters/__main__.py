@@ -73,9 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if good else 1
 
 
-def _run(
-    job: Job, limit: int, say: Callable[[str], None]
-) -> tuple[int, list[dict[str, Any]], int]:
+def _run(job: Job, limit: int, say: Callable[[str], None]) -> tuple[int, list[dict[str, Any]], int]:
     """Status, events and the group's peak in bytes of a run."""
     events: list[dict[str, Any]] = []
     with memory_group(limit) as group:

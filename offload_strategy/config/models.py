@@ -201,7 +201,7 @@ class OptimizerConfig(_Client):
 
 
 class ParametersConfig(_Client):
-    """The weights, streamed through the device block by block. """
+    """The weights, streamed through the device block by block."""
 
     enabled: bool = False
     """Whether weights are moved."""

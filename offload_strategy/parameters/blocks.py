@@ -14,6 +14,7 @@ from torch import nn
 
 from offload_strategy.errors import ConfigError
 
+
 @dataclass(eq=False)
 class Block:
     """Modules whose weights come and go together.

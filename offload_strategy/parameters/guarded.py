@@ -49,14 +49,40 @@ def _getters(names: Iterable[str]) -> Iterator[Callable[..., Any]]:
 _HARMLESS: frozenset[Any] = frozenset(
     [
         *_getters(
-            """shape ndim dtype device layout requires_grad grad is_leaf grad_fn _version
-            is_sparse is_sparse_csr is_cpu is_cuda is_meta is_mps is_xpu is_quantized is_nested
-            is_mkldnn output_nr retains_grad _base _backward_hooks _post_accumulate_grad_hooks
-            itemsize nbytes name""".split()
+            [
+                "shape",
+                "ndim",
+                "dtype",
+                "device",
+                "layout",
+                "requires_grad",
+                "grad",
+                "is_leaf",
+                "grad_fn",
+                "_version",
+                "is_sparse",
+                "is_sparse_csr",
+                "is_cpu",
+                "is_cuda",
+                "is_meta",
+                "is_mps",
+                "is_xpu",
+                "is_quantized",
+                "is_nested",
+                "is_mkldnn",
+                "output_nr",
+                "retains_grad",
+                "_base",
+                "_backward_hooks",
+                "_post_accumulate_grad_hooks",
+                "itemsize",
+                "nbytes",
+                "name",
+            ]
         ),
         *(
             getattr(_Tensor, name).__set__
-            for name in "requires_grad grad _backward_hooks _post_accumulate_grad_hooks".split()
+            for name in ["requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks"]
         ),
         _Tensor.grad.__delete__,
         _Tensor.size,

@@ -3,40 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from offload_strategy.parameters.blocks import Block
+from offload_strategy.parameters.weights import StreamedWeight
+
+
+@dataclass(eq=False)
+class StreamedBlock:
+    """Weights that come and go together; does not keep the model alive.
+
+    Args:
+        name: of the module.
+        weights: of it; tied ones are in several blocks.
+    """
+
+    name: str
+    weights: list[StreamedWeight]
+
+
+_Key = tuple[StreamedBlock | None, StreamedBlock, bool]
 
 
 class BlockOrder:
     """What came next the last time.
 
-    Two blocks and whether gradients are computed tell forward from backward, and training from
-    validation; which blocks are used may change from one pass to the next (a mixture of experts):
-    then the last answer is a guess, and a wrong one costs time.
+    A block, the one before it and whether backward runs tell forward from backward. Which blocks
+    are used may change from one pass to the next (a mixture of experts, validation): then the last
+    answer is a guess, and a wrong one costs time.
     """
 
     def __init__(self) -> None:
-        self._next: dict[tuple[Block | None, Block | None, bool], Block] = {}
-        self._before: Block | None = None
-        self._latest: Block | None = None
-        self._key: tuple[Block | None, Block | None, bool] | None = None
+        self._next: dict[_Key, StreamedBlock] = {}
+        # Of the keys, those whose block was needed again before another: now, and the last time.
+        self._repeated: set[_Key] = set()
+        self._again: set[_Key] = set()
+        self._key: _Key | None = None
 
-    def needed(self, block: Block, *, training: bool) -> None:
+    def needed(self, block: StreamedBlock, *, backward: bool) -> None:
         """A block is needed now."""
-        if block is self._latest:
-            return
-        if self._key is not None:
-            self._next[self._key] = block
-        self._before, self._latest = self._latest, block
-        self._key = (self._before, block, training)
+        key = self._key
+        if key is not None:
+            if key[1] is block:
+                self._repeated.add(key)
+                return
+            self._next[key] = block
+            (self._again.add if key in self._repeated else self._again.discard)(key)
+            self._repeated.discard(key)
+        self._key = (None if key is None else key[1], block, backward)
 
-    def following(self, count: int) -> Iterator[Block]:
+    @property
+    def needed_again(self) -> bool:
+        """Whether the block that was needed last was needed twice in a row the last time."""
+        return self._key in self._again
+
+    def following(self, count: int) -> Iterator[StreamedBlock]:
         """The blocks that are expected next, at most `count` different ones."""
         key, found = self._key, 0
-        seen = {id(self._latest)}
+        if key is None:
+            return
+        seen = {id(key[1])}
         for _ in range(4 * count):
-            block = None if key is None else self._next.get(key)
-            if block is None or key is None:
+            block = self._next.get(key)
+            if block is None:
                 return
             if id(block) not in seen:
                 seen.add(id(block))

@@ -100,9 +100,7 @@ def _once(
     return {name: tensors[name] for name in first.values()}, same
 
 
-def _shards(
-    tensors: Mapping[str, torch.Tensor], most: int
-) -> Iterator[dict[str, torch.Tensor]]:
+def _shards(tensors: Mapping[str, torch.Tensor], most: int) -> Iterator[dict[str, torch.Tensor]]:
     shard: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in tensors.items():

@@ -9,11 +9,11 @@ the blocks in memory the one that is expected last goes first.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,17 +22,16 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload_strategy.heap import Heap, Tier
-from offload_strategy.parameters.blocks import Block, cut_into_blocks
+from offload_strategy.parameters.blocks import cut_into_blocks
 from offload_strategy.parameters.building import (
     initialise,
     modules_to_fill,
     watched_registration,
 )
-from offload_strategy.parameters.order import BlockOrder
+from offload_strategy.parameters.order import BlockOrder, StreamedBlock
 from offload_strategy.parameters.saved import SavedWeight
 from offload_strategy.parameters.weights import StreamedWeight
 from offload_strategy.units import MiB
-
 
 #: Weights that were touched out of turn and may stay beside the one that is touched now.
 _STRAY_BYTES = 64 * MiB
@@ -66,15 +65,14 @@ class WeightStream:
         self._order = BlockOrder()
         self._lock = threading.RLock()
         self._weights: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._blocks: dict[int, list[Block]] = {}
-        self._homes: dict[int, list[Block]] = {}  # id of a weight -> blocks
+        self._models: dict[int, _Attached] = {}
+        self._homes: dict[StreamedWeight, list[StreamedBlock]] = {}
         self._by_storage: dict[int, StreamedWeight] = {}
         # Blocks with weights in memory, the one that was needed longest ago first.
-        self._here: dict[Block, None] = {}
+        self._here: dict[StreamedBlock, None] = {}
         # Weights that came back out of turn, the one that was touched longest ago first.
         self._strays: dict[StreamedWeight, None] = {}
         self._building = False
-        self._handles: dict[int, list[RemovableHandle]] = {}
         #: Weights that were touched out of turn.
         self.touches = 0
 
@@ -104,16 +102,17 @@ class WeightStream:
         Raises:
             ConfigError: a module cannot initialise itself.
         """
-        for module in modules_to_fill(model):
-            for name, parameter in module._parameters.items():
-                if parameter is not None and parameter.is_meta:
-                    made = nn.Parameter(
-                        torch.empty_like(parameter, device=device), parameter.requires_grad
-                    )
-                    torch.utils.swap_tensors(parameter, made)  # optimizers have it already
-                    if made.is_meta and parameter.is_contiguous() and self._leaves(parameter):
-                        self._strays[self._stream(name, parameter)] = None
-            initialise(module)
+        for module in list(modules_to_fill(model)):
+            missing = {n: p for n, p in module._parameters.items() if p is not None and p.is_meta}
+            for name, parameter in missing.items():
+                made = nn.Parameter(
+                    torch.empty_like(parameter, device=device), parameter.requires_grad
+                )
+                torch.utils.swap_tensors(parameter, made)  # optimizers have it already
+                if parameter.is_contiguous() and self._leaves(parameter):
+                    self._strays[self._stream(name, parameter)] = None
+            if missing:  # else all of them are tied to what another module has filled
+                initialise(module)
             with self._lock:
                 self._send_strays()
 
@@ -132,19 +131,23 @@ class WeightStream:
 
     def attach(self, model: nn.Module) -> None:
         """Send a model's weights out, and bring them whenever a block computes."""
-        blocks = cut_into_blocks(model, self._classes, min_bytes=self._min_bytes)
-        handles: list[RemovableHandle] = []
-        self._blocks[id(model)], self._handles[id(model)] = blocks, handles
-        for block in blocks:
-            for name, parameter in block.parameters.items():
-                weight = self._stream(name, parameter)
-                self._homes.setdefault(id(weight), []).append(block)
+        attached = _Attached(weakref.ref(model, _weakly(self._forget)))
+        self._models[id(model)] = attached
+        for plan in cut_into_blocks(model, self._classes, min_bytes=self._min_bytes):
+            weights = [self._stream(name, p) for name, p in plan.parameters.items()]
+            block = StreamedBlock(plan.name, weights)
+            attached.blocks.append(block)
+            for weight in weights:
+                self._homes.setdefault(weight, []).append(block)
             self._here[block] = None
             with self._lock:
                 self._make_room(self._most)
-            hook = _BlockHooks(self, block)
-            handles.append(block.module.register_forward_pre_hook(hook.before, prepend=True))
-            handles.append(block.module.register_forward_hook(hook.after, always_call=True))
+            hooks = _BlockHooks(self, block)
+            module = plan.module
+            attached.handles += [
+                module.register_forward_pre_hook(hooks.before, prepend=True),
+                module.register_forward_hook(hooks.after, always_call=True),
+            ]
         with self._lock:
             self._make_room(0)
             self._send_strays()
@@ -157,33 +160,61 @@ class WeightStream:
             restore: bring its weights back, which must fit into memory then. Else it has NaN from
                 now on.
         """
-        for handle in self._handles.pop(id(model), ()):
-            handle.remove()
-        for block in self._blocks.pop(id(model), ()):
-            self._here.pop(block, None)
-            for parameter in block.parameters.values():
-                weight = self._weights.pop(parameter, None)
-                if weight is not None:
-                    self._homes.pop(id(weight), None)
-                    weight.close(restore=restore)
+        attached = self._models.pop(id(model), None)
+        if attached is not None:
+            self._leave(attached, restore=restore)
+
+    def _forget(self, model: weakref.ref[nn.Module]) -> None:
+        """A model died."""
+        for key in [key for key, known in self._models.items() if known.model is model]:
+            self._leave(self._models.pop(key), restore=False)
+
+    def _leave(self, attached: _Attached, *, restore: bool) -> None:
+        with self._lock:
+            for handle in attached.handles:
+                handle.remove()
+            for block in attached.blocks:
+                self._here.pop(block, None)
+                for weight in block.weights:
+                    if self._homes.pop(weight, None) is not None:
+                        self._close(weight, restore=restore)
+
+    def _close(self, weight: StreamedWeight, *, restore: bool) -> None:
+        self._strays.pop(weight, None)
+        parameter = weight.parameter
+        if parameter is not None:
+            self._weights.pop(parameter, None)
+        weight.close(restore=restore)
+
+    def nbytes_away(self) -> int:
+        """Bytes of all weights that are not in memory."""
+        return sum(weight.nbytes for weight in self._weights.values() if not weight.here)
+
+    def close(self, *, restore: bool) -> None:
+        """Leave every parameter alone; see `detach`."""
+        for attached in list(self._models.values()):
+            self._leave(attached, restore=restore)
+        self._models.clear()
+        for weight in list(self._weights.values()):  # built, and never attached
+            self._close(weight, restore=restore)
         self._by_storage.clear()
 
     # ------------------------------------------------------------------ turns
-    def begin(self, block: Block) -> None:
+    def begin(self, block: StreamedBlock) -> None:
         """A block computes: its weights must be here."""
         with self._lock:
             self._bring(block)
-            for weight in self._of(block):
+            for weight in block.weights:
                 weight.begin_turn()
                 self._by_storage[weight.storage_key] = weight
             self._fetch_ahead()
 
-    def end(self, block: Block) -> None:
+    def end(self, block: StreamedBlock) -> None:
         """A block has computed."""
         with self._lock:
-            for weight in self._of(block):
+            for weight in block.weights:
                 weight.end_turn()
-            if block not in self._order.following(self._most - 1):
+            if not self._order.needed_again:
                 self._send(block)
 
     @contextmanager
@@ -203,7 +234,8 @@ class WeightStream:
             begun = []
             try:
                 for weight in weights:
-                    self._here[self._homes[id(weight)][0]] = None
+                    for block in self._homes.get(weight, ())[:1]:
+                        self._here[block] = None
                     weight.begin_turn()
                     begun.append(weight)
                     if changes:
@@ -221,22 +253,6 @@ class WeightStream:
                 weight.bound = False
             self._send_strays()
             self._make_room(self._most)
-
-    def nbytes_away(self) -> int:
-        """Bytes of all weights that are not in memory."""
-        return sum(weight.nbytes for weight in self._weights.values() if not weight.here)
-
-    def close(self, *, restore: bool) -> None:
-        """Leave every parameter alone; see `detach`."""
-        for handle in itertools.chain.from_iterable(self._handles.values()):
-            handle.remove()
-        for weight in list(self._weights.values()):
-            weight.close(restore=restore)
-        for known in (self._handles, self._blocks, self._homes, self._by_storage):
-            known.clear()
-        self._weights.clear()
-        self._here.clear()
-        self._strays.clear()
 
     @contextmanager
     def read(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -266,7 +282,7 @@ class WeightStream:
 
     def _needed(self, weight: StreamedWeight) -> torch.Tensor:
         with self._lock:
-            block = self._homes[id(weight)][0]
+            block = self._homes[weight][0]
             if not weight.here:
                 self._bring(block, only=weight)
             else:
@@ -275,29 +291,26 @@ class WeightStream:
             return weight.values()
 
     # ------------------------------------------------------------------ coming and going
-    def _of(self, block: Block) -> list[StreamedWeight]:
-        return [self._weights[parameter] for parameter in block.parameters.values()]
-
-    def _note(self, block: Block) -> None:
-        self._order.needed(block, training=torch._C._current_graph_task_id() != -1)
+    def _note(self, block: StreamedBlock) -> None:
+        self._order.needed(block, backward=torch._C._current_graph_task_id() != -1)
         self._here.pop(block, None)
         self._here[block] = None
 
-    def _bring(self, block: Block, only: StreamedWeight | None = None) -> None:
+    def _bring(self, block: StreamedBlock, only: StreamedWeight | None = None) -> None:
         self._note(block)
         self._make_room(max(1, self._most - 1), keep=block)
-        for weight in self._of(block):
+        for weight in block.weights:
             weight.fetch()
-        for weight in self._of(block) if only is None else [only]:
+        for weight in block.weights if only is None else [only]:
             weight.bring()
 
     def _fetch_ahead(self) -> None:
         for block in self._order.following(self._most - 1):
-            for weight in self._of(block):
+            for weight in block.weights:
                 if not weight.fetch():
                     return
 
-    def _make_room(self, most: int, keep: Block | None = None) -> None:
+    def _make_room(self, most: int, keep: StreamedBlock | None = None) -> None:
         """Let blocks go until no more than so many are here."""
         soon = list(self._order.following(max(0, most - 1)))
         rest = [block for block in self._here if block is not keep and block not in soon]
@@ -306,10 +319,10 @@ class WeightStream:
                 return
             self._send(block)
 
-    def _send(self, block: Block) -> None:
+    def _send(self, block: StreamedBlock) -> None:
         """Let a block's weights go, as far as they may."""
         gone = True
-        for weight in self._of(block):
+        for weight in block.weights:
             if not weight.here:
                 continue
             key = weight.storage_key
@@ -349,23 +362,37 @@ class WeightStream:
             del self._strays[weight]
 
 
+@dataclass(eq=False)
+class _Attached:
+    """A model, and what was done to it."""
+
+    model: weakref.ref[nn.Module]
+    blocks: list[StreamedBlock] = field(default_factory=list)
+    handles: list[RemovableHandle] = field(default_factory=list)
+
+
 class _BlockHooks:
     """Forward hooks of one block. A copy of them does nothing: it belongs to one engine."""
 
-    def __init__(self, stream: WeightStream | None = None, block: Block | None = None) -> None:
+    def __init__(
+        self, stream: WeightStream | None = None, block: StreamedBlock | None = None
+    ) -> None:
         self._stream = None if stream is None else weakref.ref(stream)
         self._block = block
+        self._begun = 0
 
     def before(self, module: nn.Module, args: Any) -> None:
         """The block is about to compute."""
         stream = None if self._stream is None else self._stream()
         if stream is not None and self._block is not None:
             stream.begin(self._block)
+            self._begun += 1
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """The block has computed, or raised."""
+        """The block has computed, or raised; also when it never began."""
         stream = None if self._stream is None else self._stream()
-        if stream is not None and self._block is not None:
+        if stream is not None and self._block is not None and self._begun:
+            self._begun -= 1
             stream.end(self._block)
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
@@ -373,10 +400,11 @@ class _BlockHooks:
 
 
 def _weakly(method: Any) -> Any:
+    """Call a bound method, of one argument, without keeping its object alive."""
     reference = weakref.WeakMethod(method)
 
-    def call(weight: StreamedWeight) -> None:
+    def call(argument: Any) -> None:
         if (alive := reference()) is not None:
-            alive(weight)
+            alive(argument)
 
     return call

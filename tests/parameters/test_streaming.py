@@ -148,9 +148,7 @@ def test_a_penalty_on_the_weights_has_its_gradient(disk: Path) -> None:
         if engine is not None:
             engine.attach(model)
         torch.manual_seed(5)
-        loss = loss_of(model, batch("Llama", 0)) + sum(
-            p.pow(2).sum() for p in model.parameters()
-        )
+        loss = loss_of(model, batch("Llama", 0)) + sum(p.pow(2).sum() for p in model.parameters())
         loss.backward()
         results.append({name: p.grad.clone() for name, p in model.named_parameters()})
         if engine is not None:
