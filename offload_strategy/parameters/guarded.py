@@ -13,7 +13,7 @@ for changed, and it is not taken away while anybody else holds its memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -40,51 +40,19 @@ class Home(Protocol):
 _homes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def _getters(names: Iterable[str]) -> Iterator[Callable[..., Any]]:
-    for name in names:
-        yield getattr(_Tensor, name).__get__
-
+_GETTERS = (
+    "_backward_hooks _base _post_accumulate_grad_hooks _version device dtype grad grad_fn is_cpu "
+    "is_cuda is_leaf is_meta is_mkldnn is_mps is_nested is_quantized is_sparse is_sparse_csr is_xpu "
+    "itemsize layout name nbytes ndim output_nr requires_grad retains_grad shape"
+)
+_SETTERS = "_backward_hooks _post_accumulate_grad_hooks grad requires_grad"
 
 #: Need nothing of the bytes, and are the same for the stand-in of one element.
 _HARMLESS: frozenset[Any] = frozenset(
     [
-        *_getters(
-            [
-                "shape",
-                "ndim",
-                "dtype",
-                "device",
-                "layout",
-                "requires_grad",
-                "grad",
-                "is_leaf",
-                "grad_fn",
-                "_version",
-                "is_sparse",
-                "is_sparse_csr",
-                "is_cpu",
-                "is_cuda",
-                "is_meta",
-                "is_mps",
-                "is_xpu",
-                "is_quantized",
-                "is_nested",
-                "is_mkldnn",
-                "output_nr",
-                "retains_grad",
-                "_base",
-                "_backward_hooks",
-                "_post_accumulate_grad_hooks",
-                "itemsize",
-                "nbytes",
-                "name",
-            ]
-        ),
-        *(
-            getattr(_Tensor, name).__set__
-            for name in ["requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks"]
-        ),
-        _Tensor.grad.__delete__,
+        *(getattr(_Tensor, name).__get__ for name in _GETTERS.split()),
+        *(getattr(_Tensor, name).__set__ for name in _SETTERS.split()),
+        _Tensor.grad.__delete__,  # type: ignore[attr-defined]
         _Tensor.size,
         _Tensor.dim,
         _Tensor.numel,
