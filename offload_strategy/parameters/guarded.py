@@ -42,8 +42,8 @@ _homes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 _GETTERS = (
     "_backward_hooks _base _post_accumulate_grad_hooks _version device dtype grad grad_fn is_cpu "
-    "is_cuda is_leaf is_meta is_mkldnn is_mps is_nested is_quantized is_sparse is_sparse_csr is_xpu "
-    "itemsize layout name nbytes ndim output_nr requires_grad retains_grad shape"
+    "is_cuda is_leaf is_meta is_mkldnn is_mps is_nested is_quantized is_sparse is_sparse_csr "
+    "is_xpu itemsize layout name nbytes ndim output_nr requires_grad retains_grad shape"
 )
 _SETTERS = "_backward_hooks _post_accumulate_grad_hooks grad requires_grad"
 
