@@ -169,7 +169,7 @@ class OffloadEngine:
             waiting_room=self._resources.waiting_room,
             gradient_memory=section.gradient_memory,
             directories=self._resources.scratch_directories("optimizer"),
-            held=None if self._stream is None else self._stream.held,
+            residence=self._stream,
         )
         self._registry.claim_states(parameters, wrapped)
         self._optimizers.add(wrapped)

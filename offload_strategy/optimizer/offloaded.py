@@ -22,7 +22,7 @@ from offload_strategy.optimizer.gradients import WaitingGradients
 from offload_strategy.optimizer.state_view import StateView
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.states.subgroups import Subgroup, plan_subgroups
-from offload_strategy.optimizer.updates import Holding, Updater, with_gradient
+from offload_strategy.optimizer.updates import Residence, Updater, with_gradient
 from offload_strategy.optimizer.user_class.support import check_group
 from offload_strategy.optimizer.user_class.trial import can_be_cut, edits_gradients
 from offload_strategy.optimizer.whole_states import (
@@ -77,12 +77,12 @@ class OffloadedOptimizer(Optimizer):
         waiting_room: Sequence[Tier] = (),
         gradient_memory: int,
         directories: Sequence[Path] = (),
-        held: Holding | None = None,
+        residence: Residence | None = None,
     ) -> None:
         # Not Optimizer.__init__: it would make groups, defaults and hooks of its own.
         self.inner = inner
         self.state_bytes = state_bytes
-        self._updater = Updater(inner, heap, tiers, waiting_room, precision, held)
+        self._updater = Updater(inner, heap, tiers, waiting_room, precision, residence)
         self._subgroup_size = subgroup_size
         self._directories = list(directories)
         self._overlap: BackwardOverlap | None = None

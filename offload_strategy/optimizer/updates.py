@@ -30,19 +30,28 @@ from offload_strategy.optimizer.states.subgroups import StateSet, Subgroup, Unpa
 from offload_strategy.optimizer.user_class.kernel import run_update
 
 
-class Holding(Protocol):
-    """Keeps weights in memory while they are used."""
+class Residence(Protocol):
+    """Knows whether weights are in memory, and keeps them there while they are used."""
 
-    def __call__(
+    def held(
         self, parameters: Iterable[torch.Tensor], *, changes: bool
     ) -> AbstractContextManager[None]:
         """Within, the weights of these are here; whether they are changed must be said."""
 
+    def ahead(self, parameters: Iterable[torch.Tensor]) -> None:
+        """The weights of these will be held soon."""
 
-def _here_anyway(
-    parameters: Iterable[torch.Tensor], *, changes: bool
-) -> AbstractContextManager[None]:
-    return nullcontext()
+
+class _Always:
+    """The residence of weights that never leave."""
+
+    def held(
+        self, parameters: Iterable[torch.Tensor], *, changes: bool
+    ) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def ahead(self, parameters: Iterable[torch.Tensor]) -> None:
+        pass
 
 
 @dataclass(eq=False)
@@ -88,7 +97,7 @@ class Updater:
         tiers: where they may go, in order.
         waiting_room: where new weights wait for `step()`, as long as there is room.
         precision: of states.
-        held: keeps weights in memory while they are updated.
+        residence: of the weights; None if they never leave.
     """
 
     def __init__(
@@ -98,9 +107,9 @@ class Updater:
         tiers: Sequence[Tier],
         waiting_room: Sequence[Tier] = (),
         precision: Precision | None = None,
-        held: Holding | None = None,
+        residence: Residence | None = None,
     ) -> None:
-        self._held = held or _here_anyway
+        self._residence: Residence = residence or _Always()
         self._optimizer = optimizer
         self._heap = heap
         self._tiers = list(tiers)
@@ -145,7 +154,7 @@ class Updater:
         if old.ticket is not None:
             self._heap.free(old.ticket)
         parameters = [subgroup.pieces[index].parameter for index in gradients]
-        with self._held(parameters, changes=True):
+        with self._residence.held(parameters, changes=True):
             weights = []
             for index, gradient in gradients.items():
                 piece = subgroup.pieces[index]
@@ -171,7 +180,7 @@ class Updater:
         group = self.group_of(subgroup)
         hyper = hyper_parameters(group)
         parameters = [subgroup.pieces[index].parameter for index in indices]
-        with self._held(parameters, changes=False):
+        with self._residence.held(parameters, changes=False):
             chosen = [subgroup.pieces[index].values for index in indices]
             mark = WeightsMark(chosen)
             layout = Layout.of(chosen)
@@ -235,7 +244,7 @@ class Updater:
         subgroup = speculation.subgroup
         # Not all weights of all subgroups first: these are still in the processor's caches when
         # they are overwritten.
-        with self._held(speculation.parameters(), changes=True):
+        with self._residence.held(speculation.parameters(), changes=True):
             weights = speculation.weights_now()
             if not speculation.mark.has_bits_of(weights):
                 self.drop(speculation)
@@ -259,10 +268,12 @@ class Updater:
         ticket = subgroup.states.ticket
         if ticket is not None and ticket.state is TicketState.STORED:
             self._heap.prefetch(ticket)
+        self._residence.ahead(piece.parameter for piece in subgroup.pieces)
 
     def fetch_weights(self, speculation: Speculation) -> None:
         """Begin to load the weights of an update that is about to be committed."""
         self._heap.prefetch(speculation.weights)
+        self._residence.ahead(speculation.parameters())
 
     # ------------------------------------------------------------------ states as a whole
     def absorb(self, subgroup: Subgroup, states: list[dict[str, Any]]) -> None:

@@ -246,6 +246,14 @@ class WeightStream:
                     weight.end_turn()
                 self._make_room(self._most)
 
+    def ahead(self, parameters: Iterable[torch.Tensor]) -> None:
+        """The weights among some parameters will be held soon."""
+        if self._weights:
+            for parameter in parameters:
+                weight = self._weights.get(parameter)
+                if weight is not None:
+                    weight.fetch()
+
     def start_over(self) -> None:
         """A step has ended, or a new pass begins: autograd saved nothing that is still needed."""
         with self._lock:
