@@ -19,10 +19,11 @@ from offload_strategy.optimizer.backward.commit import CommittedUpdates
 from offload_strategy.optimizer.backward.eager import EagerUpdates
 from offload_strategy.optimizer.backward.overlap import PREFETCHED_SUBGROUPS, BackwardOverlap
 from offload_strategy.optimizer.gradients import WaitingGradients
+from offload_strategy.optimizer.residence import Residence
 from offload_strategy.optimizer.state_view import StateView
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.states.subgroups import Subgroup, plan_subgroups
-from offload_strategy.optimizer.updates import Residence, Updater, with_gradient
+from offload_strategy.optimizer.updates import Updater, with_gradient
 from offload_strategy.optimizer.user_class.support import check_group
 from offload_strategy.optimizer.user_class.trial import can_be_cut, edits_gradients
 from offload_strategy.optimizer.whole_states import (

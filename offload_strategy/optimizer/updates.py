@@ -10,11 +10,10 @@ would go stale). If not, the new tickets are dropped and the update runs again, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -22,36 +21,13 @@ from torch.optim import Optimizer
 from offload_strategy.heap import Heap, Ticket, TicketState, Tier
 from offload_strategy.optimizer.backward.marks import WeightsMark
 from offload_strategy.optimizer.gradients import has_gradient, values_of
+from offload_strategy.optimizer.residence import Always, Residence
 from offload_strategy.optimizer.states.layout import Layout, Segment, packable
 from offload_strategy.optimizer.states.masters import masters_of
 from offload_strategy.optimizer.states.pieces import Piece
 from offload_strategy.optimizer.states.precision import Precision, seed
 from offload_strategy.optimizer.states.subgroups import StateSet, Subgroup, Unpacked, pack_states
 from offload_strategy.optimizer.user_class.kernel import run_update
-
-
-class Residence(Protocol):
-    """Knows whether weights are in memory, and keeps them there while they are used."""
-
-    def held(
-        self, parameters: Iterable[torch.Tensor], *, changes: bool
-    ) -> AbstractContextManager[None]:
-        """Within, the weights of these are here; whether they are changed must be said."""
-
-    def ahead(self, parameters: Iterable[torch.Tensor]) -> None:
-        """The weights of these will be held soon."""
-
-
-class _Always:
-    """The residence of weights that never leave."""
-
-    def held(
-        self, parameters: Iterable[torch.Tensor], *, changes: bool
-    ) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def ahead(self, parameters: Iterable[torch.Tensor]) -> None:
-        pass
 
 
 @dataclass(eq=False)
@@ -109,7 +85,7 @@ class Updater:
         precision: Precision | None = None,
         residence: Residence | None = None,
     ) -> None:
-        self._residence: Residence = residence or _Always()
+        self._residence: Residence = residence or Always()
         self._optimizer = optimizer
         self._heap = heap
         self._tiers = list(tiers)
