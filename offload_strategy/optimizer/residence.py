@@ -27,7 +27,8 @@ class Always:
     def held(
         self, parameters: Iterable[torch.Tensor], *, changes: bool
     ) -> AbstractContextManager[None]:
+        """They are."""
         return nullcontext()
 
     def ahead(self, parameters: Iterable[torch.Tensor]) -> None:
-        pass
+        """They are here."""

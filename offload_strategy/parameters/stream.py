@@ -28,13 +28,10 @@ from offload_strategy.parameters.building import (
     modules_to_fill,
     watched_registration,
 )
-from offload_strategy.parameters.order import BlockOrder, StreamedBlock
+from offload_strategy.parameters.order import StreamedBlock
+from offload_strategy.parameters.residents import Residents
 from offload_strategy.parameters.saved import SavedWeight
 from offload_strategy.parameters.weights import StreamedWeight
-from offload_strategy.units import MiB
-
-#: Weights that were touched out of turn and may stay beside the one that is touched now.
-_STRAY_BYTES = 64 * MiB
 
 
 class WeightStream:
@@ -59,19 +56,13 @@ class WeightStream:
     ) -> None:
         self._heap = heap
         self._tiers = list(tiers)
-        self._most = blocks_in_flight
+        self._residents = Residents(blocks_in_flight)
         self._min_bytes = min_bytes
         self._classes = list(classes)
-        self._order = BlockOrder()
         self._lock = threading.RLock()
         self._weights: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._models: dict[int, _Attached] = {}
         self._homes: dict[StreamedWeight, list[StreamedBlock]] = {}
-        self._by_storage: dict[int, StreamedWeight] = {}
-        # Blocks with weights in memory, the one that was needed longest ago first.
-        self._here: dict[StreamedBlock, None] = {}
-        # Weights that came back out of turn, the one that was touched longest ago first.
-        self._strays: dict[StreamedWeight, None] = {}
         self._building = False
         #: Weights that were touched out of turn.
         self.touches = 0
@@ -83,9 +74,7 @@ class WeightStream:
 
         def register(name: str, parameter: nn.Parameter) -> None:
             with self._lock:
-                weight = self._stream(name, parameter)
-                self._strays[weight] = None
-                self._send_strays(weight)
+                self._residents.stray(self._stream(name, parameter))
 
         self._building = True
         try:
@@ -94,7 +83,7 @@ class WeightStream:
         finally:
             self._building = False
             with self._lock:
-                self._send_strays()
+                self._residents.send_strays()
 
     def fill(self, model: nn.Module, device: torch.device) -> None:
         """Make the parameters of a model that are on the meta device, module by module.
@@ -110,11 +99,11 @@ class WeightStream:
                 )
                 torch.utils.swap_tensors(parameter, made)  # optimizers have it already
                 if parameter.is_contiguous() and self._leaves(parameter):
-                    self._strays[self._stream(name, parameter)] = None
+                    self._residents.stray(self._stream(name, parameter))
             if missing:  # else all of them are tied to what another module has filled
                 initialise(module)
             with self._lock:
-                self._send_strays()
+                self._residents.send_strays()
 
     def _leaves(self, parameter: nn.Parameter) -> bool:
         return parameter.nbytes >= max(1, self._min_bytes)
@@ -139,9 +128,9 @@ class WeightStream:
             attached.blocks.append(block)
             for weight in weights:
                 self._homes.setdefault(weight, []).append(block)
-            self._here[block] = None
             with self._lock:
-                self._make_room(self._most)
+                self._residents.add(block)
+                self._residents.make_room()
             hooks = _BlockHooks(self, block)
             module = plan.module
             attached.handles += [
@@ -149,8 +138,8 @@ class WeightStream:
                 module.register_forward_hook(hooks.after, always_call=True),
             ]
         with self._lock:
-            self._make_room(0)
-            self._send_strays()
+            self._residents.make_room(0)
+            self._residents.send_strays()
 
     def detach(self, model: nn.Module, *, restore: bool = True) -> None:
         """Leave a model alone.
@@ -174,13 +163,13 @@ class WeightStream:
             for handle in attached.handles:
                 handle.remove()
             for block in attached.blocks:
-                self._here.pop(block, None)
+                self._residents.forget_block(block)
                 for weight in block.weights:
                     if self._homes.pop(weight, None) is not None:
                         self._close(weight, restore=restore)
 
     def _close(self, weight: StreamedWeight, *, restore: bool) -> None:
-        self._strays.pop(weight, None)
+        self._residents.forget_weight(weight)
         parameter = weight.parameter
         if parameter is not None:
             self._weights.pop(parameter, None)
@@ -197,25 +186,24 @@ class WeightStream:
         self._models.clear()
         for weight in list(self._weights.values()):  # built, and never attached
             self._close(weight, restore=restore)
-        self._by_storage.clear()
 
     # ------------------------------------------------------------------ turns
     def begin(self, block: StreamedBlock) -> None:
         """A block computes: its weights must be here."""
         with self._lock:
-            self._bring(block)
+            self._residents.needed(block, backward=_in_backward())
+            self._residents.bring(block)
             for weight in block.weights:
                 weight.begin_turn()
-                self._by_storage[weight.storage_key] = weight
-            self._fetch_ahead()
+            self._residents.fetch_ahead()
 
     def end(self, block: StreamedBlock) -> None:
         """A block has computed."""
         with self._lock:
             for weight in block.weights:
                 weight.end_turn()
-            if not self._order.needed_again:
-                self._send(block)
+            if not self._residents.order.needed_again:
+                self._residents.send(block)
 
     @contextmanager
     def held(self, parameters: Iterable[torch.Tensor], *, changes: bool) -> Iterator[None]:
@@ -235,7 +223,7 @@ class WeightStream:
             try:
                 for weight in weights:
                     for block in self._homes.get(weight, ())[:1]:
-                        self._here[block] = None
+                        self._residents.add(block)
                     weight.begin_turn()
                     begun.append(weight)
                     if changes:
@@ -244,7 +232,7 @@ class WeightStream:
             finally:
                 for weight in begun:
                     weight.end_turn()
-                self._make_room(self._most)
+                self._residents.make_room()
 
     def ahead(self, parameters: Iterable[torch.Tensor]) -> None:
         """The weights among some parameters will be held soon."""
@@ -259,8 +247,8 @@ class WeightStream:
         with self._lock:
             for weight in list(self._weights.values()):
                 weight.bound = False
-            self._send_strays()
-            self._make_room(self._most)
+            self._residents.send_strays()
+            self._residents.make_room()
 
     @contextmanager
     def read(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -275,99 +263,31 @@ class WeightStream:
     # ------------------------------------------------------------------ autograd
     def save(self, tensor: torch.Tensor) -> SavedWeight | None:
         """What stands for a saved tensor, if it is a streamed weight or a view of one."""
-        if not self._by_storage:
-            return None
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
             return None
-        weight = self._by_storage.get(int(storage._cdata))
-        if weight is None or not weight.here or weight.storage_key != int(storage._cdata):
-            return None
-        if tensor.dtype != weight.form.dtype:
+        weight = self._residents.whose(int(storage._cdata))
+        if weight is None or tensor.dtype != weight.form.dtype:
             return None  # another view of the bytes: while that lives they stay
         return SavedWeight(tensor, weight, self._needed)
 
     def _needed(self, weight: StreamedWeight) -> torch.Tensor:
         with self._lock:
             block = self._homes[weight][0]
+            self._residents.needed(block, backward=_in_backward())
             if not weight.here:
-                self._bring(block, only=weight)
-            else:
-                self._note(block)
-            self._fetch_ahead()
+                self._residents.bring(block, only=weight)
+            self._residents.fetch_ahead()
             return weight.values()
-
-    # ------------------------------------------------------------------ coming and going
-    def _note(self, block: StreamedBlock) -> None:
-        self._order.needed(block, backward=torch._C._current_graph_task_id() != -1)
-        self._here.pop(block, None)
-        self._here[block] = None
-
-    def _bring(self, block: StreamedBlock, only: StreamedWeight | None = None) -> None:
-        self._note(block)
-        self._make_room(max(1, self._most - 1), keep=block)
-        for weight in block.weights:
-            weight.fetch()
-        for weight in block.weights if only is None else [only]:
-            weight.bring()
-
-    def _fetch_ahead(self) -> None:
-        for block in self._order.following(self._most - 1):
-            for weight in block.weights:
-                if not weight.fetch():
-                    return
-
-    def _make_room(self, most: int, keep: StreamedBlock | None = None) -> None:
-        """Let blocks go until no more than so many are here."""
-        soon = list(self._order.following(max(0, most - 1)))
-        rest = [block for block in self._here if block is not keep and block not in soon]
-        for block in rest:
-            if len(self._here) <= most:
-                return
-            self._send(block)
-
-    def _send(self, block: StreamedBlock) -> None:
-        """Let a block's weights go, as far as they may."""
-        gone = True
-        for weight in block.weights:
-            if not weight.here:
-                continue
-            key = weight.storage_key
-            # One that belongs to another block that is at work stays.
-            if weight.may_go():
-                self._by_storage.pop(key, None)
-                weight.send()
-            else:
-                gone = False
-        if gone:
-            self._here.pop(block, None)
 
     def _touched(self, weight: StreamedWeight) -> None:
         self.touches += 1
         with self._lock:
-            self._strays.pop(weight, None)
-            self._strays[weight] = None
-            self._send_strays(weight)
+            self._residents.stray(weight)
             if torch.is_grad_enabled() and not self._building:
                 # Autograd may save the parameter itself, and would find what stands for it.
                 weight.bound = True
-
-    def _send_strays(self, keep: StreamedWeight | None = None) -> None:
-        """Let weights go that came out of turn; beside one that is needed, some may stay."""
-        room = 0 if keep is None else max(keep.nbytes, _STRAY_BYTES)
-        held = sum(weight.nbytes for weight in self._strays)
-        for weight in list(self._strays):
-            if held <= room:
-                return
-            if weight is keep:
-                continue
-            if weight.may_go():
-                weight.send()
-            elif weight.here:
-                continue
-            held -= weight.nbytes
-            del self._strays[weight]
 
 
 @dataclass(eq=False)
@@ -405,6 +325,10 @@ class _BlockHooks:
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         return type(self), ()
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _weakly(method: Any) -> Any:

@@ -81,6 +81,10 @@ class StreamedWeight:
         with torch._C.DisableTorchFunctionSubclass():
             return int(parameter.untyped_storage()._cdata)
 
+    def lies_in(self, storage_key: int) -> bool:
+        """Whether the bytes are in that storage now."""
+        return self._here and self._parameter() is not None and self.storage_key == storage_key
+
     @property
     def storage_offset(self) -> int:
         """Where in that storage they begin, in elements."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from offload_strategy import ConfigError, OffloadEngine
-from offload_strategy.parameters import stream
+from offload_strategy.parameters import residents
 from tests.activations.zoo import batch, build, loss_of
 from tests.parameters.test_streaming import away, streaming
 from tests.training import assert_same_bits, weights
@@ -20,7 +20,7 @@ from tests.training import assert_same_bits, weights
 @pytest.fixture(autouse=True)
 def no_room_for_strays(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that tiny models leave as large ones do."""
-    monkeypatch.setattr(stream, "_STRAY_BYTES", 0)
+    monkeypatch.setattr(residents, "_STRAY_BYTES", 0)
 
 
 def made(width: int = 16) -> nn.Module:
