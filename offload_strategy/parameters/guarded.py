@@ -33,6 +33,9 @@ class Home(Protocol):
     def begin_touch(self) -> None:
         """Bring the bytes back, and keep them; they may be changed from now on."""
 
+    def bind(self) -> None:
+        """Autograd has saved the parameter itself, and would find what stands for it."""
+
     def end_turn(self) -> None:
         """They need not be kept any more."""
 
@@ -40,6 +43,7 @@ class Home(Protocol):
 _homes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
+_GRAD: Any = _Tensor.grad
 _GETTERS = (
     "_backward_hooks _base _post_accumulate_grad_hooks _version device dtype grad grad_fn is_cpu "
     "is_cuda is_leaf is_meta is_mkldnn is_mps is_nested is_quantized is_sparse is_sparse_csr "
@@ -52,7 +56,7 @@ _HARMLESS: frozenset[Any] = frozenset(
     [
         *(getattr(_Tensor, name).__get__ for name in _GETTERS.split()),
         *(getattr(_Tensor, name).__set__ for name in _SETTERS.split()),
-        _Tensor.grad.__delete__,  # type: ignore[attr-defined]
+        _GRAD.__delete__,
         _Tensor.size,
         _Tensor.dim,
         _Tensor.numel,
@@ -118,7 +122,11 @@ class GuardedParameter(nn.Parameter):
                     home.begin_touch()
                     touched.append(home)
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+            if _is_in_graph(result):
+                for home in touched:
+                    home.bind()
+            return result
         finally:
             for home in touched:
                 home.end_turn()
@@ -146,6 +154,13 @@ def _guarded_in(value: Any) -> Iterator[GuardedParameter]:
     elif isinstance(value, dict):
         for each in value.values():
             yield from _guarded_in(each)
+
+
+def _is_in_graph(result: Any) -> bool:
+    """Whether autograd may have saved something for what a function returned."""
+    if isinstance(result, torch.Tensor):
+        return result.grad_fn is not None
+    return isinstance(result, (list, tuple)) and any(map(_is_in_graph, result))
 
 
 def guard(parameter: nn.Parameter, home: Home) -> None:

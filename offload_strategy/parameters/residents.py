@@ -105,6 +105,8 @@ class Residents:
 
     def _send(self, weight: StreamedWeight) -> bool:
         """Let a weight go if it may; whether it is away."""
+        if weight.parameter is None:
+            return True
         if weight.here and weight.may_go():
             self._by_storage.pop(weight.storage_key, None)
             weight.send()

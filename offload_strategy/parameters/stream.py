@@ -63,7 +63,6 @@ class WeightStream:
         self._weights: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._models: dict[int, _Attached] = {}
         self._homes: dict[StreamedWeight, list[StreamedBlock]] = {}
-        self._building = False
         #: Weights that were touched out of turn.
         self.touches = 0
 
@@ -76,12 +75,10 @@ class WeightStream:
             with self._lock:
                 self._residents.stray(self._stream(name, parameter))
 
-        self._building = True
         try:
             with watched_registration(register, max(1, self._min_bytes)):
                 yield
         finally:
-            self._building = False
             with self._lock:
                 self._residents.send_strays()
 
@@ -110,7 +107,7 @@ class WeightStream:
 
     def _stream(self, name: str, parameter: nn.Parameter) -> StreamedWeight:
         """The weight of a parameter, made when it is new."""
-        weight = self._weights.get(parameter)
+        weight: StreamedWeight | None = self._weights.get(parameter)
         if weight is None:
             touched = _weakly(self._touched)
             weight = StreamedWeight(name, parameter, self._heap, self._tiers, touched)
@@ -285,9 +282,6 @@ class WeightStream:
         self.touches += 1
         with self._lock:
             self._residents.stray(weight)
-            if torch.is_grad_enabled() and not self._building:
-                # Autograd may save the parameter itself, and would find what stands for it.
-                weight.bound = True
 
 
 @dataclass(eq=False)

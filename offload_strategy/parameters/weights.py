@@ -123,6 +123,10 @@ class StreamedWeight:
         self.begin_turn()
         self.note_change()
 
+    def bind(self) -> None:
+        """See `Home.bind`: it stays until the step ends."""
+        self.bound = True
+
     def note_change(self) -> None:
         """The bytes may be others from now on than those of the ticket."""
         self._maybe_changed = True

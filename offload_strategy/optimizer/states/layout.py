@@ -74,7 +74,7 @@ def packable(tensor: object) -> bool:
     """Whether a value is a dense strided tensor that fills its own memory without gaps."""
     return (
         isinstance(tensor, torch.Tensor)
-        and _is_plain(type(tensor))
+        and is_plain(type(tensor))
         and tensor.layout is torch.strided
         and tensor.dim() > 0
         and tensor.numel() > 0
@@ -82,7 +82,7 @@ def packable(tensor: object) -> bool:
     )
 
 
-def _is_plain(kind: type) -> bool:
+def is_plain(kind: type) -> bool:
     """Whether tensors of a class are plain ones; those that are guarded say so."""
     return kind in (torch.Tensor, torch.nn.Parameter) or getattr(kind, "stands_for_plain", False)
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from offload_strategy.optimizer.states.layout import packable
+from offload_strategy.optimizer.states.layout import is_plain, packable
 from offload_strategy.optimizer.states.pieces import CUT_ELEMENTS
 from offload_strategy.optimizer.states.precision import MASTER, Precision
 from offload_strategy.optimizer.user_class.kernel import shadow_of, unhooked_step
@@ -80,7 +80,7 @@ def try_out(optimizer: Optimizer, group: dict[str, Any], precision: Precision) -
     """
     kind = type(optimizer)
     _check_interface(optimizer)
-    plain = [p for p in group["params"] if type(p) in (torch.Tensor, nn.Parameter)]
+    plain = [p for p in group["params"] if is_plain(type(p))]
     if not plain:
         raise Unfit("updates parameters of a tensor subclass only, on which it was not tried")
     models = (min(plain, key=torch.Tensor.dim), max(plain, key=torch.Tensor.dim))
@@ -231,7 +231,7 @@ def edits_gradients(optimizer: Optimizer, group: dict[str, Any], precision: Prec
         group: one of its parameter groups, with parameters.
         precision: of the update.
     """
-    model = next(p for p in group["params"] if type(p) in (torch.Tensor, nn.Parameter))
+    model = next(p for p in group["params"] if is_plain(type(p)))
     stand_in = _StandIn(optimizer, model, precision, 0)
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
@@ -257,7 +257,7 @@ def can_be_cut(optimizer: Optimizer, group: dict[str, Any], precision: Precision
         group: one of its parameter groups.
         precision: of the update.
     """
-    model = next((p for p in group["params"] if type(p) in (torch.Tensor, nn.Parameter)), None)
+    model = next((p for p in group["params"] if is_plain(type(p))), None)
     if model is None or not model.dtype.is_floating_point:
         return False
     generator = torch.Generator().manual_seed(0)
