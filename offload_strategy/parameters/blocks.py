@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from offload_strategy.errors import ConfigError
+from offload_strategy.parameters.guarded import GuardedParameter
 
 
 @dataclass(eq=False)
@@ -101,7 +102,7 @@ def _leaving(named: Iterator[tuple[str, nn.Parameter]], min_bytes: int) -> dict[
     return {
         name: parameter
         for name, parameter in named
-        if type(parameter) is nn.Parameter
+        if type(parameter) in (nn.Parameter, GuardedParameter)
         and parameter.is_contiguous()  # autograd lays gradients out as the parameter is
         and parameter.numel() * parameter.element_size() >= min_bytes
     }
