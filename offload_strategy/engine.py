@@ -280,7 +280,7 @@ class OffloadEngine:
         if self._device.type == "cuda":
             free = torch.cuda.mem_get_info(self._device)[0]
         else:
-            free = psutil.virtual_memory().available
+            free = available_bytes()
         advice = spare_memory_advice(moved, free)
         if advice is not None:
             logger.info(advice)
