@@ -3,13 +3,19 @@
     python -m benchmarks.parameters [--dir DIR] [--limit 4GiB] [--width 2048] [--layers 26] ...
 
 In a memory group of that limit: plain PyTorch, which the system kills, and the same script with
-everything streamed. Each runs in a process of its own.
+everything streamed, from its start to saved safetensors. Each runs in a process of its own.
+
+What a step takes at least is the longer of two: computing alone, and moving its bytes at the path's
+measured bandwidth (read bytes over what it reads, plus written bytes over what it writes). The
+model does not fit for the former, so plain PyTorch trains two with fewer of its layers, outside of
+the group, and their difference counts for each of the other layers.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,7 +27,8 @@ from typing import Any
 from benchmarks.machine import describe_machine
 from benchmarks.memory_group import memory_group, why_not
 from benchmarks.parameters.subject import Job
-from offload_strategy.units import GiB, format_size, parse_size
+from offload_strategy.storage import Space, create_backend, probe
+from offload_strategy.units import GiB, MiB, format_size, parse_size
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,12 +75,64 @@ def main(arguments: list[str] | None = None) -> int:
         saved = str(Path(place, "saved"))
         status, events, peak = _run(replace(job, directory=place, saved=saved), limit, print)
     steps = [event for event in events if event["event"] == "step"]
+    table(steps, *_bound(job, options.dir))
     print(f"streamed within {format_size(limit)}: status {status}, peak {format_size(peak)}")
     good &= status == 0 and len(steps) == job.steps and steps[-1]["loss"] < steps[0]["loss"]
     return 0 if good else 1
 
 
-def _run(job: Job, limit: int, say: Callable[[str], None]) -> tuple[int, list[dict[str, Any]], int]:
+def table(steps: list[dict[str, Any]], compute: float, read: float, write: float) -> None:
+    """A row a step, and the median of all but the first.
+
+    Args:
+        steps: events.
+        compute: seconds of computing alone.
+        read: bytes per second of the path.
+        write: likewise.
+    """
+    print(
+        f"\ncomputing alone {compute:.2f} s a step; the path reads {read / 1e9:.2f} and writes "
+        f"{write / 1e9:.2f} GB/s\n\n"
+        "| step | loss | s | compute | read | write | stall | read GiB | written GiB | of bound |\n"
+        "|---|---|---|---|---|---|---|---|---|---|"
+    )
+    ratios = []
+    for step in steps:
+        reading, writing = step["read_bytes"] / read, step["written_bytes"] / write
+        ratios.append(step["seconds"] / max(compute, reading + writing))
+        stall = sum(value for name, value in step.items() if name.endswith("_stall"))
+        print(
+            f"| {step['step']} | {step['loss']:.4f} | {step['seconds']:.2f} | {compute:.2f} | "
+            f"{reading:.2f} | {writing:.2f} | {stall:.2f} | {step['read_bytes'] / GiB:.2f} | "
+            f"{step['written_bytes'] / GiB:.2f} | {ratios[-1]:.3f} |"
+        )
+    if len(ratios) > 1:  # blocks are fetched ahead from the second step on
+        print(f"median of all but the first: {statistics.median(ratios[1:]):.3f} of the bound\n")
+
+
+def _bound(job: Job, directory: Path) -> tuple[float, float, float]:
+    """Seconds of computing alone, and bytes per second read and written."""
+    few, more = 2, 4
+    seconds = {}
+    for layers in (few, more):
+        small = replace(job, layers=layers, steps=4, directory=None, saved=None)
+        _, events, _ = _run(small, None, lambda line: None)
+        steps = [event["seconds"] for event in events if event["event"] == "step"]
+        seconds[layers] = statistics.median(steps[1:])
+    each = (seconds[more] - seconds[few]) / (more - few)
+    space = Space(directory, "disk", 1 * GiB)
+    backend = create_backend("posix", threads=2, block_size=32 * MiB)
+    try:
+        found = probe(space, backend, seconds=2.0)
+    finally:
+        backend.close()
+        space.close()
+    return seconds[few] + (job.layers - few) * each, found.read, found.write
+
+
+def _run(
+    job: Job, limit: int | None, say: Callable[[str], None]
+) -> tuple[int, list[dict[str, Any]], int]:
     """Status, events and the group's peak in bytes of a run."""
     events: list[dict[str, Any]] = []
     with memory_group(limit) as group:
