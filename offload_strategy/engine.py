@@ -24,7 +24,12 @@ from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.memory import available_bytes
 from offload_strategy.optimizer import OffloadedOptimizer, Precision, check_supported
 from offload_strategy.parameters import ParameterRegistry, WeightStream, save_shards
-from offload_strategy.planning import optimizer_need, shortfall, spare_memory_advice
+from offload_strategy.planning import (
+    optimizer_need,
+    shortfall,
+    spare_memory_advice,
+    weights_shortfall,
+)
 from offload_strategy.resources import Resources
 from offload_strategy.telemetry import CLIENTS, Direction, Recorder, get_logger, write_trace
 from offload_strategy.units import MiB, format_size
@@ -100,6 +105,11 @@ class OffloadEngine:
         if model is not None and not isinstance(model, nn.Module):
             raise ConfigError(f"attach: expected a torch.nn.Module, got {type(model).__name__}.")
         if self._stream is not None and model is not None:
+            tiers = self._resources.clients["parameters"]
+            room = sum(tier.capacity - tier.used_bytes for tier in tiers)
+            complaint = weights_shortfall(self._stream.bytes_to_come(model), room)
+            if complaint is not None:
+                raise ConfigError(f"attach: {complaint}")
             self._stream.fill(model, self._device)
         wrapped = None if optimizer is None else self._wrap(optimizer)
         if wrapped is not None and self._stream is not None:

@@ -82,6 +82,16 @@ class WeightStream:
             with self._lock:
                 self._residents.send_strays()
 
+    def bytes_to_come(self, model: nn.Module) -> int:
+        """Bytes of a model's weights that have no place on the tiers yet."""
+        return sum(
+            parameter.nbytes
+            for parameter in model.parameters()
+            if type(parameter) is nn.Parameter
+            and parameter not in self._weights
+            and self._leaves(parameter)
+        )
+
     def fill(self, model: nn.Module, device: torch.device) -> None:
         """Make the parameters of a model that are on the meta device, module by module.
 

@@ -5,6 +5,7 @@ from offload_strategy.planning.requirements import (
     optimizer_need,
     shortfall,
     spare_memory_advice,
+    weights_shortfall,
 )
 
-__all__ = ["SpaceNeed", "optimizer_need", "shortfall", "spare_memory_advice"]
+__all__ = ["SpaceNeed", "optimizer_need", "shortfall", "spare_memory_advice", "weights_shortfall"]

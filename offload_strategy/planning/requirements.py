@@ -63,6 +63,23 @@ def shortfall(need: SpaceNeed, available_bytes: int) -> str | None:
     )
 
 
+def weights_shortfall(weights_bytes: int, available_bytes: int) -> str | None:
+    """Say by how much the tiers are too small for streamed weights, or None if they are not.
+
+    Args:
+        weights_bytes: of the weights that have no place there yet.
+        available_bytes: what their tiers have left.
+    """
+    missing = weights_bytes - available_bytes
+    if missing <= 0:
+        return None
+    return (
+        f"the weights need {format_size(weights_bytes)}, but their tiers have "
+        f"{format_size(available_bytes)}: {format_size(missing)} too little. Raise a tier's "
+        f"capacity, or add a tier to parameters.tiers."
+    )
+
+
 def spare_memory_advice(moved_bytes: int, free_bytes: int) -> str | None:
     """One line for somebody who does not need offload here, or None if they may.
 

@@ -14,7 +14,7 @@ from offload_strategy import ConfigError, OffloadEngine
 from offload_strategy.parameters import residents
 from tests.activations.zoo import batch, build, loss_of
 from tests.parameters.test_streaming import away, streaming
-from tests.training import assert_same_bits, weights
+from tests.training import assert_same_bits, settings, weights
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +75,17 @@ def test_a_module_that_cannot_fill_itself_is_named(disk: Path) -> None:
         model = nn.Sequential(nn.Linear(4, 4), Scale())
     with streaming(disk) as engine, pytest.raises(ConfigError, match=r"1 \(Scale\).*building"):
         engine.attach(model)
+
+
+def test_tiers_that_are_too_small_are_refused_before_anything_moves(disk: Path) -> None:
+    config = settings(disk, parameters={"enabled": True, "min_size": 1})
+    config["tiers"][0]["capacity"] = "64KiB"
+    model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100))
+    with OffloadEngine(config) as engine:
+        with pytest.raises(ConfigError, match=r"weights need 78\.9 KiB.*too little"):
+            engine.attach(model)
+        assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+        assert engine._resources.heap.live_tickets == 0
 
 
 def test_without_streaming_a_meta_model_is_refused(disk: Path) -> None:
