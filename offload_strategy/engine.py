@@ -142,7 +142,11 @@ class OffloadEngine:
             hooks = ForwardHooks(model, self._activations, owner=self)
             self._hooks[id(model)] = (weakref.ref(model), hooks)
         if self._stream is not None:
-            self._stream.attach(model)
+            try:
+                self._stream.attach(model)
+            except BaseException:
+                self.detach_model(model)
+                raise
 
     def _wrap(self, optimizer: Optimizer) -> Optimizer:
         if isinstance(optimizer, OffloadedOptimizer):
@@ -386,9 +390,11 @@ class OffloadEngine:
         self._hooks.clear()
         for optimizer in list(self._optimizers):
             self._unwrap(optimizer)
-        if self._stream is not None and not self.closed:
-            self._close_stream(self._stream)
-        self._finalizer()
+        try:
+            if self._stream is not None and not self.closed:
+                self._close_stream(self._stream)
+        finally:
+            self._finalizer()
 
     def _close_stream(self, stream: WeightStream) -> None:
         missing, free = stream.nbytes_away(), available_bytes()

@@ -129,6 +129,13 @@ class WeightStream:
         """Send a model's weights out, and bring them whenever a block computes."""
         attached = _Attached(weakref.ref(model, _weakly(self._forget)))
         self._models[id(model)] = attached
+        try:
+            self._send_out(model, attached)
+        except BaseException:
+            self.detach(model)
+            raise
+
+    def _send_out(self, model: nn.Module, attached: _Attached) -> None:
         for plan in cut_into_blocks(model, self._classes, min_bytes=self._min_bytes):
             weights = [self._stream(name, p) for name, p in plan.parameters.items()]
             block = StreamedBlock(plan.name, weights)

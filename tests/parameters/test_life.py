@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload_strategy import OffloadEngine
+from offload_strategy import OffloadEngine, StorageError
 from tests.activations.zoo import batch, build, loss_of
 from tests.parameters.test_streaming import away, streaming
 from tests.training import (
@@ -239,3 +239,45 @@ def test_frozen_weights_and_an_adapter(disk: Path) -> None:
             engine.close()
         results.append(weights(model))
     assert_same_bits(*results)
+
+
+def test_a_disk_that_fails_at_attach_leaves_the_model_as_it_was(
+    engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch, expected: dict[str, torch.Tensor]
+) -> None:
+    model = build("Llama")
+    heap = engine._resources.heap
+    real, calls = heap.put, []
+
+    def put(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 5:
+            raise StorageError("the disk fails")
+        return real(*args, **options)
+
+    monkeypatch.setattr(heap, "put", put)
+    with pytest.raises(StorageError, match="the disk fails"):
+        engine.attach(model)
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert away(model) == []
+    assert heap.live_tickets == 0
+    assert_same_bits(gradients_of(model), expected)
+    engine.attach(model)
+    assert_same_bits(gradients_of(model), expected)
+
+
+def test_a_block_that_cannot_be_read_says_so_and_nothing_is_wrong(
+    engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch, expected: dict[str, torch.Tensor]
+) -> None:
+    model = build("Llama")
+    engine.attach(model)
+    on_disk(engine)
+    heap = engine._resources.heap
+
+    def fail(ticket: Any) -> Any:
+        raise StorageError("the disk fails")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(heap, "private", fail)
+        with pytest.raises(StorageError, match="the disk fails"):
+            loss_of(model, batch("Llama", 0))
+    assert_same_bits(gradients_of(model), expected)
