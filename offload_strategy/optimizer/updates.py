@@ -140,7 +140,7 @@ class Updater:
                     weight.grad = piece.of(gradient)
                 weights.append(weight)
             self._run(subgroup, weights, [states[index] for index in gradients])
-            del weight, weights
+            del weight, weights  # what has their memory keeps them in it
         subgroup.states = self._packed(subgroup, unpacked)
 
     @torch.no_grad()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from offload_strategy.errors import ConfigError
@@ -98,11 +99,17 @@ def _repeated(module: nn.Module) -> set[int]:
     return {id(child) for alike in by_class.values() if len(alike) > 1 for child in alike}
 
 
+def can_leave(parameter: torch.Tensor, min_bytes: int) -> bool:
+    """Whether a parameter is one that is streamed: plain, contiguous and large enough.
+
+    Contiguous, because autograd lays gradients out as the parameter is.
+    """
+    return (
+        type(parameter) in (nn.Parameter, GuardedParameter)
+        and parameter.is_contiguous()
+        and parameter.nbytes >= max(1, min_bytes)
+    )
+
+
 def _leaving(named: Iterator[tuple[str, nn.Parameter]], min_bytes: int) -> dict[str, nn.Parameter]:
-    return {
-        name: parameter
-        for name, parameter in named
-        if type(parameter) in (nn.Parameter, GuardedParameter)
-        and parameter.is_contiguous()  # autograd lays gradients out as the parameter is
-        and parameter.numel() * parameter.element_size() >= min_bytes
-    }
+    return {name: parameter for name, parameter in named if can_leave(parameter, min_bytes)}

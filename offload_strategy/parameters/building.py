@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from offload_strategy.errors import ConfigError
+from offload_strategy.parameters.blocks import can_leave
 
 Register = Callable[[str, nn.Parameter], None]
 
@@ -31,8 +32,7 @@ def watched_registration(register: Register, min_bytes: int) -> Iterator[None]:
     """
 
     def noticed(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        plain = type(parameter) is nn.Parameter and not parameter.is_meta
-        if plain and parameter is not None and parameter.nbytes >= min_bytes:
+        if parameter is not None and can_leave(parameter, min_bytes) and not parameter.is_meta:
             register(f"{type(module).__name__}.{name}", parameter)
 
     handle = register_module_parameter_registration_hook(noticed)
@@ -42,7 +42,7 @@ def watched_registration(register: Register, min_bytes: int) -> Iterator[None]:
         handle.remove()
 
 
-def modules_to_fill(model: nn.Module) -> Iterator[nn.Module]:
+def modules_to_fill(model: nn.Module) -> list[nn.Module]:
     """The modules that have parameters on the meta device, inner ones first.
 
     That is the order in which constructors initialise: a module's own values come after those of
@@ -68,8 +68,7 @@ def modules_to_fill(model: nn.Module) -> Iterator[nn.Module]:
             f"these modules have no reset_parameters() to fill them. Build the model within "
             f"engine.building() instead, which runs the model's own initialisation."
         )
-    for _, module in found:
-        yield module
+    return [module for _, module in found]
 
 
 def initialise(module: nn.Module) -> None:

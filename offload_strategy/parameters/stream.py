@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload_strategy.heap import Heap, Tier
-from offload_strategy.parameters.blocks import cut_into_blocks
+from offload_strategy.parameters.blocks import can_leave, cut_into_blocks
 from offload_strategy.parameters.building import (
     initialise,
     modules_to_fill,
@@ -76,7 +76,7 @@ class WeightStream:
                 self._residents.stray(self._stream(name, parameter))
 
         try:
-            with watched_registration(register, max(1, self._min_bytes)):
+            with watched_registration(register, self._min_bytes):
                 yield
         finally:
             with self._lock:
@@ -87,9 +87,7 @@ class WeightStream:
         return sum(
             parameter.nbytes
             for parameter in model.parameters()
-            if type(parameter) is nn.Parameter
-            and parameter not in self._weights
-            and self._leaves(parameter)
+            if parameter not in self._weights and can_leave(parameter, self._min_bytes)
         )
 
     def fill(self, model: nn.Module, device: torch.device) -> None:
@@ -98,22 +96,20 @@ class WeightStream:
         Raises:
             ConfigError: a module cannot initialise itself.
         """
-        for module in list(modules_to_fill(model)):
+        for module in modules_to_fill(model):
             missing = {n: p for n, p in module._parameters.items() if p is not None and p.is_meta}
             for name, parameter in missing.items():
                 made = nn.Parameter(
                     torch.empty_like(parameter, device=device), parameter.requires_grad
                 )
                 torch.utils.swap_tensors(parameter, made)  # optimizers have it already
-                if parameter.is_contiguous() and self._leaves(parameter):
-                    self._residents.stray(self._stream(name, parameter))
+                if can_leave(parameter, self._min_bytes):
+                    with self._lock:
+                        self._residents.stray(self._stream(name, parameter))
             if missing:  # else all of them are tied to what another module has filled
                 initialise(module)
             with self._lock:
                 self._residents.send_strays()
-
-    def _leaves(self, parameter: nn.Parameter) -> bool:
-        return parameter.nbytes >= max(1, self._min_bytes)
 
     def _stream(self, name: str, parameter: nn.Parameter) -> StreamedWeight:
         """The weight of a parameter, made when it is new."""

@@ -137,14 +137,14 @@ class StreamedWeight:
         ticket = self._ticket
         return self._here or ticket is None or self._heap.prefetch(ticket)
 
-    def bring(self) -> bool:
-        """Bring the bytes; whether they were away.
+    def bring(self) -> None:
+        """Bring the bytes, if they are away.
 
         Raises:
             StorageError: they cannot be read; they are away as before.
         """
         if self._here:
-            return False
+            return
         ticket = self._ticket
         assert ticket is not None
         stored = ticket.state in (TicketState.STORED, TicketState.LOADING) or bool(
@@ -160,13 +160,10 @@ class StreamedWeight:
         self._version = parameter._version
         self._maybe_changed = False
         self._here = True
-        return True
 
     def may_go(self) -> bool:
         """Whether nobody else has the bytes."""
-        parameter = self._parameter()
-        if parameter is None:
-            return True
+        parameter = self._alive()
         if not self._here or self.turns or self.bound:
             return False
         with torch._C.DisableTorchFunctionSubclass():
@@ -180,9 +177,7 @@ class StreamedWeight:
 
     def send(self) -> None:
         """Let the bytes go; what changed is written. To be called when they may."""
-        parameter = self._parameter()
-        if parameter is None or not self._here:
-            return
+        parameter = self._alive()
         changed = self._maybe_changed or parameter._version != self._version
         if changed or self._ticket is None:
             ticket = self._heap.put(

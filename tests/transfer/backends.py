@@ -69,6 +69,11 @@ def plain_space(directory: Path, capacity: int) -> Space:
     return Space(directory, "nvme", capacity, direct=False)
 
 
+def extent(page: int, pages: int = 1) -> Extent:
+    """Where some pages lie."""
+    return Extent(page * PAGE_BYTES, pages * PAGE_BYTES)
+
+
 def make_move(
     queue: PathQueue,
     extent: Extent,

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from offload_strategy.storage import BlockRequest, Extent, Space, create_backend
+from offload_strategy.storage import BlockRequest, Space, create_backend
 from offload_strategy.telemetry import Direction, Recorder
 from offload_strategy.transfer import Move, MoveState, PathQueue, Priority
 from offload_strategy.units import PAGE_BYTES
-from tests.transfer.backends import ManualBackend, make_move, plain_space
+from tests.transfer.backends import ManualBackend, extent, make_move, plain_space
 
 PAGES = 256
 
@@ -59,10 +59,6 @@ def backend() -> JoiningBackend:
 @pytest.fixture
 def queue(space: Space, backend: JoiningBackend) -> PathQueue:
     return PathQueue(space, backend, Recorder())
-
-
-def extent(page: int, pages: int = 1) -> Extent:
-    return Extent(page * PAGE_BYTES, pages * PAGE_BYTES)
 
 
 def aligned(

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from offload_strategy.storage import Extent, Space, create_backend
+from offload_strategy.storage import Space, create_backend
 from offload_strategy.telemetry import Direction, Recorder
 from offload_strategy.transfer import Move, MoveState, PathQueue, Priority
 from offload_strategy.transfer.moves import Latch
 from offload_strategy.units import PAGE_BYTES
-from tests.transfer.backends import ManualBackend, make_move, plain_space
+from tests.transfer.backends import ManualBackend, extent, make_move, plain_space
 
 PAGES = 64
 
@@ -39,10 +39,6 @@ def recorder() -> Recorder:
 @pytest.fixture
 def queue(space: Space, backend: ManualBackend, recorder: Recorder) -> PathQueue:
     return PathQueue(space, backend, recorder)
-
-
-def extent(page: int, pages: int = 1) -> Extent:
-    return Extent(page * PAGE_BYTES, pages * PAGE_BYTES)
 
 
 def order(backend: ManualBackend) -> list[int]:
