@@ -19,7 +19,7 @@ demo: $(READY)
 	$(BIN)/python examples/lightning_gpt.py $(ARGS)
 
 bigger-than-memory: $(READY)
-	$(BIN)/python -m benchmarks.parameters $(ARGS)
+	$(BIN)/python -m benchmarks.parameters --lines train $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest -p faulthandler --timeout=300 $(ARGS)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +11,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, overload
 
-import psutil
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -21,24 +18,24 @@ from torch.optim import Optimizer
 from offload_strategy.activations import ActivationOffload, ForwardHooks
 from offload_strategy.config import ConfigSource, OffloadConfig
 from offload_strategy.errors import ConfigError, OffloadError
+from offload_strategy.forecast import predict_memory
 from offload_strategy.memory import available_bytes
+from offload_strategy.metrics import Metrics
+from offload_strategy.model_weights import ModelWeights
 from offload_strategy.optimizer import OffloadedOptimizer, Precision, check_supported
-from offload_strategy.parameters import ParameterRegistry, WeightStream, save_shards
+from offload_strategy.parameters import LoadedWeights, ParameterRegistry
 from offload_strategy.planning import (
+    MemoryForecast,
+    StepPlan,
     optimizer_need,
     shortfall,
     spare_memory_advice,
-    weights_shortfall,
 )
 from offload_strategy.resources import Resources
-from offload_strategy.telemetry import CLIENTS, Direction, Recorder, get_logger, write_trace
-from offload_strategy.units import MiB, format_size
+from offload_strategy.telemetry import Recorder, get_logger, write_trace
+from offload_strategy.units import MiB
 
 logger = get_logger(__name__)
-
-#: Weights come back at `close` if they take no more than this share of the memory that is free.
-_RESTORED_SHARE = 0.8
-_SECONDS_PER_YEAR = 365.25 * 24 * 3600
 
 
 class OffloadEngine:
@@ -50,38 +47,62 @@ class OffloadEngine:
     Args:
         config: an `OffloadConfig`, a mapping, a path to YAML or JSON, JSON text, a preset's name,
             or None for ``$SSD_OFFLOAD_CONFIG`` and else the defaults.
+        is_block: with ``parameters.enabled`` says of a module, by its name, whether its weights
+            come and go together; None to find layers that repeat.
 
     Raises:
         ConfigError: the config is wrong, or a tier's directory cannot be used.
     """
 
-    def __init__(self, config: ConfigSource = None) -> None:
+    def __init__(
+        self,
+        config: ConfigSource = None,
+        *,
+        is_block: Callable[[str, nn.Module], bool] | None = None,
+    ) -> None:
         self.config = OffloadConfig.load(config)
         self._recorder = Recorder()
         self._resources = Resources.open(self.config, self._recorder)
         self._finalizer = weakref.finalize(self, self._resources.close)
         self._registry = ParameterRegistry()
-        self._stream = self._make_stream()
+        self._weights = ModelWeights(self._resources, self.config.parameters, is_block)
+        self._stream = self._weights.stream
         self._activations = self._make_activations()
         self._hooks: dict[int, tuple[weakref.ref[nn.Module], ForwardHooks]] = {}
         self._optimizers: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
         self._last_microbatch = True
         self._forwards = 0
         self._device = torch.device("cpu")
-        self._started_at = time.perf_counter()
+        self._metrics = Metrics(self.config, self._resources, self._recorder)
 
     # ------------------------------------------------------------------ attaching
     @overload
-    def attach(self, model: nn.Module | None, optimizer: Optimizer) -> Optimizer: ...
+    def attach(
+        self,
+        model: nn.Module | None,
+        optimizer: Optimizer,
+        *,
+        device: torch.device | None = None,
+    ) -> Optimizer: ...
 
     @overload
-    def attach(self, model: nn.Module | None, optimizer: None = None) -> None: ...
+    def attach(
+        self,
+        model: nn.Module | None,
+        optimizer: None = None,
+        *,
+        device: torch.device | None = None,
+    ) -> None: ...
 
     @overload
     def attach(self, model: nn.Module | None = None, *, optimizer: Optimizer) -> Optimizer: ...
 
     def attach(
-        self, model: nn.Module | None = None, optimizer: Optimizer | None = None
+        self,
+        model: nn.Module | None = None,
+        optimizer: Optimizer | None = None,
+        *,
+        device: torch.device | None = None,
     ) -> Optimizer | None:
         """Hook a model in place, and wrap its optimizer.
 
@@ -90,6 +111,8 @@ class OffloadEngine:
                 with another optimizer. None to swap an optimizer's states only.
             optimizer: one that updates every parameter by itself, as most of `torch.optim` do;
                 its states are swapped (``optimizer.enabled``). None to offload activations only.
+            device: where parameters are to be that are on the meta device; None for where the
+                others are, else torch's default.
 
         Returns:
             The optimizer to use from now on, or None if none was given.
@@ -104,13 +127,8 @@ class OffloadEngine:
             raise ConfigError("attach: pass a model, an optimizer, or both.")
         if model is not None and not isinstance(model, nn.Module):
             raise ConfigError(f"attach: expected a torch.nn.Module, got {type(model).__name__}.")
-        if self._stream is not None and model is not None:
-            tiers = self._resources.clients["parameters"]
-            room = sum(tier.capacity - tier.used_bytes for tier in tiers)
-            complaint = weights_shortfall(self._stream.bytes_to_come(model), room)
-            if complaint is not None:
-                raise ConfigError(f"attach: {complaint}")
-            self._stream.fill(model, self._device)
+        if model is not None:
+            self._weights.expect(model, _device_for(model) if device is None else device)
         wrapped = None if optimizer is None else self._wrap(optimizer)
         if wrapped is not None and self._stream is not None:
             stream = self._stream
@@ -130,12 +148,6 @@ class OffloadEngine:
             del self._hooks[known]
         if again_is_fine and id(model) in self._hooks:
             return
-        if any(p.is_meta for p in model.parameters()):
-            raise ConfigError(
-                f"attach: parameters of this {type(model).__name__} are on the meta device. "
-                f"Materialise them first (model.to_empty(device=...) and load weights), or have "
-                f"them streamed (parameters.enabled: true)."
-            )
         self._registry.add_module(model)
         self._note_device(model.parameters())
         if self._activations is not None:
@@ -216,11 +228,40 @@ class OffloadEngine:
         a plain build, to the last bit.
         """
         self._check_open()
-        if self._stream is None:
+        with self._weights.building():
             yield
-            return
-        with self._stream.building():
-            yield
+
+    def load_weights(
+        self,
+        model: nn.Module,
+        source: str | os.PathLike[str],
+        *,
+        adopt: bool = False,
+        strict: bool = True,
+    ) -> LoadedWeights:
+        """Load a model from safetensors, a few tensors in memory at a time.
+
+        Names are those of the model's state_dict. The model may be attached or not; what it has on
+        the meta device is made, so that nothing need fit that is streamed.
+
+        Args:
+            model: to load into.
+            source: a file of safetensors, or a directory with one, or with shards and their index.
+            adopt: leave the bytes of streamed weights in these files and read them from there, as
+                long as they are not updated. The files must not be written to meanwhile; they may
+                be renamed or unlinked.
+            strict: names that are missing here or there are errors, as in `load_state_dict`.
+
+        Returns:
+            Missing and unexpected names.
+
+        Raises:
+            ConfigError: the files, or the names or shapes in them, are not the model's; safetensors
+                are not installed. Nothing was changed.
+            StorageError: a file cannot be read; the model has some of its values.
+        """
+        self._check_open()
+        return self._weights.load(model, source, _device_for(model), adopt=adopt, strict=strict)
 
     def save_weights(
         self, model: nn.Module, directory: str | os.PathLike[str], shard_bytes: int = 256 * MiB
@@ -243,14 +284,51 @@ class OffloadEngine:
             StorageError: a file cannot be written.
         """
         self._check_open()
-        # Not torch.Tensor.detach, which state_dict() calls: that would bring every weight back.
-        tensors = {
-            name: value
-            for name, value in model.state_dict(keep_vars=True).items()
-            if isinstance(value, torch.Tensor)
-        }
-        read = _as_it_is if self._stream is None else self._stream.read
-        return save_shards(tensors, Path(directory), shard_bytes, read)
+        return self._weights.save(model, directory, shard_bytes)
+
+    def plan(self) -> StepPlan:
+        """What one step moves of streamed weights and states, block by block; print it.
+
+        In the order of the last step; before there was one, in that of the model's modules.
+
+        Raises:
+            ConfigError: weights are not streamed.
+        """
+        self._check_open()
+        trained = sum(
+            p.nbytes for optimizer in self._optimizers for p in optimizer.parameters()
+            if p.requires_grad
+        )  # fmt: skip
+        states = sum(optimizer.state_bytes for optimizer in self._optimizers)
+        share = states / trained if trained else 0.0
+        return self._weights.plan(share, updates=self.config.optimizer.overlap != "off")
+
+    def predict_memory(
+        self, model: nn.Module, optimizer: Optimizer, *inputs: Any, **named_inputs: Any
+    ) -> MemoryForecast:
+        """How much host memory a step of streamed training takes at most, before the first one.
+
+        The step is gone through without data; nothing is computed or moved.
+
+        Args:
+            model: attached.
+            optimizer: as `attach` returned it.
+            inputs: of the model's forward, with the shapes and dtypes of a step's; what it returns
+                must be, or have, a loss.
+            named_inputs: likewise.
+
+        Raises:
+            ConfigError: weights are not streamed; the model cannot be gone through without values.
+        """
+        self._check_open()
+        if self._stream is None or id(model) not in self._hooks:
+            raise ConfigError(
+                "predict_memory: the model's weights are not streamed. Attach it to an engine with "
+                "parameters.enabled: true first."
+            )
+        return predict_memory(
+            self.config, self._weights, self._device, model, optimizer, inputs, named_inputs
+        )
 
     # ------------------------------------------------------------------ the loop
     @contextmanager
@@ -306,39 +384,9 @@ class OffloadEngine:
         `offload/endurance/projected_years` is NaN while no tier has a rating
         (``tiers[].endurance_tbw``) or nothing was written.
         """
-        recorder, resources = self._recorder, self._resources
-        _ = resources.heap.live_tickets  # takes notice of tickets that were dropped since
-        metrics: dict[str, float] = {}
-        for client in CLIENTS:
-            prefix = f"offload/{client}"
-            for verb in ("written", "read", "forwarded"):
-                metrics[f"{prefix}/{verb}_bytes"] = float(recorder.client_bytes(client, verb))
-            metrics[f"{prefix}/stall_seconds"] = recorder.stall_seconds(client)
-        for name, used_bytes in resources.tier_used_bytes().items():
-            prefix = f"offload/tier/{name}"
-            metrics[f"{prefix}/used_bytes"] = float(used_bytes)
-            metrics[f"{prefix}/read_GBps"] = recorder.bandwidth_GBps(name, Direction.READ)
-            metrics[f"{prefix}/write_GBps"] = recorder.bandwidth_GBps(name, Direction.WRITE)
-            metrics[f"{prefix}/queued_seconds"] = sum(
-                recorder.queue_seconds(name, direction) for direction in Direction
-            )
-        if self._activations is not None:
-            for name, value in self._activations.figures().items():
-                metrics[f"offload/activations/{name}"] = value
-        for name in ("speculated_steps", "redone_steps"):
-            metrics[f"offload/optimizer/{name}"] = sum(
-                (optimizer.figures()[name] for optimizer in self._optimizers), 0.0
-            )
-        usage = resources.pool.usage()
-        metrics["offload/memory/pinned_bytes"] = float(usage.held_bytes)
-        metrics["offload/memory/pinned_peak_bytes"] = float(usage.peak_bytes)
-        metrics["offload/memory/fragmentation"] = usage.fragmentation
-        metrics["offload/host/rss_bytes"] = float(psutil.Process().memory_info().rss)
-        metrics["offload/device/peak_bytes"] = self._device_peak_bytes()
-        metrics["offload/transfer/busy_seconds"] = recorder.busy_seconds()
-        metrics["offload/transfer/hidden_share"] = recorder.hidden_share()
-        metrics.update(self._endurance())
-        return metrics
+        activations = {} if self._activations is None else self._activations.figures()
+        optimizers = [optimizer.figures() for optimizer in self._optimizers]
+        return self._metrics.read(self._device, activations, optimizers)
 
     def export_trace(self, file: str | os.PathLike[str]) -> None:
         """Write the latest moves and waits as a trace for Perfetto or chrome://tracing.
@@ -347,28 +395,6 @@ class OffloadEngine:
             file: to write; JSON.
         """
         write_trace(file, list(self._recorder.moves), list(self._recorder.stalls))
-
-    def _device_peak_bytes(self) -> float:
-        if self._device.type == "cuda":
-            return float(torch.cuda.max_memory_allocated(self._device))
-        return 0.0
-
-    def _endurance(self) -> dict[str, float]:
-        elapsed = time.perf_counter() - self._started_at
-        written = 0
-        years = math.inf
-        for tier in self.config.tiers:
-            if tier.kind != "ssd":
-                continue
-            tier_written = self._recorder.tier_bytes(tier.name, Direction.WRITE)
-            written += tier_written
-            if tier.endurance_tbw is not None and tier_written and elapsed > 0:
-                rate = tier_written / elapsed
-                years = min(years, tier.endurance_tbw * 1e12 / rate / _SECONDS_PER_YEAR)
-        return {
-            "offload/endurance/written_bytes": float(written),
-            "offload/endurance/projected_years": years if math.isfinite(years) else math.nan,
-        }
 
     # ------------------------------------------------------------------ life
     @property
@@ -391,22 +417,10 @@ class OffloadEngine:
         for optimizer in list(self._optimizers):
             self._unwrap(optimizer)
         try:
-            if self._stream is not None and not self.closed:
-                self._close_stream(self._stream)
+            if not self.closed:
+                self._weights.close()
         finally:
             self._finalizer()
-
-    def _close_stream(self, stream: WeightStream) -> None:
-        missing, free = stream.nbytes_away(), available_bytes()
-        fits = missing < _RESTORED_SHARE * free
-        if not fits:
-            logger.warning(
-                "close: %s of weights are on tiers and would not fit into the %s of memory that "
-                "are free; they are given up, and the model's parameters are NaN from now on.",
-                format_size(missing),
-                format_size(free),
-            )
-        stream.close(restore=fits)
 
     def __enter__(self) -> Self:
         return self
@@ -445,22 +459,13 @@ class OffloadEngine:
             save_weight=None if self._stream is None else self._stream.save,
         )
 
-    def _make_stream(self) -> WeightStream | None:
-        section = self.config.parameters
-        if not section.enabled:
-            return None
-        return WeightStream(
-            self._resources.heap,
-            self._resources.clients["parameters"],
-            blocks_in_flight=section.blocks_in_flight,
-            classes=section.blocks,
-            min_bytes=section.min_size,
-        )
 
-
-@contextmanager
-def _as_it_is(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    yield tensor.detach()
+def _device_for(model: nn.Module) -> torch.device:
+    """Where parameters are to be that are on the meta device: with the others, or the default."""
+    for parameter in model.parameters():
+        if not parameter.is_meta:
+            return parameter.device
+    return torch.get_default_device()
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:

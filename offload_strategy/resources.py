@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -15,6 +17,7 @@ from offload_strategy.heap import Heap, HostTier, PathTier, Quota, Tier
 from offload_strategy.memory import BufferPool
 from offload_strategy.storage import (
     Backend,
+    ForeignFile,
     PathTurns,
     Space,
     check_capacities,
@@ -23,7 +26,47 @@ from offload_strategy.storage import (
 )
 from offload_strategy.telemetry import CLIENTS, Recorder
 from offload_strategy.transfer import Checksum, PathQueue, create_checksum
-from offload_strategy.units import format_size
+from offload_strategy.units import MiB, format_size
+
+#: As `io.block_size`, for files that are read where they are.
+_FILE_BLOCK_BYTES = 32 * MiB
+
+
+class _OpenFiles:
+    """Files that are only read, each once, by threads of their own.
+
+    Args:
+        recorder: notes what is read.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._backend: Backend | None = None
+        self._queues: dict[Path, PathQueue] = {}
+
+    def queue(self, file: Path) -> PathQueue:
+        """What reads a file.
+
+        Raises:
+            ConfigError: it cannot be opened.
+        """
+        if file not in self._queues:
+            if self._backend is None:
+                self._backend = create_backend("posix", threads=2, block_size=_FILE_BLOCK_BYTES)
+            place = ForeignFile(file, "checkpoint")
+            self._queues[file] = PathQueue(place, self._backend, self._recorder)
+        return self._queues[file]
+
+    def close(self) -> None:
+        """Close them; nothing may be under way."""
+        for queue in self._queues.values():
+            queue.close()
+        if self._backend is not None:
+            self._backend.close()  # what is under way ends first
+        for queue in self._queues.values():
+            assert isinstance(queue.space, ForeignFile)
+            queue.space.close()
+        self._queues.clear()
 
 
 @dataclass
@@ -43,6 +86,9 @@ class Resources:
     waiting_room: list[Tier] = field(default_factory=list)
     paths: dict[Client, list[Path]] = field(default_factory=dict)
     pid: int = field(default_factory=os.getpid)
+    #: Files of somebody else's whose bytes are read where they are.
+    _files: list[_OpenFiles] = field(default_factory=list)
+    _recorder: Recorder = field(default_factory=Recorder)
 
     @classmethod
     def open(cls, config: OffloadConfig, recorder: Recorder) -> Resources:
@@ -62,7 +108,7 @@ class Resources:
         # Tickets of a device that stay in a dram tier lie in buffers, too.
         pool = BufferPool(config.memory.pinned + host)
         heap = Heap(pool, recorder, write_behind=config.memory.pinned)
-        resources = cls(heap, pool)
+        resources = cls(heap, pool, _recorder=recorder)
         check_capacities(
             [
                 (tier.name, path, tier.capacity if len(tier.paths) == 1 else None)
@@ -99,6 +145,24 @@ class Resources:
             used[space.tier] = used.get(space.tier, 0) + space.used_bytes
         return used
 
+    @contextmanager
+    def files(self, *, keep: bool) -> Iterator[Callable[[Path], PathQueue]]:
+        """Queues that read files of somebody else's.
+
+        Args:
+            keep: they stay open until `close`; else they are closed behind the context.
+        """
+        files = _OpenFiles(self._recorder)
+        try:
+            yield files.queue
+        except BaseException:
+            files.close()
+            raise
+        if keep:
+            self._files.append(files)
+        else:
+            files.close()
+
     def close(self) -> None:
         """Give everything back. Idempotent; does nothing in a forked child."""
         if os.getpid() != self.pid:
@@ -106,6 +170,8 @@ class Resources:
         self.heap.close()
         for queue in itertools.chain.from_iterable(self.queues.values()):
             queue.close()
+        for files in self._files:
+            files.close()
         for backend in self.backends:
             backend.close()
         for turns in self.turns:

@@ -1,1 +1,1 @@
-"""Training models that are larger than memory."""
+"""Models that are larger than memory."""

@@ -1,177 +1,153 @@
-"""Training a GPT whose weights, gradients and states are several times its memory.
+"""Models that are larger than memory: trained, loaded, and foreseen.
 
-    python -m benchmarks.parameters [--dir DIR] [--limit 4GiB] [--width 2048] [--layers 26] ...
+    python -m benchmarks.parameters --dir /mnt/nvme0        everything
+    python -m benchmarks.parameters --lines train           a GPT of several times its memory
+    python -m benchmarks.parameters --quick                 tiny: to see that it runs
 
-In a memory group of that limit: plain PyTorch, which the system kills, and the same script with
-everything streamed, from its start to saved safetensors. Each runs in a process of its own.
+Every run is a process of its own. The exit status is 1 if a claim does not hold, and 2 if nothing
+could run. Lines:
 
-What a step takes at least is the longer of two: computing alone, and moving its bytes at the path's
-measured bandwidth (read bytes over what it reads, plus written bytes over what it writes). The
-model does not fit for the former, so plain PyTorch trains two with fewer of its layers, outside of
-the group, and their difference counts for each of the other layers.
+    train     in a memory group (root): plain PyTorch, which is killed, and everything streamed
+    largest   the largest model that trains there (root), beside plain PyTorch and DeepSpeed
+    load      a checkpoint loaded to the tiers, or left in its files: seconds, and peak of memory
+    memory    the peak of memory that the engine expects, beside what was measured
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import subprocess
+import signal
 import sys
-import tempfile
+import traceback
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from benchmarks.machine import describe_machine
-from benchmarks.memory_group import memory_group, why_not
-from benchmarks.parameters.subject import Job
-from offload_strategy.storage import Space, create_backend, probe
-from offload_strategy.units import GiB, MiB, format_size, parse_size
+from benchmarks.io.results import Result, Skipped, conclude
+from benchmarks.machine import describe_machine, say
+from benchmarks.parameters.job import Job
+from benchmarks.parameters.largest import CONTENDERS, Bounds, largest
+from benchmarks.parameters.loading import loading
+from benchmarks.parameters.loading_subject import LoadJob
+from benchmarks.parameters.predicted import JOBS, predicted, smaller
+from benchmarks.parameters.training import training
+from offload_strategy.units import parse_size
 
-_ROOT = Path(__file__).resolve().parents[2]
+_LINES = ("train", "largest", "load", "memory")
+_QUICK = {
+    "limit": "1GiB",
+    "width": 256,
+    "vocabulary": 1024,
+    "layers": 4,
+    "load_layers": 4,
+    "most_layers": 4,
+    "steps": 3,
+    "minutes": 2.0,
+    "pinned": "64MiB",
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run it and print the tables; 0 if everything came out as it must."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.parameters", description=__doc__)
-    parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="on the disk")
-    parser.add_argument("--limit", default="4GiB", help="of the memory group")
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=26)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--sequence", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--overlap", default="eager", choices=("eager", "commit", "off"))
-    parser.add_argument("--pinned", default="1GiB", help="memory.pinned")
-    parser.add_argument("--no-plain", action="store_true", help="leave plain PyTorch out")
-    options = parser.parse_args(arguments)
-    why = why_not()
-    if why is not None:
-        print(f"cannot run here: {why}")
-        return 2
-    limit = parse_size(options.limit)
+    """Parse the options, run, print and write the outcome."""
+    options = _options(arguments)
+    # Ended by a signal, the `with` blocks below still remove groups, processes and files.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    machine = describe_machine(options.dir)
+    print(json.dumps(machine), flush=True)
     job = Job(
         options.width,
         options.layers,
+        vocabulary=options.vocabulary,
         sequence=options.sequence,
         batch=options.batch,
         steps=options.steps,
         overlap=options.overlap,
         pinned=options.pinned,
     )
-    print(json.dumps(describe_machine(options.dir)))
-    good = True
-    if not options.no_plain:
-        status, events, peak = _run(job, limit, print)
-        print(
-            f"plain PyTorch within {format_size(limit)}: "
-            f"{'killed' if status == -9 else f'status {status}'} after "
-            f"{sum(e['event'] == 'step' for e in events)} steps, peak {format_size(peak)}"
-        )
-        good &= status == -9
-    with tempfile.TemporaryDirectory(prefix="bigger-than-memory-", dir=options.dir) as place:
-        saved = str(Path(place, "saved"))
-        status, events, peak = _run(replace(job, directory=place, saved=saved), limit, print)
-    steps = [event for event in events if event["event"] == "step"]
-    table(steps, *_bound(job, options.dir))
-    print(f"streamed within {format_size(limit)}: status {status}, peak {format_size(peak)}")
-    good &= status == 0 and len(steps) == job.steps and steps[-1]["loss"] < steps[0]["loss"]
-    return 0 if good else 1
+    limit = parse_size(options.limit)
+    lines: dict[str, Callable[[], list[Result]]] = {
+        "train": lambda: training(job, options.dir, limit, _tell, plain=not options.no_plain),
+        "largest": lambda: largest(
+            job,
+            options.dir,
+            Bounds(limit, options.from_layers, options.most_layers, options.minutes),
+            _tell,
+            options.contenders,
+        ),
+        "load": lambda: loading(
+            LoadJob(**{**asdict(job), "layers": options.load_layers}),
+            options.dir,
+            options.rounds,
+            _tell,
+        ),
+        "memory": lambda: predicted(
+            [smaller(one) for one in JOBS] if options.quick else JOBS, options.dir, _tell
+        ),
+    }
+    results: list[Result] = []
+    skipped: dict[str, str] = {}
+    failed: dict[str, str] = {}
+    for name in options.lines:
+        say(name)
+        try:
+            results += lines[name]()
+        except Skipped as why:
+            skipped[name] = str(why)
+        except Exception as error:
+            traceback.print_exc()
+            failed[name] = f"{type(error).__name__}: {error}"
+    outcome = {"quick": options.quick, "job": asdict(job), "skipped": skipped, "failed": failed}
+    status = conclude(results, options.json, machine, outcome)
+    for title, reasons in (("skipped", skipped), ("failed", failed)):
+        for name, reason in reasons.items():
+            print(f"{title}: {name}: {reason}")
+    if failed:
+        return 1
+    return status if results else 2
 
 
-def table(steps: list[dict[str, Any]], compute: float, read: float, write: float) -> None:
-    """A row a step, and the median of all but the first.
-
-    Args:
-        steps: events.
-        compute: seconds of computing alone.
-        read: bytes per second of the path.
-        write: likewise.
-    """
-    print(
-        f"\ncomputing alone {compute:.2f} s a step; the path reads {read / 1e9:.2f} and writes "
-        f"{write / 1e9:.2f} GB/s\n\n"
-        "| step | loss | s | compute | read | write | stall | read GiB | written GiB | of bound |\n"
-        "|---|---|---|---|---|---|---|---|---|---|"
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.parameters",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    ratios = []
-    for step in steps:
-        reading, writing = step["read_bytes"] / read, step["written_bytes"] / write
-        ratios.append(step["seconds"] / max(compute, reading + writing))
-        stall = sum(value for name, value in step.items() if name.endswith("_stall"))
-        print(
-            f"| {step['step']} | {step['loss']:.4f} | {step['seconds']:.2f} | {compute:.2f} | "
-            f"{reading:.2f} | {writing:.2f} | {stall:.2f} | {step['read_bytes'] / GiB:.2f} | "
-            f"{step['written_bytes'] / GiB:.2f} | {ratios[-1]:.3f} |"
-        )
-    if len(ratios) > 1:  # blocks are fetched ahead from the second step on
-        print(f"median of all but the first: {statistics.median(ratios[1:]):.3f} of the bound\n")
+    parser.add_argument("--lines", nargs="+", choices=_LINES, default=_LINES)
+    parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="on the disk")
+    parser.add_argument("--json", type=Path, help="write everything there, too")
+    parser.add_argument("--quick", action="store_true", help="tiny models; figures mean little")
+    parser.add_argument("--limit", default="4GiB", help="of the memory group")
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--sequence", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--overlap", default="eager", choices=("eager", "commit", "off"))
+    parser.add_argument("--pinned", default="1GiB", help="memory.pinned")
+    parser.add_argument("--layers", type=int, default=26, help="train: of the model")
+    parser.add_argument("--steps", type=int, default=10, help="train: how many")
+    parser.add_argument("--no-plain", action="store_true", help="train: leave plain PyTorch out")
+    parser.add_argument(
+        "--contenders",
+        nargs="+",
+        choices=CONTENDERS,
+        default=list(CONTENDERS),
+        help="largest: who tries",
+    )
+    parser.add_argument(
+        "--from-layers", type=int, default=1, help="largest: where the doubling begins"
+    )
+    parser.add_argument("--most-layers", type=int, default=4096, help="largest: where it ends")
+    parser.add_argument("--minutes", type=float, default=12.0, help="largest: of a run at most")
+    parser.add_argument("--load-layers", type=int, default=26, help="load: of the model")
+    parser.add_argument("--rounds", type=int, default=3, help="load: how many")
+    if parser.parse_args(arguments).quick:
+        parser.set_defaults(**_QUICK)
+    return parser.parse_args(arguments)
 
 
-def _bound(job: Job, directory: Path) -> tuple[float, float, float]:
-    """Seconds of computing alone, and bytes per second read and written."""
-    few, more = 2, 8
-    seconds = {}
-    for layers in (few, more):
-        small = replace(job, layers=layers, steps=6, directory=None, saved=None)
-        _, events, _ = _run(small, None, lambda line: None)
-        steps = [event["seconds"] for event in events if event["event"] == "step"]
-        seconds[layers] = min(steps)  # what it can be: memory is mapped in the first ones
-    each = (seconds[more] - seconds[few]) / (more - few)
-    space = Space(directory, "disk", 1 * GiB)
-    backend = create_backend("posix", threads=2, block_size=32 * MiB)
-    try:
-        found = probe(space, backend, seconds=2.0)
-    finally:
-        backend.close()
-        space.close()
-    return seconds[few] + (job.layers - few) * each, found.read, found.write
-
-
-def _run(
-    job: Job, limit: int | None, say: Callable[[str], None]
-) -> tuple[int, list[dict[str, Any]], int]:
-    """Status, events and the group's peak in bytes of a run."""
-    events: list[dict[str, Any]] = []
-    with memory_group(limit) as group:
-        command = [sys.executable, "-m", "benchmarks.parameters.subject", json.dumps(asdict(job))]
-        process = subprocess.Popen(
-            group.command(command), stdout=subprocess.PIPE, text=True, cwd=_ROOT
-        )
-        assert process.stdout is not None
-        for line in process.stdout:
-            event = json.loads(line)
-            events.append(event)
-            say(_told(event))
-        status = process.wait()
-        return (-9 if status == 137 else status), events, group.peak_bytes()
-
-
-def _told(event: dict[str, Any]) -> str:
-    """An event as a line."""
-    kind = event["event"]
-    if kind == "start":
-        return f"{event['parameters']:,} parameters, made in {event['seconds']:.1f} s"
-    if kind == "step":
-        text = (
-            f"step {event['step']}: loss {event['loss']:.4f}, {event['seconds']:.2f} s (forward "
-            f"{event['forward']:.2f}, backward {event['backward']:.2f}, step "
-            f"{event['update']:.2f}; CPU {event['cpu_seconds']:.1f})"
-        )
-        if "read_bytes" in event:
-            stalls = ", ".join(
-                f"{name[:-6]} {event[name]:.2f}" for name in event if name.endswith("_stall")
-            )
-            text += (
-                f", read {event['read_bytes'] / GiB:.2f} GiB, written "
-                f"{event['written_bytes'] / GiB:.2f} GiB, stalls: {stalls}"
-            )
-        return text
-    if kind == "saved":
-        return f"saved {event['nbytes'] / GiB:.2f} GiB in {event['seconds']:.1f} s"
-    return f"peak of the process {format_size(event['peak_bytes'])}"
+def _tell(text: str) -> None:
+    print(text, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One training run in a process of its own.
 
-    python -m benchmarks.parameters.subject JSON    (started by `table`)
+    python -m benchmarks.parameters.subject JSON    (started by `running.run`)
 
 Prints a line of JSON for the start, one for each step, and one for the end.
 """
@@ -13,69 +13,17 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.activations.models import Shape
 from benchmarks.gpt import GPT
-from benchmarks.machine import fix_allocator
+from benchmarks.machine import fix_allocator, forget_peak, status_bytes
+from benchmarks.parameters.job import Job
 from offload_strategy import OffloadEngine
 
 _CLIENTS = ("activations", "optimizer", "parameters")
-
-
-@dataclass(frozen=True)
-class Job:
-    """What to train.
-
-    Args:
-        width: of the GPT.
-        layers: likewise.
-        vocabulary: likewise.
-        sequence: tokens of a sequence.
-        batch: sequences of a step.
-        steps: of training.
-        directory: of the tier; None for plain PyTorch.
-        saved: where the weights go in the end; None for nowhere.
-        overlap: of the optimizer.
-        state_dtype: likewise.
-        pinned: ``memory.pinned``.
-    """
-
-    width: int
-    layers: int
-    vocabulary: int = 8192
-    sequence: int = 128
-    batch: int = 1
-    steps: int = 10
-    directory: str | None = None
-    saved: str | None = None
-    overlap: str = "eager"
-    state_dtype: str = "float32"
-    pinned: str = "1GiB"
-
-    @property
-    def shape(self) -> Shape:
-        """Of the model."""
-        return Shape(
-            width=self.width,
-            layers=self.layers,
-            heads=max(1, self.width // 64),
-            vocabulary=self.vocabulary,
-            sequence=self.sequence,
-        )
-
-    def config(self) -> dict[str, Any]:
-        """Everything streamed."""
-        return {
-            "tiers": [{"name": "disk", "kind": "ssd", "path": self.directory}],
-            "parameters": {"enabled": True},
-            "optimizer": {"overlap": self.overlap, "state_dtype": self.state_dtype},
-            "memory": {"pinned": self.pinned},
-        }
 
 
 def run(job: Job) -> Iterator[dict[str, Any]]:
@@ -91,10 +39,12 @@ def run(job: Job) -> Iterator[dict[str, Any]]:
         optimizer = engine.attach(model, optimizer)
     count = sum(p.numel() for p in model.parameters())
     yield {"event": "start", "seconds": time.perf_counter() - begin, "parameters": count}
-    generator = torch.Generator().manual_seed(1)
-    # Ever the same tokens: a falling loss then says that the updates arrive.
-    tokens = torch.randint(job.vocabulary, (job.batch, job.sequence), generator=generator)
-    before = _moved(engine)
+    tokens = job.tokens()
+    if job.predict and engine is not None:
+        predicted = _predicted(engine, model, optimizer, tokens)
+        yield {"event": "predicted", "peak_bytes": predicted}
+        forget_peak()
+    before = moved(engine)
     for step in range(job.steps):
         begin = time.perf_counter()
         cpu = _cpu_seconds()
@@ -105,7 +55,7 @@ def run(job: Job) -> Iterator[dict[str, Any]]:
         optimizer.step()
         optimizer.zero_grad()
         end = time.perf_counter()
-        now = _moved(engine)
+        now = moved(engine)
         yield {
             "event": "step",
             "step": step,
@@ -119,6 +69,8 @@ def run(job: Job) -> Iterator[dict[str, Any]]:
         }
         before = now
         del loss
+    if job.predict:  # before `close`, which brings the weights back
+        yield {"event": "measured", "peak_bytes": status_bytes("VmHWM")}
     if engine is not None:
         if job.saved is not None:
             begin = time.perf_counter()
@@ -130,12 +82,7 @@ def run(job: Job) -> Iterator[dict[str, Any]]:
     yield {"event": "end", "peak_bytes": peak}
 
 
-def _cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
-def _moved(engine: OffloadEngine | None) -> dict[str, float]:
+def moved(engine: OffloadEngine | None) -> dict[str, float]:
     """Bytes and seconds so far."""
     if engine is None:
         return {}
@@ -147,6 +94,19 @@ def _moved(engine: OffloadEngine | None) -> dict[str, float]:
         },
         **{f"{c}_stall": metrics[f"offload/{c}/stall_seconds"] for c in _CLIENTS},
     }
+
+
+def _predicted(
+    engine: OffloadEngine, model: torch.nn.Module, optimizer: Any, tokens: torch.Tensor
+) -> int:
+    """What the engine expects the process to have in memory at most, in bytes."""
+    expected: Any = engine.predict_memory(model, optimizer, tokens)
+    return int(expected.peak_bytes)
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
 if __name__ == "__main__":

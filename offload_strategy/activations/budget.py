@@ -27,9 +27,11 @@ logger = get_logger(__name__)
 #: Share of a step's time that training may wait for activations.
 ALLOWANCE = 0.01
 #: Share of a step's bytes that may wait to be written, and the least that may. A small pass gives
-#: away a larger share at once (see outbox.py), and what is behind such a batch must not be held up.
+#: away a larger share at once (see outbox.py), and what is behind such a batch must not be held up,
+#: if the path takes it in within so many seconds.
 _BACKLOG_SHARE = 0.06
 _SMALL_PASS_SHARE, _SMALL_PASS_BYTES = 0.15, 96 * MiB
+_SMALL_PASS_SECONDS = 0.06
 _LEAST_BACKLOG_BYTES = 32 * MiB
 #: Until a step was seen whole.
 _FIRST_BACKLOG_BYTES = 64 * MiB
@@ -133,6 +135,9 @@ class AutomaticBudget:
         """A backward pass is over: learn how much it can hide."""
         saved, left = trace.saved_bytes, trace.left_bytes
         of_small_pass = min(_SMALL_PASS_BYTES, int(_SMALL_PASS_SHARE * saved))
+        rate = self._traffic.rate(write=True)
+        if rate is not None:
+            of_small_pass = min(of_small_pass, int(rate * _SMALL_PASS_SECONDS))
         share = max(_LEAST_BACKLOG_BYTES, of_small_pass, int(_BACKLOG_SHARE * saved))
         self._backlog = min(share, self._most_backlog)
         allowance = ALLOWANCE * trace.seconds

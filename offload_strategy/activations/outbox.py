@@ -22,15 +22,23 @@ if TYPE_CHECKING:
 #: Bytes that wait for others at most, and as a share of what a forward pass saves.
 _MOST_BYTES = 48 * MiB
 _SHARE = 0.07
+#: What a path does not take in so many seconds would come in bursts: then fewer wait.
+_SECONDS = 0.03
+_SLOW_BYTES = 16 * MiB
+_SLOW_SHARE = 0.03
 
 
-def batch_bytes(saved_bytes: int) -> int:
+def batch_bytes(saved_bytes: int, rate: float | None = None) -> int:
     """How many bytes are worth being moved together.
 
     Args:
         saved_bytes: of a whole forward pass, as far as known.
+        rate: bytes per second that the tiers take, or None while that is not known.
     """
-    return min(_MOST_BYTES, int(_SHARE * saved_bytes))
+    most = min(_MOST_BYTES, int(_SHARE * saved_bytes))
+    if rate is None:
+        return most
+    return max(min(_SLOW_BYTES, int(_SLOW_SHARE * saved_bytes)), min(most, int(rate * _SECONDS)))
 
 
 class _Waiting(threading.local):

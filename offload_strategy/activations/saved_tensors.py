@@ -83,9 +83,10 @@ class ActivationOffload:
         self._before_forward = before_forward
         self._min_size = min_size
         self._save_weight = save_weight
+        self._traffic = TierTraffic(heap, tiers, _CLIENT)
         self._budget: AutomaticBudget | FixedBudget
         if budget == "auto":
-            self._budget = AutomaticBudget(TierTraffic(heap, tiers, _CLIENT), most_backlog)
+            self._budget = AutomaticBudget(self._traffic, most_backlog)
         else:
             self._budget = FixedBudget(budget)
         self._prefetcher = Prefetcher(heap, self._budget, prefetch_bytes)
@@ -218,7 +219,7 @@ class ActivationOffload:
         latest = self._prefetcher.latest_trace
         together = 0
         if latest is not None and tensor.device.type == "cpu":
-            together = batch_bytes(latest.saved_bytes)
+            together = batch_bytes(latest.saved_bytes, self._traffic.rate(write=True))
         # Backward begins with what was saved last: where host memory is short, that stays.
         # Last of all: see [Note: the interpreter lock].
         self._outbox.add(slot, -next(self._saved), together)

@@ -14,6 +14,7 @@ from offload_strategy.heap.outgoing import DeviceCopies
 from offload_strategy.heap.supply import BufferSupply
 from offload_strategy.heap.ticket import ALIGNMENT_BYTES, Entry, TicketState
 from offload_strategy.heap.tiers import PathTier
+from offload_strategy.storage import ForeignFile
 from offload_strategy.telemetry import Direction, Recorder
 from offload_strategy.transfer import Move, MoveState, Priority, UninterruptedSection
 
@@ -165,6 +166,9 @@ class Reader:
 
     def _as_payload(self, entry: Entry, memory: torch.Tensor) -> torch.Tensor:
         """What was read, where and as its reader wants it."""
+        for stripe in entry.stripes if entry.tier is None else ():
+            if isinstance(stripe.queue.space, ForeignFile):
+                stripe.queue.space.check_unchanged()
         payload = memory[entry.begin :]
         if entry.device.type != "cpu":
             on_host = payload.device.type == "cpu"

@@ -186,6 +186,8 @@ def _prepare_model(original: Callable[..., Any]) -> Callable[..., Any]:
         session = session_of(self)
         if session is not None and not evaluation_mode:
             session.begin(model)
+            if session.fills(model):
+                device_placement = False  # `Module.to` refuses the meta device
         prepared = original(
             self, model, device_placement=device_placement, evaluation_mode=evaluation_mode
         )

@@ -101,6 +101,10 @@ class Session:
         self._optimizers.add(prepared)
         weakref.finalize(prepared, gone).atexit = False
 
+    def fills(self, model: torch.nn.Module) -> bool:
+        """Whether parameters of a model are on the meta device, and `attach_model` makes them."""
+        return self._config.parameters.enabled and any(p.is_meta for p in model.parameters())
+
     def attach_model(self, model: torch.nn.Module) -> None:
         """Offload what `model` saves for backward, unless it is attached already."""
         if next(model.parameters(), None) is None:
@@ -136,7 +140,12 @@ class Session:
         self, model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.Optimizer | None:
         try:
-            return self.engine.attach(model, optimizer)
+            if optimizer is not None:
+                return self.engine.attach(model, optimizer)
+            accelerator = self._accelerator()
+            device = None if accelerator is None else accelerator.device
+            self.engine.attach(model, device=device)
+            return None
         except ConfigError as error:
             if "already" in str(error):
                 error.add_note("accelerator.free_memory() ends an earlier training and its engine.")

@@ -22,6 +22,10 @@ With automatic optimization Lightning runs `training_step` inside `Strategy.opti
 last micro-batch before an update and outside of it for the others, a partial last group included.
 That is all the strategy needs to tell the engine which backward is the last. With manual
 optimization nothing can be told in advance, and nothing is.
+[Note: models that do not fit]
+With streamed weights a module is made in `configure_model`, or within `Trainer.init_module()`: its
+weights leave while it is made (`OffloadEngine.building`). With `init_module(empty_init=True)` it is
+on the meta device, until `fit` has each module fill its own.
 """
 
 from __future__ import annotations
@@ -30,7 +34,8 @@ import copy
 import importlib
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +102,8 @@ class OffloadStrategyMixin(_SingleDeviceStrategy):
         self._engine: OffloadEngine | None = None
         self._when_gone: weakref.finalize[..., Any] | None = None
         self._fitting = False
+        # Whether the engine was made for a model that is being built, and has no optimizer yet.
+        self._is_ahead = False
         self._in_optimizer_step = False
         self._micro_batch = 0
 
@@ -139,6 +146,47 @@ class OffloadStrategyMixin(_SingleDeviceStrategy):
         """The device to train on."""
         return torch.device(self._devices[0]) if self._devices else super().root_device
 
+    # ------------------------------------------------------------------ models that do not fit
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Make a module; see [Note: models that do not fit].
+
+        Args:
+            empty_init: Whether it needs no values, because a checkpoint is loaded into it.
+        """
+        if not self.config.parameters.enabled:
+            with super().tensor_init_context(empty_init=empty_init):
+                yield
+        elif empty_init:
+            with torch.device("meta"), self.precision_plugin.tensor_init_context():
+                yield
+        else:
+            with super().tensor_init_context(), self._opened_engine().building():
+                yield
+
+    def model_to_device(self) -> None:
+        """Move the model to the device, but for weights that are streamed there anyway."""
+        assert self.model is not None
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        if self.config.parameters.enabled and all(
+            tensor.is_meta or tensor.device == self.root_device for tensor in tensors
+        ):
+            return  # `Module.to` would bring every weight to memory, and refuse the meta device
+        super().model_to_device()
+
+    def _opened_engine(self) -> OffloadEngine:
+        """The engine of the fit to come."""
+        from offload_strategy.engine import OffloadEngine
+
+        if self._engine is None or self._engine.closed or not self._is_ahead:
+            self._close_engine()
+            self._engine = engine = OffloadEngine(self.config)
+            # The model's hooks keep the engine alive, and the model may outlive every Trainer.
+            self._when_gone = weakref.finalize(self, engine.close)
+            self._is_ahead = True
+        return self._engine
+
     # ------------------------------------------------------------------ fit
 
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -147,8 +195,6 @@ class OffloadStrategyMixin(_SingleDeviceStrategy):
         Lightning calls this for `fit` alone. Learning-rate schedulers keep the module's own
         optimizer, whose parameter groups the wrapper shows as its own.
         """
-        from offload_strategy.engine import OffloadEngine
-
         if trainer.gradient_clip_val:
             self.config.check_gradients_untouched("Trainer(gradient_clip_val=...)")
         if getattr(self.precision_plugin, "scaler", None) is not None:
@@ -159,17 +205,16 @@ class OffloadStrategyMixin(_SingleDeviceStrategy):
         for optimizer in self.optimizers:
             _take_over_states(optimizer, wrapped)
         for fit in earlier:
-            fit._close_engine()
+            if not fit._is_ahead:
+                fit._close_engine()
 
-        engine = OffloadEngine(self.config)
-        self._engine = engine
-        # The model's hooks keep the engine alive, and the model may outlive every Trainer.
-        self._when_gone = weakref.finalize(self, engine.close)
+        engine = self._opened_engine()
+        self._is_ahead = False
         self._fitting = True
         self._micro_batch = 0
         _with_engine.add(self)
         try:
-            engine.attach(self.model)
+            engine.attach(self.model, device=self.root_device)
             self.optimizers = [_attach(engine, optimizer) for optimizer in self.optimizers]
         except BaseException:
             self._close_engine()
@@ -272,6 +317,7 @@ class OffloadStrategyMixin(_SingleDeviceStrategy):
 
     def _close_engine(self) -> None:
         self._engine = None
+        self._is_ahead = False
         _with_engine.discard(self)
         if self._when_gone is not None:
             self._when_gone()
@@ -279,6 +325,7 @@ class OffloadStrategyMixin(_SingleDeviceStrategy):
     def __getstate__(self) -> dict[str, Any]:
         # A copy has no engine, and optimizers of an engine are of no use without it.
         state = {**super().__getstate__(), "_engine": None, "_when_gone": None, "_fitting": False}
+        state["_is_ahead"] = False
         return {**state, "_optimizers": [], "lr_scheduler_configs": []}
 
     def __repr__(self) -> str:

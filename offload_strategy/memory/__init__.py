@@ -2,9 +2,10 @@
 
 from offload_strategy.memory.buffers import HostBuffer
 from offload_strategy.memory.limits import available_bytes, memory_cgroup_limit
-from offload_strategy.memory.pool import BufferPool, MemoryUsage
+from offload_strategy.memory.pool import IDLE_BYTES, BufferPool, MemoryUsage
 
 __all__ = [
+    "IDLE_BYTES",
     "BufferPool",
     "HostBuffer",
     "MemoryUsage",

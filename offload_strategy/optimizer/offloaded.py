@@ -342,6 +342,16 @@ class OffloadedOptimizer(Optimizer):
                 self._overlap.watch(self._subgroups)
         return self._subgroups
 
+    def largest_subgroup_bytes(self) -> int:
+        """Bytes of the weights that are updated at a time, at most."""
+        return max(
+            (
+                sum(piece.numel * piece.parameter.element_size() for piece in subgroup.pieces)
+                for subgroup in self._planned()
+            ),
+            default=0,
+        )
+
     def _edits_gradients(self) -> bool:
         groups = [group for group in self.inner.param_groups if group["params"]]
         return any(edits_gradients(self.inner, group, self._updater.precision) for group in groups)

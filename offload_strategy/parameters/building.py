@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
@@ -42,7 +43,7 @@ def watched_registration(register: Register, min_bytes: int) -> Iterator[None]:
         handle.remove()
 
 
-def modules_to_fill(model: nn.Module) -> list[nn.Module]:
+def modules_to_fill(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The modules that have parameters on the meta device, inner ones first.
 
     That is the order in which constructors initialise: a module's own values come after those of
@@ -68,14 +69,59 @@ def modules_to_fill(model: nn.Module) -> list[nn.Module]:
             f"these modules have no reset_parameters() to fill them. Build the model within "
             f"engine.building() instead, which runs the model's own initialisation."
         )
-    return [module for _, module in found]
+    unfilled = [
+        name
+        for name, buffer in model.named_buffers()
+        if buffer.is_meta and name.rpartition(".")[0] not in {place for place, _ in found}
+    ]
+    if unfilled:
+        raise ConfigError(
+            f"attach: the buffers {', '.join(unfilled[:5])} are on the meta device, and nothing "
+            f"fills them. Make the model where buffers are made for real (Accelerate's "
+            f"init_empty_weights() does), or within engine.building()."
+        )
+    return found
 
 
-def initialise(module: nn.Module) -> None:
-    """Let a module fill its own parameters."""
+def fill_module(name: str, module: nn.Module, device: torch.device, made: Register) -> None:
+    """Let a module fill its own parameters and buffers that are on the meta device.
+
+    Args:
+        name: of the module.
+        module: one of `modules_to_fill`.
+        device: where they are to be.
+        made: called with each parameter that is there from now on, without values.
+
+    Raises:
+        ConfigError: it does not fill one of its buffers.
+    """
+    missing = {n: p for n, p in module._parameters.items() if p is not None and p.is_meta}
+    if not missing:
+        return  # all of them are tied to what another module has filled
+    for key, parameter in missing.items():
+        materialise(parameter, device)
+        made(key, parameter)
+    buffers = {n: b for n, b in module._buffers.items() if b is not None and b.is_meta}
+    for key, buffer in buffers.items():
+        module._buffers[key] = torch.empty_like(buffer, device=device)
     fill = _initialiser(module)
     assert fill is not None
     fill()
+    for key in buffers:
+        buffer = module._buffers[key]
+        if buffer is not None and buffer._version == 0:
+            raise ConfigError(
+                f"attach: {name or type(module).__name__}.{key} is a buffer on the meta device, "
+                f"and {type(module).__name__}.reset_parameters() does not fill it. Make the model "
+                f"within engine.building() instead."
+            )
+
+
+def materialise(parameter: nn.Parameter, device: torch.device) -> None:
+    """Give a parameter of the meta device a place on another; it has no values yet."""
+    values = torch.empty_like(parameter, device=device)
+    # The same object, as optimizers may have it already.
+    torch.utils.swap_tensors(parameter, nn.Parameter(values, parameter.requires_grad))
 
 
 def _initialiser(module: nn.Module) -> Callable[[], None] | None:

@@ -106,6 +106,8 @@ class GuardedParameter(nn.Parameter):
     ) -> Any:
         """Bring back the bytes of what is touched, then go on as with plain parameters."""
         kwargs = kwargs or {}
+        if func is torch.autograd.grad and not kwargs.get("materialize_grads"):
+            return func(args[0], _edges(args[1]), **kwargs)
         if func in _ABOUT_FORM:
             home = _homes.get(args[0])
             if home is not None:
@@ -142,6 +144,17 @@ class GuardedParameter(nn.Parameter):
         """As the plain parameter that it stands for."""
         values = self.detach()
         return nn.Parameter(values, self.requires_grad).__reduce_ex__(protocol)
+
+
+def _edges(inputs: Sequence[Any]) -> list[Any]:
+    """With respect to what `torch.autograd.grad` is asked for gradients: it needs no values."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [
+            torch.autograd.graph.get_gradient_edge(each)
+            if type(each) is GuardedParameter and each.requires_grad
+            else each
+            for each in inputs
+        ]
 
 
 def _guarded_in(value: Any) -> Iterator[GuardedParameter]:

@@ -20,6 +20,19 @@ class StreamedBlock:
     name: str
     weights: list[StreamedWeight]
 
+    @property
+    def nbytes(self) -> int:
+        """Of all of its weights."""
+        return sum(weight.nbytes for weight in self.weights)
+
+    @property
+    def trained(self) -> int:
+        """Bytes of those that take gradients."""
+        return sum(weight.nbytes for weight in self.weights if weight.is_trained)
+
+
+#: A step of more turns (generation, which no step ends) is not remembered whole.
+_MOST_TURNS = 4096
 
 _Key = tuple[StreamedBlock | None, StreamedBlock, bool]
 
@@ -38,9 +51,15 @@ class BlockOrder:
         self._repeated: set[_Key] = set()
         self._again: set[_Key] = set()
         self._key: _Key | None = None
+        # What was needed since the last step ended, and in the last whole step.
+        self._step: list[tuple[StreamedBlock, bool]] = []
+        self.last_step: list[tuple[StreamedBlock, bool]] = []
 
     def needed(self, block: StreamedBlock, *, backward: bool) -> None:
         """A block is needed now."""
+        turn = (block, backward)
+        if len(self._step) < _MOST_TURNS and (not self._step or self._step[-1] != turn):
+            self._step.append(turn)
         key = self._key
         if key is not None:
             if key[1] is block:
@@ -50,6 +69,12 @@ class BlockOrder:
             (self._again.add if key in self._repeated else self._again.discard)(key)
             self._repeated.discard(key)
         self._key = (None if key is None else key[1], block, backward)
+
+    def step_ended(self) -> None:
+        """What was needed so far is what a step needs, if it had a backward pass."""
+        if any(backward for _, backward in self._step):
+            self.last_step = self._step
+        self._step = []
 
     @property
     def needed_again(self) -> bool:

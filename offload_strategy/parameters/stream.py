@@ -11,23 +11,18 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from offload_strategy.heap import Heap, Tier
+from offload_strategy.heap import Heap, Ticket, Tier
 from offload_strategy.parameters.blocks import can_leave, cut_into_blocks
-from offload_strategy.parameters.building import (
-    initialise,
-    modules_to_fill,
-    watched_registration,
-)
+from offload_strategy.parameters.building import fill_module, modules_to_fill, watched_registration
+from offload_strategy.parameters.hooks import Attached, BlockHooks
 from offload_strategy.parameters.order import StreamedBlock
 from offload_strategy.parameters.residents import Residents
 from offload_strategy.parameters.saved import SavedWeight
@@ -42,6 +37,7 @@ class WeightStream:
         tiers: where they may go, in order.
         blocks_in_flight: in memory at a time, or on their way there.
         classes: names of module classes of which each instance is a block; see `cut_into_blocks`.
+        is_block: likewise.
         min_bytes: smaller parameters stay in memory.
     """
 
@@ -53,15 +49,18 @@ class WeightStream:
         blocks_in_flight: int,
         min_bytes: int,
         classes: Sequence[str] = (),
+        is_block: Callable[[str, nn.Module], bool] | None = None,
     ) -> None:
         self._heap = heap
         self._tiers = list(tiers)
         self._residents = Residents(blocks_in_flight)
         self._min_bytes = min_bytes
         self._classes = list(classes)
+        self._is_block = is_block
         self._lock = threading.RLock()
+        self._open = _Open()
         self._weights: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._models: dict[int, _Attached] = {}
+        self._models: dict[int, Attached] = {}
         self._homes: dict[StreamedWeight, list[StreamedBlock]] = {}
         #: Weights that were touched out of turn.
         self.touches = 0
@@ -82,12 +81,26 @@ class WeightStream:
             with self._lock:
                 self._residents.send_strays()
 
+    def takes(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is streamed, or would be if its model were attached."""
+        return parameter in self._weights or can_leave(parameter, self._min_bytes)
+
     def bytes_to_come(self, model: nn.Module) -> int:
-        """Bytes of a model's weights that have no place on the tiers yet."""
+        """Bytes of a model's weights that will need room on the tiers, beside what has some."""
+        # An adopted weight moves to the tiers when it is updated.
+        return self.bytes_to_be_placed(
+            parameter
+            for parameter in model.parameters()
+            if parameter.requires_grad or parameter not in self._weights
+        )
+
+    def bytes_to_be_placed(self, parameters: Iterable[torch.Tensor]) -> int:
+        """Bytes of the parameters that are streamed and have no place on the tiers."""
         return sum(
             parameter.nbytes
-            for parameter in model.parameters()
-            if parameter not in self._weights and can_leave(parameter, self._min_bytes)
+            for parameter in parameters
+            if self.takes(parameter)
+            and ((weight := self._weights.get(parameter)) is None or not weight.is_placed)
         )
 
     def fill(self, model: nn.Module, device: torch.device) -> None:
@@ -96,20 +109,21 @@ class WeightStream:
         Raises:
             ConfigError: a module cannot initialise itself.
         """
-        for module in modules_to_fill(model):
-            missing = {n: p for n, p in module._parameters.items() if p is not None and p.is_meta}
-            for name, parameter in missing.items():
-                made = nn.Parameter(
-                    torch.empty_like(parameter, device=device), parameter.requires_grad
-                )
-                torch.utils.swap_tensors(parameter, made)  # optimizers have it already
-                if can_leave(parameter, self._min_bytes):
-                    with self._lock:
-                        self._residents.stray(self._stream(name, parameter))
-            if missing:  # else all of them are tied to what another module has filled
-                initialise(module)
+        for name, module in modules_to_fill(model):
+            fill_module(name, module, device, self.let_go)
             with self._lock:
                 self._residents.send_strays()
+
+    def let_go(self, name: str, parameter: nn.Parameter) -> None:
+        """Stream a parameter that is in memory; it leaves when others need the room."""
+        if can_leave(parameter, self._min_bytes):
+            with self._lock:
+                self._residents.stray(self._stream(name, parameter))
+
+    def receive(self, name: str, parameter: nn.Parameter, ticket: Ticket) -> None:
+        """Give a parameter the values that a ticket has, without bringing them."""
+        with self._lock:
+            self._stream(name, parameter).receive(ticket)
 
     def _stream(self, name: str, parameter: nn.Parameter) -> StreamedWeight:
         """The weight of a parameter, made when it is new."""
@@ -123,7 +137,7 @@ class WeightStream:
 
     def attach(self, model: nn.Module) -> None:
         """Send a model's weights out, and bring them whenever a block computes."""
-        attached = _Attached(weakref.ref(model, _weakly(self._forget)))
+        attached = Attached(weakref.ref(model, _weakly(self._forget)))
         self._models[id(model)] = attached
         try:
             self._send_out(model, attached)
@@ -131,8 +145,8 @@ class WeightStream:
             self.detach(model)
             raise
 
-    def _send_out(self, model: nn.Module, attached: _Attached) -> None:
-        for plan in cut_into_blocks(model, self._classes, min_bytes=self._min_bytes):
+    def _send_out(self, model: nn.Module, attached: Attached) -> None:
+        for plan in cut_into_blocks(model, self._classes, self._is_block, self._min_bytes):
             weights = [self._stream(name, p) for name, p in plan.parameters.items()]
             block = StreamedBlock(plan.name, weights)
             attached.blocks.append(block)
@@ -141,7 +155,7 @@ class WeightStream:
             with self._lock:
                 self._residents.add(block)
                 self._residents.make_room()
-            hooks = _BlockHooks(self, block)
+            hooks = BlockHooks(self, block)
             module = plan.module
             attached.handles += [
                 module.register_forward_pre_hook(hooks.before, prepend=True),
@@ -168,7 +182,7 @@ class WeightStream:
         for key in [key for key, known in self._models.items() if known.model is model]:
             self._leave(self._models.pop(key), restore=False)
 
-    def _leave(self, attached: _Attached, *, restore: bool) -> None:
+    def _leave(self, attached: Attached, *, restore: bool) -> None:
         with self._lock:
             for handle in attached.handles:
                 handle.remove()
@@ -203,12 +217,26 @@ class WeightStream:
         with self._lock:
             self._residents.needed(block, backward=_in_backward())
             self._residents.bring(block)
-            for weight in block.weights:
-                weight.begin_turn()
+            begun = []
+            try:
+                for weight in block.weights:
+                    weight.begin_turn()
+                    begun.append(weight)
+            except BaseException:
+                for weight in begun:
+                    weight.end_turn()
+                raise
+            self._open.blocks.append(block)
             self._residents.fetch_ahead()
 
     def end(self, block: StreamedBlock) -> None:
-        """A block has computed."""
+        """A block has computed, or raised; also when it never began."""
+        open_blocks = self._open.blocks
+        if block not in open_blocks:
+            return
+        open_blocks.reverse()  # the innermost of the same
+        open_blocks.remove(block)
+        open_blocks.reverse()
         with self._lock:
             for weight in block.weights:
                 weight.end_turn()
@@ -254,11 +282,34 @@ class WeightStream:
 
     def start_over(self) -> None:
         """A step has ended, or a new pass begins: autograd saved nothing that is still needed."""
+        while self._open.blocks:  # of a pass that Ctrl-C broke off: no hook came after it
+            self.end(self._open.blocks[-1])
         with self._lock:
+            self._residents.order.step_ended()
             for weight in list(self._weights.values()):
                 weight.bound = False
             self._residents.send_strays()
             self._residents.make_room()
+
+    @property
+    def has_seen_a_step(self) -> bool:
+        """Whether the order of a step is known."""
+        return bool(self._residents.order.last_step)
+
+    def turns(self) -> list[tuple[StreamedBlock, bool]]:
+        """Which blocks a step needs, in order, and whether for backward.
+
+        As in the last step; before there was one, as they are registered, and back again.
+        """
+        with self._lock:
+            learned = self._residents.order.last_step
+        if learned:
+            backward = {block for block, in_backward in learned if in_backward}
+            # Of a first layer no weight is needed in backward, where its input has no gradient.
+            rest = {block: None for block, _ in learned if block not in backward and block.trained}
+            return [*learned, *((block, True) for block in rest)]
+        blocks = [block for attached in self._models.values() for block in attached.blocks]
+        return [(block, False) for block in blocks] + [(block, True) for block in reversed(blocks)]
 
     @contextmanager
     def read(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -297,41 +348,11 @@ class WeightStream:
             self._residents.stray(weight)
 
 
-@dataclass(eq=False)
-class _Attached:
-    """A model, and what was done to it."""
+class _Open(threading.local):
+    """The blocks that compute on a thread, outer ones first."""
 
-    model: weakref.ref[nn.Module]
-    blocks: list[StreamedBlock] = field(default_factory=list)
-    handles: list[RemovableHandle] = field(default_factory=list)
-
-
-class _BlockHooks:
-    """Forward hooks of one block. A copy of them does nothing: it belongs to one engine."""
-
-    def __init__(
-        self, stream: WeightStream | None = None, block: StreamedBlock | None = None
-    ) -> None:
-        self._stream = None if stream is None else weakref.ref(stream)
-        self._block = block
-        self._begun = 0
-
-    def before(self, module: nn.Module, args: Any) -> None:
-        """The block is about to compute."""
-        stream = None if self._stream is None else self._stream()
-        if stream is not None and self._block is not None:
-            stream.begin(self._block)
-            self._begun += 1
-
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """The block has computed, or raised; also when it never began."""
-        stream = None if self._stream is None else self._stream()
-        if stream is not None and self._block is not None and self._begun:
-            self._begun -= 1
-            stream.end(self._block)
-
-    def __reduce__(self) -> tuple[Any, tuple[()]]:
-        return type(self), ()
+    def __init__(self) -> None:
+        self.blocks: list[StreamedBlock] = []
 
 
 def _in_backward() -> bool:

@@ -175,6 +175,34 @@ class StreamedWeight:
                 return False
         return int(torch._C._storage_Use_Count(storage._cdata)) <= _ALONE
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether the parameter takes gradients."""
+        parameter = self._parameter()
+        return parameter is not None and parameter.requires_grad
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether it has a place on the tiers, not in a file of somebody else's or nowhere."""
+        return self._ticket is not None and self._ticket.entry.tier is not None
+
+    def receive(self, ticket: Ticket) -> None:
+        """Have the bytes of a ticket from now on, wherever it has them; takes the ticket over."""
+        if self._here and not self.may_go():  # others look at its memory
+            with torch.no_grad():
+                self.values().copy_(self._seen_in(self._heap.get(ticket)))
+            self.note_change()
+            self._heap.free(ticket)
+            return
+        parameter = self._alive()
+        torch.autograd.graph.increment_version(parameter)  # what a graph has saved is void
+        if self._here:
+            place_bytes(parameter, self._nothing)
+            self._here = False
+        old, self._ticket = self._ticket, ticket
+        if old is not None:
+            self._heap.free(old)
+
     def send(self) -> None:
         """Let the bytes go; what changed is written. To be called when they may."""
         parameter = self._alive()

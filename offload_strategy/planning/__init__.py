@@ -1,5 +1,10 @@
 """How much and where: pure functions over numbers. No I/O, no work on devices."""
 
+from offload_strategy.planning.memory_forecast import (
+    MemoryForecast,
+    StreamedShapes,
+    memory_forecast,
+)
 from offload_strategy.planning.requirements import (
     SpaceNeed,
     optimizer_need,
@@ -7,5 +12,19 @@ from offload_strategy.planning.requirements import (
     spare_memory_advice,
     weights_shortfall,
 )
+from offload_strategy.planning.step_plan import PlanRow, StepPlan, Turn, step_plan
 
-__all__ = ["SpaceNeed", "optimizer_need", "shortfall", "spare_memory_advice", "weights_shortfall"]
+__all__ = [
+    "MemoryForecast",
+    "PlanRow",
+    "SpaceNeed",
+    "StepPlan",
+    "StreamedShapes",
+    "Turn",
+    "memory_forecast",
+    "optimizer_need",
+    "shortfall",
+    "spare_memory_advice",
+    "step_plan",
+    "weights_shortfall",
+]

@@ -38,7 +38,8 @@ class ForeignFile:
                 self.fd = os.open(self.path, flags)
         except OSError as error:
             raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from error
-        self.nbytes = os.fstat(self.fd).st_size
+        self._seen = os.fstat(self.fd)
+        self.nbytes = self._seen.st_size
 
     def cover(self, offset: int, nbytes: int) -> tuple[Extent, int]:
         """The page-aligned extent around a range, and where in it the range begins.
@@ -53,6 +54,19 @@ class ForeignFile:
             )
         start = offset // PAGE_BYTES * PAGE_BYTES
         return Extent(start, round_up(offset + nbytes - start, PAGE_BYTES)), offset - start
+
+    def check_unchanged(self) -> None:
+        """See to it that nobody has written to the file; it may be renamed, or unlinked.
+
+        Raises:
+            StorageError: somebody has.
+        """
+        now = os.fstat(self.fd)
+        if (now.st_size, now.st_mtime_ns) != (self._seen.st_size, self._seen.st_mtime_ns):
+            raise StorageError(
+                f"{self.path} was written to while weights were still read from it. Load a "
+                f"checkpoint without adopt=True if its files may change."
+            )
 
     def free(self, extent: Extent) -> None:
         """Nothing to give back: the file is not ours."""

@@ -6,10 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from accelerate import Accelerator, init_empty_weights
+from torch import nn
 
 from offload_strategy import SSDOffloadPlugin
 from tests.integrations.accelerate_runs import _fresh_accelerate, prepare
-from tests.integrations.lightning_runs import assert_equal, assert_same, fit, strategy_class
+from tests.integrations.lightning_runs import (
+    assert_equal,
+    assert_same,
+    batches,
+    fit,
+    make_module,
+    make_trainer,
+    strategy_class,
+    tiny_model,
+)
 
 __all__ = ["_fresh_accelerate"]
 
@@ -54,3 +66,75 @@ def test_accelerate_trains_the_same(overlap: str) -> None:
     assert streamed.engine.metrics()["offload/parameters/read_bytes"] > 0
     streamed.engine.close()
     assert_equal(streamed.parameters, plain.parameters)
+
+
+def test_lightning_makes_a_model_that_does_not_fit(pl: Any, family: str, tmp_path: Path) -> None:
+    away: list[int] = []
+
+    def module() -> Any:
+        class Late(type(make_module(pl))):  # type: ignore[misc]
+            def configure_model(self) -> None:
+                if isinstance(self.net, nn.Identity):
+                    torch.manual_seed(5)
+                    self.net = tiny_model()
+
+            def on_fit_start(self) -> None:
+                away.append(sum(type(p) is not nn.Parameter for p in self.parameters()))
+
+        late = Late()
+        late.net = nn.Identity()
+        return late
+
+    options = {"max_steps": 6}
+    plain = fit(pl, tmp_path, module=module(), **options)
+    strategies = [strategy_class(family)(config=config("eager")) for _ in range(2)]
+    streamed = fit(pl, tmp_path, strategies[0], module=module(), **options)
+    assert away[0] == 0 < away[1]
+    assert_same(streamed, plain)
+    again = fit(pl, tmp_path, strategies[1], module=streamed.module, **options)
+    assert len(again.losses) == 12
+    strategies[1]._close_engine()
+
+
+def test_lightning_fills_an_empty_module(pl: Any, family: str, tmp_path: Path) -> None:
+    strategy = strategy_class(family)(config=config("eager"))
+    trainer = make_trainer(pl, tmp_path, strategy, max_steps=3)
+    with trainer.init_module(empty_init=True):
+        module = make_module(pl)
+    assert all(parameter.is_meta for parameter in module.parameters())
+    trainer.fit(module, batches())
+    assert not any(parameter.is_meta for parameter in module.parameters())
+    assert len(module.losses) == 3
+    strategy._close_engine()
+    assert all(torch.isfinite(parameter).all() for parameter in module.parameters())
+
+
+def test_an_engine_for_a_module_that_is_never_trained_is_closed(
+    pl: Any, family: str, tmp_path: Path
+) -> None:
+    strategy = strategy_class(family)(config=config())
+    trainer = make_trainer(pl, tmp_path, strategy)
+    with trainer.init_module():
+        module = make_module(pl)
+    engine = strategy.offload_engine
+    assert engine is not None
+    del trainer, strategy
+    engine.close()
+    assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
+
+
+def test_accelerate_fills_an_empty_model(tmp_path: Path) -> None:
+    with init_empty_weights():
+        model = tiny_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[SSDOffloadPlugin(config=config("eager"))])
+    prepared, wrapped = accelerator.prepare(model, optimizer)
+    x, y = next(iter(batches()))
+    for _ in range(3):
+        loss = nn.functional.mse_loss(prepared(x), y)
+        accelerator.backward(loss)
+        wrapped.step()
+        wrapped.zero_grad()
+        assert torch.isfinite(loss)
+        del loss
+    accelerator.free_memory(prepared, wrapped)

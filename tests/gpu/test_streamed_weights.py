@@ -1,0 +1,130 @@
+"""Weights that are streamed to a CUDA device: the same bits, in less device memory."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from offload_strategy import OffloadEngine
+from tests.gpu.test_cuda import DEVICE, TIERS, _deterministic, loss_of, make, stir
+from tests.training import Numbers, assert_same_history, settings, weights
+
+__all__ = ["_deterministic"]
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device: torch.cuda.is_available() is False"
+)
+
+
+def streaming(disk: Path, host: str | None = None, **sections: Any) -> OffloadEngine:
+    return OffloadEngine(
+        settings(disk, host, **{"parameters": {"enabled": True, "min_size": 1}, **sections})
+    )
+
+
+def train(model: nn.Module, engine: OffloadEngine | None, steps: int = 5) -> list[Numbers]:
+    optimizer: Any = AdamW(model.parameters(), lr=1e-2)
+    if engine is not None:
+        optimizer = engine.attach(model, optimizer)
+    history: list[Numbers] = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        loss = loss_of(model, step)
+        stir()
+        loss.backward()
+        stir()
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append({"loss": loss.detach()})
+        del loss
+    if engine is not None:
+        engine.close()
+    return [*history, weights(model)]
+
+
+@pytest.mark.parametrize("tiers", TIERS)
+@pytest.mark.parametrize("overlap", ["commit", "eager", "off"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "checkpoints"])
+def test_the_bits_are_the_same(disk: Path, tiers: str, overlap: str, recompute: bool) -> None:
+    engine = streaming(disk, **TIERS[tiers], optimizer={"overlap": overlap})
+    got = train(make(recompute=recompute), engine)
+    assert_same_history(got, train(make(recompute=recompute), None))
+
+
+def test_a_model_is_made_on_the_device_while_its_weights_leave(disk: Path) -> None:
+    expected = train(make(), None)
+    engine = streaming(disk, optimizer={"overlap": "eager"})
+    with engine.building():
+        model = make()
+    assert_same_history(train(model, engine), expected)
+
+
+def test_a_model_on_the_meta_device_is_made_where_it_is_wanted(disk: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    with streaming(disk) as engine:
+        engine.attach(model, device=torch.device(DEVICE))
+        assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
+        model(torch.ones(2, 64, device=DEVICE)).sum().backward()
+
+
+def test_weights_larger_than_the_memory_allowed_are_trained(disk: Path) -> None:
+    width, layers = 2048, 16
+    total = torch.cuda.get_device_properties(DEVICE).total_memory
+    nbytes = layers * width * width * 4
+    gc.collect()
+    torch.cuda.empty_cache()
+    used = torch.cuda.memory_allocated()
+    config = {
+        "tiers": [{"name": "nvme", "kind": "ssd", "path": str(disk)}],
+        "parameters": {"enabled": True},
+        "optimizer": {"overlap": "eager"},
+        "memory": {"pinned": "256MiB"},
+    }
+    torch.cuda.set_per_process_memory_fraction((used + 0.75 * nbytes) / total)
+    try:
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            nn.Sequential(*(nn.Linear(width, width, device=DEVICE) for _ in range(layers)))
+        gc.collect()
+        torch.cuda.empty_cache()
+        losses = []
+        with OffloadEngine(config) as engine:
+            with engine.building():
+                model = nn.Sequential(
+                    *(nn.Linear(width, width, device=DEVICE) for _ in range(layers))
+                )
+            optimizer = engine.attach(model, AdamW(model.parameters(), lr=1e-3))
+            inputs = torch.randn(8, width, device=DEVICE)
+            for _ in range(4):
+                loss = (model(inputs) - 1).pow(2).mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+                del loss
+            assert torch.cuda.max_memory_allocated() - used < 0.75 * nbytes
+            # They do not fit: `close` would bring them back.
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        assert losses[-1] < losses[0]
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_device_memory_is_really_freed(disk: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(1024, 1024, device=DEVICE) for _ in range(8)))
+    before = torch.cuda.memory_allocated()
+    config = settings(disk, parameters={"enabled": True})
+    config["tiers"][0]["capacity"] = "1GiB"
+    with OffloadEngine(config) as engine:
+        engine.attach(model)
+        engine._resources.heap.wait_for_writes()
+        torch.cuda.synchronize()
+        gc.collect()
+        assert torch.cuda.memory_allocated() < before - 6 * 1024 * 1024 * 4
+        model(torch.ones(4, 1024, device=DEVICE)).sum().backward()
