@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks.io.results import Result, Skipped, median_ratio
 from benchmarks.parameters.loading_subject import ADOPT, COPY, SAVE, LoadJob
+from benchmarks.parameters.plain_copy import read_and_write
 from benchmarks.parameters.running import Ran, bandwidth, run
 from offload_strategy.units import GiB, MiB, format_size
 
@@ -30,12 +31,14 @@ class _Rounds:
     """What the rounds gave.
 
     Args:
-        path: seconds of reading and writing as many bytes.
+        path: seconds of reading the files and writing as many bytes to a new one.
+        probed: the same by the path's bandwidth, measured on what was just written.
         loads: what each variant said, in the order of the rounds.
         losses: by phase.
     """
 
     path: list[float] = field(default_factory=list)
+    probed: list[float] = field(default_factory=list)
     loads: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {COPY: [], ADOPT: []})
     losses: dict[str, list[float]] = field(default_factory=dict)
 
@@ -68,8 +71,11 @@ def loading(job: LoadJob, directory: Path, rounds: int, say: Callable[[str], Non
         found = _Rounds()
         found.losses[SAVE] = saved.must("losses")["losses"]
         for number in range(rounds):
+            _forget_cached(shards)
+            files = sorted(shards.glob("*.safetensors"))
+            found.path.append(sum(read_and_write(files, directory)))
             path = bandwidth(directory)
-            found.path.append(nbytes / path.read + nbytes / path.write)
+            found.probed.append(nbytes / path.read + nbytes / path.write)
             for phase in (COPY, ADOPT):
                 _forget_cached(shards)
                 last = number == rounds - 1
@@ -85,15 +91,15 @@ def _table(found: _Rounds, nbytes: int, block: int) -> None:
     """Print a row a round."""
     print(
         f"\na checkpoint of {nbytes / GiB:.2f} GiB, the largest block {format_size(block)}\n\n"
-        "| round | path alone, s | copied, s | peak, MiB | adopted, s | peak, MiB | written, MiB "
-        "|\n"
-        "|---|---|---|---|---|---|---|"
+        "| round | read and written by hand, s | by the probe, s | copied, s | peak, MiB "
+        "| adopted, s | peak, MiB | written, MiB |\n"
+        "|---|---|---|---|---|---|---|---|"
     )
     for number, path in enumerate(found.path):
         copied, adopted = found.loads[COPY][number], found.loads[ADOPT][number]
         print(
-            f"| {number} | {path:.2f} | {copied['seconds']:.2f} | {copied['rise_bytes'] / MiB:.0f} "
-            f"| {adopted['seconds']:.2f} | {adopted['rise_bytes'] / MiB:.0f} "
+            f"| {number} | {path:.2f} | {found.probed[number]:.2f} | {copied['seconds']:.2f} "
+            f"| {copied['rise_bytes'] / MiB:.0f} | {adopted['seconds']:.2f} | {adopted['rise_bytes'] / MiB:.0f} "
             f"| {adopted['written_bytes'] / MiB:.0f} |"
         )
     print()
