@@ -99,8 +99,8 @@ def _table(found: _Rounds, nbytes: int, block: int) -> None:
         copied, adopted = found.loads[COPY][number], found.loads[ADOPT][number]
         print(
             f"| {number} | {path:.2f} | {found.probed[number]:.2f} | {copied['seconds']:.2f} "
-            f"| {copied['rise_bytes'] / MiB:.0f} | {adopted['seconds']:.2f} | {adopted['rise_bytes'] / MiB:.0f} "
-            f"| {adopted['written_bytes'] / MiB:.0f} |"
+            f"| {copied['rise_bytes'] / MiB:.0f} | {adopted['seconds']:.2f} "
+            f"| {adopted['rise_bytes'] / MiB:.0f} | {adopted['written_bytes'] / MiB:.0f} |"
         )
     print()
 

@@ -175,7 +175,9 @@ class _Saved:
             self._left[key] = (weakref.ref(storage), left)
         else:
             left = known[1]
-        return _View(left, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return _View(
+            left, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        )
 
 
 class _Left:

@@ -108,8 +108,8 @@ def fill_module(name: str, module: nn.Module, device: torch.device, made: Regist
     assert fill is not None
     fill()
     for key in buffers:
-        buffer = module._buffers[key]
-        if buffer is not None and buffer._version == 0:
+        filled = module._buffers[key]
+        if filled is not None and filled._version == 0:
             raise ConfigError(
                 f"attach: {name or type(module).__name__}.{key} is a buffer on the meta device, "
                 f"and {type(module).__name__}.reset_parameters() does not fill it. Make the model "

@@ -102,7 +102,8 @@ class Loader:
         """
         _tie(model)
         matches, found = match(model, checkpoint, strict=strict)
-        streamed, rest = [], []
+        streamed: list[_Match] = []
+        rest: list[_Match] = []
         for one in matches:
             (streamed if self._is_streamed(one) else rest).append(one)
         with torch.no_grad():
@@ -227,12 +228,15 @@ def match(
     names: dict[int, list[str]] = {}
     for name, tensor in targets.items():
         names.setdefault(id(tensor), []).append(name)
-    matches, missing, wrong = [], [], []
+    matches: list[_Match] = []
+    missing: list[str] = []
+    wrong: list[str] = []
     for alike in names.values():
-        name = next((name for name in alike if name in checkpoint), None)
-        if name is None:
+        known = [name for name in alike if name in checkpoint]
+        if not known:
             missing.append(alike[0])
             continue
+        name = known[0]
         one = _Match(name, targets[name], checkpoint[name])
         if tuple(one.tensor.shape) != one.stored.shape:
             wrong.append(
