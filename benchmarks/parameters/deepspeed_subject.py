@@ -91,10 +91,11 @@ def _build() -> None:
     """Compile its extensions, where they are not yet."""
     _deepspeed()
     from deepspeed.ops.op_builder import AsyncIOBuilder
-    from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
+    from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
 
     AsyncIOBuilder().load(verbose=False)
     CPUAdamBuilder().load(verbose=False)
+    ShareMemCommBuilder().load(verbose=False)
 
 
 def _config(job: Job) -> dict[str, Any]:
