@@ -68,6 +68,8 @@ class OffloadEngine:
         self._weights = ModelWeights(self._resources, self.config.parameters, is_block)
         self._stream = self._weights.stream
         self._activations = self._make_activations()
+        if self._stream is not None and self._activations is not None:
+            self._stream.saving = self._activations.saving_weights
         self._hooks: dict[int, tuple[weakref.ref[nn.Module], ForwardHooks]] = {}
         self._optimizers: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
         self._last_microbatch = True

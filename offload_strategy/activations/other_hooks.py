@@ -68,6 +68,15 @@ def foreign(owner: type) -> HookPair | None:
     return None if isinstance(of, owner) else pair
 
 
+def belong_to(owner: object) -> bool:
+    """Whether the hooks in force are methods of `owner`."""
+    pair = innermost()
+    of = None if pair is None else getattr(pair.pack, "__self__", None)
+    if isinstance(of, _Through):
+        of = getattr(of.ours.pack, "__self__", None)
+    return of is owner
+
+
 def go_through(outer: HookPair) -> None:
     """Let the hooks that are in force see what `outer` makes of each saved tensor."""
     ours = innermost()
@@ -87,17 +96,17 @@ class _Through:
     """Our hooks behind those of somebody else; see [Note: hooks around ours]."""
 
     def __init__(self, ours: HookPair, outer: HookPair) -> None:
-        self._ours = ours
+        self.ours = ours
         self.outer = outer
 
     def pack(self, tensor: torch.Tensor) -> Any:
         packed = self.outer.pack(tensor)
-        return self._ours.pack(packed) if isinstance(packed, torch.Tensor) else _Opaque(packed)
+        return self.ours.pack(packed) if isinstance(packed, torch.Tensor) else _Opaque(packed)
 
     def unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, _Opaque):
             return self.outer.unpack(packed.packed)
-        return self.outer.unpack(self._ours.unpack(packed))
+        return self.outer.unpack(self.ours.unpack(packed))
 
 
 # ---------------------------------------------------------------------- transforms

@@ -155,6 +155,37 @@ class ActivationOffload:
             else:
                 self._outbox.forget()
 
+    @contextmanager
+    def saving_weights(self) -> Iterator[bool]:
+        """Within, streamed weights that are saved are found again; nothing else leaves.
+
+        Yields:
+            Whether hooks of ours are in force: False where none may be.
+        """
+        if not other_hooks.may_open():
+            yield False
+            return
+        if other_hooks.belong_to(self):
+            yield True
+            return
+        outer = other_hooks.foreign(ActivationOffload)
+        hooks = saved_tensors_hooks(self._pack_weight, self._unpack)
+        with UninterruptedSection():
+            hooks.__enter__()
+            if outer is not None:
+                other_hooks.go_through(outer)
+            opened = other_hooks.innermost()
+        try:
+            yield True
+        finally:
+            # Where Ctrl-C ended a backward pass, torch has taken off all that was opened within.
+            if other_hooks.innermost() == opened:
+                hooks.__exit__(None, None, None)
+
+    def _pack_weight(self, tensor: torch.Tensor) -> Packed:
+        weight = None if self._save_weight is None else self._save_weight(tensor)
+        return Kept(tensor) if weight is None else weight
+
     def _record(self) -> ForwardRecord:
         """A record for the forward pass that begins: the micro-batch's, if a hint names one."""
         opened = self._open

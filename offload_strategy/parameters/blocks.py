@@ -16,6 +16,9 @@ from torch import nn
 from offload_strategy.errors import ConfigError
 from offload_strategy.parameters.guarded import GuardedParameter
 
+#: Their forward uses weights of modules in them, and looks at those before it takes a short cut.
+_WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
 
 @dataclass(eq=False)
 class Block:
@@ -57,15 +60,28 @@ def cut_into_blocks(
                 f"parameters.blocks: the model has no module of class {name!r}; it has "
                 f"{', '.join(sorted(known))}."
             )
+    roots = [("", model)] if isinstance(model, _WHOLE) else _roots(model, classes, choose)
     blocks = [
-        Block(name, module, _leaving(module.named_parameters(prefix=name), min_bytes))
-        for name, module in _roots(model, classes, choose)
+        Block(
+            name or type(module).__name__,
+            module,
+            _leaving(module.named_parameters(prefix=name), min_bytes),
+        )
+        for name, module in roots
     ]
     covered = {id(inner) for block in blocks for inner in block.module.modules()}
     for name, module in model.named_modules():
         if id(module) not in covered:
             own = module.named_parameters(prefix=name, recurse=False)
             blocks.append(Block(name or type(model).__name__, module, _leaving(own, min_bytes)))
+    for name, module in model.named_modules():
+        if isinstance(module, nn.TransformerEncoder):  # looks at its first layer likewise
+            first = next(iter(module.layers.children()), None)
+            if first is not None:
+                own = first.named_parameters(prefix=f"{name}.layers.0".lstrip("."))
+                blocks.append(
+                    Block(name or type(module).__name__, module, _leaving(own, min_bytes))
+                )
     order = {id(module): place for place, module in enumerate(model.modules())}
     blocks = [block for block in blocks if block.parameters]
     return sorted(blocks, key=lambda block: order[id(block.module)])
@@ -82,7 +98,8 @@ def _roots(
     for name, child in model.named_children():
         path = f"{prefix}{name}"
         chosen = choose is not None and choose(path, child)
-        if chosen or type(child).__name__ in classes or id(child) in repeated:
+        found = id(child) in repeated or isinstance(child, _WHOLE)
+        if chosen or type(child).__name__ in classes or found:
             yield path, child
         else:
             yield from _roots(child, classes, choose, f"{path}.")

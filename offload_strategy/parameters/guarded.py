@@ -13,7 +13,9 @@ for changed, and it is not taken away while anybody else holds its memory.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -30,8 +32,15 @@ class Home(Protocol):
     def form(self) -> torch.Tensor:
         """A tensor on the meta device with its shape, strides and dtype."""
 
+    @property
+    def here(self) -> bool:
+        """Whether the bytes are in memory, so that the parameter answers for itself."""
+
     def begin_touch(self) -> None:
         """Bring the bytes back, and keep them; they may be changed from now on."""
+
+    def saving(self) -> AbstractContextManager[bool]:
+        """Within, what autograd saves is found again; False where that cannot be."""
 
     def bind(self) -> None:
         """Autograd has saved the parameter itself, and would find what stands for it."""
@@ -108,14 +117,20 @@ class GuardedParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func is torch.autograd.grad and not kwargs.get("materialize_grads"):
             return func(args[0], _edges(args[1]), **kwargs)
+        if func is torch.autograd.backward and kwargs.get("inputs") is not None:
+            return func(*args, **{**kwargs, "inputs": _edges(kwargs["inputs"])})
         if func in _ABOUT_FORM:
             home = _homes.get(args[0])
-            if home is not None:
+            if home is not None and not home.here:
                 return func(home.form, *args[1:], **kwargs)
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         if func in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         touched: list[Home] = []
+        # nn.Parameter(parameter) wants one of the same class: it is plain until it leaves.
+        again = func is _Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__
         try:
             # All that the call is given must be here at once, and until it is over.
             for parameter in list(_guarded_in((args, kwargs))):
@@ -123,15 +138,33 @@ class GuardedParameter(nn.Parameter):
                 if home is not None:
                     home.begin_touch()
                     touched.append(home)
-            with torch._C.DisableTorchFunctionSubclass():
+            if not touched:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            with touched[0].saving() as found_again, torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
-            if _is_in_graph(result):
+            if not found_again and _is_in_graph(result):
                 for home in touched:
                     home.bind()
+            if again:
+                with torch._C.DisableTorchFunctionSubclass():
+                    result = _Tensor._make_subclass(nn.Parameter, result)
             return result
         finally:
             for home in touched:
                 home.end_turn()
+            if again:
+                unguard(args[0])
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's, which `__torch_function__` does not see."""
+        function = GuardedParameter.__torch_function__
+        return function(_Tensor.set_, (type(self),), (self, *args), kwargs)
+
+    def as_subclass(self, cls: Any) -> Any:
+        """As torch's, which `__torch_function__` does not see."""
+        function = GuardedParameter.__torch_function__
+        return function(_Tensor.as_subclass, (type(self),), (self, cls))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A plain parameter with a copy of the values."""
@@ -142,8 +175,9 @@ class GuardedParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As the plain parameter that it stands for."""
-        values = self.detach()
-        return nn.Parameter(values, self.requires_grad).__reduce_ex__(protocol)
+        plain = nn.Parameter(self.detach(), self.requires_grad)
+        plain.__dict__.update(self.__dict__)
+        return plain.__reduce_ex__(protocol)
 
 
 def _edges(inputs: Sequence[Any]) -> list[Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Protocol
 
 from torch import nn
@@ -20,6 +22,9 @@ class Turns(Protocol):
 
     def end(self, block: StreamedBlock) -> None:
         """A block has computed, or raised; also when it never began."""
+
+    def begin_model(self, attached: Attached) -> None:
+        """A model is called, and no other call of it is under way on this thread."""
 
 
 @dataclass(eq=False)
@@ -52,3 +57,33 @@ class BlockHooks:
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         return type(self), ()
+
+
+class ModelHook:
+    """Forward pre-hook of a model. A copy of it does nothing: it belongs to one engine."""
+
+    def __init__(self, turns: Turns | None = None, attached: Attached | None = None) -> None:
+        self._turns = None if turns is None else weakref.ref(turns)
+        self._attached = attached
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Torch runs "always called" hooks only after subclasses of Exception, not after Ctrl-C."""
+        turns = None if self._turns is None else self._turns()
+        if turns is not None and self._attached is not None and _calls_under_way(module) == 1:
+            turns.begin_model(self._attached)
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return type(self), ()
+
+
+def _calls_under_way(module: nn.Module) -> int:
+    """How many calls of `module` are on this thread's stack."""
+    count = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        count += frame.f_code is _CALL_CODE and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return count
+
+
+_CALL_CODE = nn.Module._call_impl.__code__

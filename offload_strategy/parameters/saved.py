@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 
 from offload_strategy.parameters.weights import StreamedWeight
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor without elements; the same one each time, as nobody changes it."""
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 class SavedWeight:
@@ -18,7 +25,16 @@ class SavedWeight:
         needed: brings a weight for backward.
     """
 
-    __slots__ = ("_needed", "_offset", "_shape", "_strides", "_version", "_weight")
+    __slots__ = (
+        "_alias",
+        "_needed",
+        "_offset",
+        "_parameter",
+        "_shape",
+        "_strides",
+        "_version",
+        "_weight",
+    )
 
     def __init__(
         self,
@@ -27,10 +43,15 @@ class SavedWeight:
         needed: Callable[[StreamedWeight], torch.Tensor],
     ) -> None:
         self._weight = weight
+        self._parameter = weight.parameter  # a graph keeps what it needs
         self._needed = needed
         self._shape, self._strides = tensor.shape, tensor.stride()
         self._offset = tensor.storage_offset() - weight.storage_offset
+        # What has its bytes in the same storage (a slice of a vector, another parameter's data)
+        # counts its changes for itself.
         self._version = tensor._version
+        self._alias = tensor.detach()
+        self._alias.data = _nothing(tensor.dtype, tensor.device)
 
     def unpack(self) -> torch.Tensor:
         """The tensor, on the bytes where they are now.
@@ -40,11 +61,12 @@ class SavedWeight:
             StorageError: the bytes could not be read.
         """
         values = self._needed(self._weight)
-        if values._version != self._version:
+        version = self._alias._version
+        if version != self._version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: [{values.type()} {list(self._shape)}] (the parameter "
-                f"{self._weight.name!r}) is at version {values._version}; expected version "
+                f"{self._weight.name!r}) is at version {version}; expected version "
                 f"{self._version} instead. Hint: enable anomaly detection to find the operation "
                 "that failed to compute its gradient, with "
                 "torch.autograd.set_detect_anomaly(True)."

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from offload_strategy.heap import Heap, Ticket, Tier
 from offload_strategy.parameters.blocks import can_leave, cut_into_blocks
 from offload_strategy.parameters.building import fill_module, modules_to_fill, watched_registration
-from offload_strategy.parameters.hooks import Attached, BlockHooks
+from offload_strategy.parameters.context import undisturbed
+from offload_strategy.parameters.hooks import Attached, BlockHooks, ModelHook
 from offload_strategy.parameters.order import StreamedBlock
 from offload_strategy.parameters.residents import Residents
 from offload_strategy.parameters.saved import SavedWeight
@@ -60,7 +61,9 @@ class WeightStream:
         self._lock = threading.RLock()
         self._open = _Open()
         self._weights: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._models: dict[int, Attached] = {}
+        self._models: list[Attached] = []
+        #: Puts hooks in force with which autograd finds weights; says whether there are some.
+        self.saving: Callable[[], AbstractContextManager[bool]] = _without_hooks
         self._homes: dict[StreamedWeight, list[StreamedBlock]] = {}
         #: Weights that were touched out of turn.
         self.touches = 0
@@ -129,16 +132,24 @@ class WeightStream:
         """The weight of a parameter, made when it is new."""
         weight: StreamedWeight | None = self._weights.get(parameter)
         if weight is None:
-            touched = _weakly(self._touched)
-            weight = StreamedWeight(name, parameter, self._heap, self._tiers, touched)
+            weight = StreamedWeight(
+                name,
+                parameter,
+                self._heap,
+                self._tiers,
+                _weakly(self._touched),
+                _saving(weakref.ref(self)),
+                self._lock,
+            )
             self._weights[parameter] = weight
         weight.name = name
         return weight
 
     def attach(self, model: nn.Module) -> None:
         """Send a model's weights out, and bring them whenever a block computes."""
-        attached = Attached(weakref.ref(model, _weakly(self._forget)))
-        self._models[id(model)] = attached
+        self._prune()
+        attached = Attached(weakref.ref(model))
+        self._models.append(attached)
         try:
             self._send_out(model, attached)
         except BaseException:
@@ -146,6 +157,8 @@ class WeightStream:
             raise
 
     def _send_out(self, model: nn.Module, attached: Attached) -> None:
+        hook = ModelHook(self, attached)
+        attached.handles.append(model.register_forward_pre_hook(hook, prepend=True))
         for plan in cut_into_blocks(model, self._classes, self._is_block, self._min_bytes):
             weights = [self._stream(name, p) for name, p in plan.parameters.items()]
             block = StreamedBlock(plan.name, weights)
@@ -173,14 +186,18 @@ class WeightStream:
             restore: bring its weights back, which must fit into memory then. Else it has NaN from
                 now on.
         """
-        attached = self._models.pop(id(model), None)
-        if attached is not None:
+        for attached in [known for known in self._models if known.model() is model]:
+            self._models.remove(attached)
             self._leave(attached, restore=restore)
 
-    def _forget(self, model: weakref.ref[nn.Module]) -> None:
-        """A model died."""
-        for key in [key for key, known in self._models.items() if known.model is model]:
-            self._leave(self._models.pop(key), restore=False)
+    def _prune(self) -> None:
+        """Forget models of which no weight is alive; parts of one may outlive it."""
+        with self._lock:
+            for attached in list(self._models):
+                weights = [weight for block in attached.blocks for weight in block.weights]
+                if attached.model() is None and all(w.parameter is None for w in weights):
+                    self._models.remove(attached)
+                    self._leave(attached, restore=False)
 
     def _leave(self, attached: Attached, *, restore: bool) -> None:
         with self._lock:
@@ -189,8 +206,12 @@ class WeightStream:
             for block in attached.blocks:
                 self._residents.forget_block(block)
                 for weight in block.weights:
-                    if self._homes.pop(weight, None) is not None:
-                        self._close(weight, restore=restore)
+                    homes = self._homes.get(weight, [])
+                    if block in homes:
+                        homes.remove(block)
+                        if not homes:  # else a part of another model as well
+                            del self._homes[weight]
+                            self._close(weight, restore=restore)
 
     def _close(self, weight: StreamedWeight, *, restore: bool) -> None:
         self._residents.forget_weight(weight)
@@ -205,7 +226,7 @@ class WeightStream:
 
     def close(self, *, restore: bool) -> None:
         """Leave every parameter alone; see `detach`."""
-        for attached in list(self._models.values()):
+        for attached in self._models:
             self._leave(attached, restore=restore)
         self._models.clear()
         for weight in list(self._weights.values()):  # built, and never attached
@@ -214,7 +235,7 @@ class WeightStream:
     # ------------------------------------------------------------------ turns
     def begin(self, block: StreamedBlock) -> None:
         """A block computes: its weights must be here."""
-        with self._lock:
+        with self._lock, undisturbed():
             self._residents.needed(block, backward=_in_backward())
             self._residents.bring(block)
             begun = []
@@ -226,18 +247,22 @@ class WeightStream:
                 for weight in begun:
                     weight.end_turn()
                 raise
-            self._open.blocks.append(block)
+            self._open.blocks.append((block, ExitStack()))
             self._residents.fetch_ahead()
+        if torch.is_grad_enabled():
+            found_again = self._open.blocks[-1][1].enter_context(self.saving())
+            if not found_again:
+                for weight in block.weights:
+                    weight.bind()
 
     def end(self, block: StreamedBlock) -> None:
         """A block has computed, or raised; also when it never began."""
         open_blocks = self._open.blocks
-        if block not in open_blocks:
+        places = [place for place, (known, _) in enumerate(open_blocks) if known is block]
+        if not places:
             return
-        open_blocks.reverse()  # the innermost of the same
-        open_blocks.remove(block)
-        open_blocks.reverse()
-        with self._lock:
+        open_blocks.pop(places[-1])[1].close()
+        with self._lock, undisturbed():
             for weight in block.weights:
                 weight.end_turn()
             if not self._residents.order.needed_again:
@@ -259,18 +284,20 @@ class WeightStream:
         with self._lock:
             begun = []
             try:
-                for weight in weights:
-                    for block in self._homes.get(weight, ())[:1]:
-                        self._residents.add(block)
-                    weight.begin_turn()
-                    begun.append(weight)
-                    if changes:
-                        weight.note_change()
+                with undisturbed():
+                    for weight in weights:
+                        for block in self._homes.get(weight, ())[:1]:
+                            self._residents.add(block)
+                        weight.begin_turn()
+                        begun.append(weight)
+                        if changes:
+                            weight.note_change()
                 yield
             finally:
-                for weight in begun:
-                    weight.end_turn()
-                self._residents.make_room()
+                with undisturbed():
+                    for weight in begun:
+                        weight.end_turn()
+                    self._residents.make_room()
 
     def ahead(self, parameters: Iterable[torch.Tensor]) -> None:
         """The weights among some parameters will be held soon."""
@@ -282,14 +309,22 @@ class WeightStream:
 
     def start_over(self) -> None:
         """A step has ended, or a new pass begins: autograd saved nothing that is still needed."""
-        while self._open.blocks:  # of a pass that Ctrl-C broke off: no hook came after it
-            self.end(self._open.blocks[-1])
-        with self._lock:
+        self._break_off(self._open.blocks)
+        with self._lock, undisturbed():
             self._residents.order.step_ended()
             for weight in list(self._weights.values()):
                 weight.bound = False
             self._residents.send_strays()
             self._residents.make_room()
+
+    def begin_model(self, attached: Attached) -> None:
+        """A model is called, and no other call of it is under way on this thread."""
+        self._break_off([entry for entry in self._open.blocks if entry[0] in attached.blocks])
+
+    def _break_off(self, entries: list[tuple[StreamedBlock, ExitStack]]) -> None:
+        """End turns of a pass that Ctrl-C broke off: no hook came after it."""
+        for block, _ in reversed(list(entries)):
+            self.end(block)
 
     @property
     def has_seen_a_step(self) -> bool:
@@ -308,7 +343,7 @@ class WeightStream:
             # Of a first layer no weight is needed in backward, where its input has no gradient.
             rest = {block: None for block, _ in learned if block not in backward and block.trained}
             return [*learned, *((block, True) for block in rest)]
-        blocks = [block for attached in self._models.values() for block in attached.blocks]
+        blocks = [block for attached in self._models for block in attached.blocks]
         return [(block, False) for block in blocks] + [(block, True) for block in reversed(blocks)]
 
     @contextmanager
@@ -329,17 +364,19 @@ class WeightStream:
         except (NotImplementedError, RuntimeError):
             return None
         weight = self._residents.whose(int(storage._cdata))
-        if weight is None or tensor.dtype != weight.form.dtype:
+        if weight is None or tensor.dtype != weight.form.dtype or not weight.covers(tensor):
             return None  # another view of the bytes: while that lives they stay
-        return SavedWeight(tensor, weight, self._needed)
+        with undisturbed():
+            return SavedWeight(tensor, weight, self._needed)
 
     def _needed(self, weight: StreamedWeight) -> torch.Tensor:
-        with self._lock:
-            block = self._homes[weight][0]
-            self._residents.needed(block, backward=_in_backward())
-            if not weight.here:
-                self._residents.bring(block, only=weight)
-            self._residents.fetch_ahead()
+        with self._lock, undisturbed():
+            for block in self._homes.get(weight, ())[:1]:
+                self._residents.needed(block, backward=_in_backward())
+                if not weight.here:
+                    self._residents.bring(block, only=weight)
+                self._residents.fetch_ahead()
+            weight.bring()
             return weight.values()
 
     def _touched(self, weight: StreamedWeight) -> None:
@@ -352,7 +389,22 @@ class _Open(threading.local):
     """The blocks that compute on a thread, outer ones first."""
 
     def __init__(self) -> None:
-        self.blocks: list[StreamedBlock] = []
+        self.blocks: list[tuple[StreamedBlock, ExitStack]] = []
+
+
+def _saving(
+    stream: weakref.ref[WeightStream],
+) -> Callable[[], AbstractContextManager[bool]]:
+    def saving() -> AbstractContextManager[bool]:
+        alive = stream()
+        return _without_hooks() if alive is None else alive.saving()
+
+    return saving
+
+
+@contextmanager
+def _without_hooks() -> Iterator[bool]:
+    yield False
 
 
 def _in_backward() -> bool:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
 from offload_strategy.errors import OffloadError
 from offload_strategy.heap import Heap, Ticket, TicketState, Tier
+from offload_strategy.parameters.context import undisturbed
 from offload_strategy.parameters.guarded import forget, guard, nothing_like, place_bytes, unguard
 
 _CLIENT = "parameters"
@@ -27,6 +29,8 @@ class StreamedWeight:
         heap: takes the bytes.
         tiers: where they may go, in order.
         touched: called when somebody touches the parameter out of its block's turn.
+        saving: see `Home.saving`.
+        lock: held while the bytes come and go.
     """
 
     def __init__(
@@ -36,6 +40,8 @@ class StreamedWeight:
         heap: Heap,
         tiers: Sequence[Tier],
         touched: Callable[[StreamedWeight], None],
+        saving: Callable[[], AbstractContextManager[bool]],
+        lock: AbstractContextManager[Any],
     ) -> None:
         self.name = name
         self._take_form(parameter)
@@ -43,10 +49,12 @@ class StreamedWeight:
         self.turns = 0
         #: Whether it must stay until the step ends: autograd may have saved it itself.
         self.bound = False
-        self._parameter = weakref.ref(parameter)
+        self._parameter = weakref.ref(parameter, _weakly(self._gone))
         self._heap = heap
         self._tiers = list(tiers)
         self._touched = touched
+        self.saving = saving
+        self._lock = lock
         self._ticket: Ticket | None = None
         self._here = True
         # What the bytes in memory have beyond those of the ticket: a version, or a touch.
@@ -72,7 +80,7 @@ class StreamedWeight:
     @property
     def here(self) -> bool:
         """Whether the bytes are in memory."""
-        return self._here
+        return self._here and self._parameter() is not None
 
     @property
     def storage_key(self) -> int:
@@ -91,10 +99,21 @@ class StreamedWeight:
         with torch._C.DisableTorchFunctionSubclass():
             return int(self._alive().storage_offset())
 
+    def covers(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor in that storage lies within the bytes."""
+        begin = tensor.storage_offset() - self.storage_offset
+        strides = zip(tensor.shape, tensor.stride(), strict=True)
+        last = begin + sum((size - 1) * stride for size, stride in strides)
+        return begin >= 0 and last < self.form.numel()
+
     def values(self) -> torch.Tensor:
         """The bytes as a plain tensor that shares the parameter's version; they must be here."""
         with torch._C.DisableTorchFunctionSubclass():
             return self._alive().detach()
+
+    def _gone(self, _: object) -> None:
+        """The parameter died."""
+        self._ticket = None
 
     def _alive(self) -> nn.Parameter:
         parameter = self._parameter()
@@ -105,23 +124,27 @@ class StreamedWeight:
     # ------------------------------------------------------------------ turns
     def begin_turn(self) -> None:
         """The bytes are needed from now on: bring them, and lift the guard."""
-        self.bring()
-        self.turns += 1
-        if self.turns == 1:
-            unguard(self._alive())
+        with self._lock:
+            self.bring()
+            self.turns += 1
+            parameter = self._parameter()
+            if self.turns == 1 and parameter is not None:
+                unguard(parameter)
 
     def end_turn(self) -> None:
         """The end of what `begin_turn` began."""
-        self.turns -= 1
-        parameter = self._parameter()
-        if self.turns == 0 and parameter is not None:
-            guard(parameter, self)
+        with self._lock:
+            self.turns -= 1
+            parameter = self._parameter()
+            if self.turns == 0 and parameter is not None:
+                guard(parameter, self)
 
     def begin_touch(self) -> None:
         """Somebody needs, and may change, the bytes out of turn, until `end_turn`."""
-        self._touched(self)
-        self.begin_turn()
-        self.note_change()
+        with self._lock, undisturbed():
+            self._touched(self)
+            self.begin_turn()
+            self.note_change()
 
     def bind(self) -> None:
         """See `Home.bind`: it stays until the step ends."""
@@ -143,10 +166,9 @@ class StreamedWeight:
         Raises:
             StorageError: they cannot be read; they are away as before.
         """
-        if self._here:
-            return
         ticket = self._ticket
-        assert ticket is not None
+        if self._here or ticket is None or self._parameter() is None:
+            return
         stored = ticket.state in (TicketState.STORED, TicketState.LOADING) or bool(
             ticket.entry.stripes and ticket.state is TicketState.IN_MEMORY
         )
@@ -168,8 +190,8 @@ class StreamedWeight:
             return False
         with torch._C.DisableTorchFunctionSubclass():
             storage = parameter.untyped_storage()
-            form = (parameter.shape, parameter.dtype, parameter.device)
-            if form != (self.form.shape, self.form.dtype, self.device):
+            form = (parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
+            if form != (self.form.shape, self.form.stride(), self.form.dtype, self.device):
                 self._take_form(parameter)  # model.to(...) has given it other values
             if not parameter.is_contiguous():
                 return False
@@ -218,6 +240,7 @@ class StreamedWeight:
             if self._ticket is not None:
                 self._heap.free(self._ticket)
             self._ticket = ticket
+        guard(parameter, self)
         place_bytes(parameter, self._nothing)
         self._here = False
 
@@ -264,3 +287,14 @@ class StreamedWeight:
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
             self._heap.free(ticket)
+
+
+def _weakly(method: Any) -> Any:
+    """Call a bound method, of one argument, without keeping its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(argument: Any) -> None:
+        if (alive := reference()) is not None:
+            alive(argument)
+
+    return call

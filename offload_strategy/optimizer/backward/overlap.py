@@ -1,15 +1,22 @@
 """Updates during backward: which subgroups are complete, and what is done with them.
 
+[Note: passes within passes]
+A reentrant checkpoint runs the backward pass of its region inside of a node of the outer one, and
+torch counts it as a pass of its own. All of them, and what comes after them in the outer one, are
+one pass here, unless a gradient comes that has been there already.
+
 Updates run on the thread that runs backward, between two of its nodes: on the CPU both would share
 the same cores anyway, and on an accelerator they are launched, not executed, there.
 """
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
+from types import FrameType
 
 import torch
 
@@ -24,6 +31,21 @@ PREFETCHED_SUBGROUPS = 2
 #: Complete subgroups that may wait for their states before backward waits for them as well. Those
 #: of one large parameter are complete at once, hold one gradient together, and count as one.
 _LAG = 2
+#: Of a pass that was noticed first inside of a node of another.
+_WITHIN = -2
+
+
+def _is_within_another() -> bool:
+    """Whether the backward pass that runs was begun by a node of another."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _NODE_CODE:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_NODE_CODE = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
 class BackwardOverlap(ABC):
@@ -45,6 +67,7 @@ class BackwardOverlap(ABC):
         self._waiting: deque[Subgroup] = deque()
         self._completed: list[Subgroup] = []
         self._backward = -1
+        self._seen: set[int] = set()
 
     def watch(self, subgroups: Sequence[Subgroup]) -> None:
         """Work on these subgroups from now on."""
@@ -59,10 +82,10 @@ class BackwardOverlap(ABC):
         homes = self._homes.get(id(parameter))
         if homes is None or not self._is_last():
             return
-        backward = torch._C._current_graph_task_id()
-        if backward != self._backward:
-            self._backward = backward
+        if self._is_new_backward(parameter):
+            self._seen.clear()
             self._begin_backward()
+        self._seen.add(id(parameter))
         if not self._collect(parameter):
             return
         for subgroup, index in homes:
@@ -70,6 +93,20 @@ class BackwardOverlap(ABC):
             if len(subgroup.ready) >= subgroup.waits_for():
                 self._complete(subgroup)
         self._advance()
+
+    def _is_new_backward(self, parameter: torch.Tensor) -> bool:
+        """Whether a gradient is the first of a backward pass; see [Note: passes within passes]."""
+        backward, before = torch._C._current_graph_task_id(), self._backward
+        if backward == before:
+            return False
+        if before != -1 and id(parameter) not in self._seen:
+            if _is_within_another():
+                return False
+            if before == _WITHIN:
+                self._backward = backward
+                return False
+        self._backward = _WITHIN if _is_within_another() else backward
+        return True
 
     def _complete(self, subgroup: Subgroup) -> None:
         self._updater.fetch(subgroup)
