@@ -31,6 +31,7 @@ from offload_strategy.planning import (
     shortfall,
     spare_memory_advice,
 )
+from offload_strategy.references import weakly
 from offload_strategy.resources import Resources
 from offload_strategy.telemetry import Recorder, get_logger, write_trace
 from offload_strategy.units import MiB
@@ -453,7 +454,7 @@ class OffloadEngine:
             self._resources.heap,
             self._resources.clients.get("activations", []),
             self._registry.is_weight,
-            before_forward=_weakly(self._before_forward),
+            before_forward=weakly(self._before_forward),
             min_size=section.min_size if section.enabled else sys.maxsize,
             budget="auto" if section.budget == "auto" else limit if fraction is None else fraction,
             prefetch_bytes=None if section.prefetch == "auto" else int(section.prefetch),
@@ -468,14 +469,3 @@ def _device_for(model: nn.Module) -> torch.device:
         if not parameter.is_meta:
             return parameter.device
     return torch.get_default_device()
-
-
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """Call a bound method without keeping its object alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call() -> None:
-        if (alive := reference()) is not None:
-            alive()
-
-    return call

@@ -14,6 +14,7 @@ from offload_strategy.errors import OffloadError
 from offload_strategy.heap import Heap, Ticket, TicketState, Tier
 from offload_strategy.parameters.context import undisturbed
 from offload_strategy.parameters.guarded import forget, guard, nothing_like, place_bytes, unguard
+from offload_strategy.references import weakly
 
 _CLIENT = "parameters"
 #: A storage that only the parameter has: its Python object, and the tensor's own reference.
@@ -49,7 +50,7 @@ class StreamedWeight:
         self.turns = 0
         #: Whether it must stay until the step ends: autograd may have saved it itself.
         self.bound = False
-        self._parameter = weakref.ref(parameter, _weakly(self._gone))
+        self._parameter = weakref.ref(parameter, weakly(self._gone))
         self._heap = heap
         self._tiers = list(tiers)
         self._touched = touched
@@ -287,14 +288,3 @@ class StreamedWeight:
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
             self._heap.free(ticket)
-
-
-def _weakly(method: Any) -> Any:
-    """Call a bound method, of one argument, without keeping its object alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(argument: Any) -> None:
-        if (alive := reference()) is not None:
-            alive(argument)
-
-    return call
