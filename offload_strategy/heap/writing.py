@@ -182,20 +182,19 @@ class Writer:
         entry.stripes, entry.begin = stripes, lead
         try:
             memory, before = self._to_memory_of(tier, entry, payload)
+            with self._ledger.lock:
+                self._make_move(entry, memory, before)
+                self._ledger.count()
         except BaseException:
             tier.release(stripes)
             raise
-        with self._ledger.lock:
-            self._ledger.count()
-            self._make_move(entry, memory, before)
         return True
 
     def _make_move(
         self, entry: Entry, memory: torch.Tensor, before: Callable[[], None] | None
     ) -> Move:
         """The move of an entry to its stripes; with the lock held. It is submitted without."""
-        entry.state = TicketState.WRITING
-        entry.move = Move(
+        move = Move(
             client=entry.client,
             direction=Direction.WRITE,
             stripes=entry.stripes,
@@ -207,9 +206,10 @@ class Writer:
             calm=entry.calm,
             on_end=partial(self._ended, entry),
         )
+        entry.state, entry.move = TicketState.WRITING, move
         self._ledger.writing_bytes += entry.nbytes
         self._ledger.moving.add(entry)
-        return entry.move
+        return move
 
     def _ended(self, entry: Entry, move: Move) -> None:
         ledger = self._ledger
