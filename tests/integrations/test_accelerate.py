@@ -341,7 +341,8 @@ def test_metrics_ride_on_the_scripts_own_logging(tmp_path: Path) -> None:
     scalars = logged(tmp_path, prepare(SSDOffloadPlugin(metrics_every=5), **options))
     assert [step for step, _ in scalars["loss"]] == list(range(11))
     assert [step for step, _ in scalars[WRITTEN]] == [0, 5, 10]
-    values = [value for _, value in scalars[WRITTEN]]
+    # Of what a tiny model saves, it depends on the moment whether any leaves; states always do.
+    values = [value for _, value in scalars["offload/transfer/busy_seconds"]]
     assert 0 < values[0] < values[1] < values[2]
 
 
