@@ -14,7 +14,14 @@ from torch import nn
 from offload_strategy.config import ParametersConfig
 from offload_strategy.errors import ConfigError
 from offload_strategy.memory import available_bytes
-from offload_strategy.parameters import LoadedWeights, Loader, WeightStream, read_index, save_shards
+from offload_strategy.parameters import (
+    LoadedWeights,
+    Loader,
+    WeightStream,
+    named_tensors,
+    read_index,
+    save_shards,
+)
 from offload_strategy.planning import StepPlan, Turn, step_plan, weights_shortfall
 from offload_strategy.resources import Resources
 from offload_strategy.telemetry import get_logger
@@ -124,14 +131,8 @@ class ModelWeights:
         self, model: nn.Module, directory: str | os.PathLike[str], shard_bytes: int
     ) -> list[Path]:
         """See `OffloadEngine.save_weights`."""
-        # Not torch.Tensor.detach, which state_dict() calls: that would bring every weight back.
-        tensors = {
-            name: value
-            for name, value in model.state_dict(keep_vars=True).items()
-            if isinstance(value, torch.Tensor)
-        }
         read = _as_it_is if self.stream is None else self.stream.read
-        return save_shards(tensors, Path(directory), shard_bytes, read)
+        return save_shards(named_tensors(model), Path(directory), shard_bytes, read)
 
     def plan(self, states_share: float, *, updates: bool) -> StepPlan:
         """See `OffloadEngine.plan`.

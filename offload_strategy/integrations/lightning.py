@@ -22,6 +22,7 @@ With automatic optimization Lightning runs `training_step` inside `Strategy.opti
 last micro-batch before an update and outside of it for the others, a partial last group included.
 That is all the strategy needs to tell the engine which backward is the last. With manual
 optimization nothing can be told in advance, and nothing is.
+
 [Note: models that do not fit]
 With streamed weights a module is made in `configure_model`, or within `Trainer.init_module()`: its
 weights leave while it is made (`OffloadEngine.building`). With `init_module(empty_init=True)` it is

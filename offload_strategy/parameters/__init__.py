@@ -3,7 +3,7 @@
 from offload_strategy.parameters.checkpoint import read_index
 from offload_strategy.parameters.loading import LoadedWeights, Loader
 from offload_strategy.parameters.registry import ParameterRegistry
-from offload_strategy.parameters.saving import save_shards
+from offload_strategy.parameters.saving import named_tensors, save_shards
 from offload_strategy.parameters.stream import WeightStream
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Loader",
     "ParameterRegistry",
     "WeightStream",
+    "named_tensors",
     "read_index",
     "save_shards",
 ]

@@ -22,6 +22,7 @@ from offload_strategy.errors import ConfigError
 from offload_strategy.heap import Heap, Ticket, Tier
 from offload_strategy.parameters.building import materialise
 from offload_strategy.parameters.checkpoint import StoredTensor
+from offload_strategy.parameters.saving import named_tensors
 from offload_strategy.parameters.stream import WeightStream
 from offload_strategy.transfer import PathQueue
 from offload_strategy.units import MiB
@@ -219,12 +220,7 @@ def match(
         ConfigError: names (if `strict`) or shapes differ; of a module some tensors would stay on
             the meta device, and some not.
     """
-    # Not torch.Tensor.detach, which state_dict() calls: that would bring every weight back.
-    targets = {
-        name: tensor
-        for name, tensor in model.state_dict(keep_vars=True).items()
-        if isinstance(tensor, torch.Tensor)
-    }
+    targets = named_tensors(model)
     names: dict[int, list[str]] = {}
     for name, tensor in targets.items():
         names.setdefault(id(tensor), []).append(name)

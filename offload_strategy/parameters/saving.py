@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from offload_strategy.errors import ConfigError, StorageError
 
@@ -21,6 +22,16 @@ _INDEX = f"{_NAME}.safetensors.index.json"
 _PARTIAL = ".partial"
 
 Read = Callable[[torch.Tensor], AbstractContextManager[torch.Tensor]]
+
+
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of a model's state_dict as they are, parameters themselves included."""
+    # Not torch.Tensor.detach, which state_dict() calls: that would bring every weight back.
+    return {
+        name: value
+        for name, value in model.state_dict(keep_vars=True).items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def save_shards(
