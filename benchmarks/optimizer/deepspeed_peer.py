@@ -113,6 +113,21 @@ def _config(settings: Settings, adamw: dict[str, Any], directory: Path) -> dict[
     }
 
 
+def be_alone() -> None:
+    """Set the environment of a process group of one, on the CPU; before DeepSpeed is imported."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(
+        DS_ACCELERATOR="cpu",
+        RANK="0",
+        WORLD_SIZE="1",
+        LOCAL_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+
+
 class DeepSpeed:
     """A contender; see `contenders.Trainer`.
 
@@ -129,17 +144,7 @@ class DeepSpeed:
     def __init__(
         self, model: torch.nn.Module, adamw: dict[str, Any], settings: Settings, directory: Path
     ) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        os.environ.update(
-            DS_ACCELERATOR="cpu",
-            RANK="0",
-            WORLD_SIZE="1",
-            LOCAL_RANK="0",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-        )
+        be_alone()
         try:
             import deepspeed
             from deepspeed.ops.op_builder import AsyncIOBuilder

@@ -11,9 +11,7 @@ end finds them gone already, which changes the loss and nothing else.
 from __future__ import annotations
 
 import json
-import os
 import resource
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -24,7 +22,7 @@ import torch
 
 from benchmarks.gpt import GPT
 from benchmarks.machine import fix_allocator
-from benchmarks.optimizer.deepspeed_peer import Aio
+from benchmarks.optimizer.deepspeed_peer import Aio, be_alone
 from benchmarks.parameters.job import Job
 from benchmarks.turns import answers
 
@@ -71,17 +69,7 @@ def run(job: Job) -> Iterator[dict[str, Any]]:
 
 def _deepspeed() -> Any:
     """The package, in a process group of one."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ.update(
-        DS_ACCELERATOR="cpu",
-        RANK="0",
-        WORLD_SIZE="1",
-        LOCAL_RANK="0",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+    be_alone()
     import deepspeed
 
     return deepspeed
