@@ -20,6 +20,7 @@ from offload_strategy.activations import other_hooks
 from offload_strategy.activations.budget import AutomaticBudget, FixedBudget
 from offload_strategy.activations.handles import Kept, Moved
 from offload_strategy.activations.identity import ByteRange, reach, reach_of_base
+from offload_strategy.activations.order import Trace
 from offload_strategy.activations.outbox import Outbox, batch_bytes
 from offload_strategy.activations.policy import StayCounts, is_small, why_it_stays
 from offload_strategy.activations.prefetch import Prefetcher
@@ -91,6 +92,8 @@ class ActivationOffload:
             self._budget = FixedBudget(budget)
         self._prefetcher = Prefetcher(heap, self._budget, prefetch_bytes)
         self._outbox = Outbox(self._give)
+        # What `_batch_bytes` found, and for which pass.
+        self._batch: tuple[Trace, int] | None = None
         self._open = _Open()
         self._hint = 0
         self._serials = itertools.count()
@@ -250,11 +253,19 @@ class ActivationOffload:
         latest = self._prefetcher.latest_trace
         together = 0
         if latest is not None and tensor.device.type == "cpu":
-            together = batch_bytes(latest.saved_bytes, self._traffic.rate(write=True))
+            together = self._batch_bytes(latest)
         # Backward begins with what was saved last: where host memory is short, that stays.
         # Last of all: see [Note: the interpreter lock].
         self._outbox.add(slot, -next(self._saved), together)
         return handle
+
+    def _batch_bytes(self, latest: Trace) -> int:
+        """How many bytes leave together; once a pass, as this runs for every item."""
+        known = self._batch
+        if known is None or known[0] is not latest:
+            known = (latest, batch_bytes(latest.saved_bytes, self._traffic.rate(write=True)))
+            self._batch = known
+        return known[1]
 
     def _give(self, slot: Slot, next_use: int) -> None:
         payload = slot.payload
