@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from offload_strategy.activations import ActivationOffload, ForwardHooks
+from offload_strategy.activations import ActivationOffload, ForwardHooks, Packed
 from offload_strategy.config import ConfigSource, OffloadConfig
 from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.forecast import predict_memory
@@ -222,6 +222,28 @@ class OffloadEngine:
         if self._stream is not None:
             self._stream.detach(model)
         self._registry.remove_module(model)
+
+    def save_weights_by(self, save: Callable[[torch.Tensor], Packed | None]) -> None:
+        """Have autograd hold something else in place of weights that it saves.
+
+        For frameworks that take weights apart between forward and backward, as DeepSpeed's ZeRO-3
+        does: only they know where the bytes are when backward needs them.
+
+        Args:
+            save: given what autograd saves, returns what it shall hold instead; None for a tensor
+                that is no weight.
+
+        Raises:
+            ConfigError: weights are streamed by this engine.
+        """
+        self._check_open()
+        if self._stream is not None:
+            raise ConfigError(
+                "save_weights_by: the weights are streamed by this engine, and have one owner. Set "
+                "parameters.enabled: false."
+            )
+        if self._activations is not None:
+            self._activations.save_weight = save
 
     @contextmanager
     def building(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """Saved tensors leave after the forward pass and are back before the backward pass needs them."""
 
 from offload_strategy.activations.rehearsal import rehearse
-from offload_strategy.activations.saved_tensors import ActivationOffload
+from offload_strategy.activations.saved_tensors import ActivationOffload, Packed
 from offload_strategy.activations.scope import ForwardHooks
 
-__all__ = ["ActivationOffload", "ForwardHooks", "rehearse"]
+__all__ = ["ActivationOffload", "ForwardHooks", "Packed", "rehearse"]

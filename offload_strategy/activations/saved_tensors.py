@@ -62,7 +62,8 @@ class ActivationOffload:
             "auto" for as much as can be hidden (SSDTrain, section 3.1).
         prefetch_bytes: how far ahead of the backward pass to load; None to load by time.
         most_backlog: bytes that may wait to be written at most.
-        save_weight: what autograd shall hold in place of a streamed weight; None of others.
+        save_weight: what autograd shall hold in place of a streamed weight; None of others. May
+            be set later, before the first forward pass.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class ActivationOffload:
         self._is_weight = is_weight
         self._before_forward = before_forward
         self._min_size = min_size
-        self._save_weight = save_weight
+        self.save_weight = save_weight
         self._traffic = TierTraffic(heap, tiers, _CLIENT)
         self._budget: AutomaticBudget | FixedBudget
         if budget == "auto":
@@ -186,7 +187,7 @@ class ActivationOffload:
                 hooks.__exit__(None, None, None)
 
     def _pack_weight(self, tensor: torch.Tensor) -> Packed:
-        weight = None if self._save_weight is None else self._save_weight(tensor)
+        weight = None if self.save_weight is None else self.save_weight(tensor)
         return Kept(tensor) if weight is None else weight
 
     def _record(self) -> ForwardRecord:
@@ -204,8 +205,8 @@ class ActivationOffload:
 
     # ------------------------------------------------------------------ hooks
     def _pack(self, tensor: torch.Tensor) -> Packed:
-        if self._save_weight is not None:
-            weight = self._save_weight(tensor)
+        if self.save_weight is not None:
+            weight = self.save_weight(tensor)
             if weight is not None:
                 return weight
         record = self._open.record

@@ -11,10 +11,10 @@ default is not a decision to offload every Accelerate script on the machine.
 
 [Note: where the engine comes in]
 `prepare_model` and `prepare_optimizer` are wrapped rather than `prepare`: both are public, and
-scripts call them one by one as well. What bypasses them (FSDP2, DeepSpeed, Megatron) needs more
-than one process or its own engine, which this version refuses when the `Accelerator` is made. The
-model is attached as Accelerate returns it, so that hooks stay outside of a compiled region. The
-optimizer is wrapped before `AcceleratedOptimizer` wraps it.
+scripts call them one by one as well. DeepSpeed bypasses them: see `accelerate_deepspeed`. What else
+does (FSDP2, Megatron) needs more than one process, which this version refuses when the
+`Accelerator` is made. The model is attached as Accelerate returns it, so that hooks stay outside of
+a compiled region. The optimizer is wrapped before `AcceleratedOptimizer` wraps it.
 
 `accelerate_session` is what then happens.
 """
@@ -33,6 +33,7 @@ import torch
 from offload_strategy.autoload import is_disabled
 from offload_strategy.config import ConfigSource, OffloadConfig
 from offload_strategy.errors import ConfigError
+from offload_strategy.integrations import accelerate_deepspeed
 from offload_strategy.integrations.accelerate_checkpoints import install_in, streaming
 from offload_strategy.integrations.accelerate_launch import ACTIVE_VARIABLE
 from offload_strategy.integrations.accelerate_session import Session
@@ -140,9 +141,12 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
             raise ConfigError("kwargs_handlers: more than one SSDOffloadPlugin, pass one")
         original(self, *args, **kwargs)
         if plugins:
-            _refuse_several_processes(self)
             plugin = plugins[0]
-            session = Session(OffloadConfig.load(plugin.config), plugin.metrics_every, self)
+            config = OffloadConfig.load(plugin.config)
+            session = accelerate_deepspeed.session_for(self, config, plugin.metrics_every)
+            if session is None:
+                _refuse_several_processes(self)
+                session = Session(config, plugin.metrics_every, self)
             setattr(self, _SESSION, session)
 
     return __init__
@@ -170,7 +174,10 @@ def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
         session = session_of(self)
         if session is not None:
             session.begin(*args)
-        return original(self, *args, **kwargs)
+        prepared = original(self, *args, **kwargs)
+        if isinstance(session, accelerate_deepspeed.DeepSpeedSession):
+            session.attach_prepared(prepared)
+        return prepared
 
     return prepare
 

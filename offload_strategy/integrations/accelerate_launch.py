@@ -98,7 +98,8 @@ def environment_for(path: str | None, args: argparse.Namespace | None = None) ->
         says so better.
 
     Raises:
-        ConfigError: If the section is wrong, or the launch file starts more than one process.
+        ConfigError: If the section is wrong, or the launch file starts more than one process
+            without DeepSpeed.
     """
     content = _content(path)
     if path is None or SECTION not in content:
@@ -106,7 +107,8 @@ def environment_for(path: str | None, args: argparse.Namespace | None = None) ->
     config = OffloadConfig.load(path)
     processes = getattr(args, "num_processes", None) or content.get("num_processes") or 1
     distributed = str(content.get("distributed_type") or "NO")
-    if processes != 1 or distributed != "NO" or content.get("num_machines", 1) != 1:
+    alone = processes == 1 and distributed == "NO" and content.get("num_machines", 1) == 1
+    if not alone and distributed != "DEEPSPEED":
         raise ConfigError(
             f"file {path!r}, {SECTION}: this version trains in one process, and here are "
             f"distributed_type: {distributed} and num_processes: {processes}. Set "

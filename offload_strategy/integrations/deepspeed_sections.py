@@ -1,0 +1,255 @@
+"""From tiers to DeepSpeed's own sections: `offload_optimizer`, `offload_param` and `aio`.
+
+With DeepSpeed, optimizer states and weights are DeepSpeed's to move. Whoever has tiers in our
+config has said where to, so what DeepSpeed's config does not say is derived from them; what it does
+say stands, unless it contradicts the tiers. Nothing here imports DeepSpeed.
+
+| ours | DeepSpeed's |
+|---|---|
+| `optimizer.enabled` with an ssd tier, ZeRO-3 | `offload_optimizer`: `device: nvme`, `nvme_path` |
+| `optimizer.enabled` with dram tiers alone (below ZeRO-3: with one at least) | `device: cpu` |
+| `parameters.enabled`, ZeRO-3 | `offload_param`, likewise |
+| `memory.pinned` | `sub_group_size`, `offload_param.buffer_count`: buffers take as much, each |
+| `io.block_size` (if given), `io.threads` | `aio`: `block_size`, `intra_op_parallelism` |
+
+[Note: NVMe below ZeRO-3]
+DeepSpeed accepts `device: nvme` for ZeRO-1 and 2 and then keeps states in host memory without a
+word. So an ssd tier alone derives nothing there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import Any, Literal
+
+from offload_strategy.config import OffloadConfig, TierConfig
+from offload_strategy.errors import ConfigError
+from offload_strategy.units import MiB
+
+__all__ = ["derived_sections", "for_activations", "merge_sections", "uses_nvme"]
+
+_ZERO = "zero_optimization"
+_SECTIONS: dict[Literal["optimizer", "parameters"], str] = {
+    "optimizer": "offload_optimizer",
+    "parameters": "offload_param",
+}
+
+#: Staging buffers. Of its default, 4, Adam runs out when reads and writes overlap: each of two
+#: subgroups under way takes a weight, a gradient and two moments, while a third is written.
+_BUFFERS = 16
+#: DeepSpeed's own number and size (in elements) of buffers for weights; fewer than that were not
+#: tried.
+_FEWEST_PARAMETER_BUFFERS = 5
+_PARAMETER_BUFFER = 100_000_000
+#: Bytes of an element in a buffer, at most: float32.
+_ELEMENT_BYTES = 4
+#: What keeps an NVMe drive busy with few threads.
+_AIO_BLOCK_BYTES = 1 * MiB
+_AIO_QUEUE_DEPTH = 32
+#: More threads per request do not help where each has a queue as deep.
+_MOST_AIO_THREADS = 8
+
+
+def for_activations(config: OffloadConfig) -> OffloadConfig:
+    """Return the config of an engine beside DeepSpeed: without optimizer states and weights."""
+    return config.model_copy(
+        update={
+            "optimizer": config.optimizer.model_copy(update={"enabled": False}),
+            "parameters": config.parameters.model_copy(update={"enabled": False}),
+        }
+    )
+
+
+def derived_sections(
+    deepspeed: Mapping[str, Any],
+    config: OffloadConfig,
+    *,
+    largest_parameter: int | None = None,
+) -> dict[str, Any]:
+    """What DeepSpeed's config lacks of what the tiers say, in DeepSpeed's words.
+
+    Args:
+        deepspeed: DeepSpeed's config; it is not changed.
+        config: Ours.
+        largest_parameter: Elements of the model's largest parameter, which has to fit into a
+            buffer; None if it is not known, for DeepSpeed's default of 100 million.
+
+    Returns:
+        Sections for `merge_sections`; empty if nothing is to be added.
+
+    Raises:
+        ConfigError: DeepSpeed's config and ours contradict each other; or ours asks for what
+            DeepSpeed, or its stage, does not have.
+    """
+    zero = deepspeed.get(_ZERO) or {}
+    if not isinstance(zero, Mapping):
+        return {}  # DeepSpeed says so better.
+    stage = int(zero.get("stage", 0))
+    _check_optimizer(config)
+    derived: dict[str, Any] = {}
+    for client, name in _SECTIONS.items():
+        if not getattr(config, client).enabled:
+            continue
+        given = zero.get(name)
+        if given is not None and _offloads(given):
+            _check_agrees(client, name, given, config)
+            continue
+        device, path = _place(client, config, stage)
+        if device is not None:
+            derived[name] = _section(client, device, path, largest_parameter, config)
+    if not derived:
+        return {}
+    if "offload_optimizer" in derived and stage == 3 and "sub_group_size" not in zero:
+        derived["sub_group_size"] = max(1, config.memory.pinned // (_BUFFERS * _ELEMENT_BYTES))
+    sections: dict[str, Any] = {_ZERO: derived}
+    if uses_nvme(sections) and deepspeed.get("aio") is None:
+        sections["aio"] = _aio(config)
+    return sections
+
+
+def merge_sections(deepspeed: MutableMapping[str, Any], sections: Mapping[str, Any]) -> None:
+    """Put derived sections into DeepSpeed's config, in place."""
+    for key, value in sections.items():
+        if key == _ZERO:
+            deepspeed.setdefault(_ZERO, {}).update(copy.deepcopy(value))
+        else:
+            deepspeed[key] = copy.deepcopy(value)
+
+
+def uses_nvme(deepspeed: Mapping[str, Any]) -> bool:
+    """Whether a config of DeepSpeed's moves anything to NVMe."""
+    zero = deepspeed.get(_ZERO) or {}
+    return any((zero.get(name) or {}).get("device") == "nvme" for name in _SECTIONS.values())
+
+
+# ---------------------------------------------------------------------- what was given
+
+
+def _offloads(section: Any) -> bool:
+    """Whether a section says anything: Accelerate writes `device: none` where nobody did."""
+    return isinstance(section, Mapping) and section.get("device") not in (None, "none")
+
+
+def _check_agrees(
+    client: Literal["optimizer", "parameters"],
+    name: str,
+    given: Mapping[str, Any],
+    config: OffloadConfig,
+) -> None:
+    if "tiers" not in config.model_fields_set:
+        return  # Ours are only the defaults.
+    tiers = config.tiers_for(client)
+    device, path = given["device"], given.get("nvme_path")
+    if device == "cpu":
+        agrees = any(tier.kind == "dram" for tier in tiers)
+        says = "device: cpu"
+    else:
+        agrees = path is not None and any(
+            Path(path) == place for tier in tiers for place in tier.paths
+        )
+        says = f"device: {device}, nvme_path: {path}"
+    if not agrees:
+        raise ConfigError(
+            f"DeepSpeed's {_ZERO}.{name} has {says}, and {client} of this config has "
+            f"{_described(tiers)}. Remove {_ZERO}.{name}, which is then derived from the tiers; or "
+            f"name the same place in both; or set {client}.enabled: false, and DeepSpeed's stands."
+        )
+
+
+def _check_optimizer(config: OffloadConfig) -> None:
+    section = config.optimizer
+    asked = {
+        "state_dtype: bfloat16": section.state_dtype != "float32",
+        "stochastic_rounding: true": section.stochastic_rounding,
+        "master_weights: true": section.master_weights,
+    }
+    for what, is_asked in asked.items():
+        if section.enabled and is_asked:
+            raise ConfigError(
+                f"optimizer.{what} is about updates of this package, and with DeepSpeed the "
+                "updates are DeepSpeed's. Remove it (DeepSpeed keeps states and master weights in "
+                "float32), or set optimizer.enabled: false."
+            )
+
+
+# ---------------------------------------------------------------------- what is derived
+
+
+def _place(
+    client: Literal["optimizer", "parameters"], config: OffloadConfig, stage: int
+) -> tuple[str | None, Path | None]:
+    """The device for a client, and its directory; none where its ZeRO stage has none."""
+    tiers = config.tiers_for(client)
+    kinds = {tier.kind for tier in tiers}
+    if client == "parameters" and stage != 3:
+        raise ConfigError(
+            f"parameters.enabled: true needs ZeRO-3 with DeepSpeed, and {_ZERO}.stage is {stage}: "
+            "set it to 3, or parameters.enabled to false."
+        )
+    if stage == 3:
+        if "ssd" in kinds:
+            return "nvme", _directory(client, tiers)
+        return "cpu", None
+    if stage in (1, 2) and "dram" in kinds:
+        return "cpu", None
+    if "enabled" in config.optimizer.model_fields_set:
+        reason = "none is offloaded" if stage == 0 else "only host memory can take them"
+        raise ConfigError(
+            f"optimizer.enabled: true with {_described(tiers)}: of DeepSpeed's optimizer states "
+            f"{reason} at {_ZERO}.stage {stage}. Set it to 3, or optimizer.enabled to false"
+            + ("." if stage == 0 else ", or add a tier of kind dram.")
+        )
+    return None, None  # It was not asked for: see [Note: NVMe below ZeRO-3].
+
+
+def _directory(client: str, tiers: list[TierConfig]) -> Path:
+    path = next(path for tier in tiers for path in tier.paths)
+    if path.is_block_device():
+        raise ConfigError(
+            f"{path} is a block device, and DeepSpeed writes {client} to files: name a directory "
+            f"of a file system first in {client}.tiers."
+        )
+    return path
+
+
+def _section(
+    client: Literal["optimizer", "parameters"],
+    device: str,
+    path: Path | None,
+    largest_parameter: int | None,
+    config: OffloadConfig,
+) -> dict[str, Any]:
+    section: dict[str, Any] = {"device": device, "pin_memory": True}
+    if path is None:
+        return section
+    section["nvme_path"] = str(path)
+    if client == "optimizer":
+        return section | {
+            "buffer_count": _BUFFERS,
+            "pipeline_read": True,
+            "pipeline_write": True,
+        }
+    size = _PARAMETER_BUFFER if largest_parameter is None else largest_parameter
+    count = config.memory.pinned // (size * _ELEMENT_BYTES)
+    count = min(max(count, _FEWEST_PARAMETER_BUFFERS), _BUFFERS)
+    return section | {"buffer_size": size, "buffer_count": count}
+
+
+def _aio(config: OffloadConfig) -> dict[str, Any]:
+    is_given = "block_size" in config.io.model_fields_set
+    return {
+        "block_size": config.io.block_size if is_given else _AIO_BLOCK_BYTES,
+        "queue_depth": _AIO_QUEUE_DEPTH,
+        "intra_op_parallelism": min(config.io.threads_to_use(), _MOST_AIO_THREADS),
+        "single_submit": False,
+        "overlap_events": True,
+    }
+
+
+def _described(tiers: list[TierConfig]) -> str:
+    parts = [
+        f"{tier.name!r} ({', '.join(map(str, tier.paths)) or 'host memory'})" for tier in tiers
+    ]
+    return f"the tier{'s' if len(parts) > 1 else ''} {', '.join(parts)}"
