@@ -7,22 +7,33 @@ was saved, and when backward first used it. Forward passes that save the same ki
 same order (whatever their sizes: sequences vary in length) share a *plan*: the order of use and its
 times, without the time that backward waited for bytes. A pass that does not look like any before
 goes by the reverse order of saving, without times.
+
+[Note: which pass is next]
+Several passes may be in flight, and their backwards need not come in any simple order: an
+interleaved pipeline goes back and forth between its stages, whose passes look alike. How many
+passes lie between one backward and the next repeats from step to step, so what comes next is
+looked up by the last few of these distances; where these were never seen, by what followed such a
+pass the last time.
 """
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 
+_K = TypeVar("_K")
 _T = TypeVar("_T")
 
 #: Kinds of forward passes, and of beginnings of them, that are remembered at most.
 _MOST_PLANS = 64
 _MOST_IDLE_TIMES = 65536
+#: Distances by which the next pass is looked up, and how many such rows are remembered.
+_DISTANCES = 8
+_MOST_FOLLOWING = 4096
 
 
 @dataclass(slots=True)
@@ -107,7 +118,8 @@ class OrderBook:
     def __init__(self) -> None:
         self._plans: OrderedDict[int, Plan] = OrderedDict()
         self._idle: OrderedDict[int, float] = OrderedDict()
-        self._following: dict[int, int] = {}
+        self._following: OrderedDict[tuple[int, ...], int] = OrderedDict()
+        self._distances: deque[int] = deque(maxlen=_DISTANCES)
 
     def learn(self, trace: Trace) -> bool:
         """Take over what a trace tells; False if it tells nothing new."""
@@ -141,16 +153,17 @@ class OrderBook:
 
     def follows(self, trace: Trace, distance: int) -> None:
         """Learn which pass's backward came after one's: so many passes later (or earlier)."""
-        self._following[trace.signature] = distance
-        while len(self._following) > _MOST_PLANS:
-            del self._following[next(iter(self._following))]
+        for row in ((), self._distances):  # see [Note: which pass is next]
+            _remember(self._following, (trace.signature, *row), distance, _MOST_FOLLOWING)
+        self._distances.append(distance)
 
     def following(self, trace: Trace) -> int | None:
         """How many passes later the pass began whose backward comes after this one's."""
-        return self._following.get(trace.signature)
+        known = self._following.get((trace.signature, *self._distances))
+        return self._following.get((trace.signature,)) if known is None else known
 
 
-def _remember(book: OrderedDict[int, _T], key: int, value: _T, most: int) -> None:
+def _remember(book: OrderedDict[_K, _T], key: _K, value: _T, most: int) -> None:
     book[key] = value
     book.move_to_end(key)
     while len(book) > most:

@@ -86,6 +86,23 @@ def test_plans_are_forgotten_when_there_are_too_many() -> None:
     assert book.plan(_saved(Trace(), (2,))).due is None
 
 
+def test_which_pass_is_next_is_known_from_those_before_it() -> None:
+    book, trace = OrderBook(), _saved(Trace(), (2,))
+    assert book.following(trace) is None
+    right = 0
+    for distance in 4 * [1, -3, 1, 5]:  # passes that look alike, of two stages in turns
+        right += book.following(trace) == distance
+        book.follows(trace, distance)
+    # Round by round what is new is fewer, until eight in a row were seen before.
+    for distance in 4 * [1, -3, 1, 5]:
+        assert book.following(trace) == distance
+        book.follows(trace, distance)
+    assert right < 12
+    # Elsewhere: what came after such a pass the last time.
+    book.follows(trace, 7)
+    assert book.following(trace) == 7
+
+
 class _Crossed(nn.Module):
     """Backward does not go through the branches in the reverse order of forward."""
 

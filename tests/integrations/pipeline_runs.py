@@ -1,0 +1,237 @@
+"""Trains with pipeline schedules, as one of two processes, with and without offload.
+
+    python -m tests.integrations.pipeline_runs RANK DIRECTORY
+
+Writes what every run came to into DIRECTORY/RANK.pt: `{schedule: {way: outcome}}`, with the fields
+of `Outcome` by name, and the messages of what was refused under the schedule "refused".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+
+from offload_strategy import ConfigError, OffloadEngine
+from offload_strategy.integrations.pipelining import follow_schedule
+
+RANKS = 2
+MICRO_BATCHES = 4
+STEPS = 6
+WIDTH = 32
+ROWS = 16 * MICRO_BATCHES
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train.
+
+    Args:
+        overlap: `optimizer.overlap`; None for plain PyTorch.
+        follow: whether the engine is told of the schedule.
+        divides: whether the schedule divides gradients by the number of micro-batches, or the loss
+            function does.
+        clip: largest norm of a rank's gradients.
+        together: whether one optimizer is for all stages of a rank.
+    """
+
+    overlap: str | None = None
+    follow: bool = True
+    divides: bool = True
+    clip: float | None = None
+    together: bool = False
+
+    @property
+    def plain(self) -> Way:
+        """The same numbers without offload."""
+        return Way(divides=self.divides, clip=self.clip)
+
+
+_EVERYWHERE = {"commit": Way("commit")}
+_UNTOLD = {"told nothing": Way("commit", follow=False)}
+_EAGER = {"eager": Way("eager", divides=False)}
+_CLIPPED = {"clipped": Way("commit", clip=0.05)}
+_TOGETHER = {"one optimizer": Way("commit", together=True)}
+
+#: The schedule, how many stages a process has with it, and the ways to train that are compared.
+SCHEDULES: dict[str, tuple[Any, int, dict[str, Way]]] = {
+    "GPipe": (ScheduleGPipe, 1, _EVERYWHERE),
+    "1F1B": (Schedule1F1B, 1, _EVERYWHERE | _UNTOLD | _EAGER | _CLIPPED),
+    "interleaved 1F1B": (ScheduleInterleaved1F1B, 2, _EVERYWHERE | _EAGER | _TOGETHER),
+    "interleaved zero-bubble": (ScheduleInterleavedZeroBubble, 2, _EVERYWHERE),
+}
+
+
+@dataclass
+class Outcome:
+    """What a run came to, on one rank."""
+
+    losses: list[str] = field(default_factory=list)
+    #: Of every step and parameter, before clipping; of eager runs none, as they are gone.
+    gradients: list[torch.Tensor] = field(default_factory=list)
+    parameters: list[torch.Tensor] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    #: Loads that had not begun when backward needed the bytes, step by step.
+    missed: list[float] = field(default_factory=list)
+    tickets: int = 0
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Pipeline:
+    """This rank's stages, with an optimizer for each, or for all.
+
+    Args:
+        rank: of this process.
+        name: of `SCHEDULES`.
+        way: to train.
+        tier: directory of the ssd tier.
+    """
+
+    def __init__(self, rank: int, name: str, way: Way, tier: Path) -> None:
+        make_schedule, per_rank, _ = SCHEDULES[name]
+        torch.manual_seed(0)
+        blocks = [Block() for _ in range(RANKS * per_rank)]
+        indices = range(rank, len(blocks), RANKS)
+        self.modules = [blocks[index] for index in indices]
+        self.stages = [
+            PipelineStage(module, index, len(blocks), torch.device("cpu"))
+            for module, index in zip(self.modules, indices, strict=True)
+        ]
+        self.schedule = make_schedule(
+            self.stages if per_rank > 1 else self.stages[0],
+            MICRO_BATCHES,
+            loss_fn=nn.functional.mse_loss if way.divides else _share_of_loss,
+            scale_grads=way.divides,
+        )
+        self.parameters = [p for module in self.modules for p in module.parameters()]
+        groups = [self.parameters] if way.together else [m.parameters() for m in self.modules]
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(group, lr=1e-2) for group in groups
+        ]
+        self.engine: OffloadEngine | None = None
+        if way.overlap is not None:
+            self.engine = OffloadEngine(_config(tier, way.overlap))
+            heap = self.engine._resources.heap
+            for module in self.modules:
+                self.engine.attach(module)
+                # So that backward finds on the disk, and not in memory, what the stage has saved.
+                module.register_forward_hook(lambda *_: heap.wait_for_writes())
+            self.optimizers = [self.engine.attach(None, own) for own in self.optimizers]
+
+
+def _share_of_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(output, target) / MICRO_BATCHES
+
+
+def _config(tier: Path, overlap: str) -> dict[str, Any]:
+    return {
+        "tiers": [{"name": "nvme", "kind": "ssd", "path": str(tier), "capacity": "64MiB"}],
+        "activations": {"min_size": 1, "budget": "100%"},
+        "optimizer": {"subgroup_size": 4000, "overlap": overlap},
+        "io": {"threads": 2, "block_size": "64KiB"},
+        "memory": {"pinned": "64MiB"},
+    }
+
+
+def train(rank: int, name: str, way: Way, tier: Path) -> Outcome:
+    """Train a few steps; the arguments are those of `Pipeline`."""
+    pipeline = Pipeline(rank, name, way, tier)
+    engine, stages = pipeline.engine, pipeline.stages
+    if engine is not None and way.follow:
+        follow_schedule(engine, pipeline.schedule)
+    inputs, targets = torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(3))
+    outcome = Outcome()
+    for _ in range(STEPS):
+        losses: list[torch.Tensor] = []
+        before = _missed(engine)
+        pipeline.schedule.step(
+            *([inputs] if stages[0].is_first else []),
+            **({"target": targets, "losses": losses} if stages[-1].is_last else {}),
+        )
+        outcome.losses += [loss.item().hex() for loss in losses]
+        outcome.missed.append(_missed(engine) - before)
+        if way.overlap != "eager":
+            outcome.gradients += [p.grad.clone() for p in pipeline.parameters if p.grad is not None]
+        if way.clip is not None:
+            nn.utils.clip_grad_norm_(pipeline.parameters, way.clip)
+        for optimizer in pipeline.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    outcome.parameters = [p.detach().clone() for p in pipeline.parameters]
+    if engine is not None:
+        engine._resources.heap.wait_for_writes()
+        outcome.metrics = engine.metrics()
+        for optimizer in pipeline.optimizers:  # states are tickets as well
+            fresh = torch.optim.AdamW(optimizer.parameters())
+            optimizer.load_state_dict(fresh.state_dict())
+        outcome.tickets = engine._resources.heap.live_tickets
+        engine.close()
+    return outcome
+
+
+def _missed(engine: OffloadEngine | None) -> float:
+    return 0.0 if engine is None else engine.metrics()["offload/activations/missed_loads"]
+
+
+def refusals(rank: int, tier: Path) -> dict[str, str]:
+    """The messages of what cannot work, before any step."""
+    found = {}
+    for what, name, way in (
+        ("divided", "1F1B", Way("eager")),
+        ("one optimizer", "interleaved 1F1B", Way("eager", divides=False, together=True)),
+    ):
+        pipeline = Pipeline(rank, name, way, tier)
+        assert pipeline.engine is not None
+        with pipeline.engine:
+            try:
+                follow_schedule(pipeline.engine, pipeline.schedule)
+            except ConfigError as error:
+                found[what] = str(error)
+    return found
+
+
+def main(rank: int, directory: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS
+    )
+    tier = directory / f"tier{rank}"
+    tier.mkdir()
+    found: dict[str, dict[str, Any]] = {"refused": refusals(rank, tier)}
+    for name, (_, _, ways) in SCHEDULES.items():
+        plain = {way.plain: train(rank, name, way.plain, tier) for way in ways.values()}
+        found[name] = {
+            label: {
+                "plain": dataclasses.asdict(plain[way.plain]),
+                "offloaded": dataclasses.asdict(train(rank, name, way, tier)),
+            }
+            for label, way in ways.items()
+        }
+    assert list(tier.iterdir()) == []
+    torch.save(found, directory / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
