@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DeepSpeedStrategy, SingleDeviceStrategy, StrategyRegistry
 
 from offload_strategy.integrations.lightning import OffloadStrategyMixin, register_in
 from offload_strategy.integrations.lightning_checkpoints import StreamingCheckpointIO
+from offload_strategy.integrations.lightning_deepspeed import (
+    DeepSpeedOffloadMixin,
+    register_deepspeed_in,
+)
 
 
 class OffloadCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
@@ -20,5 +24,10 @@ class SSDOffloadStrategy(OffloadStrategyMixin, SingleDeviceStrategy):
     checkpoint_io_class = OffloadCheckpointIO
 
 
+class SSDOffloadDeepSpeedStrategy(DeepSpeedOffloadMixin, DeepSpeedStrategy):
+    """`DeepSpeedOffloadMixin` for the Trainer of `lightning.pytorch`."""
+
+
 # Whoever imports this module first, the hook of the autoload or a script: it registers itself.
 register_in(StrategyRegistry, SSDOffloadStrategy)
+register_deepspeed_in(StrategyRegistry, SSDOffloadDeepSpeedStrategy)

@@ -6,14 +6,26 @@ from typing import TYPE_CHECKING
 
 from offload_strategy.integrations.lightning import OffloadStrategyMixin, register_in
 from offload_strategy.integrations.lightning_checkpoints import StreamingCheckpointIO
+from offload_strategy.integrations.lightning_deepspeed import (
+    DeepSpeedOffloadMixin,
+    register_deepspeed_in,
+)
 
 if TYPE_CHECKING:
     # The same code under another name; the mixin is typed against this one.
     from lightning.fabric.plugins import TorchCheckpointIO
-    from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
+    from lightning.pytorch.strategies import (
+        DeepSpeedStrategy,
+        SingleDeviceStrategy,
+        StrategyRegistry,
+    )
 else:
     from lightning_fabric.plugins import TorchCheckpointIO
-    from pytorch_lightning.strategies import SingleDeviceStrategy, StrategyRegistry
+    from pytorch_lightning.strategies import (
+        DeepSpeedStrategy,
+        SingleDeviceStrategy,
+        StrategyRegistry,
+    )
 
 
 class OffloadCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
@@ -27,5 +39,10 @@ class SSDOffloadStrategy(OffloadStrategyMixin, SingleDeviceStrategy):
     checkpoint_io_class = OffloadCheckpointIO
 
 
+class SSDOffloadDeepSpeedStrategy(DeepSpeedOffloadMixin, DeepSpeedStrategy):
+    """`DeepSpeedOffloadMixin` for the Trainer of `pytorch_lightning`."""
+
+
 # Whoever imports this module first, the hook of the autoload or a script: it registers itself.
 register_in(StrategyRegistry, SSDOffloadStrategy)
+register_deepspeed_in(StrategyRegistry, SSDOffloadDeepSpeedStrategy)
