@@ -22,7 +22,7 @@ from offload_strategy.forecast import predict_memory
 from offload_strategy.memory import available_bytes
 from offload_strategy.metrics import Metrics
 from offload_strategy.model_weights import ModelWeights
-from offload_strategy.optimizer import OffloadedOptimizer, Precision, check_supported
+from offload_strategy.optimizer import OffloadedOptimizer, Precision, TeamBook, check_supported
 from offload_strategy.parameters import LoadedWeights, ParameterRegistry
 from offload_strategy.planning import (
     MemoryForecast,
@@ -66,6 +66,7 @@ class OffloadEngine:
         self._resources = Resources.open(self.config, self._recorder)
         self._finalizer = weakref.finalize(self, self._resources.close)
         self._registry = ParameterRegistry()
+        self._teams = TeamBook(shares=self.config.optimizer.sharding)
         self._weights = ModelWeights(self._resources, self.config.parameters, is_block)
         self._stream = self._weights.stream
         self._activations = self._make_activations()
@@ -152,6 +153,7 @@ class OffloadEngine:
         if again_is_fine and id(model) in self._hooks:
             return
         self._registry.add_module(model)
+        self._teams.note(model)
         self._note_device(model.parameters())
         if self._activations is not None:
             hooks = ForwardHooks(model, self._activations, owner=self)
@@ -199,6 +201,7 @@ class OffloadEngine:
             gradient_memory=section.gradient_memory,
             directories=self._resources.scratch_directories("optimizer"),
             residence=self._stream,
+            find_team=self._teams.team_of,
         )
         self._registry.claim_states(parameters, wrapped)
         self._optimizers.add(wrapped)

@@ -188,6 +188,9 @@ class OptimizerConfig(_Client):
     gradient_memory: PositiveSize = 4 * GiB
     """Most host memory in which gradients wait for step(), with overlap: commit. Others wait in the
     tiers, and are read again only where the update has to run once more."""
+    sharding: bool = True
+    """Whether the processes of data-parallel training share the updates: each has a part of the
+    states and sends the new weights to the others. Else every process has all states."""
     overlap: Literal["commit", "eager", "off"] = "commit"
     """When the update runs: 'commit' during backward, visible at step(); 'eager' during backward,
     visible at once, with the least memory, but gradients cannot be read, clipped or scaled, and

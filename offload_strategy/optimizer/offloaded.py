@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -17,16 +17,19 @@ from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.heap import Heap, Tier
 from offload_strategy.optimizer.backward.commit import CommittedUpdates
 from offload_strategy.optimizer.backward.eager import EagerUpdates
-from offload_strategy.optimizer.backward.overlap import PREFETCHED_SUBGROUPS, BackwardOverlap
+from offload_strategy.optimizer.backward.overlap import BackwardOverlap
 from offload_strategy.optimizer.gradients import WaitingGradients
+from offload_strategy.optimizer.ranks import ReducedBackward, Team, TeamStates
 from offload_strategy.optimizer.residence import Residence
 from offload_strategy.optimizer.state_view import StateView
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.states.subgroups import Subgroup, plan_subgroups
-from offload_strategy.optimizer.updates import Updater, with_gradient
+from offload_strategy.optimizer.step import run_step
+from offload_strategy.optimizer.updates import Updater
 from offload_strategy.optimizer.user_class.support import check_group
 from offload_strategy.optimizer.user_class.trial import can_be_cut, edits_gradients
 from offload_strategy.optimizer.whole_states import (
+    StateReader,
     absorb_states,
     sealed,
     streamed_states,
@@ -62,6 +65,9 @@ class OffloadedOptimizer(Optimizer):
         gradient_memory: bytes of host memory in which gradients wait for `step()`, with
             ``"commit"``; others wait in the tiers.
         directories: where state dicts may lie; none for ordinary memory.
+        residence: of the weights; None if they never leave.
+        find_team: finds the ranks that train parameters, once the first step begins; None if this
+            process trains them by itself.
     """
 
     def __init__(
@@ -79,6 +85,7 @@ class OffloadedOptimizer(Optimizer):
         gradient_memory: int,
         directories: Sequence[Path] = (),
         residence: Residence | None = None,
+        find_team: Callable[[Iterable[torch.Tensor]], Team | None] | None = None,
     ) -> None:
         # Not Optimizer.__init__: it would make groups, defaults and hooks of its own.
         self.inner = inner
@@ -98,13 +105,16 @@ class OffloadedOptimizer(Optimizer):
         elif overlap == "commit":
             waiting = WaitingGradients(heap, tiers, gradient_memory)
             self._overlap = CommittedUpdates(self._updater, is_last, waiting)
+        self._find_team = find_team
+        self._team: Team | None = None
+        self._reduced: ReducedBackward | None = None
         self._may_cut: dict[int, bool] = {}
         self._numbered = 0
         self._subgroups: list[Subgroup] = []
         self._planned_parameters = 0
         self._hooks: dict[int, Any] = {}
         self._closed = False
-        self._state = StateView(self._updater, self._planned_as_of_now)
+        self._state = StateView(self._updater, self._planned_as_of_now, lambda: self._team)
         self._watch_parameters()
         if any(inner.state.values()):
             self._absorb_inner_state()
@@ -181,7 +191,7 @@ class OffloadedOptimizer(Optimizer):
                 loss = closure()
         phase = f"OffloadedOptimizer.step#{type(own).__name__}"
         with torch.autograd.profiler.record_function(phase):
-            self._update()
+            run_step(self._planned_as_of_now(), self._updater, self._overlap, self._team)
         # A scheduler that was made with the inner optimizer asks whether it has stepped.
         own._opt_called = True  # type: ignore[attr-defined]
         for hook in chain(
@@ -190,33 +200,6 @@ class OffloadedOptimizer(Optimizer):
         ):
             hook(self, arguments, {})
         return loss
-
-    def _update(self) -> None:
-        subgroups = self._planned_as_of_now()
-        ahead = self._overlap.finish() if self._overlap is not None else []
-        concerned = [s for s in subgroups if with_gradient(s)]
-        done: set[int] = set()
-        try:
-            for position, speculation in enumerate(ahead):
-                for coming in ahead[position + 1 : position + 1 + PREFETCHED_SUBGROUPS]:
-                    self._updater.fetch_weights(coming)
-                if self._updater.commit(speculation):
-                    done.add(id(speculation.subgroup))
-            if self._overlap is not None:
-                self._overlap.settled(len(done))
-            rest = [s for s in concerned if id(s) not in done]
-            for position, subgroup in enumerate(rest):
-                for next_one in rest[position + 1 : position + 1 + PREFETCHED_SUBGROUPS]:
-                    self._updater.fetch(next_one)
-                self._updater.update_in_place(subgroup)
-                done.add(id(subgroup))
-        except BaseException as error:
-            if done:
-                error.add_note(
-                    f"optimizer.step() had updated {len(done)} of {len(concerned)} subgroups: "
-                    f"the weights are not those of any one step. Go on from the last checkpoint."
-                )
-            raise
 
     def figures(self) -> dict[str, float]:
         """Counts since it was attached: steps that ran ahead, and how many of them in vain."""
@@ -256,6 +239,8 @@ class OffloadedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The plain optimizer's state dict: same keys, shapes, dtypes and values.
 
+        Where ranks share updates, all of them must call it, as each has a part.
+
         Large tensors are ordinary ones over private maps of an unlinked file beside the tier, so
         that saving them streams; the file is gone with the last of them.
 
@@ -266,7 +251,7 @@ class OffloadedOptimizer(Optimizer):
         """
         self._check_open()
         subgroups = self._planned_as_of_now()
-        states = streamed_states(subgroups, self._updater, self._directories)
+        states = streamed_states(subgroups, self._reader(), self._directories)
         own = self.inner.state
         try:
             # In the order of the groups, as the plain optimizer would have made them.
@@ -298,7 +283,8 @@ class OffloadedOptimizer(Optimizer):
     def _absorb_inner_state(self) -> None:
         if self._overlap is not None:
             self._overlap.forget()
-        absorb_states(self.inner.state, self._planned_as_of_now(), self._updater)
+        self._planned_as_of_now()
+        absorb_states(self.inner.state, self._own(), self._updater)
         own = self.inner.state
         for parameter in self.parameters():
             own.pop(parameter, None)
@@ -327,20 +313,46 @@ class OffloadedOptimizer(Optimizer):
                 )
 
     def _gradient_ready(self, parameter: torch.Tensor) -> None:
-        if self._overlap is not None and not self._closed:
-            self._planned()
+        if self._overlap is None or self._closed:
+            return
+        self._planned()
+        if self._reduced is not None:
+            self._reduced.notice(parameter)
+        else:
             self._overlap.gradient_ready(parameter)
 
     def _planned(self) -> list[Subgroup]:
         """The subgroups; made when first needed, as a model may move to its device before that."""
         count = sum(len(group["params"]) for group in self.inner.param_groups)
         if self._planned_parameters < count:
+            if not self._planned_parameters:
+                self._join_team()
             self._planned_parameters = count
             known = {id(p.parameter) for subgroup in self._subgroups for p in subgroup.pieces}
             self._subgroups.extend(self._plan(known))
             if self._overlap is not None:
-                self._overlap.watch(self._subgroups)
+                self._overlap.watch(self._own())
         return self._subgroups
+
+    def _join_team(self) -> None:
+        """Find the ranks that train these parameters too; their model may come after `attach`."""
+        team = None if self._find_team is None else self._find_team(self.parameters())
+        self._team = team
+        if team is not None and self._overlap is not None:
+            overlap = self._overlap
+            self._reduced = ReducedBackward(team, overlap.backward_begins, overlap.backward_over)
+
+    def _own(self) -> list[Subgroup]:
+        """The subgroups that this rank updates, and has the states of."""
+        team = self._team
+        if team is None or not team.shares:
+            return self._subgroups
+        return [subgroup for subgroup in self._subgroups if subgroup.owner == team.rank]
+
+    def _reader(self) -> StateReader:
+        """What reads the states of all ranks."""
+        team = self._team
+        return self._updater if team is None or not team.shares else TeamStates(team, self._updater)
 
     def largest_subgroup_bytes(self) -> int:
         """Bytes of the weights that are updated at a time, at most."""
@@ -361,6 +373,8 @@ class OffloadedOptimizer(Optimizer):
         for subgroup in planned:
             self._numbered += 1
             subgroup.number = self._numbered
+            if self._team is not None:
+                subgroup.owner = self._team.deal(sum(piece.numel for piece in subgroup.pieces))
             yield subgroup
 
     def _can_be_cut(self, group_index: int) -> bool:
@@ -385,17 +399,19 @@ class OffloadedOptimizer(Optimizer):
             return subgroups
         if self._overlap is not None:
             self._overlap.forget()
-        states = streamed_states(subgroups, self._updater, self._directories)
-        absorb_states({}, subgroups, self._updater)
+        states = streamed_states(subgroups, self._reader(), self._directories)
+        absorb_states({}, self._own(), self._updater)
         self._may_cut.clear()
+        if self._team is not None:
+            self._team.deal_anew()
         subgroups[:] = self._plan(())
         self._planned_parameters = sum(map(len, groups))
-        absorb_states(states, subgroups, self._updater)
+        absorb_states(states, self._own(), self._updater)
         for gone in self._hooks.keys() - set().union(*groups):
             self._hooks.pop(gone).remove()
         self._watch_parameters()
         if self._overlap is not None:
-            self._overlap.watch(subgroups)
+            self._overlap.watch(self._own())
         return subgroups
 
     def close(self) -> None:
@@ -409,7 +425,7 @@ class OffloadedOptimizer(Optimizer):
         if self._overlap is not None:
             self._overlap.forget()
             self._overlap.watch([])
-        absorb_states({}, self._subgroups, self._updater)
+        absorb_states({}, self._own(), self._updater)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from offload_strategy.errors import OffloadError
+from offload_strategy.optimizer.ranks import Team
 from offload_strategy.optimizer.states.subgroups import Subgroup
 from offload_strategy.optimizer.updates import Updater
 from offload_strategy.optimizer.whole_states import replace_state, state_of
@@ -21,18 +23,47 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
     Args:
         updater: loads and stores states.
         subgroups: gives the subgroups of this moment.
+        team: gives the ranks that share them; those of other ranks cannot be looked at here.
     """
 
-    def __init__(self, updater: Updater, subgroups: Callable[[], list[Subgroup]]) -> None:
+    def __init__(
+        self,
+        updater: Updater,
+        subgroups: Callable[[], list[Subgroup]],
+        team: Callable[[], Team | None],
+    ) -> None:
         self._updater = updater
-        self._subgroups = subgroups
+        self._all = subgroups
+        self._team = team
+
+    def _subgroups(self) -> list[Subgroup]:
+        """Those of this rank."""
+        subgroups, team = self._all(), self._team()
+        if team is None or not team.shares:
+            return subgroups
+        return [subgroup for subgroup in subgroups if subgroup.owner == team.rank]
+
+    def _check_here(self, parameter: torch.Tensor) -> None:
+        subgroups, team = self._all(), self._team()
+        for subgroup in subgroups if team is not None and team.shares else ():
+            there = any(piece.parameter is parameter for piece in subgroup.pieces)
+            if team is not None and there and subgroup.owner != team.rank:
+                raise OffloadError(
+                    f"the state of this parameter of shape {tuple(parameter.shape)} is on rank "
+                    f"{subgroup.owner} of {team.size}: call optimizer.state_dict() on all ranks, "
+                    f"or set optimizer.sharding: false to have all states on every rank."
+                )
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
+        self._check_here(parameter)
         state = state_of(parameter, self._subgroups(), self._updater)
         return {} if state is None else state  # as the defaultdict of a plain optimizer
 
     def __setitem__(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
-        if not replace_state(parameter, state, self._subgroups(), self._updater):
+        known = any(
+            piece.parameter is parameter for subgroup in self._all() for piece in subgroup.pieces
+        )
+        if not replace_state(parameter, state, self._subgroups(), self._updater) and not known:
             raise KeyError("this parameter does not belong to the optimizer")
 
     def __delitem__(self, parameter: torch.Tensor) -> None:

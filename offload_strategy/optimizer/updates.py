@@ -24,7 +24,6 @@ from offload_strategy.optimizer.gradients import has_gradient, values_of
 from offload_strategy.optimizer.residence import Always, Residence
 from offload_strategy.optimizer.states.layout import Layout, Segment, packable
 from offload_strategy.optimizer.states.masters import masters_of
-from offload_strategy.optimizer.states.pieces import Piece
 from offload_strategy.optimizer.states.precision import Precision, seed
 from offload_strategy.optimizer.states.subgroups import StateSet, Subgroup, Unpacked, pack_states
 from offload_strategy.optimizer.user_class.kernel import run_update
@@ -62,6 +61,19 @@ class Speculation:
     def weights_now(self) -> list[torch.Tensor]:
         """Of the pieces that it updated."""
         return [self.subgroup.pieces[index].values for index in self.indices]
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What states a subgroup has, piece by piece.
+
+    Args:
+        small: for each piece what stays in memory (step counters and the like).
+        stored: index of the piece, name, place and dtype in an update, of each that is on a tier.
+    """
+
+    small: list[dict[str, Any]]
+    stored: list[tuple[int, str, Segment, torch.dtype]]
 
 
 class Updater:
@@ -279,24 +291,27 @@ class Updater:
         self._heap.evict(states.ticket)
         return loaded
 
-    def stored(self, subgroup: Subgroup) -> list[tuple[Piece, str, Segment, torch.dtype]]:
-        """What of a subgroup's states is in the heap: piece, name, place and dtype of each."""
+    def outline(self, subgroup: Subgroup) -> Outline:
+        """What states a subgroup has, without the values of large ones."""
         states = subgroup.states
-        return [
-            (subgroup.pieces[index], name, segment, dtype)
+        stored = [
+            (index, name, segment, dtype)
             for (index, name), segment, dtype in zip(
                 states.names, states.layout.segments, states.dtypes, strict=True
             )
         ]
+        return Outline(states.unpack(None), stored)
 
-    def each_stored(
-        self, subgroup: Subgroup
-    ) -> Iterator[tuple[tuple[Piece, str, Segment, torch.dtype], torch.Tensor]]:
-        """The same with the values of each, which must not be changed and not be kept."""
+    def values(self, subgroup: Subgroup, outline: Outline) -> Iterator[torch.Tensor]:
+        """The values of what is stored, one after the other; not to be changed or kept.
+
+        Args:
+            subgroup: whose states they are.
+            outline: of it.
+        """
         ticket = subgroup.states.ticket
-        if ticket is not None:
-            flat = self._heap.get(ticket)
-            yield from zip(self.stored(subgroup), subgroup.states.layout.views(flat), strict=True)
+        if ticket is not None and outline.stored:
+            yield from subgroup.states.layout.views(self._heap.get(ticket))
             self._heap.evict(ticket)
 
     def _packed(self, subgroup: Subgroup, updated: Unpacked) -> StateSet:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -13,7 +13,7 @@ from offload_strategy.optimizer.states.layout import packable
 from offload_strategy.optimizer.states.pieces import Piece, joined
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.states.subgroups import Subgroup
-from offload_strategy.optimizer.updates import Updater
+from offload_strategy.optimizer.updates import Outline, Updater
 
 State = dict[str, Any]
 
@@ -108,8 +108,18 @@ def _as_loaded(value: torch.Tensor, parameter: torch.Tensor, precision: Precisio
     return value.to(parameter.device, dtype)
 
 
+class StateReader(Protocol):
+    """Reads the states of subgroups."""
+
+    def outline(self, subgroup: Subgroup) -> Outline:
+        """What states a subgroup has, without the values of large ones."""
+
+    def values(self, subgroup: Subgroup, outline: Outline) -> Iterator[torch.Tensor]:
+        """The values of what is stored, one after the other; not to be changed or kept."""
+
+
 def streamed_states(
-    subgroups: Sequence[Subgroup], updater: Updater, directories: Sequence[Path]
+    subgroups: Sequence[Subgroup], reader: StateReader, directories: Sequence[Path]
 ) -> dict[torch.Tensor, State]:
     """The states of all parameters, of which large tensors lie in an unlinked file.
 
@@ -118,7 +128,7 @@ def streamed_states(
 
     Args:
         subgroups: all of them.
-        updater: has their states.
+        reader: reads their states.
         directories: where the file may lie; none for ordinary memory.
 
     Raises:
@@ -126,19 +136,23 @@ def streamed_states(
         StorageError: states could not be read, or the file not be written.
     """
     found: dict[torch.Tensor, State] = {}
+    outlines = [reader.outline(subgroup) for subgroup in subgroups]
     with ScratchFile(directories) as scratch:
         slots: dict[torch.Tensor, dict[str, Slot]] = {}
-        for subgroup in subgroups:
-            for piece, small in zip(subgroup.pieces, subgroup.states.unpack(None), strict=True):
+        for subgroup, outline in zip(subgroups, outlines, strict=True):
+            for piece, small in zip(subgroup.pieces, outline.small, strict=True):
                 found.setdefault(piece.parameter, small)
-            for piece, name, segment, dtype in updater.stored(subgroup):
+            for index, name, segment, dtype in outline.stored:
+                piece = subgroup.pieces[index]
                 own = slots.setdefault(piece.parameter, {})
                 if name not in own:
                     whole = segment.shape if piece.rows is None else piece.parameter.shape
                     strides = segment.strides if piece.rows is None else None
                     own[name] = scratch.reserve(whole, dtype, strides)
-        for subgroup in subgroups:
-            for (piece, name, _, _), values in updater.each_stored(subgroup):
+        for subgroup, outline in zip(subgroups, outlines, strict=True):
+            read = reader.values(subgroup, outline)
+            for (index, name, _, _), values in zip(outline.stored, read, strict=True):
+                piece = subgroup.pieces[index]
                 start = 0 if piece.rows is None else piece.rows[0]
                 slots[piece.parameter][name].fill(start, values)
         for parameter, own in slots.items():

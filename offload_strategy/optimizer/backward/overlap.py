@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from types import FrameType
 
@@ -86,7 +86,27 @@ class BackwardOverlap(ABC):
             self._seen.clear()
             self._begin_backward()
         self._seen.add(id(parameter))
-        if not self._collect(parameter):
+        self._take(parameter)
+
+    def backward_begins(self) -> None:
+        """A backward pass begins whose gradients are final at its end: see `backward_over`."""
+        if self._is_last():
+            self._begin_backward()
+
+    def backward_over(self, parameters: Iterable[torch.Tensor]) -> None:
+        """The gradients of a backward pass are final.
+
+        Args:
+            parameters: that got one.
+        """
+        if self._is_last():
+            for parameter in parameters:
+                self._take(parameter)
+
+    def _take(self, parameter: torch.Tensor) -> None:
+        """A parameter's gradient is final."""
+        homes = self._homes.get(id(parameter))
+        if homes is None or not self._collect(parameter):
             return
         for subgroup, index in homes:
             subgroup.ready.add(index)

@@ -62,11 +62,13 @@ class Subgroup:
         group_index: of their parameter group.
         pieces: have no state so far.
         number: among all subgroups.
+        owner: rank of the team that updates it.
     """
 
     group_index: int
     pieces: list[Piece]
     number: int = 0
+    owner: int = 0
     states: StateSet = field(init=False)
     ready: set[int] = field(default_factory=set)
 

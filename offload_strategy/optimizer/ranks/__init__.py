@@ -1,0 +1,7 @@
+"""Ranks of data-parallel training that share the work of one optimizer."""
+
+from offload_strategy.optimizer.ranks.reductions import ReducedBackward
+from offload_strategy.optimizer.ranks.states import TeamStates
+from offload_strategy.optimizer.ranks.team import Deliveries, Team, TeamBook
+
+__all__ = ["Deliveries", "ReducedBackward", "Team", "TeamBook", "TeamStates"]

@@ -1,0 +1,154 @@
+"""What the ranks of `test_data_parallel` do."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from offload_strategy import OffloadEngine
+
+STEPS = 20
+
+
+class Net(nn.Module):
+    """Tied embeddings, a norm, and matrices large enough to be cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(96, 64)
+        self.up = nn.Linear(64, 256)
+        self.down = nn.Linear(256, 64)
+        self.norm = nn.LayerNorm(64)
+        self.spare = nn.Linear(64, 64)  # takes no part in even steps
+        self.head = nn.Linear(64, 96, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor, spare: bool = True) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        hidden = self.norm(hidden + self.down(torch.nn.functional.gelu(self.up(hidden))))
+        if spare:
+            hidden = hidden + self.spare(hidden)
+        return self.head(hidden)
+
+
+def config(directory: Path, overlap: str, **optimizer: Any) -> dict[str, Any]:
+    return {
+        "tiers": [{"name": "disk", "kind": "ssd", "path": str(directory), "capacity": "256MiB"}],
+        "activations": {"min_size": "1KiB", "budget": "100%"},
+        "optimizer": {"overlap": overlap, "subgroup_size": 4096, **optimizer},
+    }
+
+
+def train(
+    rank: int,
+    engine: OffloadEngine | None,
+    *,
+    accumulation: int = 1,
+    clip: float | None = None,
+    optimizer: str = "AdamW",
+    steps: int = STEPS,
+    hints: bool = True,
+    unused: bool = False,
+    states: dict[str, Any] | None = None,
+    **ddp: Any,
+) -> dict[str, Any]:
+    """Train a net over two ranks.
+
+    Returns:
+        Losses, norms, weights, the state dict, and the engine's metrics.
+    """
+    torch.manual_seed(0)
+    net = Net()
+    model = DistributedDataParallel(net, find_unused_parameters=unused, bucket_cap_mb=0.02, **ddp)
+    made = getattr(torch.optim, optimizer)(model.parameters(), lr=1e-2)
+    used: Any = made if engine is None else engine.attach(model, made)
+    if states is not None:
+        used.load_state_dict(states["optimizer"])
+        net.load_state_dict(states["model"])
+    data = torch.Generator().manual_seed(1 + rank)
+    losses, norms = [], []
+    for step in range(steps):
+        for micro in range(accumulation):
+            tokens = torch.randint(0, 96, (4, 17), generator=data)
+            last = micro == accumulation - 1
+            if engine is not None and hints:
+                engine.microbatch(micro, last=last)
+            with contextlib.nullcontext() if last else model.no_sync():
+                logits = model(tokens[:, :-1], not unused or step % 2 == 1)
+                loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+                (loss / accumulation).backward()
+            losses.append(loss.item().hex())
+            del logits, loss
+        if clip is not None:
+            norms.append(nn.utils.clip_grad_norm_(net.parameters(), clip).item().hex())
+        used.step()
+        used.zero_grad(set_to_none=step % 3 != 0)
+    metrics = {} if engine is None else engine.metrics()
+    return {
+        "losses": losses,
+        "norms": norms,
+        "weights": {name: value.clone() for name, value in net.state_dict().items()},
+        "states": used.state_dict(),
+        "metrics": metrics,
+    }
+
+
+def same(one: Any, two: Any) -> bool:
+    """Whether nested values are the same to the last bit."""
+    if isinstance(one, torch.Tensor):
+        return bool(one.dtype == two.dtype and torch.equal(one, two))
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(same(one[key], two[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(two) and all(map(same, one, two))
+    return bool(one == two)
+
+
+def against_plain(rank: int, directory: Path) -> list[dict[str, Any]]:
+    """Every overlap, with and without accumulation and clipping, beside plain training."""
+    cases = [
+        {"accumulation": 1},
+        {"accumulation": 3},
+        {"accumulation": 1, "clip": 0.5},
+        {"accumulation": 3, "clip": 1e9},
+        {"accumulation": 3, "clip": 0.5, "hints": False},
+        {"unused": True, "clip": 0.5},
+        {"gradient_as_bucket_view": True, "clip": 0.5},
+        {"gradient_as_bucket_view": True, "accumulation": 3},
+        {"static_graph": True},
+        {"optimizer": "SGD"},
+        {"optimizer": "RAdam", "accumulation": 3},
+    ]
+    found = []
+    for case in cases:
+        plain = train(rank, None, **case)
+        for overlap in ("commit", "eager", "off"):
+            if overlap == "eager" and "clip" in case:
+                continue  # its gradients are gone by then, and it says so
+            for sharding in (True, False)[: 2 if case.keys() <= {"accumulation", "clip"} else 1]:
+                with OffloadEngine(config(directory, overlap, sharding=sharding)) as engine:
+                    ours = train(rank, engine, **case)
+                differs = [
+                    key
+                    for key in ("losses", "norms", "weights", "states")
+                    if not same(plain[key], ours[key])
+                ]
+                metrics = ours["metrics"]
+                found.append(
+                    {
+                        "case": {**case, "overlap": overlap, "sharding": sharding},
+                        "differs": differs,
+                        "activations": metrics["offload/activations/written_bytes"],
+                        "optimizer": metrics["offload/optimizer/written_bytes"],
+                        "optimizer_read": metrics["offload/optimizer/read_bytes"],
+                    }
+                )
+                del ours
+    dist.barrier()
+    return found

@@ -1,0 +1,29 @@
+"""DDP: the numbers are those of plain DDP, and each rank has its part of the states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.distributed.ranks import run_ranks
+
+_RUNS = "tests.distributed.data_parallel_runs"
+
+
+def test_every_way_gives_what_plain_data_parallel_training_gives(tmp_path: Path) -> None:
+    ranks = run_ranks(f"{_RUNS}:against_plain", tmp_path)
+    for rank in ranks:
+        assert rank
+        assert [run["case"] for run in rank if run["differs"]] == []
+        assert all(run["activations"] > 0 for run in rank)
+        whole = {_name(run): run for run in rank if not run["case"]["sharding"]}
+        compared = [run for run in rank if run["case"]["sharding"] and _name(run) in whole]
+        assert compared
+        for run in compared:
+            for verb in ("optimizer", "optimizer_read"):
+                share = run[verb] / whole[_name(run)][verb]
+                assert 0.45 < share < 0.55, (run["case"], verb, share)
+
+
+def _name(run: dict[str, Any]) -> str:
+    return str({key: value for key, value in run["case"].items() if key != "sharding"})
