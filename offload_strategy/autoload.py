@@ -1,9 +1,9 @@
-"""What `import torch` runs when the package is installed: it asks to be told of two frameworks.
+"""What `import torch` runs when the package is installed: it asks to be told of some frameworks.
 
-This is the entry point of group `torch.backends`. It registers post-import hooks for Lightning and
-Accelerate and does nothing else: no framework is imported, no torch function touched. With it
-`Trainer(strategy="ssd_offload")` and `accelerate launch` work in scripts that never mention the
-package.
+This is the entry point of group `torch.backends`. It registers post-import hooks for Lightning, its
+Fabric and Accelerate and does nothing else: no framework is imported, no torch function touched.
+With it `Trainer(strategy="ssd_offload")`, `Fabric(strategy="ssd_offload")` and `accelerate launch`
+work in scripts that never mention the package.
 
 [Note: nothing may escape]
 An exception in an entry point of this group breaks `import torch` for the whole environment, and
@@ -85,10 +85,20 @@ def _pytorch_lightning(module: ModuleType) -> None:
     import offload_strategy.integrations.pytorch_lightning  # noqa: F401
 
 
+def _fabric_of_lightning(module: ModuleType) -> None:
+    import offload_strategy.integrations.fabric_of_lightning  # noqa: F401
+
+
+def _fabric_standalone(module: ModuleType) -> None:
+    import offload_strategy.integrations.fabric_standalone  # noqa: F401
+
+
 _HOOKS: dict[str, Hook] = {
     "accelerate.accelerator": _accelerator,
     "accelerate.commands.config.config_args": _accelerate_config,
     "accelerate.commands.launch": _accelerate_launch,
+    "lightning.fabric.fabric": _fabric_of_lightning,
+    "lightning_fabric.fabric": _fabric_standalone,
     "lightning.pytorch.strategies": _lightning,
     "pytorch_lightning.strategies": _pytorch_lightning,
 }

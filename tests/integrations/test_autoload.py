@@ -39,11 +39,15 @@ ORDERS = [
 
 REGISTERED = """
 from accelerate.accelerator import Accelerator
+from lightning.fabric.strategies import STRATEGY_REGISTRY as fabric_registry
 from lightning.pytorch.strategies import StrategyRegistry as lightning_registry
+from lightning_fabric.strategies import STRATEGY_REGISTRY as lightning_fabric_registry
 from pytorch_lightning.strategies import StrategyRegistry as pytorch_lightning_registry
 print(
     "ssd_offload" in lightning_registry,
     "ssd_offload" in pytorch_lightning_registry,
+    "ssd_offload" in fabric_registry,
+    "ssd_offload" in lightning_fabric_registry,
     hasattr(Accelerator.prepare_model, "__wrapped__"),
 )
 """
@@ -118,7 +122,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Result]:
 @pytest.mark.parametrize("index", range(len(ORDERS)))
 def test_every_import_order_registers_everything(result: Result, index: int) -> None:
     process = result(f"order-{index}")
-    assert succeeded(process).split() == ["True", "True", "True"]
+    assert succeeded(process).split() == ["True"] * 5
     assert "steps aside" not in process.stderr
 
 
@@ -145,13 +149,13 @@ def test_import_torch_survives_a_broken_wrapt(result: Result, broken: str, stric
 
 def test_the_variable_switches_the_hooks_off(result: Result) -> None:
     process = result("off")
-    assert succeeded(process).split() == ["False", "False", "False"]
+    assert succeeded(process).split() == ["False"] * 5
     assert "offload" not in process.stderr
 
 
 def test_a_late_and_repeated_registration_reaches_modules_that_are_loaded(result: Result) -> None:
     # The last word: the methods are wrapped once, and not once a registration.
-    assert succeeded(result("late")).split() == ["True", "True", "True", "False"]
+    assert succeeded(result("late")).split() == [*["True"] * 5, "False"]
 
 
 # ---------------------------------------------------------------------- in this process
@@ -228,6 +232,28 @@ def test_a_script_may_import_our_module_before_the_framework(
     )
     run = subprocess.run(
         [sys.executable, "-W", "error::RuntimeWarning", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "steps aside" not in run.stderr
+
+
+def test_a_script_may_import_our_modules_before_either_fabric() -> None:
+    lines = [
+        "from offload_strategy.integrations import fabric_standalone, fabric_of_lightning",
+        "import lightning.fabric.strategies, lightning_fabric.strategies",
+        "for ours, theirs in (",
+        "    (fabric_of_lightning, lightning.fabric), (fabric_standalone, lightning_fabric)",
+        "):",
+        "    strategy = theirs.strategies.STRATEGY_REGISTRY['ssd_offload']['strategy']",
+        "    assert strategy is ours.SSDOffloadStrategy",
+        "    assert hasattr(theirs.Fabric.no_backward_sync, '__wrapped__')",
+        "    assert not hasattr(theirs.Fabric.no_backward_sync.__wrapped__, '__wrapped__')",
+    ]
+    run = subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", "-c", "\n".join(lines)],
         capture_output=True,
         text=True,
         timeout=120,

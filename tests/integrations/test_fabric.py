@@ -1,0 +1,355 @@
+"""`Fabric(strategy="ssd_offload")` against the same Fabric without, to the last bit."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offload_strategy import ConfigError
+from offload_strategy.engine import OffloadEngine
+from tests.integrations.lightning_runs import WIDTH, assert_equal, tiny_model
+
+FAMILIES = {
+    "lightning.fabric": "fabric_of_lightning",
+    "lightning_fabric": "fabric_standalone",
+}
+EVERYTHING: dict[str, Any] = {"activations": {"min_size": "1KiB", "budget": "100%"}}
+EAGER: dict[str, Any] = {**EVERYTHING, "optimizer": {"overlap": "eager"}}
+VERBS = ("written", "forwarded")
+STREAMED: dict[str, Any] = {**EVERYTHING, "parameters": {"enabled": True, "min_size": "1KiB"}}
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    pytest.importorskip(name)
+    return name
+
+
+@pytest.fixture(autouse=True)
+def hints(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether the backward pass to come is the last: the hints that engines are given."""
+    given: list[bool] = []
+    original = OffloadEngine.microbatch
+
+    def microbatch(self: OffloadEngine, index: int, last: bool) -> None:
+        given.append(last)
+        original(self, index, last=last)
+
+    monkeypatch.setattr(OffloadEngine, "microbatch", microbatch)
+    return given
+
+
+def offloading(family: str, config: Any = EVERYTHING) -> Any:
+    module = importlib.import_module(f"offload_strategy.integrations.{FAMILIES[family]}")
+    return module.SSDOffloadStrategy(config=config)
+
+
+def make_fabric(family: str, strategy: Any, precision: str = "32-true", **options: Any) -> Any:
+    fabric = importlib.import_module(family).Fabric
+    options = {"accelerator": "cpu", "devices": 1, **options}
+    return fabric(strategy=strategy, precision=precision, **options)
+
+
+def seeded_model() -> nn.Module:
+    torch.manual_seed(0)
+    return tiny_model()
+
+
+def batches(count: int) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        yield torch.randn(16, WIDTH, generator=generator)
+
+
+@dataclass
+class Run:
+    """What a training did, and what goes on with it."""
+
+    fabric: Any
+    models: list[Any]
+    optimizers: list[Any]
+    losses: list[str] = field(default_factory=list)
+    others: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        return [p.detach().clone() for model in self.models for p in model.parameters()]
+
+    def assert_same(self, plain: Run) -> None:
+        assert self.losses == plain.losses
+        assert len(self.losses) > 0
+        assert_equal(self.weights, plain.weights)
+        assert_equal(self.others, plain.others)
+
+    def assert_moved(self, *clients: str) -> None:
+        metrics = self.fabric.strategy.offload_engine.metrics()
+        for client in clients or ("activations", "optimizer"):
+            # What is needed again while it is still on its way is handed back, and counts as well.
+            moved = sum(metrics[f"offload/{client}/{verb}_bytes"] for verb in VERBS)
+            assert moved > 0, client
+
+
+def both(family: str, train: Callable[[Any], Run], config: Any = EVERYTHING, **options: Any) -> Run:
+    """Train with and without offload, see that they agree, and return the former."""
+    plain = train(make_fabric(family, "auto", **options))
+    offloaded = train(make_fabric(family, offloading(family, config), **options))
+    offloaded.assert_same(plain)
+    offloaded.assert_moved()
+    return offloaded
+
+
+def train(fabric: Any, steps: int = 6, accumulate: int = 1, clip: dict[str, Any] = {}) -> Run:  # noqa: B006
+    """Set up a model, its optimizer and a schedule, and train."""
+    model = seeded_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=50)
+    model, optimizer, schedule = fabric.setup(model, optimizer, scheduler=schedule)
+    run = Run(fabric, [model], [optimizer])
+    go_on(run, steps, accumulate, clip)
+    if steps:
+        schedule.step()
+    run.others.append(torch.tensor(optimizer.param_groups[0]["lr"]))
+    return run
+
+
+def go_on(run: Run, steps: int, accumulate: int = 1, clip: dict[str, Any] = {}) -> None:  # noqa: B006
+    (model,), (optimizer,) = run.models, run.optimizers
+    for index, x in enumerate(batches(steps * accumulate), start=1):
+        ends = index % accumulate == 0
+        with run.fabric.no_backward_sync(model, enabled=not ends):
+            loss = nn.functional.mse_loss(model(x), x)
+            run.fabric.backward(loss)
+        run.losses.append(loss.item().hex())
+        if ends:
+            if clip:
+                norm = run.fabric.clip_gradients(model, optimizer, **clip)
+                run.others.append(torch.tensor(0.0) if norm is None else norm)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+# ---------------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_training_is_identical(
+    family: str, precision: str, tmp_path: Path, hints: list[bool]
+) -> None:
+    both(family, lambda fabric: train(fabric, accumulate=3), precision=precision)
+    # Of every micro-batch: while it runs, and after it.
+    assert hints == 6 * [False, True, False, True, True, True]
+
+
+@pytest.mark.parametrize("clip", [{"max_norm": 0.05}, {"clip_val": 1e-3}], ids=["norm", "value"])
+def test_clipping_is_identical(family: str, clip: dict[str, Any]) -> None:
+    run = both(family, lambda fabric: train(fabric, accumulate=2, clip=clip))
+    assert ("max_norm" in clip) == (float(run.others[0]) > 0.05)
+
+
+def test_the_name_finds_the_strategy_of_its_own_install(family: str) -> None:
+    run = train(make_fabric(family, "ssd_offload"))
+    run.assert_moved("optimizer")
+    assert type(run.fabric.strategy).family == family
+    assert isinstance(run.optimizers[0], torch.optim.Optimizer)
+
+
+def test_two_models_with_an_optimizer_each_are_identical(family: str) -> None:
+    def play(fabric: Any) -> Run:
+        """One model imitates the batch, the other tells them apart; their losses meet in both."""
+        maker, judge = seeded_model(), seeded_model()
+        run = Run(
+            fabric,
+            list(map(fabric.setup_module, (maker, judge))),
+            list(
+                fabric.setup_optimizers(
+                    torch.optim.Adam(maker.parameters(), lr=1e-3),
+                    torch.optim.SGD(judge.parameters(), lr=1e-2, momentum=0.9),
+                )
+            ),
+        )
+        maker, judge = run.models
+        for x in batches(6):
+            for optimizer, sign in zip(run.optimizers, (1, -1), strict=True):
+                loss = sign * (judge(x) - judge(maker(x))).square().mean()
+                for each in run.optimizers:
+                    each.zero_grad()
+                fabric.backward(loss)
+                optimizer.step()
+                run.losses.append(loss.item().hex())
+        return run
+
+    both(family, play)
+
+
+def test_groups_that_are_added_later_are_identical(family: str) -> None:
+    def thaw(fabric: Any) -> Run:
+        model = seeded_model()
+        optimizer = torch.optim.AdamW(model[0].parameters(), lr=1e-2)
+        run = Run(fabric, *([each] for each in fabric.setup(model, optimizer)))
+        go_on(run, 3)
+        run.optimizers[0].add_param_group({"params": list(model[2:].parameters()), "lr": 1e-3})
+        go_on(run, 3)
+        return run
+
+    both(family, thaw)
+
+
+@pytest.mark.parametrize("outside", [False, True], ids=["hooks-inside", "hooks-outside"])
+def test_a_compiled_model_is_identical(outside: bool) -> None:
+    def compiled(fabric: Any) -> Run:
+        torch._dynamo.reset()
+        model = seeded_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model = torch.compile(model, backend="aot_eager")
+        # Fabric takes a compiled model apart and compiles again what the strategy returned.
+        again = {"_reapply_compile": not outside}
+        run = Run(fabric, *([each] for each in fabric.setup(model, optimizer, **again)))
+        go_on(run, 4)
+        return run
+
+    both("lightning.fabric", compiled)
+
+
+def test_eager_updates_are_identical_as_no_backward_sync_tells_the_last_micro_batch() -> None:
+    both("lightning.fabric", lambda fabric: train(fabric, accumulate=3), config=EAGER)
+
+
+def test_streamed_weights_are_identical() -> None:
+    def streamed(fabric: Any) -> Run:
+        torch.manual_seed(0)
+        with fabric.init_module():
+            model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        run = Run(fabric, *([each] for each in fabric.setup(model, optimizer)))
+        go_on(run, 4)
+        run.others = [tensor.clone() for tensor in run.models[0].state_dict().values()]
+        return run
+
+    run = both("lightning.fabric", streamed, config=STREAMED)
+    run.assert_moved("parameters")
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("auto", EVERYTHING), (EVERYTHING, "auto"), (EVERYTHING, EVERYTHING)],
+    ids=["plain-offloaded", "offloaded-plain", "offloaded-offloaded"],
+)
+def test_training_resumes_from_a_checkpoint_with_and_without_offload(
+    tmp_path: Path, first: Any, second: Any
+) -> None:
+    def halves(first: Any, second: Any, folder: Path) -> list[Run]:
+        runs = []
+        for half, config in enumerate((first, second)):
+            strategy = config if config == "auto" else offloading("lightning.fabric", config)
+            run = train(make_fabric("lightning.fabric", strategy), steps=0)
+            state = {"model": run.models[0], "optimizer": run.optimizers[0], "half": half}
+            if half:
+                run.fabric.load(folder / "half.ckpt", state)
+                assert state["half"] == 0
+            go_on(run, 4)
+            run.fabric.save(folder / "half.ckpt", state)
+            runs.append(run)
+        return runs
+
+    plain = halves("auto", "auto", tmp_path / "plain")
+    mixed = halves(first, second, tmp_path / "mixed")
+    for run, reference in zip(mixed, plain, strict=True):
+        run.assert_same(reference)
+    states = [torch.load(tmp_path / name / "half.ckpt") for name in ("plain", "mixed")]
+    plain_state, mixed_state = (state["optimizer"] for state in states)
+    assert mixed_state["param_groups"] == plain_state["param_groups"]
+    for index, tensors in plain_state["state"].items():
+        assert_equal(list(mixed_state["state"][index].values()), list(tensors.values()))
+
+
+def test_a_plain_optimizer_keeps_no_tensor_of_the_file(tmp_path: Path) -> None:
+    config = {**EVERYTHING, "optimizer": {"enabled": False}}
+    run = train(make_fabric("lightning.fabric", offloading("lightning.fabric", config)))
+    (optimizer,) = run.optimizers
+    run.fabric.save(tmp_path / "file.ckpt", {"optimizer": optimizer})
+    run.fabric.load(tmp_path / "file.ckpt", {"optimizer": optimizer})
+    before = [s["exp_avg"].clone() for s in optimizer.state.values()]
+    size = (tmp_path / "file.ckpt").stat().st_size
+    (tmp_path / "file.ckpt").write_bytes(bytes(size))  # in place, under every map of it
+    assert_equal([s["exp_avg"] for s in optimizer.state.values()], before)
+
+
+# ---------------------------------------------------------------------- refusals, end
+
+
+def test_more_than_one_device_is_refused(family: str) -> None:
+    with pytest.raises(ConfigError, match=r"chose 2 \(cpu, cpu\): pass Fabric\(devices=1\)"):
+        make_fabric(family, "ssd_offload", devices=2)
+    with pytest.raises(ConfigError, match="num_nodes=2: pass Fabric"):
+        make_fabric(family, "ssd_offload", num_nodes=2)
+
+
+@pytest.mark.parametrize("clip", [{"max_norm": 0.05}, {"clip_val": 1e-3}], ids=["norm", "value"])
+def test_clipping_with_eager_updates_is_refused(clip: dict[str, Any]) -> None:
+    fabric = make_fabric("lightning.fabric", offloading("lightning.fabric", EAGER))
+    with pytest.raises(ConfigError, match=r"fabric.clip_gradients.*overlap: commit"):
+        train(fabric, clip=clip)
+
+
+def test_the_other_installs_strategy_is_refused_with_the_name_of_the_right_one() -> None:
+    pytest.importorskip("lightning_fabric")
+    with pytest.raises(ValueError, match=r"fabric_of_lightning\.SSDOffloadStrategy"):
+        make_fabric("lightning.fabric", offloading("lightning_fabric"))
+
+
+def test_a_model_may_be_trained_again_once_its_earlier_training_is_over() -> None:
+    fabric = make_fabric("lightning.fabric", offloading("lightning.fabric"))
+    model = seeded_model()
+
+    def set_up(fabric: Any) -> Run:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return Run(fabric, *([each] for each in fabric.setup(model, optimizer)))
+
+    earlier = set_up(fabric)
+    go_on(earlier, 2)
+    with pytest.raises(ConfigError, match="swapped by another optimizer already") as raised:
+        set_up(fabric)
+    assert "del optimizer" in raised.value.__notes__[0]
+    earlier.optimizers.clear()
+    earlier = set_up(fabric)
+    go_on(earlier, 2)
+
+    other = make_fabric("lightning.fabric", offloading("lightning.fabric"))
+    with pytest.raises(ConfigError, match="is attached already") as raised:
+        set_up(other)
+    assert "fabric.strategy.teardown()" in raised.value.__notes__[0]
+    fabric.strategy.teardown()
+    assert fabric.strategy.offload_engine is None
+    latest = set_up(other)
+    go_on(latest, 2)
+    latest.assert_moved()
+
+    del fabric, other, earlier, latest, raised  # as a notebook does that makes them anew
+    latest = set_up(make_fabric("lightning.fabric", offloading("lightning.fabric")))
+    go_on(latest, 2)
+    latest.assert_moved()
+
+
+def test_no_backward_sync_of_other_strategies_is_as_it_was() -> None:
+    run = train(make_fabric("lightning.fabric", "auto"))
+    with run.fabric.no_backward_sync(run.models[0]) as nothing:
+        assert nothing is None
+    with pytest.raises(TypeError, match="set up the model first"):
+        run.fabric.no_backward_sync(seeded_model())
+
+
+def test_the_strategy_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    # `fabric run --strategy` would set it, but refuses every name with "offload" in it.
+    monkeypatch.setenv("LT_STRATEGY", "ssd_offload")
+    train(make_fabric("lightning.fabric", "auto")).assert_moved("optimizer")
