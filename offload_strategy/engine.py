@@ -22,7 +22,14 @@ from offload_strategy.forecast import predict_memory
 from offload_strategy.memory import available_bytes
 from offload_strategy.metrics import Metrics
 from offload_strategy.model_weights import ModelWeights
-from offload_strategy.optimizer import OffloadedOptimizer, Precision, TeamBook, check_supported
+from offload_strategy.optimizer import (
+    OffloadedOptimizer,
+    Precision,
+    TeamBook,
+    check_supported,
+    has_data_parallel,
+    local_processes,
+)
 from offload_strategy.parameters import LoadedWeights, ParameterRegistry
 from offload_strategy.planning import (
     MemoryForecast,
@@ -50,6 +57,8 @@ class OffloadEngine:
             or None for ``$SSD_OFFLOAD_CONFIG`` and else the defaults.
         is_block: with ``parameters.enabled`` says of a module, by its name, whether its weights
             come and go together; None to find layers that repeat.
+        processes: that train on this machine with this config; the capacities of tiers are for all
+            of them together. None for as many as torchrun started.
 
     Raises:
         ConfigError: the config is wrong, or a tier's directory cannot be used.
@@ -60,10 +69,12 @@ class OffloadEngine:
         config: ConfigSource = None,
         *,
         is_block: Callable[[str, nn.Module], bool] | None = None,
+        processes: int | None = None,
     ) -> None:
         self.config = OffloadConfig.load(config)
         self._recorder = Recorder()
-        self._resources = Resources.open(self.config, self._recorder)
+        among = local_processes() if processes is None else processes
+        self._resources = Resources.open(self.config.divided(among), self._recorder)
         self._finalizer = weakref.finalize(self, self._resources.close)
         self._registry = ParameterRegistry()
         self._teams = TeamBook(shares=self.config.optimizer.sharding)
@@ -131,6 +142,12 @@ class OffloadEngine:
             raise ConfigError("attach: pass a model, an optimizer, or both.")
         if model is not None and not isinstance(model, nn.Module):
             raise ConfigError(f"attach: expected a torch.nn.Module, got {type(model).__name__}.")
+        if model is not None and self._stream is not None and has_data_parallel(model):
+            raise ConfigError(
+                "attach: parameters.enabled streams the weights of one process, and this model is "
+                "a DistributedDataParallel, which holds all of them: set parameters.enabled: "
+                "false, or train in one process."
+            )
         if model is not None:
             self._weights.expect(model, _device_for(model) if device is None else device)
         wrapped = None if optimizer is None else self._wrap(optimizer)
@@ -181,6 +198,9 @@ class OffloadEngine:
         tiers = self._resources.clients["optimizer"]
         weights_bytes = sum(p.numel() * p.element_size() for p in parameters)
         waiting_bytes = max(0, weights_bytes - section.gradient_memory)
+        team = self._teams.team_of(parameters)
+        if team is not None and team.shares:
+            state_bytes = -(-state_bytes // team.size)
         need = optimizer_need(state_bytes, weights_bytes, section.overlap, waiting_bytes)
         complaint = shortfall(need, sum(tier.capacity - tier.used_bytes for tier in tiers))
         if complaint is not None:

@@ -78,8 +78,8 @@ class TierConfig(_Section):
     tensors are dealt to them in proportion to their bandwidth. '~' and '$VARIABLES' are expanded.
     A dram tier has none. A block device belongs to one process: use $LOCAL_RANK in its name."""
     capacity: PositiveSize | None = None
-    """Most bytes to hold there, on all paths together. A dram tier needs it; for an ssd tier null
-    means what the file systems have free."""
+    """Most bytes to hold there, on all paths together, and of all processes of a job on a machine
+    together. A dram tier needs it; for an ssd tier null means what the file systems have free."""
     endurance_tbw: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Rated endurance of the drive in terabytes written (10^12 bytes), for its projected life."""
     overwrite: bool = False
@@ -343,6 +343,22 @@ class OffloadConfig(_Section):
             return list(self.tiers)
         by_name = {tier.name: tier for tier in self.tiers}
         return [by_name[name] for name in names]
+
+    def divided(self, among: int) -> OffloadConfig:
+        """Return the config of one of several processes, with its part of every tier's capacity.
+
+        Args:
+            among: processes that share the tiers.
+        """
+        if among == 1:
+            return self
+        tiers = [
+            tier
+            if tier.capacity is None
+            else tier.model_copy(update={"capacity": max(1, tier.capacity // among)})
+            for tier in self.tiers
+        ]
+        return self.model_copy(update={"tiers": tiers})
 
     def to_yaml(self) -> str:
         """Return the whole config as YAML that `load` reads back as an equal config."""

@@ -12,9 +12,9 @@ default is not a decision to offload every Accelerate script on the machine.
 [Note: where the engine comes in]
 `prepare_model` and `prepare_optimizer` are wrapped rather than `prepare`: both are public, and
 scripts call them one by one as well. DeepSpeed bypasses them: see `accelerate_deepspeed`. What else
-does (FSDP2, Megatron) needs more than one process, which this version refuses when the
-`Accelerator` is made. The model is attached as Accelerate returns it, so that hooks stay outside of
-a compiled region. The optimizer is wrapped before `AcceleratedOptimizer` wraps it.
+does (FSDP2, Megatron) this version refuses when the `Accelerator` is made. The model is attached as
+Accelerate returns it, so that hooks stay outside of a compiled region. The optimizer is wrapped
+before `AcceleratedOptimizer` wraps it.
 
 `accelerate_session` is what then happens.
 """
@@ -33,7 +33,7 @@ import torch
 from offload_strategy.autoload import is_disabled
 from offload_strategy.config import ConfigSource, OffloadConfig
 from offload_strategy.errors import ConfigError
-from offload_strategy.integrations import accelerate_deepspeed
+from offload_strategy.integrations import accelerate_deepspeed, trainer_checkpoints
 from offload_strategy.integrations.accelerate_checkpoints import install_in, streaming
 from offload_strategy.integrations.accelerate_launch import ACTIVE_VARIABLE
 from offload_strategy.integrations.accelerate_session import Session
@@ -145,7 +145,8 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
             config = OffloadConfig.load(plugin.config)
             session = accelerate_deepspeed.session_for(self, config, plugin.metrics_every)
             if session is None:
-                _refuse_several_processes(self)
+                _refuse_other_engines(self)
+                trainer_checkpoints.install()
                 session = Session(config, plugin.metrics_every, self)
             setattr(self, _SESSION, session)
 
@@ -157,14 +158,15 @@ def _is_active_by_environment() -> bool:
     return value in ("1", "true", "yes", "on", "y", "t") and not is_disabled()
 
 
-def _refuse_several_processes(accelerator: Accelerator) -> None:
+def _refuse_other_engines(accelerator: Accelerator) -> None:
     distributed = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-    if accelerator.num_processes != 1 or distributed != "NO":
+    if distributed != "NO" and not distributed.startswith("MULTI_"):
         raise ConfigError(
-            "offloading through Accelerate trains in one process in this version, and this "
-            f"Accelerator has distributed_type {distributed} and {accelerator.num_processes} "
-            "processes: launch with --num_processes 1 and distributed_type 'NO', or remove the "
-            f"plugin, the section of the launch file or ${ACTIVE_VARIABLE}"
+            "offloading through Accelerate works in one process, with data-parallel processes "
+            f"(DistributedDataParallel) and with DeepSpeed, and this Accelerator has "
+            f"distributed_type {distributed}: launch with distributed_type 'NO' or 'MULTI_GPU' "
+            f"('MULTI_CPU'), or remove the plugin, the section of the launch file or "
+            f"${ACTIVE_VARIABLE}"
         )
 
 

@@ -57,9 +57,14 @@ def _save(original: Callable[..., Any]) -> Callable[..., Any]:
     def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
         if not _is_an_optimizers(f):
             return original(obj, f, *args, **kwargs)
+        from accelerate.state import PartialState
+
         from offload_strategy.checkpoints import save
 
-        return save(obj, f)
+        # As Accelerate's own: every process comes here, and one writes; or one on each machine.
+        state, per_node = PartialState(), kwargs.get("save_on_each_node", False)
+        writes = state.is_local_main_process if per_node else state.is_main_process
+        return save(obj, f) if writes else None
 
     return save
 

@@ -98,21 +98,19 @@ def environment_for(path: str | None, args: argparse.Namespace | None = None) ->
         says so better.
 
     Raises:
-        ConfigError: If the section is wrong, or the launch file starts more than one process
-            without DeepSpeed.
+        ConfigError: If the section is wrong, or the launch file starts something that cannot
+            offload.
     """
     content = _content(path)
     if path is None or SECTION not in content:
         return {}
     config = OffloadConfig.load(path)
-    processes = getattr(args, "num_processes", None) or content.get("num_processes") or 1
     distributed = str(content.get("distributed_type") or "NO")
-    alone = processes == 1 and distributed == "NO" and content.get("num_machines", 1) == 1
-    if not alone and distributed != "DEEPSPEED":
+    if distributed not in ("NO", "DEEPSPEED") and not distributed.startswith("MULTI_"):
         raise ConfigError(
-            f"file {path!r}, {SECTION}: this version trains in one process, and here are "
-            f"distributed_type: {distributed} and num_processes: {processes}. Set "
-            "distributed_type: 'NO' and num_processes: 1, or remove the section"
+            f"file {path!r}, {SECTION}: distributed_type is {distributed}; offloading works in one "
+            f"process ('NO'), with data-parallel processes ('MULTI_GPU', 'MULTI_CPU') and with "
+            f"'DEEPSPEED'. Set one of these, or remove the section"
         )
     return {
         CONFIG_VARIABLE: config.model_dump_json(exclude_unset=True),

@@ -108,6 +108,9 @@ class OffloadedOptimizer(Optimizer):
         self._find_team = find_team
         self._team: Team | None = None
         self._reduced: ReducedBackward | None = None
+        # What `consolidate_state_dict` found, or the rank that has it.
+        self._consolidated: dict[torch.Tensor, dict[str, Any]] | None = None
+        self._elsewhere: int | None = None
         self._may_cut: dict[int, bool] = {}
         self._numbered = 0
         self._subgroups: list[Subgroup] = []
@@ -191,6 +194,7 @@ class OffloadedOptimizer(Optimizer):
                 loss = closure()
         phase = f"OffloadedOptimizer.step#{type(own).__name__}"
         with torch.autograd.profiler.record_function(phase):
+            self._states_change()
             run_step(self._planned_as_of_now(), self._updater, self._overlap, self._team)
         # A scheduler that was made with the inner optimizer asks whether it has stepped.
         own._opt_called = True  # type: ignore[attr-defined]
@@ -239,19 +243,24 @@ class OffloadedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The plain optimizer's state dict: same keys, shapes, dtypes and values.
 
-        Where ranks share updates, all of them must call it, as each has a part.
+        Where ranks share updates, all of them must call it, as each has a part; or all of them
+        `consolidate_state_dict` before.
 
         Large tensors are ordinary ones over private maps of an unlinked file beside the tier, so
         that saving them streams; the file is gone with the last of them.
 
         Raises:
-            OffloadError: the engine is closed, and the states with it.
+            OffloadError: the engine is closed, and the states with it; other ranks did not call
+                it, or have the states that were consolidated.
             TierFullError: there is no room for the file.
             StorageError: states could not be read.
         """
         self._check_open()
         subgroups = self._planned_as_of_now()
-        states = streamed_states(subgroups, self._reader(), self._directories)
+        states = self._consolidated
+        if states is None:
+            self._meet("optimizer.state_dict()")
+            states = streamed_states(subgroups, self._reader(), self._directories)
         own = self.inner.state
         try:
             # In the order of the groups, as the plain optimizer would have made them.
@@ -260,6 +269,48 @@ class OffloadedOptimizer(Optimizer):
         finally:
             for parameter in states:
                 own.pop(parameter, None)
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Collect the states of all ranks on one, which alone can take `state_dict` then.
+
+        Until the next step or load. For code that saves on one rank and asks only that one, as
+        with torch's `ZeroRedundancyOptimizer`. All ranks have to call it. Without shares it does
+        nothing.
+
+        Args:
+            to: the rank among those that train these parameters.
+
+        Raises:
+            OffloadError: other ranks did not call it.
+            TierFullError: there is no room for a copy of all states.
+            StorageError: states could not be read.
+        """
+        self._check_open()
+        subgroups, reader = self._planned_as_of_now(), self._reader()
+        if isinstance(reader, TeamStates):
+            assert self._team is not None
+            self._states_change()
+            self._meet("optimizer.consolidate_state_dict()")
+            if self._team.rank == to:
+                self._consolidated = streamed_states(subgroups, reader, self._directories)
+            else:
+                reader.serve(subgroups)
+                self._elsewhere = to
+
+    def _meet(self, where: str) -> None:
+        team = self._team
+        if team is None or not team.shares:
+            return
+        if self._elsewhere is not None:
+            raise OffloadError(
+                f"the states were consolidated on rank {self._elsewhere}; this is rank "
+                f"{team.rank}. Call {where} there, or call consolidate_state_dict(to={team.rank}) "
+                f"on every rank."
+            )
+        team.meet(where)
+
+    def _states_change(self) -> None:
+        self._consolidated = self._elsewhere = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict, of a plain optimizer or of this one."""
@@ -283,6 +334,7 @@ class OffloadedOptimizer(Optimizer):
     def _absorb_inner_state(self) -> None:
         if self._overlap is not None:
             self._overlap.forget()
+        self._states_change()
         self._planned_as_of_now()
         absorb_states(self.inner.state, self._own(), self._updater)
         own = self.inner.state
@@ -419,6 +471,7 @@ class OffloadedOptimizer(Optimizer):
         if self._closed:
             return
         self._closed = True
+        self._states_change()
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()

@@ -70,8 +70,11 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
         self[parameter] = {}
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        seen = set()
-        for subgroup in self._subgroups():
+        own = self._subgroups()
+        here = set(map(id, own))
+        elsewhere = (subgroup for subgroup in self._all() if id(subgroup) not in here)
+        seen = {id(piece.parameter) for subgroup in elsewhere for piece in subgroup.pieces}
+        for subgroup in own:
             named = {index for index, _ in subgroup.states.names}
             for index, piece in enumerate(subgroup.pieces):
                 known = index in named or subgroup.states.small[index]

@@ -313,11 +313,13 @@ def test_a_wrong_interval_is_refused(monkeypatch: pytest.MonkeyPatch, value: str
         SSDOffloadPlugin()
 
 
-def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Accelerator, "num_processes", property(lambda self: 2))
-    with pytest.raises(ConfigError, match=r"one process in this version.*2 processes"):
+def test_an_engine_for_many_devices_that_is_not_ours_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Accelerator, "distributed_type", property(lambda self: "MEGATRON_LM"))
+    with pytest.raises(ConfigError, match=r"MEGATRON_LM: launch with distributed_type 'NO' or"):
         Accelerator(cpu=True, kwargs_handlers=[SSDOffloadPlugin()])
-    assert Accelerator(cpu=True).num_processes == 2
+    Accelerator(cpu=True)
 
 
 # ---------------------------------------------------------------------- metrics

@@ -147,9 +147,9 @@ def test_the_module_started_with_dash_m_passes_the_section_on(tmp_path: Path) ->
     [
         ({"optimzer": {}}, {}, "did you mean 'optimizer'?"),
         ("no-such-preset", {}, "'no-such-preset' is neither a file that exists nor a preset"),
-        (SECTION, {"num_processes": 2}, "this version trains in one process"),
+        (SECTION, {"distributed_type": "MEGATRON_LM"}, "distributed_type is MEGATRON_LM"),
     ],
-    ids=["typo", "preset", "two-processes"],
+    ids=["typo", "preset", "megatron"],
 )
 def test_a_wrong_section_is_refused_before_the_script_starts(
     tmp_path: Path, section: Any, more: dict[str, Any], message: str

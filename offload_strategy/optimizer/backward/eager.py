@@ -40,7 +40,7 @@ class EagerUpdates(BackwardOverlap):
         if gradient is None:
             return False
         self._gradients[id(parameter)] = (gradient, len(self._homes[id(parameter)]))
-        what = f"a gradient of shape {tuple(parameter.shape)}"
+        what = f"a parameter of shape {tuple(parameter.shape)}"
         parameter.grad = GradientStandIn.of(Consumed(what), gradient)
         return True
 

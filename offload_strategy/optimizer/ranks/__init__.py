@@ -2,6 +2,20 @@
 
 from offload_strategy.optimizer.ranks.reductions import ReducedBackward
 from offload_strategy.optimizer.ranks.states import TeamStates
-from offload_strategy.optimizer.ranks.team import Deliveries, Team, TeamBook
+from offload_strategy.optimizer.ranks.team import (
+    Deliveries,
+    Team,
+    TeamBook,
+    has_data_parallel,
+    local_processes,
+)
 
-__all__ = ["Deliveries", "ReducedBackward", "Team", "TeamBook", "TeamStates"]
+__all__ = [
+    "Deliveries",
+    "ReducedBackward",
+    "Team",
+    "TeamBook",
+    "TeamStates",
+    "has_data_parallel",
+    "local_processes",
+]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -22,6 +22,13 @@ class TeamStates:
     def __init__(self, team: Team, updater: Updater) -> None:
         self._team = team
         self._updater = updater
+
+    def serve(self, subgroups: Sequence[Subgroup]) -> None:
+        """Help another rank to read all of these, as `streamed_states` does."""
+        outlines = [self.outline(subgroup) for subgroup in subgroups]
+        for subgroup, outline in zip(subgroups, outlines, strict=True):
+            for _ in self.values(subgroup, outline):
+                pass
 
     def outline(self, subgroup: Subgroup) -> Outline:
         """See `Updater.outline`."""

@@ -9,9 +9,11 @@ planned, which is the same on all ranks, so nobody has to be asked.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -20,11 +22,15 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.nn.parallel import DistributedDataParallel
 
+from offload_strategy.errors import OffloadError
 from offload_strategy.optimizer.states.subgroups import Subgroup
 from offload_strategy.units import KiB
 
 #: Weights smaller than this go together with others: a message costs as much as to send so many.
 _TOGETHER_BYTES = 256 * KiB
+
+#: How long ranks wait for each other to begin what all of them have to do.
+_MEETING = timedelta(seconds=300)
 
 _T = TypeVar("_T")
 
@@ -107,6 +113,27 @@ class Team:
         found = box[0]
         assert found is not None
         return found
+
+    def meet(self, what: str) -> None:
+        """Wait for the other ranks, which have to do the same, but not for ever.
+
+        Args:
+            what: they have to do, for the message.
+
+        Raises:
+            OffloadError: some did not come.
+        """
+        if dist.get_backend(self._group) != "gloo":
+            return  # the only one that can tell who is missing
+        try:
+            dist.monitored_barrier(self._group, timeout=_MEETING)
+        except RuntimeError as error:
+            raise OffloadError(
+                f"not all of the {self.size} ranks came to {what} within {_MEETING.seconds} s. "
+                f"Each has a part of the states, so all of them have to: call it on every rank and "
+                f"save on one; or call optimizer.consolidate_state_dict() on every rank first; or "
+                f"set optimizer.sharding: false."
+            ) from error
 
     def _device(self) -> torch.device:
         module = self._module()
@@ -222,3 +249,16 @@ class TeamBook:
             if not wanted.isdisjoint(map(id, module.parameters())):
                 return Team(module, shares=self._shares)
         return None
+
+
+def has_data_parallel(model: nn.Module) -> bool:
+    """Whether anything in a model is data-parallel."""
+    return any(isinstance(module, DistributedDataParallel) for module in model.modules())
+
+
+def local_processes() -> int:
+    """How many processes of this job are on this machine, as far as their launcher says so."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 1
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(said)) if said.isdigit() else 1
