@@ -200,6 +200,11 @@ class OffloadStrategyMixin(_SingleDeviceStrategy):
             self.config.check_gradients_untouched("Trainer(gradient_clip_val=...)")
         if getattr(self.precision_plugin, "scaler", None) is not None:
             self.config.check_gradients_untouched("Trainer(precision=...) with loss scaling")
+        module = self.lightning_module
+        assert module is not None
+        clips = type(module).configure_gradient_clipping
+        if module.automatic_optimization and not clips.__module__.startswith(f"{self.family}."):
+            self.config.check_gradients_untouched("the module's configure_gradient_clipping")
         earlier = self._earlier_fits()
         wrapped = [optimizer for fit in earlier for optimizer in fit.optimizers]
         super().setup_optimizers(trainer)

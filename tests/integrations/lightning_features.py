@@ -1,0 +1,210 @@
+"""What is needed to compare a feature of Lightning with and without offload.
+
+A feature is a function of a `Session`, which makes Trainers with one strategy, and returns all that
+a user can see of it: losses, parameters, what was logged, what callbacks found. Nothing of it may
+depend on times or on paths. `lightning_feature_list` has them all.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from tests.integrations.lightning_runs import (
+    _Behaviour,
+    batches,
+    make_trainer,
+    strategy_class,
+)
+
+FAMILY = "lightning.pytorch"
+
+Outcome = dict[str, Any]
+
+
+class Behaviour(_Behaviour):
+    """Logs, tests and predicts, and has what finders look for."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.lr = 1e-2
+        self.batch_size = 4
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, prog_bar=True)
+        self.log("mean", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log("val_loss", self.validation_losses[-1])
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log_dict(
+            {"test_loss": self.loss(batch), "inference": float(torch.is_inference_mode_enabled())}
+        )
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0])
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return batches(40 // self.batch_size, size=self.batch_size)
+
+    def configure_optimizers(self) -> Any:
+        made = super().configure_optimizers()
+        if isinstance(made, torch.optim.Optimizer):
+            made.param_groups[0]["lr"] = self.lr
+        return made
+
+
+class Session:
+    """Trains with one strategy.
+
+    Args:
+        pl: an install of Lightning.
+        root: a directory of its own.
+        config: of the offload; None for ``strategy="auto"``.
+    """
+
+    def __init__(self, pl: Any, root: Path, config: Mapping[str, Any] | None) -> None:
+        self.pl = pl
+        self.root = root
+        self.config = config
+        self._trainers: list[Any] = []
+        self._modules: list[Any] = []
+
+    def module(self, behaviour: type = Behaviour, **options: Any) -> Any:
+        """A module; the weights are always the same."""
+        torch.manual_seed(0)
+        made = type("Module", (behaviour, self.pl.LightningModule), {})(**options)
+        self._modules.append(made)
+        return made
+
+    @property
+    def steps(self) -> int:
+        """Training steps that were begun."""
+        return sum(len(module.losses) for module in self._modules)
+
+    def trainer(self, **options: Any) -> Any:
+        strategy = "auto" if self.config is None else strategy_class(FAMILY)(config=self.config)
+        trainer = make_trainer(self.pl, self.root, strategy, **{"max_steps": 10, **options})
+        self._trainers.append(trainer)
+        return trainer
+
+    def fit(self, module: Any = None, ckpt_path: Any = None, **options: Any) -> tuple[Any, Any]:
+        """Train on ten batches an epoch, with two to validate on."""
+        module = self.module() if module is None else module
+        trainer = self.trainer(**options)
+        trainer.fit(module, batches(), batches(2), ckpt_path=ckpt_path)
+        return trainer, module
+
+    def outcome(self, trainer: Any, module: Any, **more: Any) -> Outcome:
+        """What every run is compared by."""
+        return {
+            "losses": module.losses,
+            "validation losses": module.validation_losses,
+            "parameters": [p.detach().clone() for p in module.parameters()],
+            "logged": dict(trainer.logged_metrics),
+            "progress bar": dict(trainer.progress_bar_metrics),
+            "callbacks": dict(trainer.callback_metrics),
+            "steps": (trainer.global_step, trainer.current_epoch),
+            **more,
+        }
+
+    def moved_bytes(self, client: str) -> float:
+        """Bytes that left, of all runs."""
+        engines = [getattr(trainer.strategy, "offload_engine", None) for trainer in self._trainers]
+        return sum(
+            figures[f"offload/{client}/written_bytes"]
+            + figures[f"offload/{client}/forwarded_bytes"]
+            for figures in (engine.metrics() for engine in engines if engine is not None)
+        )
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A row of the table.
+
+    Args:
+        name: as users know it.
+        run: does it.
+        refused_with_eager: what the error says with ``overlap: eager``; None where that works.
+        before_training: whether that is raised before the first training step.
+        trains: whether anything is to be moved.
+    """
+
+    name: str
+    run: Callable[[Session], Outcome]
+    refused_with_eager: str | None = None
+    before_training: bool = True
+    trains: bool = True
+
+
+FEATURES: dict[str, Feature] = {}
+
+
+def feature(name: str, **options: Any) -> Callable[[Callable[[Session], Outcome]], Any]:
+    def add(run: Callable[[Session], Outcome]) -> Callable[[Session], Outcome]:
+        FEATURES[name] = Feature(name, run, **options)
+        return run
+
+    return add
+
+
+def fitted(name: str, refused_with_eager: str | None = None, **options: Any) -> None:
+    """A feature that is an option of the Trainer."""
+
+    @feature(name, refused_with_eager=refused_with_eager)
+    def run(session: Session) -> Outcome:
+        return session.outcome(*session.fit(**options))
+
+
+# ---------------------------------------------------------------------- comparison
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def differences(one: Any, other: Any, at: str = "") -> Iterator[str]:
+    """Where two outcomes differ, in any bit."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        same = one.dtype == other.dtype and one.shape == other.shape
+        if not (same and torch.equal(_bytes(one), _bytes(other))):
+            yield at
+    elif isinstance(one, Mapping) and isinstance(other, Mapping):
+        if one.keys() != other.keys():
+            yield f"{at} (keys {sorted(map(str, one.keys() ^ other.keys()))})"
+        for key in one.keys() & other.keys():
+            yield from differences(one[key], other[key], f"{at}/{key}")
+    elif isinstance(one, Sequence) and not isinstance(one, str):
+        if not isinstance(other, Sequence) or len(one) != len(other):
+            yield f"{at} (length)"
+        else:
+            for index, pair in enumerate(zip(one, other, strict=True)):
+                yield from differences(*pair, f"{at}/{index}")
+    elif repr(one) != repr(other):
+        yield f"{at}: {one!r} and {other!r}"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without Lightning's notes and advice."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

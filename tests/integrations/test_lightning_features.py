@@ -1,0 +1,98 @@
+"""Everything that Lightning's Trainer can do, with the strategy and with "auto", to the last bit.
+
+`SSD_OFFLOAD_FEATURES=docs/lightning.md` in the environment writes the table in that file anew, from
+what was found.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload_strategy import OffloadError
+from tests.integrations.lightning_feature_list import FEATURES
+from tests.integrations.lightning_features import (
+    FAMILY,
+    Feature,
+    Outcome,
+    Session,
+    differences,
+    quiet,
+)
+from tests.integrations.lightning_runs import import_family
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "lightning.md"
+VARIABLE = "SSD_OFFLOAD_FEATURES"
+BEGIN, END = "<!-- features: begin -->\n", "<!-- features: end -->\n"
+HEADING = "| feature | `overlap: commit` | `overlap: eager` |\n|---|---|---|\n"
+
+
+def config(overlap: str) -> dict[str, Any]:
+    return {
+        "activations": {"min_size": "1KiB", "budget": "100%"},
+        "optimizer": {"overlap": overlap},
+    }
+
+
+@pytest.fixture(scope="module")
+def rows() -> Iterator[dict[str, str]]:
+    """Rows of the table, of the features that were tried; written at the end, if wanted."""
+    found: dict[str, str] = {}
+    yield found
+    if (target := os.environ.get(VARIABLE)) and len(found) == len(FEATURES):
+        file = Path(target)
+        before, rest = file.read_text().split(BEGIN)
+        table = HEADING + "".join(found[name] for name in FEATURES)
+        file.write_text(before + BEGIN + table + END + rest.split(END)[1])
+
+
+@pytest.mark.parametrize("feature", FEATURES.values(), ids=lambda feature: feature.name)
+def test_a_feature_is_identical_or_refused(
+    feature: Feature, rows: dict[str, str], tmp_path: Path
+) -> None:
+    plain = _session(tmp_path, None)
+    expected = _run(feature, plain)
+    verdicts = []
+    for overlap in ("commit", "eager"):
+        session = _session(tmp_path, overlap)
+        if overlap == "eager" and feature.refused_with_eager is not None:
+            with pytest.raises(OffloadError, match=feature.refused_with_eager):
+                _run(feature, session)
+            micro_batches = 2  # of a step, at most
+            assert session.steps in ([0] if feature.before_training else [1, micro_batches])
+            # A backward that failed leaves nodes in autograd's queue, which the next one drops.
+            torch.ones(1, requires_grad=True).sum().backward()
+            verdicts.append("refused" if feature.before_training else "refused in the first step")
+            continue
+        assert list(differences(_run(feature, session), expected)) == []
+        for client in ("activations", "optimizer"):
+            assert (session.moved_bytes(client) > 0) == feature.trains
+        verdicts.append("identical" if feature.trains else "identical; nothing is moved")
+    rows[feature.name] = f"| {feature.name} | {' | '.join(verdicts)} |\n"
+    assert os.environ.get(VARIABLE) or rows[feature.name] in _documented()
+
+
+def _session(directory: Path, overlap: str | None) -> Session:
+    root = directory / (overlap or "auto")
+    root.mkdir()
+    return Session(import_family(FAMILY), root, None if overlap is None else config(overlap))
+
+
+def _run(feature: Feature, session: Session) -> Outcome:
+    with quiet():
+        return feature.run(session)
+
+
+def _documented() -> str:
+    return DOCUMENT.read_text().split(BEGIN)[1].split(END)[0]
+
+
+def test_the_document_has_the_features_that_are_tried_and_no_others() -> None:
+    names = re.findall(r"^\| (.*?) \| (?:identical|refused)", _documented(), flags=re.MULTILINE)
+    assert names == list(FEATURES)
