@@ -71,7 +71,7 @@ SCHEDULES: dict[str, tuple[Any, int, dict[str, Way]]] = {
     "GPipe": (ScheduleGPipe, 1, _EVERYWHERE),
     "1F1B": (Schedule1F1B, 1, _EVERYWHERE | _UNTOLD | _EAGER | _CLIPPED),
     "interleaved 1F1B": (ScheduleInterleaved1F1B, 2, _EVERYWHERE | _EAGER | _TOGETHER),
-    "interleaved zero-bubble": (ScheduleInterleavedZeroBubble, 2, _EVERYWHERE),
+    "interleaved zero-bubble": (ScheduleInterleavedZeroBubble, 2, _EVERYWHERE | _EAGER),
 }
 
 
