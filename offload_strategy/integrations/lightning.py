@@ -10,12 +10,9 @@ pickled. Neither imports the other install.
 
     Trainer(strategy="ssd_offload")                       # $SSD_OFFLOAD_CONFIG, or the defaults
     Trainer(strategy=SSDOffloadStrategy(config="full"))   # a preset, file or mapping
+    Trainer(strategy="ssd_offload", devices=2)            # DistributedDataParallel
 
-[Note: really a single device]
-A `DDPStrategy` with one device still makes a process group and a distributed sampler: another order
-of the data, other weights. So this is a `SingleDeviceStrategy`. The Trainer decides on the device
-after it was given the strategy; it sets `parallel_devices` and `num_nodes` on a strategy that has
-them, which is how the device gets here.
+What one device and several have in common is here; `lightning_devices` is about the difference.
 
 [Note: the last micro-batch]
 With automatic optimization Lightning runs `training_step` inside `Strategy.optimizer_step` for the
@@ -38,25 +35,23 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-
-from offload_strategy.errors import ConfigError
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
     from lightning.pytorch import Trainer
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins.precision import Precision
-    from lightning.pytorch.strategies import SingleDeviceStrategy as _SingleDeviceStrategy
+    from lightning.pytorch.strategies import Strategy as _Strategy
 
     from offload_strategy.config import ConfigSource, OffloadConfig
     from offload_strategy.engine import OffloadEngine
     from offload_strategy.integrations.lightning_pytorch import SSDOffloadStrategy
 else:
     # The class that is mixed in with brings the real base: see the first note.
-    _SingleDeviceStrategy = object
+    _Strategy = object
 
 __all__ = ["STRATEGY_NAME", "OffloadStrategyMixin", "SSDOffloadStrategy", "register_in"]
 
@@ -68,17 +63,18 @@ _FAMILIES = {
 }
 
 
-class OffloadStrategyMixin(_SingleDeviceStrategy):
-    """A single-device strategy that trains through an `OffloadEngine`.
+class OffloadStrategyMixin(_Strategy):
+    """A strategy that trains through an `OffloadEngine`.
 
     Args:
         config: What `OffloadConfig.load` reads; None for $SSD_OFFLOAD_CONFIG, else the defaults.
         accelerator: Passed on to Lightning's strategy, as the two below.
         checkpoint_io: Reads and writes checkpoints; None for one that streams local files.
         precision_plugin: Handles the precision.
+        options: Passed on to Lightning's strategy.
 
     Raises:
-        ConfigError: If the config is wrong, or if the Trainer has more than one device.
+        ConfigError: If the config is wrong.
     """
 
     strategy_name = STRATEGY_NAME
@@ -92,14 +88,17 @@ class OffloadStrategyMixin(_SingleDeviceStrategy):
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
+        **options: Any,
     ) -> None:
         from offload_strategy.config import OffloadConfig
 
         super().__init__(
-            accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
+            accelerator=accelerator,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            **options,
         )
         self.config: OffloadConfig = OffloadConfig.load(config)
-        self._devices: list[torch.device] | None = None
         self._engine: OffloadEngine | None = None
         self._when_gone: weakref.finalize[..., Any] | None = None
         self._fitting = False
@@ -109,43 +108,14 @@ class OffloadStrategyMixin(_SingleDeviceStrategy):
         self._micro_batch = 0
 
     @property
+    def local_processes(self) -> int:
+        """How many processes of the Trainer are on this machine."""
+        return 1
+
+    @property
     def offload_engine(self) -> OffloadEngine | None:
         """The engine of the current or the last `fit`; None before the first."""
         return self._engine
-
-    # ------------------------------------------------------------------ one device
-
-    @property
-    def parallel_devices(self) -> list[torch.device] | None:
-        """The devices that the Trainer chose. See [Note: really a single device]."""
-        return self._devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        if devices is not None and len(devices) > 1:
-            raise ConfigError(
-                f"strategy {STRATEGY_NAME!r} trains on one device in this version, and the Trainer "
-                f"chose {len(devices)} ({', '.join(map(str, devices))}): pass Trainer(devices=1)"
-            )
-        self._devices = devices
-
-    @property
-    def num_nodes(self) -> int:
-        """The number of machines: always 1 in this version."""
-        return 1
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        if num_nodes > 1:
-            raise ConfigError(
-                f"strategy {STRATEGY_NAME!r} trains on one device in this version, and the Trainer "
-                f"has num_nodes={num_nodes}: pass Trainer(devices=1, num_nodes=1)"
-            )
-
-    @property
-    def root_device(self) -> torch.device:
-        """The device to train on."""
-        return torch.device(self._devices[0]) if self._devices else super().root_device
 
     # ------------------------------------------------------------------ models that do not fit
 
@@ -174,7 +144,7 @@ class OffloadStrategyMixin(_SingleDeviceStrategy):
             tensor.is_meta or tensor.device == self.root_device for tensor in tensors
         ):
             return  # `Module.to` would bring every weight to memory, and refuse the meta device
-        super().model_to_device()
+        cast(Any, super()).model_to_device()
 
     def _opened_engine(self) -> OffloadEngine:
         """The engine of the fit to come."""
@@ -182,7 +152,7 @@ class OffloadStrategyMixin(_SingleDeviceStrategy):
 
         if self._engine is None or self._engine.closed or not self._is_ahead:
             self._close_engine()
-            self._engine = engine = OffloadEngine(self.config)
+            self._engine = engine = OffloadEngine(self.config, processes=self.local_processes)
             # The model's hooks keep the engine alive, and the model may outlive every Trainer.
             self._when_gone = weakref.finalize(self, engine.close)
             self._is_ahead = True

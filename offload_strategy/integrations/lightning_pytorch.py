@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.strategies import DeepSpeedStrategy, SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    SingleDeviceStrategy,
+    StrategyRegistry,
+)
 
-from offload_strategy.integrations.lightning import OffloadStrategyMixin, register_in
+from offload_strategy.integrations.lightning import register_in
 from offload_strategy.integrations.lightning_checkpoints import StreamingCheckpointIO
 from offload_strategy.integrations.lightning_deepspeed import (
     DeepSpeedOffloadMixin,
     register_deepspeed_in,
 )
+from offload_strategy.integrations.lightning_devices import DataParallelMixin, SingleDeviceMixin
 
 
 class OffloadCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
     """`StreamingCheckpointIO` for the Trainer of `lightning.pytorch`."""
 
 
-class SSDOffloadStrategy(OffloadStrategyMixin, SingleDeviceStrategy):
-    """`OffloadStrategyMixin` for the Trainer of `lightning.pytorch`."""
+class SSDOffloadDataParallelStrategy(DataParallelMixin, DDPStrategy):
+    """`DataParallelMixin` for the Trainer of `lightning.pytorch`."""
 
     family = "lightning.pytorch"
     checkpoint_io_class = OffloadCheckpointIO
+
+
+class SSDOffloadStrategy(SingleDeviceMixin, SingleDeviceStrategy):
+    """`SingleDeviceMixin` for the Trainer of `lightning.pytorch`."""
+
+    family = "lightning.pytorch"
+    checkpoint_io_class = OffloadCheckpointIO
+    parallel_class = SSDOffloadDataParallelStrategy
 
 
 class SSDOffloadDeepSpeedStrategy(DeepSpeedOffloadMixin, DeepSpeedStrategy):

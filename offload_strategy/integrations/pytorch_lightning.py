@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from offload_strategy.integrations.lightning import OffloadStrategyMixin, register_in
+from offload_strategy.integrations.lightning import register_in
 from offload_strategy.integrations.lightning_checkpoints import StreamingCheckpointIO
 from offload_strategy.integrations.lightning_deepspeed import (
     DeepSpeedOffloadMixin,
     register_deepspeed_in,
 )
+from offload_strategy.integrations.lightning_devices import DataParallelMixin, SingleDeviceMixin
 
 if TYPE_CHECKING:
     # The same code under another name; the mixin is typed against this one.
     from lightning.fabric.plugins import TorchCheckpointIO
     from lightning.pytorch.strategies import (
+        DDPStrategy,
         DeepSpeedStrategy,
         SingleDeviceStrategy,
         StrategyRegistry,
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 else:
     from lightning_fabric.plugins import TorchCheckpointIO
     from pytorch_lightning.strategies import (
+        DDPStrategy,
         DeepSpeedStrategy,
         SingleDeviceStrategy,
         StrategyRegistry,
@@ -32,11 +35,19 @@ class OffloadCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
     """`StreamingCheckpointIO` for the Trainer of `pytorch_lightning`."""
 
 
-class SSDOffloadStrategy(OffloadStrategyMixin, SingleDeviceStrategy):
-    """`OffloadStrategyMixin` for the Trainer of `pytorch_lightning`."""
+class SSDOffloadDataParallelStrategy(DataParallelMixin, DDPStrategy):
+    """`DataParallelMixin` for the Trainer of `pytorch_lightning`."""
 
     family = "pytorch_lightning"
     checkpoint_io_class = OffloadCheckpointIO
+
+
+class SSDOffloadStrategy(SingleDeviceMixin, SingleDeviceStrategy):
+    """`SingleDeviceMixin` for the Trainer of `pytorch_lightning`."""
+
+    family = "pytorch_lightning"
+    checkpoint_io_class = OffloadCheckpointIO
+    parallel_class = SSDOffloadDataParallelStrategy
 
 
 class SSDOffloadDeepSpeedStrategy(DeepSpeedOffloadMixin, DeepSpeedStrategy):

@@ -282,13 +282,28 @@ def test_one_device_is_a_single_device_without_a_process_group(
     assert type(run.trainer.train_dataloader.sampler).__name__ == "SequentialSampler"
 
 
-@pytest.mark.parametrize("options", [{"devices": 2}, {"num_nodes": 2}])
-def test_several_devices_are_refused(
+@pytest.mark.parametrize("options", [{"devices": 2}, {"devices": 1, "num_nodes": 2}])
+def test_several_devices_are_data_parallel(
     pl: Any, family: str, tmp_path: Path, options: dict[str, int]
 ) -> None:
-    for strategy in ("ssd_offload", strategy_class(family)()):
-        with pytest.raises(ConfigError, match=r"one device in this version.*devices=1"):
-            make_trainer(pl, tmp_path, strategy, **options)
+    config = {"tiers": [{"name": "host", "kind": "dram", "capacity": "1GiB"}]}
+    given = strategy_class(family)(config, ddp={"find_unused_parameters": True})
+    for strategy in ("ssd_offload", given):
+        made = make_trainer(pl, tmp_path, strategy, **options).strategy
+        assert isinstance(made, pl.strategies.DDPStrategy)
+        assert (made.num_processes, made.num_nodes) == (
+            options["devices"],
+            options.get("num_nodes", 1),
+        )
+    assert made is given
+    assert made.config.tiers[0].capacity == 1 << 30
+    assert made._ddp_kwargs == {"find_unused_parameters": True}
+
+
+def test_weights_are_streamed_on_one_device(pl: Any, family: str, tmp_path: Path) -> None:
+    given = strategy_class(family)({"parameters": {"enabled": True}})
+    with pytest.raises(ConfigError, match=r"parameters\.enabled streams.*devices=1"):
+        make_trainer(pl, tmp_path, given, devices=2)
 
 
 def test_the_strategy_of_the_other_install_is_met_with_help(

@@ -1,0 +1,22 @@
+"""Lightning with several processes: numbers and checkpoints are those of the strategy "ddp"."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.ranks import run_ranks
+
+_RUNS = "tests.distributed.lightning_runs"
+
+
+@pytest.mark.parametrize("family", ["lightning.pytorch", "pytorch_lightning"])
+def test_two_processes_give_the_numbers_and_checkpoints_of_plain_training(
+    tmp_path: Path, family: str
+) -> None:
+    for rank in run_ranks(f"{_RUNS}:against_plain", tmp_path, family=family):
+        assert len(rank) == 15
+        assert [run["case"] for run in rank if run["differs"]] == []
+        assert {run["class"] for run in rank} == {"SSDOffloadDataParallelStrategy"}
+        assert all(run["optimizer"] > 0 and run["activations"] > 0 for run in rank)
