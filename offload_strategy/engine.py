@@ -15,7 +15,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from offload_strategy.activations import ActivationOffload, ForwardHooks, Packed
+from offload_strategy.activations import (
+    ActivationOffload,
+    ForwardHooks,
+    Packed,
+    refuse_checkpoints_that_offload,
+)
 from offload_strategy.config import ConfigSource, OffloadConfig
 from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.forecast import predict_memory
@@ -169,6 +174,8 @@ class OffloadEngine:
             del self._hooks[known]
         if again_is_fine and id(model) in self._hooks:
             return
+        if self.config.activations.enabled:
+            refuse_checkpoints_that_offload(model)
         self._registry.add_module(model)
         self._teams.note(model)
         self._note_device(model.parameters())

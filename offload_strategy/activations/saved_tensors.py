@@ -21,6 +21,7 @@ from offload_strategy.activations.budget import AutomaticBudget, FixedBudget
 from offload_strategy.activations.handles import Kept, Moved
 from offload_strategy.activations.identity import ByteRange, reach, reach_of_base
 from offload_strategy.activations.order import Trace
+from offload_strategy.activations.other_offloads import refuse_hooks_that_offload
 from offload_strategy.activations.outbox import Outbox, batch_bytes
 from offload_strategy.activations.policy import StayCounts, is_small, why_it_stays
 from offload_strategy.activations.prefetch import Prefetcher
@@ -135,10 +136,12 @@ class ActivationOffload:
         """Begin a forward pass on this thread; None if one is already under way."""
         if not self.enabled or self._open.record is not None or not other_hooks.may_open():
             return None
+        outer = other_hooks.foreign(ActivationOffload)
+        if self._min_size < sys.maxsize:
+            refuse_hooks_that_offload(outer)
         self._before_forward()
         # Memory is at its peak where forward ends; buffers are for backward.
         self._heap.trim()
-        outer = other_hooks.foreign(ActivationOffload)
         hooks = saved_tensors_hooks(self._pack, self._unpack)
         # Ctrl-C between hooks that are in force and the note of it would leave them so for ever.
         with UninterruptedSection():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
+from offload_strategy import ConfigError, OffloadEngine
 from offload_strategy.optimizer import OffloadedOptimizer
 from tests.integrations.accelerate_runs import _fresh_accelerate
 from tests.integrations.lightning_runs import assert_equal
@@ -17,6 +20,7 @@ __all__ = ["_fresh_accelerate"]
 
 TRAINER_OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
+    "recomputing": {"gradient_checkpointing": True},
     "compiled": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
 }
 
@@ -83,3 +87,69 @@ def test_the_trainers_optimizer_is_wrapped(tmp_path: Path, monkeypatch: pytest.M
     trainer = make_trainer(tmp_path, max_steps=1)
     trainer.train()
     assert isinstance(trainer.optimizer.optimizer, OffloadedOptimizer)
+
+
+def shrink_and_train(root: Path) -> tuple[list[float], list[torch.Tensor]]:
+    """Run out of memory in the third step, and let the Trainer start over with smaller batches."""
+    trainer = make_trainer(root, max_steps=5, auto_find_batch_size=True)
+    sizes: list[int] = []
+
+    def runs_out(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        sizes.append(len(kwargs["input_ids"]))
+        if len(sizes) == 8:
+            raise torch.OutOfMemoryError("CUDA out of memory.")  # what the Trainer looks for
+
+    trainer.model.register_forward_pre_hook(runs_out, with_kwargs=True)
+    trainer.train()
+    assert sizes[0] == 4
+    assert sizes[-1] < 4
+    active = bool(os.environ.get("ACCELERATE_USE_SSD_OFFLOAD"))
+    assert isinstance(trainer.optimizer.optimizer, OffloadedOptimizer) is active
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, [p.detach().clone() for p in trainer.model.parameters()]
+
+
+def test_batches_that_are_found_by_running_out_of_memory_are_identical(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain_losses, plain_weights = shrink_and_train(tmp_path / "plain")
+    monkeypatch.setenv("ACCELERATE_USE_SSD_OFFLOAD", "1")
+    losses, weights = shrink_and_train(tmp_path / "offloaded")
+    assert losses == plain_losses
+    assert_equal(weights, plain_weights)
+
+
+# ---------------------------------------------------------------------- others who offload
+
+
+def test_checkpoints_that_offload_are_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twice = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}}
+    monkeypatch.setenv("ACCELERATE_USE_SSD_OFFLOAD", "1")
+    with pytest.raises(ConfigError, match=r"'transformer'.* set activations: \{enabled: false\}"):
+        make_trainer(tmp_path, max_steps=1, **twice).train()
+    # Swapping optimizer states is another matter.
+    monkeypatch.setenv("SSD_OFFLOAD_CONFIG", '{"activations": {"enabled": false}}')
+    model = make_trainer(tmp_path, max_steps=1).model
+    model.activation_checkpointing_enable({"offload": True})
+    OffloadEngine().attach(model)
+
+
+def test_the_activation_offload_of_trl_is_refused_before_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    offloading = pytest.importorskip("trl.models.activation_offloading")
+    # Without an accelerator TRL cannot even begin; the CPU is one as far as it looks here.
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    context = offloading.OffloadActivations(use_pin_memory=False, use_streams=False)
+    model = nn.Linear(8, 8)
+    with OffloadEngine() as engine:
+        engine.attach(model)
+        with context, pytest.raises(ConfigError, match="activation_offloading=True"):
+            model(torch.ones(2, 8))
+        model(torch.ones(2, 8)).sum().backward()
+    with OffloadEngine({"activations": {"enabled": False}}) as engine:
+        engine.attach(model)
+        with context:
+            model(torch.ones(2, 8)).sum()
