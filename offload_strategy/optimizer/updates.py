@@ -25,6 +25,7 @@ from offload_strategy.optimizer.residence import Always, Residence
 from offload_strategy.optimizer.states.layout import Layout, Segment, packable
 from offload_strategy.optimizer.states.masters import masters_of
 from offload_strategy.optimizer.states.precision import Precision, seed
+from offload_strategy.optimizer.states.shards import is_sharded, local_part
 from offload_strategy.optimizer.states.subgroups import StateSet, Subgroup, Unpacked, pack_states
 from offload_strategy.optimizer.user_class.kernel import run_update
 
@@ -200,7 +201,7 @@ class Updater:
         for subgroup in subgroups:
             forms = [piece.form for piece in subgroup.pieces]
             on_host = subgroup.pieces[0].parameter.device.type == "cpu"
-            if on_host and all(packable(piece.parameter) for piece in subgroup.pieces):
+            if on_host and all(packable(local_part(p.parameter)) for p in subgroup.pieces):
                 sizes.append(Layout.of(forms).nbytes)
         room = sum(tier.capacity for tier in self._waiting_room)
         self._heap.plan(self, sizes, room)
@@ -213,6 +214,10 @@ class Updater:
     ) -> None:
         """Update weights that have a gradient, and their states, by the user's class."""
         group = self.group_of(subgroup)
+        if is_sharded(subgroup.pieces[0].parameter) and group.get("fused") is None:
+            # As for DTensors, for which the user's instance would not choose it by itself.
+            group = {"foreach": None, **group}
+            group["foreach"] = bool(group["foreach"])
         if self.precision.masters:
             with masters_of(weights, states, self.precision) as weights:
                 run_update(self._optimizer, group, weights, states)

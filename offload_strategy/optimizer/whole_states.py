@@ -12,6 +12,7 @@ from offload_strategy.checkpoints import ScratchFile, Slot
 from offload_strategy.optimizer.states.layout import packable
 from offload_strategy.optimizer.states.pieces import Piece, joined
 from offload_strategy.optimizer.states.precision import Precision
+from offload_strategy.optimizer.states.shards import like_parameter, local_part
 from offload_strategy.optimizer.states.subgroups import Subgroup
 from offload_strategy.optimizer.updates import Outline, Updater
 
@@ -67,7 +68,8 @@ def state_of(
     if not pieces:
         return None
     pieces.sort(key=lambda entry: entry[0].rows or (0, 0))
-    return joined([piece for piece, _ in pieces], [state for _, state in pieces])
+    state = joined([piece for piece, _ in pieces], [state for _, state in pieces])
+    return {name: like_parameter(value, parameter) for name, value in state.items()}
 
 
 def replace_state(
@@ -146,7 +148,8 @@ def streamed_states(
                 piece = subgroup.pieces[index]
                 own = slots.setdefault(piece.parameter, {})
                 if name not in own:
-                    whole = segment.shape if piece.rows is None else piece.parameter.shape
+                    shape = local_part(piece.parameter).shape
+                    whole = segment.shape if piece.rows is None else shape
                     strides = segment.strides if piece.rows is None else None
                     own[name] = scratch.reserve(whole, dtype, strides)
         for subgroup, outline in zip(subgroups, outlines, strict=True):
@@ -156,7 +159,9 @@ def streamed_states(
                 start = 0 if piece.rows is None else piece.rows[0]
                 slots[piece.parameter][name].fill(start, values)
         for parameter, own in slots.items():
-            found[parameter].update((name, slot.tensor()) for name, slot in own.items())
+            found[parameter].update(
+                (name, like_parameter(slot.tensor(), parameter)) for name, slot in own.items()
+            )
     return found
 
 

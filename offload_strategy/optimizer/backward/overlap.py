@@ -173,6 +173,7 @@ class BackwardOverlap(ABC):
     @staticmethod
     def _gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
         """A parameter's gradient as a plain tensor, if it can be held and cut; None otherwise."""
+        # Of a sharded one the gradient is a DTensor, which has the values itself until `step()`.
         if parameter.grad is None or not packable(parameter):
             return None
         gradient = values_of(parameter)

@@ -6,6 +6,7 @@ import torch
 
 from offload_strategy.optimizer.gradients.sources import Consumed
 from offload_strategy.optimizer.gradients.stand_in import GradientStandIn
+from offload_strategy.optimizer.states.shards import local_part
 
 
 def has_gradient(parameter: torch.Tensor) -> bool:
@@ -18,7 +19,7 @@ def has_gradient(parameter: torch.Tensor) -> bool:
 
 
 def values_of(parameter: torch.Tensor) -> torch.Tensor:
-    """The gradient that a parameter has, as a plain tensor for an update at `step()`."""
+    """The gradient that a parameter has here, as a plain tensor for an update at `step()`."""
     gradient = parameter.grad
     assert gradient is not None
-    return gradient.values() if isinstance(gradient, GradientStandIn) else gradient
+    return gradient.values() if isinstance(gradient, GradientStandIn) else local_part(gradient)

@@ -18,6 +18,9 @@ from typing import Any
 
 import torch
 
+from offload_strategy.errors import OffloadError
+from offload_strategy.optimizer.states.shards import is_sharded, local_part
+
 #: Cuts lie at multiples of so many elements; see [Note: where a parameter may be cut].
 CUT_ELEMENTS = 64
 
@@ -36,6 +39,7 @@ class Piece:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same rows of a tensor with as many of them (a view of a dense one)."""
+        tensor = local_part(tensor)
         if self.rows is None:
             return tensor
         first, behind = self.rows
@@ -43,13 +47,16 @@ class Piece:
 
     @property
     def values(self) -> torch.Tensor:
-        """The parameter itself, or a view of its rows that is a leaf as well."""
-        return self.parameter if self.rows is None else self.of(self.parameter.detach())
+        """The parameter itself, or a view of its rows, or of what is here, that is a leaf too."""
+        whole = self.parameter
+        if self.rows is None and not is_sharded(whole):
+            return whole
+        return self.of(local_part(whole).detach())
 
     @property
     def form(self) -> torch.Tensor:
         """A tensor on the meta device with the shape, strides and dtype of `values`."""
-        whole = self.parameter
+        whole = local_part(self.parameter)
         return self.of(
             torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device="meta")
         )
@@ -57,19 +64,36 @@ class Piece:
     @property
     def numel(self) -> int:
         """Elements of it."""
+        whole = local_part(self.parameter)
         if self.rows is None:
-            return self.parameter.numel()
+            return whole.numel()
         first, behind = self.rows
-        return self.parameter.numel() // self.parameter.size(0) * (behind - first)
+        return whole.numel() // whole.size(0) * (behind - first)
 
     def cut(self, state: dict[str, Any]) -> dict[str, Any]:
         """What of a whole parameter's state is this piece's."""
+        state = {name: self._here(value) for name, value in state.items()}
         if self.rows is None:
-            return dict(state)
+            return state
         return {name: self._cut(value) for name, value in state.items()}
 
+    def _here(self, value: Any) -> Any:
+        """What of a state is on this rank."""
+        if not isinstance(value, torch.Tensor) or not is_sharded(self.parameter):
+            return value
+        whole, local = self.parameter.shape, local_part(self.parameter).shape
+        if not is_sharded(value) and value.shape == whole != local:
+            raise OffloadError(
+                f"the state of a parameter of shape {tuple(whole)}, of which this rank has "
+                f"{tuple(local)}, was given as a whole tensor. Load it with torch.distributed."
+                f"checkpoint.state_dict.set_optimizer_state_dict(..., options=StateDictOptions("
+                f"full_state_dict=True)), which gives every rank its part."
+            )
+        return local_part(value)
+
     def _cut(self, value: Any) -> Any:
-        whole = isinstance(value, torch.Tensor) and value.shape == self.parameter.shape
+        shape = local_part(self.parameter).shape
+        whole = isinstance(value, torch.Tensor) and value.shape == shape
         if isinstance(value, torch.Tensor):
             # A copy of small ones: every piece counts its own steps.
             return self.of(value) if whole else value.clone()
@@ -86,10 +110,11 @@ def cut_into_pieces(parameter: torch.Tensor, limit: int) -> list[Piece]:
         parameter: of any shape.
         limit: elements a piece.
     """
-    total = parameter.numel()
-    if total <= limit or parameter.dim() == 0 or not parameter.is_contiguous():
+    local = local_part(parameter)
+    total = local.numel()
+    if total <= limit or local.dim() == 0 or not local.is_contiguous():
         return [Piece(parameter)]
-    rows = parameter.size(0)
+    rows = local.size(0)
     per_row = total // rows
     unit = CUT_ELEMENTS // gcd(CUT_ELEMENTS, per_row)  # rows between two places for a cut
     units = -(-rows // unit)

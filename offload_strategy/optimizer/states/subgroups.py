@@ -14,6 +14,7 @@ from offload_strategy.heap import Heap, Ticket
 from offload_strategy.optimizer.states.layout import Layout, packable
 from offload_strategy.optimizer.states.pieces import Piece, cut_into_pieces
 from offload_strategy.optimizer.states.precision import Precision, round_into
+from offload_strategy.optimizer.states.shards import local_part
 
 #: Limits of `subgroup_size: auto`, in parameters: small enough to start early, and that several in
 #: memory at a time do not count; large enough that a read or write is worth a request.
@@ -204,7 +205,7 @@ def plan_subgroups(
             larger than `size` is a subgroup by itself.
     """
     seen = set(known)
-    total = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    total = sum(local_part(p).numel() for group in optimizer.param_groups for p in group["params"])
     low, high = _AUTO_RANGE
     limit = size if size is not None else min(high, max(low, total // _AUTO_SHARE))
     for group_index in reversed(range(len(optimizer.param_groups))):
@@ -213,7 +214,7 @@ def plan_subgroups(
         for parameter in reversed(optimizer.param_groups[group_index]["params"]):
             if id(parameter) in seen:
                 continue
-            cut = parameter.numel() > limit and may_cut(group_index)
+            cut = local_part(parameter).numel() > limit and may_cut(group_index)
             for piece in cut_into_pieces(parameter, limit) if cut else [Piece(parameter)]:
                 if batch and (
                     elements + piece.numel > limit

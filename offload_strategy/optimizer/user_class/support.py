@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from offload_strategy.errors import ConfigError
 from offload_strategy.optimizer.states.precision import Precision
+from offload_strategy.optimizer.states.shards import local_part
 from offload_strategy.optimizer.user_class.trial import Kept, Unfit, try_out
 
 
@@ -56,7 +57,8 @@ def check_group(optimizer: Optimizer, group: dict[str, Any], precision: Precisio
             f"optimizer that updates every parameter by itself (most of torch.optim do), or set "
             f"optimizer.enabled to false and offload activations only."
         ) from reason.__cause__
-    return sum(_bytes_for(parameter, kept, precision) for parameter in group["params"])
+    parts = map(local_part, group["params"])
+    return sum(_bytes_for(part, kept, precision) for part in parts)
 
 
 def _check_parameters(parameters: list[torch.Tensor]) -> None:

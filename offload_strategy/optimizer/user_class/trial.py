@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from offload_strategy.optimizer.states.layout import is_plain, packable
 from offload_strategy.optimizer.states.pieces import CUT_ELEMENTS
 from offload_strategy.optimizer.states.precision import MASTER, Precision
+from offload_strategy.optimizer.states.shards import is_sharded, local_part
 from offload_strategy.optimizer.user_class.kernel import shadow_of, unhooked_step
 
 #: Elements of a stand-in along each dimension at most.
@@ -80,7 +81,7 @@ def try_out(optimizer: Optimizer, group: dict[str, Any], precision: Precision) -
     """
     kind = type(optimizer)
     _check_interface(optimizer)
-    plain = [p for p in group["params"] if is_plain(type(p))]
+    plain = _plain_parts(group)
     if not plain:
         raise Unfit("updates parameters of a tensor subclass only, on which it was not tried")
     models = (min(plain, key=torch.Tensor.dim), max(plain, key=torch.Tensor.dim))
@@ -110,7 +111,18 @@ def try_out(optimizer: Optimizer, group: dict[str, Any], precision: Precision) -
             f"updates a parameter in another way when others are there ({kind.__name__} was tried "
             f"on two small tensors, together and one by one)"
         )
+    if any(map(is_sharded, group["params"])) and not can_be_cut(optimizer, group, precision):
+        raise Unfit(
+            "does not update every element by itself, and there are sharded parameters, of which "
+            "each rank updates its part"
+        )
     return [stand_in.kept() for stand_in in together]
+
+
+def _plain_parts(group: dict[str, Any]) -> list[torch.Tensor]:
+    """What of a group's parameters is here and can stand for others; not empty, if possible."""
+    parts = [part for p in group["params"] if is_plain(type(part := local_part(p)))]
+    return [part for part in parts if part.numel()] or parts
 
 
 def _random_states(devices: Iterable[torch.device]) -> list[torch.Tensor]:
@@ -231,7 +243,7 @@ def edits_gradients(optimizer: Optimizer, group: dict[str, Any], precision: Prec
         group: one of its parameter groups, with parameters.
         precision: of the update.
     """
-    model = next(p for p in group["params"] if is_plain(type(p)))
+    model = _plain_parts(group)[0]
     stand_in = _StandIn(optimizer, model, precision, 0)
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
@@ -257,7 +269,7 @@ def can_be_cut(optimizer: Optimizer, group: dict[str, Any], precision: Precision
         group: one of its parameter groups.
         precision: of the update.
     """
-    model = next((p for p in group["params"] if is_plain(type(p))), None)
+    model = next(iter(_plain_parts(group)), None)
     if model is None or not model.dtype.is_floating_point:
         return False
     generator = torch.Generator().manual_seed(0)

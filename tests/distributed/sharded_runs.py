@@ -1,0 +1,196 @@
+"""What the ranks of `test_sharded` do: FSDP2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import load, save
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from offload_strategy import OffloadEngine
+from tests.distributed.data_parallel_runs import STEPS, Net, config, same
+
+
+def whole(value: Any) -> Any:
+    """Nested values with every DTensor brought together."""
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    if isinstance(value, dict):
+        return {key: whole(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [whole(one) for one in value]
+    return value
+
+
+def build(low: bool = False) -> tuple[nn.Module, list[nn.Parameter]]:
+    torch.manual_seed(0)
+    net = Net()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if low else None, reduce_dtype=torch.float32 if low else None
+    )
+    for block in (net.up, net.down, net.spare):
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(net, mesh=mesh, mp_policy=policy)
+    return net, list(net.parameters())
+
+
+def train(
+    rank: int,
+    engine: OffloadEngine | None,
+    *,
+    accumulation: int = 1,
+    clip: float | None = None,
+    optimizer: str = "AdamW",
+    low: bool = False,
+    steps: int = STEPS,
+    first: int = 0,
+    checkpoint: Path | None = None,
+    save_to: Path | None = None,
+    options: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Train a sharded net; every rank has other data, the same whatever the number of ranks."""
+    net, parameters = build(low)
+    made = getattr(torch.optim, optimizer)(parameters, lr=1e-2, **(options or {}))
+    used: Any = made if engine is None else engine.attach(net, made)
+    if checkpoint is not None:
+        states = {
+            "model": get_model_state_dict(net),
+            "optimizer": get_optimizer_state_dict(net, used),
+        }
+        load(states, checkpoint_id=checkpoint)
+        set_model_state_dict(net, states["model"])
+        set_optimizer_state_dict(net, used, states["optimizer"])
+    world = dist.get_world_size()
+    data = torch.Generator().manual_seed(1)
+    batches = torch.randint(0, 96, (STEPS, accumulation, 8, 17), generator=data)
+    share = slice(rank * (8 // world), (rank + 1) * (8 // world))
+    losses, norms = [], []
+    for step in range(first, first + steps):
+        for micro in range(accumulation):
+            last = micro == accumulation - 1
+            net.set_requires_gradient_sync(last)
+            if engine is not None:
+                engine.microbatch(micro, last=last)
+            tokens = batches[step, micro, share]
+            logits = net(tokens[:, :-1]).float()
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            (loss / accumulation).backward()
+            losses.append(loss.item().hex())
+            del logits, loss
+        if clip is not None:
+            norm = nn.utils.clip_grad_norm_(parameters, clip)
+            norms.append(whole(norm).item().hex())
+        used.step()
+        used.zero_grad(set_to_none=step % 3 != 0)
+    if save_to is not None:
+        states = {
+            "model": get_model_state_dict(net),
+            "optimizer": get_optimizer_state_dict(net, used),
+        }
+        save(states, checkpoint_id=save_to)
+    state_dict = used.state_dict()
+    kinds = sorted(
+        {
+            type(value).__name__
+            for state in state_dict["state"].values()
+            for name, value in state.items()
+            if name != "step"
+        }
+    )
+    full = get_optimizer_state_dict(net, used, options=StateDictOptions(full_state_dict=True))
+    return {
+        "losses": losses,
+        "norms": norms,
+        "weights": whole(net.state_dict()),
+        "states": whole(state_dict),
+        "full": full,
+        "kinds": kinds,
+        "metrics": {} if engine is None else engine.metrics(),
+    }
+
+
+KEYS = ("losses", "norms", "weights", "states", "full", "kinds")
+
+
+def against_plain(rank: int, directory: Path) -> list[dict[str, Any]]:
+    """Every overlap beside plain FSDP2."""
+    found = []
+    cases: list[dict[str, Any]] = [
+        {},
+        {"accumulation": 3},
+        {"clip": 0.5},
+        {"accumulation": 3, "clip": 0.5, "low": True},
+        {"optimizer": "SGD"},
+        {"options": {"fused": True}},
+        {"options": {"foreach": True, "amsgrad": True}},
+    ]
+    for case in cases:
+        plain = train(rank, None, **case)
+        for overlap in ("commit", "eager", "off"):
+            if overlap == "eager" and "clip" in case:
+                continue
+            with OffloadEngine(config(directory, overlap)) as engine:
+                ours = train(rank, engine, **case)
+            found.append(
+                {
+                    "case": [str(case), overlap],
+                    "differs": [key for key in KEYS if not same(plain[key], ours[key])],
+                    "kinds": ours["kinds"],
+                    "optimizer": ours["metrics"]["offload/optimizer/written_bytes"],
+                    "activations": ours["metrics"]["offload/activations/written_bytes"],
+                }
+            )
+    return found
+
+
+def first_half(rank: int, directory: Path, overlap: str | None) -> list[dict[str, Any]]:
+    """Train half of the steps and save; then the other half, uninterrupted."""
+    half = STEPS // 2
+    engine = None if overlap is None else OffloadEngine(config(directory, overlap))
+    train(rank, engine, steps=half, save_to=directory / f"checkpoint-{overlap}")
+    if engine is not None:
+        engine.close()
+    dist.barrier()
+    return []
+
+
+def second_half(rank: int, directory: Path, source: Path) -> list[dict[str, Any]]:
+    """Load what any number of ranks saved, with and without offload; train the other half."""
+    half = STEPS // 2
+    found = []
+    for saved in (None, "commit"):
+        plain = train(
+            rank, None, steps=half, first=half, checkpoint=Path(source) / f"checkpoint-{saved}"
+        )
+        for overlap in ("commit", "off"):
+            with OffloadEngine(config(directory, overlap)) as engine:
+                ours = train(
+                    rank,
+                    engine,
+                    steps=half,
+                    first=half,
+                    checkpoint=Path(source) / f"checkpoint-{saved}",
+                )
+            found.append(
+                {
+                    "case": [saved, overlap],
+                    "differs": [key for key in KEYS if not same(plain[key], ours[key])],
+                    "losses": plain["losses"],
+                    "optimizer": ours["metrics"]["offload/optimizer/written_bytes"],
+                }
+            )
+    return found
