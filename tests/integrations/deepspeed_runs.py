@@ -1,0 +1,237 @@
+"""Short runs through DeepSpeed, alone and with the engine; one process for as many as possible.
+
+    python -m tests.integrations.deepspeed_runs one    # ZeRO-1, 2 and 3, alone and in frameworks
+    python -m tests.integrations.deepspeed_runs two    # ZeRO-3 on two devices, by Lightning
+
+Each process writes `<name>-<rank>.json`: for each run its losses, a hash of its weights at the end,
+and what moved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Subset
+
+from tests.integrations.lightning_runs import (
+    batches,
+    import_family,
+    make_module,
+    make_trainer,
+    tiny_model,
+)
+
+STEPS = 6
+BATCH = 16
+OFFLOAD: dict[str, Any] = {
+    "activations": {"min_size": "1KiB", "budget": "100%"},
+    "optimizer": {"enabled": False},
+}
+
+
+def moved(metrics: Mapping[str, float]) -> float:
+    """Bytes of tickets: written, or wanted back before they were."""
+    verbs = ("written", "forwarded")
+    return sum(metrics[f"offload/activations/{verb}_bytes"] for verb in verbs)
+
+
+def zero(stage: int) -> dict[str, Any]:
+    """DeepSpeed's config; with ZeRO-3, small parameters are taken apart as well."""
+    section: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 100_000}
+    if stage == 3:
+        section["stage3_param_persistence_threshold"] = 0
+    return {"zero_optimization": section, "zero_allow_untested_optimizer": True}
+
+
+def import_deepspeed() -> Any:
+    """DeepSpeed, without the communication over shared memory, which it would compile first."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.utils.logging.logger.setLevel("ERROR")
+    return deepspeed
+
+
+# ---------------------------------------------------------------------- one run each
+
+
+def alone(stage: int, loader: Iterable[Any]) -> dict[str, Any]:
+    """DeepSpeed itself, with a loop of one's own."""
+    deepspeed = import_deepspeed()
+    torch.manual_seed(0)
+    model = tiny_model()
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
+        config={**zero(stage), "train_micro_batch_size_per_gpu": BATCH},
+    )
+    losses = []
+    for x, y in steps(loader):
+        loss = nn.functional.mse_loss(engine(x), y)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    result = outcome(losses, model)
+    engine.destroy()
+    return result
+
+
+def lightning(family: str, stage: int, devices: int = 1) -> dict[str, Any]:
+    """The same through `Trainer(strategy=...)` of an install."""
+    import_deepspeed()
+    pl = import_family(family)
+    name = "lightning_pytorch" if family == "lightning.pytorch" else family
+    ours = importlib.import_module(f"offload_strategy.integrations.{name}")
+    strategy = ours.SSDOffloadDeepSpeedStrategy(OFFLOAD, config=zero(stage))
+    module = make_module(pl)
+    trainer = make_trainer(
+        pl, Path.cwd(), strategy, max_steps=STEPS, devices=devices, use_distributed_sampler=False
+    )
+    trainer.fit(module, part_of_data(int(os.environ.get("LOCAL_RANK", "0")), devices))
+    result = outcome(module.losses, module, strategy.offload_engine.metrics())
+    strategy._close_engine()
+    return result
+
+
+def accelerate(stage: int) -> dict[str, Any]:
+    """The same through `Accelerator.prepare`."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    from offload_strategy import SSDOffloadPlugin
+    from offload_strategy.integrations.accelerate import session_of
+
+    plugin = DeepSpeedPlugin(hf_ds_config={**zero(stage), "train_micro_batch_size_per_gpu": BATCH})
+    accelerator = Accelerator(
+        deepspeed_plugin=plugin, kwargs_handlers=[SSDOffloadPlugin(OFFLOAD, metrics_every=1)]
+    )
+    torch.manual_seed(0)
+    model = tiny_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine, optimizer, loader = accelerator.prepare(model, optimizer, part_of_data(0, 1))
+    losses = []
+    for x, y in steps(loader):
+        loss = nn.functional.mse_loss(engine(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    session = session_of(accelerator)
+    assert session is not None
+    tracked = session.metrics()
+    result = outcome(losses, model, session.engine.metrics())
+    result["type"] = accelerator.distributed_type.value
+    result["tracked"] = moved(tracked)
+    result["optimizer"] = type(optimizer).__name__
+    accelerator.free_memory()
+    engine.destroy()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    PartialState._reset_state()
+    return result
+
+
+def part_of_data(rank: int, ranks: int) -> DataLoader[Any]:
+    whole: Any = batches(2 * STEPS, BATCH).dataset
+    return DataLoader(Subset(whole, range(rank, len(whole), ranks)), batch_size=BATCH)
+
+
+def steps(loader: Iterable[Any]) -> Iterator[Any]:
+    for _, batch in zip(range(STEPS), loader, strict=False):
+        yield batch
+
+
+def outcome(
+    losses: list[float], model: nn.Module, metrics: dict[str, float] | None = None
+) -> dict[str, Any]:
+    import deepspeed
+
+    digest = hashlib.sha256()
+    parameters = list(model.parameters())
+    apart = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
+    with deepspeed.zero.GatheredParameters(apart):
+        for parameter in parameters:
+            digest.update(parameter.detach().numpy().tobytes())
+    return {
+        "losses": [loss.hex() for loss in losses],
+        "weights": digest.hexdigest(),
+        "moved": 0.0 if metrics is None else moved(metrics),
+        "saved": 0.0 if metrics is None else metrics["offload/activations/step_saved_bytes"],
+    }
+
+
+# ---------------------------------------------------------------------- what a process does
+
+
+def one_device() -> dict[str, Any]:
+    """Every stage, everywhere. ZeRO-3 comes last: it replaces `torch.nn.functional.linear`."""
+    be_alone()
+    results: dict[str, Any] = {}
+    for stage in (1, 2, 3):
+        deepspeed = import_deepspeed()
+        deepspeed.init_distributed("gloo")
+        results[f"alone-{stage}"] = alone(stage, part_of_data(0, 1))
+        results[f"accelerate-{stage}"] = accelerate(stage)
+        for family in ("lightning.pytorch", "pytorch_lightning"):
+            with counted_weights() as counts:
+                results[f"{family}-{stage}"] = {**lightning(family, stage), "gathered": counts}
+    return results
+
+
+def two_devices() -> dict[str, Any]:
+    """ZeRO-3 through Lightning, which starts the second process; then alone in the same two."""
+    with counted_weights() as counts:
+        ours = {**lightning("lightning.pytorch", 3, devices=2), "gathered": counts}
+    rank = torch.distributed.get_rank()
+    return {"ours": ours, "alone": alone(3, part_of_data(rank, 2))}
+
+
+@contextmanager
+def counted_weights() -> Iterator[list[int]]:
+    """How many saved tensors were told to be weights that are gathered."""
+    from offload_strategy.integrations.deepspeed_weights import GatheredWeights
+
+    original, counts = GatheredWeights.save, [0]
+
+    def save(self: Any, tensor: torch.Tensor) -> Any:
+        found = original(self, tensor)
+        counts[0] += found is not None
+        return found
+
+    GatheredWeights.save = save  # type: ignore[method-assign]
+    try:
+        yield counts
+    finally:
+        GatheredWeights.save = original  # type: ignore[method-assign]
+
+
+def be_alone() -> None:
+    """The environment of a process group of one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    results = {"one": one_device, "two": two_devices}[sys.argv[1]]()
+    Path(f"{sys.argv[1]}-{torch.distributed.get_rank()}.json").write_text(json.dumps(results))
+    torch.distributed.destroy_process_group()

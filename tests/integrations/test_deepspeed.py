@@ -1,0 +1,381 @@
+"""DeepSpeed with the engine on top: the same numbers as DeepSpeed alone, and tiers in its words."""
+
+from __future__ import annotations
+
+import json
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from offload_strategy import ConfigError, OffloadConfig
+from offload_strategy.integrations.deepspeed_nvme import check_nvme
+from offload_strategy.integrations.deepspeed_sections import derived_sections, merge_sections
+from offload_strategy.integrations.deepspeed_weights import GatheredWeights
+from tests.callbacks.test_monitor import tensorboard_scalars
+from tests.integrations.deepspeed_runs import BATCH, OFFLOAD, STEPS, moved, zero
+from tests.integrations.lightning_runs import FAMILIES, strategy_class
+from tests.integrations.support import python, run, succeeded
+from tests.integrations.test_launch import CONSOLE_SCRIPT, launch_file
+
+deepspeed = pytest.importorskip("deepspeed", reason="DeepSpeed cannot be imported here")
+
+ROOT = str(Path(__file__).parents[2])
+STAGES = (1, 2, 3)
+
+
+# ---------------------------------------------------------------------- numbers
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[Any]]:
+    """Three processes, two at a time, as each spends most of its time in imports."""
+    home = tmp_path_factory.mktemp("deepspeed")
+    variables = {"PYTHONPATH": ROOT}
+
+    def train(name: str) -> Any:
+        module = "tests.integrations.deepspeed_runs"
+        succeeded(python("-m", module, name, home=home, variables=variables, timeout=280))
+        return [json.loads(file.read_text()) for file in sorted(home.glob(f"{name}-*.json"))]
+
+    def launch() -> Any:
+        config = {**zero(2), "train_micro_batch_size_per_gpu": BATCH}
+        (home / "zero.json").write_text(json.dumps(config))
+        path = launch_file(
+            home,
+            "offload.yaml",
+            distributed_type="DEEPSPEED",
+            use_cpu=False,
+            main_process_port=0,
+            deepspeed_config={"deepspeed_config_file": "zero.json", "zero3_init_flag": False},
+            ssd_offload_config=OFFLOAD,
+        )
+        options = ["launch", "--config", path.name, "-m", "tests.integrations.deepspeed_train"]
+        command = [sys.executable, "-c", CONSOLE_SCRIPT, *options, "logs"]
+        succeeded(run(command, home, variables, timeout=280))
+        losses = json.loads((home / "launched.json").read_text())
+        return losses, tensorboard_scalars(home / "logs" / "board")
+
+    with ThreadPoolExecutor(2) as pool:
+        return {
+            "one": pool.submit(train, "one"),
+            "two": pool.submit(train, "two"),
+            "launch": pool.submit(launch),
+        }
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("framework", [*FAMILIES, "accelerate"])
+def test_losses_and_weights_are_those_of_deepspeed_alone(
+    runs: dict[str, Future[Any]], framework: str, stage: int
+) -> None:
+    (results,) = runs["one"].result()
+    alone, ours = results[f"alone-{stage}"], results[f"{framework}-{stage}"]
+    assert len(set(alone["losses"])) == STEPS
+    assert ours["losses"] == alone["losses"]
+    assert ours["weights"] == alone["weights"]
+    assert ours["moved"] >= STEPS * ours["saved"] > 0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_metrics_in_accelerates_trackers_follow_deepspeeds_steps(
+    runs: dict[str, Future[Any]], stage: int
+) -> None:
+    (results,) = runs["one"].result()
+    ours = results[f"accelerate-{stage}"]
+    assert ours["type"] == "DEEPSPEED"
+    assert ours["optimizer"] == "DeepSpeedOptimizerWrapper"
+    assert ours["tracked"] >= ours["saved"] > 0
+
+
+def test_two_devices_train_to_the_bits_of_deepspeed_alone(runs: dict[str, Future[Any]]) -> None:
+    results = runs["two"].result()
+    assert len(results) == 2
+    for result in results:
+        assert result["ours"]["losses"] == result["alone"]["losses"]
+        assert result["ours"]["weights"] == result["alone"]["weights"]
+        assert result["ours"]["moved"] >= STEPS * result["ours"]["saved"] > 0
+    first, second = (result["ours"] for result in results)
+    assert first["losses"] != second["losses"]  # each had data of its own
+    assert first["weights"] == second["weights"]
+
+
+def test_weights_that_zero_3_gathers_are_neither_kept_nor_moved(
+    runs: dict[str, Future[Any]],
+) -> None:
+    (results,) = runs["one"].result()
+    weights_and_biases = 2 * 3
+    for family in FAMILIES:
+        assert results[f"{family}-2"]["gathered"] == [0]
+        assert results[f"{family}-3"]["gathered"] == [STEPS * weights_and_biases]
+        # What leaves with ZeRO-3 is what leaves with ZeRO-2, where weights stay where they are.
+        assert results[f"{family}-3"]["saved"] == results[f"{family}-2"]["saved"]
+
+
+def test_a_launch_file_with_both_sections_offloads_an_unmodified_script(
+    runs: dict[str, Future[Any]],
+) -> None:
+    (results,) = runs["one"].result()
+    losses, scalars = runs["launch"].result()
+    assert losses == results["alone-2"]["losses"]
+    assert moved({name: points[-1][1] for name, points in scalars.items()}) > 0
+    assert [step for step, _ in scalars["loss"]] == list(range(STEPS))
+
+
+# ---------------------------------------------------------------------- weights of ZeRO-3
+
+
+class Apart:
+    """A module whose weight is taken apart and gathered as DeepSpeed does it."""
+
+    def __init__(self) -> None:
+        self.module = nn.Linear(4, 3, bias=False)
+        self.weight: Any = self.module.weight
+        self.weight.ds_id = 0
+        self.values = self.weight.detach().clone()
+        self.weight.all_gather = self.gather
+        self.weight.partition = self.part
+        self.gathered = 0
+
+    def gather(self) -> None:
+        self.gathered += 1
+        self.weight.data = self.values.clone()
+        self.weight.ds_status = SimpleNamespace(name="AVAILABLE")
+
+    def part(self) -> None:
+        self.weight.data = torch.empty(0)
+        self.weight.ds_status = SimpleNamespace(name="NOT_AVAILABLE")
+
+
+def test_a_saved_weight_is_found_where_it_is_gathered_next() -> None:
+    apart = Apart()
+    weights = GatheredWeights(apart.module)
+    apart.gather()
+    apart.module(torch.ones(1, 4))
+    whole, row = weights.save(apart.weight.detach()), weights.save(apart.weight.detach().t()[1])
+    assert whole is not None
+    assert row is not None
+    assert weights.save(torch.ones(3, 4)) is None
+    storage = apart.weight.untyped_storage().data_ptr()
+    other = torch.empty(64)
+    apart.part()
+    del storage, other
+
+    apart.gather()
+    assert torch.equal(whole.unpack(), apart.values)
+    assert whole.unpack().data_ptr() == apart.weight.data_ptr()
+    assert torch.equal(row.unpack(), apart.values[:, 1])
+    weights.close()
+    assert not apart.module._forward_pre_hooks
+
+
+def test_a_saved_weight_that_is_apart_is_gathered_for_as_long_as_it_is_copied() -> None:
+    apart = Apart()
+    weights = GatheredWeights(apart.module)
+    apart.gather()
+    apart.module(torch.ones(1, 4))
+    saved = weights.save(apart.weight.detach())
+    assert saved is not None
+    apart.part()
+    assert torch.equal(saved.unpack(), apart.values)
+    assert apart.gathered == 2
+    assert apart.weight.numel() == 0
+    weights.close()
+
+
+def test_bytes_of_a_weight_that_was_taken_apart_belong_to_nobody() -> None:
+    apart = Apart()
+    weights = GatheredWeights(apart.module)
+    apart.gather()
+    apart.module(torch.ones(1, 4))
+    bytes_of_before = apart.weight.detach()
+    apart.part()
+    assert weights.save(bytes_of_before) is None
+    weights.close()
+
+
+# ---------------------------------------------------------------------- sections
+
+
+def config(tmp_path: Path, **sections: Any) -> OffloadConfig:
+    tiers = [{"name": "nvme", "kind": "ssd", "path": str(tmp_path / "nvme")}]
+    return OffloadConfig(**{"tiers": tiers, **sections})
+
+
+def checked(deepspeed_config: dict[str, Any]) -> Any:
+    """A config as DeepSpeed's own classes read it; they raise for what they do not know."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    whole = {"train_batch_size": 1, **deepspeed_config}
+    return DeepSpeedConfig(whole)
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `DeepSpeedConfig` asks for the number of processes."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+
+
+def test_the_derived_nvme_sections_pass_deepspeeds_own_check(tmp_path: Path) -> None:
+    ours = config(
+        tmp_path, optimizer={"enabled": True}, parameters={"enabled": True}, io={"threads": 2}
+    )
+    theirs: dict[str, Any] = {"zero_optimization": {"stage": 3}}
+    sections = derived_sections(theirs, ours, largest_parameter=12345)
+    assert theirs == {"zero_optimization": {"stage": 3}}
+    merge_sections(theirs, sections)
+    read = checked(theirs)
+    optimizer, weights = read.zero_config.offload_optimizer, read.zero_config.offload_param
+    for section in (optimizer, weights):
+        assert section.device == "nvme"
+        assert section.nvme_path == tmp_path / "nvme"
+        assert section.pin_memory
+    assert optimizer.buffer_count == 16
+    assert optimizer.pipeline_read
+    assert optimizer.pipeline_write
+    assert weights.buffer_size == 12345
+    assert read.zero_config.sub_group_size * optimizer.buffer_count * 4 == ours.memory.pinned
+    assert read.aio_config["block_size"] == 1 << 20
+    assert read.aio_config["intra_op_parallelism"] == 2
+    # Every key that was derived is one that DeepSpeed read.
+    assert set(sections["aio"]) <= set(read.aio_config)
+    for name, section in (("offload_optimizer", optimizer), ("offload_param", weights)):
+        derived = sections["zero_optimization"][name]
+        assert set(derived) <= set(section.model_dump())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_host_memory_becomes_device_cpu(stage: int) -> None:
+    ours = OffloadConfig(
+        tiers=[{"name": "ram", "kind": "dram", "capacity": "1GiB"}], optimizer={"enabled": True}
+    )
+    theirs: dict[str, Any] = {"zero_optimization": {"stage": stage}}
+    merge_sections(theirs, derived_sections(theirs, ours))
+    assert checked(theirs).zero_config.offload_optimizer.device == "cpu"
+    assert "aio" not in theirs
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_nvme_is_not_derived_where_deepspeed_would_ignore_it(tmp_path: Path, stage: int) -> None:
+    theirs = {"zero_optimization": {"stage": stage}}
+    assert derived_sections(theirs, config(tmp_path)) == {}
+    with pytest.raises(ConfigError, match=r"Set it to 3, or optimizer\.enabled to false"):
+        derived_sections(theirs, config(tmp_path, optimizer={"enabled": True}))
+    with pytest.raises(ConfigError, match=rf"needs ZeRO-3 .*\.stage is {stage}"):
+        derived_sections(theirs, config(tmp_path, parameters={"enabled": True}))
+
+
+def test_what_the_user_gave_stands(tmp_path: Path) -> None:
+    place = str(tmp_path / "nvme")
+    given = {
+        "zero_optimization": {
+            "stage": 3,
+            "sub_group_size": 7,
+            "offload_optimizer": {"device": "nvme", "nvme_path": place, "buffer_count": 5},
+        },
+        "aio": {"queue_depth": 4},
+    }
+    assert derived_sections(given, config(tmp_path)) == {}
+    both = derived_sections(given, config(tmp_path, parameters={"enabled": True}))
+    assert set(both) == {"zero_optimization"}
+    assert set(both["zero_optimization"]) == {"offload_param"}
+    # Our defaults are nobody's wish, and a client that is off has none.
+    elsewhere = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/elsewhere"}}
+    assert derived_sections({"zero_optimization": elsewhere}, OffloadConfig()) == {}
+    off = config(tmp_path, optimizer={"enabled": False})
+    assert derived_sections({"zero_optimization": elsewhere}, off) == {}
+
+
+def test_a_section_that_says_none_is_as_good_as_none(tmp_path: Path) -> None:
+    given = {"stage": 3, "offload_optimizer": {"device": "none", "nvme_path": None}}
+    theirs: dict[str, Any] = {"zero_optimization": given}
+    merge_sections(theirs, derived_sections(theirs, config(tmp_path)))
+    assert checked(theirs).zero_config.offload_optimizer.device == "nvme"
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ({"device": "cpu"}, "device: cpu"),
+        ({"device": "nvme", "nvme_path": "/elsewhere"}, "nvme_path: /elsewhere"),
+    ],
+)
+def test_a_conflict_is_named_before_anything_else_happens(
+    tmp_path: Path, section: dict[str, Any], says: str
+) -> None:
+    theirs = {"zero_optimization": {"stage": 3, "offload_optimizer": section}}
+    with pytest.raises(ConfigError) as caught:
+        derived_sections(theirs, config(tmp_path))
+    for part in ("zero_optimization.offload_optimizer", says, str(tmp_path / "nvme"), "Remove"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [{"state_dtype": "bfloat16"}, {"stochastic_rounding": True}, {"master_weights": True}],
+)
+def test_settings_of_our_updates_are_refused(tmp_path: Path, section: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="the updates are DeepSpeed's"):
+        derived_sections({"zero_optimization": {"stage": 2}}, config(tmp_path, optimizer=section))
+
+
+def test_nvme_without_its_io_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda *_, **__: False)
+    sections = derived_sections({"zero_optimization": {"stage": 3}}, config(tmp_path))
+    with pytest.raises(ConfigError, match="libaio-dev") as caught:
+        check_nvme(sections)
+    assert str(tmp_path / "nvme") in str(caught.value)
+    check_nvme({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})
+
+
+# ---------------------------------------------------------------------- the strategy
+
+
+@pytest.mark.parametrize("stage", [None, *STAGES])
+def test_the_strategy_is_found_by_name(pl: Any, family: str, stage: int | None) -> None:
+    suffix = "" if stage is None else f"_stage_{stage}"
+    trainer = pl.Trainer(strategy=f"ssd_offload_deepspeed{suffix}", accelerator="cpu", logger=False)
+    assert trainer.strategy.config["zero_optimization"]["stage"] == (stage or 2)
+    assert type(trainer.strategy).__name__ == "SSDOffloadDeepSpeedStrategy"
+
+
+def test_the_strategy_derives_over_lightnings_defaults(family: str, tmp_path: Path) -> None:
+    ours = config(tmp_path, optimizer={"enabled": True})
+    strategy = deepspeed_strategy(family)(ours, stage=3)
+    assert strategy.config["zero_optimization"]["offload_optimizer"]["device"] == "nvme"
+    assert strategy.config["zero_optimization"]["sub_group_size"] < 10**9
+    assert "intra_op_parallelism" in strategy.config["aio"]
+    assert strategy.config["zero_force_ds_cpu_optimizer"] is False
+    asked = deepspeed_strategy(family)(ours, stage=3, sub_group_size=10**6, queue_depth=5)
+    assert asked.config["zero_optimization"]["sub_group_size"] == 10**6
+    assert asked.config["aio"]["queue_depth"] == 5
+    with pytest.raises(ConfigError, match=r"zero_optimization\.offload_optimizer has device: cpu"):
+        deepspeed_strategy(family)(ours, stage=3, offload_optimizer=True)
+
+
+def deepspeed_strategy(family: str) -> Any:
+    module = sys.modules[strategy_class(family).__module__]
+    return module.SSDOffloadDeepSpeedStrategy
+
+
+def test_the_launch_file_may_name_several_processes_with_deepspeed(tmp_path: Path) -> None:
+    from offload_strategy.integrations.accelerate_launch import environment_for
+
+    path = launch_file(
+        tmp_path,
+        "offload.yaml",
+        distributed_type="DEEPSPEED",
+        num_processes=4,
+        ssd_offload_config=OFFLOAD,
+    )
+    assert json.loads(environment_for(str(path))["SSD_OFFLOAD_CONFIG"]) == OFFLOAD
+    assert yaml.safe_load(path.read_text())["num_processes"] == 4
