@@ -32,7 +32,9 @@ class SingleDeviceMixin(OffloadStrategyMixin):
     """A strategy for one device; see [Note: really a single device].
 
     Args:
-        config: What `OffloadConfig.load` reads; None for $SSD_OFFLOAD_CONFIG, else the defaults.
+        config: Sections tiers, activations, optimizer, parameters, io and memory with the options
+            that `ssd-offload config schema` explains; or a YAML or JSON file with them, or a preset
+            (activations, optimizer, full). None for $SSD_OFFLOAD_CONFIG, else the defaults.
         ddp: Options of Lightning's `DDPStrategy`, for a Trainer with several devices.
         accelerator: Passed on to Lightning's strategy, as the two below.
         checkpoint_io: Reads and writes checkpoints; None for one that streams local files.

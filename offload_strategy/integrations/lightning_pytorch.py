@@ -31,7 +31,10 @@ class SSDOffloadDataParallelStrategy(DataParallelMixin, DDPStrategy):
 
 
 class SSDOffloadStrategy(SingleDeviceMixin, SingleDeviceStrategy):
-    """`SingleDeviceMixin` for the Trainer of `lightning.pytorch`."""
+    """Trains with activations and optimizer states on host memory and SSDs, in `lightning.pytorch`.
+
+    `LightningCLI` shows this; what it does is in `SingleDeviceMixin`.
+    """
 
     family = "lightning.pytorch"
     checkpoint_io_class = OffloadCheckpointIO

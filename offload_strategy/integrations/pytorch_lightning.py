@@ -43,7 +43,10 @@ class SSDOffloadDataParallelStrategy(DataParallelMixin, DDPStrategy):
 
 
 class SSDOffloadStrategy(SingleDeviceMixin, SingleDeviceStrategy):
-    """`SingleDeviceMixin` for the Trainer of `pytorch_lightning`."""
+    """Trains with activations and optimizer states on host memory and SSDs, in `pytorch_lightning`.
+
+    `LightningCLI` shows this; what it does is in `SingleDeviceMixin`.
+    """
 
     family = "pytorch_lightning"
     checkpoint_io_class = OffloadCheckpointIO

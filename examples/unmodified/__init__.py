@@ -1,0 +1,1 @@
+"""Scripts that know nothing of this package; run them by path."""
