@@ -31,8 +31,9 @@ from offload_strategy.optimizer import (
     OffloadedOptimizer,
     Precision,
     TeamBook,
+    check_parallel,
     check_supported,
-    has_data_parallel,
+    local_part,
     local_processes,
 )
 from offload_strategy.parameters import LoadedWeights, ParameterRegistry
@@ -147,11 +148,11 @@ class OffloadEngine:
             raise ConfigError("attach: pass a model, an optimizer, or both.")
         if model is not None and not isinstance(model, nn.Module):
             raise ConfigError(f"attach: expected a torch.nn.Module, got {type(model).__name__}.")
-        if model is not None and self._stream is not None and has_data_parallel(model):
-            raise ConfigError(
-                "attach: parameters.enabled streams the weights of one process, and this model is "
-                "a DistributedDataParallel, which holds all of them: set parameters.enabled: "
-                "false, or train in one process."
+        if model is not None:
+            check_parallel(
+                model,
+                streams=self._stream is not None,
+                swaps=optimizer is not None and self.config.optimizer.enabled,
             )
         if model is not None:
             self._weights.expect(model, _device_for(model) if device is None else device)
@@ -203,7 +204,7 @@ class OffloadEngine:
         state_bytes = check_supported(optimizer, precision)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         tiers = self._resources.clients["optimizer"]
-        weights_bytes = sum(p.numel() * p.element_size() for p in parameters)
+        weights_bytes = sum(local_part(p).nbytes for p in parameters)
         waiting_bytes = max(0, weights_bytes - section.gradient_memory)
         team = self._teams.team_of(parameters)
         if team is not None and team.shares:

@@ -42,8 +42,6 @@ import torch
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
     from lightning.pytorch import Trainer
-    from lightning.pytorch.accelerators import Accelerator
-    from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import Strategy as _Strategy
 
     from offload_strategy.config import ConfigSource, OffloadConfig
@@ -68,9 +66,6 @@ class OffloadStrategyMixin(_Strategy):
 
     Args:
         config: What `OffloadConfig.load` reads; None for $SSD_OFFLOAD_CONFIG, else the defaults.
-        accelerator: Passed on to Lightning's strategy, as the two below.
-        checkpoint_io: Reads and writes checkpoints; None for one that streams local files.
-        precision_plugin: Handles the precision.
         options: Passed on to Lightning's strategy.
 
     Raises:
@@ -84,20 +79,11 @@ class OffloadStrategyMixin(_Strategy):
     def __init__(
         self,
         config: ConfigSource = None,
-        *,
-        accelerator: Accelerator | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
         **options: Any,
     ) -> None:
         from offload_strategy.config import OffloadConfig
 
-        super().__init__(
-            accelerator=accelerator,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            **options,
-        )
+        super().__init__(**options)
         self.config: OffloadConfig = OffloadConfig.load(config)
         self._engine: OffloadEngine | None = None
         self._when_gone: weakref.finalize[..., Any] | None = None
@@ -352,9 +338,9 @@ def register_in(registry: Any, strategy: type[OffloadStrategyMixin]) -> None:
         registry: The `StrategyRegistry` of a Lightning install.
         strategy: The strategy of that install.
     """
-    if STRATEGY_NAME not in registry:
+    if strategy.strategy_name not in registry:
         registry.register(
-            STRATEGY_NAME,
+            strategy.strategy_name,
             strategy,
             description="Moves activations and optimizer states to host memory and SSDs",
         )

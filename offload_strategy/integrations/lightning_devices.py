@@ -11,7 +11,7 @@ strategy that has them. What it set before, `cluster_environment`, is handed on.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
     from offload_strategy.config import ConfigSource
 
-__all__ = ["DataParallelMixin", "SingleDeviceMixin"]
+__all__ = ["FSDP_STRATEGY_NAME", "DataParallelMixin", "ShardedMixin", "SingleDeviceMixin"]
+
+FSDP_STRATEGY_NAME = "ssd_offload_fsdp"
 
 
 class SingleDeviceMixin(OffloadStrategyMixin):
@@ -132,14 +134,71 @@ class DataParallelMixin(OffloadStrategyMixin):
 
     def __init__(self, config: ConfigSource = None, **options: Any) -> None:
         super().__init__(config, **options)
-        if self.config.parameters.enabled:
-            raise ConfigError(
-                f"strategy {self.strategy_name!r}: parameters.enabled streams the weights of one "
-                f"process, and the Trainer has several. Set parameters.enabled: false, or pass "
-                f"Trainer(devices=1, num_nodes=1)"
-            )
+        _refuse_streamed_weights(self)
 
     @property
     def local_processes(self) -> int:
         """How many processes of the Trainer are on this machine."""
         return max(1, len(cast(Any, self).parallel_devices or ()))
+
+
+class ShardedMixin(OffloadStrategyMixin):
+    """A `ModelParallelStrategy` (FSDP2, tensor parallelism) whose local shards are offloaded.
+
+    The module applies `fully_shard` in `configure_model`, with `self.device_mesh`, as for
+    Lightning's own strategy.
+
+    Args:
+        config: As of `OffloadStrategyMixin`.
+        data_parallel_size: Processes over which the model is sharded; "auto" for all that tensor
+            parallelism leaves.
+        tensor_parallel_size: Processes that compute a layer together; "auto" for one.
+        options: The others of Lightning's `ModelParallelStrategy`.
+
+    Raises:
+        ConfigError: If the config is wrong, or streams weights.
+    """
+
+    strategy_name = FSDP_STRATEGY_NAME
+
+    def __init__(
+        self,
+        config: ConfigSource = None,
+        *,
+        data_parallel_size: Literal["auto"] | int = "auto",
+        tensor_parallel_size: Literal["auto"] | int = "auto",
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            config,
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=1 if tensor_parallel_size == "auto" else tensor_parallel_size,
+            **options,
+        )
+        _refuse_streamed_weights(self)
+
+    @property
+    def local_processes(self) -> int:
+        """How many processes of the Trainer are on this machine."""
+        return max(1, len(cast(Any, self).parallel_devices or ()))
+
+    def setup_environment(self) -> None:
+        """Start the process group, and lay the devices out."""
+        strategy = cast(Any, self)
+        if strategy._data_parallel_size == "auto":
+            # Lightning's own choice is the number of machines, and tensor parallelism within each.
+            processes = strategy.num_nodes * strategy.num_processes
+            strategy._data_parallel_size = processes // strategy._tensor_parallel_size
+        super().setup_environment()
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing: `load_checkpoint` has loaded the states, each rank its part."""
+
+
+def _refuse_streamed_weights(strategy: OffloadStrategyMixin) -> None:
+    if strategy.config.parameters.enabled:
+        raise ConfigError(
+            f"strategy {strategy.strategy_name!r}: parameters.enabled streams the weights of one "
+            f"process, and the Trainer has several. Set parameters.enabled: false, or use "
+            f"strategy='ssd_offload' with Trainer(devices=1, num_nodes=1)"
+        )

@@ -6,6 +6,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
+    ModelParallelStrategy,
     SingleDeviceStrategy,
     StrategyRegistry,
 )
@@ -16,7 +17,11 @@ from offload_strategy.integrations.lightning_deepspeed import (
     DeepSpeedOffloadMixin,
     register_deepspeed_in,
 )
-from offload_strategy.integrations.lightning_devices import DataParallelMixin, SingleDeviceMixin
+from offload_strategy.integrations.lightning_devices import (
+    DataParallelMixin,
+    ShardedMixin,
+    SingleDeviceMixin,
+)
 
 
 class OffloadCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
@@ -41,10 +46,18 @@ class SSDOffloadStrategy(SingleDeviceMixin, SingleDeviceStrategy):
     parallel_class = SSDOffloadDataParallelStrategy
 
 
+class SSDOffloadFSDPStrategy(ShardedMixin, ModelParallelStrategy):
+    """`ShardedMixin` for the Trainer of `lightning.pytorch`."""
+
+    family = "lightning.pytorch"
+    checkpoint_io_class = OffloadCheckpointIO
+
+
 class SSDOffloadDeepSpeedStrategy(DeepSpeedOffloadMixin, DeepSpeedStrategy):
     """`DeepSpeedOffloadMixin` for the Trainer of `lightning.pytorch`."""
 
 
 # Whoever imports this module first, the hook of the autoload or a script: it registers itself.
 register_in(StrategyRegistry, SSDOffloadStrategy)
+register_in(StrategyRegistry, SSDOffloadFSDPStrategy)
 register_deepspeed_in(StrategyRegistry, SSDOffloadDeepSpeedStrategy)

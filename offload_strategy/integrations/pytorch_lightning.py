@@ -10,7 +10,11 @@ from offload_strategy.integrations.lightning_deepspeed import (
     DeepSpeedOffloadMixin,
     register_deepspeed_in,
 )
-from offload_strategy.integrations.lightning_devices import DataParallelMixin, SingleDeviceMixin
+from offload_strategy.integrations.lightning_devices import (
+    DataParallelMixin,
+    ShardedMixin,
+    SingleDeviceMixin,
+)
 
 if TYPE_CHECKING:
     # The same code under another name; the mixin is typed against this one.
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import (
         DDPStrategy,
         DeepSpeedStrategy,
+        ModelParallelStrategy,
         SingleDeviceStrategy,
         StrategyRegistry,
     )
@@ -26,6 +31,7 @@ else:
     from pytorch_lightning.strategies import (
         DDPStrategy,
         DeepSpeedStrategy,
+        ModelParallelStrategy,
         SingleDeviceStrategy,
         StrategyRegistry,
     )
@@ -53,10 +59,18 @@ class SSDOffloadStrategy(SingleDeviceMixin, SingleDeviceStrategy):
     parallel_class = SSDOffloadDataParallelStrategy
 
 
+class SSDOffloadFSDPStrategy(ShardedMixin, ModelParallelStrategy):
+    """`ShardedMixin` for the Trainer of `pytorch_lightning`."""
+
+    family = "pytorch_lightning"
+    checkpoint_io_class = OffloadCheckpointIO
+
+
 class SSDOffloadDeepSpeedStrategy(DeepSpeedOffloadMixin, DeepSpeedStrategy):
     """`DeepSpeedOffloadMixin` for the Trainer of `pytorch_lightning`."""
 
 
 # Whoever imports this module first, the hook of the autoload or a script: it registers itself.
 register_in(StrategyRegistry, SSDOffloadStrategy)
+register_in(StrategyRegistry, SSDOffloadFSDPStrategy)
 register_deepspeed_in(StrategyRegistry, SSDOffloadDeepSpeedStrategy)

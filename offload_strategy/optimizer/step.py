@@ -25,19 +25,22 @@ def run_step(
         team: the ranks that share the work; None if there is no other.
     """
     deliveries = None
-    own = list(subgroups)
-    if team is not None and team.shares:
-        own = [subgroup for subgroup in subgroups if subgroup.owner == team.rank]
-        # Before what was done in backward is tidied away.
-        marks = team.agreed([_took_part(subgroup) for subgroup in subgroups])
-        deliveries = Deliveries(team, [s for s, mark in zip(subgroups, marks, strict=True) if mark])
-    ahead = overlap.finish() if overlap is not None else []
-    concerned = [s for s in own if with_gradient(s)]
-    waiting = set(map(id, concerned)) | {id(speculation.subgroup) for speculation in ahead}
-    if deliveries is not None:  # what `eager` has updated already
-        deliveries.ready(*[s for s in own if id(s) not in waiting])
+    concerned: list[Subgroup] = []
     done: set[int] = set()
     try:
+        own = list(subgroups)
+        if team is not None and team.shares:
+            own = [subgroup for subgroup in subgroups if subgroup.owner == team.rank]
+            # Before what was done in backward is tidied away.
+            marks = team.agreed([_took_part(subgroup) for subgroup in subgroups])
+            deliveries = Deliveries(
+                team, [s for s, mark in zip(subgroups, marks, strict=True) if mark]
+            )
+        ahead = overlap.finish() if overlap is not None else []
+        concerned = [s for s in own if with_gradient(s)]
+        waiting = set(map(id, concerned)) | {id(speculation.subgroup) for speculation in ahead}
+        if deliveries is not None:  # what `eager` has updated already
+            deliveries.ready(*[s for s in own if id(s) not in waiting])
         for position, speculation in enumerate(ahead):
             for coming in ahead[position + 1 : position + 1 + PREFETCHED_SUBGROUPS]:
                 updater.fetch_weights(coming)
@@ -59,10 +62,13 @@ def run_step(
             deliveries.ready(*own)
             deliveries.wait()
     except BaseException as error:
-        if done:
+        if team is not None:
+            team.explain(error)
+        if done or deliveries is not None:
+            received = "" if deliveries is None else ", and may have some of other ranks"
             error.add_note(
-                f"optimizer.step() had updated {len(done)} of {len(concerned)} subgroups: "
-                f"the weights are not those of any one step. Go on from the last checkpoint."
+                f"optimizer.step() had updated {len(done)} of {len(concerned)} subgroups{received}:"
+                f" the weights are not those of any one step. Go on from the last checkpoint."
             )
         raise
 

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.distributed.data_parallel_runs import Net, config, same
+from tests.distributed.sharded_runs import whole
+
+_STRATEGIES = {
+    "lightning.pytorch": "offload_strategy.integrations.lightning_pytorch",
+    "pytorch_lightning": "offload_strategy.integrations.pytorch_lightning",
+}
 
 
 def against_plain(rank: int, directory: Path, family: str) -> list[dict[str, Any]]:
@@ -20,11 +28,7 @@ def against_plain(rank: int, directory: Path, family: str) -> list[dict[str, Any
     os.environ["TORCHELASTIC_RUN_ID"] = "here"
     os.environ.update(GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29999")
     pl: Any = importlib.import_module(family)
-    ours_of = {
-        "lightning.pytorch": "offload_strategy.integrations.lightning_pytorch",
-        "pytorch_lightning": "offload_strategy.integrations.pytorch_lightning",
-    }
-    integration = importlib.import_module(ours_of[family]).SSDOffloadStrategy
+    integration = importlib.import_module(_STRATEGIES[family]).SSDOffloadStrategy
 
     class Module(pl.LightningModule):  # type: ignore[misc,name-defined]
         def __init__(self) -> None:
@@ -104,4 +108,98 @@ def against_plain(rank: int, directory: Path, family: str) -> list[dict[str, Any
     if rank == 0:
         for file in directory.glob("*/*.ckpt"):
             file.unlink()
+    return found
+
+
+def sharded_against_plain(rank: int, directory: Path, family: str) -> list[dict[str, Any]]:
+    """Two processes with Lightning's model-parallel strategy and with ours; checkpoints too."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "here"
+    os.environ.update(GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29999")
+    pl: Any = importlib.import_module(family)
+
+    class Module(pl.LightningModule):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = Net()
+            self.losses: list[str] = []
+
+        def configure_model(self) -> None:
+            mesh = self.device_mesh["data_parallel"]
+            if not isinstance(self.net, FSDPModule):
+                for block in (self.net.up, self.net.down, self.net.spare):
+                    fully_shard(block, mesh=mesh)
+                fully_shard(self.net, mesh=mesh)
+
+        def training_step(self, batch: Any) -> torch.Tensor:
+            (tokens,) = batch
+            logits = self.net(tokens[:, :-1])
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            self.losses.append(loss.item().hex())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+        def train_dataloader(self) -> Any:
+            tokens = torch.randint(0, 96, (56, 17), generator=torch.Generator().manual_seed(1))
+            return DataLoader(TensorDataset(tokens), batch_size=4, shuffle=True)
+
+    def fit(strategy: Any, name: str, resume: str | None, one_file: bool) -> dict[str, Any]:
+        pl.seed_everything(5, verbose=False)
+        module = Module()
+        folder = directory / f"{name} {one_file}"
+        trainer = pl.Trainer(
+            strategy=strategy,
+            devices=2,
+            accelerator="cpu",
+            max_epochs=2,
+            accumulate_grad_batches=2,
+            logger=False,
+            callbacks=[pl.callbacks.ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)],
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        start = None if resume is None else directory / f"{resume} {one_file}" / "epoch=0.ckpt"
+        trainer.fit(module, ckpt_path=start)
+        engine = getattr(trainer.strategy, "offload_engine", None)
+        found = {
+            "losses": module.losses[-7:],
+            "weights": whole(module.state_dict()),
+            "states": whole(trainer.strategy.optimizer_state(trainer.optimizers[0])),
+            "metrics": {} if engine is None else engine.metrics(),
+            "class": type(trainer.strategy).__name__,
+        }
+        if engine is not None:
+            engine.close()
+        return found
+
+    strategy_class = importlib.import_module(_STRATEGIES[family]).SSDOffloadFSDPStrategy
+    found = []
+    for one_file in (True, False):
+        options: dict[str, Any] = {"save_distributed_checkpoint": not one_file}
+        parallel = pl.strategies.ModelParallelStrategy(
+            data_parallel_size=2, tensor_parallel_size=1, **options
+        )
+        plain = fit(parallel, "plain", None, one_file)
+        for overlap, name, resume in (
+            ("commit", "ours", None),
+            ("eager", "eager", None),
+            ("commit", "again", "ours"),
+            ("off", "of plain", "plain"),
+        ):
+            given = None if one_file else "ssd_offload_fsdp"  # by its name it saves folders
+            os.environ["SSD_OFFLOAD_CONFIG"] = json.dumps(config(directory, overlap))
+            ours = fit(given or strategy_class(**options), name, resume, one_file)
+            keys = ("losses", "weights", "states")
+            differs = [key for key in keys if not same(plain[key], ours[key])]
+            found.append(
+                {
+                    "case": [one_file, overlap, name],
+                    "differs": differs,
+                    "class": ours["class"],
+                    "optimizer": ours["metrics"]["offload/optimizer/written_bytes"],
+                    "activations": ours["metrics"]["offload/activations/written_bytes"],
+                }
+            )
     return found

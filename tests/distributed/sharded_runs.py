@@ -157,14 +157,11 @@ def against_plain(rank: int, directory: Path) -> list[dict[str, Any]]:
     return found
 
 
-def first_half(rank: int, directory: Path, overlap: str | None) -> list[dict[str, Any]]:
-    """Train half of the steps and save; then the other half, uninterrupted."""
-    half = STEPS // 2
-    engine = None if overlap is None else OffloadEngine(config(directory, overlap))
-    train(rank, engine, steps=half, save_to=directory / f"checkpoint-{overlap}")
-    if engine is not None:
-        engine.close()
-    dist.barrier()
+def first_half(rank: int, directory: Path) -> list[dict[str, Any]]:
+    """Train half of the steps and save, without offload and with it."""
+    train(rank, None, steps=STEPS // 2, save_to=directory / "checkpoint-None")
+    with OffloadEngine(config(directory, "commit")) as engine:
+        train(rank, engine, steps=STEPS // 2, save_to=directory / "checkpoint-commit")
     return []
 
 

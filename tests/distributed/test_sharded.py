@@ -20,14 +20,11 @@ def test_sharded_training_gives_what_it_gives_without_offload(tmp_path: Path) ->
                 assert run["optimizer"] > 0
 
 
-def test_a_checkpoint_of_two_ranks_goes_on_with_one_two_and_four(tmp_path: Path) -> None:
+def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_with_four(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     saved.mkdir()
-    for overlap in (None, "commit"):
-        run_ranks(f"{_RUNS}:first_half", saved, overlap=overlap)
-        for leftover in ("store", "result-0", "result-1"):
-            (saved / leftover).unlink(missing_ok=True)
-    for size in (1, 2, 4):
+    run_ranks(f"{_RUNS}:first_half", saved)
+    for size in (1, 4):
         place = tmp_path / str(size)
         place.mkdir()
         for rank in run_ranks(f"{_RUNS}:second_half", place, size, source=str(saved)):

@@ -6,7 +6,7 @@ from offload_strategy.optimizer.ranks.team import (
     Deliveries,
     Team,
     TeamBook,
-    has_data_parallel,
+    check_parallel,
     local_processes,
 )
 
@@ -16,6 +16,6 @@ __all__ = [
     "Team",
     "TeamBook",
     "TeamStates",
-    "has_data_parallel",
+    "check_parallel",
     "local_processes",
 ]

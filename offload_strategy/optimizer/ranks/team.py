@@ -22,7 +22,9 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.nn.parallel import DistributedDataParallel
 
-from offload_strategy.errors import OffloadError
+from offload_strategy.errors import ConfigError, OffloadError
+from offload_strategy.optimizer.ranks.roll import Roll
+from offload_strategy.optimizer.states.shards import is_sharded
 from offload_strategy.optimizer.states.subgroups import Subgroup
 from offload_strategy.units import KiB
 
@@ -50,6 +52,7 @@ class Team:
         self.size = dist.get_world_size(self._group)
         self.shares = shares and self.size > 1
         self._dealt = [0] * self.size
+        self._roll: Roll | None = None
 
     def deal(self, elements: int) -> int:
         """The owner of the next subgroup: the rank that has the least so far."""
@@ -85,10 +88,17 @@ class Team:
         """
         if not self.shares:
             return list(own)
+        if self._roll is None:  # the first thing that all ranks do together
+            self._roll = Roll(self._group)
         device = self._device()
         marks = torch.tensor(own, dtype=torch.uint8, device=device)
         dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=self._group)
         return [bool(mark) for mark in marks.tolist()]
+
+    def explain(self, error: BaseException) -> None:
+        """Name the ranks that are gone in a note to an error, if that is what it comes from."""
+        if self._roll is not None:
+            self._roll.explain(error)
 
     def send(self, weights: Sequence[torch.Tensor], owner: int) -> Sending:
         """Begin to bring the owner's values of weights to all other ranks, in place.
@@ -251,9 +261,38 @@ class TeamBook:
         return None
 
 
-def has_data_parallel(model: nn.Module) -> bool:
-    """Whether anything in a model is data-parallel."""
-    return any(isinstance(module, DistributedDataParallel) for module in model.modules())
+def check_parallel(model: nn.Module, *, streams: bool, swaps: bool) -> None:
+    """Refuse what others do to a model's weights and we would do as well.
+
+    Args:
+        model: to be attached.
+        streams: whether its weights are to be streamed.
+        swaps: whether the states of its optimizer are to be swapped.
+
+    Raises:
+        ConfigError: only one of both can be.
+    """
+    modules = list(model.modules())
+    spread = any(isinstance(module, DistributedDataParallel) for module in modules)
+    if streams and (spread or any(map(is_sharded, model.parameters()))):
+        raise ConfigError(
+            "attach: parameters.enabled streams the weights of one process, and this model is "
+            f"{'a DistributedDataParallel' if spread else 'sharded (FSDP2, tensor parallelism)'}: "
+            "set parameters.enabled: false, or train in one process."
+        )
+    if swaps and any(map(_leaves_to_the_host, modules)):
+        raise ConfigError(
+            "attach: fully_shard(offload_policy=CPUOffloadPolicy()) keeps the states of the "
+            "optimizer in host memory, and optimizer.enabled moves them too. Leave the policy out, "
+            "or set optimizer.enabled: false."
+        )
+
+
+def _leaves_to_the_host(module: nn.Module) -> bool:
+    """Whether FSDP2 offloads a module itself; it does not say so publicly."""
+    state = getattr(module, "_get_fsdp_state", lambda: None)()
+    group = getattr(state, "_fsdp_param_group", None)
+    return type(getattr(group, "offload_policy", None)).__name__ == "CPUOffloadPolicy"
 
 
 def local_processes() -> int:

@@ -1,0 +1,146 @@
+"""Which process each rank is, so that an error can name the ranks that are gone.
+
+When a rank dies, the others see what their transport saw: "Connection closed by peer", of an
+address that tells nobody anything, and the last of them see it of ranks that were well until they
+got such an error themselves. Most often that is in backward, which is the reduction's and not ours:
+so the note is added where errors end that nobody has caught.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import psutil
+import torch.distributed as dist
+
+#: A process that is killed closes its connections shortly before it counts as ended.
+_PATIENCE_SECONDS = 2.0
+#: What errors of a transport have in their text.
+_TRANSPORTS = ("gloo", "NCCL", "peer")
+
+_rolls: weakref.WeakSet[Roll] = weakref.WeakSet()
+_installed = False
+
+
+class Member(NamedTuple):
+    """One rank's process."""
+
+    machine: str
+    host: str
+    pid: int
+
+
+class Roll:
+    """The processes of a group's ranks. All ranks have to make one at the same time.
+
+    Args:
+        group: whose ranks they are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        members: list[Any] = [None] * dist.get_world_size(group)
+        own = _own()
+        dist.all_gather_object(members, own, group=group)
+        self._ranks = [dist.get_global_rank(group, rank) for rank in range(len(members))]
+        self._members: list[Member] = members
+        self._near: dict[int, psutil.Process] = {}
+        self._ended: set[int] = set()
+        for rank, member in zip(self._ranks, self._members, strict=True):
+            if member.machine != own.machine or member.pid == own.pid:
+                continue
+            try:
+                self._near[rank] = psutil.Process(member.pid)
+            except psutil.Error:
+                self._ended.add(rank)
+        _rolls.add(self)
+        _install()
+
+    def ended(self) -> list[int]:
+        """The ranks whose processes are on this machine and have ended."""
+        for rank, process in self._near.items():
+            if rank not in self._ended and _has_ended(process):
+                self._ended.add(rank)
+        return sorted(self._ended)
+
+    def explain(self, error: BaseException) -> None:
+        """Add a note to an error of the transport that names the ranks that are gone."""
+        if not _is_of_transport(error) or _is_explained(error):
+            return
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while not (ended := self.ended()) and self._near and time.monotonic() < deadline:
+            time.sleep(0.02)
+        processes = dict(zip(self._ranks, self._members, strict=True))
+        if ended:
+            named = ", ".join(f"rank {rank} (process {processes[rank].pid})" for rank in ended)
+            error.add_note(
+                f"{_NOTE} {named} {'has' if len(ended) == 1 else 'have'} ended on {platform.node()}"
+                f". See what each printed; one that printed no error was killed, by the system if "
+                f"memory was short (`dmesg` tells). Start all ranks again from the last checkpoint."
+            )
+            return
+        others = [
+            f"rank {rank} on {member.host}"
+            for rank, member in processes.items()
+            if rank not in self._near and member.pid != os.getpid()
+        ]
+        if others:
+            error.add_note(
+                f"{_NOTE} the ranks on this machine ({platform.node()}) run; see what became of "
+                f"{', '.join(others)}."
+            )
+
+
+_NOTE = "ssd-offload: a rank cannot be reached:"
+
+
+def _is_of_transport(error: BaseException) -> bool:
+    if isinstance(error, dist.DistError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(word in text for word in _TRANSPORTS)
+
+
+def _is_explained(error: BaseException) -> bool:
+    return any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ()))
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return True
+
+
+def _own() -> Member:
+    try:  # containers of one host may have numbers of their own for processes
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        machine = platform.node()
+    return Member(machine, platform.node(), os.getpid())
+
+
+def _install() -> None:
+    """Explain errors that nobody catches, before they are printed. Harmless to repeat."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    previous: Callable[..., Any] = sys.excepthook
+
+    def explained(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        for roll in list(_rolls):
+            roll.explain(error)
+        previous(kind, error, traceback)
+
+    sys.excepthook = explained
