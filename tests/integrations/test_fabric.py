@@ -52,7 +52,7 @@ def offloading(family: str, config: Any = EVERYTHING) -> Any:
     return module.SSDOffloadStrategy(config=config)
 
 
-def make_fabric(family: str, strategy: Any, precision: str = "32-true", **options: Any) -> Any:
+def make_fabric(family: str, strategy: Any, precision: str | None = "32-true", **options: Any) -> Any:
     fabric = importlib.import_module(family).Fabric
     options = {"accelerator": "cpu", "devices": 1, **options}
     return fabric(strategy=strategy, precision=precision, **options)
@@ -152,6 +152,34 @@ def test_training_is_identical(
 def test_clipping_is_identical(family: str, clip: dict[str, Any]) -> None:
     run = both(family, lambda fabric: train(fabric, accumulate=2, clip=clip))
     assert ("max_norm" in clip) == (float(run.others[0]) > 0.05)
+
+
+def test_loss_scaling_is_identical(family: str) -> None:
+    mixed = importlib.import_module(f"{family}.plugins").MixedPrecision
+
+    def scaled(fabric: Any) -> Run:
+        fabric.strategy.precision.scaler = scaler = torch.amp.GradScaler(
+            "cpu", init_scale=2.0**16, growth_interval=2
+        )
+        run = train(fabric, steps=8, accumulate=2, clip={"max_norm": 0.05})
+        run.others.append(torch.tensor(scaler.get_scale()))
+        return run
+
+    def with_plugin() -> dict[str, Any]:
+        return {"plugins": mixed("16-mixed", device="cpu"), "precision": None}
+
+    plain = scaled(make_fabric(family, "auto", **with_plugin()))
+    offloaded = scaled(make_fabric(family, offloading(family), **with_plugin()))
+    offloaded.assert_same(plain)
+    offloaded.assert_moved()
+    assert float(plain.others[-1]) != 2.0**16
+
+
+def test_loss_scaling_with_eager_updates_is_refused(family: str) -> None:
+    mixed = importlib.import_module(f"{family}.plugins").MixedPrecision("16-mixed", device="cpu")
+    strategy = offloading(family, EAGER)
+    with pytest.raises(ConfigError, match=r"with loss scaling .*overlap: commit"):
+        train(make_fabric(family, strategy, plugins=mixed, precision=None))
 
 
 def test_the_name_finds_the_strategy_of_its_own_install(family: str) -> None:
