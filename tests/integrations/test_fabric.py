@@ -52,7 +52,9 @@ def offloading(family: str, config: Any = EVERYTHING) -> Any:
     return module.SSDOffloadStrategy(config=config)
 
 
-def make_fabric(family: str, strategy: Any, precision: str | None = "32-true", **options: Any) -> Any:
+def make_fabric(
+    family: str, strategy: Any, precision: str | None = "32-true", **options: Any
+) -> Any:
     fabric = importlib.import_module(family).Fabric
     options = {"accelerator": "cpu", "devices": 1, **options}
     return fabric(strategy=strategy, precision=precision, **options)
