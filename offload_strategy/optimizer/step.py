@@ -64,6 +64,8 @@ def run_step(
     except BaseException as error:
         if team is not None:
             team.explain(error)
+        if deliveries is not None:
+            deliveries.abandon()
         if done or deliveries is not None:
             received = "" if deliveries is None else ", and may have some of other ranks"
             error.add_note(

@@ -23,6 +23,7 @@ from torch.autograd.graph import increment_version
 from torch.nn.parallel import DistributedDataParallel
 
 from offload_strategy.errors import ConfigError, OffloadError
+from offload_strategy.optimizer.ranks.leaving import abandon
 from offload_strategy.optimizer.ranks.roll import Roll
 from offload_strategy.optimizer.states.shards import is_sharded
 from offload_strategy.optimizer.states.subgroups import Subgroup
@@ -160,17 +161,20 @@ class Sending:
         team: the ranks.
         weights: see `Team.send`.
         owner: rank of the team.
+
+    Attributes:
+        works: the messages.
     """
 
     def __init__(self, team: Team, weights: Sequence[torch.Tensor], owner: int) -> None:
         self._receives = owner != team.rank
         self._weights = [weight.detach() for weight in weights]
         self._packed: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
-        self._works: list[dist.Work | None] = []
+        self.works: list[dist.Work | None] = []
         together: dict[torch.dtype, list[torch.Tensor]] = {}
         for weight in self._weights:
             if weight.nbytes >= _TOGETHER_BYTES and weight.is_contiguous():
-                self._works.append(team.broadcast(weight, owner))
+                self.works.append(team.broadcast(weight, owner))
             else:
                 together.setdefault(weight.dtype, []).append(weight)
         for dtype, small in together.items():
@@ -180,11 +184,11 @@ class Sending:
             else:
                 flat = torch.cat([weight.reshape(-1) for weight in small])
             self._packed.append((flat, small))
-            self._works.append(team.broadcast(flat, owner))
+            self.works.append(team.broadcast(flat, owner))
 
     def wait(self) -> None:
         """Wait until the weights are there."""
-        for work in self._works:
+        for work in self.works:
             if work is not None:
                 work.wait()
         if not self._receives:
@@ -234,7 +238,13 @@ class Deliveries:
     def wait(self) -> None:
         """Wait until every rank's weights are here."""
         while self._sendings:
-            self._sendings.pop(0).wait()
+            self._sendings[0].wait()
+            del self._sendings[0]
+
+    def abandon(self) -> None:
+        """After an error: see [Note: messages that are never over]."""
+        works = [work for sending in self._sendings for work in sending.works]
+        abandon(work for work in works if work is not None)
 
 
 class TeamBook:
