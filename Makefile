@@ -5,6 +5,7 @@
 # Each sets up .venv first, once; it is renewed when pyproject.toml or constraints.txt change.
 
 PYTHON ?= python3
+WORKERS ?= 2
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
@@ -22,7 +23,7 @@ bigger-than-memory: $(READY)
 	$(BIN)/python -m benchmarks.parameters --lines train $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest -p faulthandler --timeout=300 $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -p faulthandler --timeout=300 $(ARGS)
 
 lint: style format-check types imports
 

@@ -16,6 +16,7 @@ import torch
 
 from offload_strategy.heap import Heap
 from offload_strategy.memory import buffers
+from tests.alone import in_the_room
 
 torch.set_num_threads(1)
 
@@ -34,6 +35,15 @@ Heap.__init__ = _remember  # type: ignore[method-assign]
 # inherit that; tests that press Ctrl-C need the usual handler.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A test that is marked as `alone` runs while the other workers wait."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return (yield)
+    with in_the_room(alone=item.get_closest_marker("alone") is not None):
+        return (yield)
 
 
 def our_threads() -> set[threading.Thread]:

@@ -98,6 +98,7 @@ def test_paths_get_their_share_by_the_rate_of_a_round_trip() -> None:
     assert [result.share for result in results] == pytest.approx([0.75, 0.25, 0])
 
 
+@pytest.mark.alone
 def test_two_paths_of_different_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with (
         slow_disk(tmp_path / "fast", 300 << 20, 200 * MBps) as fast,

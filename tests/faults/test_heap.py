@@ -212,6 +212,7 @@ def test_closing_while_writes_stall_waits_for_what_is_under_way_only(
     assert len(tickets) == 3
 
 
+@pytest.mark.alone
 def test_too_many_stalled_writes_say_where_and_how_long(
     slow: tuple[LoopDisk, Throttle],
     make_store: MakeStore,

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -107,16 +106,15 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
 Result = Callable[[str], CompletedProcess[str]]
 
 
-@pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Result]:
-    """The results of fresh processes, which run two at a time while the tests look at them."""
-    home = tmp_path_factory.mktemp("processes")
-    with ThreadPoolExecutor(2) as pool:
-        futures = {
-            name: pool.submit(python, *arguments, home=home, variables=variables)
-            for name, (arguments, variables) in CASES.items()
-        }
-        yield lambda name: futures[name].result()
+@pytest.fixture
+def result(tmp_path: Path) -> Result:
+    """The result of a fresh process."""
+
+    def of(name: str) -> CompletedProcess[str]:
+        arguments, variables = CASES[name]
+        return python(*arguments, home=tmp_path, variables=variables)
+
+    return of
 
 
 @pytest.mark.parametrize("index", range(len(ORDERS)))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -80,8 +80,8 @@ main()
 
 
 @pytest.fixture(scope="module")
-def launches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[Any]]:
-    """Several launches at once, as each spends most of its time in imports."""
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """What came of a launch; each is made once, when it is first asked for."""
     home = tmp_path_factory.mktemp("launch")
     (home / "train.py").write_text(SCRIPT)
     (home / "presets").mkdir()
@@ -97,6 +97,7 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[Any]]
         "config=": (["--num_processes", "1", "--config=presets/by_path.yaml"], {}),
     }
 
+    @cache
     def one(name: str) -> dict[str, Any]:
         options, variables = cases[name]
         script = ["train.py", f"logs-{name}", "--config", "of the script", "--config_file=its"]
@@ -106,15 +107,14 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[Any]]
             "scalars": tensorboard_scalars(home / f"logs-{name}" / "board"),
         }
 
-    with ThreadPoolExecutor(2) as pool:
-        return {name: pool.submit(one, name) for name in cases}
+    return one
 
 
 @pytest.mark.parametrize("name", ["config_file", "config", "config="])
 def test_a_section_offloads_and_changes_no_number(
-    launches: dict[str, Future[Any]], name: str
+    launched: Callable[[str], dict[str, Any]], name: str
 ) -> None:
-    plain, offloaded = launches["plain"].result(), launches[name].result()
+    plain, offloaded = launched("plain"), launched(name)
     assert plain["optimizer"] == "AdamW"
     assert offloaded["optimizer"] == "OffloadedOptimizer"
     for key in ("losses", "weights"):
@@ -124,10 +124,10 @@ def test_a_section_offloads_and_changes_no_number(
 
 @pytest.mark.parametrize("name", ["config_file", "config", "config="])
 def test_metrics_are_in_the_tensorboard_file_of_the_unmodified_script(
-    launches: dict[str, Future[Any]], name: str
+    launched: Callable[[str], dict[str, Any]], name: str
 ) -> None:
-    assert set(launches["plain"].result()["scalars"]) == {"loss"}
-    scalars = launches[name].result()["scalars"]
+    assert set(launched("plain")["scalars"]) == {"loss"}
+    scalars = launched(name)["scalars"]
     assert [step for step, _ in scalars[WRITTEN]] == [0, 10, 11]
     assert scalars[WRITTEN][-1][1] > 0
     assert len(scalars["loss"]) == 12

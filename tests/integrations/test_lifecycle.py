@@ -10,8 +10,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -290,23 +288,11 @@ def train_and_end(home: Path, framework: str, end: str) -> Ended:
     return Ended(process.returncode, errors, in_use, list(tier.iterdir()))
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, str], Ended]]:
-    """The ends of all processes, which run two at a time while the tests look at them."""
-    home = tmp_path_factory.mktemp("ends")
-    with ThreadPoolExecutor(2) as pool:
-        futures = {
-            (framework, end): pool.submit(train_and_end, home, framework, end)
-            for framework, end, _ in ENDS
-        }
-        yield lambda framework, end: futures[framework, end].result()
-
-
 @pytest.mark.parametrize(("framework", "end", "status"), ENDS)
 def test_a_process_ends_in_time_and_leaves_nothing_on_disk(
-    ended: Callable[[str, str], Ended], framework: str, end: str, status: int
+    tmp_path: Path, framework: str, end: str, status: int
 ) -> None:
-    process = ended(framework, end)
+    process = train_and_end(tmp_path, framework, end)
     assert process.status == status, process.errors
     assert process.files_left == []
     if end in SIGNALS:

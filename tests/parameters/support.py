@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,32 @@ OVERLAPS = ["eager", "commit", "off"]
 EACH_OVERLAP = pytest.mark.parametrize("overlap", OVERLAPS)
 #: Those with which gradients may be read after backward.
 EACH_THAT_KEEPS_GRADIENTS = pytest.mark.parametrize("overlap", ["commit", "off"])
+
+
+def in_pairs(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Some of the combinations of choices: every two options of two different choices meet.
+
+    As few as the two largest choices have combinations, or a few more.
+
+    Args:
+        choices: the options of each.
+    """
+    waiting = {
+        (first, a, second, b)
+        for first, second in combinations(range(len(choices)), 2)
+        for a in range(len(choices[first]))
+        for b in range(len(choices[second]))
+    }
+    chosen = []
+    everything = [
+        (numbers, {(i, a, j, b) for (i, a), (j, b) in combinations(enumerate(numbers), 2)})
+        for numbers in product(*(range(len(options)) for options in choices))
+    ]
+    while waiting:
+        numbers, met = max(everything, key=lambda candidate: len(candidate[1] & waiting))
+        waiting -= met
+        chosen.append(tuple(options[n] for options, n in zip(choices, numbers, strict=True)))
+    return chosen
 
 
 def overlapping(overlap: str) -> dict[str, Any]:

@@ -16,11 +16,13 @@ from tests.activations.support import noise
 from tests.activations.test_recompute import WAYS
 from tests.parameters.support import (
     EACH_OVERLAP,
+    OVERLAPS,
     Block,
     Net,
     Regions,
     adamw,
     compare,
+    in_pairs,
     loss,
     net,
     open_turns,
@@ -175,9 +177,9 @@ ORDERS: dict[str, Callable[[], list[int]]] = {
 }
 
 
-@pytest.mark.parametrize("in_flight", [1, 2, 3])
-@EACH_OVERLAP
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("order", "overlap", "in_flight"), in_pairs(list(ORDERS), OVERLAPS, [1, 2, 3])
+)
 def test_blocks_in_any_order(disk: Path, order: str, overlap: str, in_flight: int) -> None:
     def make() -> Any:
         model = net(Ordered)

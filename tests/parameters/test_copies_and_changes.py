@@ -25,6 +25,7 @@ from tests.parameters.support import (
     Block,
     adamw,
     compare,
+    in_pairs,
     loss,
     nearly_all_left,
     net,
@@ -500,17 +501,18 @@ CHANGES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("settled", [False, True], ids=["at once", "from the disk"])
-@pytest.mark.parametrize("overlap", ["eager", "commit"])
-@pytest.mark.parametrize("change", CHANGES)
-def test_changes_between_steps(disk: Path, change: str, overlap: str, settled: bool) -> None:
+@pytest.mark.parametrize(
+    ("change", "overlap", "where"),
+    in_pairs(list(CHANGES), ["eager", "commit"], ["at once", "from the disk"]),
+)
+def test_changes_between_steps(disk: Path, change: str, overlap: str, where: str) -> None:
     histories = []
     with ExitStack() as stack:
         for engine, model, optimizer in pairs(disk, stack, optimizer={"overlap": overlap}):
             history = []
             for number in range(6):
                 if number in (2, 4):
-                    if settled and engine is not None:
+                    if where == "from the disk" and engine is not None:
                         on_disk(engine)
                     CHANGES[change](model)
                 if len(model.blocks):

@@ -18,9 +18,11 @@ from tests.activations.zoo import batch, build, loss_of
 from tests.parameters.support import (
     EACH_OVERLAP,
     EACH_THAT_KEEPS_GRADIENTS,
+    OVERLAPS,
     Block,
     Net,
     compare,
+    in_pairs,
     loss,
     net,
     overlapping,
@@ -309,9 +311,9 @@ WATCHES = {
 }
 
 
-@pytest.mark.parametrize("watch", WATCHES)
-@EACH_OVERLAP
-@pytest.mark.parametrize("kind", ["GPT-2", "T5", "ResNet"])
+@pytest.mark.parametrize(
+    ("kind", "overlap", "watch"), in_pairs(["GPT-2", "T5", "ResNet"], OVERLAPS, list(WATCHES))
+)
 def test_validation_between_steps(disk: Path, kind: str, overlap: str, watch: str) -> None:
     def use(model: Any, optimizer: Any) -> list[Numbers]:
         history = []

@@ -16,6 +16,8 @@ from offload_strategy.units import MiB
 from tests.storage.conformance import BLOCK, Conformance, HostMemory, begin
 
 AVAILABLE = available_backends()
+# The first test of all waits until DeepSpeed's operators are compiled.
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -158,6 +158,7 @@ def test_large_extents_lie_one_after_the_other_however_many_gaps_there_are() -> 
     assert [allocator.allocate(2 * PAGE_BYTES) for _ in range(500)] == small[::2]
 
 
+@pytest.mark.alone
 def test_a_hundred_thousand_extents_cost_little_more_each_than_a_hundred() -> None:
     """Freed in any order and taken again: the time of one operation hardly grows."""
 

@@ -84,6 +84,7 @@ class Watched:
         self.inner.close()
 
 
+@pytest.mark.alone
 def test_it_measures_both_directions_and_gives_the_extent_back(
     space: Space, backend: PosixBackend
 ) -> None:
@@ -171,6 +172,7 @@ def test_a_full_space_is_refused_with_what_to_do(space: Space, backend: PosixBac
 
 
 # ---------------------------------------------------------------------------- slow and broken disks
+@pytest.mark.alone
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
 def test_a_slow_path_is_measured_in_time(
     direct: bool, tmp_path: Path, backend: PosixBackend
@@ -191,6 +193,7 @@ def test_a_slow_path_is_measured_in_time(
     assert took < 2.5  # other programs may be running
 
 
+@pytest.mark.alone
 def test_paths_are_told_apart_by_their_speed(tmp_path: Path, backend: PosixBackend) -> None:
     found: dict[int, PathBandwidth] = {}
     for speed in (300, 100):
