@@ -11,10 +11,11 @@ default is not a decision to offload every Accelerate script on the machine.
 
 [Note: where the engine comes in]
 `prepare_model` and `prepare_optimizer` are wrapped rather than `prepare`: both are public, and
-scripts call them one by one as well. DeepSpeed bypasses them: see `accelerate_deepspeed`. What else
-does (FSDP2, Megatron) this version refuses when the `Accelerator` is made. The model is attached as
-Accelerate returns it, so that hooks stay outside of a compiled region. The optimizer is wrapped
-before `AcceleratedOptimizer` wraps it.
+scripts call them one by one as well. DeepSpeed bypasses them: see `accelerate_deepspeed`. So does
+FSDP2, which gives an optimizer its sharded parameters at the end of `prepare`: both are attached
+after that. What else does (FSDP1, Megatron) is refused when the `Accelerator` is made. The model is
+attached as Accelerate returns it, so that hooks stay outside of a compiled region. The optimizer is
+wrapped before `AcceleratedOptimizer` wraps it.
 
 `accelerate_session` is what then happens.
 """
@@ -160,14 +161,16 @@ def _is_active_by_environment() -> bool:
 
 def _refuse_other_engines(accelerator: Accelerator) -> None:
     distributed = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-    if distributed != "NO" and not distributed.startswith("MULTI_"):
-        raise ConfigError(
-            "offloading through Accelerate works in one process, with data-parallel processes "
-            f"(DistributedDataParallel) and with DeepSpeed, and this Accelerator has "
-            f"distributed_type {distributed}: launch with distributed_type 'NO' or 'MULTI_GPU' "
-            f"('MULTI_CPU'), or remove the plugin, the section of the launch file or "
-            f"${ACTIVE_VARIABLE}"
-        )
+    if distributed == "NO" or distributed.startswith("MULTI_") or accelerator.is_fsdp2:
+        return
+    version = " with fsdp_version 1" if distributed == "FSDP" else ""
+    raise ConfigError(
+        "offloading through Accelerate works in one process, with data-parallel processes "
+        "(DistributedDataParallel), with FSDP version 2 and with DeepSpeed, and this Accelerator "
+        f"has distributed_type {distributed}{version}: launch with distributed_type 'NO', "
+        f"'MULTI_GPU' ('MULTI_CPU'), 'FSDP' with fsdp_version 2 or 'DEEPSPEED', or remove the "
+        f"plugin, the section of the launch file or ${ACTIVE_VARIABLE}"
+    )
 
 
 def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,9 +182,23 @@ def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
         prepared = original(self, *args, **kwargs)
         if isinstance(session, accelerate_deepspeed.DeepSpeedSession):
             session.attach_prepared(prepared)
+        elif session is not None and self.is_fsdp2:
+            _attach_sharded(session, prepared if len(args) > 1 else (prepared,))
         return prepared
 
     return prepare
+
+
+def _attach_sharded(session: Session, prepared: tuple[Any, ...]) -> None:
+    """Attach what `prepare` has sharded: only now optimizers have the parameters that stay."""
+    for each in prepared:
+        if isinstance(each, torch.nn.Module):
+            session.attach_model(each)
+    for each in prepared:
+        if isinstance(each, torch.optim.Optimizer):
+            accelerated: Any = each
+            accelerated.optimizer = session.attach_optimizer(accelerated.optimizer)
+            session.keep_for(each)
 
 
 def _prepare_model(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -213,7 +230,7 @@ def _prepare_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Accelerator, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> Any:
         session = session_of(self)
-        if session is None:
+        if session is None or self.is_fsdp2:
             return original(self, optimizer, device_placement=device_placement)
         session.begin(optimizer)
         if not getattr(optimizer, "_is_accelerate_prepared", False):

@@ -106,11 +106,11 @@ def environment_for(path: str | None, args: argparse.Namespace | None = None) ->
         return {}
     config = OffloadConfig.load(path)
     distributed = str(content.get("distributed_type") or "NO")
-    if distributed not in ("NO", "DEEPSPEED") and not distributed.startswith("MULTI_"):
+    if distributed not in ("NO", "DEEPSPEED", "FSDP") and not distributed.startswith("MULTI_"):
         raise ConfigError(
             f"file {path!r}, {SECTION}: distributed_type is {distributed}; offloading works in one "
-            f"process ('NO'), with data-parallel processes ('MULTI_GPU', 'MULTI_CPU') and with "
-            f"'DEEPSPEED'. Set one of these, or remove the section"
+            f"process ('NO'), with data-parallel processes ('MULTI_GPU', 'MULTI_CPU'), with 'FSDP' "
+            f"(fsdp_version 2) and with 'DEEPSPEED'. Set one of these, or remove the section"
         )
     return {
         CONFIG_VARIABLE: config.model_dump_json(exclude_unset=True),

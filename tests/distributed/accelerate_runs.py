@@ -8,26 +8,53 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader, TensorDataset
 
 from offload_strategy.integrations.accelerate import SSDOffloadPlugin, session_of
 from tests.distributed.data_parallel_runs import Net, config, same
+from tests.distributed.sharded_runs import whole
 
 
-def loop(directory: Path, plugin: SSDOffloadPlugin | None, resume: bool = False) -> dict[str, Any]:
+def make_accelerator(sharded: bool, **options: Any) -> Accelerator:
+    """An Accelerator on the CPU.
+
+    Accelerate shards on accelerators alone, and ignores FSDP here. Its code runs all the same once
+    its state says so.
+    """
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    accelerator = Accelerator(cpu=True, **options)
+    if sharded:
+        for state in (accelerator.state, PartialState()):  # the one copies from the other
+            state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="no_wrap",
+            cpu_ram_efficient_loading=False,
+            state_dict_type="FULL_STATE_DICT",
+        )
+    return accelerator
+
+
+def loop(
+    directory: Path,
+    plugin: SSDOffloadPlugin | None,
+    resume: bool = False,
+    sharded: bool = False,
+) -> dict[str, Any]:
     """Train with accumulation, clipping and a scheduler; save in the middle.
 
     Args:
         directory: of the checkpoint.
         plugin: to offload with; None to train plainly.
         resume: load the checkpoint and do the second half only.
+        sharded: with FSDP version 2, else with DistributedDataParallel.
     """
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-    accelerator = Accelerator(
-        cpu=True,
+    accelerator = make_accelerator(
+        sharded,
         gradient_accumulation_steps=3,
         kwargs_handlers=None if plugin is None else [plugin],
     )
@@ -66,8 +93,8 @@ def loop(directory: Path, plugin: SSDOffloadPlugin | None, resume: bool = False)
         metrics = session.engine.metrics()
     found = {
         "losses": losses,
-        "weights": {name: value.clone() for name, value in net.state_dict().items()},
-        "states": optimizer.state_dict(),
+        "weights": whole({name: value.clone() for name, value in net.state_dict().items()}),
+        "states": whole(optimizer.state_dict()),
         "metrics": metrics,
     }
     if session is not None:
@@ -75,15 +102,15 @@ def loop(directory: Path, plugin: SSDOffloadPlugin | None, resume: bool = False)
     return found
 
 
-def against_plain(rank: int, directory: Path) -> list[dict[str, Any]]:
+def against_plain(rank: int, directory: Path, sharded: bool) -> list[dict[str, Any]]:
     """Plain and offloaded loops, whole and resumed from the other's checkpoint."""
     shared = directory / "checkpoints"
     found = []
-    plain = loop(shared / "plain", None)
+    plain = loop(shared / "plain", None, sharded=sharded)
     for overlap in ("commit", "off"):
         for name, resume in (("ours", False), ("ours", True), ("plain", True)):
             plugin = SSDOffloadPlugin(config(directory, overlap))
-            ours = loop(shared / name, plugin, resume)
+            ours = loop(shared / name, plugin, resume, sharded)
             keys = ("losses", "weights", "states")
             found.append(
                 {
@@ -93,13 +120,12 @@ def against_plain(rank: int, directory: Path) -> list[dict[str, Any]]:
                     "activations": ours["metrics"]["offload/activations/written_bytes"],
                 }
             )
-    resumed = loop(shared / "ours", None, resume=True)
-    keys = ("losses", "weights", "states")
-    differs = [key for key in keys if not same(plain[key], resumed[key])]
+    resumed = loop(shared / "ours", None, resume=True, sharded=sharded)
+    differs = [key for key in ("losses", "weights") if not same(plain[key], resumed[key])]
     found.append({"case": ["plain of ours"], "differs": differs, "optimizer": 1, "activations": 1})
     PartialState().wait_for_everyone()
     if rank == 0:
-        shutil.rmtree(shared)
+        shutil.rmtree(shared, ignore_errors=True)
     with contextlib.suppress(OSError):
         shared.rmdir()
     return found
