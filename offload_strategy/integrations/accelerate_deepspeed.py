@@ -14,6 +14,7 @@ import torch
 
 from offload_strategy.config import OffloadConfig
 from offload_strategy.integrations.accelerate_session import Session
+from offload_strategy.integrations.deepspeed_nvme import check_nvme
 from offload_strategy.integrations.deepspeed_sections import (
     derived_sections,
     for_activations,
@@ -38,7 +39,7 @@ def session_for(
         metrics_every: Optimizer steps between two sets of metrics, 0 for none.
 
     Raises:
-        ConfigError: The two configs contradict each other.
+        ConfigError: The two configs contradict each other, or NVMe cannot be used here.
     """
     distributed = accelerator.distributed_type
     if str(getattr(distributed, "value", distributed)) != "DEEPSPEED":
@@ -46,6 +47,7 @@ def session_for(
     plugin: Any = accelerator.state.deepspeed_plugin
     sections = derived_sections(plugin.deepspeed_config, config)
     if sections:
+        check_nvme(sections)
         merge_sections(plugin.deepspeed_config, sections)
         if plugin.zero3_init_flag:
             plugin.set_deepspeed_weakref()  # by which Transformers makes models in pieces

@@ -7,6 +7,7 @@ from typing import Any
 
 from offload_strategy.errors import ConfigError
 from offload_strategy.integrations.deepspeed_sections import uses_nvme
+from offload_strategy.storage import deepnvme
 
 __all__ = ["check_nvme"]
 
@@ -23,24 +24,12 @@ def check_nvme(sections: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: They move something to NVMe, and DeepSpeed's asynchronous I/O cannot be built.
     """
-    if not uses_nvme(sections):
-        return
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    if not AsyncIOBuilder().is_compatible(verbose=False):
+    reason = deepnvme.why_not() if uses_nvme(sections) else None
+    if reason is not None:
+        zero = sections["zero_optimization"]
+        places = [each["nvme_path"] for each in zero.values() if isinstance(each, Mapping)]
         raise ConfigError(
-            "DeepSpeed's asynchronous I/O cannot be built here, by which it would move to "
-            f"{_place(sections)}: it needs libaio (apt-get install libaio-dev), ninja and a C++ "
-            "compiler. Install them, or set optimizer.enabled and parameters.enabled to false, or "
-            "give these sections tiers of kind dram."
+            f"DeepSpeed cannot move anything to {', '.join(dict.fromkeys(places))} here: {reason}. "
+            "Or set optimizer.enabled and parameters.enabled to false, or give these sections "
+            "tiers of kind dram."
         )
-
-
-def _place(sections: Mapping[str, Any]) -> str:
-    zero = sections["zero_optimization"]
-    paths = [zero[name]["nvme_path"] for name in zero if "nvme_path" in _mapping(zero[name])]
-    return ", ".join(dict.fromkeys(paths))
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
