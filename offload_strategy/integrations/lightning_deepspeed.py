@@ -144,7 +144,8 @@ class DeepSpeedOffloadMixin(_DeepSpeedStrategy):
         self._close_engine()
         model = self.model
         assert model is not None
-        self._engine = engine = OffloadEngine(for_activations(self.offload_config))
+        config = for_activations(self.offload_config)
+        self._engine = engine = OffloadEngine(config, processes=self.num_processes)
         # The model's hooks keep the engine alive, and the model may outlive every Trainer.
         self._when_gone = weakref.finalize(self, engine.close)
         self._micro_batch = 0
