@@ -392,7 +392,9 @@ class OffloadedOptimizer(Optimizer):
         self._team = team
         if team is not None and self._overlap is not None:
             overlap = self._overlap
-            self._reduced = ReducedBackward(team, overlap.backward_begins, overlap.backward_over)
+            self._reduced = ReducedBackward(
+                team, overlap.backward_begins, overlap.gradient_reduced, overlap.backward_over
+            )
 
     def _own(self) -> list[Subgroup]:
         """The subgroups that this rank updates, and has the states of."""

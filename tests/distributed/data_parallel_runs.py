@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from offload_strategy import OffloadEngine
+from offload_strategy.optimizer.backward.overlap import BackwardOverlap
 
 STEPS = 20
 
@@ -132,8 +133,18 @@ def against_plain(rank: int, directory: Path) -> list[dict[str, Any]]:
             if overlap == "eager" and "clip" in case:
                 continue  # its gradients are gone by then, and it says so
             for sharding in (True, False)[: 2 if case.keys() <= {"accumulation", "clip"} else 1]:
+                early = 0
+                take = BackwardOverlap.gradient_reduced
+
+                def counted(self: Any, *args: Any, take: Any = take) -> None:
+                    nonlocal early
+                    early += 1
+                    take(self, *args)
+
+                BackwardOverlap.gradient_reduced = counted  # type: ignore[method-assign]
                 with OffloadEngine(config(directory, overlap, sharding=sharding)) as engine:
                     ours = train(rank, engine, **case)
+                BackwardOverlap.gradient_reduced = take  # type: ignore[method-assign]
                 differs = [
                     key
                     for key in ("losses", "norms", "weights", "states")
@@ -144,6 +155,7 @@ def against_plain(rank: int, directory: Path) -> list[dict[str, Any]]:
                     {
                         "case": {**case, "overlap": overlap, "sharding": sharding},
                         "differs": differs,
+                        "early": early,
                         "activations": metrics["offload/activations/written_bytes"],
                         "optimizer": metrics["offload/optimizer/written_bytes"],
                         "optimizer_read": metrics["offload/optimizer/read_bytes"],

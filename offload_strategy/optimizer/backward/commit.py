@@ -68,7 +68,7 @@ class CommittedUpdates(BackwardOverlap):
         for recipe, order in self._asked:
             if recipe == Recipe():
                 stand_in.note_norm(recipe, order, norm_of(gradient, order))
-        parameter.grad = stand_in
+        self._place(parameter, stand_in)
         self._stand_ins[id(parameter)] = (parameter, stand_in)
         del gradient
         if self._prediction.pays and not self._disturbed:

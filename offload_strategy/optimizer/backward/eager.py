@@ -41,7 +41,7 @@ class EagerUpdates(BackwardOverlap):
             return False
         self._gradients[id(parameter)] = (gradient, len(self._homes[id(parameter)]))
         what = f"a parameter of shape {tuple(parameter.shape)}"
-        parameter.grad = GradientStandIn.of(Consumed(what), gradient)
+        self._place(parameter, GradientStandIn.of(Consumed(what), gradient))
         return True
 
     def _update(self, subgroup: Subgroup) -> None:

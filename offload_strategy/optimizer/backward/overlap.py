@@ -21,7 +21,7 @@ from types import FrameType
 import torch
 
 from offload_strategy.heap import TicketState
-from offload_strategy.optimizer.gradients import values_of
+from offload_strategy.optimizer.gradients import GradientStandIn, Held, values_of
 from offload_strategy.optimizer.states.layout import packable
 from offload_strategy.optimizer.states.subgroups import Subgroup
 from offload_strategy.optimizer.updates import Speculation, Updater
@@ -68,6 +68,9 @@ class BackwardOverlap(ABC):
         self._completed: list[Subgroup] = []
         self._backward = -1
         self._seen: set[int] = set()
+        # Of `gradient_reduced`: what it gives, and what is to be put into `p.grad` after the pass.
+        self._ahead_of_time: torch.Tensor | None = None
+        self._unplaced: list[tuple[torch.Tensor, GradientStandIn]] = []
 
     def watch(self, subgroups: Sequence[Subgroup]) -> None:
         """Work on these subgroups from now on."""
@@ -89,19 +92,47 @@ class BackwardOverlap(ABC):
         self._take(parameter)
 
     def backward_begins(self) -> None:
-        """A backward pass begins whose gradients are final at its end: see `backward_over`."""
+        """A backward pass begins whose end is told: see `backward_over`."""
+        self._unplaced.clear()
         if self._is_last():
             self._begin_backward()
 
-    def backward_over(self, parameters: Iterable[torch.Tensor]) -> None:
-        """The gradients of a backward pass are final.
+    def gradient_reduced(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """A gradient is final, but will only be in `p.grad` when the pass is over.
 
         Args:
-            parameters: that got one.
+            parameter: whose it is.
+            gradient: its values, which stay there until another pass begins.
         """
+        if self._is_last():
+            self._ahead_of_time = gradient
+            try:
+                self._take(parameter)
+            finally:
+                self._ahead_of_time = None
+
+    def backward_over(self, parameters: Iterable[torch.Tensor]) -> None:
+        """The gradients of a backward pass are final, and in their places.
+
+        Args:
+            parameters: that got one, but for those of `gradient_reduced`.
+        """
+        for parameter, stand_in in self._unplaced:
+            gradient = parameter.grad
+            if gradient is not None and not isinstance(gradient, GradientStandIn):
+                stand_in.relocate(lambda _, own=gradient: Held(own))  # type: ignore[misc]
+            parameter.grad = stand_in
+        self._unplaced.clear()
         if self._is_last():
             for parameter in parameters:
                 self._take(parameter)
+
+    def _place(self, parameter: torch.Tensor, stand_in: GradientStandIn) -> None:
+        """Put a stand-in into `p.grad`, as soon as nobody else writes there any more."""
+        if self._ahead_of_time is None:
+            parameter.grad = stand_in
+        else:
+            self._unplaced.append((parameter, stand_in))
 
     def _take(self, parameter: torch.Tensor) -> None:
         """A parameter's gradient is final."""
@@ -170,9 +201,10 @@ class BackwardOverlap(ABC):
         if self._runs_ahead():
             self._fetch_upcoming()
 
-    @staticmethod
-    def _gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    def _gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """A parameter's gradient as a plain tensor, if it can be held and cut; None otherwise."""
+        if self._ahead_of_time is not None:
+            return self._ahead_of_time
         # Of a sharded one the gradient is a DTensor, which has the values itself until `step()`.
         if parameter.grad is None or not packable(parameter):
             return None

@@ -48,9 +48,9 @@ class Team:
 
     def __init__(self, module: DistributedDataParallel, *, shares: bool) -> None:
         self._module = weakref.ref(module)
-        self._group = module.process_group
-        self.rank = dist.get_rank(self._group)
-        self.size = dist.get_world_size(self._group)
+        self.group = module.process_group
+        self.rank = dist.get_rank(self.group)
+        self.size = dist.get_world_size(self.group)
         self.shares = shares and self.size > 1
         self._dealt = [0] * self.size
         self._roll: Roll | None = None
@@ -66,6 +66,11 @@ class Team:
     def deal_anew(self) -> None:
         """All subgroups will be planned again."""
         self._dealt = [0] * self.size
+
+    @property
+    def module(self) -> DistributedDataParallel | None:
+        """The module, if it is still there."""
+        return self._module()
 
     @property
     def reduces(self) -> bool:
@@ -90,10 +95,10 @@ class Team:
         if not self.shares:
             return list(own)
         if self._roll is None:  # the first thing that all ranks do together
-            self._roll = Roll(self._group)
+            self._roll = Roll(self.group)
         device = self._device()
         marks = torch.tensor(own, dtype=torch.uint8, device=device)
-        dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=self.group)
         return [bool(mark) for mark in marks.tolist()]
 
     def explain(self, error: BaseException) -> None:
@@ -112,15 +117,15 @@ class Team:
 
     def broadcast(self, tensor: torch.Tensor, owner: int) -> dist.Work | None:
         """Begin to bring the owner's values of a contiguous tensor to all other ranks."""
-        source = dist.get_global_rank(self._group, owner)
-        work: dist.Work | None = dist.broadcast(tensor, source, group=self._group, async_op=True)
+        source = dist.get_global_rank(self.group, owner)
+        work: dist.Work | None = dist.broadcast(tensor, source, group=self.group, async_op=True)
         return work
 
     def tell(self, what: _T | None, owner: int) -> _T:
         """A small object that the owner has, on all ranks."""
         box = [what if owner == self.rank else None]
-        source = dist.get_global_rank(self._group, owner)
-        dist.broadcast_object_list(box, source, group=self._group, device=self._device())
+        source = dist.get_global_rank(self.group, owner)
+        dist.broadcast_object_list(box, source, group=self.group, device=self._device())
         found = box[0]
         assert found is not None
         return found
@@ -134,10 +139,10 @@ class Team:
         Raises:
             OffloadError: some did not come.
         """
-        if dist.get_backend(self._group) != "gloo":
+        if dist.get_backend(self.group) != "gloo":
             return  # the only one that can tell who is missing
         try:
-            dist.monitored_barrier(self._group, timeout=_MEETING)
+            dist.monitored_barrier(self.group, timeout=_MEETING)
         except RuntimeError as error:
             raise OffloadError(
                 f"not all of the {self.size} ranks came to {what} within {_MEETING.seconds} s. "
