@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from offload_strategy import OffloadEngine
 from offload_strategy.optimizer.backward.overlap import BackwardOverlap
+from tests.training import on_disk
 
 STEPS = 20
 
@@ -90,6 +91,8 @@ def train(
             norms.append(nn.utils.clip_grad_norm_(net.parameters(), clip).item().hex())
         used.step()
         used.zero_grad(set_to_none=step % 3 != 0)
+        if engine is not None:  # what is still being written would be handed back from memory
+            on_disk(engine)
     metrics = {} if engine is None else engine.metrics()
     return {
         "losses": losses,
