@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from offload_strategy.storage import (
     Space,
     check_capacities,
     create_backend,
+    own_folder,
     probe,
 )
 from offload_strategy.telemetry import CLIENTS, Recorder
@@ -81,6 +83,8 @@ class Resources:
     backends: list[Backend] = field(default_factory=list)
     spaces: list[Space] = field(default_factory=list)
     turns: list[PathTurns] = field(default_factory=list)
+    #: On paths that other machines use too.
+    folders: list[Path] = field(default_factory=list)
     clients: dict[Client, list[Tier]] = field(default_factory=dict)
     #: Where new weights wait for `step()`: they are read again within the step.
     waiting_room: list[Tier] = field(default_factory=list)
@@ -178,6 +182,9 @@ class Resources:
             turns.close()
         for space in self.spaces:
             space.close()
+        for folder in self.folders:
+            with contextlib.suppress(OSError):  # somebody else has put something there
+                folder.rmdir()
         self.pool.close()
 
     def _open_paths(
@@ -190,6 +197,9 @@ class Resources:
         several = len(tier.paths) > 1
         queues = self.queues[tier.name] = []
         for path in tier.paths:
+            if tier.shared:
+                path = own_folder(path)
+                self.folders.append(path)
             space = Space(
                 path,
                 tier.name,

@@ -4,7 +4,16 @@ Moves bytes between tensors and files and knows neither tickets nor optimizers, 
 above storage and memory: optimizers, integrations and scripts use it alike.
 """
 
+from offload_strategy.checkpoints.consolidate import consolidate
 from offload_strategy.checkpoints.files import load, save, small_in_memory
 from offload_strategy.checkpoints.scratch import ScratchFile, Slot, scratch_directories
 
-__all__ = ["ScratchFile", "Slot", "load", "save", "scratch_directories", "small_in_memory"]
+__all__ = [
+    "ScratchFile",
+    "Slot",
+    "consolidate",
+    "load",
+    "save",
+    "scratch_directories",
+    "small_in_memory",
+]

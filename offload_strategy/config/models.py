@@ -82,6 +82,9 @@ class TierConfig(_Section):
     together. A dram tier needs it; for an ssd tier null means what the file systems have free."""
     endurance_tbw: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Rated endurance of the drive in terabytes written (10^12 bytes), for its projected life."""
+    shared: bool = False
+    """Whether other machines use the directories too (a parallel or network file system). Then
+    each process has a folder of its own there, named by its host and rank."""
     overwrite: bool = False
     """Whether a block device is used although it carries a file system or other data, which is
     then lost. A mounted one is refused in any case."""
@@ -130,6 +133,11 @@ class TierConfig(_Section):
                 raise ValueError(
                     f"tier {self.name!r} is host memory (kind: dram), which does not wear out: "
                     "remove endurance_tbw"
+                )
+            if self.shared:
+                raise ValueError(
+                    f"tier {self.name!r} is host memory (kind: dram), which no other machine uses: "
+                    "remove shared"
                 )
             if self.overwrite:
                 raise ValueError(

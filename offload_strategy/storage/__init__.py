@@ -11,7 +11,7 @@ from offload_strategy.storage.devices import is_block_device
 from offload_strategy.storage.extents import Extent, ExtentAllocator
 from offload_strategy.storage.files import PageFile, create_unnamed, grow, switch_to_direct_io
 from offload_strategy.storage.foreign import ForeignFile
-from offload_strategy.storage.paths import DirectoryReport, inspect_directory
+from offload_strategy.storage.paths import DirectoryReport, inspect_directory, own_folder
 from offload_strategy.storage.probe import PathBandwidth, probe
 from offload_strategy.storage.space import RESERVE_BYTES, Space
 from offload_strategy.storage.turns import PathTurns
@@ -37,6 +37,7 @@ __all__ = [
     "grow",
     "inspect_directory",
     "is_block_device",
+    "own_folder",
     "probe",
     "switch_to_direct_io",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,27 @@ class DirectoryReport:
     path: Path
     free_bytes: int
     in_memory: bool
+
+
+def own_folder(path: Path) -> Path:
+    """Make a folder of this process's own in a directory that other machines use too.
+
+    Args:
+        path: the directory.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    rank = os.environ.get("RANK", "0")
+    folder = path / f"{platform.node()}-rank{rank}-{os.getpid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)  # of an earlier process with this number
+    except OSError as error:
+        raise ConfigError(
+            f"tiers[].path: with shared: true each process has a folder of its own, and {folder} "
+            f"cannot be made: {error.strerror}. Check the mount and your permissions there."
+        ) from error
+    return folder
 
 
 def inspect_directory(path: Path, tier: str) -> DirectoryReport:
