@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
+from offload_strategy.checkpoints import consolidate
 from tests.distributed.data_parallel_runs import Net, config, same
 from tests.distributed.sharded_runs import whole
 
@@ -202,4 +203,12 @@ def sharded_against_plain(rank: int, directory: Path, family: str) -> list[dict[
                     "activations": ours["metrics"]["offload/activations/written_bytes"],
                 }
             )
+    if rank == 0:  # a folder of parts becomes what is saved in one file
+        consolidate(directory / "ours False" / "epoch=0.ckpt", directory / "one.ckpt")
+        one = torch.load(directory / "one.ckpt", weights_only=False)
+        plain = torch.load(directory / "plain True" / "epoch=0.ckpt", weights_only=False)
+        keys = ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch")
+        differs = [key for key in keys if not same(plain[key], one[key])]
+        found.append({**found[-1], "case": ["consolidated"], "differs": differs})
+    dist.barrier()
     return found
