@@ -154,7 +154,7 @@ class OffloadEngine:
                 streams=self._stream is not None,
                 swaps=optimizer is not None and self.config.optimizer.enabled,
             )
-        if model is not None:
+            self._teams.note(model)
             self._weights.expect(model, _device_for(model) if device is None else device)
         wrapped = None if optimizer is None else self._wrap(optimizer)
         if wrapped is not None and self._stream is not None:
@@ -178,7 +178,6 @@ class OffloadEngine:
         if self.config.activations.enabled:
             refuse_checkpoints_that_offload(model)
         self._registry.add_module(model)
-        self._teams.note(model)
         self._note_device(model.parameters())
         if self._activations is not None:
             hooks = ForwardHooks(model, self._activations, owner=self)
@@ -205,10 +204,11 @@ class OffloadEngine:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         tiers = self._resources.clients["optimizer"]
         weights_bytes = sum(local_part(p).nbytes for p in parameters)
-        waiting_bytes = max(0, weights_bytes - section.gradient_memory)
         team = self._teams.team_of(parameters)
         if team is not None and team.shares:
             state_bytes = -(-state_bytes // team.size)
+            weights_bytes = -(-weights_bytes // team.size)
+        waiting_bytes = max(0, weights_bytes - section.gradient_memory)
         need = optimizer_need(state_bytes, weights_bytes, section.overlap, waiting_bytes)
         complaint = shortfall(need, sum(tier.capacity - tier.used_bytes for tier in tiers))
         if complaint is not None:
