@@ -229,7 +229,7 @@ class OffloadEngine:
             gradient_memory=section.gradient_memory,
             directories=self._resources.scratch_directories("optimizer"),
             residence=self._stream,
-            find_team=self._teams.team_of,
+            teams=self._teams,
         )
         self._registry.claim_states(parameters, wrapped)
         self._optimizers.add(wrapped)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,8 @@ from offload_strategy.optimizer.backward.commit import CommittedUpdates
 from offload_strategy.optimizer.backward.eager import EagerUpdates
 from offload_strategy.optimizer.backward.overlap import BackwardOverlap
 from offload_strategy.optimizer.gradients import WaitingGradients
-from offload_strategy.optimizer.ranks import ReducedBackward, Team, TeamStates
+from offload_strategy.optimizer.ranks.shares import Shares
+from offload_strategy.optimizer.ranks.team import TeamBook
 from offload_strategy.optimizer.residence import Residence
 from offload_strategy.optimizer.state_view import StateView
 from offload_strategy.optimizer.states.precision import Precision
@@ -29,10 +30,8 @@ from offload_strategy.optimizer.updates import Updater
 from offload_strategy.optimizer.user_class.support import check_group
 from offload_strategy.optimizer.user_class.trial import can_be_cut, edits_gradients
 from offload_strategy.optimizer.whole_states import (
-    StateReader,
     absorb_states,
     sealed,
-    streamed_states,
     unsealed,
 )
 from offload_strategy.telemetry import get_logger
@@ -66,8 +65,7 @@ class OffloadedOptimizer(Optimizer):
             ``"commit"``; others wait in the tiers.
         directories: where state dicts may lie; none for ordinary memory.
         residence: of the weights; None if they never leave.
-        find_team: finds the ranks that train parameters, once the first step begins; None if this
-            process trains them by itself.
+        teams: knows which ranks train which parameters; None if this process trains by itself.
     """
 
     def __init__(
@@ -85,14 +83,14 @@ class OffloadedOptimizer(Optimizer):
         gradient_memory: int,
         directories: Sequence[Path] = (),
         residence: Residence | None = None,
-        find_team: Callable[[Iterable[torch.Tensor]], Team | None] | None = None,
+        teams: TeamBook | None = None,
     ) -> None:
         # Not Optimizer.__init__: it would make groups, defaults and hooks of its own.
         self.inner = inner
         self.state_bytes = state_bytes
         self._updater = Updater(inner, heap, tiers, waiting_room, precision, residence)
         self._subgroup_size = subgroup_size
-        self._directories = list(directories)
+        self._shares = Shares(teams, self._updater, directories)
         self._overlap: BackwardOverlap | None = None
         if overlap == "commit" and self._edits_gradients():
             logger.info(
@@ -105,19 +103,13 @@ class OffloadedOptimizer(Optimizer):
         elif overlap == "commit":
             waiting = WaitingGradients(heap, tiers, gradient_memory)
             self._overlap = CommittedUpdates(self._updater, is_last, waiting)
-        self._find_team = find_team
-        self._team: Team | None = None
-        self._reduced: ReducedBackward | None = None
-        # What `consolidate_state_dict` found, or the rank that has it.
-        self._consolidated: dict[torch.Tensor, dict[str, Any]] | None = None
-        self._elsewhere: int | None = None
         self._may_cut: dict[int, bool] = {}
         self._numbered = 0
         self._subgroups: list[Subgroup] = []
         self._planned_parameters = 0
         self._hooks: dict[int, Any] = {}
         self._closed = False
-        self._state = StateView(self._updater, self._planned_as_of_now, lambda: self._team)
+        self._state = StateView(self._updater, self._planned_as_of_now, self._shares)
         self._watch_parameters()
         if any(inner.state.values()):
             self._absorb_inner_state()
@@ -194,8 +186,9 @@ class OffloadedOptimizer(Optimizer):
                 loss = closure()
         phase = f"OffloadedOptimizer.step#{type(own).__name__}"
         with torch.autograd.profiler.record_function(phase):
-            self._states_change()
-            run_step(self._planned_as_of_now(), self._updater, self._overlap, self._team)
+            self._shares.states_change()
+            subgroups = self._planned_as_of_now()
+            run_step(subgroups, self._updater, self._overlap, self._shares.team)
         # A scheduler that was made with the inner optimizer asks whether it has stepped.
         own._opt_called = True  # type: ignore[attr-defined]
         for hook in chain(
@@ -257,10 +250,7 @@ class OffloadedOptimizer(Optimizer):
         """
         self._check_open()
         subgroups = self._planned_as_of_now()
-        states = self._consolidated
-        if states is None:
-            self._meet("optimizer.state_dict()")
-            states = streamed_states(subgroups, self._reader(), self._directories)
+        states = self._shares.states(subgroups, "optimizer.state_dict()")
         own = self.inner.state
         try:
             # In the order of the groups, as the plain optimizer would have made them.
@@ -286,31 +276,8 @@ class OffloadedOptimizer(Optimizer):
             StorageError: states could not be read.
         """
         self._check_open()
-        subgroups, reader = self._planned_as_of_now(), self._reader()
-        if isinstance(reader, TeamStates):
-            assert self._team is not None
-            self._states_change()
-            self._meet("optimizer.consolidate_state_dict()")
-            if self._team.rank == to:
-                self._consolidated = streamed_states(subgroups, reader, self._directories)
-            else:
-                reader.serve(subgroups)
-                self._elsewhere = to
-
-    def _meet(self, where: str) -> None:
-        team = self._team
-        if team is None or not team.shares:
-            return
-        if self._elsewhere is not None:
-            raise OffloadError(
-                f"the states were consolidated on rank {self._elsewhere}; this is rank "
-                f"{team.rank}. Call {where} there, or call consolidate_state_dict(to={team.rank}) "
-                f"on every rank."
-            )
-        team.meet(where)
-
-    def _states_change(self) -> None:
-        self._consolidated = self._elsewhere = None
+        where = "optimizer.consolidate_state_dict()"
+        self._shares.consolidate(self._planned_as_of_now(), to, where)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict, of a plain optimizer or of this one."""
@@ -334,9 +301,9 @@ class OffloadedOptimizer(Optimizer):
     def _absorb_inner_state(self) -> None:
         if self._overlap is not None:
             self._overlap.forget()
-        self._states_change()
-        self._planned_as_of_now()
-        absorb_states(self.inner.state, self._own(), self._updater)
+        self._shares.states_change()
+        subgroups = self._planned_as_of_now()
+        absorb_states(self.inner.state, self._shares.own(subgroups), self._updater)
         own = self.inner.state
         for parameter in self.parameters():
             own.pop(parameter, None)
@@ -367,46 +334,28 @@ class OffloadedOptimizer(Optimizer):
     def _gradient_ready(self, parameter: torch.Tensor) -> None:
         if self._overlap is None or self._closed:
             return
+        self._shares.first_gradient()
         self._planned()
-        if self._reduced is not None:
-            self._reduced.notice(parameter)
-        else:
+        if not self._shares.awaits_reduction(parameter):
             self._overlap.gradient_ready(parameter)
 
     def _planned(self) -> list[Subgroup]:
         """The subgroups; made when first needed, as a model may move to its device before that."""
         count = sum(len(group["params"]) for group in self.inner.param_groups)
+        if self._shares.join(self.parameters, self._overlap) and self._subgroups:
+            # Each rank had all states; from now on it has its share.
+            for subgroup in self._subgroups:
+                self._shares.deal(subgroup)
+            absorb_states({}, self._shares.others(self._subgroups), self._updater)
+            if self._overlap is not None:
+                self._overlap.watch(self._shares.own(self._subgroups))
         if self._planned_parameters < count:
-            if not self._planned_parameters:
-                self._join_team()
             self._planned_parameters = count
             known = {id(p.parameter) for subgroup in self._subgroups for p in subgroup.pieces}
             self._subgroups.extend(self._plan(known))
             if self._overlap is not None:
-                self._overlap.watch(self._own())
+                self._overlap.watch(self._shares.own(self._subgroups))
         return self._subgroups
-
-    def _join_team(self) -> None:
-        """Find the ranks that train these parameters too; their model may come after `attach`."""
-        team = None if self._find_team is None else self._find_team(self.parameters())
-        self._team = team
-        if team is not None and self._overlap is not None:
-            overlap = self._overlap
-            self._reduced = ReducedBackward(
-                team, overlap.backward_begins, overlap.gradient_reduced, overlap.backward_over
-            )
-
-    def _own(self) -> list[Subgroup]:
-        """The subgroups that this rank updates, and has the states of."""
-        team = self._team
-        if team is None or not team.shares:
-            return self._subgroups
-        return [subgroup for subgroup in self._subgroups if subgroup.owner == team.rank]
-
-    def _reader(self) -> StateReader:
-        """What reads the states of all ranks."""
-        team = self._team
-        return self._updater if team is None or not team.shares else TeamStates(team, self._updater)
 
     def largest_subgroup_bytes(self) -> int:
         """Bytes of the weights that are updated at a time, at most."""
@@ -427,8 +376,7 @@ class OffloadedOptimizer(Optimizer):
         for subgroup in planned:
             self._numbered += 1
             subgroup.number = self._numbered
-            if self._team is not None:
-                subgroup.owner = self._team.deal(sum(piece.numel for piece in subgroup.pieces))
+            self._shares.deal(subgroup)
             yield subgroup
 
     def _can_be_cut(self, group_index: int) -> bool:
@@ -453,19 +401,19 @@ class OffloadedOptimizer(Optimizer):
             return subgroups
         if self._overlap is not None:
             self._overlap.forget()
-        states = streamed_states(subgroups, self._reader(), self._directories)
-        absorb_states({}, self._own(), self._updater)
+        self._shares.states_change()
+        states = self._shares.states(subgroups, "optimizer.step() with other parameters")
+        absorb_states({}, self._shares.own(subgroups), self._updater)
         self._may_cut.clear()
-        if self._team is not None:
-            self._team.deal_anew()
+        self._shares.deal_anew()
         subgroups[:] = self._plan(())
         self._planned_parameters = sum(map(len, groups))
-        absorb_states(states, self._own(), self._updater)
+        absorb_states(states, self._shares.own(subgroups), self._updater)
         for gone in self._hooks.keys() - set().union(*groups):
             self._hooks.pop(gone).remove()
         self._watch_parameters()
         if self._overlap is not None:
-            self._overlap.watch(self._own())
+            self._overlap.watch(self._shares.own(self._subgroups))
         return subgroups
 
     def close(self) -> None:
@@ -473,14 +421,14 @@ class OffloadedOptimizer(Optimizer):
         if self._closed:
             return
         self._closed = True
-        self._states_change()
+        self._shares.states_change()
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
         if self._overlap is not None:
             self._overlap.forget()
             self._overlap.watch([])
-        absorb_states({}, self._own(), self._updater)
+        absorb_states({}, self._shares.own(self._subgroups), self._updater)
 
     def _check_open(self) -> None:
         if self._closed:

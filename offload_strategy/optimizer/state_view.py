@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from offload_strategy.errors import OffloadError
-from offload_strategy.optimizer.ranks import Team
+from offload_strategy.optimizer.ranks.shares import Shares
 from offload_strategy.optimizer.states.subgroups import Subgroup
 from offload_strategy.optimizer.updates import Updater
 from offload_strategy.optimizer.whole_states import replace_state, state_of
@@ -23,39 +22,22 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
     Args:
         updater: loads and stores states.
         subgroups: gives the subgroups of this moment.
-        team: gives the ranks that share them; those of other ranks cannot be looked at here.
+        shares: tells those of this rank; those of others cannot be looked at here.
     """
 
     def __init__(
-        self,
-        updater: Updater,
-        subgroups: Callable[[], list[Subgroup]],
-        team: Callable[[], Team | None],
+        self, updater: Updater, subgroups: Callable[[], list[Subgroup]], shares: Shares
     ) -> None:
         self._updater = updater
         self._all = subgroups
-        self._team = team
+        self._shares = shares
 
     def _subgroups(self) -> list[Subgroup]:
         """Those of this rank."""
-        subgroups, team = self._all(), self._team()
-        if team is None or not team.shares:
-            return subgroups
-        return [subgroup for subgroup in subgroups if subgroup.owner == team.rank]
-
-    def _check_here(self, parameter: torch.Tensor) -> None:
-        subgroups, team = self._all(), self._team()
-        for subgroup in subgroups if team is not None and team.shares else ():
-            there = any(piece.parameter is parameter for piece in subgroup.pieces)
-            if team is not None and there and subgroup.owner != team.rank:
-                raise OffloadError(
-                    f"the state of this parameter of shape {tuple(parameter.shape)} is on rank "
-                    f"{subgroup.owner} of {team.size}: call optimizer.state_dict() on all ranks, "
-                    f"or set optimizer.sharding: false to have all states on every rank."
-                )
+        return self._shares.own(self._all())
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
-        self._check_here(parameter)
+        self._shares.check_here(parameter, self._all())
         state = state_of(parameter, self._subgroups(), self._updater)
         return {} if state is None else state  # as the defaultdict of a plain optimizer
 

@@ -58,6 +58,7 @@ def train(
     hints: bool = True,
     unused: bool = False,
     states: dict[str, Any] | None = None,
+    order: str = "together",
     **ddp: Any,
 ) -> dict[str, Any]:
     """Train a net over two ranks.
@@ -67,9 +68,16 @@ def train(
     """
     torch.manual_seed(0)
     net = Net()
+    made = getattr(torch.optim, optimizer)(net.parameters(), lr=1e-2)
+    used: Any = made
+    if engine is not None and order != "together":
+        used = engine.attach(None, made)
+        used.load_state_dict(used.state_dict())  # as Accelerate does
     model = DistributedDataParallel(net, find_unused_parameters=unused, bucket_cap_mb=0.02, **ddp)
-    made = getattr(torch.optim, optimizer)(model.parameters(), lr=1e-2)
-    used: Any = made if engine is None else engine.attach(model, made)
+    if engine is not None and order == "optimizer first":
+        engine.attach(model)
+    elif engine is not None and order == "together":
+        used = engine.attach(model, made)
     if states is not None:
         used.load_state_dict(states["optimizer"])
         net.load_state_dict(states["model"])
@@ -126,6 +134,8 @@ def against_plain(rank: int, directory: Path) -> list[dict[str, Any]]:
         {"gradient_as_bucket_view": True, "clip": 0.5},
         {"gradient_as_bucket_view": True, "accumulation": 3},
         {"static_graph": True},
+        {"order": "optimizer first", "clip": 0.5},
+        {"order": "optimizer alone", "accumulation": 3},
         {"optimizer": "SGD"},
         {"optimizer": "RAdam", "accumulation": 3},
     ]

@@ -15,7 +15,8 @@ def test_every_way_gives_what_plain_data_parallel_training_gives(tmp_path: Path)
     for rank in ranks:
         assert rank
         assert [run["case"] for run in rank if run["differs"]] == []
-        assert all(run["activations"] > 0 for run in rank)
+        for run in rank:
+            assert (run["activations"] > 0) is (run["case"].get("order") != "optimizer alone")
         for run in rank:
             case = run["case"]
             whole_pass = {"unused", "static_graph"} & case.keys() or case["overlap"] == "off"

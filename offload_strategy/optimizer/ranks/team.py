@@ -9,6 +9,7 @@ planned, which is the same on all ranks, so nobody has to be asked.
 
 from __future__ import annotations
 
+import gc
 import os
 import weakref
 from collections import deque
@@ -262,18 +263,35 @@ class TeamBook:
     def __init__(self, *, shares: bool) -> None:
         self._shares = shares
         self._modules: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self._noted = 0
+
+    @property
+    def changes(self) -> int:
+        """Grows when `team_of` might find what it did not find before."""
+        return self._noted + (_world_size() > 1)
 
     def note(self, model: nn.Module) -> None:
         """A model is attached: find what in it is data-parallel."""
-        self._modules.update(m for m in model.modules() if isinstance(m, DistributedDataParallel))
+        found = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+        self._modules.update(found)
+        self._noted += len(found)
 
     def team_of(self, parameters: Iterable[torch.Tensor]) -> Team | None:
         """The team that trains parameters; None if this process trains them by itself."""
         wanted = {id(parameter) for parameter in parameters}
-        for module in self._modules:
+        modules = list(self._modules)
+        if _world_size() > 1:
+            # One that was not attached reduces gradients all the same. (Not isinstance: among all
+            # objects there are some that answer for others.)
+            modules += [m for m in gc.get_objects() if issubclass(type(m), DistributedDataParallel)]
+        for module in modules:
             if not wanted.isdisjoint(map(id, module.parameters())):
                 return Team(module, shares=self._shares)
         return None
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def check_parallel(model: nn.Module, *, streams: bool, swaps: bool) -> None:
