@@ -44,6 +44,7 @@ def loop(
     plugin: SSDOffloadPlugin | None,
     resume: bool = False,
     sharded: bool = False,
+    batch: int = 4,
 ) -> dict[str, Any]:
     """Train with accumulation, clipping and a scheduler; save in the middle.
 
@@ -51,6 +52,7 @@ def loop(
         directory: of the checkpoint.
         plugin: to offload with; None to train plainly.
         resume: load the checkpoint and do the second half only.
+        batch: samples of a process and a micro-batch.
         sharded: with FSDP version 2, else with DistributedDataParallel.
     """
     accelerator = make_accelerator(
@@ -63,7 +65,7 @@ def loop(
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     tokens = torch.randint(0, 96, (96, 17), generator=torch.Generator().manual_seed(1))
-    loader = DataLoader(TensorDataset(tokens), batch_size=4)
+    loader = DataLoader(TensorDataset(tokens), batch_size=batch)
     model, optimizer, loader, scheduler = accelerator.prepare(net, optimizer, loader, scheduler)
     losses = []
     if resume:
