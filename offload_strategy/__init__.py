@@ -21,7 +21,11 @@ if TYPE_CHECKING:
         TierFullError,
     )
     from offload_strategy.integrations.accelerate import SSDOffloadPlugin
-    from offload_strategy.integrations.lightning import SSDOffloadStrategy
+    from offload_strategy.integrations.lightning import (
+        SSDOffloadDeepSpeedStrategy,
+        SSDOffloadFSDPStrategy,
+        SSDOffloadStrategy,
+    )
 
 __version__ = "0.1.0"
 
@@ -34,6 +38,8 @@ _HOMES = {
     "StorageError": "offload_strategy.errors",
     "CorruptDataError": "offload_strategy.errors",
     "SSDOffloadPlugin": "offload_strategy.integrations.accelerate",
+    "SSDOffloadDeepSpeedStrategy": "offload_strategy.integrations.lightning",
+    "SSDOffloadFSDPStrategy": "offload_strategy.integrations.lightning",
     "SSDOffloadStrategy": "offload_strategy.integrations.lightning",
     "load": "offload_strategy.checkpoints",
     "save": "offload_strategy.checkpoints",
@@ -45,6 +51,8 @@ __all__ = [
     "OffloadConfig",
     "OffloadEngine",
     "OffloadError",
+    "SSDOffloadDeepSpeedStrategy",
+    "SSDOffloadFSDPStrategy",
     "SSDOffloadPlugin",
     "SSDOffloadStrategy",
     "StorageError",

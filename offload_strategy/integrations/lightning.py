@@ -46,12 +46,25 @@ if TYPE_CHECKING:
 
     from offload_strategy.config import ConfigSource, OffloadConfig
     from offload_strategy.engine import OffloadEngine
-    from offload_strategy.integrations.lightning_pytorch import SSDOffloadStrategy
+    from offload_strategy.integrations.lightning_pytorch import (
+        SSDOffloadDeepSpeedStrategy,
+        SSDOffloadFSDPStrategy,
+        SSDOffloadStrategy,
+    )
 else:
     # The class that is mixed in with brings the real base: see the first note.
     _Strategy = object
 
-__all__ = ["STRATEGY_NAME", "OffloadStrategyMixin", "SSDOffloadStrategy", "register_in"]
+__all__ = [
+    "STRATEGY_NAME",
+    "OffloadStrategyMixin",
+    "SSDOffloadDeepSpeedStrategy",
+    "SSDOffloadFSDPStrategy",
+    "SSDOffloadStrategy",
+    "register_in",
+]
+
+_STRATEGIES = frozenset(name for name in __all__ if name.startswith("SSD"))
 
 STRATEGY_NAME = "ssd_offload"
 
@@ -347,18 +360,16 @@ def register_in(registry: Any, strategy: type[OffloadStrategyMixin]) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Find `SSDOffloadStrategy` for the Lightning at hand.
+    """Find a strategy for the Lightning at hand.
 
     That is the install which is already imported, if only one of them is; else `lightning.pytorch`
     if it is installed, else `pytorch_lightning`.
     """
-    if name != "SSDOffloadStrategy":
+    if name not in _STRATEGIES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     imported = [family for family in _FAMILIES if family in sys.modules]
     installed = [family for family in _FAMILIES if find_spec(family.partition(".")[0])]
     if not installed:
-        raise ImportError(
-            "SSDOffloadStrategy needs Lightning: pip install 'offload-strategy[lightning]'"
-        )
+        raise ImportError(f"{name} needs Lightning: pip install 'offload-strategy[lightning]'")
     family = imported[0] if len(imported) == 1 else installed[0]
-    return importlib.import_module(_FAMILIES[family]).SSDOffloadStrategy
+    return getattr(importlib.import_module(_FAMILIES[family]), name)
