@@ -23,6 +23,7 @@ import torch
 from offload_strategy.heap import TicketState
 from offload_strategy.optimizer.gradients import GradientStandIn, Held, values_of
 from offload_strategy.optimizer.states.layout import packable
+from offload_strategy.optimizer.states.shards import in_place_of, local_part
 from offload_strategy.optimizer.states.subgroups import Subgroup
 from offload_strategy.optimizer.updates import Speculation, Updater
 
@@ -35,7 +36,7 @@ _LAG = 2
 _WITHIN = -2
 
 
-def _is_within_another() -> bool:
+def is_within_another() -> bool:
     """Whether the backward pass that runs was begun by a node of another."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -130,7 +131,7 @@ class BackwardOverlap(ABC):
     def _place(self, parameter: torch.Tensor, stand_in: GradientStandIn) -> None:
         """Put a stand-in into `p.grad`, as soon as nobody else writes there any more."""
         if self._ahead_of_time is None:
-            parameter.grad = stand_in
+            parameter.grad = in_place_of(parameter.grad, stand_in)
         else:
             self._unplaced.append((parameter, stand_in))
 
@@ -151,12 +152,12 @@ class BackwardOverlap(ABC):
         if backward == before:
             return False
         if before != -1 and id(parameter) not in self._seen:
-            if _is_within_another():
+            if is_within_another():
                 return False
             if before == _WITHIN:
                 self._backward = backward
                 return False
-        self._backward = _WITHIN if _is_within_another() else backward
+        self._backward = _WITHIN if is_within_another() else backward
         return True
 
     def _complete(self, subgroup: Subgroup) -> None:
@@ -205,8 +206,7 @@ class BackwardOverlap(ABC):
         """A parameter's gradient as a plain tensor, if it can be held and cut; None otherwise."""
         if self._ahead_of_time is not None:
             return self._ahead_of_time
-        # Of a sharded one the gradient is a DTensor, which has the values itself until `step()`.
-        if parameter.grad is None or not packable(parameter):
+        if parameter.grad is None or not packable(local_part(parameter)):
             return None
         gradient = values_of(parameter)
         return gradient if packable(gradient) else None

@@ -11,6 +11,9 @@ the end of the pass. So there are two times at which gradients are final:
 - At the end of the pass they are in `p.grad`. A callback that a callback has queued runs after
   DDP's, whatever that queued itself.
 
+A reentrant checkpoint runs a pass within the pass, with callbacks of its own, which come while most
+buckets still wait. Such an end counts only if all buckets were reduced before it.
+
 Reductions end on threads of the transport. What they bring is taken on the thread that runs
 backward, when its next gradient comes.
 """
@@ -25,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from offload_strategy.optimizer.backward.overlap import is_within_another
 from offload_strategy.optimizer.ranks.team import Team
 
 #: A static graph's first pass reduces in a callback, which queues the one that ends the reduction.
@@ -56,6 +60,10 @@ class ReducedBackward:
         self._reduced = reduced
         self._over = over
         self._pass = -1
+        self._is_over = True
+        self._outermost = -1  # graph task, if it has had a gradient
+        self._reduced_all = False
+        self._noticed: set[int] = set()
         self._seen: dict[int, torch.Tensor] = {}
         self._reducing: deque[tuple[torch.futures.Future[Any], _Bucket]] = deque()
         self._listens = False
@@ -74,17 +82,27 @@ class ReducedBackward:
         graph_task = torch._C._current_graph_task_id()
         if graph_task != self._pass:
             self._pass = graph_task
-            self._seen.clear()
-            self._reducing.clear()  # of a pass that broke off
-            self._begins()
-            self._queue(_CALLBACKS_BEHIND)
+            within = is_within_another()
+            another = not within and self._outermost not in (-1, graph_task)
+            if self._is_over or another or id(parameter) in self._noticed:
+                self._is_over, self._outermost = False, -1
+                self._reduced_all = False
+                self._noticed.clear()
+                self._seen.clear()
+                self._reducing.clear()  # of a pass that broke off
+                self._begins()
+            if not within:
+                self._outermost = graph_task
+            self._queue(_CALLBACKS_BEHIND, within)
+        self._noticed.add(id(parameter))
         self._seen[id(parameter)] = parameter
         self._take_what_is_there()
 
-    def add(self, future: torch.futures.Future[Any], bucket: _Bucket) -> None:
-        """A bucket's reduction has begun."""
-        if self._pass != -1:
+    def add(self, future: torch.futures.Future[Any], bucket: _Bucket, last: bool) -> None:
+        """The reduction of a bucket has begun, maybe of the last one."""
+        if not self._is_over:
             self._reducing.append((future, bucket))
+            self._reduced_all = last
 
     def _take_what_is_there(self) -> None:
         while self._reducing and self._reducing[0][0].done():
@@ -95,11 +113,11 @@ class ReducedBackward:
                 if parameter.is_contiguous() and self._seen.pop(id(parameter), None) is not None:
                     self._reduced(parameter, gradient)
 
-    def _queue(self, behind: int) -> None:
+    def _queue(self, behind: int, within: bool) -> None:
         def callback() -> None:
             if behind:
-                self._queue(behind - 1)
-            else:
+                self._queue(behind - 1, within)
+            elif not self._is_over and (self._reduced_all or not within):
                 self._end()
 
         torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -108,7 +126,7 @@ class ReducedBackward:
         seen = self._seen
         for parameter in self._team.late_parameters():
             seen.setdefault(id(parameter), parameter)
-        self._pass, self._seen = -1, {}
+        self._pass, self._is_over, self._seen = -1, True, {}
         self._reducing.clear()
         if not self._listens:
             self._listen()
@@ -150,7 +168,7 @@ def _all_reduce(listeners, bucket):  # type: ignore[no-untyped-def]  # DDP reads
     future = work.get_future()
     pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
     for listener in listeners.all:
-        listener.add(future, pairs)
+        listener.add(future, pairs, bucket.is_last())
     return future.then(_first)
 
 
