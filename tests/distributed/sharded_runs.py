@@ -150,6 +150,7 @@ def against_plain(rank: int, directory: Path) -> list[dict[str, Any]]:
                     "case": [str(case), overlap],
                     "differs": [key for key in KEYS if not same(plain[key], ours[key])],
                     "kinds": ours["kinds"],
+                    "ahead": ours["metrics"]["offload/optimizer/speculated_steps"],
                     "optimizer": ours["metrics"]["offload/optimizer/written_bytes"],
                     "activations": ours["metrics"]["offload/activations/written_bytes"],
                 }

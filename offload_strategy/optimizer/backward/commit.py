@@ -15,6 +15,7 @@ from offload_strategy.optimizer.gradients import (
     WaitingGradients,
     norm_of,
 )
+from offload_strategy.optimizer.states.shards import local_part
 from offload_strategy.optimizer.states.subgroups import Subgroup
 from offload_strategy.optimizer.updates import Speculation, Updater
 
@@ -128,7 +129,9 @@ class CommittedUpdates(BackwardOverlap):
     def _scaling(self, key: int) -> Recipe | None:
         """What was done to a gradient since backward; None for what cannot be foreseen."""
         parameter, stand_in = self._stand_ins[key]
-        untouched = parameter.grad is stand_in and not stand_in.edited
+        gradient = parameter.grad
+        there = gradient is not None and local_part(gradient) is stand_in
+        untouched = there and not stand_in.edited
         return stand_in.recipe if untouched else None
 
     def _may_hold(self, speculation: Speculation) -> bool:

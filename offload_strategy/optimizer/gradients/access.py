@@ -12,6 +12,8 @@ from offload_strategy.optimizer.states.shards import local_part
 def has_gradient(parameter: torch.Tensor) -> bool:
     """Whether a parameter has a gradient that no update has used."""
     gradient = parameter.grad
+    if gradient is not None:
+        gradient = local_part(gradient)
     if isinstance(gradient, GradientStandIn):
         backing = gradient._backing
         return backing.is_pinned or not isinstance(backing.source, Consumed)
@@ -22,4 +24,5 @@ def values_of(parameter: torch.Tensor) -> torch.Tensor:
     """The gradient that a parameter has here, as a plain tensor for an update at `step()`."""
     gradient = parameter.grad
     assert gradient is not None
-    return gradient.values() if isinstance(gradient, GradientStandIn) else local_part(gradient)
+    gradient = local_part(gradient)
+    return gradient.values() if isinstance(gradient, GradientStandIn) else gradient

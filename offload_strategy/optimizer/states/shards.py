@@ -46,3 +46,17 @@ def like_parameter(value: Any, parameter: torch.Tensor) -> Any:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+
+
+def in_place_of(tensor: torch.Tensor | None, local: torch.Tensor) -> torch.Tensor:
+    """A local part as what it stands for: sharded like a tensor, if that is.
+
+    Args:
+        tensor: whose place it takes.
+        local: of the shape of what is here of it.
+    """
+    if tensor is None or not is_sharded(tensor):
+        return local
+    sharded: Any = tensor
+    # Not `from_local`, which looks at the values.
+    return DTensor(local, sharded._spec, requires_grad=False)
