@@ -1,0 +1,323 @@
+"""What combines with what: the list, and the runs that prove it.
+
+Not every product of values is run: for each way to train, every pair of values occurs in some
+combination. A pair that is refused is run by itself, with the first values of everything else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from offload_strategy import OffloadEngine, OffloadError
+
+STEPS = 3
+BATCH, LENGTH, VOCABULARY = 4, 16, 64
+
+STREAMED = "all, streamed weights too"
+
+CLIENTS: dict[str, dict[str, Any]] = {
+    "activations": {"optimizer": {"enabled": False}},
+    "optimizer: commit": {"activations": {"enabled": False}},
+    "optimizer: eager": {"activations": {"enabled": False}, "optimizer": {"overlap": "eager"}},
+    "optimizer: off": {"activations": {"enabled": False}, "optimizer": {"overlap": "off"}},
+    STREAMED: {"parameters": {"enabled": True, "min_size": 1}},
+}
+"""Sections of the config by client; what is not said is on, as in the defaults."""
+
+MOVES = {
+    "activations": ("activations",),
+    "optimizer: commit": ("optimizer",),
+    "optimizer: eager": ("optimizer",),
+    "optimizer: off": ("optimizer",),
+    STREAMED: ("activations", "optimizer", "parameters"),
+}
+"""Which parts of the engine must have moved bytes."""
+
+AXES: dict[str, tuple[str, ...]] = {
+    "precision": ("32", "bf16-mixed", "bf16-true"),
+    "checkpointing": ("none", "non-reentrant", "reentrant"),
+    "compile": ("no", "aot_eager"),
+    "client": tuple(CLIENTS),
+}
+"""Values of each property; the first one is what everybody begins with."""
+
+SCALED = "16-mixed"
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One value of each axis."""
+
+    precision: str
+    checkpointing: str
+    compile: str
+    client: str
+
+    @property
+    def training(self) -> Combination:
+        """What training without offload depends on; the client only by what is compiled."""
+        client = self.client if self.compiles_blocks else ""
+        return Combination(self.precision, self.checkpointing, self.compile, client)
+
+    @property
+    def compiles_blocks(self) -> bool:
+        """Whether each block is compiled, and not the model.
+
+        Blocks that are streamed would break the model's graph, and graphs that are cut elsewhere
+        may round elsewhere: in bfloat16 they do, with streaming or without.
+        """
+        return self.compile != "no" and self.client == STREAMED
+
+    def has(self, values: Mapping[str, str]) -> bool:
+        """Whether it has all of these values, by axis."""
+        return all(getattr(self, axis) == value for axis, value in values.items())
+
+    def pairs(self) -> set[frozenset[tuple[str, str]]]:
+        """Every two values of it, with their axes."""
+        return {frozenset(pair) for pair in itertools.combinations(asdict(self).items(), 2)}
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Values that cannot be had together.
+
+    Args:
+        values: by axis.
+        message: a pattern that the error matches.
+        summary: for the table.
+        kind: class of the error.
+    """
+
+    values: Mapping[str, str]
+    message: str
+    summary: str
+    kind: str
+
+
+STREAMED_IN_RANKS = Refusal(
+    {"client": STREAMED},
+    r"parameters\.enabled.*train in one process",
+    "weights are streamed in one process only",
+    "ConfigError",
+)
+SCALED_AND_EAGER = {"client": "optimizer: eager", "precision": SCALED}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What two runs are compared by, and the bytes that left by part of the engine."""
+
+    losses: list[str]
+    weights: dict[str, torch.Tensor]
+    moved: dict[str, float]
+
+    def differences(self, other: Outcome) -> list[str]:
+        """What is not the same to the last bit."""
+        found = [] if self.losses == other.losses else ["losses"]
+        if self.weights.keys() != other.weights.keys():
+            return [*found, "names of weights"]
+        pairs = ((name, value, other.weights[name]) for name, value in self.weights.items())
+        return found + [name for name, a, b in pairs if a.dtype != b.dtype or not torch.equal(a, b)]
+
+
+Train = Callable[[Combination, Mapping[str, Any] | None], Outcome]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to train.
+
+    Args:
+        name: as users know it.
+        how: what precision and compile mean here, for the document.
+        train: trains with a config, or without offload.
+        refusals: what is refused with it.
+        axes: values by axis.
+    """
+
+    name: str
+    how: str
+    train: Train
+    refusals: Sequence[Refusal] = ()
+    axes: Mapping[str, Sequence[str]] = field(default_factory=lambda: AXES)
+
+    def product(self) -> Iterator[Combination]:
+        """Every combination, the simplest first."""
+        for values in itertools.product(*self.axes.values()):
+            yield Combination(**dict(zip(self.axes, values, strict=True)))
+
+    def refusal(self, combination: Combination) -> Refusal | None:
+        """Why a combination is refused; None if it is not."""
+        return next((one for one in self.refusals if combination.has(one.values)), None)
+
+    def combinations(self) -> list[Combination]:
+        """Few that have every pair of values between them, then one for each refusal.
+
+        Greedy: each time the one with most pairs that no other has had, and of those the first.
+        What is refused does not count, as nothing else of it is seen.
+        """
+        allowed = [one for one in self.product() if self.refusal(one) is None]
+        wanted = set().union(*(one.pairs() for one in allowed))
+        found = []
+        while wanted:
+            best = max(allowed, key=lambda one: len(one.pairs() & wanted))
+            found.append(best)
+            wanted -= best.pairs()
+        refused = [next(c for c in self.product() if c.has(one.values)) for one in self.refusals]
+        return found + refused
+
+
+def verdicts(way: Way, directory: Path) -> dict[Combination, str]:
+    """Train every combination of a way with offload and without.
+
+    Args:
+        way: to train.
+        directory: of the tier.
+
+    Returns:
+        "identical", "refused: why", or what else was found.
+    """
+    plain: dict[Combination, Outcome] = {}
+    found = {}
+    for one in way.combinations():
+        refusal = way.refusal(one)
+        if refusal is None and one.training not in plain:
+            torch._dynamo.reset()  # what was compiled for it is used again with offload
+            plain[one.training] = way.train(one, None)
+        try:
+            outcome = way.train(one, config(directory, one.client))
+        except OffloadError as error:
+            found[one] = _refused(error, refusal)
+            # A backward that failed leaves nodes in autograd's queue, which the next one drops.
+            torch.ones(1, requires_grad=True).sum().backward()
+            continue
+        if refusal is not None:
+            found[one] = "trained, and should be refused"
+            continue
+        differs = outcome.differences(plain[one.training])
+        still = [part for part in MOVES[one.client] if not outcome.moved[part] > 0]
+        found[one] = "identical"
+        if differs or still:
+            found[one] = f"differs: {differs}; not moved: {still}"
+    torch._dynamo.reset()
+    return found
+
+
+def _refused(error: OffloadError, refusal: Refusal | None) -> str:
+    kind = type(error).__name__
+    if refusal is None or kind != refusal.kind or not re.search(refusal.message, str(error)):
+        return f"fails: {kind}: {error}"
+    return f"refused: {refusal.summary}"
+
+
+def config(directory: Path, client: str) -> dict[str, Any]:
+    """A config with which nearly everything of a tiny model leaves."""
+    sections: dict[str, Any] = {
+        "tiers": [{"name": "disk", "kind": "ssd", "path": str(directory), "capacity": "256MiB"}],
+        "activations": {"min_size": "1KiB", "budget": "100%"},
+        "optimizer": {"subgroup_size": 4096},  # small pieces, of which every rank has some
+        "memory": {"pinned": "64MiB"},
+    }
+    for name, options in CLIENTS[client].items():
+        sections[name] = {**sections.get(name, {}), **options}
+    return sections
+
+
+def moved_bytes(engine: OffloadEngine) -> dict[str, float]:
+    """Bytes that left by part of the engine: written, or handed back while on their way."""
+    figures = engine.metrics()
+    return {
+        part: sum(
+            figures.get(f"offload/{part}/{what}_bytes", 0.0) for what in ("written", "forwarded")
+        )
+        for part in ("activations", "optimizer", "parameters")
+    }
+
+
+# ---------------------------------------------------------------------- what is trained
+
+
+def make_model(combination: Combination) -> GPT2LMHeadModel:
+    """A tiny GPT-2 with tied embeddings and dropout; always the same weights."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": 32, "n_head": 2}
+    model = GPT2LMHeadModel(GPT2Config(n_layer=2, use_cache=False, **shape))
+    if combination.checkpointing != "none":
+        reentrant = combination.checkpointing == "reentrant"
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    return model.to(torch.bfloat16) if combination.precision == "bf16-true" else model
+
+
+def batches(rank: int = 0) -> torch.Tensor:
+    """A batch of tokens for each step."""
+    generator = torch.Generator().manual_seed(1 + rank)
+    return torch.randint(0, VOCABULARY, (STEPS, BATCH, LENGTH), generator=generator)
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Of the next token, as the model itself computes it."""
+    loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+    return loss
+
+
+def autocast(combination: Combination) -> AbstractContextManager[Any]:
+    """The precision of a forward."""
+    low = {"bf16-mixed": torch.bfloat16, SCALED: torch.float16}.get(combination.precision)
+    return nullcontext() if low is None else torch.autocast("cpu", low)
+
+
+def plain_loop(
+    combination: Combination,
+    sections: Mapping[str, Any] | None,
+    model: nn.Module,
+    rank: int = 0,
+    forward: Callable[[Combination], AbstractContextManager[Any]] = autocast,
+) -> Outcome:
+    """Train a model, which may be wrapped or sharded, in a loop of one's own."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler(
+        "cpu", enabled=combination.precision == SCALED, init_scale=2.0**10
+    )
+    torch.manual_seed(1 + rank)  # of dropout
+    losses = []
+    engine = None if sections is None else OffloadEngine(sections)
+    with nullcontext() if engine is None else engine:
+        used: Any = optimizer if engine is None else engine.attach(model, optimizer)
+        for tokens in batches(rank):
+            with forward(combination):
+                loss = loss_of(model, tokens)
+            scaler.scale(loss).backward()
+            losses.append(loss.item().hex())
+            del loss
+            scaler.step(used)
+            scaler.update()
+            used.zero_grad()
+        moved = {} if engine is None else moved_bytes(engine)
+    return Outcome(losses, weights_of(model), moved)
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the weights by name; shards are brought together."""
+    return {
+        name: getattr(parameter, "full_tensor", parameter.clone)().detach()
+        for name, parameter in model.named_parameters()
+    }
+
+
+def compiled(model: nn.Module, combination: Combination) -> Any:
+    """The model, compiled if it is to be."""
+    if combination.compiles_blocks:
+        for block in model.transformer.h:
+            block.compile(backend=combination.compile)
+        return model
+    return model if combination.compile == "no" else torch.compile(model, backend="aot_eager")
