@@ -3,7 +3,8 @@
     accelerate launch --config offload.yaml train.py
 
 The section `ssd_offload_config:` is checked before the training process starts, so that a misspelt
-key costs a second and not a queue's wait. It travels as JSON in $SSD_OFFLOAD_CONFIG, and
+key costs a second and not a queue's wait. It travels as JSON in $SSD_OFFLOAD_CONFIG, in which paths
+are expanded but for $RANK and $LOCAL_RANK, as each training process has its own; and
 $ACCELERATE_USE_SSD_OFFLOAD says that it is meant for Accelerate: the former alone is only a
 default. A section wins over a $SSD_OFFLOAD_CONFIG from outside. `integrations/accelerate.py` is the
 other end.
@@ -28,6 +29,9 @@ from offload_strategy.errors import ConfigError
 SECTION = "ssd_offload_config"
 CONFIG_VARIABLE = "SSD_OFFLOAD_CONFIG"
 ACTIVE_VARIABLE = "ACCELERATE_USE_SSD_OFFLOAD"
+
+#: What the launcher's processes have each of their own.
+_OF_RANKS = ("LOCAL_RANK", "RANK")
 
 _LAUNCHER = "accelerate.commands.launch"
 _INSTALLED = "_ssd_offload_installed"
@@ -104,7 +108,6 @@ def environment_for(path: str | None, args: argparse.Namespace | None = None) ->
     content = _content(path)
     if path is None or SECTION not in content:
         return {}
-    config = OffloadConfig.load(path)
     distributed = str(content.get("distributed_type") or "NO")
     if distributed not in ("NO", "DEEPSPEED", "FSDP") and not distributed.startswith("MULTI_"):
         raise ConfigError(
@@ -112,10 +115,18 @@ def environment_for(path: str | None, args: argparse.Namespace | None = None) ->
             f"process ('NO'), with data-parallel processes ('MULTI_GPU', 'MULTI_CPU'), with 'FSDP' "
             f"(fsdp_version 2) and with 'DEEPSPEED'. Set one of these, or remove the section"
         )
-    return {
-        CONFIG_VARIABLE: config.model_dump_json(exclude_unset=True),
-        ACTIVE_VARIABLE: "true",
-    }
+    several = distributed != "NO"
+    return {CONFIG_VARIABLE: _section(path, several=several), ACTIVE_VARIABLE: "true"}
+
+
+def _section(path: str, *, several: bool) -> str:
+    """The section as JSON, in which variables stay that only the ranks have, if there are any."""
+    marks = {name: f"(({name}))" for name in _OF_RANKS if several}
+    with _variables(marks):
+        section = OffloadConfig.load(path).model_dump_json(exclude_unset=True)
+    for name, mark in marks.items():
+        section = section.replace(mark, f"${{{name}}}")
+    return section
 
 
 def _content(path: str | None) -> Mapping[str, Any]:

@@ -15,8 +15,8 @@ def test_a_restarted_job_ends_with_the_parameters_of_an_unbroken_one(
     tmp_path: Path, disk: Path
 ) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    # With the launcher's store the ranks that are started again may read where the old ones listened
-    # (torch 2.13, with or without offload).
+    # From the launcher's own store ranks that are started again may read where the old ones
+    # listened (torch 2.13, with or without offload).
     store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     done = subprocess.run(
         [sys.executable, *launcher, "--max-restarts=1", str(_SCRIPT), str(disk), str(tmp_path)],
