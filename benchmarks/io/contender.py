@@ -251,7 +251,18 @@ def deepnvme(directory: str, count: int, nbytes: int) -> Iterator[Actions]:
         file.unlink()
 
 
-KINDS = {"ours": ours, "deepnvme": deepnvme}
+def data_parallel(**settings: Any) -> contextlib.AbstractContextManager[Actions]:
+    """A rank that trains, see there."""
+    from benchmarks.distributed.rank import data_parallel
+
+    return data_parallel(**settings)
+
+
+KINDS: dict[str, Callable[..., contextlib.AbstractContextManager[Actions]]] = {
+    "ours": ours,
+    "deepnvme": deepnvme,
+    "data_parallel": data_parallel,
+}
 
 
 def main() -> None:

@@ -1,0 +1,171 @@
+"""Ranks that train data-parallel on one path get, in sum, the bandwidth of one rank alone."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks import disks
+from benchmarks.io.contender import Contender
+from benchmarks.io.results import Context, Result, Skipped, in_turns, median_ratio
+from offload_strategy.units import MiB
+
+_RANKS = 4
+_THROTTLE = 100_000_000
+_ALONE, _TOGETHER = "one rank", f"{_RANKS} ranks"
+_BOTH = "read and write"
+
+Laps = dict[str, list[dict[str, Any]]]
+
+
+def path(context: Context) -> list[Result]:
+    """One rank and four, in turns: the same model, the same states, which the four share.
+
+    The bandwidth is the bytes that all ranks moved over the time in which any of them waited for
+    the path, the wait for its turn included: while gradients are computed and reduced nobody does.
+
+    The throttle limits reads and writes each by itself, as no disk does: one rank alone reads and
+    writes at once and gets twice the limit, while of several who take turns, each has the path for
+    both. So what is judged is each direction, limited while the other one is free; with both limits
+    in force the figures are for information.
+
+    Raises:
+        Skipped: no throttled disk can be had here.
+    """
+    why_not = disks.why_not()
+    if why_not is not None:
+        raise Skipped(why_not)
+    width, layers, steps = (1024, 2, 2) if context.quick else (2048, 4, 4)
+    # States, and where updates run ahead as much again, and weights; and something to spare.
+    capacity = 2 * width * width * layers * 4 * 5 + 256 * MiB
+    laps: dict[str, Laps] = {
+        limited: {_ALONE: [], _TOGETHER: []} for limited in ("read", "write", _BOTH)
+    }
+    with (
+        disks.loop_disk(context.directory, 2 * capacity + 1024 * MiB) as disk,
+        disks.throttle() as limits,
+        limits.entered(),
+        ExitStack() as undo,
+    ):
+        groups = {
+            name: _ranks(
+                context,
+                undo,
+                size,
+                # Of their own: those who are not at work are no others on the path.
+                directory=disk.directory / name.replace(" ", "-"),
+                width=width,
+                layers=layers,
+                capacity=capacity,
+            )
+            for name, size in ((_ALONE, 1), (_TOGETHER, _RANKS))
+        }
+        for group in groups.values():
+            _all(group, "start")
+        for number in range(context.repeats):
+            for limited, found in laps.items():
+                context.say(f"path, {limited} limited, round {number + 1} of {context.repeats}")
+                limits.limit(
+                    disk,
+                    read=_THROTTLE if "read" in limited else 0,
+                    write=_THROTTLE if "write" in limited else 0,
+                )
+                for name in in_turns(list(groups), number):
+                    before = _device_bytes(disk.device)
+                    answers = _all(groups[name], "train", steps=steps)
+                    lap = _lap(answers, steps, limited)
+                    lap["device_bytes"] = _device_bytes(disk.device) - before
+                    found[name].append(lap)
+    return [result for limited, found in laps.items() for result in _results(limited, found)]
+
+
+def _ranks(
+    context: Context, undo: ExitStack, size: int, *, directory: Path, **settings: int
+) -> list[Contender]:
+    directory.mkdir(mode=0o700)
+    store = context.directory / f"store-{size}"
+    return [
+        undo.enter_context(
+            Contender(
+                "data_parallel",
+                rank=rank,
+                size=size,
+                store=str(store),
+                directory=str(directory),
+                **settings,
+            )
+        )
+        for rank in range(size)
+    ]
+
+
+def _results(limited: str, laps: Laps) -> list[Result]:
+    together, alone = ([lap["bytes_per_second"] for lap in laps[n]] for n in (_TOGETHER, _ALONE))
+    of_four, of_one = ([lap["step_seconds"] for lap in laps[n]] for n in (_TOGETHER, _ALONE))
+    judged = limited != _BOTH
+    where = f"{limited} at most {_THROTTLE // 10**6} MB/s{'' if judged else ' each'}"
+    peer = "one rank alone, the same model"
+    bandwidth = Result(
+        name=f"path: {_RANKS} ranks, {where}",
+        ours=statistics.median(together) / 1e6,
+        peer=statistics.median(alone) / 1e6,
+        unit="MB/s",
+        ratio=median_ratio(together, alone),
+        threshold=0.97,
+        command=peer,
+        details={"laps": laps},
+        judged=judged,
+    )
+    if "read" not in limited:
+        return [bandwidth]  # so few steps wait for no write: there is memory for what they leave
+    step = Result(
+        name=f"path: a step of {_RANKS} ranks, the same",
+        ours=statistics.median(of_four),
+        peer=statistics.median(of_one),
+        unit="s",
+        ratio=median_ratio(of_four, of_one),
+        threshold=1.0,
+        at_least=False,
+        command=peer,
+        judged=False,
+    )
+    return [bandwidth, step]
+
+
+def _all(group: list[Contender], action: str, **arguments: Any) -> list[dict[str, Any]]:
+    for contender in group:
+        contender.tell(action, **arguments)
+    return [contender.answer() for contender in group]
+
+
+def _lap(answers: list[dict[str, Any]], steps: int, limited: str) -> dict[str, Any]:
+    """What all ranks moved in the directions that were limited, and how long that took."""
+    each = [[move for move in answer["moves"] if move[0] in limited] for answer in answers]
+    moves = [move for one in each for move in one]
+    nbytes = sum(move[1] for move in moves)
+    busy = _covered((move[2], move[3]) for move in moves)
+    return {
+        "bytes_per_second": nbytes / busy,
+        "bytes": nbytes,
+        "bytes_of_ranks": [sum(move[1] for move in one) for one in each],
+        "busy_seconds": busy,
+        "step_seconds": max(answer["seconds"] for answer in answers) / steps,
+    }
+
+
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds that lie in at least one of the spans."""
+    covered, end = 0.0, float("-inf")
+    for first, last in sorted(spans):
+        covered += max(0.0, last - max(first, end))
+        end = max(end, last)
+    return covered
+
+
+def _device_bytes(device: Path) -> int:
+    """What the kernel has counted for a block device, read and written."""
+    fields = Path("/sys/block", device.name, "stat").read_text().split()
+    return (int(fields[2]) + int(fields[6])) * 512
