@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from benchmarks.disks import why_not
+
+
+def _loops() -> str:
+    listed = subprocess.run(["losetup", "--list"], capture_output=True, text=True, check=True)
+    return listed.stdout
 
 
 @pytest.fixture
@@ -20,8 +26,11 @@ def place(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
     mounts = Path("/proc/mounts").read_text()
     assert str(tmp_path) not in mounts, "a file system is still mounted"
-    loops = subprocess.run(["losetup", "--list"], capture_output=True, text=True, check=True)
-    assert str(tmp_path) not in loops.stdout, "a loop device is still there"
+    # Detached when the last program closes it, and others look at all loop devices now and then.
+    deadline = time.monotonic() + 10
+    while str(tmp_path) in _loops() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert str(tmp_path) not in _loops(), "a loop device is still there"
     ours = Path("/proc/self/cgroup").read_text()
     assert "offload-throttle" not in ours, "this process is still throttled"
     assert list(tmp_path.iterdir()) == []
