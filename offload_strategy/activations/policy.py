@@ -190,8 +190,9 @@ class StayCounts:
 def bytes_in_memory(tensor: torch.Tensor) -> int:
     """Bytes of a saved tensor of any kind, those of the tensors that it consists of included."""
     if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        return sum(bytes_in_memory(getattr(tensor, name)) for name in names)
+        # Among them may be what is no tensor, as the mesh of devices of a DTensor.
+        parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        return sum(bytes_in_memory(part) for part in parts if isinstance(part, torch.Tensor))
     if tensor.layout is torch.sparse_coo:
         return bytes_in_memory(tensor._indices()) + bytes_in_memory(tensor._values())
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,10 +18,15 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
-from offload_strategy import OffloadEngine
+from offload_strategy import ConfigError, OffloadEngine
 from tests.distributed.data_parallel_runs import STEPS, Net, config, same
 
 
@@ -192,3 +198,83 @@ def second_half(rank: int, directory: Path, source: Path) -> list[dict[str, Any]
                 }
             )
     return found
+
+
+def tensor_parallel(rank: int, directory: Path) -> list[dict[str, Any]]:
+    """Layers that two ranks compute together, beside the same without offload."""
+
+    def run(engine: OffloadEngine | None) -> dict[str, Any]:
+        torch.manual_seed(0)
+        net = Net()
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        made = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        used: Any = made if engine is None else engine.attach(net, made)
+        data = torch.Generator().manual_seed(1)  # all ranks compute the same batch
+        losses = []
+        for _ in range(6):
+            tokens = torch.randint(0, 96, (4, 17), generator=data)
+            logits = net(tokens[:, :-1])
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            losses.append(loss.item().hex())
+            del logits, loss
+            used.step()
+            used.zero_grad()
+        return {
+            "losses": losses,
+            "weights": whole(net.state_dict()),
+            "states": whole(used.state_dict()),
+            "sharded": sum(isinstance(p, DTensor) for p in net.parameters()),
+            "metrics": {} if engine is None else engine.metrics(),
+        }
+
+    plain, found = run(None), []
+    for overlap in ("commit", "eager", "off"):
+        with OffloadEngine(config(directory, overlap)) as engine:
+            ours = run(engine)
+        keys = ("losses", "weights", "states", "sharded")
+        found.append(
+            {
+                "case": overlap,
+                "differs": [key for key in keys if not same(plain[key], ours[key])],
+                "sharded": ours["sharded"],
+                "optimizer": ours["metrics"]["offload/optimizer/written_bytes"],
+                "activations": ours["metrics"]["offload/activations/written_bytes"],
+            }
+        )
+    return found
+
+
+def refusals(rank: int, directory: Path) -> list[str]:
+    """What is refused of sharded models, before any step."""
+    messages = []
+    torch.manual_seed(0)
+    net = Net()
+    fully_shard(
+        net, mesh=init_device_mesh("cpu", (2,)), offload_policy=CPUOffloadPolicy(pin_memory=False)
+    )
+    optimizer = torch.optim.AdamW(net.parameters())
+    with OffloadEngine(config(directory, "commit")) as engine, pytest.raises(ConfigError) as info:
+        engine.attach(net, optimizer)
+    messages.append(str(info.value))
+
+    net, parameters = build()
+    settings = {**config(directory, "commit"), "parameters": {"enabled": True}}
+    with OffloadEngine(settings) as engine, pytest.raises(ConfigError) as info:
+        engine.attach(net, torch.optim.AdamW(parameters))
+    messages.append(str(info.value))
+
+    class Centred(torch.optim.SGD):
+        """Looks at all elements of a gradient together."""
+
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.data -= 0.1 * (parameter.grad - parameter.grad.mean())
+
+    with OffloadEngine(config(directory, "commit")) as engine, pytest.raises(ConfigError) as info:
+        engine.attach(net, Centred(parameters, lr=0.1))
+    messages.append(str(info.value))
+    return messages

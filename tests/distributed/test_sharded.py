@@ -35,3 +35,19 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_with_four(tmp_path: Path
             assert all(run["optimizer"] > 0 for run in rank)
             # What ours saved is what plain training saved.
             assert len({str(run["losses"]) for run in rank}) == 1
+
+
+def test_layers_that_ranks_compute_together_are_updated_part_by_part(tmp_path: Path) -> None:
+    for rank in run_ranks(f"{_RUNS}:tensor_parallel", tmp_path):
+        assert [run["case"] for run in rank if run["differs"]] == []
+        for run in rank:
+            assert run["sharded"] == 4  # two weights and their biases
+            assert run["optimizer"] > 0
+            assert run["activations"] > 0
+
+
+def test_what_would_not_work_with_shards_is_refused(tmp_path: Path) -> None:
+    for policy, streamed, together in run_ranks(f"{_RUNS}:refusals", tmp_path):
+        assert "CPUOffloadPolicy" in policy
+        assert "parameters.enabled" in streamed
+        assert "does not update every element by itself" in together
