@@ -27,10 +27,9 @@ def path(context: Context) -> list[Result]:
     The bandwidth is the bytes that all ranks moved over the time in which any of them waited for
     the path, the wait for its turn included: while gradients are computed and reduced nobody does.
 
-    The throttle limits reads and writes each by itself, as no disk does: one rank alone reads and
-    writes at once and gets twice the limit, while of several who take turns, each has the path for
-    both. So what is judged is each direction, limited while the other one is free; with both limits
-    in force the figures are for information.
+    The throttle limits reads and writes each by itself: one rank alone reads and writes at once and
+    gets twice the limit, while of several who take turns, each has the path for both. So each
+    direction is limited while the other one is free, and then both together.
 
     Raises:
         Skipped: no throttled disk can be had here.
@@ -105,8 +104,7 @@ def _ranks(
 def _results(limited: str, laps: Laps) -> list[Result]:
     together, alone = ([lap["bytes_per_second"] for lap in laps[n]] for n in (_TOGETHER, _ALONE))
     of_four, of_one = ([lap["step_seconds"] for lap in laps[n]] for n in (_TOGETHER, _ALONE))
-    judged = limited != _BOTH
-    where = f"{limited} at most {_THROTTLE // 10**6} MB/s{'' if judged else ' each'}"
+    where = f"{limited} at most {_THROTTLE // 10**6} MB/s{' each' if limited == _BOTH else ''}"
     peer = "one rank alone, the same model"
     bandwidth = Result(
         name=f"path: {_RANKS} ranks, {where}",
@@ -117,7 +115,6 @@ def _results(limited: str, laps: Laps) -> list[Result]:
         threshold=0.97,
         command=peer,
         details={"laps": laps},
-        judged=judged,
     )
     if "read" not in limited:
         return [bandwidth]  # so few steps wait for no write: there is memory for what they leave
