@@ -121,7 +121,25 @@ class SingleDeviceMixin(OffloadStrategyMixin):
         return device
 
 
-class DataParallelMixin(OffloadStrategyMixin):
+class _SeveralDevicesMixin(OffloadStrategyMixin):
+    """A strategy with a process for each device."""
+
+    def __init__(self, config: ConfigSource = None, **options: Any) -> None:
+        super().__init__(config, **options)
+        if self.config.parameters.enabled:
+            raise ConfigError(
+                f"strategy {self.strategy_name!r}: parameters.enabled streams the weights of one "
+                f"process, and the Trainer has several. Set parameters.enabled: false, or use "
+                f"strategy='ssd_offload' with Trainer(devices=1, num_nodes=1)"
+            )
+
+    @property
+    def local_processes(self) -> int:
+        """How many processes of the Trainer are on this machine."""
+        return max(1, len(cast(Any, self).parallel_devices or ()))
+
+
+class DataParallelMixin(_SeveralDevicesMixin):
     """A `DDPStrategy` whose processes share the updates (`optimizer.sharding`).
 
     Args:
@@ -132,17 +150,8 @@ class DataParallelMixin(OffloadStrategyMixin):
         ConfigError: If the config is wrong, or streams weights.
     """
 
-    def __init__(self, config: ConfigSource = None, **options: Any) -> None:
-        super().__init__(config, **options)
-        _refuse_streamed_weights(self)
 
-    @property
-    def local_processes(self) -> int:
-        """How many processes of the Trainer are on this machine."""
-        return max(1, len(cast(Any, self).parallel_devices or ()))
-
-
-class ShardedMixin(OffloadStrategyMixin):
+class ShardedMixin(_SeveralDevicesMixin):
     """A `ModelParallelStrategy` (FSDP2, tensor parallelism) whose local shards are offloaded.
 
     The module applies `fully_shard` in `configure_model`, with `self.device_mesh`, as for
@@ -175,12 +184,6 @@ class ShardedMixin(OffloadStrategyMixin):
             tensor_parallel_size=1 if tensor_parallel_size == "auto" else tensor_parallel_size,
             **options,
         )
-        _refuse_streamed_weights(self)
-
-    @property
-    def local_processes(self) -> int:
-        """How many processes of the Trainer are on this machine."""
-        return max(1, len(cast(Any, self).parallel_devices or ()))
 
     def setup_environment(self) -> None:
         """Start the process group, and lay the devices out."""
@@ -193,12 +196,3 @@ class ShardedMixin(OffloadStrategyMixin):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Nothing: `load_checkpoint` has loaded the states, each rank its part."""
-
-
-def _refuse_streamed_weights(strategy: OffloadStrategyMixin) -> None:
-    if strategy.config.parameters.enabled:
-        raise ConfigError(
-            f"strategy {strategy.strategy_name!r}: parameters.enabled streams the weights of one "
-            f"process, and the Trainer has several. Set parameters.enabled: false, or use "
-            f"strategy='ssd_offload' with Trainer(devices=1, num_nodes=1)"
-        )

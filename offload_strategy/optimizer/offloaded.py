@@ -188,7 +188,8 @@ class OffloadedOptimizer(Optimizer):
         with torch.autograd.profiler.record_function(phase):
             self._shares.states_change()
             subgroups = self._planned_as_of_now()
-            run_step(subgroups, self._updater, self._overlap, self._shares.team)
+            here = self._shares.own(subgroups)
+            run_step(subgroups, here, self._updater, self._overlap, self._shares.team)
         # A scheduler that was made with the inner optimizer asks whether it has stepped.
         own._opt_called = True  # type: ignore[attr-defined]
         for hook in chain(

@@ -12,6 +12,7 @@ from offload_strategy.optimizer.updates import Updater, with_gradient
 
 def run_step(
     subgroups: Sequence[Subgroup],
+    own: Sequence[Subgroup],
     updater: Updater,
     overlap: BackwardOverlap | None,
     team: Team | None,
@@ -20,7 +21,8 @@ def run_step(
 
     Args:
         subgroups: of all ranks, in the same order on each.
-        updater: updates those of this rank.
+        own: those of them that this rank updates.
+        updater: updates these.
         overlap: what ran ahead; None if nothing does.
         team: the ranks that share the work; None if there is no other.
     """
@@ -28,9 +30,7 @@ def run_step(
     concerned: list[Subgroup] = []
     done: set[int] = set()
     try:
-        own = list(subgroups)
         if team is not None and team.shares:
-            own = [subgroup for subgroup in subgroups if subgroup.owner == team.rank]
             # Before what was done in backward is tidied away.
             marks = team.agreed([_took_part(subgroup) for subgroup in subgroups])
             deliveries = Deliveries(
