@@ -1,0 +1,34 @@
+"""What may leave memory between its uses: profiles of steps, and plans for them."""
+
+from offload_strategy.planning.lifetimes.bandwidth import BookedPath, Timeline
+from offload_strategy.planning.lifetimes.plan import (
+    HOST,
+    HostRoom,
+    LifetimePlan,
+    PlannedMove,
+    plan_lifetimes,
+)
+from offload_strategy.planning.lifetimes.pressure import Pressure
+from offload_strategy.planning.lifetimes.profile import (
+    PathRates,
+    Profile,
+    TensorLife,
+    Update,
+    peak_of,
+)
+
+__all__ = [
+    "HOST",
+    "BookedPath",
+    "HostRoom",
+    "LifetimePlan",
+    "PathRates",
+    "PlannedMove",
+    "Pressure",
+    "Profile",
+    "TensorLife",
+    "Timeline",
+    "Update",
+    "peak_of",
+    "plan_lifetimes",
+]
