@@ -1,0 +1,147 @@
+"""`ssd-offload plan`: what a run would need and do, before anything is bought or started."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any, get_args
+
+from offload_strategy.errors import ConfigError
+from offload_strategy.planning import analysis
+from offload_strategy.planning.analysis.transformer import Kind
+from offload_strategy.units import parse_size
+
+_TERA = 1e12
+#: Of the kinds that are given by numbers.
+_VOCABULARY = {"gpt": 50257, "bert": 30522, "t5": 32128, "llama": 128256}
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the subparsers of `ssd-offload`."""
+    plan = commands.add_parser(
+        "plan",
+        help="tell what a run needs, how fast it is and what to change",
+        description="Tell what fits, how long a step takes and what limits it, how much host "
+        "memory and disk it needs and how long the drives last, from the shape of a model and the "
+        "figures of a machine. Nothing is opened or measured. Exit status 1 if it would not fit.",
+    )
+    _add_model(plan.add_argument_group("model"))
+    _add_machine(plan.add_argument_group("machine"))
+    _add_prices(plan.add_argument_group("prices, in US dollars"))
+    plan.add_argument("--json", action="store_true", help="print the figures as JSON")
+    plan.set_defaults(run=_plan)
+
+
+def _add_model(group: Any) -> None:
+    group.add_argument(
+        "--model",
+        metavar="NAME",
+        help=f"one of {', '.join(analysis.PRESETS)}; or a kind, {', '.join(get_args(Kind))}, with "
+        "the options below",
+    )
+    group.add_argument(
+        "--config-json", metavar="FILE", help="the config.json of a Hugging Face model instead"
+    )
+    group.add_argument("--layers", type=int, metavar="N", help="of encoder and decoder together")
+    group.add_argument("--hidden", type=int, metavar="N", help="width of the residual stream")
+    group.add_argument("--heads", type=int, metavar="N", help="of attention")
+    group.add_argument("--kv-heads", type=int, metavar="N", help="default: as many as heads")
+    group.add_argument("--feed-forward", type=int, metavar="N", help="default: 4 x hidden")
+    group.add_argument("--vocabulary", type=int, metavar="N", help="default: the usual of the kind")
+    group.add_argument("--gated", action="store_true", help="with a gated feed-forward part")
+    group.add_argument("--batch", type=int, required=True, metavar="N", help="sequences of a step")
+    group.add_argument("--sequence", type=int, required=True, metavar="N", help="tokens of each")
+
+
+def _add_machine(group: Any) -> None:
+    group.add_argument("--gpu", required=True, metavar="NAME", help="a device, such as a100-80g")
+    group.add_argument(
+        "--ssd", required=True, metavar="[Nx]NAME", help="drives, such as p5510 or 4xP5510"
+    )
+    group.add_argument("--host-memory", required=True, metavar="SIZE", help="such as 768GiB")
+    group.add_argument(
+        "--tflops",
+        type=float,
+        metavar="X",
+        help="that the device sustains (default: as measured, else a share of the peak)",
+    )
+    group.add_argument(
+        "--update-rate",
+        type=float,
+        metavar="N",
+        help="parameters that the host updates in a second, as in 8e9 (default: Fuyou's host)",
+    )
+
+
+def _add_prices(group: Any) -> None:
+    group.add_argument("--gpu-price", type=float, metavar="X", help="of the device")
+    group.add_argument("--ssd-price", type=float, metavar="X", help="of each drive")
+    group.add_argument("--host-price", type=float, metavar="X", help="of the rest of the machine")
+    group.add_argument(
+        "--years", type=float, default=3.0, metavar="X", help="to earn them back (default: 3)"
+    )
+
+
+def _plan(options: argparse.Namespace) -> int:
+    found = analysis.analyse(_request(options))
+    if options.json:
+        print(json.dumps(found.as_dict(), indent=2))
+    else:
+        print(found)
+    return 0 if all(fit.ok for fit in found.fits) else 1
+
+
+def _request(options: argparse.Namespace) -> analysis.Request:
+    device, drives = analysis.device(options.gpu), analysis.drive_set(options.ssd)
+    try:
+        memory = parse_size(options.host_memory)
+    except ValueError as error:
+        raise ConfigError(f"--host-memory: {error}") from error
+    return analysis.Request(
+        shape=_shape(options),
+        work=analysis.Workload(options.batch, options.sequence),
+        device=device,
+        drives=drives,
+        host_memory_bytes=memory,
+        sustained_flops=None if options.tflops is None else options.tflops * _TERA,
+        update_rate=options.update_rate,
+        prices=analysis.Prices(
+            _first(options.gpu_price, device.price),
+            _first(options.ssd_price, drives.drive.price),
+            options.host_price,
+            options.years,
+        ),
+    )
+
+
+def _shape(options: argparse.Namespace) -> analysis.TransformerShape:
+    if (options.model is None) == (options.config_json is None):
+        raise ConfigError("give one of --model and --config-json")
+    if options.config_json is not None:
+        return analysis.from_config(options.config_json)
+    kind = options.model.lower()
+    if kind not in get_args(Kind):
+        return analysis.preset(options.model)
+    missing = [name for name in ("layers", "hidden", "heads") if getattr(options, name) is None]
+    if missing:
+        raise ConfigError(
+            f"--model {kind} is a kind of model: give "
+            f"{', '.join(f'--{name}' for name in missing)} as well, or the name of a model"
+        )
+    return analysis.TransformerShape(
+        kind,
+        layers=options.layers,
+        hidden=options.hidden,
+        heads=options.heads,
+        vocabulary=_first(options.vocabulary, _VOCABULARY[kind]),
+        kv_heads=options.kv_heads,
+        feed_forward=options.feed_forward,
+        gated=options.gated or kind == "llama",
+        tied=kind != "llama",
+        max_positions=options.sequence if kind in ("gpt", "bert") else 0,
+        decoder_layers=options.layers // 2 if kind == "t5" else 0,
+    )
+
+
+def _first(given: Any, otherwise: Any) -> Any:
+    return otherwise if given is None else given

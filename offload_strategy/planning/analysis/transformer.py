@@ -1,0 +1,253 @@
+"""A transformer in numbers: parameters, FLOPs and bytes from its shape alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from offload_strategy.errors import ConfigError
+
+Kind = Literal["gpt", "bert", "t5", "llama"]
+
+#: Learned relative positions of T5: a row of so many for each head, in encoder and decoder.
+_T5_BUCKETS = 32
+#: Segments that BERT tells apart.
+_BERT_TYPES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A matrix product of a layer, or its attention, in one forward pass over a batch.
+
+    Args:
+        name: "qkv", "attention", "projection", "up" or "down".
+        flops: that it computes.
+        output_bytes: of its result.
+    """
+
+    name: str
+    flops: float
+    output_bytes: int
+
+    @property
+    def flops_per_byte(self) -> float:
+        """What recomputing the output costs for each byte that need not move."""
+        return self.flops / self.output_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A matrix of the model, as the loaders of checkpoints name it.
+
+    Args:
+        name: "layers.3.down", or "embedding".
+        elements: of it.
+    """
+
+    name: str
+    elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransformerShape:
+    """The shape of a transformer.
+
+    Args:
+        kind: "gpt" (learned positions, biases, layer norm), "bert" (likewise, with segments and
+            its heads), "t5" (relative positions, no biases) or "llama" (rotary positions, no
+            biases, RMS norm).
+        layers: of encoder and decoder together.
+        hidden: width of the residual stream.
+        heads: of attention.
+        vocabulary: tokens.
+        kv_heads: of keys and values; None for as many as `heads`.
+        feed_forward: width between the two products of the feed-forward part; None for 4 x hidden.
+        gated: whether a third product gates it (SwiGLU).
+        tied: whether embedding and head are one matrix.
+        max_positions: learned positions; of "gpt" and "bert" alone.
+        head_size: None for hidden / heads.
+        qkv_bias: whether queries, keys and values have biases though the kind has none (Qwen2).
+        decoder_layers: how many of `layers` also attend to an encoder ("t5").
+
+    Raises:
+        ConfigError: if a number is not positive, or heads do not divide.
+    """
+
+    kind: Kind
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    kv_heads: int | None = None
+    feed_forward: int | None = None
+    gated: bool = False
+    tied: bool = True
+    max_positions: int = 0
+    head_size: int | None = None
+    qkv_bias: bool = False
+    decoder_layers: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ConfigError(
+                f"transformer: kind is {self.kind!r}; give one of {', '.join(get_args(Kind))}"
+            )
+        for name in ("layers", "hidden", "heads", "vocabulary"):
+            positive(f"transformer: {name}", getattr(self, name))
+        for name in ("kv_heads", "feed_forward", "head_size"):
+            if getattr(self, name) is not None:
+                positive(f"transformer: {name}", getattr(self, name))
+        for name in ("max_positions", "decoder_layers"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"transformer: {name} is {getattr(self, name)}; give 0 or more")
+        if self.head_size is None and self.hidden % self.heads:
+            raise ConfigError(
+                f"transformer: hidden is {self.hidden}, which {self.heads} heads do not divide; "
+                f"change one of them, or give head_size"
+            )
+        if self.heads % self.keys_heads:
+            raise ConfigError(
+                f"transformer: {self.keys_heads} kv_heads do not divide {self.heads} heads"
+            )
+        if self.decoder_layers > self.layers:
+            raise ConfigError(
+                f"transformer: decoder_layers is {self.decoder_layers}, more than the "
+                f"{self.layers} layers of encoder and decoder together"
+            )
+
+    @property
+    def keys_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def inner(self) -> int:
+        """Width of the feed-forward part."""
+        return 4 * self.hidden if self.feed_forward is None else self.feed_forward
+
+    @property
+    def attention_width(self) -> int:
+        """Width of all queries together."""
+        return self.heads * (self.head_size or self.hidden // self.heads)
+
+    @property
+    def keys_width(self) -> int:
+        """Width of all keys together."""
+        return self.keys_heads * (self.head_size or self.hidden // self.heads)
+
+    @property
+    def has_biases(self) -> bool:
+        """Whether products and norms have biases."""
+        return self.kind in ("gpt", "bert")
+
+    def layer_weights(self, index: int) -> list[Weight]:
+        """Matrices of a layer; those of a decoder attend to an encoder as well."""
+        h, q, kv, f = self.hidden, self.attention_width, self.keys_width, self.inner
+        sizes = {"q": h * q, "k": h * kv, "v": h * kv, "o": q * h, "up": h * f, "down": f * h}
+        if self.gated:
+            sizes["gate"] = h * f
+        if self._crosses(index):
+            sizes |= {"cross_q": h * q, "cross_k": h * kv, "cross_v": h * kv, "cross_o": q * h}
+        return [Weight(f"layers.{index}.{name}", size) for name, size in sizes.items()]
+
+    def weights(self) -> list[Weight]:
+        """Every matrix, without positions, norms and biases; a tied head once."""
+        found = [Weight("embedding", self.vocabulary * self.hidden)]
+        for index in range(self.layers):
+            found += self.layer_weights(index)
+        if not self.tied:
+            found.append(Weight("head", self.vocabulary * self.hidden))
+        return found
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of the largest layer."""
+        return self._layer(self.layers - 1)
+
+    @property
+    def parameters(self) -> int:
+        """All parameters; BERT with its pooler and the heads that it is trained with."""
+        total = sum(self._layer(index) for index in range(self.layers))
+        total += (1 if self.tied else 2) * self.vocabulary * self.hidden
+        norm = (2 if self.has_biases else 1) * self.hidden
+        if self.kind == "gpt":
+            total += self.max_positions * self.hidden + norm
+        elif self.kind == "bert":
+            h = self.hidden
+            total += (self.max_positions + _BERT_TYPES) * h + norm
+            pooler, transform = h * h + h, h * h + h + norm
+            total += pooler + transform + self.vocabulary + 2 * h + 2
+        elif self.kind == "t5":
+            stacks = 2 if self.decoder_layers else 1
+            total += stacks * (norm + _T5_BUCKETS * self.heads)
+        else:
+            total += norm
+        return total
+
+    def parts(self, batch: int, sequence: int, dtype_bytes: int = 2) -> list[Part]:
+        """What a layer computes in forward, in order (Fuyou's table 2, and attention).
+
+        The products of queries, keys and values count as one, those of gate and up as well. Scores
+        of attention are counted for every pair of positions, masked or not, as Megatron-LM does.
+
+        Args:
+            batch: sequences.
+            sequence: positions of each.
+            dtype_bytes: of an element.
+        """
+        tokens = batch * sequence
+        h, q, kv, f = self.hidden, self.attention_width, self.keys_width, self.inner
+        ups = 2 if self.gated else 1
+
+        def product(name: str, wide_in: int, wide_out: int) -> Part:
+            return Part(name, 2.0 * tokens * wide_in * wide_out, tokens * wide_out * dtype_bytes)
+
+        attention = Part("attention", 4.0 * tokens * sequence * q, tokens * q * dtype_bytes)
+        return [
+            product("qkv", h, q + 2 * kv),
+            attention,
+            product("projection", q, h),
+            product("up", h, ups * f),
+            product("down", f, h),
+        ]
+
+    def layer_flops(self, batch: int, sequence: int) -> float:
+        """FLOP of a layer's forward pass; of all layers divided evenly where they differ."""
+        flops = sum(part.flops for part in self.parts(batch, sequence))
+        if self.decoder_layers:
+            of_attention = flops - sum(
+                part.flops for part in self.parts(batch, sequence) if part.name in ("up", "down")
+            )
+            flops += of_attention * self.decoder_layers / self.layers
+        return flops
+
+    def head_flops(self, batch: int, sequence: int) -> float:
+        """FLOP of the head's forward pass: the product with the vocabulary."""
+        return 2.0 * batch * sequence * self.hidden * self.vocabulary
+
+    def forward_flops(self, batch: int, sequence: int) -> float:
+        """FLOP of the whole forward pass."""
+        return self.layers * self.layer_flops(batch, sequence) + self.head_flops(batch, sequence)
+
+    def _crosses(self, index: int) -> bool:
+        return index >= self.layers - self.decoder_layers
+
+    def _layer(self, index: int) -> int:
+        matrices = sum(weight.elements for weight in self.layer_weights(index))
+        norms = 3 if self._crosses(index) else 2
+        total = matrices + norms * (2 if self.has_biases else 1) * self.hidden
+        if self.has_biases:
+            total += self.attention_width + 2 * self.keys_width + 2 * self.hidden + self.inner
+        elif self.qkv_bias:
+            total += self.attention_width + 2 * self.keys_width
+        return total
+
+
+def positive(what: str, value: float) -> None:
+    """Refuse what is not above 0.
+
+    Raises:
+        ConfigError: naming `what` and the value.
+    """
+    if not value > 0:
+        raise ConfigError(f"{what} is {value}; give a number above 0")
