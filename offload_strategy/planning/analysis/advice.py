@@ -5,18 +5,26 @@ Changes are tried out on the same equations, so a line never promises more than 
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from offload_strategy.planning.analysis.hardware import Drives
-from offload_strategy.planning.analysis.memory_needs import Fit, device_bytes, streams_weights
+from offload_strategy.planning.analysis.memory_needs import (
+    Fit,
+    device_bytes,
+    planned_swap,
+    streams_weights,
+)
 from offload_strategy.planning.analysis.request import Request
-from offload_strategy.planning.analysis.steps import Swap, best_swap
+from offload_strategy.planning.analysis.steps import Swap
 from offload_strategy.units import format_size
 
 #: A gain below this is not worth a line.
 _WORTH = 1.02
+#: Steps that are longer by less count as equally fast.
+_AS_FAST = 1.01
 #: Drives are tried up to so many.
 _MOST_DRIVES = 64
 #: Drives that last less than this are worth a line.
@@ -81,26 +89,36 @@ def _hide(request: Request, swap: Swap) -> Iterator[str]:
     backward, forward = swap.limit("backward"), swap.limit("forward")
     limits = swap.time.limits
     if backward == "update":
-        over = limits["update"] / max(limits["backward computation"], limits["backward paths"])
+        over = _over(limits, "update", "backward")
         yield (
             f"the update on the host limits the backward pass by {over:.2f}x: faster or more cores "
             f"({_gain(request, swap, _twice_the_updates)} with twice the rate)"
         )
-    for name, kind in ((backward, "backward"), (forward, "forward")):
-        if name.endswith("paths"):
-            over = limits[name] / max(
-                value
-                for other, value in limits.items()
-                if other != name and (other.startswith("forward") == (kind == "forward"))
-            )
-            yield f"the drives limit the {kind} pass by {over:.2f}x: {_more_drives(request, swap)}"
+    slow = [
+        f"the {stage} pass by {_over(limits, name, stage):.2f}x"
+        for name, stage in ((backward, "backward"), (forward, "forward"))
+        if name.endswith("paths")
+    ]
+    if slow:
+        yield f"the drives limit {' and '.join(slow)}: {_more_drives(request, swap)}"
+    for name in (backward, forward):
         if name.endswith("link"):
             yield (
-                f"the link between host and device limits the {kind} pass "
-                f"({limits[name]:.1f} s): a wider one, or a smaller batch"
+                f"the link between host and device limits the step ({name} {limits[name]:.1f} s): "
+                f"a wider one, or a smaller model"
             )
     if not backward.endswith("computation"):
         yield from _larger_batch(request, swap)
+
+
+def _over(limits: Mapping[str, float], name: str, stage: str) -> float:
+    """By how much something takes longer than the next slowest of its stage."""
+    others = [
+        seconds
+        for other, seconds in limits.items()
+        if other != name and other.startswith("forward") == (stage == "forward")
+    ]
+    return limits[name] / max(others)
 
 
 def _device(request: Request, swap: Swap) -> Iterator[str]:
@@ -120,8 +138,8 @@ def _larger_batch(request: Request, swap: Swap) -> Iterator[str]:
         streams = streams_weights(larger)
         if device_bytes(larger, streams=streams) > request.device.memory_bytes:
             break
-        step = best_swap(larger.shape, larger.work, larger.machine(), streams_weights=streams)
-        gain = larger.work.tokens / step.time.step / speed
+        step = planned_swap(larger, streams=streams).time.step
+        gain = larger.work.tokens / step / speed
         if best is None or gain > best[1] * _WORTH:
             best = larger.work.batch, gain
     if best is not None and best[1] >= _WORTH:
@@ -135,16 +153,21 @@ def _more_drives(request: Request, swap: Swap) -> str:
     one_more = _gain(request, swap, lambda run: _with_drives(run, run.drives.count + 1))
     enough = _enough_drives(request)
     many = _gain(request, swap, lambda run: _with_drives(run, enough))
-    return f"one more gives {one_more}, {enough} in all give {many}, and more no more"
+    return (
+        f"one more makes the step {one_more} as fast, {enough} in all {many}, and more than that "
+        f"no faster"
+    )
 
 
 def _enough_drives(request: Request) -> int:
     """The fewest drives that are as fast as any number of them, to 1 %."""
     ideal = _step(_with_drives(request, _MOST_DRIVES))
-    for count in range(1, _MOST_DRIVES):
-        if _step(_with_drives(request, count)) <= 1.01 * ideal:
-            return count
-    return _MOST_DRIVES
+    # More drives are never slower.
+    return 1 + bisect.bisect_left(
+        range(1, _MOST_DRIVES),
+        True,
+        key=lambda count: _step(_with_drives(request, count)) <= _AS_FAST * ideal,
+    )
 
 
 def _spare_drives(request: Request, swap: Swap) -> Iterator[str]:
@@ -175,9 +198,7 @@ def _gain(request: Request, swap: Swap, change: Callable[[Request], Request]) ->
 
 
 def _step(request: Request) -> float:
-    streams = streams_weights(request)
-    swap = best_swap(request.shape, request.work, request.machine(), streams_weights=streams)
-    return swap.time.step
+    return planned_swap(request, streams=streams_weights(request)).time.step
 
 
 def _twice_the_updates(request: Request) -> Request:

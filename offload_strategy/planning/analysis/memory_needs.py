@@ -17,7 +17,7 @@ from offload_strategy.planning.analysis.saved_tensors import (
     checkpoint_bytes,
     layer_activation_bytes,
 )
-from offload_strategy.planning.analysis.steps import STATE_BYTES, WEIGHT_BYTES, Swap
+from offload_strategy.planning.analysis.steps import STATE_BYTES, WEIGHT_BYTES, Swap, best_swap
 from offload_strategy.planning.requirements import optimizer_need
 
 _LAYERS_IN_FLIGHT = 2
@@ -64,11 +64,33 @@ def streams_weights(request: Request) -> bool:
     return device_bytes(request, streams=False) > request.device.memory_bytes
 
 
-def disk_bytes(request: Request, swap: Swap, streams: bool) -> int:
-    """Bytes on the drives: states and their updates until `step()`, weights, activations."""
+def states_bytes(request: Request, *, streams: bool) -> int:
+    """Bytes on the drives in any case: states, their updates until `step()`, and weights.
+
+    Args:
+        request: the run.
+        streams: whether weights pass through the device.
+    """
     weights = WEIGHT_BYTES * request.shape.parameters
     states = optimizer_need(STATE_BYTES * request.shape.parameters, weights, "commit")
-    return states.total_bytes + (weights if streams else 0) + swap.moved_bytes
+    return states.total_bytes + (weights if streams else 0)
+
+
+def planned_swap(request: Request, *, streams: bool) -> Swap:
+    """The best step for which the drives have room.
+
+    Args:
+        request: the run.
+        streams: whether weights pass through the device.
+    """
+    room = request.drives.capacity_bytes - states_bytes(request, streams=streams)
+    return best_swap(
+        request.shape,
+        request.work,
+        request.machine(),
+        streams_weights=streams,
+        room_bytes=room,
+    )
 
 
 def fits(request: Request, swap: Swap, streams: bool) -> tuple[Fit, ...]:
@@ -80,5 +102,9 @@ def fits(request: Request, swap: Swap, streams: bool) -> tuple[Fit, ...]:
             host_memory(request.shape, "streamed").peak_bytes,
             request.host_memory_bytes,
         ),
-        Fit("disk", disk_bytes(request, swap, streams), request.drives.capacity_bytes),
+        Fit(
+            "disk",
+            states_bytes(request, streams=streams) + swap.moved_bytes,
+            request.drives.capacity_bytes,
+        ),
     )

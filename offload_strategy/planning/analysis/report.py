@@ -20,7 +20,7 @@ from offload_strategy.planning.analysis.host_memory import HostMemory, System, h
 from offload_strategy.planning.analysis.memory_needs import Fit
 from offload_strategy.planning.analysis.request import Request
 from offload_strategy.planning.analysis.saved_tensors import activation_bytes
-from offload_strategy.planning.analysis.steps import Swap, best_swap
+from offload_strategy.planning.analysis.steps import Swap
 from offload_strategy.units import format_size
 
 _GB = 1e9
@@ -216,7 +216,7 @@ def analyse(request: Request) -> Analysis:
         ConfigError: if a figure is not above 0.
     """
     streams = memory_needs.streams_weights(request)
-    swap = best_swap(request.shape, request.work, request.machine(), streams_weights=streams)
+    swap = memory_needs.planned_swap(request, streams=streams)
     saved = activation_bytes(request.shape, request.work)
     rated = request.drives.endurance_bytes
     lifespans = {}

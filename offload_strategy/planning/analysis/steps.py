@@ -13,6 +13,7 @@ Every prefix of this order is tried.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -123,8 +124,9 @@ def swaps(
     inputs = checkpoint_bytes(shape, work)
     everything = shape.layers * sum(part.output_bytes for part in ordered)
     forward = shape.forward_flops(work.batch, work.sequence) / machine.flops
-    update = shape.parameters / machine.update_rate
-    weights = WEIGHT_BYTES * shape.parameters
+    parameters = shape.parameters
+    update = parameters / machine.update_rate
+    weights = WEIGHT_BYTES * parameters
     counts: dict[str, int] = {}
     moved = 0
 
@@ -135,8 +137,8 @@ def swaps(
             recompute_seconds=max(0.0, again) / machine.flops,
             weights_bytes=weights if streams_weights else 0.0,
             gradients_bytes=weights,
-            states_read_bytes=STATE_BYTES * shape.parameters,
-            states_written_bytes=STATE_BYTES * shape.parameters,
+            states_read_bytes=STATE_BYTES * parameters,
+            states_written_bytes=STATE_BYTES * parameters,
             activations_bytes=inputs + moved,
         )
         computed = (forward + profile.backward_computation) * machine.flops
@@ -152,12 +154,27 @@ def swaps(
 
 
 def best_swap(
-    shape: TransformerShape, work: Workload, machine: Machine, *, streams_weights: bool = True
+    shape: TransformerShape,
+    work: Workload,
+    machine: Machine,
+    *,
+    streams_weights: bool = True,
+    room_bytes: float = math.inf,
 ) -> Swap:
-    """The fastest of `swaps`, and the least of those that are as fast (equations 1 to 12)."""
+    """The fastest of `swaps`, and the least of those that are as fast (equations 1 to 12).
+
+    Args:
+        shape: of the model.
+        work: batch and sequence.
+        machine: that it runs on.
+        streams_weights: whether weights come from the paths in both passes.
+        room_bytes: for what moves. Inputs of layers move even if there is none.
+    """
     candidates = swaps(shape, work, machine, streams_weights=streams_weights)
     best = next(candidates)
     for candidate in candidates:
+        if candidate.moved_bytes > room_bytes:
+            break
         if candidate.time.step < best.time.step * (1 - _SAME):
             best = candidate
     return best

@@ -167,7 +167,8 @@ class TransformerShape:
     @property
     def parameters(self) -> int:
         """All parameters; BERT with its pooler and the heads that it is trained with."""
-        total = sum(self._layer(index) for index in range(self.layers))
+        plain = self.layers - self.decoder_layers
+        total = plain * self._layer(0) + self.decoder_layers * self._layer(self.layers - 1)
         total += (1 if self.tied else 2) * self.vocabulary * self.hidden
         norm = (2 if self.has_biases else 1) * self.hidden
         if self.kind == "gpt":
