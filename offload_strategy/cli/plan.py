@@ -49,16 +49,14 @@ def _add_model(group: Any) -> None:
     group.add_argument("--feed-forward", type=int, metavar="N", help="default: 4 x hidden")
     group.add_argument("--vocabulary", type=int, metavar="N", help="default: the usual of the kind")
     group.add_argument("--gated", action="store_true", help="with a gated feed-forward part")
-    group.add_argument("--batch", type=int, required=True, metavar="N", help="sequences of a step")
-    group.add_argument("--sequence", type=int, required=True, metavar="N", help="tokens of each")
+    group.add_argument("--batch", type=int, metavar="N", help="sequences of a step")
+    group.add_argument("--sequence", type=int, metavar="N", help="tokens of each")
 
 
 def _add_machine(group: Any) -> None:
-    group.add_argument("--gpu", required=True, metavar="NAME", help="a device, such as a100-80g")
-    group.add_argument(
-        "--ssd", required=True, metavar="[Nx]NAME", help="drives, such as p5510 or 4xP5510"
-    )
-    group.add_argument("--host-memory", required=True, metavar="SIZE", help="such as 768GiB")
+    group.add_argument("--gpu", metavar="NAME", help="a device, such as a100-80g")
+    group.add_argument("--ssd", metavar="[Nx]NAME", help="drives, such as p5510 or 4xP5510")
+    group.add_argument("--host-memory", metavar="SIZE", help="such as 768GiB")
     group.add_argument(
         "--tflops",
         type=float,
@@ -92,6 +90,10 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _request(options: argparse.Namespace) -> analysis.Request:
+    names = ("batch", "sequence", "gpu", "ssd", "host_memory")
+    missing = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is None]
+    if missing:
+        raise ConfigError(f"give {', '.join(missing)} as well: `ssd-offload plan --help` says how")
     device, drives = analysis.device(options.gpu), analysis.drive_set(options.ssd)
     try:
         memory = parse_size(options.host_memory)

@@ -81,6 +81,7 @@ def test_prices_give_a_cost_and_rates_are_taken(capsys):
     [
         ([*WORK, *MACHINE], "give one of --model and --config-json"),
         (["--model", "gpt", "--layers", "4", *WORK, *MACHINE], "give --hidden, --heads as well"),
+        (["--model", "gpt3-13b", *MACHINE], "give --batch, --sequence as well"),
         (["--model", "gpt3-14b", *WORK, *MACHINE], "no model 'gpt3-14b'"),
         (["--config-json", "/nowhere/config.json", *WORK, *MACHINE], "cannot be read"),
         ([*GPT, *WORK, *MACHINE, "--gpu", "a1000"], "no device 'a1000'"),

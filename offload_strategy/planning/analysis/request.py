@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from offload_strategy.errors import ConfigError
 from offload_strategy.planning.analysis.endurance import SECONDS_PER_YEAR
 from offload_strategy.planning.analysis.hardware import Device, Drives, Host
 from offload_strategy.planning.analysis.hardware import device as named_device
@@ -67,7 +68,7 @@ class Request:
         prices: for the cost of tokens.
 
     Raises:
-        ConfigError: if a number is not above 0.
+        ConfigError: if a number is not above 0, or the work is that of several devices.
     """
 
     shape: TransformerShape
@@ -81,6 +82,11 @@ class Request:
 
     def __post_init__(self) -> None:
         positive("host_memory_bytes", self.host_memory_bytes)
+        if self.work.tensor_parallel != 1:
+            raise ConfigError(
+                f"request: tensor_parallel is {self.work.tensor_parallel}, but a step is looked at "
+                f"on one device: give 1, and the shape of one device's part"
+            )
         for name in ("sustained_flops", "update_rate"):
             if getattr(self, name) is not None:
                 positive(name, getattr(self, name))

@@ -8,7 +8,7 @@ activations that move instead of being computed again (section 4.5).
 The input of each layer always moves (D_start). What is computed inside a layer is either computed
 again in backward or moves: first what costs most FLOP for a byte, "down" before the others in a GPT
 (table 2). The result of attention is one more candidate here, as its FLOP count with the sequence.
-Every prefix of this order is tried.
+Every prefix of this order is tried. A decoder's second attention is always computed again.
 """
 
 from __future__ import annotations
