@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,10 @@ Laps = dict[str, list[dict[str, Any]]]
 def path(context: Context) -> list[Result]:
     """One rank and four, in turns: the same model, the same states, which the four share.
 
-    The bandwidth is the bytes that all ranks moved over the time in which any of them waited for
-    the path, the wait for its turn included: while gradients are computed and reduced nobody does.
-
-    The throttle limits reads and writes each by itself: one rank alone reads and writes at once and
-    gets twice the limit, while of several who take turns, each has the path for both. So each
-    direction is limited while the other one is free, and then both together.
+    The bandwidth is what all ranks moved from the end of the first step to the end of the last,
+    over that time: the path is at work before it and after it as well, as in the middle of a long
+    training. There is little to compute, and too little memory for what a step writes, so the path
+    is what limits the steps.
 
     Raises:
         Skipped: no throttled disk can be had here.
@@ -37,7 +34,7 @@ def path(context: Context) -> list[Result]:
     why_not = disks.why_not()
     if why_not is not None:
         raise Skipped(why_not)
-    width, layers, steps = (1024, 2, 2) if context.quick else (2048, 4, 4)
+    width, layers, steps = (1024, 2, 3) if context.quick else (2048, 4, 5)
     # States, and where updates run ahead as much again, and weights; and something to spare.
     capacity = 2 * width * width * layers * 4 * 5 + 256 * MiB
     laps: dict[str, Laps] = {
@@ -102,10 +99,10 @@ def _ranks(
 
 
 def _results(limited: str, laps: Laps) -> list[Result]:
-    together, alone = ([lap["bytes_per_second"] for lap in laps[n]] for n in (_TOGETHER, _ALONE))
     of_four, of_one = ([lap["step_seconds"] for lap in laps[n]] for n in (_TOGETHER, _ALONE))
     where = f"{limited} at most {_THROTTLE // 10**6} MB/s{' each' if limited == _BOTH else ''}"
     peer = "one rank alone, the same model"
+    together, alone = ([lap["bytes_per_second"] for lap in laps[n]] for n in (_TOGETHER, _ALONE))
     bandwidth = Result(
         name=f"path: {_RANKS} ranks, {where}",
         ours=statistics.median(together) / 1e6,
@@ -116,8 +113,6 @@ def _results(limited: str, laps: Laps) -> list[Result]:
         command=peer,
         details={"laps": laps},
     )
-    if "read" not in limited:
-        return [bandwidth]  # so few steps wait for no write: there is memory for what they leave
     step = Result(
         name=f"path: a step of {_RANKS} ranks, the same",
         ours=statistics.median(of_four),
@@ -139,27 +134,22 @@ def _all(group: list[Contender], action: str, **arguments: Any) -> list[dict[str
 
 
 def _lap(answers: list[dict[str, Any]], steps: int, limited: str) -> dict[str, Any]:
-    """What all ranks moved in the directions that were limited, and how long that took."""
+    """What all ranks moved in the directions that were limited, while they trained."""
     each = [[move for move in answer["moves"] if move[0] in limited] for answer in answers]
-    moves = [move for one in each for move in one]
-    nbytes = sum(move[1] for move in moves)
-    busy = _covered((move[2], move[3]) for move in moves)
+    begin = min(answer["first_step_over"] for answer in answers)
+    end = max(answer["over"] for answer in answers)
+    of_ranks = [sum(_within(begin, end, *move[1:]) for move in one) for one in each]
     return {
-        "bytes_per_second": nbytes / busy,
-        "bytes": nbytes,
-        "bytes_of_ranks": [sum(move[1] for move in one) for one in each],
-        "busy_seconds": busy,
-        "step_seconds": max(answer["seconds"] for answer in answers) / steps,
+        "bytes_per_second": sum(of_ranks) / (end - begin),
+        "bytes_of_ranks": of_ranks,
+        "step_seconds": (end - begin) / (steps - 1),
     }
 
 
-def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Seconds that lie in at least one of the spans."""
-    covered, end = 0.0, float("-inf")
-    for first, last in sorted(spans):
-        covered += max(0.0, last - max(first, end))
-        end = max(end, last)
-    return covered
+def _within(begin: float, end: float, nbytes: int, started: float, finished: float) -> float:
+    """Bytes of a move that fall into a span of time."""
+    seconds = min(end, finished) - max(begin, started)
+    return nbytes * max(0.0, seconds) / max(finished - started, 1e-9)
 
 
 def _device_bytes(device: Path) -> int:

@@ -10,8 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload_strategy.units import MiB
+
 #: Nothing was moved for so long: nothing will be.
 _LONGEST_TURN_SECONDS = 1.5
+
+#: Of all ranks: less than what a step writes, so that nothing can wait for ever.
+_MEMORY_BYTES = 160 * MiB
 
 Actions = dict[str, Callable[..., dict[str, Any]]]
 
@@ -51,7 +56,7 @@ def data_parallel(
             config = {
                 "tiers": [{"name": "path", "kind": "ssd", "path": directory, "capacity": capacity}],
                 "activations": {"enabled": False},
-                "memory": {"pinned": "1GiB"},
+                "memory": {"pinned": _MEMORY_BYTES // size},
             }
             engine = undo.enter_context(OffloadEngine(config, processes=size))
             made["engine"] = engine
@@ -62,23 +67,24 @@ def data_parallel(
             return train(2)  # the first one makes the states, and reads none
 
         def train(steps: int) -> dict[str, Any]:
-            """Train; answers with seconds, and with what was moved: bytes, asked for, done."""
+            """Train; when the first and the last step were over, and moves: bytes, begun, done."""
             engine, model, optimizer = made["engine"], made["model"], made["optimizer"]
             dist.barrier()
             begin = time.perf_counter()
+            ends = []
             for _ in range(steps):
                 model(torch.ones(1, width)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            seconds = time.perf_counter() - begin
+                ends.append(time.perf_counter())
             _settled(engine)
             dist.barrier()
             moves = [
-                (move.direction, move.nbytes, move.queued_at, move.finished_at)
+                (move.direction, move.nbytes, move.started_at, move.finished_at)
                 for move in list(engine._recorder.moves)
                 if move.queued_at >= begin
             ]
-            return {"seconds": seconds, "moves": moves}
+            return {"first_step_over": ends[0], "over": ends[-1], "moves": moves}
 
         yield {"start": start, "train": lambda steps: train(steps)}
 

@@ -154,6 +154,8 @@ class PathQueue:
     def _next_leg(self) -> Leg | None:
         depth = self.backend.depth
         reading = self._reads.head()
+        if reading is not None and not self._may_read(reading):
+            reading = None  # another process reads: nothing of ours that a write would hold up
         if reading is not None and self._reads.has_slot(
             self._slots(self._reads, reading), self._request_bytes(reading)
         ):
@@ -193,8 +195,7 @@ class PathQueue:
         while True:
             with self._lock:
                 leg = self._next_leg()
-                new = leg is not None and leg.state is MoveState.QUEUED
-                if leg is None or not (self._turn is None or self._turn.may_begin(new=new)):
+                if leg is None:
                     self._dispatching = False
                     self._end_turn_if_idle()
                     return
@@ -229,7 +230,7 @@ class PathQueue:
         return Carried(lane, blocks, urgent)
 
     def _may_join(self, leg: Leg) -> bool:
-        if self._turn is not None and not self._turn.may_begin(new=True):
+        if leg.move.direction is Direction.READ and not self._may_read(leg):
             return False
         self._begins(leg, leg.stripe.nbytes)
         return True
@@ -239,7 +240,7 @@ class PathQueue:
         if leg.state is MoveState.QUEUED:
             leg.state = MoveState.RUNNING
             leg.started_at = self._recorder.move_started(self.tier, leg.move.direction)
-        if self._turn is not None:
+        if self._turn is not None and leg.move.direction is Direction.READ:
             self._turn.began(nbytes)
 
     def _request(
@@ -308,12 +309,16 @@ class PathQueue:
         move.leg_ended(leg)
 
     # ------------------------------------------------------------------ turns
+    def _may_read(self, leg: Leg) -> bool:
+        """Whether another block of a leg that reads may begin: see [Note: turns are for reads]."""
+        return self._turn is None or self._turn.may_begin(new=leg.state is MoveState.QUEUED)
+
     def _end_turn_if_idle(self) -> None:
         turn = self._turn
-        if turn is None or not turn.held or self._reads.under_way or self._writes.under_way:
+        if turn is None or not turn.held or self._reads.under_way:
             return
         turn.give_back()
-        if self._next_leg() is not None:
+        if self._reads.head() is not None:
             turn.may_begin(new=True)
 
     def _turn_granted(self) -> None:

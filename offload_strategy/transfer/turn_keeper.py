@@ -1,4 +1,12 @@
-"""When a queue may use a path that other processes use too."""
+"""When a queue may read from a path that other processes use too.
+
+[Note: turns are for reads]
+Processes that read at once share the bandwidth, and whatever one of them waits for takes as many
+times longer as there are processes: in turns, the sum is the same and each read takes its own
+time. Nobody waits for a write, so it gains nothing by a turn; and a path that reads and writes at
+once has more bandwidth than either alone, of which one process at a time would leave unused what
+it has nothing to write for.
+"""
 
 from __future__ import annotations
 

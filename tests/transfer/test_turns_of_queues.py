@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,8 +14,6 @@ from offload_strategy.telemetry import Recorder
 from offload_strategy.transfer import Move, MoveState, PathQueue, Priority, turn_keeper
 from offload_strategy.units import PAGE_BYTES
 from tests.transfer.backends import ManualBackend, make_move, plain_space
-
-READ = {"write": False, "priority": Priority.PREFETCH}
 
 
 class FakeTurns:
@@ -73,9 +70,13 @@ def queue(space: Space, backend: ManualBackend, turns: FakeTurns) -> Iterator[Pa
     assert not turns.held
 
 
-def move(queue: PathQueue, page: int, pages: int = 1, **options: Any) -> Move:
+def move(queue: PathQueue, page: int, pages: int = 1, *, write: bool = False) -> Move:
     made = make_move(
-        queue, Extent(page * PAGE_BYTES, pages * PAGE_BYTES), pages * PAGE_BYTES, **options
+        queue,
+        Extent(page * PAGE_BYTES, pages * PAGE_BYTES),
+        pages * PAGE_BYTES,
+        write=write,
+        priority=Priority.WRITE_BACK if write else Priority.PREFETCH,
     )
     made.submit()
     return made
@@ -96,7 +97,36 @@ def test_alone_no_turn_is_taken(queue: PathQueue, backend: ManualBackend, turns:
     assert turns.log == []
 
 
-def test_nothing_moves_before_its_turn(
+def test_writes_need_no_turn(queue: PathQueue, backend: ManualBackend, turns: FakeTurns) -> None:
+    reading = move(queue, 0, 3)
+    assert turns.asked.acquire(timeout=20)
+    writing = move(queue, 5, 3, write=True)
+    assert len(backend.waiting) == 2, "as many as the backend takes: no read is under way"
+    backend.complete_all()
+    assert writing.state is MoveState.DONE
+    assert reading.state is MoveState.QUEUED
+    assert turns.log == []
+    turns.grants.release()
+    until(backend, 2)
+    backend.complete_all()
+    assert reading.state is MoveState.DONE
+
+
+def test_a_turn_ends_with_its_reads_though_writes_are_under_way(
+    queue: PathQueue, backend: ManualBackend, turns: FakeTurns
+) -> None:
+    reading = move(queue, 0)
+    turns.grants.release()
+    until(backend, 1)
+    writing = move(queue, 5, 4, write=True)
+    backend.complete()
+    assert reading.state is MoveState.DONE
+    assert turns.log == ["turn", "given back"]
+    backend.complete_all()
+    assert writing.state is MoveState.DONE
+
+
+def test_nothing_is_read_before_its_turn(
     queue: PathQueue, backend: ManualBackend, turns: FakeTurns
 ) -> None:
     waiting = move(queue, 0, 3)
@@ -117,7 +147,7 @@ def test_what_comes_during_a_turn_moves_in_it(
     first = move(queue, 0, 2)
     turns.grants.release()
     until(backend, 2)
-    second = move(queue, 5, **READ)
+    second = move(queue, 5)
     backend.complete_all()
     assert (first.state, second.state) == (MoveState.DONE, MoveState.DONE)
     assert turns.log == ["turn", "given back"]
