@@ -23,7 +23,7 @@ _GB = 1e9
 _TB = 1e12
 _DAYS_PER_YEAR = 365.0
 _COUNT = re.compile(r"\s*(?:(?P<count>[^\sx×*]+)\s*[x×*]\s*)?(?P<name>\S.*?)\s*", re.I)
-_MAKERS = ("nvidia", "geforce", "samsung", "intel", "micron", "solidigm", "wd")
+_MAKERS = ("nvidia", "geforce", "samsung", "intel", "micron", "wd")
 
 
 @dataclass(frozen=True, slots=True)
