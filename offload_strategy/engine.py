@@ -18,13 +18,14 @@ from torch.optim import Optimizer
 from offload_strategy.activations import (
     ActivationOffload,
     ForwardHooks,
+    MemoryLimit,
     Packed,
     refuse_checkpoints_that_offload,
 )
 from offload_strategy.config import ConfigSource, OffloadConfig
 from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.forecast import predict_memory
-from offload_strategy.memory import available_bytes
+from offload_strategy.memory import PeakMeter, available_bytes
 from offload_strategy.metrics import Metrics
 from offload_strategy.model_weights import ModelWeights
 from offload_strategy.optimizer import (
@@ -39,6 +40,7 @@ from offload_strategy.optimizer import (
 from offload_strategy.parameters import LoadedWeights, ParameterRegistry
 from offload_strategy.planning import (
     MemoryForecast,
+    Profile,
     StepPlan,
     optimizer_need,
     shortfall,
@@ -50,6 +52,9 @@ from offload_strategy.telemetry import Recorder, get_logger, write_trace
 from offload_strategy.units import MiB
 
 logger = get_logger(__name__)
+
+#: Forward passes between looks at how much was written.
+_LOOK_EVERY = 32
 
 
 class OffloadEngine:
@@ -86,6 +91,7 @@ class OffloadEngine:
         self._teams = TeamBook(shares=self.config.optimizer.sharding)
         self._weights = ModelWeights(self._resources, self.config.parameters, is_block)
         self._stream = self._weights.stream
+        self._limit = self._memory_limit()
         self._activations = self._make_activations()
         if self._stream is not None and self._activations is not None:
             self._stream.saving = self._activations.saving_weights
@@ -244,6 +250,8 @@ class OffloadEngine:
         first = next(iter(parameters), None)
         if first is not None:
             self._device = first.device
+            if self._limit is not None and self._limit.meter is None:
+                self._limit.meter = PeakMeter(first.device)
 
     def detach_model(self, model: nn.Module) -> None:
         """Take the hooks off a model again; what left already comes back for its backward."""
@@ -359,6 +367,24 @@ class OffloadEngine:
         share = states / trained if trained else 0.0
         return self._weights.plan(share, updates=self.config.optimizer.overlap != "off")
 
+    def profile(self) -> Profile:
+        """What the last forward and backward pass saved, used and left idle, and when.
+
+        For `planning.plan_lifetimes`, for `planning.simulation.replay`, or as a file (its `save`)
+        for ``ssd-offload plan --profile``. Time in which training waited is left out.
+
+        Raises:
+            ConfigError: nothing was trained yet, or activations are not offloaded.
+        """
+        self._check_open()
+        found = None if self._activations is None else self._activations.profile()
+        if found is None:
+            raise ConfigError(
+                "profile: no pass was seen whose backward is over. Train a step first, with "
+                "activations.enabled: true."
+            )
+        return found
+
     def predict_memory(
         self, model: nn.Module, optimizer: Optimizer, *inputs: Any, **named_inputs: Any
     ) -> MemoryForecast:
@@ -418,6 +444,8 @@ class OffloadEngine:
         self._forwards += 1
         if self._forwards == 2:
             self._advise()
+        if self._forwards % _LOOK_EVERY == 0:
+            self._metrics.warn_of_wear()
 
     def _advise(self) -> None:
         """After one whole step, say so if all of this was not needed."""
@@ -498,6 +526,13 @@ class OffloadEngine:
                 "process that trains."
             )
 
+    def _memory_limit(self) -> MemoryLimit | None:
+        section = self.config.planning
+        if section.device_memory is None:
+            return None
+        nbytes = None if section.device_memory == "auto" else int(section.device_memory)
+        return MemoryLimit(nbytes, section.profile_steps)
+
     def _make_activations(self) -> ActivationOffload | None:
         section = self.config.activations
         if not section.enabled and self._stream is None:
@@ -512,6 +547,7 @@ class OffloadEngine:
             budget="auto" if section.budget == "auto" else limit if fraction is None else fraction,
             prefetch_bytes=None if section.prefetch == "auto" else int(section.prefetch),
             most_backlog=self.config.memory.pinned,
+            plan_within=self._limit,
             save_weight=None if self._stream is None else self._stream.save,
         )
 

@@ -11,9 +11,13 @@ import torch
 
 from offload_strategy.config import OffloadConfig
 from offload_strategy.resources import Resources
-from offload_strategy.telemetry import CLIENTS, Direction, Recorder
+from offload_strategy.telemetry import CLIENTS, Direction, Recorder, get_logger
+from offload_strategy.units import format_size
 
-_SECONDS_PER_YEAR = 365.25 * 24 * 3600
+_SECONDS_PER_DAY = 24 * 3600
+_SECONDS_PER_YEAR = 365.25 * _SECONDS_PER_DAY
+
+logger = get_logger(__name__)
 
 
 class Metrics:
@@ -30,6 +34,7 @@ class Metrics:
         self._resources = resources
         self._recorder = recorder
         self._started_at = time.perf_counter()
+        self._told: set[str] = set()
 
     def read(
         self,
@@ -75,6 +80,30 @@ class Metrics:
         metrics.update(self._endurance())
         return metrics
 
+    def warn_of_wear(self) -> None:
+        """Say once of each tier that this run has written much of what its drives are rated for."""
+        for tier in self._config.tiers:
+            if tier.endurance_tbw is None or tier.name in self._told:
+                continue
+            written = self._recorder.tier_bytes(tier.name, Direction.WRITE)
+            rated = tier.endurance_tbw * 1e12
+            if written < tier.endurance_share * rated:
+                continue
+            self._told.add(tier.name)
+            elapsed = time.perf_counter() - self._started_at
+            logger.warning(
+                "tier %s: this run has written %s in %.1f h, %.2g of the %.4g TB that its drives "
+                "are rated for (tiers[].endurance_share: %g). At this rate they last %.2g years. "
+                "A dram tier before it, or a smaller activations.budget, writes less.",
+                tier.name,
+                format_size(written),
+                elapsed / 3600,
+                written / rated,
+                tier.endurance_tbw,
+                tier.endurance_share,
+                rated / max(written / elapsed, 1e-9) / _SECONDS_PER_YEAR,
+            )
+
     def _endurance(self) -> dict[str, float]:
         elapsed = time.perf_counter() - self._started_at
         written = 0
@@ -89,6 +118,7 @@ class Metrics:
                 years = min(years, tier.endurance_tbw * 1e12 / rate / _SECONDS_PER_YEAR)
         return {
             "offload/endurance/written_bytes": float(written),
+            "offload/endurance/written_bytes_per_day": written / elapsed * _SECONDS_PER_DAY,
             "offload/endurance/projected_years": years if math.isfinite(years) else math.nan,
         }
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import LBFGS, SGD, Adam, AdamW
 
 from offload_strategy import ConfigError, OffloadConfig, OffloadEngine, OffloadError
+from offload_strategy.planning import Profile
 from offload_strategy.units import GiB, MiB
 from tests.conftest import our_threads
 from tests.training import activations_only, assert_same_bits, gradients, settings, weights
@@ -319,6 +320,43 @@ def test_without_a_rating_the_projected_life_is_not_a_number(engine: OffloadEngi
     engine._resources.heap.wait_for_writes()
     assert engine.metrics()["offload/endurance/written_bytes"] > 0
     assert math.isnan(engine.metrics()["offload/endurance/projected_years"])
+
+
+def test_a_run_that_wears_its_drives_is_told_once(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = settings(disk)
+    config["tiers"][0] |= {"endurance_tbw": 1e-6, "endurance_share": 0.5}  # a megabyte
+    with OffloadEngine(config) as engine, caplog.at_level("WARNING", logger="offload_strategy"):
+        net = model()
+        optimizer = engine.attach(net, AdamW(net.parameters()))
+        written = 0.0
+        while written < 0.4e6:
+            train(engine, net, optimizer)
+            written = engine.metrics()["offload/endurance/written_bytes"]
+        assert "rated for" not in caplog.text
+        while written < 2e6:
+            train(engine, net, optimizer)
+            written = engine.metrics()["offload/endurance/written_bytes"]
+        engine._metrics.warn_of_wear()
+        assert engine.metrics()["offload/endurance/written_bytes_per_day"] > written
+    told = [record.message for record in caplog.records if "rated for" in record.message]
+    assert len(told) == 1
+    assert told[0].startswith("tier nvme: this run has written")
+
+
+def test_the_last_step_can_be_profiled(disk: Path, tmp_path: Path) -> None:
+    with OffloadEngine(settings(disk, optimizer={"enabled": False})) as engine:
+        net = model()
+        engine.attach(net)
+        with pytest.raises(ConfigError, match="profile: no pass was seen"):
+            engine.profile()
+        train(engine, net, AdamW(net.parameters()))
+        profile = engine.profile()
+    profile.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == profile
+    assert profile.tensors_bytes == profile.peak_bytes > 0
+    assert 0 < profile.forward_seconds < profile.step_seconds
 
 
 def test_host_memory_does_not_wear_out(disk: Path) -> None:

@@ -22,13 +22,16 @@ from pathlib import Path
 
 from benchmarks.activations.contenders import MEANING
 from benchmarks.activations.curve import curve, markdown, plot
-from benchmarks.activations.models import HUNDRED_MILLION, MODELS, TINY
+from benchmarks.activations.models import HUNDRED_MILLION, MODELS, THIRTY_MILLION, TINY
+from benchmarks.activations.planned import planned
 from benchmarks.activations.session import Setting
 from benchmarks.activations.sweep import sweep
 from benchmarks.io.results import Result, Skipped, conclude
 from benchmarks.machine import allocator, describe_machine, say
 
-_LINES = ("curve", "sweep")
+_LINES = ("curve", "sweep", "planned")
+#: A plan for a limit of memory is compared on these.
+_PLANNED, _PLANNED_BATCH = ("GPT", "T5", "UNet"), 4
 
 
 def main() -> int:
@@ -38,6 +41,7 @@ def main() -> int:
     )
     parser.add_argument("--lines", nargs="+", choices=_LINES, default=_LINES)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["GPT", "BERT"])
+    parser.add_argument("--planned", nargs="+", choices=MODELS, default=_PLANNED)
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--batches", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--repeats", type=int, default=5, help="steps of each that count")
@@ -80,6 +84,18 @@ def main() -> int:
         except Skipped as why:
             say(f"skipped: sweep: {why}")
             outcome["skipped"] = {"sweep": str(why)}
+    if "planned" in options.lines:
+        small = Setting(TINY if options.quick else THIRTY_MILLION)
+        for kind in options.planned:
+            try:
+                text, claims = planned(options.dir, kind, _PLANNED_BATCH, options.repeats, small)
+                results += claims
+                outcome[f"planned {kind}"] = text
+                print(
+                    f"\nplanning.device_memory, {kind}, on a path of 150 MB/s: {text}", flush=True
+                )
+            except Skipped as why:
+                say(f"skipped: planned: {why}")
     return conclude(results, options.json, machine, outcome)
 
 

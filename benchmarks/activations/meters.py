@@ -18,6 +18,9 @@ class Meter(Protocol):
     def peak(self) -> int:
         """Bytes at the peak since `begin`, above the level there."""
 
+    def whole(self) -> int:
+        """Bytes at the peak since `begin`, in all."""
+
     def wait(self) -> None:
         """Until everything that was asked for is computed: before a look at the clock."""
 
@@ -37,6 +40,10 @@ class HostMeter:
         """See `Meter`."""
         return status_bytes("VmHWM") - self._level
 
+    def whole(self) -> int:
+        """See `Meter`."""
+        return status_bytes("VmHWM")
+
     def wait(self) -> None:
         """The host computes when it is told to."""
 
@@ -53,6 +60,10 @@ class DeviceMeter:
     def peak(self) -> int:
         """See `Meter`."""
         return int(torch.accelerator.max_memory_allocated()) - self._level
+
+    def whole(self) -> int:
+        """See `Meter`."""
+        return int(torch.accelerator.max_memory_allocated())
 
     def wait(self) -> None:
         """See `Meter`."""

@@ -1,4 +1,4 @@
-"""The models that are trained: sizes of Transformers' own classes, dropout off."""
+"""The models that are trained: sizes of Transformers' own classes, dropout off, and a U-Net."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-MODELS = ("GPT", "BERT", "T5")
+MODELS = ("GPT", "BERT", "T5", "UNet")
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class Shape:
 
 #: About 100 million parameters.
 HUNDRED_MILLION = Shape(768, 13, 12)
+#: For comparisons of a dozen processes at once.
+THIRTY_MILLION = Shape(512, 8, 8, vocabulary=4096)
 #: To see that everything runs.
 TINY = Shape(128, 2, 2)
 
@@ -111,7 +113,13 @@ def _t5(shape: Shape) -> Any:
     )
 
 
-_MAKERS = {"GPT": _gpt, "BERT": _bert, "T5": _t5}
+def _unet(shape: Shape) -> Any:
+    from benchmarks.activations.unet import UNet
+
+    return UNet(shape.vocabulary, shape.width // 16, levels=3)
+
+
+_MAKERS = {"GPT": _gpt, "BERT": _bert, "T5": _t5, "UNet": _unet}
 
 
 def batch(size: int, step: int, shape: Shape, device: str = "cpu") -> dict[str, torch.Tensor]:

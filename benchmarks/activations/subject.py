@@ -44,11 +44,13 @@ def _train(
     model = build(options["model"], shape, device)
     measured = meter(device)
     sections: dict[str, dict[str, Any]] = {
-        key: options[key] for key in ("activations", "memory") if key in options
+        key: options[key] for key in ("activations", "memory", "planning") if key in options
     }
     contender = prepare(options["contender"], model, directory, sections, options["host_capacity"])
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
+    for number in range(options.get("settle", 0)):  # before the first turn: see `planned`
+        _step(model, contender, batch(options["batch"], number, shape, device), measured)
     for number, request in enumerate(requests()):
         inputs = batch(options["batch"], number, shape, device)
         figures = _step(model, contender, inputs, measured)
@@ -79,6 +81,7 @@ def _step(
         "forward_seconds": middle - start,
         "backward_seconds": end - middle,
         "peak_bytes": peak,
+        "process_peak_bytes": measured.whole(),
         "loss": loss.item().hex(),
     }
     del loss

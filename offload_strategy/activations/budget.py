@@ -15,7 +15,6 @@ Three rules, of which each sees what the others cannot:
 
 from __future__ import annotations
 
-import time
 from typing import Protocol
 
 from offload_strategy.activations.order import Trace
@@ -56,8 +55,8 @@ class Traffic(Protocol):
     def has_room_in_memory(self, nbytes: int) -> bool:
         """Whether a tier in host memory takes so much without writing anything."""
 
-    def await_writing_at_most(self, nbytes: int, seconds: float) -> None:
-        """Wait until no more than that is to be written, or so long."""
+    def await_writing_at_most(self, nbytes: int, seconds: float) -> float:
+        """Wait until no more than that is to be written, or so long; the seconds it took."""
 
 
 class FixedBudget:
@@ -89,6 +88,10 @@ class FixedBudget:
 
     def observe(self, trace: Trace) -> None:
         """A backward pass is over: nothing to learn from it."""
+
+    def room(self, trace: Trace, released_bytes: int) -> int | None:
+        """Bytes that may be loaded ahead, or None where no more than usual is known."""
+        return None
 
 
 class AutomaticBudget:
@@ -126,9 +129,7 @@ class AutomaticBudget:
         if traffic.writing_bytes() <= room:
             return True
         if self._allowed_seconds > 0:
-            begin = time.perf_counter()
-            traffic.await_writing_at_most(room, self._allowed_seconds)
-            self._allowed_seconds -= time.perf_counter() - begin
+            self._allowed_seconds -= traffic.await_writing_at_most(room, self._allowed_seconds)
         return traffic.writing_bytes() <= room
 
     def observe(self, trace: Trace) -> None:
@@ -161,6 +162,10 @@ class AutomaticBudget:
                 format_size(saved),
             )
 
+    def room(self, trace: Trace, released_bytes: int) -> int | None:
+        """See `FixedBudget.room`."""
+        return None
+
     def _round_trip_seconds(self, nbytes: int) -> float:
         write, read = self._traffic.rate(write=True), self._traffic.rate(write=False)
         if not write or not read:
@@ -168,4 +173,17 @@ class AutomaticBudget:
         return (self._traffic.writing_bytes() + nbytes) / write + nbytes / read
 
 
-Budget = FixedBudget | AutomaticBudget
+class Budget(Protocol):
+    """Decides what leaves, and learns from how that went."""
+
+    #: Whether what is still to be written when backward begins had better stay.
+    recalls: bool
+
+    def admits(self, nbytes: int, trace: Trace, idle: float | None) -> bool:
+        """Whether an item may leave. See `FixedBudget.admits`."""
+
+    def observe(self, trace: Trace) -> None:
+        """A backward pass is over."""
+
+    def room(self, trace: Trace, released_bytes: int) -> int | None:
+        """See `FixedBudget.room`."""

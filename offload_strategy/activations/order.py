@@ -57,11 +57,14 @@ class Trace:
     """When the items of one forward pass were saved and used; times are of `time.perf_counter`."""
 
     __slots__ = (
+        "held",
+        "held_at",
         "learned",
         "left_bytes",
         "prefixes",
         "saved_at",
         "saved_bytes",
+        "sizes",
         "started_at",
         "uses",
         "waited",
@@ -70,6 +73,10 @@ class Trace:
     def __init__(self) -> None:
         self.started_at = time.perf_counter()
         self.saved_at: list[float] = []
+        #: Bytes of each item; seconds that forward had waited for room in all, and until each.
+        self.sizes: list[int] = []
+        self.held = 0.0
+        self.held_at: list[float] = []
         #: Bytes of all items so far, and of those that left.
         self.saved_bytes = 0
         self.left_bytes = 0
@@ -82,10 +89,12 @@ class Trace:
         #: How many of the uses the book has learned.
         self.learned = 0
 
-    def saved(self, prefix: int) -> int:
+    def saved(self, prefix: int, nbytes: int) -> int:
         """A new item, of which `prefix_with` has told what the pass looks like; its number."""
         self.prefixes.append(prefix)
         self.saved_at.append(time.perf_counter())
+        self.sizes.append(nbytes)
+        self.held_at.append(self.held)
         return len(self.saved_at) - 1
 
     def prefix_with(self, tensor: torch.Tensor) -> int:

@@ -85,6 +85,11 @@ class Outbox:
             if slot is not None and slot.payload is not None:
                 self._give(slot, next_use)
 
+    @property
+    def nbytes(self) -> int:
+        """What waits on this thread."""
+        return self._waiting.nbytes
+
     def forget(self) -> None:
         """Leave what waits on this thread where it is: its pass has failed."""
         self._waiting.items, self._waiting.nbytes = [], 0

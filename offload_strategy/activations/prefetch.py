@@ -63,6 +63,15 @@ class Prefetcher:
         """Of the forward pass that backward reached last."""
         return None if self._latest is None else self._latest[1]
 
+    def others_bytes(self, trace: Trace) -> int:
+        """Bytes of items that stayed, of passes other than one, and that backward has not used."""
+        nbytes = 0
+        for reference in self._alive.values():
+            record = reference()
+            if record is not None and record.trace is not trace:
+                nbytes += record.kept_bytes
+        return nbytes
+
     # ------------------------------------------------------------------ the life of a record
     def add(self, record: ForwardRecord) -> None:
         """A forward pass begins."""
@@ -179,6 +188,9 @@ class Prefetcher:
     def _limit(self, record: ForwardRecord) -> int:
         if self._limit_bytes is not None:
             return self._limit_bytes
+        room = self._budget.room(record.trace, record.released_bytes)
+        if room is not None:
+            return room
         # What stayed in memory and was used has made room.
         return max(AUTO_BYTES, record.released_bytes)
 

@@ -129,6 +129,11 @@ class ForwardRecord:
         """Whether backward has used something of it."""
         return bool(self.trace.uses)
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of items that stayed and that backward has not used yet."""
+        return self.trace.saved_bytes - self.trace.left_bytes - self.released_bytes
+
     def find(self, tensor: torch.Tensor, wanted: ByteRange) -> Slot | None:
         """The slot that already stands for these bytes at this version, if there is one."""
         storage = tensor.untyped_storage()
@@ -153,7 +158,7 @@ class ForwardRecord:
             prefix: what the forward pass looks like with it (`Trace.prefix_with`).
         """
         storage = tensor.untyped_storage()
-        slot = Slot(self.trace.saved(prefix), span, storage, tensor._version)
+        slot = Slot(self.trace.saved(prefix, span.nbytes), span, storage, tensor._version)
         reference = weakref.ref(slot)
         self._slots.append(reference)
         self._by_storage.setdefault(int(storage._cdata), []).append(reference)

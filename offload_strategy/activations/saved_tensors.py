@@ -17,17 +17,19 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload_strategy.activations import other_hooks
-from offload_strategy.activations.budget import AutomaticBudget, FixedBudget
+from offload_strategy.activations.budget import AutomaticBudget, Budget, FixedBudget
 from offload_strategy.activations.handles import Kept, Moved
 from offload_strategy.activations.identity import ByteRange, reach, reach_of_base
 from offload_strategy.activations.order import Trace
 from offload_strategy.activations.other_offloads import refuse_hooks_that_offload
 from offload_strategy.activations.outbox import Outbox, batch_bytes
+from offload_strategy.activations.planned import MemoryLimit, PlannedBudget, profile_of
 from offload_strategy.activations.policy import StayCounts, is_small, why_it_stays
 from offload_strategy.activations.prefetch import Prefetcher
 from offload_strategy.activations.records import ForwardRecord, Slot
 from offload_strategy.activations.traffic import TierTraffic
 from offload_strategy.heap import Heap, Tier
+from offload_strategy.planning import Profile
 from offload_strategy.transfer import UninterruptedSection
 
 _CLIENT = "activations"
@@ -63,6 +65,7 @@ class ActivationOffload:
             "auto" for as much as can be hidden (SSDTrain, section 3.1).
         prefetch_bytes: how far ahead of the backward pass to load; None to load by time.
         most_backlog: bytes that may wait to be written at most.
+        plan_within: a limit of memory by which a plan decides what leaves, instead of a budget.
         save_weight: what autograd shall hold in place of a streamed weight; None of others. May
             be set later, before the first forward pass.
     """
@@ -78,6 +81,7 @@ class ActivationOffload:
         budget: int | float | Literal["auto"] | None = "auto",
         prefetch_bytes: int | None = None,
         most_backlog: int,
+        plan_within: MemoryLimit | None = None,
         save_weight: Callable[[torch.Tensor], Packed | None] | None = None,
     ) -> None:
         self._heap = heap
@@ -87,13 +91,17 @@ class ActivationOffload:
         self._min_size = min_size
         self.save_weight = save_weight
         self._traffic = TierTraffic(heap, tiers, _CLIENT)
-        self._budget: AutomaticBudget | FixedBudget
-        if budget == "auto":
+        self._outbox = Outbox(self._give)
+        self._budget: Budget
+        if plan_within is not None:
+            self._budget = PlannedBudget(self._traffic, plan_within, self._outbox)
+        elif budget == "auto":
             self._budget = AutomaticBudget(self._traffic, most_backlog)
         else:
             self._budget = FixedBudget(budget)
         self._prefetcher = Prefetcher(heap, self._budget, prefetch_bytes)
-        self._outbox = Outbox(self._give)
+        if isinstance(self._budget, PlannedBudget):
+            self._budget.others_bytes = self._prefetcher.others_bytes
         # What `_batch_bytes` found, and for which pass.
         self._batch: tuple[Trace, int] | None = None
         self._open = _Open()
@@ -109,7 +117,8 @@ class ActivationOffload:
     def figures(self) -> dict[str, float]:
         """Figures of this moment, for metrics: counts, and bytes."""
         latest = self._prefetcher.latest_trace
-        return {
+        planned = {} if self.planned is None else self.planned.figures()
+        return planned | {
             "missed_loads": float(self._prefetcher.missed_loads),
             "late_loads": float(self._prefetcher.late_loads),
             "kept_bytes": float(self.kept_bytes),
@@ -117,6 +126,16 @@ class ActivationOffload:
             "step_saved_bytes": float(latest.saved_bytes) if latest else 0.0,
             "step_left_bytes": float(latest.left_bytes) if latest else 0.0,
         }
+
+    def profile(self) -> Profile | None:
+        """What the last pass made and used, once its backward is over."""
+        latest = self._prefetcher.latest_trace
+        return None if latest is None else profile_of(latest, self._traffic)
+
+    @property
+    def planned(self) -> PlannedBudget | None:
+        """What decides by a plan, if there is one."""
+        return self._budget if isinstance(self._budget, PlannedBudget) else None
 
     # ------------------------------------------------------------------ forward passes
     def hint(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from offload_strategy.heap import Heap, HostTier, PathTier, Tier
@@ -37,6 +38,8 @@ class TierTraffic:
         """Whether a host tier takes so much without writing anything."""
         return any(tier.has_room(nbytes) for tier in self._host)
 
-    def await_writing_at_most(self, nbytes: int, seconds: float) -> None:
-        """Wait until no more than that is to be written, or so long."""
+    def await_writing_at_most(self, nbytes: int, seconds: float) -> float:
+        """Wait until no more than that is to be written, or so long; the seconds it took."""
+        begin = time.perf_counter()
         self._heap.await_writes(self._client, nbytes, seconds)
+        return time.perf_counter() - begin

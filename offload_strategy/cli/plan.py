@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import Any, get_args
 
+from offload_strategy.cli.plan_profile import add_profile_options, plan_profile
 from offload_strategy.errors import ConfigError
 from offload_strategy.planning import analysis
 from offload_strategy.planning.analysis.transformer import Kind
@@ -23,11 +24,13 @@ def add_parser(commands: Any) -> None:
         help="tell what a run needs, how fast it is and what to change",
         description="Tell what fits, how long a step takes and what limits it, how much host "
         "memory and disk it needs and how long the drives last, from the shape of a model and the "
-        "figures of a machine. Nothing is opened or measured. Exit status 1 if it would not fit.",
+        "figures of a machine; or what leaves memory in a step that was profiled, and how long "
+        "that takes. Nothing is opened or measured. Exit status 1 if it would not fit.",
     )
     _add_model(plan.add_argument_group("model"))
     _add_machine(plan.add_argument_group("machine"))
     _add_prices(plan.add_argument_group("prices, in US dollars"))
+    add_profile_options(plan.add_argument_group("a step that was profiled, instead of a model"))
     plan.add_argument("--json", action="store_true", help="print the figures as JSON")
     plan.set_defaults(run=_plan)
 
@@ -81,6 +84,8 @@ def _add_prices(group: Any) -> None:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    if options.profile is not None:
+        return plan_profile(options)
     found = analysis.analyse(_request(options))
     if options.json:
         print(json.dumps(found.as_dict(), indent=2))

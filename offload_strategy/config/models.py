@@ -82,6 +82,8 @@ class TierConfig(_Section):
     together. A dram tier needs it; for an ssd tier null means what the file systems have free."""
     endurance_tbw: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Rated endurance of the drive in terabytes written (10^12 bytes), for its projected life."""
+    endurance_share: float = Field(default=0.05, gt=0, le=1)
+    """Share of that endurance after which a run is told what it has written."""
     shared: bool = False
     """Whether other machines use the directories too (a parallel or network file system). Then
     each process has a folder of its own there, named by its host and rank."""
@@ -271,6 +273,17 @@ class MemoryConfig(_Section):
     """Most bytes of staging buffers, pinned where there is a device. Dram tiers come on top."""
 
 
+class PlanningConfig(_Section):
+    """What the first steps are used for: to plan which saved tensors leave, and when."""
+
+    device_memory: Annotated[AutoOrSize | None, Field()] = None
+    """Most memory that training may take of the device, or of the process where it computes on
+    the CPU. Saved tensors leave by a plan that keeps to it, and no more of them than it takes.
+    'auto' is what is free when training begins, less a little; null means no limit and no plan."""
+    profile_steps: int = Field(default=3, ge=1, le=1000)
+    """Forward passes that are looked at before the plan is made; all that may leave does so."""
+
+
 class OffloadConfig(_Section):
     """Everything that can be configured. Each section may be left out."""
 
@@ -290,6 +303,8 @@ class OffloadConfig(_Section):
     """How bytes reach a path."""
     memory: MemoryConfig = MemoryConfig()
     """Host memory that the package takes for its own buffers."""
+    planning: PlanningConfig = PlanningConfig()
+    """A limit of memory, and the plan that keeps to it."""
 
     def __init__(self, /, **sections: Any) -> None:
         # One message here as well, for a config written in code.
@@ -324,6 +339,23 @@ class OffloadConfig(_Section):
                     f"tiers names {name!r}, but the configured tiers are: {', '.join(known)}"
                 )
         return section
+
+    @model_validator(mode="after")
+    def _plan_decides_alone(self) -> Self:
+        if self.planning.device_memory is None:
+            return self
+        if not self.activations.enabled:
+            raise ValueError(
+                "planning.device_memory needs activations.enabled: true, as saved tensors are what "
+                "leaves by the plan"
+            )
+        for name in ("budget", "prefetch"):
+            if getattr(self.activations, name) != "auto":
+                raise ValueError(
+                    f"planning.device_memory decides what leaves and when it comes back: leave out "
+                    f"activations.{name}"
+                )
+        return self
 
     def check_gradients_untouched(self, by: str) -> None:
         """Refuse, before any training step, what cannot work with `optimizer.overlap: eager`.

@@ -2,6 +2,7 @@
 
 from offload_strategy.memory.buffers import HostBuffer
 from offload_strategy.memory.limits import available_bytes, memory_cgroup_limit
+from offload_strategy.memory.peak import PeakMeter
 from offload_strategy.memory.pool import IDLE_BYTES, BufferPool, MemoryUsage
 
 __all__ = [
@@ -9,6 +10,7 @@ __all__ = [
     "BufferPool",
     "HostBuffer",
     "MemoryUsage",
+    "PeakMeter",
     "available_bytes",
     "memory_cgroup_limit",
 ]

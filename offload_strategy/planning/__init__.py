@@ -1,5 +1,12 @@
 """How much and where: pure functions over numbers. No I/O, no work on devices."""
 
+from offload_strategy.planning.lifetimes import (
+    LifetimePlan,
+    PathRates,
+    Profile,
+    TensorLife,
+    plan_lifetimes,
+)
 from offload_strategy.planning.memory_forecast import (
     MemoryForecast,
     StreamedShapes,
@@ -15,14 +22,19 @@ from offload_strategy.planning.requirements import (
 from offload_strategy.planning.step_plan import PlanRow, StepPlan, Turn, step_plan
 
 __all__ = [
+    "LifetimePlan",
     "MemoryForecast",
+    "PathRates",
     "PlanRow",
+    "Profile",
     "SpaceNeed",
     "StepPlan",
     "StreamedShapes",
+    "TensorLife",
     "Turn",
     "memory_forecast",
     "optimizer_need",
+    "plan_lifetimes",
     "shortfall",
     "spare_memory_advice",
     "step_plan",

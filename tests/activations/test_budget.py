@@ -36,10 +36,11 @@ class Path_:
     def has_room_in_memory(self, nbytes: int) -> bool:
         return nbytes <= self.memory
 
-    def await_writing_at_most(self, nbytes: int, seconds: float) -> None:
+    def await_writing_at_most(self, nbytes: int, seconds: float) -> float:
         self.waits.append((nbytes, seconds))
         if self.clears:
             self.waiting = min(self.waiting, nbytes)
+        return 0.0
 
 
 def step(saved: int, left: int, seconds: float = 10.0, waited: float = 0.0) -> Trace:

@@ -17,7 +17,7 @@ from tests.training import activations_only, assert_same_bits, gradients, moved,
 
 def _saved(trace: Trace, *kinds: tuple[int, ...]) -> Trace:
     for shape in kinds:
-        trace.saved(trace.prefix_with(torch.empty(shape)))
+        trace.saved(trace.prefix_with(torch.empty(shape)), 4)
     return trace
 
 
