@@ -46,6 +46,7 @@ from offload_strategy.planning import (
     shortfall,
     spare_memory_advice,
 )
+from offload_strategy.profiling import profile_step
 from offload_strategy.references import weakly
 from offload_strategy.resources import Resources
 from offload_strategy.telemetry import Recorder, get_logger, write_trace
@@ -368,7 +369,7 @@ class OffloadEngine:
         return self._weights.plan(share, updates=self.config.optimizer.overlap != "off")
 
     def profile(self) -> Profile:
-        """What the last forward and backward pass saved, used and left idle, and when.
+        """What the last step saved, used and left idle, and when; and when it updated what.
 
         For `planning.plan_lifetimes`, for `planning.simulation.replay`, or as a file (its `save`)
         for ``ssd-offload plan --profile``. Time in which training waited is left out.
@@ -377,7 +378,10 @@ class OffloadEngine:
             ConfigError: nothing was trained yet, or activations are not offloaded.
         """
         self._check_open()
-        found = None if self._activations is None else self._activations.profile()
+        found = None
+        if self._activations is not None:
+            shared = self._device.type == "cpu"
+            found = profile_step(self._activations, list(self._optimizers), shared_cores=shared)
         if found is None:
             raise ConfigError(
                 "profile: no pass was seen whose backward is over. Train a step first, with "

@@ -13,7 +13,7 @@ has changed by much.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -122,6 +122,11 @@ class PlannedBudget:
         }
 
     @property
+    def others_peak_bytes(self) -> int:
+        """What training has in memory beside saved tensors, at most."""
+        return max(self._others, default=0)
+
+    @property
     def _meter(self) -> Meter:
         assert self._memory.meter is not None
         return self._memory.meter
@@ -150,7 +155,7 @@ class PlannedBudget:
         self.latest_peak_bytes = peak = self._meter.peak_bytes()
         self.over_limit_passes += peak > self._limit
         self._others.append(max(0, peak - self._most_items))
-        room = int(self._limit * (1 - _MARGIN)) - max(self._others)
+        room = int(self._limit * (1 - _MARGIN)) - self.others_peak_bytes
         self._room = max(room, _LEAST_ROOM_BYTES)
         self._passes_left -= 1
         if self._passes_left > 0:
@@ -230,12 +235,20 @@ class PlannedBudget:
         )
 
 
-def profile_of(trace: Trace, traffic: Traffic) -> Profile | None:
+def profile_of(
+    trace: Trace,
+    traffic: Traffic,
+    *,
+    busy: Sequence[tuple[float, float]] = (),
+    other_bytes: int = 0,
+) -> Profile | None:
     """What a pass made and used, without the times in which it waited.
 
     Args:
         trace: of a pass whose backward is over.
         traffic: of the tiers.
+        busy: when something else ran on its thread: left out as well.
+        other_bytes: in memory beside what it saved.
 
     Returns:
         The profile; None if nothing was used.
@@ -243,8 +256,11 @@ def profile_of(trace: Trace, traffic: Traffic) -> Profile | None:
     if not trace.uses:
         return None
     start = trace.started_at
-    step = trace.uses[-1][1] - start - trace.held - trace.uses[-1][2]
-    used = {number: at - start - trace.held - waited for number, at, waited in trace.uses}
+    used = {
+        number: at - start - trace.held - waited - _before(at, busy)
+        for number, at, waited in trace.uses
+    }
+    step = used[trace.uses[-1][0]]
     forward = max(0.0, min(used.values()))
     tensors = []
     for number, nbytes in enumerate(trace.sizes):
@@ -260,5 +276,11 @@ def profile_of(trace: Trace, traffic: Traffic) -> Profile | None:
         forward_seconds=min(forward, step),
         step_seconds=step,
         tensors=tuple(tensors),
+        other_bytes=other_bytes,
         paths=(PathRates("tiers", read=read, write=write),),
     )
+
+
+def _before(moment: float, busy: Sequence[tuple[float, float]]) -> float:
+    """Seconds of spans that lie before a moment."""
+    return sum(min(end, moment) - begin for begin, end in busy if begin < moment)

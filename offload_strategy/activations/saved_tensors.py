@@ -127,10 +127,22 @@ class ActivationOffload:
             "step_left_bytes": float(latest.left_bytes) if latest else 0.0,
         }
 
-    def profile(self) -> Profile | None:
-        """What the last pass made and used, once its backward is over."""
+    def latest_pass_started_at(self) -> float | None:
+        """When the pass began whose backward was seen last (`time.perf_counter`), if one was."""
         latest = self._prefetcher.latest_trace
-        return None if latest is None else profile_of(latest, self._traffic)
+        return None if latest is None else latest.started_at
+
+    def profile(self, busy: Sequence[tuple[float, float]] = ()) -> Profile | None:
+        """What the last pass made and used, once its backward is over.
+
+        Args:
+            busy: when something else ran on the thread of the pass; `time.perf_counter`.
+        """
+        latest = self._prefetcher.latest_trace
+        if latest is None:
+            return None
+        others = 0 if self.planned is None else self.planned.others_peak_bytes
+        return profile_of(latest, self._traffic, busy=busy, other_bytes=others)
 
     @property
     def planned(self) -> PlannedBudget | None:

@@ -26,6 +26,7 @@ from offload_strategy.optimizer.state_view import StateView
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.states.subgroups import Subgroup, plan_subgroups
 from offload_strategy.optimizer.step import run_step
+from offload_strategy.optimizer.timings import Timings
 from offload_strategy.optimizer.updates import Updater
 from offload_strategy.optimizer.user_class.support import check_group
 from offload_strategy.optimizer.user_class.trial import can_be_cut, edits_gradients
@@ -142,6 +143,11 @@ class OffloadedOptimizer(Optimizer):
     def state(self, value: Any) -> None:
         self.inner.state = defaultdict(dict, value)
         self._absorb_inner_state()
+
+    @property
+    def timings(self) -> Timings:
+        """Of the latest updates, for profiles."""
+        return self._updater.timings
 
     def __getattr__(self, name: str) -> Any:
         if name in _HIDDEN or "inner" not in self.__dict__:

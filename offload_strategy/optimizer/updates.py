@@ -27,6 +27,7 @@ from offload_strategy.optimizer.states.masters import masters_of
 from offload_strategy.optimizer.states.precision import Precision, seed
 from offload_strategy.optimizer.states.shards import is_sharded, local_part
 from offload_strategy.optimizer.states.subgroups import StateSet, Subgroup, Unpacked, pack_states
+from offload_strategy.optimizer.timings import Timings, UpdateTiming
 from offload_strategy.optimizer.user_class.kernel import run_update
 
 
@@ -104,6 +105,8 @@ class Updater:
         self._tiers = list(tiers)
         self._waiting_room = list(waiting_room)
         self.precision = precision or Precision()
+        #: Of the latest updates, for profiles.
+        self.timings = Timings()
         self._generators: dict[torch.device, torch.Generator] | None = (
             {} if self.precision.stochastic else None
         )
@@ -131,10 +134,19 @@ class Updater:
         if gradients is None:
             parameters = [piece.parameter for piece in subgroup.pieces]
             gradients = {i: values_of(parameters[i]) for i in with_gradient(subgroup)}
-        if not gradients:
-            return
+        if gradients:
+            with self.timings.update() as timing:
+                self._update_in_place(subgroup, gradients, timing)
+
+    def _update_in_place(
+        self, subgroup: Subgroup, gradients: Mapping[int, torch.Tensor], timing: UpdateTiming
+    ) -> None:
         old = subgroup.states
-        flat = None if old.ticket is None else self._heap.writable(old.ticket)
+        flat = None
+        if old.ticket is not None:
+            timing.read_bytes = old.ticket.nbytes
+            with self.timings.waiting(timing):
+                flat = self._heap.writable(old.ticket)
         unpacked = Unpacked.of(old, flat)
         states = unpacked.states
         # Nothing may be lost if the update is interrupted or refused, or cannot be put back: until
@@ -155,6 +167,7 @@ class Updater:
             self._run(subgroup, weights, [states[index] for index in gradients])
             del weight, weights  # what has their memory keeps them in it
         subgroup.states = self._packed(subgroup, unpacked)
+        timing.written_bytes = _bytes_of(subgroup.states)
 
     @torch.no_grad()
     def speculate(self, subgroup: Subgroup, gradients: Mapping[int, torch.Tensor]) -> Speculation:
@@ -165,6 +178,12 @@ class Updater:
             gradients: of the pieces that have one, as they are expected to be at `step()`, by
                 index; each as large as its piece.
         """
+        with self.timings.update() as timing:
+            return self._speculate(subgroup, gradients, timing)
+
+    def _speculate(
+        self, subgroup: Subgroup, gradients: Mapping[int, torch.Tensor], timing: UpdateTiming
+    ) -> Speculation:
         indices = list(gradients)
         group = self.group_of(subgroup)
         hyper = hyper_parameters(group)
@@ -180,12 +199,17 @@ class Updater:
                 copy.grad = gradient
             del chosen, weight
         old = subgroup.states
-        flat = None if old.ticket is None else self._heap.private(old.ticket)
+        flat = None
+        if old.ticket is not None:
+            timing.read_bytes = old.ticket.nbytes
+            with self.timings.waiting(timing):
+                flat = self._heap.private(old.ticket)
         unpacked = Unpacked.of(old, flat)
         self._run(subgroup, weights, [unpacked.states[index] for index in indices])
         for copy in weights:
             copy.grad = None
         new = self._packed(subgroup, unpacked)
+        timing.written_bytes = _bytes_of(new)
         ticket = self._heap.put(flat_weights, "optimizer", [*self._waiting_room, *self._tiers])
         return Speculation(subgroup, indices, mark, hyper, old, new, layout, ticket)
 
@@ -234,6 +258,10 @@ class Updater:
         Returns:
             Whether it was. If the weights are others than it began with it is dropped.
         """
+        with self.timings.update():
+            return self._commit(speculation)
+
+    def _commit(self, speculation: Speculation) -> bool:
         subgroup = speculation.subgroup
         # Not all weights of all subgroups first: these are still in the processor's caches when
         # they are overwritten.
@@ -332,6 +360,11 @@ class Updater:
         old, subgroup.states = subgroup.states, new
         if old.ticket is not None:
             self._heap.free(old.ticket)
+
+
+def _bytes_of(states: StateSet) -> int:
+    """On tiers."""
+    return 0 if states.ticket is None else states.ticket.nbytes
 
 
 def with_gradient(subgroup: Subgroup) -> list[int]:

@@ -5,6 +5,7 @@ from offload_strategy.planning.lifetimes import (
     PathRates,
     Profile,
     TensorLife,
+    Update,
     plan_lifetimes,
 )
 from offload_strategy.planning.memory_forecast import (
@@ -32,6 +33,7 @@ __all__ = [
     "StreamedShapes",
     "TensorLife",
     "Turn",
+    "Update",
     "memory_forecast",
     "optimizer_need",
     "plan_lifetimes",

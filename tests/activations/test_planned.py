@@ -210,6 +210,20 @@ def test_a_profile_has_no_time_in_which_training_waited() -> None:
     assert (profile.forward_seconds, profile.step_seconds) == (2.5, 4.0)
 
 
+def test_a_profile_has_no_time_in_which_something_else_ran() -> None:
+    trace = Trace()
+    trace.started_at = 10.0
+    trace.saved(1, ITEM)
+    trace.saved(2, ITEM)
+    trace.saved_at = [11.0, 12.0]
+    trace.uses = [(1, 13.0, 0.0), (0, 18.0, 0.0)]
+    profile = profile_of(trace, Traffic(), busy=[(13.5, 15.0), (17.0, 19.0)], other_bytes=5)
+    assert profile is not None
+    assert [tensor.uses for tensor in profile.tensors] == [(1.0, 5.5), (2.0, 3.0)]
+    assert profile.step_seconds == 5.5
+    assert profile.other_bytes == 5
+
+
 def test_a_path_that_was_never_busy_is_taken_for_as_fast_as_it_was_seen() -> None:
     budget, _, memory = training(limit=1000 * MiB, rate=None)
     for _ in range(3):

@@ -54,7 +54,6 @@ def test_half_is_the_default_and_status_1_says_that_it_does_not_fit(
 
 @pytest.mark.parametrize("name", ["plan.svg", "plan.png"])
 def test_it_draws_a_picture(profile: str, tmp_path: Path, name: str) -> None:
-    pytest.importorskip("matplotlib", reason="needs matplotlib")
     assert plan("--profile", profile, "--picture", str(tmp_path / name)) == 0
     assert (tmp_path / name).stat().st_size > 5000
 
