@@ -7,6 +7,11 @@ import json
 from typing import Any, get_args
 
 from offload_strategy.cli.plan_profile import add_profile_options, plan_profile
+from offload_strategy.cli.plan_search import (
+    add_search_options,
+    check_search_options,
+    plan_search,
+)
 from offload_strategy.errors import ConfigError
 from offload_strategy.planning import analysis
 from offload_strategy.planning.analysis.transformer import Kind
@@ -24,12 +29,14 @@ def add_parser(commands: Any) -> None:
         help="tell what a run needs, how fast it is and what to change",
         description="Tell what fits, how long a step takes and what limits it, how much host "
         "memory and disk it needs and how long the drives last, from the shape of a model and the "
-        "figures of a machine; or what leaves memory in a step that was profiled, and how long "
-        "that takes. Nothing is opened or measured. Exit status 1 if it would not fit.",
+        "figures of a machine; with --search, which settings are the fastest; with --profile, what "
+        "leaves memory in a step that was profiled, and how long that takes. Nothing is opened or "
+        "measured. Exit status 1 if it would not fit.",
     )
     _add_model(plan.add_argument_group("model"))
     _add_machine(plan.add_argument_group("machine"))
     _add_prices(plan.add_argument_group("prices, in US dollars"))
+    add_search_options(plan.add_argument_group("a search for the best settings"))
     add_profile_options(plan.add_argument_group("a step that was profiled, instead of a model"))
     plan.add_argument("--json", action="store_true", help="print the figures as JSON")
     plan.set_defaults(run=_plan)
@@ -52,7 +59,12 @@ def _add_model(group: Any) -> None:
     group.add_argument("--feed-forward", type=int, metavar="N", help="default: 4 x hidden")
     group.add_argument("--vocabulary", type=int, metavar="N", help="default: the usual of the kind")
     group.add_argument("--gated", action="store_true", help="with a gated feed-forward part")
-    group.add_argument("--batch", type=int, metavar="N", help="sequences of a step")
+    group.add_argument(
+        "--batch",
+        type=_batch,
+        metavar="N",
+        help="sequences of a step; 'auto' or none with --search to find it",
+    )
     group.add_argument("--sequence", type=int, metavar="N", help="tokens of each")
 
 
@@ -84,9 +96,13 @@ def _add_prices(group: Any) -> None:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    check_search_options(options)
     if options.profile is not None:
         return plan_profile(options)
-    found = analysis.analyse(_request(options))
+    request = _request(options)
+    if options.search:
+        return plan_search(options, request)
+    found = analysis.analyse(request)
     if options.json:
         print(json.dumps(found.as_dict(), indent=2))
     else:
@@ -94,8 +110,16 @@ def _plan(options: argparse.Namespace) -> int:
     return 0 if all(fit.ok for fit in found.fits) else 1
 
 
+def _batch(text: str) -> int | None:
+    return None if text == "auto" else int(text)
+
+
 def _request(options: argparse.Namespace) -> analysis.Request:
-    names = ("batch", "sequence", "gpu", "ssd", "host_memory")
+    names = ["gpu", "ssd", "host_memory"]
+    if not options.sequences:
+        names.insert(0, "sequence")
+    if not options.search:
+        names.insert(0, "batch")
     missing = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is None]
     if missing:
         raise ConfigError(f"give {', '.join(missing)} as well: `ssd-offload plan --help` says how")
@@ -106,7 +130,8 @@ def _request(options: argparse.Namespace) -> analysis.Request:
         raise ConfigError(f"--host-memory: {error}") from error
     return analysis.Request(
         shape=_shape(options),
-        work=analysis.Workload(options.batch, options.sequence),
+        # A search fills in what is missing here.
+        work=analysis.Workload(_first(options.batch, 1), _first(options.sequence, 1)),
         device=device,
         drives=drives,
         host_memory_bytes=memory,
@@ -145,9 +170,15 @@ def _shape(options: argparse.Namespace) -> analysis.TransformerShape:
         feed_forward=options.feed_forward,
         gated=options.gated or kind == "llama",
         tied=kind != "llama",
-        max_positions=options.sequence if kind in ("gpt", "bert") else 0,
+        max_positions=_positions(options) if kind in ("gpt", "bert") else 0,
         decoder_layers=options.layers // 2 if kind == "t5" else 0,
     )
+
+
+def _positions(options: argparse.Namespace) -> int:
+    """Learned positions: enough for the longest sequence."""
+    longest: int = max(options.sequences or [options.sequence])
+    return longest
 
 
 def _first(given: Any, otherwise: Any) -> Any:

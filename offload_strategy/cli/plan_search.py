@@ -1,0 +1,146 @@
+"""`ssd-offload plan --search`: the settings with the most tokens in a second, as a config file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+from offload_strategy.config import default_directory
+from offload_strategy.errors import ConfigError
+from offload_strategy.planning import analysis
+from offload_strategy.planning.analysis.choice import Overlap, StateType
+from offload_strategy.planning.analysis.found import USUAL_TOKENS
+
+#: What `--search` takes besides the options of a plan; each needs it.
+_OPTIONS = ("max_batch", "max_tokens", "sequences", "allow", "write_config", "dir", "force")
+#: Of a plan, what a search has no use for.
+_USELESS = ("update_rate", "gpu_price", "ssd_price", "host_price")
+
+
+def add_search_options(group: Any) -> None:
+    """Add the options to a group of `ssd-offload plan`."""
+    group.add_argument(
+        "--search",
+        action="store_true",
+        help="find batch, micro-batches, tiers and what to offload; --batch is kept if it is given",
+    )
+    group.add_argument(
+        "--max-batch", type=int, metavar="N", help="sequences of a step, if --batch is searched"
+    )
+    group.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help=f"of a step, if --batch is searched (default: {USUAL_TOKENS})",
+    )
+    group.add_argument(
+        "--sequences",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="tokens of a sequence to choose from, instead of --sequence",
+    )
+    group.add_argument(
+        "--allow",
+        action="append",
+        choices=("eager", "bfloat16"),
+        help="what is not looked at otherwise: updates that forbid clipping, states in bfloat16, "
+        "which change numbers; may be repeated",
+    )
+    group.add_argument(
+        "--write-config", type=Path, metavar="FILE", help="write the best as YAML, ready to use"
+    )
+    group.add_argument(
+        "--dir",
+        action="append",
+        metavar="PATH",
+        help="on a drive, for the config; repeat for several (default: as without a config)",
+    )
+    group.add_argument("--force", action="store_true", help="overwrite the file of --write-config")
+
+
+def check_search_options(options: argparse.Namespace) -> None:
+    """Refuse options that belong to a search where there is none, or to none where there is.
+
+    Raises:
+        ConfigError: naming them.
+    """
+    if options.search and options.profile is not None:
+        raise ConfigError("--search is for a model, --profile for a step of one: give one of them")
+    unwanted = _USELESS if options.search else _OPTIONS
+    given = [_option(name) for name in unwanted if getattr(options, name) not in (None, False)]
+    if not given:
+        return
+    if options.search:
+        raise ConfigError(
+            f"{', '.join(given)}: of no use with --search, which updates states on the device and "
+            f"counts no costs; leave out"
+        )
+    raise ConfigError(f"{', '.join(given)}: give --search as well, or leave out")
+
+
+def plan_search(options: argparse.Namespace, request: analysis.Request) -> int:
+    """Search, print what was found and write the config; 1 if nothing fits.
+
+    Args:
+        options: of the command line.
+        request: model and machine.
+
+    Raises:
+        ConfigError: an option is wrong, or the file is there already or cannot be written.
+    """
+    if options.write_config is not None:
+        _check_writable(options.write_config, options.force)
+    found = analysis.search(request, _space(options))
+    print(json.dumps(found.as_dict(), indent=2) if options.json else found)
+    if not found.candidates:
+        return 1
+    if options.write_config is not None:
+        directories = options.dir or [str(default_directory())]
+        _write(options.write_config, analysis.config_yaml(found, directories), options.force)
+    return 0
+
+
+def _space(options: argparse.Namespace) -> analysis.Space:
+    allowed = options.allow or ()
+    overlaps: tuple[Overlap, ...] = get_args(Overlap)
+    dtypes: tuple[StateType, ...] = get_args(StateType)
+    if options.batch is not None and (options.max_batch or options.max_tokens):
+        raise ConfigError(
+            "--max-batch and --max-tokens are for a batch that is searched: leave out --batch, or "
+            "them"
+        )
+    return analysis.Space(
+        sequences=tuple(options.sequences or (options.sequence,)),
+        batch=options.batch,
+        max_batch=options.max_batch,
+        max_tokens=USUAL_TOKENS if options.max_tokens is None else options.max_tokens,
+        overlaps=tuple(one for one in overlaps if one != "eager" or one in allowed),
+        state_dtypes=tuple(one for one in dtypes if one == "float32" or one in allowed),
+    )
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _check_writable(file: Path, force: bool) -> None:
+    """Say before the search what would be said after it."""
+    if file.is_dir() or not file.parent.is_dir():
+        raise ConfigError(
+            f"--write-config: {file} is no file in a directory that exists; name one that is"
+        )
+    if file.exists() and not force:
+        raise ConfigError(f"--write-config: {file} is there already; give --force to overwrite it")
+
+
+def _write(file: Path, text: str, force: bool) -> None:
+    try:
+        with file.open("w" if force else "x", encoding="utf-8") as stream:
+            stream.write(text)
+    except OSError as error:
+        raise ConfigError(
+            f"--write-config: {file} cannot be written: {error.strerror or error}"
+        ) from error
