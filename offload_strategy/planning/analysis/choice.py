@@ -7,8 +7,8 @@ so the order is part of the choice:
 
     weights       of a model whose weights pass through the device
     activations   of one micro-batch
-    waiting       gradients, and new weights until `step()`, with overlap: commit; half of
-                  `memory.pinned` is for new weights, so a byte of them takes two
+    waiting       gradients, and new weights until `step()`, with overlap: commit; both in buffers
+                  of `memory.pinned`, of which new weights may take half
     states        of the optimizer, with overlap: commit twice
 """
 
@@ -126,8 +126,8 @@ class Placed:
         fits: memory and disk, needed and there.
         saved_bytes: what the layers save in the forward pass of a micro-batch.
         subgroup_size: parameters updated at a time; None where states stay.
-        pinned_bytes: of staging buffers, `memory.pinned`.
-        gradient_bytes: of gradients that wait in host memory, `optimizer.gradient_memory`.
+        pinned_bytes: of buffers, `memory.pinned`: for staging, and for what waits.
+        gradient_bytes: of gradients that wait there, `optimizer.gradient_memory`.
     """
 
     choice: Choice

@@ -224,7 +224,7 @@ class Found:
             f"{request.shape.parameters / _GB:.2f} billion parameters on {request.device.name} "
             f"with {request.drives} and {format_size(request.host_memory_bytes)} of host memory"
         )
-        notes = [f"{self.tried} choices were looked at", f"searched were {self.space.bound()}"]
+        notes = [f"{self.tried} choices were looked at", f"among them: {self.space.bound()}"]
         notes += [str(one) for one in self.refused]
         lists = ["Searched:\n\n" + "\n".join(f"- {line}" for line in notes)]
         lists.append("Assumed:\n\n" + "\n".join(f"- {line}" for line in self.assumptions()))

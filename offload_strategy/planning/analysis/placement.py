@@ -53,8 +53,6 @@ _STAGING_SHARE = 8
 _LEAST_STAGING_BYTES = 64 * MiB
 #: Host memory is dealt out in multiples of this, or all that is asked for.
 _GRAIN = 256 * MiB
-#: New weights wait in half of the buffers.
-_WAITING_FACTOR = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,30 +121,22 @@ def place(request: Request, choice: Choice) -> Placed:
     staging = max(staging, min(_STAGING_BYTES, host_room // _STAGING_SHARE)) if staging else 0
     held = _share_out(_leaving(counted, choice, left), choice, host_room - staging)
     waiting = held["waiting"].host_bytes if "waiting" in held else 0
-    host = staging + sum(
-        split.host_bytes * (_waiting_cost() if kind == "waiting" else 1)
-        for kind, split in held.items()
-    )
+    host = staging + sum(split.host_bytes for split in held.values())
     disk = sum(split.ssd_bytes for split in held.values())
     return Placed(
         choice=choice,
         held=held,
         fits=(
             Fit("device memory", device, request.device.memory_bytes),
-            Fit("host memory", math.ceil(host), max(0, host_room)),
+            Fit("host memory", host, max(0, host_room)),
             Fit("disk", disk, request.drives.capacity_bytes),
         ),
         saved_bytes=saved,
         subgroup_size=subgroup,
-        # Half of what waits is gradients, the other half new weights.
-        pinned_bytes=staging + _WAITING_FACTOR * (waiting // 2),
+        # Gradients of a device wait in buffers as well; new weights may take half of the buffers.
+        pinned_bytes=staging + waiting,
         gradient_bytes=waiting // 2,
     )
-
-
-def _waiting_cost() -> float:
-    """Host memory for a byte that waits: gradients take one, new weights two."""
-    return (1 + _WAITING_FACTOR) / 2
 
 
 def _device(
@@ -239,11 +229,10 @@ def _share_out(leaving: Mapping[Held, int], choice: Choice, room: int) -> dict[H
         nbytes = leaving.get(kind, 0)
         if not nbytes:
             continue
-        cost = _waiting_cost() if kind == "waiting" else 1
-        taken = min(nbytes, int(room / cost))
+        taken = min(nbytes, room)
         if taken < nbytes:
             # A tier of a few bytes would hold nothing.
             taken -= taken % _GRAIN
-        room -= math.ceil(taken * cost)
+        room -= taken
         held[kind] = Split(taken, nbytes - taken)
     return held

@@ -63,7 +63,11 @@ def bert(hidden: int, layers: int) -> TransformerShape:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A row of Megatron-LM's table 2 (Narayanan et al. 2021), whose runs compute layers again."""
+    """A row of Megatron-LM's table 2 (Narayanan et al. 2021), whose runs compute layers again.
+
+    Devices, sequences of a step, TFLOPS of a device and days for 300 billion tokens are the
+    table's; layers, hidden and heads those of its table 1.
+    """
 
     name: str
     layers: int
@@ -72,6 +76,7 @@ class Run:
     devices: int
     sequences: int
     tflops: float
+    days: int
     tensor_parallel: int
 
     @property
@@ -97,19 +102,39 @@ class Run:
 
 
 def _runs(
-    name: str, size: tuple[int, int, int], rows: Iterable[tuple[int, int, float]], tp: int
+    name: str, size: tuple[int, int, int], rows: Iterable[tuple[int, int, float, int]], tp: int
 ) -> list[Run]:
-    return [Run(name, *size, devices, batch, rate, tp) for devices, batch, rate in rows]
+    return [Run(name, *size, *row, tp) for row in rows]
 
 
 _175B, _530B = (96, 12288, 96), (105, 20480, 128)
 # SSDTrain's figure 5 is a picture; its text gives the bounds, the drives and that the data is
 # Megatron-LM's, with and without ZeRO-3. That it means this table is our reading of its labels.
 MEGATRON_RUNS = [
-    *_runs("175B, ZeRO-3", _175B, [(384, 1536, 144), (768, 1536, 88), (1536, 1536, 44)], 1),
-    *_runs("530B, ZeRO-3", _530B, [(640, 2560, 138), (1120, 2240, 98), (2240, 2240, 48)], 1),
-    *_runs("175B, Megatron", _175B, [(384, 1536, 153), (768, 1536, 149), (1536, 1536, 141)], 8),
-    *_runs("530B, Megatron", _530B, [(560, 2240, 171), (1120, 2240, 167), (2240, 2240, 159)], 8),
+    *_runs(
+        "175B, ZeRO-3",
+        _175B,
+        [(384, 1536, 144, 90), (768, 1536, 88, 74), (1536, 1536, 44, 74)],
+        1,
+    ),
+    *_runs(
+        "530B, ZeRO-3",
+        _530B,
+        [(640, 2560, 138, 169), (1120, 2240, 98, 137), (2240, 2240, 48, 140)],
+        1,
+    ),
+    *_runs(
+        "175B, Megatron",
+        _175B,
+        [(384, 1536, 153, 84), (768, 1536, 149, 43), (1536, 1536, 141, 23)],
+        8,
+    ),
+    *_runs(
+        "530B, Megatron",
+        _530B,
+        [(560, 2240, 171, 156), (1120, 2240, 167, 80), (2240, 2240, 159, 42)],
+        8,
+    ),
 ]
 
 

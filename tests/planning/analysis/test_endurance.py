@@ -20,6 +20,13 @@ from tests.planning.analysis.paper_tables import FOUR_980, MEGATRON_RUNS
 
 
 @pytest.mark.parametrize("case", MEGATRON_RUNS)
+def test_megatrons_steps_take_as_many_days_as_its_table_says(case):
+    # 300 billion tokens, which the table gives in whole days.
+    steps = 300e9 / (case.sequences * 2048)
+    assert steps * case.step_seconds / 86400 == pytest.approx(case.days, rel=0.015)
+
+
+@pytest.mark.parametrize("case", MEGATRON_RUNS)
 @pytest.mark.parametrize("recomputes", [True, False], ids=["as-measured", "without-recomputing"])
 def test_megatrons_runs_stay_within_ssdtrains_bounds(case, recomputes):
     # A step that moves activations need not compute them again: it takes 3/4 of the measured one.

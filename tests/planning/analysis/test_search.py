@@ -6,10 +6,12 @@ import dataclasses
 import itertools
 import math
 import time
+from pathlib import Path
 
 import pytest
 import yaml
 
+from offload_strategy.cli import main
 from offload_strategy.config import OffloadConfig
 from offload_strategy.errors import ConfigError
 from offload_strategy.planning import analysis
@@ -22,6 +24,7 @@ from offload_strategy.planning.analysis.transformer import TransformerShape
 from offload_strategy.planning.cost_model import StepProfile, predict_step
 from offload_strategy.units import GiB, MiB, parse_size
 
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "planning.md"
 KINDS = ("weights", "activations", "waiting", "states")
 
 
@@ -323,9 +326,12 @@ def test_the_config_loads_and_stays_within_host_memory():
         assert config.tiers[-1].endurance_tbw == pytest.approx(12 * 3.84 * 365 * 5, abs=1)
         host = config.memory.pinned
         host += sum(tier.capacity for tier in config.tiers if tier.kind == "dram")
-        if best.choice.overlap == "commit":
-            host += config.optimizer.gradient_memory
         assert host <= 0.9 * 256 * GiB
+        if best.choice.overlap == "commit":
+            # Gradients wait in the same buffers, and new weights may take half of them.
+            new_weights = best.placed.split("waiting").host_bytes - best.placed.gradient_bytes
+            assert new_weights <= config.memory.pinned / 2
+            assert config.optimizer.gradient_memory <= config.memory.pinned / 2
         for kind in ("weights", "activations", "states"):
             wanted = best.placed.split(kind).host_bytes
             tiers = [tier for tier in config.tiers if tier.name == f"host-{kind}"]
@@ -372,3 +378,12 @@ def test_nonsense_is_refused(make, message):
 def test_a_config_needs_a_directory():
     with pytest.raises(ConfigError, match="name at least one"):
         config_yaml(search(request(), Space((1024,), batch=4)), [])
+
+
+@pytest.mark.skipif(not DOCS.is_file(), reason="needs the source tree")
+def test_the_documentation_shows_what_its_command_prints(capsys):
+    text = DOCS.read_text().split("### Search")[1]
+    command = text.split("```console\nssd-offload ")[1].split("\n```")[0]
+    assert "--search" in command
+    assert main(command.replace("\\\n", " ").split()) == 0
+    assert capsys.readouterr().out.strip() in text
