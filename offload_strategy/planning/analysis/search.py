@@ -15,6 +15,7 @@ taken that moves, writes and recomputes the least.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -185,15 +186,19 @@ def _settings(
 def _batches(space: Space, sequence: int) -> Iterator[tuple[int, int]]:
     """Batches and their micro-batches."""
     if space.batch is not None:
-        for micro_batches in range(1, space.batch + 1):
-            if space.batch % micro_batches == 0:
-                yield space.batch, micro_batches
+        for micro_batches in _divisors(space.batch):
+            yield space.batch, micro_batches
         return
     most = space.most(sequence)
     for micro in _round_numbers(most):
         for times in _MICRO_BATCHES:
             if micro * times <= most:
                 yield micro * times, times
+
+
+def _divisors(number: int) -> list[int]:
+    small = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
+    return sorted({*small, *(number // one for one in small)})
 
 
 def _round_numbers(most: int) -> Iterator[int]:

@@ -171,6 +171,18 @@ def test_nothing_that_fits_is_faster_than_what_is_found(batches, space, host):
     assert best.tokens_per_second <= max(speeds.values()) * (1 + 1e-9)
 
 
+def test_the_order_of_host_memory_is_searched():
+    run = request("llama3-8b", "4090", "990-pro", 64 * GiB)
+    best = search(run, Space((1024,), max_batch=64, tolerance=0)).best
+    placed = [
+        place(run, dataclasses.replace(best.choice, host_first=order))
+        for order in itertools.permutations(KINDS)
+    ]
+    seconds = [placed_step(run, one).seconds for one in placed if one.ok]
+    assert best.step.seconds <= 1.01 * min(seconds)
+    assert max(seconds) > 1.1 * min(seconds)  # so that it matters
+
+
 def test_the_batch_is_the_smallest_that_is_nearly_as_fast():
     # Sequences that keep a device busy one by one.
     run, space = small_machine(), Space((4096,), max_batch=16, tolerance=0.1)
@@ -295,6 +307,25 @@ def test_micro_batches_that_move_nothing_only_compute():
     step = placed_step(run, place(run, Choice(16, 4, 1024)))
     assert step.seconds == pytest.approx(3 * run.shape.forward_flops(16, 1024) / run.flops)
     assert step.limits.keys() == {"computation"}
+
+
+def test_new_weights_come_from_where_they_waited():
+    run = small_machine(host=4 * GiB)
+    states_first = ("states", "waiting", "activations", "weights")
+    choice = Choice(4, 1, 1024, 8, True, False, host_first=states_first)
+    weights = 2 * run.shape.parameters
+    disk = place(run, choice)
+    assert disk.split("waiting").host_bytes == 0
+    (commits,) = (one for one in placed_step(run, disk).stages if one.name == "step()")
+    assert commits.limits == {
+        "computation": 0,
+        "link": pytest.approx(weights / 8e9),
+        "paths": pytest.approx(weights / 1e9),
+    }
+    large = dataclasses.replace(run, host_memory_bytes=64 * GiB)
+    step = placed_step(large, place(large, choice))
+    (commits,) = (one for one in step.stages if one.name == "step()")
+    assert commits.seconds == pytest.approx(weights / 8e9)
 
 
 def test_an_update_after_backward_costs_its_own_time():
