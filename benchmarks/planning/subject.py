@@ -9,6 +9,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ from benchmarks.activations.models import Shape, batch, build
 from benchmarks.machine import fix_allocator, forget_peak, status_bytes
 from benchmarks.turns import answers, requests
 from offload_strategy import OffloadEngine
+from offload_strategy.planning import Profile
 
-#: Steps until the profile, and until a plan for a limit has settled.
-_PROFILED, _SETTLED = 6, 10
+#: Steps with a profile, and of how many of the last the middle one counts: some step is disturbed.
+_PROFILED, _OF = 8, 5
+#: Steps until a plan for a limit has settled.
+_SETTLED = 10
 
 
 class _Training:
@@ -61,6 +65,13 @@ class _Training:
         return time.perf_counter() - begin, status_bytes("VmHWM")
 
 
+def _typical(profiles: Sequence[Profile]) -> Profile:
+    def seconds(profile: Profile) -> float:
+        return profile.step_seconds + sum(update.seconds for update in profile.updates)
+
+    return sorted(profiles, key=seconds)[len(profiles) // 2]
+
+
 def main() -> None:
     """Answer the requests."""
     options = json.loads(sys.argv[1])
@@ -71,9 +82,11 @@ def main() -> None:
         asked = requests()
         file = Path(next(asked)["file"])
         with training.engine("auto") as engine:
+            profiles = []
             for number in range(_PROFILED):
                 training.step(number)
-            engine.profile().save(file)
+                profiles.append(engine.profile())
+            _typical(profiles[-_OF:]).save(file)
         answer({})
         limit = next(asked)["device_memory"]
         with training.engine(limit) as engine:

@@ -10,8 +10,9 @@ from typing import Any, get_args
 from offload_strategy.config import default_directory
 from offload_strategy.errors import ConfigError
 from offload_strategy.planning import analysis
-from offload_strategy.planning.analysis.choice import Overlap, StateType
-from offload_strategy.planning.analysis.found import USUAL_TOKENS
+from offload_strategy.planning.search import Space, config_yaml, search
+from offload_strategy.planning.search.choice import Overlap, StateType
+from offload_strategy.planning.search.found import USUAL_TOKENS
 
 #: What `--search` takes besides the options of a plan; each needs it.
 _OPTIONS = ("max_batch", "max_tokens", "sequences", "allow", "write_config", "dir", "force")
@@ -93,17 +94,17 @@ def plan_search(options: argparse.Namespace, request: analysis.Request) -> int:
     """
     if options.write_config is not None:
         _check_writable(options.write_config, options.force)
-    found = analysis.search(request, _space(options))
+    found = search(request, _space(options))
     print(json.dumps(found.as_dict(), indent=2) if options.json else found)
     if not found.candidates:
         return 1
     if options.write_config is not None:
         directories = options.dir or [str(default_directory())]
-        _write(options.write_config, analysis.config_yaml(found, directories), options.force)
+        _write(options.write_config, config_yaml(found, directories), options.force)
     return 0
 
 
-def _space(options: argparse.Namespace) -> analysis.Space:
+def _space(options: argparse.Namespace) -> Space:
     allowed = options.allow or ()
     overlaps: tuple[Overlap, ...] = get_args(Overlap)
     dtypes: tuple[StateType, ...] = get_args(StateType)
@@ -112,7 +113,7 @@ def _space(options: argparse.Namespace) -> analysis.Space:
             "--max-batch and --max-tokens are for a batch that is searched: leave out --batch, or "
             "them"
         )
-    return analysis.Space(
+    return Space(
         sequences=tuple(options.sequences or (options.sequence,)),
         batch=options.batch,
         max_batch=options.max_batch,

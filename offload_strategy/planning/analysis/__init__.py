@@ -5,35 +5,26 @@ takes and what limits it, how much host memory and disk that needs, and how long
 Nothing here opens a device or a path.
 """
 
-from offload_strategy.planning.analysis.found import Candidate, Found, Refusal, Space
 from offload_strategy.planning.analysis.hardware import Device, Drive, Drives, device, drive_set
 from offload_strategy.planning.analysis.models import PRESETS, from_config, preset
 from offload_strategy.planning.analysis.report import Analysis, analyse
 from offload_strategy.planning.analysis.request import Prices, Request
 from offload_strategy.planning.analysis.saved_tensors import Workload
-from offload_strategy.planning.analysis.search import search
-from offload_strategy.planning.analysis.search_config import config_yaml
 from offload_strategy.planning.analysis.transformer import TransformerShape
 
 __all__ = [
     "PRESETS",
     "Analysis",
-    "Candidate",
     "Device",
     "Drive",
     "Drives",
-    "Found",
     "Prices",
-    "Refusal",
     "Request",
-    "Space",
     "TransformerShape",
     "Workload",
     "analyse",
-    "config_yaml",
     "device",
     "drive_set",
     "from_config",
     "preset",
-    "search",
 ]

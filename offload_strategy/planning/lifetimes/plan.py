@@ -239,10 +239,9 @@ class _Planner:
             self.pressure.add(one.begin, one.end, -one.nbytes)
             forced.append(one)
         for one in sorted(forced, key=lambda one: one.end):
-            # Back as soon as there is room, if the path has time then: what is early is not late.
-            room = self.pressure.since(one.begin, one.end, self._limit - one.nbytes)
+            # As soon as there is room for it: the path is what limits, and must not idle.
+            back = self.pressure.since(one.begin, one.end, self._limit - one.nbytes)
             path = min(self._paths, key=lambda path: path.reads.busy_seconds)
-            back = max(room, path.reads.before(one.end, path.read_seconds(one.nbytes)))
             gone = path.writes.after(one.begin, path.write_seconds(one.nbytes))
             path.book(one.begin, gone, back, one.end)
             self.pressure.add(back, one.end, one.nbytes)

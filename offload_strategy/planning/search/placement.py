@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from offload_strategy.errors import ConfigError
-from offload_strategy.planning.analysis.choice import Choice, Held, Placed, Split
 from offload_strategy.planning.analysis.host_memory import weight_buffers
 from offload_strategy.planning.analysis.memory_needs import Fit
 from offload_strategy.planning.analysis.request import Request
@@ -28,6 +27,7 @@ from offload_strategy.planning.analysis.saved_tensors import (
 from offload_strategy.planning.analysis.steps import WEIGHT_BYTES
 from offload_strategy.planning.analysis.transformer import TransformerShape
 from offload_strategy.planning.requirements import optimizer_need
+from offload_strategy.planning.search.choice import Choice, Held, Placed, Split
 from offload_strategy.units import GiB, MiB
 
 #: Share of device memory up to which activations stay: the count is not exact, and allocators

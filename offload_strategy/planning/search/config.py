@@ -10,8 +10,8 @@ import yaml
 
 from offload_strategy.config import OffloadConfig
 from offload_strategy.errors import ConfigError
-from offload_strategy.planning.analysis.choice import Held
-from offload_strategy.planning.analysis.found import Candidate, Found
+from offload_strategy.planning.search.choice import Held
+from offload_strategy.planning.search.found import Candidate, Found
 from offload_strategy.units import MiB, format_size
 
 _TB = 1e12

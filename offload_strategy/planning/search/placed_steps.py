@@ -18,11 +18,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from offload_strategy.planning.analysis.choice import Placed
-from offload_strategy.planning.analysis.placement import micro_work
 from offload_strategy.planning.analysis.request import Request
 from offload_strategy.planning.analysis.steps import WEIGHT_BYTES
 from offload_strategy.planning.cost_model import Rates
+from offload_strategy.planning.search.choice import Placed
+from offload_strategy.planning.search.placement import micro_work
 
 #: Backward over forward computation (Fuyou, equation 8).
 _BACKWARD_OVER_FORWARD = 2.0

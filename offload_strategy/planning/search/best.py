@@ -19,11 +19,11 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from offload_strategy.planning.analysis.choice import Choice, Held, Placed
-from offload_strategy.planning.analysis.found import Candidate, Found, Refusal, Space
-from offload_strategy.planning.analysis.placed_steps import placed_step
-from offload_strategy.planning.analysis.placement import place
 from offload_strategy.planning.analysis.request import Request
+from offload_strategy.planning.search.choice import Choice, Held, Placed
+from offload_strategy.planning.search.found import Candidate, Found, Refusal, Space
+from offload_strategy.planning.search.placed_steps import placed_step
+from offload_strategy.planning.search.placement import place
 
 #: See [Note: what counts as better].
 _AS_FAST = 0.01

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload_strategy.errors import ConfigError
-from offload_strategy.planning.analysis.choice import (
+from offload_strategy.planning.analysis.request import Request
+from offload_strategy.planning.analysis.transformer import positive
+from offload_strategy.planning.search.choice import (
     Choice,
     Held,
     Overlap,
@@ -14,9 +16,7 @@ from offload_strategy.planning.analysis.choice import (
     StateType,
     state_bytes,
 )
-from offload_strategy.planning.analysis.placed_steps import PlacedStep
-from offload_strategy.planning.analysis.request import Request
-from offload_strategy.planning.analysis.transformer import positive
+from offload_strategy.planning.search.placed_steps import PlacedStep
 from offload_strategy.units import format_size
 
 #: Tokens of a step up to which batches are searched where no bound is given.

@@ -15,13 +15,14 @@ from offload_strategy.cli import main
 from offload_strategy.config import OffloadConfig
 from offload_strategy.errors import ConfigError
 from offload_strategy.planning import analysis
-from offload_strategy.planning.analysis import Request, Space, Workload, config_yaml, search
-from offload_strategy.planning.analysis.choice import Choice
+from offload_strategy.planning.analysis import Request, Workload
 from offload_strategy.planning.analysis.hardware import Device, Drive, Drives
-from offload_strategy.planning.analysis.placed_steps import placed_step
-from offload_strategy.planning.analysis.placement import place
 from offload_strategy.planning.analysis.transformer import TransformerShape
 from offload_strategy.planning.cost_model import StepProfile, predict_step
+from offload_strategy.planning.search import Space, config_yaml, search
+from offload_strategy.planning.search.choice import Choice
+from offload_strategy.planning.search.placed_steps import placed_step
+from offload_strategy.planning.search.placement import place
 from offload_strategy.units import GiB, MiB, parse_size
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "planning.md"
