@@ -30,6 +30,8 @@ logger = get_logger(__name__)
 #: Share of the room that is left which items get in the first passes.
 _FIRST_SHARE = 0.35
 _LEAST_ROOM_BYTES = 32 * MiB
+#: Of all passes that were planned for, whose kinds are remembered.
+_MOST_ITEMS = 65536
 #: Share of what there is, where no limit is given.
 _FREE_SHARE = 0.95
 #: Share of the limit that is left free: steps differ a little.
@@ -100,7 +102,7 @@ class PlannedBudget:
         self._room: int | None = None
         self._planned_room = 0
         self._most_items = 0
-        self._told = False
+        self._told = self._observed = False
         self._others: deque[int] = deque(maxlen=_STEPS_SEEN)
         #: By what a pass looks like up to an item: whether it leaves.
         self._leaves: dict[int, bool] = {}
@@ -155,6 +157,7 @@ class PlannedBudget:
         self.latest_peak_bytes = peak = self._meter.peak_bytes()
         self.over_limit_passes += peak > self._limit
         self._others.append(max(0, peak - self._most_items))
+        self._observed = True
         room = int(self._limit * (1 - _MARGIN)) - self.others_peak_bytes
         self._room = max(room, _LEAST_ROOM_BYTES)
         self._passes_left -= 1
@@ -184,8 +187,10 @@ class PlannedBudget:
     def _begin_pass(self) -> None:
         """Note what came after backward (an optimizer's step), and look anew."""
         after = self._meter.peak_bytes()
-        if self._others and after > self.latest_peak_bytes:
+        # Of a pass without a backward, most of that peak is its items.
+        if self._observed and after > self.latest_peak_bytes:
             self._others[-1] += after - self.latest_peak_bytes
+        self._observed = False
         self._most_items = 0
         self._meter.start_over()
 
@@ -223,6 +228,8 @@ class PlannedBudget:
         self.profile, self._planned_room = profile, self._room
         self.plan = plan_lifetimes(profile, self._room)
         leave = {move.tensor for move in self.plan.moves}
+        if len(self._leaves) > _MOST_ITEMS:
+            self._leaves.clear()
         for number, prefix in enumerate(trace.prefixes):
             self._leaves[prefix] = number in leave
         logger.info(

@@ -15,7 +15,8 @@ class PeakMeter:
 
     The kernel and torch keep one such figure each, which is started anew: what others read from
     `torch.cuda.max_memory_allocated` or ``VmHWM`` is then that of the last step, too. Where the
-    kernel keeps none (other systems than Linux), memory is looked at when it is asked for.
+    kernel keeps none that may be started anew (other systems than Linux, some containers), memory
+    is looked at when it is asked for.
 
     Args:
         device: that computes.
@@ -24,6 +25,7 @@ class PeakMeter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._proc = Path("/proc/self")
+        self._starts_over = True
 
     def start_over(self) -> None:
         """Forget what was."""
@@ -32,13 +34,15 @@ class PeakMeter:
             return
         try:
             (self._proc / "clear_refs").write_text("5")
-        except OSError:
-            return
+        except OSError:  # not allowed: the figure would be that of the process's whole life
+            self._starts_over = False
 
     def peak_bytes(self) -> int:
         """At most, since then."""
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._device))
+        if not self._starts_over:
+            return self.used_bytes()
         try:
             for line in (self._proc / "status").read_text().splitlines():
                 if line.startswith("VmHWM:"):

@@ -135,6 +135,21 @@ def test_what_came_after_backward_counts_as_well() -> None:
     assert one_pass(budget, memory).count(False) == 2
 
 
+def test_passes_without_a_backward_do_not_make_the_room_smaller() -> None:
+    budget, _, memory = training(limit=1000 * MiB)
+    for _ in range(3):
+        one_pass(budget, memory)
+    for _ in range(5):  # evaluation with gradients enabled
+        trace = Trace()
+        for _ in range(LAYERS):
+            trace.saved_bytes += ITEM
+            trace.saved(hash((trace.signature, "a")), ITEM)
+            trace.left_bytes += ITEM * budget.admits(ITEM, trace, None)
+        memory.items = 700 * MiB  # its graph, and what it computes beside it
+    for _ in range(2):
+        assert one_pass(budget, memory).count(False) == 4
+
+
 def test_training_waits_for_room_and_its_plan_knows_no_waiting() -> None:
     budget, traffic, _ = training(limit=700 * MiB)
     traffic.writing = 300 * MiB
@@ -298,6 +313,15 @@ def test_what_uses_memory_up_is_refused_before_the_first_step(tmp_path: Path) ->
 def test_a_plan_and_a_budget_are_not_both_asked_for(activations: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         OffloadConfig(activations=activations, planning={"device_memory": "1GiB"})
+
+
+def test_a_meter_that_cannot_start_over_tells_what_there_is_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meter = PeakMeter(torch.device("cpu"))
+    monkeypatch.setattr(meter, "_proc", tmp_path / "nowhere")
+    meter.start_over()
+    assert abs(meter.peak_bytes() - meter.used_bytes()) < 8 * MiB
 
 
 def test_the_meter_sees_what_was_and_forgets_it() -> None:
