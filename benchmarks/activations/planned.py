@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -121,11 +120,9 @@ def _table(rows: dict[str, Rows], limit: int) -> str:
     ]
     for name, row in rows.items():
         left = 0.0 if name == KEEP else row.moved("read")
-        key = "offload/activations/stall_seconds"
-        stall = statistics.median(step.get("metrics", {}).get(key, 0.0) for step in row.steps)
         lines.append(
             f"| {name} | {left / MiB:.0f} | {row.median('seconds'):.3f} "
             f"| {keep.ratio(row, 'seconds'):.3f} | {row.median('process_peak_bytes') / MiB:.0f} "
-            f"| {stall:.2f} |"
+            f"| {row.stalled():.2f} |"
         )
     return "\n".join(lines)

@@ -46,6 +46,11 @@ class Rows(Turns):
         key = f"offload/activations/{verb}_bytes"
         return float(statistics.median(s.get("metrics", {}).get(key, 0.0) for s in self.steps))
 
+    def stalled(self) -> float:
+        """Median over the steps of seconds in which training waited for activations."""
+        key = "offload/activations/stall_seconds"
+        return float(statistics.median(s.get("metrics", {}).get(key, 0.0) for s in self.steps))
+
     def ratio(self, other: Turns, key: str) -> float:
         """As `Turns.ratio`, over the steps of both: some contenders train in more processes."""
         both = min(len(self.steps), len(other.steps))

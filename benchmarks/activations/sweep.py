@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -117,11 +116,9 @@ def _table(rows: dict[str, Rows], total: int) -> str:
     ]
     for name, row in rows.items():
         left = 0.0 if name == KEEP else _left(row)
-        key = "offload/activations/stall_seconds"
-        stall = statistics.median(step.get("metrics", {}).get(key, 0.0) for step in row.steps)
         lines.append(
             f"| {name} | {left / MiB:.0f} | {keep.ratio(row, 'seconds'):.3f} "
             f"| {row.median('peak_bytes') / MiB:.0f} | {row.ratio(keep, 'peak_bytes'):.3f} "
-            f"| {stall:.2f} |"
+            f"| {row.stalled():.2f} |"
         )
     return "\n".join(lines)

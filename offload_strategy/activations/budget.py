@@ -89,7 +89,7 @@ class FixedBudget:
     def observe(self, trace: Trace) -> None:
         """A backward pass is over: nothing to learn from it."""
 
-    def room(self, trace: Trace, released_bytes: int) -> int | None:
+    def room(self, trace: Trace, kept_bytes: int) -> int | None:
         """Bytes that may be loaded ahead, or None where no more than usual is known."""
         return None
 
@@ -162,7 +162,7 @@ class AutomaticBudget:
                 format_size(saved),
             )
 
-    def room(self, trace: Trace, released_bytes: int) -> int | None:
+    def room(self, trace: Trace, kept_bytes: int) -> int | None:
         """See `FixedBudget.room`."""
         return None
 
@@ -185,5 +185,5 @@ class Budget(Protocol):
     def observe(self, trace: Trace) -> None:
         """A backward pass is over."""
 
-    def room(self, trace: Trace, released_bytes: int) -> int | None:
+    def room(self, trace: Trace, kept_bytes: int) -> int | None:
         """See `FixedBudget.room`."""

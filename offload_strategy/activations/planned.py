@@ -176,12 +176,11 @@ class PlannedBudget:
         if self.plan is None or worth or trace.signature not in self._leaves:
             self._make_plan(trace)
 
-    def room(self, trace: Trace, released_bytes: int) -> int | None:
+    def room(self, trace: Trace, kept_bytes: int) -> int | None:
         """See `FixedBudget.room`."""
         if self._room is None:
             return None
-        kept = trace.saved_bytes - trace.left_bytes - released_bytes + self.others_bytes(trace)
-        return max(0, self._room - kept)
+        return max(0, self._room - kept_bytes - self.others_bytes(trace))
 
     # ------------------------------------------------------------------ inside
     def _begin_pass(self) -> None:

@@ -188,7 +188,7 @@ class Prefetcher:
     def _limit(self, record: ForwardRecord) -> int:
         if self._limit_bytes is not None:
             return self._limit_bytes
-        room = self._budget.room(record.trace, record.released_bytes)
+        room = self._budget.room(record.trace, record.kept_bytes)
         if room is not None:
             return room
         # What stayed in memory and was used has made room.

@@ -15,7 +15,7 @@ replay tells how long.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from offload_strategy.planning.lifetimes.bandwidth import BookedPath
@@ -196,22 +196,8 @@ class _Planner:
 
     def choose(self) -> None:
         """Take what can be hidden; see [Note: the choice]."""
-        queue = [
-            (*_rank(offer.ratio, candidate), number)
-            for number, candidate in enumerate(self._left)
-            if (offer := self._offer(candidate)) is not None
-        ]
-        heapq.heapify(queue)
         taken = set()
-        while queue and self.pressure.peak_bytes > self._limit:
-            *_, number = heapq.heappop(queue)
-            offer = self._offer(self._left[number])
-            if offer is None:
-                continue
-            rank = _rank(offer.ratio, self._left[number])
-            if queue and rank > queue[0][:2]:
-                heapq.heappush(queue, (*rank, number))
-                continue
+        for number, offer in self._best_first(self._offer):
             self._take(self._left[number], offer)
             taken.add(number)
         self._left = [one for number, one in enumerate(self._left) if number not in taken]
@@ -221,21 +207,9 @@ class _Planner:
         if not self._paths:
             return
         fastest = max(self._paths, key=lambda path: min(path.rates.read, path.rates.write))
-        queue, forced = [], []
-        for number, one in enumerate(self._left):
-            if (ratio := self._forced_ratio(one, fastest)) > 0:
-                queue.append((*_rank(ratio, one), number))
-        heapq.heapify(queue)
-        while queue and self.pressure.peak_bytes > self._limit:
-            *_, number = heapq.heappop(queue)
+        forced = []
+        for number, _ in self._best_first(lambda one: self._forced_offer(one, fastest)):
             one = self._left[number]
-            ratio = self._forced_ratio(one, fastest)
-            if ratio <= 0:
-                continue
-            rank = _rank(ratio, one)
-            if queue and rank > queue[0][:2]:
-                heapq.heappush(queue, (*rank, number))
-                continue
             self.pressure.add(one.begin, one.end, -one.nbytes)
             forced.append(one)
         for one in sorted(forced, key=lambda one: one.end):
@@ -247,9 +221,33 @@ class _Planner:
             self.pressure.add(back, one.end, one.nbytes)
             self._note(one, path, gone, back, hidden=False)
 
-    def _forced_ratio(self, one: _Candidate, path: BookedPath) -> float:
-        gained = self.pressure.relief(one.begin, one.end, one.nbytes, self._limit)
-        return gained / (path.write_seconds(one.nbytes) + path.read_seconds(one.nbytes))
+    def _best_first(
+        self, look: Callable[[_Candidate], _Offer | None]
+    ) -> Iterator[tuple[int, _Offer]]:
+        """Numbers of candidates, the best of what is left first, until the step fits.
+
+        Args:
+            look: what a candidate offers now. What is given must be taken before the next.
+        """
+        queue = [
+            (*_rank(offer.ratio, candidate), number)
+            for number, candidate in enumerate(self._left)
+            if (offer := look(candidate)) is not None
+        ]
+        heapq.heapify(queue)
+        while queue and self.pressure.peak_bytes > self._limit:
+            *_, number = heapq.heappop(queue)
+            offer = look(self._left[number])
+            if offer is None:
+                continue
+            rank = _rank(offer.ratio, self._left[number])
+            if queue and rank > queue[0][:2]:
+                heapq.heappush(queue, (*rank, number))
+            else:
+                yield number, offer
+
+    def _forced_offer(self, one: _Candidate, path: BookedPath) -> _Offer | None:
+        return self._offer_for(one, path, one.begin, one.end)
 
     def _offer(self, one: _Candidate) -> _Offer | None:
         best = None
@@ -270,11 +268,17 @@ class _Planner:
         span = path.away(one.nbytes, one.begin, one.end)
         if span is None:
             return None
-        gained = self.pressure.relief(*span, one.nbytes, self._limit)
+        return self._offer_for(one, path, *span)
+
+    def _offer_for(
+        self, one: _Candidate, path: BookedPath, gone: float, back: float
+    ) -> _Offer | None:
+        """What it gains to be gone meanwhile; None for nothing."""
+        gained = self.pressure.relief(gone, back, one.nbytes, self._limit)
         if gained <= 0:
             return None
         cost = path.write_seconds(one.nbytes) + path.read_seconds(one.nbytes)
-        return _Offer(gained / cost, path, *span)
+        return _Offer(gained / cost, path, gone, back)
 
     def _take(self, one: _Candidate, offer: _Offer) -> None:
         offer.place.book(one.begin, offer.gone, offer.back, one.end)

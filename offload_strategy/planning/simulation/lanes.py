@@ -96,8 +96,3 @@ class Lane:
         """What a job takes."""
         rate = self.rates.write if job.write else self.rates.read
         return self.rates.latency + job.nbytes / rate
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Of jobs that have not begun."""
-        return sum(job.nbytes for job in self.waiting if not job.cancelled)
