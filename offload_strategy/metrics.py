@@ -101,7 +101,7 @@ class Metrics:
                 written / rated,
                 tier.endurance_tbw,
                 tier.endurance_share,
-                rated / max(written / elapsed, 1e-9) / _SECONDS_PER_YEAR,
+                _years(tier.endurance_tbw, written, elapsed),
             )
 
     def _endurance(self) -> dict[str, float]:
@@ -114,13 +114,17 @@ class Metrics:
             tier_written = self._recorder.tier_bytes(tier.name, Direction.WRITE)
             written += tier_written
             if tier.endurance_tbw is not None and tier_written and elapsed > 0:
-                rate = tier_written / elapsed
-                years = min(years, tier.endurance_tbw * 1e12 / rate / _SECONDS_PER_YEAR)
+                years = min(years, _years(tier.endurance_tbw, tier_written, elapsed))
         return {
             "offload/endurance/written_bytes": float(written),
             "offload/endurance/written_bytes_per_day": written / elapsed * _SECONDS_PER_DAY,
             "offload/endurance/projected_years": years if math.isfinite(years) else math.nan,
         }
+
+
+def _years(endurance_tbw: float, written: int, seconds: float) -> float:
+    """How long drives last that are written to at this rate."""
+    return endurance_tbw * 1e12 / (written / seconds) / _SECONDS_PER_YEAR
 
 
 def _device_peak_bytes(device: torch.device) -> float:
