@@ -24,6 +24,7 @@ from offload_strategy.activations import (
 )
 from offload_strategy.config import ConfigSource, OffloadConfig
 from offload_strategy.errors import ConfigError, OffloadError
+from offload_strategy.follow_up import StepLog, follow_step
 from offload_strategy.forecast import predict_memory
 from offload_strategy.memory import PeakMeter, available_bytes
 from offload_strategy.metrics import Metrics
@@ -42,10 +43,12 @@ from offload_strategy.planning import (
     MemoryForecast,
     Profile,
     StepPlan,
+    load_plan,
     optimizer_need,
     shortfall,
     spare_memory_advice,
 )
+from offload_strategy.planning.follow_up import FollowUp
 from offload_strategy.profiling import profile_step
 from offload_strategy.references import weakly
 from offload_strategy.resources import Resources
@@ -84,15 +87,15 @@ class OffloadEngine:
         processes: int | None = None,
     ) -> None:
         self.config = OffloadConfig.load(config)
+        self._limit = self._memory_limit()
         self._recorder = Recorder()
         among = local_processes() if processes is None else processes
-        self._resources = Resources.open(self.config.divided(among), self._recorder)
+        self._resources = Resources.open(self.config.divided(among), self._recorder, among)
         self._finalizer = weakref.finalize(self, self._resources.close)
         self._registry = ParameterRegistry()
         self._teams = TeamBook(shares=self.config.optimizer.sharding)
         self._weights = ModelWeights(self._resources, self.config.parameters, is_block)
         self._stream = self._weights.stream
-        self._limit = self._memory_limit()
         self._activations = self._make_activations()
         if self._stream is not None and self._activations is not None:
             self._stream.saving = self._activations.saving_weights
@@ -102,6 +105,7 @@ class OffloadEngine:
         self._forwards = 0
         self._device = torch.device("cpu")
         self._metrics = Metrics(self.config, self._resources, self._recorder)
+        self._log = StepLog(self._recorder)
 
     # ------------------------------------------------------------------ attaching
     @overload
@@ -174,6 +178,7 @@ class OffloadEngine:
             if isinstance(wrapped, OffloadedOptimizer):
                 self._unwrap(wrapped)
             raise
+        self._log.follow(wrapped)
         return wrapped
 
     def _hook(self, model: nn.Module, *, again_is_fine: bool) -> None:
@@ -187,6 +192,7 @@ class OffloadEngine:
         self._registry.add_module(model)
         self._note_device(model.parameters())
         if self._activations is not None:
+            self._activations.names.add_modules(model)
             hooks = ForwardHooks(model, self._activations, owner=self)
             self._hooks[id(model)] = (weakref.ref(model), hooks)
         if self._stream is not None:
@@ -389,6 +395,27 @@ class OffloadEngine:
             )
         return found
 
+    def follow_up(self) -> FollowUp:
+        """A step as it was foretold beside the step as it was, part by part; print it.
+
+        Foretold is what a replay says of the last step's profile, on paths as they were known when
+        the engine was made (from earlier runs, or a probe). Observed is the middle one of the last
+        five steps. Its `save` writes a file for ``ssd-offload report``.
+
+        Raises:
+            ConfigError: fewer than four steps were trained, or activations are not offloaded.
+        """
+        profile, found = self.profile(), None
+        if self._activations is not None:
+            optimizers = list(self._optimizers)
+            found = follow_step(profile, self._activations, optimizers, self._resources, self._log)
+        if found is None:
+            raise ConfigError(
+                "follow_up: too few steps were seen. Train four at least, and more for figures "
+                "that mean something."
+            )
+        return found
+
     def predict_memory(
         self, model: nn.Module, optimizer: Optimizer, *inputs: Any, **named_inputs: Any
     ) -> MemoryForecast:
@@ -445,6 +472,7 @@ class OffloadEngine:
 
     def _before_forward(self) -> None:
         self._registry.refresh()
+        self._log.pass_begins(last=self._last_microbatch)
         self._forwards += 1
         if self._forwards == 2:
             self._advise()
@@ -502,6 +530,7 @@ class OffloadEngine:
             if (model := reference()) is not None:
                 self._registry.remove_module(model)
         self._hooks.clear()
+        self._log.close()
         for optimizer in list(self._optimizers):
             self._unwrap(optimizer)
         try:
@@ -535,7 +564,8 @@ class OffloadEngine:
         if section.device_memory is None:
             return None
         nbytes = None if section.device_memory == "auto" else int(section.device_memory)
-        return MemoryLimit(nbytes, section.profile_steps)
+        given = None if section.plan is None else load_plan(section.plan)
+        return MemoryLimit(nbytes, section.profile_steps, given=given)
 
     def _make_activations(self) -> ActivationOffload | None:
         section = self.config.activations

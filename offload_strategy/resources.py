@@ -24,10 +24,9 @@ from offload_strategy.storage import (
     check_capacities,
     create_backend,
     own_folder,
-    probe,
 )
 from offload_strategy.telemetry import CLIENTS, Recorder
-from offload_strategy.transfer import Checksum, PathQueue, create_checksum
+from offload_strategy.transfer import Checksum, KnownPaths, PathQueue, create_checksum
 from offload_strategy.units import MiB, format_size
 
 #: As `io.block_size`, for files that are read where they are.
@@ -90,13 +89,20 @@ class Resources:
     waiting_room: list[Tier] = field(default_factory=list)
     paths: dict[Client, list[Path]] = field(default_factory=dict)
     pid: int = field(default_factory=os.getpid)
+    #: What earlier runs, or a probe, found out about the paths, and what this run adds to it.
+    known: KnownPaths = field(default_factory=lambda: KnownPaths(1))
     #: Files of somebody else's whose bytes are read where they are.
     _files: list[_OpenFiles] = field(default_factory=list)
     _recorder: Recorder = field(default_factory=Recorder)
 
     @classmethod
-    def open(cls, config: OffloadConfig, recorder: Recorder) -> Resources:
+    def open(cls, config: OffloadConfig, recorder: Recorder, processes: int = 1) -> Resources:
         """Open the tiers that an enabled section uses.
+
+        Args:
+            config: of this process: with its part of every capacity.
+            recorder: notes every move.
+            processes: that use the tiers together.
 
         Raises:
             ConfigError: a tier cannot be used, or is too small for its capacity.
@@ -112,7 +118,7 @@ class Resources:
         # Tickets of a device that stay in a dram tier lie in buffers, too.
         pool = BufferPool(config.memory.pinned + host)
         heap = Heap(pool, recorder, write_behind=config.memory.pinned)
-        resources = cls(heap, pool, _recorder=recorder)
+        resources = cls(heap, pool, known=KnownPaths(processes), _recorder=recorder)
         check_capacities(
             [
                 (tier.name, path, tier.capacity if len(tier.paths) == 1 else None)
@@ -186,6 +192,7 @@ class Resources:
             with contextlib.suppress(OSError):  # somebody else has put something there
                 folder.rmdir()
         self.pool.close()
+        self.known.end()
 
     def _open_paths(
         self,
@@ -196,9 +203,9 @@ class Resources:
     ) -> None:
         several = len(tier.paths) > 1
         queues = self.queues[tier.name] = []
-        for path in tier.paths:
+        for place in tier.paths:
+            path = own_folder(place) if tier.shared else place
             if tier.shared:
-                path = own_folder(path)
                 self.folders.append(path)
             space = Space(
                 path,
@@ -216,7 +223,9 @@ class Resources:
             self.backends.append(backend)
             turns = PathTurns(space.path)
             self.turns.append(turns)
-            queues.append(PathQueue(space, backend, recorder, turns=turns, checksum=checksum))
+            queue = PathQueue(space, backend, recorder, turns=turns, checksum=checksum)
+            self.known.begin(queue, place)
+            queues.append(queue)
         if several and tier.capacity is not None:
             room = sum(queue.space.capacity for queue in queues if isinstance(queue.space, Space))
             if room < tier.capacity:
@@ -241,7 +250,7 @@ class Resources:
         return found
 
     def _measure(self) -> None:
-        """A short probe of each path, where work must be dealt to several."""
+        """A short probe of each path that is not known, where work must be dealt to several."""
         together = {
             queue
             for tiers in self.clients.values()
@@ -250,6 +259,4 @@ class Resources:
             for queue in tier.queues
         }
         for queue in sorted(together, key=lambda queue: str(queue.path)):
-            assert isinstance(queue.space, Space)
-            found = probe(queue.space, queue.backend)
-            queue.bandwidth.seed(read=found.read, write=found.write)
+            self.known.measure(queue)

@@ -20,6 +20,9 @@ from tests.alone import in_the_room
 
 torch.set_num_threads(1)
 
+# Engines learn nothing from those of other tests, and leave nothing in the user's cache directory.
+os.environ["SSD_OFFLOAD_CACHE"] = ""
+
 _heaps: list[weakref.ref[Heap]] = []
 _make_heap = Heap.__init__
 

@@ -58,6 +58,18 @@ class Traffic(Protocol):
     def await_writing_at_most(self, nbytes: int, seconds: float) -> float:
         """Wait until no more than that is to be written, or so long; the seconds it took."""
 
+    def own_writing_bytes(self) -> int:
+        """Bytes of activations that wait to be written, or are being written."""
+
+    def await_own_writing_at_most(self, nbytes: int, seconds: float) -> float:
+        """As `await_writing_at_most`, of activations."""
+
+    def let_go(self) -> None:
+        """Give up the memory of what was written."""
+
+    def keep_idle(self, nbytes: int) -> None:
+        """Give idle buffers back beyond so many bytes, from now on."""
+
 
 class FixedBudget:
     """An amount per forward pass.
@@ -65,9 +77,6 @@ class FixedBudget:
     Args:
         budget: bytes (int), share of what is saved (float, 0 to 1), or None for no limit.
     """
-
-    #: Whether what is still to be written when backward begins had better stay.
-    recalls = False
 
     def __init__(self, budget: int | float | None) -> None:
         self._budget = budget
@@ -86,10 +95,27 @@ class FixedBudget:
         limit = self._budget * trace.saved_bytes if share else self._budget
         return trace.left_bytes + nbytes <= limit
 
+    def must_leave(self, trace: Trace) -> int | None:
+        """Backward begins: bytes of what is still to be written that must go on leaving.
+
+        Returns:
+            None for all of it. The rest had better stay: it was on its way for nothing.
+        """
+        return None
+
+    def uses(self, trace: Trace, loaded_bytes: int, nbytes: int) -> None:
+        """Backward uses an item for the first time.
+
+        Args:
+            trace: of its pass, this use included.
+            loaded_bytes: of items of the pass that left and are in memory again, but for this one.
+            nbytes: of this one.
+        """
+
     def observe(self, trace: Trace) -> None:
         """A backward pass is over: nothing to learn from it."""
 
-    def room(self, trace: Trace, kept_bytes: int) -> int | None:
+    def room(self, trace: Trace) -> int | None:
         """Bytes that may be loaded ahead, or None where no more than usual is known."""
         return None
 
@@ -101,8 +127,6 @@ class AutomaticBudget:
         traffic: of the tiers.
         most_backlog: bytes that may wait to be written at most.
     """
-
-    recalls = True
 
     def __init__(self, traffic: Traffic, most_backlog: int) -> None:
         self._traffic = traffic
@@ -131,6 +155,13 @@ class AutomaticBudget:
         if self._allowed_seconds > 0:
             self._allowed_seconds -= traffic.await_writing_at_most(room, self._allowed_seconds)
         return traffic.writing_bytes() <= room
+
+    def must_leave(self, trace: Trace) -> int | None:
+        """Nothing; see `FixedBudget.must_leave`."""
+        return 0
+
+    def uses(self, trace: Trace, loaded_bytes: int, nbytes: int) -> None:
+        """See `FixedBudget.uses`."""
 
     def observe(self, trace: Trace) -> None:
         """A backward pass is over: learn how much it can hide."""
@@ -162,7 +193,7 @@ class AutomaticBudget:
                 format_size(saved),
             )
 
-    def room(self, trace: Trace, kept_bytes: int) -> int | None:
+    def room(self, trace: Trace) -> int | None:
         """See `FixedBudget.room`."""
         return None
 
@@ -176,14 +207,17 @@ class AutomaticBudget:
 class Budget(Protocol):
     """Decides what leaves, and learns from how that went."""
 
-    #: Whether what is still to be written when backward begins had better stay.
-    recalls: bool
-
     def admits(self, nbytes: int, trace: Trace, idle: float | None) -> bool:
         """Whether an item may leave. See `FixedBudget.admits`."""
+
+    def must_leave(self, trace: Trace) -> int | None:
+        """See `FixedBudget.must_leave`."""
+
+    def uses(self, trace: Trace, loaded_bytes: int, nbytes: int) -> None:
+        """See `FixedBudget.uses`."""
 
     def observe(self, trace: Trace) -> None:
         """A backward pass is over."""
 
-    def room(self, trace: Trace, kept_bytes: int) -> int | None:
+    def room(self, trace: Trace) -> int | None:
         """See `FixedBudget.room`."""

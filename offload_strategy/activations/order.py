@@ -19,11 +19,14 @@ pass the last time.
 from __future__ import annotations
 
 import time
+import weakref
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
+
+from offload_strategy.heap.ticket import Entry
 
 _K = TypeVar("_K")
 _T = TypeVar("_T")
@@ -53,12 +56,31 @@ class Plan:
         self.position = {number: place for place, number in enumerate(self.sequence)}
 
 
+class Storage(weakref.ref[torch.UntypedStorage]):
+    """The storage of an item, which it does not keep alive.
+
+    Others may: what left is in memory still, as long as a model or an output holds on to it.
+    """
+
+    __slots__ = ("entry", "nbytes", "number")
+
+    number: int
+    nbytes: int
+    #: The heap's, once the item has been given.
+    entry: Entry | None
+
+
 class Trace:
     """When the items of one forward pass were saved and used; times are of `time.perf_counter`."""
 
     __slots__ = (
+        "_alive_bytes",
+        "_died",
+        "_looked_at",
+        "_storages",
         "held",
         "held_at",
+        "held_until",
         "learned",
         "left_bytes",
         "prefixes",
@@ -88,6 +110,14 @@ class Trace:
         self.waited = 0.0
         #: How many of the uses the book has learned.
         self.learned = 0
+        #: Until when items that left were in memory although they had been written, as others held
+        #: on to them; without the seconds for which training had waited. None: nobody did.
+        self.held_until: dict[int, float | None] = {}
+        self._storages: list[Storage] = []
+        # Storages die on any thread; appending to a deque is no Python code.
+        self._died: deque[weakref.ref[torch.UntypedStorage]] = deque()
+        self._alive_bytes = 0
+        self._looked_at = 0.0
 
     def saved(self, prefix: int, nbytes: int) -> int:
         """A new item, of which `prefix_with` has told what the pass looks like; its number."""
@@ -97,6 +127,30 @@ class Trace:
         self.held_at.append(self.held)
         return len(self.saved_at) - 1
 
+    def watch(self, number: int, storage: torch.UntypedStorage, nbytes: int) -> Storage:
+        """Notice when the storage of an item dies."""
+        watched = Storage(storage, self._died.append)
+        watched.number, watched.nbytes, watched.entry = number, nbytes, None
+        self._storages.append(watched)
+        self._alive_bytes += nbytes
+        return watched
+
+    def alive_bytes(self) -> int:
+        """Bytes of items that are in memory and that backward has not used, left or not."""
+        now = time.perf_counter()
+        while self._died:
+            dead = self._died.popleft()
+            assert isinstance(dead, Storage)
+            self._alive_bytes -= dead.nbytes
+            dead.nbytes = 0
+            entry = dead.entry
+            if entry is not None and entry.written_at is not None:
+                held = entry.written_at < self._looked_at
+                self.held_until[dead.number] = (now - self.held - self.waited) if held else None
+                dead.entry = None
+        self._looked_at = now
+        return self._alive_bytes
+
     def prefix_with(self, tensor: torch.Tensor) -> int:
         """What the pass would look like with this tensor as its next item."""
         return hash((self.signature, tensor.ndim, tensor.dtype))
@@ -104,6 +158,9 @@ class Trace:
     def used(self, number: int) -> None:
         """An item was asked for, for the first time."""
         self.uses.append((number, time.perf_counter(), self.waited))
+        storage = self._storages[number]
+        self._alive_bytes -= storage.nbytes
+        storage.nbytes = 0
 
     @property
     def signature(self) -> int:

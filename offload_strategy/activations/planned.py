@@ -3,25 +3,30 @@
 [Note: from the first steps to a plan]
 Nothing is known of the first passes, so all that may leave does, and training waits where memory
 would be used up. After some of them their traces tell what each item weighs and how long it lies
-unused, and the paths what they carry: a lifetime plan (`planning.lifetimes`) says what leaves.
-What else training has in memory (weights, gradients, what kernels need for a moment) is not in any
-trace: it is the peak of a step less the items that were in memory at most, and the largest of the
-last steps counts. The rest of the limit is the room for items. A plan is made anew when the room
-has changed by much.
+unused, the paths what they carry, and a meter what else training has in memory from moment to
+moment (beside.py): a lifetime plan (`planning.lifetimes`) says what leaves. What the limit leaves
+beside all else is the room for items. A plan is made anew when that has changed by much.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from offload_strategy.activations.beside import BEGIN, MemoryBeside, Meter
 from offload_strategy.activations.budget import Traffic
+from offload_strategy.activations.names import ItemNames
 from offload_strategy.activations.order import Trace
 from offload_strategy.activations.outbox import Outbox
 from offload_strategy.errors import ConfigError
-from offload_strategy.planning import LifetimePlan, PathRates, Profile, TensorLife, plan_lifetimes
+from offload_strategy.planning import (
+    LifetimePlan,
+    PathRates,
+    PlannedItem,
+    Profile,
+    TensorLife,
+    plan_lifetimes,
+)
 from offload_strategy.telemetry import get_logger
 from offload_strategy.units import MiB, format_size
 
@@ -30,35 +35,19 @@ logger = get_logger(__name__)
 #: Share of the room that is left which items get in the first passes.
 _FIRST_SHARE = 0.35
 _LEAST_ROOM_BYTES = 32 * MiB
+#: What is loaded is there for some uses: the room of the one that needs most beside it counts.
+_USES_AHEAD = 8
 #: Of all passes that were planned for, whose kinds are remembered.
 _MOST_ITEMS = 65536
 #: Share of what there is, where no limit is given.
 _FREE_SHARE = 0.95
 #: Share of the limit that is left free: steps differ a little.
 _MARGIN = 0.015
-#: Steps of which the one counts that needed most beside the items.
-_STEPS_SEEN = 4
 #: By what share of the limit the room must have changed for a new plan: too small, or too large.
 _LESS, _MORE = 0.005, 0.03
 #: Seconds for which training waits for room at most, each time: a path that is so slow has failed,
 #: and says so elsewhere.
 _PATIENCE_SECONDS = 60.0
-
-
-class Meter(Protocol):
-    """Tells how much memory there was in use."""
-
-    def start_over(self) -> None:
-        """Forget what was."""
-
-    def peak_bytes(self) -> int:
-        """At most, since then."""
-
-    def used_bytes(self) -> int:
-        """At this moment."""
-
-    def total_bytes(self) -> int:
-        """What there is in all."""
 
 
 @dataclass(slots=True)
@@ -69,11 +58,13 @@ class MemoryLimit:
         nbytes: that training may have in memory at most; None for what is free when it begins.
         profile_passes: how many passes to look at before the first plan.
         meter: of that memory; to be set before the first pass.
+        given: what is to become of each item; None to find out.
     """
 
     nbytes: int | None
     profile_passes: int
     meter: Meter | None = None
+    given: Sequence[PlannedItem] | None = None
 
 
 class PlannedBudget:
@@ -83,28 +74,35 @@ class PlannedBudget:
         traffic: of the tiers.
         limit: of memory.
         outbox: of items that are about to be given to the tiers.
+        names: of items, for people.
 
     Raises:
         ConfigError: in the first forward pass, where the limit is used up already.
     """
 
-    recalls = True
-
-    def __init__(self, traffic: Traffic, limit: MemoryLimit, outbox: Outbox) -> None:
+    def __init__(
+        self, traffic: Traffic, limit: MemoryLimit, outbox: Outbox, names: ItemNames | None = None
+    ) -> None:
         self._traffic = traffic
+        self._names = names
         self._memory = limit
         self._outbox = outbox
         self._passes_left = limit.profile_passes
         self._limit = 0
         #: Bytes of items of other passes than the given one that are in memory.
         self.others_bytes: Callable[[Trace], int] = lambda trace: 0
-        #: Bytes of items that may be in memory; None before the first pass.
-        self._room: int | None = None
-        self._planned_room = 0
-        self._most_items = 0
-        self._told = self._observed = False
-        self._others: deque[int] = deque(maxlen=_STEPS_SEEN)
-        #: By what a pass looks like up to an item: whether it leaves.
+        #: What else there is; None before the first pass.
+        self.beside: MemoryBeside | None = None
+        # Bytes of items that may be in memory in the first pass.
+        self._first_room: int | None = None
+        self._planned_for: int | None = None
+        self._told = False
+        # The pass whose backward was over last, until the next one begins.
+        self._over: Trace | None = None
+        #: By what a pass looks like up to an item: until when others hold on to it, in seconds from
+        #: the begin of the pass.
+        self.held_until: dict[int, float] = {}
+        #: Likewise: whether it leaves.
         self._leaves: dict[int, bool] = {}
         self.plan: LifetimePlan | None = None
         self.profile: Profile | None = None
@@ -124,77 +122,71 @@ class PlannedBudget:
         }
 
     @property
-    def others_peak_bytes(self) -> int:
-        """What training has in memory beside saved tensors, at most."""
-        return max(self._others, default=0)
-
-    @property
     def _meter(self) -> Meter:
         assert self._memory.meter is not None
         return self._memory.meter
 
     def admits(self, nbytes: int, trace: Trace, idle: float | None) -> bool:
         """Whether an item leaves; waits for room. See `FixedBudget.admits`."""
-        if self._room is None:
-            self._begin()
+        if self.beside is None:
+            self.beside = self._begin(nbytes)
         elif trace.saved_bytes == nbytes:
-            self._begin_pass()
-        assert self._room is not None
+            self._begin_pass(trace, self.beside)
         leaves = True
-        kept = trace.saved_bytes - nbytes - trace.left_bytes + self.others_bytes(trace)
-        if self.plan is not None:
-            known = self._leaves.get(trace.signature)
-            too_much = known is False and kept + nbytes > self._room
+        self._traffic.let_go()
+        items = trace.alive_bytes() + self.others_bytes(trace)
+        self.beside.arrive(trace.signature, items - nbytes)
+        room = self._room_after(trace.signature, self.beside)
+        # What must stay, and what is in memory as others hold on to it.
+        stays = items - nbytes - self._leaving_bytes()
+        if self.plan is not None or self._memory.given is not None:
+            known = self._decided(nbytes, trace)
+            too_much = known is False and stays + nbytes > room
             self.deviations += known is None or too_much
             leaves = known is None or known or too_much
-        self._wait_for_room(kept + nbytes, trace)
+        self._wait_for_room(items, room, trace)
+        self.beside.go_on(trace.alive_bytes() + self.others_bytes(trace))
         return leaves
 
+    def must_leave(self, trace: Trace) -> int | None:
+        """What there is no room for when backward begins; see `FixedBudget.must_leave`."""
+        if self.beside is None:
+            return 0
+        items = trace.alive_bytes() + self.others_bytes(trace)
+        return max(0, items - self._room_from(trace, 0, self.beside))
+
+    def uses(self, trace: Trace, loaded_bytes: int, nbytes: int) -> None:
+        """Backward uses an item for the first time. See `FixedBudget.uses`."""
+        if self.beside is not None:
+            if self._meter.counts_host_buffers:
+                self._traffic.keep_idle(0)
+            self._traffic.let_go()
+            use = len(trace.uses) - 1
+            items = trace.alive_bytes() + loaded_bytes + self.others_bytes(trace)
+            self.beside.arrive(_use(trace, use), items + nbytes)
+            self._wait_for_room(items, self._room_from(trace, use, self.beside), trace)
+            # Its own bytes count among what its use needs from now on.
+            self.beside.go_on(items)
+
     def observe(self, trace: Trace) -> None:
-        """A backward pass is over: learn how much memory there was in use, and plan."""
-        if self._room is None:
-            return
-        self.latest_peak_bytes = peak = self._meter.peak_bytes()
-        self.over_limit_passes += peak > self._limit
-        self._others.append(max(0, peak - self._most_items))
-        self._observed = True
-        room = int(self._limit * (1 - _MARGIN)) - self.others_peak_bytes
-        self._room = max(room, _LEAST_ROOM_BYTES)
-        self._passes_left -= 1
-        if self._passes_left > 0:
-            return
-        if room < _LEAST_ROOM_BYTES and not self._told:
-            self._told = True
-            logger.warning(
-                "planning.device_memory: %s cannot be kept: a step takes %s with next to nothing "
-                "that is saved in memory. Give more, or train with a smaller batch.",
-                format_size(self._limit),
-                format_size(peak),
-            )
-        changed = self._room - self._planned_room
-        worth = not -_LESS * self._limit < changed < _MORE * self._limit
-        if self.plan is None or worth or trace.signature not in self._leaves:
-            self._make_plan(trace)
+        """A backward pass is over: what comes until the next pass belongs to it."""
+        if self.beside is not None:
+            self.latest_peak_bytes = self.beside.look()
+            self._over = trace
+            for number, until in trace.held_until.items():
+                held = 0.0 if until is None else until - trace.started_at
+                self.held_until[trace.prefixes[number]] = held
 
-    def room(self, trace: Trace, kept_bytes: int) -> int | None:
+    def room(self, trace: Trace) -> int | None:
         """See `FixedBudget.room`."""
-        if self._room is None:
+        if self.beside is None:
             return None
-        return max(0, self._room - kept_bytes - self.others_bytes(trace))
+        room = self._room_from(trace, len(trace.uses) - 1, self.beside)
+        return max(0, room - trace.alive_bytes() - self.others_bytes(trace))
 
-    # ------------------------------------------------------------------ inside
-    def _begin_pass(self) -> None:
-        """Note what came after backward (an optimizer's step), and look anew."""
-        after = self._meter.peak_bytes()
-        # Of a pass without a backward, most of that peak is its items.
-        if self._observed and after > self.latest_peak_bytes:
-            self._others[-1] += after - self.latest_peak_bytes
-        self._observed = False
-        self._most_items = 0
-        self._meter.start_over()
-
-    def _begin(self) -> None:
-        used = self._meter.used_bytes()
+    # ------------------------------------------------------------------ passes
+    def _begin(self, nbytes: int) -> MemoryBeside:
+        used = self._meter.used_bytes() - nbytes
         given = self._memory.nbytes
         self._limit = int(_FREE_SHARE * self._meter.total_bytes()) if given is None else given
         if used >= self._limit:
@@ -203,32 +195,94 @@ class PlannedBudget:
                 "are in use before the first forward pass. Give more, or let optimizer states and "
                 "weights leave as well."
             )
-        self._room = max(_LEAST_ROOM_BYTES, int(_FIRST_SHARE * (self._limit - used)))
-        self._meter.start_over()
+        self._first_room = max(_LEAST_ROOM_BYTES, int(_FIRST_SHARE * (self._limit - used)))
+        beside = MemoryBeside(self._meter, self._memory.profile_passes)
+        beside.begin(0)
+        return beside
 
-    def _wait_for_room(self, kept: int, trace: Trace) -> None:
-        """Wait until what is kept and what is on its way fit into the room."""
-        assert self._room is not None
-        traffic = self._traffic
-        items = kept + traffic.writing_bytes() + self._outbox.nbytes
-        self._most_items = max(self._most_items, min(items, self._room))
-        if items <= self._room:
+    def _begin_pass(self, trace: Trace, beside: MemoryBeside) -> None:
+        """Learn from the last pass, with what came after its backward, and plan."""
+        others = self.others_bytes(trace)
+        over, self._over = self._over, None
+        closely = beside.closely
+        peak = beside.end(others, learn=over is not None)
+        beside.begin(others)
+        if over is None:
+            return
+        self._first_room = None
+        self.latest_peak_bytes = peak
+        self.over_limit_passes += peak > self._limit
+        self._passes_left -= 1
+        if self._passes_left > 0:
+            return
+        if self._target - beside.most_bytes < _LEAST_ROOM_BYTES and not self._told:
+            self._told = True
+            logger.warning(
+                "planning.device_memory: %s cannot be kept: a step takes %s with next to nothing "
+                "that is saved in memory. Give more, or train with a smaller batch.",
+                format_size(self._limit),
+                format_size(beside.most_bytes),
+            )
+        known = self._planned_for
+        fuller = 0 if known is None else beside.correction - known
+        worth = not -_MORE * self._limit < fuller < _LESS * self._limit
+        if known is None or closely or worth or over.signature not in self._leaves:
+            self._make_plan(over, beside, trace.started_at)
+
+    def _decided(self, nbytes: int, trace: Trace) -> bool | None:
+        """Whether an item leaves by the plan, or by a file; None where neither knows it."""
+        given, number = self._memory.given, len(trace.sizes) - 1
+        if given is not None and number < len(given) and given[number].nbytes == nbytes:
+            return given[number].leaves
+        return self._leaves.get(trace.signature)
+
+    @property
+    def _target(self) -> int:
+        return int(self._limit * (1 - _MARGIN))
+
+    # ------------------------------------------------------------------ room
+    def _leaving_bytes(self) -> int:
+        return self._traffic.own_writing_bytes() + self._outbox.nbytes
+
+    def _room_after(self, event: int, beside: MemoryBeside) -> int:
+        if self._first_room is not None:
+            return self._first_room
+        return max(_LEAST_ROOM_BYTES, self._target - beside.after(event))
+
+    def _room_from(self, trace: Trace, use: int, beside: MemoryBeside) -> int:
+        """The least room after a use and some that follow it."""
+        uses = range(max(0, use), max(1, min(use + _USES_AHEAD, len(trace.sizes))))
+        return min(self._room_after(_use(trace, one), beside) for one in uses)
+
+    def _wait_for_room(self, items: int, room: int, trace: Trace) -> None:
+        """Wait until what is in memory fits into the room, as far as it is on its way out."""
+        if items <= room:
             return
         self._outbox.empty()
-        at_most = max(0, self._room - kept)
-        if traffic.writing_bytes() > at_most:
-            trace.held += traffic.await_writing_at_most(at_most, _PATIENCE_SECONDS)
+        at_most = max(0, self._traffic.own_writing_bytes() - (items - room))
+        if self._traffic.own_writing_bytes() > at_most:
+            trace.held += self._traffic.await_own_writing_at_most(at_most, _PATIENCE_SECONDS)
 
-    def _make_plan(self, trace: Trace) -> None:
-        profile = profile_of(trace, self._traffic)
+    def _make_plan(self, trace: Trace, beside: MemoryBeside, ended_at: float) -> None:
+        profile = profile_of(
+            trace,
+            self._traffic,
+            self._names,
+            beside=beside,
+            held_until=self.held_until,
+            ended_at=ended_at,
+        )
         if profile is None:
             return
-        assert self._room is not None
-        self.profile, self._planned_room = profile, self._room
-        self.plan = plan_lifetimes(profile, self._room)
+        self.profile, self._planned_for = profile, beside.correction
+        if self.plan is None:
+            # With a plan buffers for what is on its way are fewer.
+            beside.look_closely()
+        self.plan = plan_lifetimes(profile, self._target)
         leave = {move.tensor for move in self.plan.moves}
         if len(self._leaves) > _MOST_ITEMS:
             self._leaves.clear()
+            self.held_until.clear()
         for number, prefix in enumerate(trace.prefixes):
             self._leaves[prefix] = number in leave
         logger.info(
@@ -241,20 +295,32 @@ class PlannedBudget:
         )
 
 
+def _use(trace: Trace, place: int) -> int:
+    """The event of a use: its place among those of such a pass."""
+    return hash((trace.signature, place))
+
+
 def profile_of(
     trace: Trace,
     traffic: Traffic,
+    names: ItemNames | None = None,
     *,
     busy: Sequence[tuple[float, float]] = (),
-    other_bytes: int = 0,
+    beside: MemoryBeside | None = None,
+    held_until: Mapping[int, float] | None = None,
+    ended_at: float | None = None,
 ) -> Profile | None:
     """What a pass made and used, without the times in which it waited.
 
     Args:
         trace: of a pass whose backward is over.
         traffic: of the tiers.
+        names: of items.
         busy: when something else ran on its thread: left out as well.
-        other_bytes: in memory beside what it saved.
+        beside: what was in memory beside what it saved.
+        held_until: seconds from the begin of the pass until which others hold on to items, by what
+            it looks like with them.
+        ended_at: when all that belongs to it was over (`time.perf_counter`); None for the last use.
 
     Returns:
         The profile; None if nothing was used.
@@ -266,15 +332,25 @@ def profile_of(
         number: at - start - trace.held - waited - _before(at, busy)
         for number, at, waited in trace.uses
     }
-    step = used[trace.uses[-1][0]]
+    last_use = used[trace.uses[-1][0]]
+    step = last_use
+    if ended_at is not None:
+        step = max(step, ended_at - start - trace.held - trace.waited - _before(ended_at, busy))
     forward = max(0.0, min(used.values()))
-    tensors = []
+    tensors, made = [], []
     for number, nbytes in enumerate(trace.sizes):
         saved = max(0.0, trace.saved_at[number] - start - trace.held_at[number])
         # What backward has not used lies there until it is over.
-        tensors.append(
-            TensorLife(f"item {number}", nbytes, (saved, max(saved, used.get(number, step))))
-        )
+        made.append(saved)
+        name = None if names is None else names.of(trace.prefixes[number])
+        uses = (saved, max(saved, used.get(number, last_use)))
+        held = (held_until or {}).get(trace.prefixes[number], 0.0)
+        tensors.append(TensorLife(name or f"item {number}", nbytes, uses, held_until=held))
+    others = [] if beside is None else [(0.0, beside.after(BEGIN))]
+    if beside is not None:
+        saves = zip(made, trace.prefixes, strict=True)
+        others += [(at, beside.after(prefix)) for at, prefix in saves]
+        others += [(at, beside.after(_use(trace, place))) for place, at in enumerate(used.values())]
     # A path that was never busy moves what leaves in a pass, at least.
     known = [traffic.rate(write=write) for write in (False, True)]
     read, write = (rate or max(1.0, 2 * trace.left_bytes / max(step, 1e-6)) for rate in known)
@@ -282,7 +358,8 @@ def profile_of(
         forward_seconds=min(forward, step),
         step_seconds=step,
         tensors=tuple(tensors),
-        other_bytes=other_bytes,
+        other_bytes=max((nbytes for _, nbytes in others), default=0),
+        others=tuple(sorted(others, key=lambda one: one[0])),
         paths=(PathRates("tiers", read=read, write=write),),
     )
 

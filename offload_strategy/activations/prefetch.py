@@ -7,11 +7,12 @@ use of an item) would be too late. The margin grows when backward had to wait, a
 
 from __future__ import annotations
 
+import time
 import weakref
 from bisect import bisect_right
 from typing import TYPE_CHECKING
 
-from offload_strategy.activations.order import OrderBook, Trace
+from offload_strategy.activations.order import OrderBook, Plan, Trace
 from offload_strategy.activations.outbox import batch_bytes
 from offload_strategy.heap import Heap, Ticket, TicketState
 from offload_strategy.units import MiB
@@ -50,6 +51,9 @@ class Prefetcher:
         self._alive: dict[int, weakref.ref[ForwardRecord]] = {}
         self._open: dict[int, Trace] = {}
         self._latest: tuple[int, Trace] | None = None
+        # Seconds from the last use of a pass to the next pass: what backward does after it, and all
+        # that comes between two passes.
+        self._tail: float | None = None
         #: Items that were asked for before their load began, and before it ended.
         self.missed_loads = 0
         self.late_loads = 0
@@ -63,13 +67,19 @@ class Prefetcher:
         """Of the forward pass that backward reached last."""
         return None if self._latest is None else self._latest[1]
 
+    def ended_at(self, trace: Trace) -> float:
+        """When a pass, whose backward began, was over with all that belongs to it, or will be."""
+        last_use = trace.uses[-1][1]
+        since = time.perf_counter() - last_use
+        return last_use + (since if self._tail is None else min(since, self._tail))
+
     def others_bytes(self, trace: Trace) -> int:
-        """Bytes of items that stayed, of passes other than one, and that backward has not used."""
+        """Bytes of items of passes other than one that are in memory."""
         nbytes = 0
         for reference in self._alive.values():
             record = reference()
             if record is not None and record.trace is not trace:
-                nbytes += record.kept_bytes
+                nbytes += record.trace.alive_bytes() + record.loaded_bytes
         return nbytes
 
     # ------------------------------------------------------------------ the life of a record
@@ -78,6 +88,9 @@ class Prefetcher:
         for serial in [number for number, alive in self._alive.items() if alive() is None]:
             del self._alive[serial]
         self._alive[record.serial] = weakref.ref(record)
+        latest = self.latest_trace
+        if latest is not None:
+            self._tail = record.trace.started_at - latest.uses[-1][1]
         self._learn_open()
 
     def begins(self, record: ForwardRecord) -> None:
@@ -89,9 +102,14 @@ class Prefetcher:
         self._latest = (record.serial, record.trace)
         self._open[record.serial] = record.trace
         record.follow(self._book.plan(record.trace))
-        if self._budget.recalls:
+        leaving = self._budget.must_leave(record.trace)
+        if leaving is not None:
             for ticket in record.tickets():
-                if ticket.state is TicketState.WRITING:
+                if ticket.state is not TicketState.WRITING:
+                    continue
+                if leaving > 0:
+                    leaving -= ticket.nbytes
+                else:
                     self._heap.recall(ticket)
                     record.trace.left_bytes -= ticket.nbytes
 
@@ -115,6 +133,13 @@ class Prefetcher:
                 self._margin = max(_LEAST_MARGIN, 0.97 * self._margin)
 
     # ------------------------------------------------------------------ what backward found
+    def uses(self, record: ForwardRecord, slot: Slot) -> None:
+        """An item is used for the first time."""
+        nbytes = slot.range.nbytes
+        if slot.leaves:
+            record.loaded_bytes = max(0, record.loaded_bytes - nbytes)
+        self._budget.uses(record.trace, record.loaded_bytes, nbytes)
+
     def missed(self) -> None:
         """An item was asked for whose load had not begun."""
         self.missed_loads += 1
@@ -138,6 +163,12 @@ class Prefetcher:
         if plan is None or place is None:
             return
         limit = self._limit(record)
+        record.loaded_bytes, all_here = self._fetch(record, plan, place, limit)
+        if all_here:
+            self._fetch_next_record(record, limit - record.loaded_bytes)
+
+    def _fetch(self, record: ForwardRecord, plan: Plan, place: int, limit: int) -> tuple[int, bool]:
+        """Fetch what comes after a place; bytes that are here or soon, and whether that is all."""
         occasion = None
         if self._limit_bytes is None and plan.due is not None and place + 1 < len(plan.due):
             occasion = plan.due[place + 1]
@@ -154,21 +185,21 @@ class Prefetcher:
             if ticket.state is TicketState.WRITING:
                 continue  # in memory as it is
             if ahead and ahead + ticket.nbytes > limit:
-                return
+                return ahead, False
             begun = not item.still_to_load
             along = 0 < begun_now <= together - ticket.nbytes and ticket.entry.calm
             if ahead and not (begun or along) and occasion is not None and plan.due is not None:
                 seconds = self._speed.seconds(loading + ticket.nbytes)
                 if seconds is not None and plan.due[later] - self._with_margin(seconds) > occasion:
-                    return
-            ahead += ticket.nbytes
+                    return ahead, False
             if not begun:
                 if not self._heap.prefetch(ticket):
-                    return
+                    return ahead, False
                 begun_now += ticket.nbytes
+            ahead += ticket.nbytes
             if ticket.state is TicketState.LOADING:
                 loading += ticket.nbytes
-        self._fetch_next_record(record, limit - ahead)
+        return ahead, True
 
     def _fetch_next_record(self, record: ForwardRecord, room: int) -> None:
         """All of a record is here: begin with the one whose backward is expected next."""
@@ -188,7 +219,7 @@ class Prefetcher:
     def _limit(self, record: ForwardRecord) -> int:
         if self._limit_bytes is not None:
             return self._limit_bytes
-        room = self._budget.room(record.trace, record.kept_bytes)
+        room = self._budget.room(record.trace)
         if room is not None:
             return room
         # What stayed in memory and was used has made room.

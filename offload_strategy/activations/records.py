@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from offload_strategy.activations.identity import ByteRange
-from offload_strategy.activations.order import Plan, Trace
+from offload_strategy.activations.order import Plan, Storage, Trace
 from offload_strategy.activations.prefetch import Prefetcher
 from offload_strategy.heap import Heap, Ticket, TicketState
 
@@ -29,7 +29,7 @@ class Slot:
     Args:
         number: among the items of its forward pass.
         span: which bytes of the storage.
-        storage: of what is saved; it is not held.
+        storage: of what is saved.
         version: of what is saved.
     """
 
@@ -46,16 +46,14 @@ class Slot:
         "version",
     )
 
-    def __init__(
-        self, number: int, span: ByteRange, storage: torch.UntypedStorage, version: int
-    ) -> None:
+    def __init__(self, number: int, span: ByteRange, storage: Storage, version: int) -> None:
         self.number = number
         #: None if the bytes stay where they are, or are still to be given.
         self.ticket: Ticket | None = None
         #: The bytes, while they wait to be given.
         self.payload: torch.Tensor | None = None
         self.range = span
-        self.storage: weakref.ref[torch.UntypedStorage] = weakref.ref(storage)
+        self.storage = storage
         self.version = version
         self.used = False
         self._hot: torch.Tensor | None = None
@@ -116,6 +114,8 @@ class ForwardRecord:
         self.trace = Trace()
         #: Bytes of items that stayed and that backward has used.
         self.released_bytes = 0
+        #: Bytes of items that left, are in memory again or soon, and that backward has not used.
+        self.loaded_bytes = 0
         self.plan: Plan | None = None
         #: The places in the plan of items that left, in order.
         self.upcoming: list[int] = []
@@ -158,7 +158,9 @@ class ForwardRecord:
             prefix: what the forward pass looks like with it (`Trace.prefix_with`).
         """
         storage = tensor.untyped_storage()
-        slot = Slot(self.trace.saved(prefix, span.nbytes), span, storage, tensor._version)
+        number = self.trace.saved(prefix, span.nbytes)
+        watched = self.trace.watch(number, storage, span.nbytes)
+        slot = Slot(number, span, watched, tensor._version)
         reference = weakref.ref(slot)
         self._slots.append(reference)
         self._by_storage.setdefault(int(storage._cdata), []).append(reference)
@@ -229,4 +231,5 @@ class ForwardRecord:
             self._prefetcher.begins(self)
         slot.used = True
         self.trace.used(slot.number)
+        self._prefetcher.uses(self, slot)
         return True

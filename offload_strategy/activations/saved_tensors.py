@@ -20,6 +20,7 @@ from offload_strategy.activations import other_hooks
 from offload_strategy.activations.budget import AutomaticBudget, Budget, FixedBudget
 from offload_strategy.activations.handles import Kept, Moved
 from offload_strategy.activations.identity import ByteRange, reach, reach_of_base
+from offload_strategy.activations.names import ItemNames
 from offload_strategy.activations.order import Trace
 from offload_strategy.activations.other_offloads import refuse_hooks_that_offload
 from offload_strategy.activations.outbox import Outbox, batch_bytes
@@ -92,9 +93,10 @@ class ActivationOffload:
         self.save_weight = save_weight
         self._traffic = TierTraffic(heap, tiers, _CLIENT)
         self._outbox = Outbox(self._give)
+        self.names = ItemNames()
         self._budget: Budget
         if plan_within is not None:
-            self._budget = PlannedBudget(self._traffic, plan_within, self._outbox)
+            self._budget = PlannedBudget(self._traffic, plan_within, self._outbox, self.names)
         elif budget == "auto":
             self._budget = AutomaticBudget(self._traffic, most_backlog)
         else:
@@ -141,8 +143,19 @@ class ActivationOffload:
         latest = self._prefetcher.latest_trace
         if latest is None:
             return None
-        others = 0 if self.planned is None else self.planned.others_peak_bytes
-        return profile_of(latest, self._traffic, busy=busy, other_bytes=others)
+        planned = self.planned
+        beside = None if planned is None else planned.beside
+        held = None if planned is None else planned.held_until
+        end = self._prefetcher.ended_at(latest)
+        return profile_of(
+            latest,
+            self._traffic,
+            self.names,
+            busy=busy,
+            beside=beside,
+            held_until=held,
+            ended_at=end,
+        )
 
     @property
     def planned(self) -> PlannedBudget | None:
@@ -277,6 +290,7 @@ class ActivationOffload:
         prefix = trace.prefix_with(tensor)
         idle = self._prefetcher.idle_seconds(prefix)
         slot = record.add(tensor, span, prefix)
+        self.names.note(prefix, tensor)
         if not self._budget.admits(span.nbytes, trace, idle):
             self.kept_bytes += span.nbytes
             return Kept(tensor, slot, record)
@@ -313,6 +327,7 @@ class ActivationOffload:
             whole_pages=True,
             calm=payload.device.type == "cpu",
         )
+        slot.storage.entry = slot.ticket.entry
         slot.payload = None
 
     def _unpack(self, packed: Packed) -> torch.Tensor:

@@ -28,6 +28,18 @@ class TierTraffic:
         """Bytes that wait to be written, or are being written."""
         return self._heap.writing_bytes
 
+    def own_writing_bytes(self) -> int:
+        """Those of activations."""
+        return self._heap.writing_bytes_of(self._client)
+
+    def let_go(self) -> None:
+        """Give up the memory of what was written."""
+        self._heap.let_go()
+
+    def keep_idle(self, nbytes: int) -> None:
+        """Give idle buffers back beyond so many bytes, from now on."""
+        self._heap.keep_idle(nbytes)
+
     def rate(self, *, write: bool) -> float | None:
         """Bytes per second of all paths together, or None while nothing is known of them."""
         direction = Direction.WRITE if write else Direction.READ
@@ -42,4 +54,10 @@ class TierTraffic:
         """Wait until no more than that is to be written, or so long; the seconds it took."""
         begin = time.perf_counter()
         self._heap.await_writes(self._client, nbytes, seconds)
+        return time.perf_counter() - begin
+
+    def await_own_writing_at_most(self, nbytes: int, seconds: float) -> float:
+        """The same, of activations."""
+        begin = time.perf_counter()
+        self._heap.await_writes(self._client, nbytes, seconds, own=True)
         return time.perf_counter() - begin

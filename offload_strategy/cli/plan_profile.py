@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from offload_strategy.errors import ConfigError
-from offload_strategy.planning import LifetimePlan, PathRates, Profile, plan_lifetimes
+from offload_strategy.planning import LifetimePlan, PathRates, Profile, plan_lifetimes, save_plan
 from offload_strategy.planning.simulation import StepReplay, draw, replay
 from offload_strategy.units import format_size, parse_size
 
@@ -31,6 +31,12 @@ def add_profile_options(group: Any) -> None:
         "--write", type=float, metavar="GB/s", help="of the path (default: as in the profile)"
     )
     group.add_argument(
+        "--write-plan",
+        metavar="FILE",
+        type=Path,
+        help="as JSON, a line for each tensor: to read, to change, and for planning.plan",
+    )
+    group.add_argument(
         "--picture",
         metavar="FILE",
         type=Path,
@@ -49,6 +55,8 @@ def plan_profile(options: argparse.Namespace) -> int:
     found = replay(profile, plan)
     if options.picture is not None:
         draw(found, plan.limit, options.picture)
+    if options.write_plan is not None:
+        save_plan(plan, profile, options.write_plan)
     if options.json:
         figures = {"plan": asdict(plan), "replay": asdict(replace(found, memory=(), spans=()))}
         print(json.dumps(figures, indent=2))

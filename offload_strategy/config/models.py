@@ -282,6 +282,9 @@ class PlanningConfig(_Section):
     'auto' is what is free when training begins, less a little; null means no limit and no plan."""
     profile_steps: int = Field(default=3, ge=1, le=1000)
     """Forward passes that are looked at before the plan is made; all that may leave does so."""
+    plan: Path | None = None
+    """A plan that `ssd-offload plan --write-plan` wrote, and perhaps somebody changed: what it
+    says of a saved tensor holds, as long as device_memory does. null means to find out."""
 
 
 class OffloadConfig(_Section):
@@ -343,6 +346,10 @@ class OffloadConfig(_Section):
     @model_validator(mode="after")
     def _plan_decides_alone(self) -> Self:
         if self.planning.device_memory is None:
+            if self.planning.plan is not None:
+                raise ValueError(
+                    "planning.plan needs planning.device_memory, the limit within which it holds"
+                )
             return self
         if not self.activations.enabled:
             raise ValueError(

@@ -52,6 +52,10 @@ class Heap:
         """Bytes that wait to be written, or are being written."""
         return self._ledger.writing_bytes
 
+    def writing_bytes_of(self, client: str) -> int:
+        """Those of one client."""
+        return self._ledger.writing_bytes_of[client]
+
     # ------------------------------------------------------------------ giving
     def put(
         self,
@@ -287,6 +291,14 @@ class Heap:
             kept[size] += 1
         self._supply.plan(sum(self._plans.values(), Counter()))
 
+    def let_go(self) -> None:
+        """Give up the memory of what was written."""
+        self._ledger.let_go()
+
+    def keep_idle(self, nbytes: int) -> None:
+        """Give idle buffers back beyond so many bytes, from now on."""
+        self._supply.keep_idle(nbytes)
+
     def trim(self) -> None:
         """Give idle buffers back, for a while in which little will be read."""
         self._ledger.let_go()
@@ -309,9 +321,18 @@ class Heap:
         self._ledger.let_go()
         self._check_usable()
 
-    def await_writes(self, client: str, at_most: int, seconds: float) -> None:
-        """Wait until no more than `at_most` bytes are to be written, or so many seconds."""
-        self._writer.await_writes(client, at_most, seconds)
+    def await_writes(
+        self, client: str, at_most: int, seconds: float, *, own: bool = False
+    ) -> None:
+        """Wait until no more than `at_most` bytes are to be written, or so many seconds.
+
+        Args:
+            client: that waits.
+            at_most: bytes.
+            seconds: for which it waits at most.
+            own: whether only its own bytes count.
+        """
+        self._writer.await_writes(client, at_most, seconds, own=own)
 
     def close(self) -> None:
         """Give up every move; nothing can be put or read any more. Idempotent."""

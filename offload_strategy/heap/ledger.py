@@ -16,7 +16,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 
 import torch
@@ -35,9 +35,11 @@ class Ledger:
         self.lock = threading.Lock()
         self.pid = os.getpid()
         self.closed = False
-        #: Entries whose bytes are on their way, and how many bytes of them are to be written.
+        #: Entries whose bytes are on their way, and how many bytes of them are to be written,
+        #: in all and for each client.
         self.moving: set[Entry] = set()
         self.writing_bytes = 0
+        self.writing_bytes_of: Counter[str] = Counter()
         self._live = 0
         self._dropped: deque[weakref.ref[Ticket]] = deque()
         self._tickets: dict[int, tuple[weakref.ref[Ticket], Entry]] = {}

@@ -75,7 +75,7 @@ class Reader:
         begin = time.perf_counter()
         move.hurry()
         self.wait(entry, move)
-        self._recorder.stalled(entry.client, begin)
+        self._recorder.stalled(entry.client, begin, reading=True)
         if move.state is MoveState.FAILED:
             raise reports.failed(entry, move)
 

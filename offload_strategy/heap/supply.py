@@ -58,6 +58,10 @@ class BufferSupply:
         """Give idle buffers back, for a while in which none will be asked for."""
         self._pool.trim()
 
+    def keep_idle(self, nbytes: int) -> None:
+        """See `BufferPool.keep_idle`."""
+        self._pool.keep_idle(nbytes)
+
     def _reclaimed(self, nbytes: int, *, pinned: bool) -> torch.Tensor | None:
         self._ledger.let_go()
         while (buffer := self._pool.lend(nbytes, pinned=pinned)) is None:

@@ -60,6 +60,7 @@ class Entry:
         "stripes",
         "tier",
         "whole_pages",
+        "written_at",
     )
 
     def __init__(
@@ -79,6 +80,8 @@ class Entry:
         self.lower: Sequence[PathTier] = ()
         self.next_use = next_use
         self.state = TicketState.IN_MEMORY
+        #: When the bytes had been written (`time.perf_counter`).
+        self.written_at: float | None = None
         #: Flat uint8 tensor with the bytes, where a copy is in memory.
         self.payload: torch.Tensor | None = None
         #: The device tensor that a copy to the host is still reading, and the copy's end.

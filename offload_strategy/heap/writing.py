@@ -66,10 +66,15 @@ class Writer:
                 reports.still_full(ledger.writing_bytes, tiers, time.perf_counter() - begin)
         self._recorder.stalled(client, begin)
 
-    def await_writes(self, client: str, at_most: int, seconds: float) -> None:
-        """Wait until no more than `at_most` bytes are to be written, or so many seconds."""
+    def await_writes(
+        self, client: str, at_most: int, seconds: float, *, own: bool = False
+    ) -> None:
+        """See `Heap.await_writes`."""
         begin = time.perf_counter()
-        while self._ledger.writing_bytes > at_most and time.perf_counter() < begin + seconds:
+        ledger = self._ledger
+        while (ledger.writing_bytes_of[client] if own else ledger.writing_bytes) > at_most:
+            if time.perf_counter() >= begin + seconds:
+                break
             self._pause()
         self._recorder.stalled(client, begin)
 
@@ -208,6 +213,7 @@ class Writer:
         )
         entry.state, entry.move = TicketState.WRITING, move
         self._ledger.writing_bytes += entry.nbytes
+        self._ledger.writing_bytes_of[entry.client] += entry.nbytes
         self._ledger.moving.add(entry)
         return move
 
@@ -215,11 +221,13 @@ class Writer:
         ledger = self._ledger
         with ledger.lock:
             ledger.writing_bytes -= entry.nbytes
+            ledger.writing_bytes_of[entry.client] -= entry.nbytes
             ledger.moving.discard(entry)
             entry.move = None
             if entry.state is TicketState.FREED:
                 ledger.forget(entry)
             elif move.state is MoveState.DONE:
+                entry.written_at = move.finished_at
                 ledger.written(entry)
             else:
                 if move.state is MoveState.FAILED:

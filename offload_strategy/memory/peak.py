@@ -27,6 +27,11 @@ class PeakMeter:
         self._proc = Path("/proc/self")
         self._starts_over = True
 
+    @property
+    def counts_host_buffers(self) -> bool:
+        """Whether buffers in host memory are of this memory."""
+        return self._device.type == "cpu"
+
     def start_over(self) -> None:
         """Forget what was."""
         if self._device.type == "cuda":

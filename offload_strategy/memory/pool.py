@@ -15,7 +15,7 @@ from offload_strategy.errors import ConfigError
 from offload_strategy.memory.buffers import HostBuffer
 from offload_strategy.units import PAGE_BYTES, MiB, format_size, round_up
 
-#: Idle buffers kept for the next request at most, whatever the budget: a fresh mapping costs its
+#: Idle buffers kept for the next request at most, unless `keep_idle` says less: a fresh mapping costs its
 #: page faults again (13 % of step time in a trial without recycling), idle memory costs memory.
 IDLE_BYTES = 256 * MiB
 
@@ -64,6 +64,7 @@ class BufferPool:
         self._loans: dict[int, tuple[weakref.ref[Any], HostBuffer, int]] = {}
         self._held = self._idle_bytes = self._lent = self._requested = self._peak = 0
         self._planned: dict[int, int] = {}
+        self._idle_at_most = IDLE_BYTES
 
     def plan(self, classes: Mapping[int, int]) -> None:
         """Tell which buffers will be asked for again and again, as a shape census finds them.
@@ -114,7 +115,7 @@ class BufferPool:
                 self._idle.move_to_end((fitting, pinned))
                 self._idle_bytes -= fitting
             else:
-                self._trim(self.budget - size, IDLE_BYTES)
+                self._trim(self.budget - size, self._idle_at_most)
                 if self._held + size > self.budget and not beyond_budget:
                     return None
                 buffer = HostBuffer(size, pinned=pinned)
@@ -139,6 +140,12 @@ class BufferPool:
                     size, 0
                 ):
                     self._unmap_one(size, pinned)
+
+    def keep_idle(self, nbytes: int) -> None:
+        """Unmap idle buffers beyond so many bytes from now on, where memory is scarce."""
+        with self._lock:
+            self._idle_at_most = nbytes
+            self._collect()
 
     def usage(self) -> MemoryUsage:
         """Figures of this moment."""
@@ -180,7 +187,7 @@ class BufferPool:
             self._requested -= nbytes
             self._idle.setdefault((buffer.nbytes, buffer.pinned), []).append(buffer)
             self._idle_bytes += buffer.nbytes
-        self._trim(self.budget, IDLE_BYTES)
+        self._trim(self.budget, self._idle_at_most)
 
     def _trim(self, held_at_most: int, idle_at_most: int) -> None:
         """Unmap idle buffers, the class unused for longest first, until both limits hold."""

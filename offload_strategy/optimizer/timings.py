@@ -36,6 +36,8 @@ class Timings:
 
     def __init__(self) -> None:
         self._latest: deque[UpdateTiming] = deque(maxlen=_MOST)
+        #: Of all updates so far, waiting included.
+        self.seconds = 0.0
 
     @contextmanager
     def update(self) -> Iterator[UpdateTiming]:
@@ -43,6 +45,7 @@ class Timings:
         timing = UpdateTiming(time.perf_counter())
         yield timing
         timing.end = time.perf_counter()
+        self.seconds += timing.end - timing.begin
         self._latest.append(timing)
 
     @contextmanager

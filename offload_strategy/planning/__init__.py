@@ -3,10 +3,13 @@
 from offload_strategy.planning.lifetimes import (
     LifetimePlan,
     PathRates,
+    PlannedItem,
     Profile,
     TensorLife,
     Update,
+    load_plan,
     plan_lifetimes,
+    save_plan,
 )
 from offload_strategy.planning.memory_forecast import (
     MemoryForecast,
@@ -27,6 +30,7 @@ __all__ = [
     "MemoryForecast",
     "PathRates",
     "PlanRow",
+    "PlannedItem",
     "Profile",
     "SpaceNeed",
     "StepPlan",
@@ -34,9 +38,11 @@ __all__ = [
     "TensorLife",
     "Turn",
     "Update",
+    "load_plan",
     "memory_forecast",
     "optimizer_need",
     "plan_lifetimes",
+    "save_plan",
     "shortfall",
     "spare_memory_advice",
     "step_plan",

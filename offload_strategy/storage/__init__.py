@@ -13,6 +13,14 @@ from offload_strategy.storage.files import PageFile, create_unnamed, grow, switc
 from offload_strategy.storage.foreign import ForeignFile
 from offload_strategy.storage.paths import DirectoryReport, inspect_directory, own_folder
 from offload_strategy.storage.probe import PathBandwidth, probe
+from offload_strategy.storage.remembered import (
+    Figure,
+    Figures,
+    PathIdentity,
+    cache_directory,
+    corrected,
+    recall_all,
+)
 from offload_strategy.storage.space import RESERVE_BYTES, Space
 from offload_strategy.storage.turns import PathTurns
 from offload_strategy.storage.workers import Workers
@@ -24,14 +32,19 @@ __all__ = [
     "DirectoryReport",
     "Extent",
     "ExtentAllocator",
+    "Figure",
+    "Figures",
     "ForeignFile",
     "PageFile",
     "PathBandwidth",
+    "PathIdentity",
     "PathTurns",
     "Space",
     "Workers",
     "available_backends",
+    "cache_directory",
     "check_capacities",
+    "corrected",
     "create_backend",
     "create_unnamed",
     "grow",
@@ -39,5 +52,6 @@ __all__ = [
     "is_block_device",
     "own_folder",
     "probe",
+    "recall_all",
     "switch_to_direct_io",
 ]

@@ -97,6 +97,7 @@ class Recorder:
         self._client_bytes: dict[tuple[str, str], int] = defaultdict(int)
         self._tier_bytes: dict[tuple[str, Direction], int] = defaultdict(int)
         self._stall_seconds: dict[str, float] = defaultdict(float)
+        self._read_stall_seconds: dict[str, float] = defaultdict(float)
         self._queue_seconds: dict[tuple[str, Direction], float] = defaultdict(float)
         self._busy: dict[tuple[str, Direction], _BusyClock] = defaultdict(_BusyClock)
         self._any_busy = _BusyClock()
@@ -128,11 +129,19 @@ class Recorder:
         with self._lock:
             self._client_bytes[client, "forwarded"] += nbytes
 
-    def stalled(self, client: str, since: float) -> None:
-        """Count the time since `since` (`time.perf_counter()`): training waited for a move."""
+    def stalled(self, client: str, since: float, *, reading: bool = False) -> None:
+        """Count the time since `since` (`time.perf_counter()`): training waited for a move.
+
+        Args:
+            client: whose bytes were waited for.
+            since: when that began.
+            reading: whether for a read; else for room, which writes make.
+        """
         now = time.perf_counter()
         with self._lock:
             self._stall_seconds[client] += now - since
+            if reading:
+                self._read_stall_seconds[client] += now - since
             if now - since > _WORTH_A_RECORD_SECONDS:
                 self.stalls.append(StallRecord(client, since, now))
 
@@ -150,6 +159,11 @@ class Recorder:
         """Seconds that training waited for a client's moves so far."""
         with self._lock:
             return self._stall_seconds[client]
+
+    def read_stall_seconds(self, client: str) -> float:
+        """Of these, the seconds of waiting for reads; the others are for room."""
+        with self._lock:
+            return self._read_stall_seconds[client]
 
     def queue_seconds(self, tier: str, direction: Direction) -> float:
         """Seconds that finished moves had waited in the queues of a tier, summed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from offload_strategy.storage.probe import round_trip
 from offload_strategy.telemetry import Direction
@@ -11,6 +12,18 @@ from offload_strategy.telemetry import Direction
 _HALF_LIFE_SECONDS = 0.5
 #: A seed (a probe's figure) counts as much as this many seconds of observation.
 _SEED_SECONDS = 0.25
+
+
+class Sustained(NamedTuple):
+    """What one direction of a path moved while its queue was never empty.
+
+    Args:
+        nbytes: moved.
+        seconds: for which that went on, summed.
+    """
+
+    nbytes: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -34,17 +47,27 @@ class Bandwidth:
     Only time in which the path was fully busy says what it can do: a path with one small block
     under way is slow because nobody asked for more. Each completed block claims the time since the
     completion before it, so a path that reads and writes at once splits its time between the two.
+
+    Beside these figures of the moment there are sums for the whole run (`sustained`), in which a
+    direction has its time to itself: what it carries under such a load as this run's.
     """
 
     _rates: dict[Direction, _Rate] = field(
         default_factory=lambda: {direction: _Rate() for direction in Direction}
     )
     _since: float | None = None
+    _sustained: dict[Direction, Sustained] = field(
+        default_factory=lambda: {direction: Sustained() for direction in Direction}
+    )
+    _full_since: dict[Direction, float | None] = field(
+        default_factory=lambda: dict.fromkeys(Direction)
+    )
 
-    def seed(self, *, read: float, write: float) -> None:
-        """Begin with measured figures, in bytes per second."""
+    def seed(self, *, read: float | None = None, write: float | None = None) -> None:
+        """Begin with measured figures, in bytes per second; None where there is none."""
         for direction, rate in ((Direction.READ, read), (Direction.WRITE, write)):
-            self._rates[direction] = _Rate(rate * _SEED_SECONDS, _SEED_SECONDS)
+            if rate is not None:
+                self._rates[direction] = _Rate(rate * _SEED_SECONDS, _SEED_SECONDS)
 
     def completed(
         self,
@@ -70,6 +93,30 @@ class Bandwidth:
         if self._since is not None:
             self._rates[direction].add(nbytes, now - self._since)
         self._since = now if more else None
+
+    def carried(
+        self, direction: Direction, nbytes: int, now: float, *, full: bool, goes_on: bool
+    ) -> None:
+        """Note a completed block for the sums of the run.
+
+        Args:
+            direction: read or written.
+            nbytes: its bytes.
+            now: seconds.
+            full: whether its direction had more to move than the path took, until now.
+            goes_on: whether other blocks of its direction are under way, or begin at once.
+        """
+        since = self._full_since[direction]
+        if full and since is not None:
+            before = self._sustained[direction]
+            self._sustained[direction] = Sustained(
+                before.nbytes + nbytes, before.seconds + now - since
+            )
+        self._full_since[direction] = now if full and goes_on else None
+
+    def sustained(self, direction: Direction) -> Sustained:
+        """What a direction moved so far while its queue was never empty."""
+        return self._sustained[direction]
 
     def rate(self, direction: Direction) -> float | None:
         """Bytes per second in a direction, or None while nothing is known."""

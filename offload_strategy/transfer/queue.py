@@ -276,8 +276,16 @@ class PathQueue:
             if all_over := carried.ended():
                 self._usual_seconds += (now - carried.begun - self._usual_seconds) / 4
                 more = bool(self._reads.waiting or self._writes.waiting)
-                self.bandwidth.completed(
-                    leg.move.direction, carried.nbytes, now, saturated=saturated, more=more
+                direction, lane, nbytes = leg.move.direction, carried.lane, carried.nbytes
+                self.bandwidth.completed(direction, nbytes, now, saturated=saturated, more=more)
+                waiting, under_way = bool(lane.waiting), lane.under_way
+                idle = not (self._reads.under_way or self._writes.under_way)
+                self.bandwidth.carried(
+                    direction,
+                    nbytes,
+                    now,
+                    full=saturated and (waiting or under_way + 1 >= self.backend.depth),
+                    goes_on=under_way > 0 or (idle and waiting),
                 )
             leg.blocks_under_way -= 1
             if error is not None and leg.state is MoveState.RUNNING:

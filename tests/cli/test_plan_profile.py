@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from offload_strategy.cli import main
+from offload_strategy.planning import load_plan
 from tests.planning.lifetimes.profiles import stack
 
 
@@ -50,6 +51,15 @@ def test_half_is_the_default_and_status_1_says_that_it_does_not_fit(
     assert plan("--profile", profile, "--json") == 0
     assert json.loads(capsys.readouterr().out)["plan"]["limit"] == 500_000_000
     assert plan("--profile", profile, "--device-memory", "50MB") == 1
+
+
+def test_it_writes_a_plan_to_read_and_to_change(profile: str, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    words = ["--profile", profile, "--device-memory", "600MB"]
+    assert plan(*words, "--write-plan", str(file)) == 0
+    items = load_plan(file)
+    assert len(items) == 10
+    assert 4 <= sum(item.leaves for item in items) < 10
 
 
 @pytest.mark.parametrize("name", ["plan.svg", "plan.png"])

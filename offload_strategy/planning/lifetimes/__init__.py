@@ -8,6 +8,7 @@ from offload_strategy.planning.lifetimes.plan import (
     PlannedMove,
     plan_lifetimes,
 )
+from offload_strategy.planning.lifetimes.plan_file import PlannedItem, load_plan, save_plan
 from offload_strategy.planning.lifetimes.pressure import Pressure
 from offload_strategy.planning.lifetimes.profile import (
     PathRates,
@@ -23,12 +24,15 @@ __all__ = [
     "HostRoom",
     "LifetimePlan",
     "PathRates",
+    "PlannedItem",
     "PlannedMove",
     "Pressure",
     "Profile",
     "TensorLife",
     "Timeline",
     "Update",
+    "load_plan",
     "peak_of",
     "plan_lifetimes",
+    "save_plan",
 ]

@@ -133,6 +133,8 @@ class _Candidate:
     nbytes: int
     begin: float
     end: float
+    #: From then on its memory can be free.
+    free_at: float
 
 
 @dataclass(slots=True)
@@ -141,6 +143,7 @@ class _Offer:
 
     ratio: float
     place: BookedPath
+    written: float
     gone: float
     back: float
 
@@ -177,7 +180,7 @@ class _Planner:
     def __init__(
         self, profile: Profile, limit: int, paths: list[BookedPath], host: HostRoom | None
     ) -> None:
-        self.pressure = Pressure(profile.tensors, profile.step_seconds, profile.other_bytes)
+        self.pressure = Pressure(profile.tensors, profile.step_seconds, profile.beside)
         self.moves: list[PlannedMove] = []
         self._limit = limit
         self._paths = paths
@@ -187,11 +190,19 @@ class _Planner:
             self._host = BookedPath(PathRates(HOST, host.link, host.link))
         self._host_used = Pressure((), profile.step_seconds)
         self._left = [
-            _Candidate(number, period, tensor.name, tensor.nbytes, begin, end)
+            _Candidate(
+                number,
+                period,
+                tensor.name,
+                tensor.nbytes,
+                begin,
+                end,
+                max(begin, tensor.held_until),
+            )
             for number, tensor in enumerate(profile.tensors)
             if tensor.nbytes
             for period, (begin, end) in enumerate(tensor.idle_periods(profile.step_seconds))
-            if end > begin
+            if end > max(begin, tensor.held_until)
         ]
 
     def choose(self) -> None:
@@ -210,14 +221,15 @@ class _Planner:
         forced = []
         for number, _ in self._best_first(lambda one: self._forced_offer(one, fastest)):
             one = self._left[number]
-            self.pressure.add(one.begin, one.end, -one.nbytes)
+            self.pressure.add(one.free_at, one.end, -one.nbytes)
             forced.append(one)
         for one in sorted(forced, key=lambda one: one.end):
             # As soon as there is room for it: the path is what limits, and must not idle.
-            back = self.pressure.since(one.begin, one.end, self._limit - one.nbytes)
+            back = self.pressure.since(one.free_at, one.end, self._limit - one.nbytes)
             path = min(self._paths, key=lambda path: path.reads.busy_seconds)
-            gone = path.writes.after(one.begin, path.write_seconds(one.nbytes))
-            path.book(one.begin, gone, back, one.end)
+            written = path.writes.after(one.begin, path.write_seconds(one.nbytes))
+            gone = max(written, one.free_at)
+            path.book(one.begin, written, back, one.end)
             self.pressure.add(back, one.end, one.nbytes)
             self._note(one, path, gone, back, hidden=False)
 
@@ -247,7 +259,7 @@ class _Planner:
                 yield number, offer
 
     def _forced_offer(self, one: _Candidate, path: BookedPath) -> _Offer | None:
-        return self._offer_for(one, path, one.begin, one.end)
+        return self._offer_for(one, path, one.begin, one.free_at, one.end)
 
     def _offer(self, one: _Candidate) -> _Offer | None:
         best = None
@@ -268,20 +280,22 @@ class _Planner:
         span = path.away(one.nbytes, one.begin, one.end)
         if span is None:
             return None
-        return self._offer_for(one, path, *span)
+        written, back = span
+        gone = max(written, one.free_at)
+        return self._offer_for(one, path, written, gone, back) if gone < back else None
 
     def _offer_for(
-        self, one: _Candidate, path: BookedPath, gone: float, back: float
+        self, one: _Candidate, path: BookedPath, written: float, gone: float, back: float
     ) -> _Offer | None:
         """What it gains to be gone meanwhile; None for nothing."""
         gained = self.pressure.relief(gone, back, one.nbytes, self._limit)
         if gained <= 0:
             return None
         cost = path.write_seconds(one.nbytes) + path.read_seconds(one.nbytes)
-        return _Offer(gained / cost, path, gone, back)
+        return _Offer(gained / cost, path, written, gone, back)
 
     def _take(self, one: _Candidate, offer: _Offer) -> None:
-        offer.place.book(one.begin, offer.gone, offer.back, one.end)
+        offer.place.book(one.begin, offer.written, offer.back, one.end)
         self.pressure.add(offer.gone, offer.back, -one.nbytes)
         if offer.place is self._host:
             self._host_used.add(one.begin, one.end, one.nbytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from offload_strategy.planning.lifetimes.profile import TensorLife
 
@@ -14,17 +14,26 @@ class Pressure:
     Args:
         tensors: that are in memory, unless they are moved.
         step_seconds: of a step.
-        other_bytes: required all the time.
+        others: what else is required from a moment until the next: (seconds, bytes), rising.
     """
 
-    def __init__(self, tensors: tuple[TensorLife, ...], step_seconds: float, other_bytes: int = 0):
+    def __init__(
+        self,
+        tensors: tuple[TensorLife, ...],
+        step_seconds: float,
+        others: Sequence[tuple[float, int]] = (),
+    ) -> None:
         self._step = step_seconds
         moments = {0.0, step_seconds}
+        moments.update(moment for moment, _ in others if 0 <= moment <= step_seconds)
         for tensor in tensors:
             moments.update(moment for moment in tensor.uses if 0 <= moment <= step_seconds)
         #: Begins of segments; the last one is the end of the step.
         self.moments = sorted(moments)
-        self.levels = [other_bytes] * (len(self.moments) - 1)
+        self.levels = [0] * (len(self.moments) - 1)
+        ends = [*(moment for moment, _ in others[1:]), step_seconds]
+        for (begin, nbytes), end in zip(others, ends, strict=False):
+            self.add(begin, end, nbytes)
         for tensor in tensors:
             if tensor.cyclic:
                 self.add(0.0, step_seconds, tensor.nbytes)

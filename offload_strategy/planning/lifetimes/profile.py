@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,15 @@ class TensorLife:
             lives on from step to step.
         cyclic: whether it lives on: from the last use of a step to the first one of the next it is
             idle, too.
+        held_until: seconds until which its memory is not free even if it has left, as training
+            holds on to it otherwise (a skip connection, an output).
     """
 
     name: str
     nbytes: int
     uses: tuple[float, ...]
     cyclic: bool = False
+    held_until: float = 0.0
 
     def __post_init__(self) -> None:
         if self.nbytes < 0 or not self.uses:
@@ -100,7 +103,9 @@ class Profile:
         forward_seconds: until backward begins.
         step_seconds: of computing in all, updates not included.
         tensors: what may be moved.
-        other_bytes: what else training has in memory at its peak: weights, gradients, workspaces.
+        other_bytes: what else training has in memory at most: weights, gradients, workspaces.
+        others: what of it there is from a moment of the step until the next: (seconds, bytes),
+            rising, the first at 0; empty where only the most is known.
         updates: of the optimizer, in the order in which they become ready.
         paths: where tensors may go.
         shared_cores: whether updates are computed on the cores that run the model.
@@ -112,6 +117,7 @@ class Profile:
     step_seconds: float
     tensors: tuple[TensorLife, ...]
     other_bytes: int = 0
+    others: tuple[tuple[float, int], ...] = ()
     updates: tuple[Update, ...] = ()
     paths: tuple[PathRates, ...] = ()
     shared_cores: bool = False
@@ -121,6 +127,11 @@ class Profile:
     def __post_init__(self) -> None:
         if not 0 <= self.forward_seconds <= self.step_seconds:
             raise ValueError("forward_seconds must lie within step_seconds")
+        moments = [moment for moment, _ in self.others]
+        if moments != sorted(moments) or moments[:1] not in ([], [0.0]):
+            raise ValueError("others must begin at 0 and rise")
+        if self.others and max(nbytes for _, nbytes in self.others) > self.other_bytes:
+            raise ValueError("others must nowhere be more than other_bytes")
 
     @property
     def tensors_bytes(self) -> int:
@@ -128,9 +139,14 @@ class Profile:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
+    def beside(self) -> tuple[tuple[float, int], ...]:
+        """What else is in memory, as `others`, also where only the most is known."""
+        return self.others or ((0.0, self.other_bytes),)
+
+    @property
     def peak_bytes(self) -> int:
         """What a step needs without offload."""
-        return self.other_bytes + peak_of(self.tensors, self.step_seconds)
+        return peak_of(self.tensors, self.step_seconds, self.beside)
 
     def save(self, path: Path) -> None:
         """Write it as JSON."""
@@ -154,6 +170,7 @@ class Profile:
                         TensorLife(**{**one, "uses": tuple(one["uses"])})
                         for one in found["tensors"]
                     ),
+                    "others": tuple((at, nbytes) for at, nbytes in found.get("others", ())),
                     "updates": tuple(Update(**one) for one in found["updates"]),
                     "paths": tuple(PathRates(**one) for one in found["paths"]),
                 }
@@ -165,9 +182,23 @@ class Profile:
             ) from error
 
 
-def peak_of(tensors: Iterable[TensorLife], step_seconds: float) -> int:
-    """Bytes of tensors that are alive at the same time, at most."""
+def peak_of(
+    tensors: Iterable[TensorLife],
+    step_seconds: float,
+    others: Sequence[tuple[float, int]] = (),
+) -> int:
+    """Bytes that are alive at the same time, at most.
+
+    Args:
+        tensors: of a step.
+        step_seconds: of it.
+        others: what else there is, as in a profile.
+    """
     changes: list[tuple[float, int]] = []
+    before = 0
+    for moment, nbytes in others:
+        changes.append((moment, nbytes - before))
+        before = nbytes
     for tensor in tensors:
         begin, end = (0.0, step_seconds) if tensor.cyclic else (tensor.uses[0], tensor.uses[-1])
         changes += [(begin, tensor.nbytes), (math.nextafter(end, math.inf), -tensor.nbytes)]

@@ -2,10 +2,10 @@
 
 [Note: what is replayed]
 Training passes the marks of a profile in order: a tensor is made, used, may leave, should be
-fetched; gradients of an update are final. Between two marks it computes. It waits for a tensor
-that is not back, for memory where the limit is reached and something is on its way out, and at the
-end of the step for updates. Each direction of a path moves one thing at a time, first in, first
-out; what training waits for overtakes.
+fetched; other things need more memory, or less; gradients of an update are final. Between two
+marks it computes. It waits for a tensor that is not back, for memory where the limit is reached and
+something is on its way out, and at the end of the step for updates. Each direction of a path moves
+one thing at a time, first in, first out; what training waits for overtakes.
 """
 
 from __future__ import annotations
@@ -56,11 +56,13 @@ class StepReplay:
 class _Kind(IntEnum):
     """In which order marks of the same moment are passed."""
 
-    FETCH = 0
-    USE = 1
-    BACKWARD = 2
-    UPDATE = 3
-    END = 4
+    OTHERS = 0
+    FREE = 1
+    FETCH = 2
+    USE = 3
+    BACKWARD = 4
+    UPDATE = 5
+    END = 6
 
 
 class _Where(Enum):
@@ -77,6 +79,9 @@ class _Tensor:
     job: Job | None = None
     move: PlannedMove | None = None
     wanted: bool = False
+    #: Whether training holds on to its memory otherwise, and whether that alone keeps it.
+    held: bool = False
+    lingers: bool = False
 
 
 @dataclass(slots=True)
@@ -147,7 +152,8 @@ class Replay:
             self._reads[path.name] = write if path.simplex else Lane(f"{path.name} read", path)
         self._paths = [path.name for path in paths]
         self._tensors = [_Tensor(tensor.nbytes) for tensor in profile.tensors]
-        self._memory = profile.other_bytes + sum(t.nbytes for t in profile.tensors if t.cyclic)
+        self._others = profile.beside[-1][1]
+        self._memory = self._others + sum(t.nbytes for t in profile.tensors if t.cyclic)
         moves = () if plan is None else plan.moves
         self._moves = {(move.tensor, move.period): move for move in moves}
         self._marks = sorted(self._marks_of_a_step(), key=lambda mark: mark[:2])
@@ -224,9 +230,13 @@ class Replay:
         marks: list[tuple[float, int, int, int]] = [(step, _Kind.END, 0, 0)]
         for number, tensor in enumerate(self._profile.tensors):
             marks += [(use, _Kind.USE, number, place) for place, use in enumerate(tensor.uses)]
+            if tensor.held_until > tensor.uses[0]:
+                marks.append((min(tensor.held_until, step), _Kind.FREE, number, 0))
         for move in self._moves.values():
             at = move.fetch_at - step if move.fetch_at > step else move.fetch_at
             marks.append((min(at, step), _Kind.FETCH, move.tensor, move.period))
+        others = enumerate(self._profile.beside)
+        marks += [(min(at, step), _Kind.OTHERS, number, 0) for number, (at, _) in others]
         marks.append((self._profile.forward_seconds, _Kind.BACKWARD, 0, 0))
         for number, update in enumerate(self._profile.updates):
             marks.append((min(update.ready_at, step), _Kind.UPDATE, number, 0))
@@ -270,7 +280,14 @@ class Replay:
             self._end_step()
             return
         self._place += 1
-        if kind == _Kind.USE:
+        if kind == _Kind.OTHERS:
+            before, self._others = self._others, self._profile.beside[number][1]
+            self._require(self._others - before)
+            if self._others < before:
+                self._serve_all()
+        elif kind == _Kind.FREE:
+            self._free(self._tensors[number])
+        elif kind == _Kind.USE:
             self._use(number, place)
         elif kind == _Kind.FETCH:
             self._fetch(number)
@@ -332,15 +349,28 @@ class Replay:
             if tensor.job is job:
                 tensor.where, tensor.job = _Where.AWAY, None
                 self._leaving -= tensor.nbytes
-                self._require(-tensor.nbytes)
+                if tensor.held:
+                    tensor.lingers = True
+                else:
+                    self._require(-tensor.nbytes)
                 if tensor.wanted:
                     self._bring_back(tensor)
             self.retry()
 
         job = Job(move.name, tensor.nbytes, True, gone)
         tensor.where, tensor.job, tensor.move, tensor.wanted = _Where.LEAVING, job, move, False
+        life = self._profile.tensors[move.tensor]
+        tensor.held = move.period == 0 and life.held_until > life.uses[0]
         self._leaving += tensor.nbytes
         self.move(job, self._writes[move.place])
+
+    def _free(self, tensor: _Tensor) -> None:
+        """Training does not hold on to it any more."""
+        tensor.held = False
+        if tensor.lingers:
+            tensor.lingers = False
+            self._require(-tensor.nbytes)
+            self._serve_all()
 
     def _fetch(self, number: int) -> None:
         tensor = self._tensors[number]

@@ -12,7 +12,7 @@ from tests.planning.lifetimes.profiles import stack
 
 def test_a_stack_is_highest_where_backward_begins() -> None:
     profile = stack(4)
-    pressure = Pressure(profile.tensors, profile.step_seconds, 50)
+    pressure = Pressure(profile.tensors, profile.step_seconds, ((0.0, 50),))
     assert pressure.peak_bytes == 450
     assert peak_of(profile.tensors, profile.step_seconds) == 400
     assert pressure.most(0.0, 1.5) == 150

@@ -1,0 +1,61 @@
+"""`ssd-offload report`: what was foretold of a run beside what happened, and what paths carried."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from offload_strategy.planning.follow_up import FollowUp
+from offload_strategy.storage import Figures, PathIdentity, cache_directory, recall_all
+from offload_strategy.units import format_size
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the subparsers of `ssd-offload`."""
+    parser = commands.add_parser(
+        "report",
+        help="print what was foretold of a run beside what happened, and what paths carried",
+        description="Print what was foretold of a step beside what happened, part by part, from a "
+        "file that OffloadEngine.follow_up().save wrote. Without a file: what paths carried in "
+        "the runs so far, from which the next run starts.",
+    )
+    parser.add_argument("file", type=Path, nargs="?", metavar="FILE", help="of a run")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> None:
+    if options.file is not None:
+        found = FollowUp.load(options.file)
+        print(json.dumps(found.as_dict(), indent=2) if options.json else found)
+        return
+    kept = recall_all()
+    print(json.dumps([_as_dict(*one) for one in kept], indent=2) if options.json else _text(kept))
+
+
+def _as_dict(of: PathIdentity, figures: Figures) -> dict[str, Any]:
+    return asdict(of) | {str(way): asdict(figure) for way, figure in figures.items()}
+
+
+def _text(kept: list[tuple[PathIdentity, Figures]]) -> str:
+    folder = cache_directory()
+    if folder is None:
+        return "Nothing is kept of paths: $SSD_OFFLOAD_CACHE is empty, or there is no place for it."
+    if not kept:
+        return f"Nothing is known of any path yet. It will be kept in {folder}."
+    rows = [
+        "| path | machine | processes | | GB/s | from | bytes | last |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for of, figures in kept:
+        for way, figure in figures.items():
+            runs = f"{figure.runs} run{'s' if figure.runs > 1 else ''}"
+            source = runs if figure.source == "observed" else figure.source
+            rows.append(
+                f"| {of.path} | {of.machine} | {of.processes} | {way} | {figure.rate / 1e9:.3g} "
+                f"| {source} | {format_size(figure.nbytes)} | {figure.date} |"
+            )
+    return "\n".join([*rows, "", f"Kept in {folder}; what is removed there is forgotten."])

@@ -1,0 +1,96 @@
+"""A plan as a file that a person can read and change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offload_strategy.errors import ConfigError
+from offload_strategy.planning.lifetimes.plan import LifetimePlan
+from offload_strategy.planning.lifetimes.profile import Profile
+
+#: Of the file; another one is refused.
+FORMAT = 1
+_LEAVES, _STAYS = "leaves", "stays"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedItem:
+    """What is to become of a saved tensor.
+
+    Args:
+        nbytes: of it.
+        leaves: whether it leaves between its uses.
+    """
+
+    nbytes: int
+    leaves: bool
+
+
+def save_plan(plan: LifetimePlan, profile: Profile, file: Path) -> None:
+    """Write a plan as JSON, a line for each tensor in the order in which they are saved.
+
+    Args:
+        plan: to write.
+        profile: that it was made from.
+        file: to write to.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    moves = {move.tensor: move for move in plan.moves}
+    lines = []
+    for number, tensor in enumerate(profile.tensors):
+        row: dict[str, Any] = {"item": number, "name": tensor.name, "bytes": tensor.nbytes}
+        move = moves.get(number)
+        row["does"] = _STAYS if move is None else _LEAVES
+        row["saved at"] = round(tensor.uses[0], 4)
+        if move is not None:
+            row["gone at"], row["fetched at"] = round(move.gone_at, 4), round(move.fetch_at, 4)
+        row["used at"] = round(tensor.uses[-1], 4)
+        lines.append(json.dumps(row))
+    head = f'"format": {FORMAT},\n"limit": {plan.limit},\n"peak": {plan.peak_bytes},\n'
+    text = "{\n" + head + '"items": [\n' + ",\n".join(lines) + "\n]\n}\n"
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror or error}") from error
+
+
+def load_plan(file: Path) -> Sequence[PlannedItem]:
+    """Read what leaves and what stays; times are for people, and not read.
+
+    Raises:
+        ConfigError: it is no plan, and what is wrong with it.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise ValueError(f"it is not of format {FORMAT}")
+        rows = found["items"]
+        if not isinstance(rows, list) or not rows:
+            raise ValueError("items must be a list, and not empty")
+        return [_item(number, row) for number, row in enumerate(rows)]
+    except KeyError as error:
+        raise ConfigError(f"{file} cannot be read as a plan: it has no {error}. {_HOW}") from error
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{file} cannot be read as a plan: {error}. {_HOW}") from error
+
+
+_HOW = "Write one with `ssd-offload plan --profile FILE --write-plan FILE`."
+
+
+def _item(number: int, row: Any) -> PlannedItem:
+    if not isinstance(row, dict):
+        raise ValueError(f"item {number} is {row!r}, not an object")
+    does, nbytes = row.get("does"), row.get("bytes")
+    if does not in (_LEAVES, _STAYS):
+        raise ValueError(f'item {number}: "does" is {does!r}; give "{_LEAVES}" or "{_STAYS}"')
+    if row.get("item", number) != number:
+        raise ValueError(f"item {number} is missing, or not in its place")
+    if not isinstance(nbytes, int) or nbytes < 0:
+        raise ValueError(f'item {number}: "bytes" is {nbytes!r}; give a whole number')
+    return PlannedItem(nbytes, does == _LEAVES)

@@ -1,0 +1,53 @@
+"""A path that is as slow as a test wants it to be, whatever disk lies below."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from offload_strategy.storage import BlockRequest
+from offload_strategy.storage.posix import PosixBackend
+
+
+class PacedBackend(PosixBackend):
+    """Moves blocks as the plain backend does, at so many bytes per second in each direction.
+
+    Args:
+        read: bytes per second; None for as fast as it goes.
+        write: likewise.
+        options: of the plain backend.
+    """
+
+    def __init__(
+        self, *, read: float | None = None, write: float | None = None, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self._rates = {False: read, True: write}
+        self._free_at = {False: 0.0, True: 0.0}
+        self._pace = threading.Lock()
+
+    def set_rates(self, *, read: float | None, write: float | None) -> None:
+        """From now on."""
+        self._rates = {False: read, True: write}
+
+    def move(self, request: BlockRequest) -> None:
+        super().move(request)
+        self._spend(request.write, request.nbytes)
+
+    def moved_together(self, requests: Sequence[BlockRequest]) -> bool:
+        moved = super().moved_together(requests)
+        if moved:
+            self._spend(requests[0].write, sum(request.nbytes for request in requests))
+        return moved
+
+    def _spend(self, write: bool, nbytes: int) -> None:
+        """Wait until the path would have moved this, behind what it was given before."""
+        rate = self._rates[write]
+        if rate is None:
+            return
+        with self._pace:
+            begin = max(time.perf_counter(), self._free_at[write])
+            self._free_at[write] = until = begin + nbytes / rate
+        time.sleep(max(0.0, until - time.perf_counter()))
