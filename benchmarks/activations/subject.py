@@ -49,9 +49,10 @@ def _train(
     contender = prepare(options["contender"], model, directory, sections, options["host_capacity"])
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    for number in range(options.get("settle", 0)):  # before the first turn: see `planned`
-        _step(model, contender, batch(options["batch"], number, shape, device), measured)
     for number, request in enumerate(requests()):
+        # In its own first turn: beside others a plan would be made for less than there is.
+        for early in range(0 if number else options.get("settle", 0)):
+            _step(model, contender, batch(options["batch"], early, shape, device), measured)
         inputs = batch(options["batch"], number, shape, device)
         figures = _step(model, contender, inputs, measured)
         if request.get("digest"):

@@ -26,6 +26,7 @@ from offload_strategy.planning import (
     Profile,
     TensorLife,
     plan_lifetimes,
+    within,
 )
 from offload_strategy.telemetry import get_logger
 from offload_strategy.units import MiB, format_size
@@ -41,8 +42,6 @@ _USES_AHEAD = 8
 _MOST_ITEMS = 65536
 #: Share of what there is, where no limit is given.
 _FREE_SHARE = 0.95
-#: Share of the limit that is left free: steps differ a little.
-_MARGIN = 0.015
 #: By what share of the limit the room must have changed for a new plan: too small, or too large.
 _LESS, _MORE = 0.005, 0.03
 #: Seconds for which training waits for room at most, each time: a path that is so slow has failed,
@@ -238,7 +237,7 @@ class PlannedBudget:
 
     @property
     def _target(self) -> int:
-        return int(self._limit * (1 - _MARGIN))
+        return within(self._limit)
 
     # ------------------------------------------------------------------ room
     def _leaving_bytes(self) -> int:

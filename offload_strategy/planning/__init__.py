@@ -10,6 +10,7 @@ from offload_strategy.planning.lifetimes import (
     load_plan,
     plan_lifetimes,
     save_plan,
+    within,
 )
 from offload_strategy.planning.memory_forecast import (
     MemoryForecast,
@@ -47,4 +48,5 @@ __all__ = [
     "spare_memory_advice",
     "step_plan",
     "weights_shortfall",
+    "within",
 ]

@@ -7,6 +7,7 @@ from offload_strategy.planning.lifetimes.plan import (
     LifetimePlan,
     PlannedMove,
     plan_lifetimes,
+    within,
 )
 from offload_strategy.planning.lifetimes.plan_file import PlannedItem, load_plan, save_plan
 from offload_strategy.planning.lifetimes.pressure import Pressure
@@ -35,4 +36,5 @@ __all__ = [
     "peak_of",
     "plan_lifetimes",
     "save_plan",
+    "within",
 ]

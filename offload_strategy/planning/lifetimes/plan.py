@@ -25,6 +25,8 @@ from offload_strategy.units import format_size
 
 #: Name of the place that is host memory.
 HOST = "host memory"
+#: Share of a limit that a plan leaves free while training runs: steps differ a little.
+_MARGIN = 0.015
 #: A read that could begin no earlier than by this share of its time before it must is urgent.
 _SLACK = 0.5
 
@@ -146,6 +148,15 @@ class _Offer:
     written: float
     gone: float
     back: float
+
+
+def within(limit: int) -> int:
+    """The bytes that training plans for where it must stay below a limit.
+
+    Args:
+        limit: bytes of memory that must not be exceeded.
+    """
+    return int(limit * (1 - _MARGIN))
 
 
 def plan_lifetimes(
