@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from offload_strategy import dry_run
 from offload_strategy.activations import (
     ActivationOffload,
     ForwardHooks,
@@ -471,6 +472,7 @@ class OffloadEngine:
         return self._last_microbatch
 
     def _before_forward(self) -> None:
+        dry_run.look(self._forwards, self.profile)
         self._registry.refresh()
         self._log.pass_begins(last=self._last_microbatch)
         self._forwards += 1

@@ -2,7 +2,7 @@
 
 [Note: what else there is]
 Weights, gradients, states, and what kernels need for a moment are in no trace. Between two events
-(an item is saved, an item is used) it is the peak of memory less the items that were there, at most.
+(an item is saved, an item is used) it is, at most, the peak of memory less the items in it.
 Some passes are looked at from event to event; that takes a little time each. Passes after them are
 looked at as a whole: what the peak is above or below the one that these figures give is a
 *correction* for all of them, and the most of the last passes counts. Where it becomes large, the

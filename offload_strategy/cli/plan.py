@@ -6,14 +6,16 @@ import argparse
 import json
 from typing import Any, get_args
 
+from offload_strategy.cli.plan_cpu import CPU, cpu_request
 from offload_strategy.cli.plan_profile import add_profile_options, plan_profile
+from offload_strategy.cli.plan_script import add_script_options, profile_script
 from offload_strategy.cli.plan_search import (
     add_search_options,
     check_search_options,
     plan_search,
 )
 from offload_strategy.errors import ConfigError
-from offload_strategy.planning import analysis
+from offload_strategy.planning import Profile, analysis
 from offload_strategy.planning.analysis.transformer import Kind
 from offload_strategy.units import parse_size
 
@@ -30,14 +32,16 @@ def add_parser(commands: Any) -> None:
         description="Tell what fits, how long a step takes and what limits it, how much host "
         "memory and disk it needs and how long the drives last, from the shape of a model and the "
         "figures of a machine; with --search, which settings are the fastest; with --profile, what "
-        "leaves memory in a step that was profiled, and how long that takes. Nothing is opened or "
-        "measured. Exit status 1 if it would not fit.",
+        "leaves memory in a step that was profiled, and how long that takes; with a script, the "
+        "same of its first steps, for which it is run. Otherwise nothing is opened or measured, "
+        "but for a search on the CPU. Exit status 1 if it would not fit.",
     )
     _add_model(plan.add_argument_group("model"))
     _add_machine(plan.add_argument_group("machine"))
     _add_prices(plan.add_argument_group("prices, in US dollars"))
     add_search_options(plan.add_argument_group("a search for the best settings"))
     add_profile_options(plan.add_argument_group("a step that was profiled, instead of a model"))
+    add_script_options(plan.add_argument_group("a step of a script that is run, instead of both"))
     plan.add_argument("--json", action="store_true", help="print the figures as JSON")
     plan.set_defaults(run=_plan)
 
@@ -69,7 +73,13 @@ def _add_model(group: Any) -> None:
 
 
 def _add_machine(group: Any) -> None:
-    group.add_argument("--gpu", metavar="NAME", help="a device, such as a100-80g")
+    group.add_argument(
+        "--gpu",
+        "--device",
+        metavar="NAME",
+        help=f"such as a100-80g; {CPU} with --search for a machine that trains on its CPU: what is "
+        "not said of it is measured here",
+    )
     group.add_argument("--ssd", metavar="[Nx]NAME", help="drives, such as p5510 or 4xP5510")
     group.add_argument("--host-memory", metavar="SIZE", help="such as 768GiB")
     group.add_argument(
@@ -97,8 +107,13 @@ def _add_prices(group: Any) -> None:
 
 def _plan(options: argparse.Namespace) -> int:
     check_search_options(options)
+    if options.script:
+        _check_script_alone(options)
+        return plan_profile(options, profile_script(options))
     if options.profile is not None:
-        return plan_profile(options)
+        return plan_profile(options, Profile.load(options.profile))
+    if options.search and options.gpu == CPU:
+        return plan_search(options, cpu_request(options, _shape(options)))
     request = _request(options)
     if options.search:
         return plan_search(options, request)
@@ -108,6 +123,14 @@ def _plan(options: argparse.Namespace) -> int:
     else:
         print(found)
     return 0 if all(fit.ok for fit in found.fits) else 1
+
+
+def _check_script_alone(options: argparse.Namespace) -> None:
+    given = {"--profile": options.profile, "--model": options.model}
+    given |= {"--config-json": options.config_json, "--search": options.search or None}
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(f"{name} is of no use with a script ({options.script[0]}): leave out")
 
 
 def _batch(text: str) -> int | None:

@@ -44,13 +44,13 @@ def add_profile_options(group: Any) -> None:
     )
 
 
-def plan_profile(options: argparse.Namespace) -> int:
+def plan_profile(options: argparse.Namespace, profile: Profile) -> int:
     """Plan and replay a profiled step; 1 if it does not fit.
 
     Raises:
-        ConfigError: the file is no profile, or an option is wrong.
+        ConfigError: an option is wrong.
     """
-    profile = _with_rates(Profile.load(options.profile), options)
+    profile = _with_rates(profile, options)
     plan = plan_lifetimes(profile, _limit(profile, options.device_memory))
     found = replay(profile, plan)
     if options.picture is not None:

@@ -7,17 +7,29 @@ import json
 from pathlib import Path
 from typing import Any, get_args
 
+from offload_strategy.cli.plan_cpu import CPU
 from offload_strategy.config import default_directory
 from offload_strategy.errors import ConfigError
 from offload_strategy.planning import analysis
-from offload_strategy.planning.search import Space, config_yaml, search
+from offload_strategy.planning.search import CpuRequest, Space, config_yaml, search
 from offload_strategy.planning.search.choice import Overlap, StateType
-from offload_strategy.planning.search.found import USUAL_TOKENS
+from offload_strategy.planning.search.found import USUAL_TOKENS, USUAL_TOLERANCE
 
 #: What `--search` takes besides the options of a plan; each needs it.
-_OPTIONS = ("max_batch", "max_tokens", "sequences", "allow", "write_config", "dir", "force")
+_OPTIONS = (
+    "max_batch",
+    "max_tokens",
+    "tolerance",
+    "sequences",
+    "allow",
+    "write_config",
+    "dir",
+    "force",
+)
 #: Of a plan, what a search has no use for.
-_USELESS = ("update_rate", "gpu_price", "ssd_price", "host_price")
+_USELESS = ("gpu_price", "ssd_price", "host_price")
+#: What only a search on the CPU has a use for.
+_OF_CPU = ("update_rate",)
 
 
 def add_search_options(group: Any) -> None:
@@ -35,6 +47,13 @@ def add_search_options(group: Any) -> None:
         type=int,
         metavar="N",
         help=f"of a step, if --batch is searched (default: {USUAL_TOKENS})",
+    )
+    group.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="X",
+        help="share of the tokens in a second that a smaller batch may cost (default: "
+        f"{USUAL_TOLERANCE}); 0 for the fastest, whatever its batch",
     )
     group.add_argument(
         "--sequences",
@@ -70,7 +89,13 @@ def check_search_options(options: argparse.Namespace) -> None:
     """
     if options.search and options.profile is not None:
         raise ConfigError("--search is for a model, --profile for a step of one: give one of them")
-    unwanted = _USELESS if options.search else _OPTIONS
+    if options.gpu == CPU and options.profile is None and not options.search:
+        raise ConfigError(f"--device {CPU}: give --search as well; without it a GPU is looked at")
+    if options.gpu == CPU and options.search and not (options.sequence or options.sequences):
+        raise ConfigError("give --sequence as well: `ssd-offload plan --help` says how")
+    unwanted: tuple[str, ...] = _OPTIONS
+    if options.search:
+        unwanted = _USELESS if options.gpu == CPU else (*_OF_CPU, *_USELESS)
     given = [_option(name) for name in unwanted if getattr(options, name) not in (None, False)]
     if not given:
         return
@@ -82,7 +107,7 @@ def check_search_options(options: argparse.Namespace) -> None:
     raise ConfigError(f"{', '.join(given)}: give --search as well, or leave out")
 
 
-def plan_search(options: argparse.Namespace, request: analysis.Request) -> int:
+def plan_search(options: argparse.Namespace, request: analysis.Request | CpuRequest) -> int:
     """Search, print what was found and write the config; 1 if nothing fits.
 
     Args:
@@ -118,6 +143,7 @@ def _space(options: argparse.Namespace) -> Space:
         batch=options.batch,
         max_batch=options.max_batch,
         max_tokens=USUAL_TOKENS if options.max_tokens is None else options.max_tokens,
+        tolerance=USUAL_TOLERANCE if options.tolerance is None else options.tolerance,
         overlaps=tuple(one for one in overlaps if one != "eager" or one in allowed),
         state_dtypes=tuple(one for one in dtypes if one == "float32" or one in allowed),
     )

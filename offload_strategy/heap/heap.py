@@ -321,9 +321,7 @@ class Heap:
         self._ledger.let_go()
         self._check_usable()
 
-    def await_writes(
-        self, client: str, at_most: int, seconds: float, *, own: bool = False
-    ) -> None:
+    def await_writes(self, client: str, at_most: int, seconds: float, *, own: bool = False) -> None:
         """Wait until no more than `at_most` bytes are to be written, or so many seconds.
 
         Args:

@@ -66,9 +66,7 @@ class Writer:
                 reports.still_full(ledger.writing_bytes, tiers, time.perf_counter() - begin)
         self._recorder.stalled(client, begin)
 
-    def await_writes(
-        self, client: str, at_most: int, seconds: float, *, own: bool = False
-    ) -> None:
+    def await_writes(self, client: str, at_most: int, seconds: float, *, own: bool = False) -> None:
         """See `Heap.await_writes`."""
         begin = time.perf_counter()
         ledger = self._ledger

@@ -15,8 +15,8 @@ from offload_strategy.errors import ConfigError
 from offload_strategy.memory.buffers import HostBuffer
 from offload_strategy.units import PAGE_BYTES, MiB, format_size, round_up
 
-#: Idle buffers kept for the next request at most, unless `keep_idle` says less: a fresh mapping costs its
-#: page faults again (13 % of step time in a trial without recycling), idle memory costs memory.
+#: Idle buffers kept for the next request at most, unless `keep_idle` says less: a fresh mapping has
+#: its page faults again (13 % of step time in a trial without recycling), idle memory costs memory.
 IDLE_BYTES = 256 * MiB
 
 #: An idle buffer may be larger than what is asked for by this share of it: sizes that differ a

@@ -10,6 +10,7 @@ from offload_strategy.planning.analysis.models import PRESETS, from_config, pres
 from offload_strategy.planning.analysis.report import Analysis, analyse
 from offload_strategy.planning.analysis.request import Prices, Request
 from offload_strategy.planning.analysis.saved_tensors import Workload
+from offload_strategy.planning.analysis.step_profile import StageStep, step_profile
 from offload_strategy.planning.analysis.transformer import TransformerShape
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Drives",
     "Prices",
     "Request",
+    "StageStep",
     "TransformerShape",
     "Workload",
     "analyse",
@@ -27,4 +29,5 @@ __all__ = [
     "drive_set",
     "from_config",
     "preset",
+    "step_profile",
 ]

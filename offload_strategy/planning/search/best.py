@@ -7,22 +7,25 @@ allows and for the batch, which is searched only where it is not given.
 [Note: what counts as better]
 The batch comes first: of those that reach the most tokens in a second but for a small share
 (`Space.tolerance`) the smallest is taken, as a larger one changes training, and gains ever less.
-Before that come micro-batches with enough tokens to keep a device busy, which the equations do not
-see. Among settings for that batch, those within 1 % count as equally fast; of these the one is
-taken that moves, writes and recomputes the least.
+Before that come micro-batches with enough tokens to keep a GPU busy, which the equations do not
+see (those of cores do). Among settings for that batch, those within 1 % count as equally fast; of
+these the one is taken that moves, writes and recomputes the least.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from offload_strategy.planning.analysis.request import Request
-from offload_strategy.planning.search.choice import Choice, Held, Placed
+from offload_strategy.planning.search.choice import Choice, Placed
+from offload_strategy.planning.search.core_steps import core_step
+from offload_strategy.planning.search.cores import CpuRequest
 from offload_strategy.planning.search.found import Candidate, Found, Refusal, Space
-from offload_strategy.planning.search.placed_steps import placed_step
+from offload_strategy.planning.search.one_memory import place_in_memory
+from offload_strategy.planning.search.placed_steps import PlacedStep, placed_step
 from offload_strategy.planning.search.placement import place
 
 #: See [Note: what counts as better].
@@ -37,12 +40,12 @@ _BLOCKS_IN_FLIGHT = (3, 2)
 _CLIENTS = ((False, False), (True, False), (True, True))
 
 
-def search(request: Request, space: Space) -> Found:
+def search(request: Request | CpuRequest, space: Space) -> Found:
     """Find the settings with the most tokens in a second; see [Note: what counts as better].
 
     Args:
-        request: model and machine. Of its work all but batch and sequence counts; its rate of
-            updates does not, as updates run on the device.
+        request: model and machine. Of the work for a GPU all but batch and sequence counts; the
+            rate of updates does not, as updates run on the device.
         space: what to search.
 
     Raises:
@@ -65,10 +68,11 @@ def search(request: Request, space: Space) -> Found:
 class _Hunt:
     """The candidates of each kind, and what was refused."""
 
-    def __init__(self, request: Request, tolerance: float) -> None:
+    def __init__(self, request: Request | CpuRequest, tolerance: float) -> None:
         self.refused: dict[str, Refusal] = {}
         self.tried = 0
         self._request = request
+        self._busy_tokens = _BUSY_TOKENS if isinstance(request, Request) else 0
         self._least = 1 - tolerance
         self._kinds: dict[object, list[Candidate]] = {}
         self._fastest: dict[object, float] = {}
@@ -80,7 +84,7 @@ class _Hunt:
             if not one.ok:
                 self._refuse(one)
                 continue
-            found = Candidate(one, placed_step(self._request, one))
+            found = Candidate(one, _step(self._request, one))
             kind, speed = _kind(found), found.tokens_per_second
             fastest = max(self._fastest.get(kind, 0.0), speed)
             self._fastest[kind] = fastest
@@ -89,18 +93,33 @@ class _Hunt:
 
     def best_of_each_kind(self) -> Iterator[Candidate]:
         for kind, found in self._kinds.items():
-            yield _best(found, self._least * self._fastest[kind])
+            yield self._best(found, self._least * self._fastest[kind])
 
     def ranked(self) -> list[Candidate]:
         """The best of all kinds, then the best of all others, and so on."""
         rest, ranked = dict(self._kinds), list[Candidate]()
         while rest:
             fastest = max(self._fastest[kind] for kind in rest)
-            best = _best([one for found in rest.values() for one in found], self._least * fastest)
+            everything = [one for found in rest.values() for one in found]
+            best = self._best(everything, self._least * fastest)
             del rest[_kind(best)]
             if not any(_at_least_as_good(better, best) for better in ranked):
                 ranked.append(best)
         return ranked
+
+    def _best(self, found: Sequence[Candidate], least: float) -> Candidate:
+        """See [Note: what counts as better]; `least` tokens per second are wanted."""
+        wanted = [one for one in found if one.tokens_per_second >= least]
+        batch = min(map(self._batch_cost, wanted))
+        same = [one for one in wanted if self._batch_cost(one) == batch]
+        fastest = max(one.tokens_per_second for one in same)
+        return min(
+            (one for one in same if one.tokens_per_second >= fastest * (1 - _AS_FAST)), key=_cost
+        )
+
+    def _batch_cost(self, found: Candidate) -> tuple[bool, int]:
+        choice = found.choice
+        return choice.tokens // choice.micro_batches < self._busy_tokens, choice.tokens
 
     def _refuse(self, placed: Placed) -> None:
         fit = next(fit for fit in placed.fits if not fit.ok)
@@ -128,22 +147,6 @@ def _at_least_as_good(one: Candidate, other: Candidate) -> bool:
     )
 
 
-def _best(found: Sequence[Candidate], least: float) -> Candidate:
-    """See [Note: what counts as better]; `least` tokens per second are wanted."""
-    wanted = [one for one in found if one.tokens_per_second >= least]
-    batch = min(map(_batch_cost, wanted))
-    same = [one for one in wanted if _batch_cost(one) == batch]
-    fastest = max(one.tokens_per_second for one in same)
-    return min(
-        (one for one in same if one.tokens_per_second >= fastest * (1 - _AS_FAST)), key=_cost
-    )
-
-
-def _batch_cost(found: Candidate) -> tuple[bool, int]:
-    choice = found.choice
-    return choice.tokens // choice.micro_batches < _BUSY_TOKENS, choice.tokens
-
-
 def _cost(found: Candidate) -> tuple[float, ...]:
     choice = found.choice
     return (
@@ -156,14 +159,26 @@ def _cost(found: Candidate) -> tuple[float, ...]:
     )
 
 
-def _choices(request: Request, space: Space) -> Iterator[Choice]:
+def _place(request: Request | CpuRequest, choice: Choice) -> Placed:
+    if isinstance(request, CpuRequest):
+        return place_in_memory(request, choice)
+    return place(request, choice)
+
+
+def _step(request: Request | CpuRequest, placed: Placed) -> PlacedStep:
+    if isinstance(request, CpuRequest):
+        return core_step(request, placed)
+    return placed_step(request, placed)
+
+
+def _choices(request: Request | CpuRequest, space: Space) -> Iterator[Choice]:
     for sequence in space.sequences:
         for batch, micro_batches in _batches(space, sequence):
             yield from _settings(request, space, batch, micro_batches, sequence)
 
 
 def _settings(
-    request: Request, space: Space, batch: int, micro_batches: int, sequence: int
+    request: Request | CpuRequest, space: Space, batch: int, micro_batches: int, sequence: int
 ) -> Iterator[Choice]:
     layers = request.shape.layers
     again = sorted({layers * part // _RECOMPUTED_PARTS for part in range(_RECOMPUTED_PARTS + 1)})
@@ -229,28 +244,35 @@ def _around(choice: Choice, space: Space) -> Iterator[Choice]:
             yield replace(choice, batch=number * choice.micro_batches)
 
 
-def _orders(request: Request, choice: Choice) -> Iterator[Placed]:
+def _orders(request: Request | CpuRequest, choice: Choice) -> Iterator[Placed]:
     """The choice in all orders of host memory that differ, and with blocks that fit."""
     placed = _with_blocks(request, choice)
     yield placed
     if not placed.ok or not any(split.ssd_bytes for split in placed.held.values()):
         return
-    kinds: Iterable[Held] = placed.held
+    kinds = tuple(placed.held)
+    if isinstance(request, CpuRequest):
+        # Streamed weights get none; what does not leave in this order may in another.
+        kinds = tuple(kind for kind in choice.host_first if kind != "weights")
+        if not choice.moves_optimizer:
+            return
+        if choice.overlap != "commit":
+            kinds = tuple(kind for kind in kinds if kind != "waiting")
     for order in itertools.permutations(kinds):
-        if order != tuple(kinds):
-            yield place(request, replace(placed.choice, host_first=order))
+        if order != kinds:
+            yield _place(request, replace(placed.choice, host_first=order))
 
 
-def _with_blocks(request: Request, choice: Choice) -> Placed:
+def _with_blocks(request: Request | CpuRequest, choice: Choice) -> Placed:
     """With as many blocks in flight as fit.
 
     The equations see no difference; blocks are uneven, and one more smooths that. Nothing else
     leaves for it.
     """
     if not choice.moves_parameters:
-        return place(request, choice)
+        return _place(request, choice)
     for blocks in _BLOCKS_IN_FLIGHT:
-        placed = place(request, replace(choice, blocks_in_flight=blocks))
+        placed = _place(request, replace(choice, blocks_in_flight=blocks))
         crowded = any(split.ssd_bytes for split in placed.held.values())
         if placed.ok and not placed.split("activations").total_bytes and not crowded:
             break

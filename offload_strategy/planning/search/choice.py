@@ -123,7 +123,7 @@ class Placed:
     Args:
         choice: of the settings.
         held: what has left the device, by kind; kinds of which nothing has are left out.
-        fits: memory and disk, needed and there.
+        fits: memory of each kind and disk, needed and there.
         saved_bytes: what the layers save in the forward pass of a micro-batch.
         subgroup_size: parameters updated at a time; None where states stay.
         pinned_bytes: of buffers, `memory.pinned`: for staging, and for what waits.
@@ -132,7 +132,7 @@ class Placed:
 
     choice: Choice
     held: Mapping[Held, Split]
-    fits: tuple[Fit, Fit, Fit]
+    fits: tuple[Fit, ...]
     saved_bytes: int
     subgroup_size: int | None
     pinned_bytes: int

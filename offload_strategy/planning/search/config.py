@@ -11,7 +11,8 @@ import yaml
 from offload_strategy.config import OffloadConfig
 from offload_strategy.errors import ConfigError
 from offload_strategy.planning.search.choice import Held
-from offload_strategy.planning.search.found import Candidate, Found
+from offload_strategy.planning.search.cores import CpuRequest
+from offload_strategy.planning.search.found import Candidate, Found, rounded
 from offload_strategy.units import MiB, format_size
 
 _TB = 1e12
@@ -56,6 +57,9 @@ def _sections(found: Found, best: Candidate, directories: Sequence[str]) -> dict
             continue
         names = ["ssd"]
         capacity = placed.split(kind).host_bytes
+        if isinstance(found.request, CpuRequest) and choice.overlap == "commit":
+            # Of states old ones and new ones were counted; such a tier holds both for a while.
+            capacity //= 2
         if capacity:
             names.insert(0, f"host-{kind}")
             tiers.append({"name": names[0], "kind": "dram", "capacity": _size(capacity)})
@@ -81,22 +85,23 @@ def _sections(found: Found, best: Candidate, directories: Sequence[str]) -> dict
     sections["memory"] = {"pinned": _size(placed.pinned_bytes)}
     if "activations" in best.moves:
         # What leaves was counted; what has to is measured in the first steps.
-        sections["planning"] = {"device_memory": "auto"}
+        limit: str = "auto"
+        if isinstance(found.request, CpuRequest):
+            limit = _size(found.request.limit_bytes)
+        sections["planning"] = {"device_memory": limit}
     return sections
 
 
 def _comments(found: Found, best: Candidate) -> Iterator[str]:
     request, choice = found.request, best.choice
     layers = request.shape.layers
-    yield "Found by `ssd-offload plan --search`, by the analytical model: nothing was measured."
-    yield (
-        f"For {request.shape.parameters:,} parameters on {request.device.name} with "
-        f"{request.drives},"
-    )
-    yield f"{format_size(request.host_memory_bytes)} of host memory."
+    on_cpu = isinstance(request, CpuRequest)
+    measured = "no step was measured" if on_cpu else "nothing was measured"
+    yield f"Found by `ssd-offload plan --search`, by the analytical model: {measured}."
+    yield from _wrapped(f"For {request.shape.parameters:,} parameters {found.machine()}.")
     yield ""
     yield (
-        f"Predicted: {best.tokens_per_second:.0f} tokens/s, {best.step.seconds:.2f} s a step; "
+        f"Predicted: {rounded(best.tokens_per_second)} tokens/s, {best.step.seconds:.2f} s a step; "
         f"{best.step.limit} limits."
     )
     for fit in best.placed.fits:
@@ -122,7 +127,10 @@ def _comments(found: Found, best: Candidate) -> Iterator[str]:
         yield "- no checkpointing"
     if choice.overlap == "eager" and choice.moves_optimizer:
         yield "- no clipping and no loss scale, as overlap is eager"
-    if choice.moves_optimizer:
+    if best.moves and on_cpu:
+        yield "- MALLOC_MMAP_THRESHOLD_=65536 in the environment of its process, so that memory"
+        yield "  that is freed goes back to the system"
+    if choice.moves_optimizer and not on_cpu:
         yield ""
         yield "States are counted with a float32 copy of half-precision weights. The package keeps"
         yield "one with optimizer.master_weights: true, which changes numbers: it is not set here."

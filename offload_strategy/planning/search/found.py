@@ -16,11 +16,14 @@ from offload_strategy.planning.search.choice import (
     StateType,
     state_bytes,
 )
+from offload_strategy.planning.search.cores import CpuRequest
 from offload_strategy.planning.search.placed_steps import PlacedStep
 from offload_strategy.units import format_size
 
 #: Tokens of a step up to which batches are searched where no bound is given.
 USUAL_TOKENS = 1 << 20
+#: Share of the tokens in a second that a smaller batch may cost.
+USUAL_TOLERANCE = 0.03
 _GB = 1e9
 
 
@@ -48,7 +51,7 @@ class Space:
     max_tokens: int = USUAL_TOKENS
     overlaps: tuple[Overlap, ...] = ("commit", "off")
     state_dtypes: tuple[StateType, ...] = ("float32",)
-    tolerance: float = 0.03
+    tolerance: float = USUAL_TOLERANCE
     keep: int = 5
 
     def __post_init__(self) -> None:
@@ -135,7 +138,7 @@ class Refusal:
     """Choices for which there is too little of something.
 
     Args:
-        what: "device memory", "host memory" or "disk".
+        what: "device memory", "host memory" or "disk"; on the CPU "memory" or "disk".
         count: how many choices, each counted by the first that it lacks.
         needed_bytes: of the one that comes nearest.
         available_bytes: what there is.
@@ -167,7 +170,7 @@ class Found:
         tried: choices that were looked at.
     """
 
-    request: Request
+    request: Request | CpuRequest
     space: Space
     candidates: tuple[Candidate, ...]
     refused: tuple[Refusal, ...]
@@ -206,6 +209,8 @@ class Found:
 
     def assumptions(self) -> list[str]:
         """What the figures rest on, a sentence each."""
+        if isinstance(self.request, CpuRequest):
+            return self.request.assumptions()
         of_machine = ("device:", "link:", "drive:")
         return [
             *(line for line in self.request.assumptions() if line.startswith(of_machine)),
@@ -219,11 +224,7 @@ class Found:
 
     def __str__(self) -> str:
         """Tables in Markdown."""
-        request = self.request
-        title = (
-            f"{request.shape.parameters / _GB:.2f} billion parameters on {request.device.name} "
-            f"with {request.drives} and {format_size(request.host_memory_bytes)} of host memory"
-        )
+        title = f"{self.request.shape.parameters / _GB:.2f} billion parameters {self.machine()}"
         notes = [f"{self.tried} choices were looked at", f"among them: {self.space.bound()}"]
         notes += [str(one) for one in self.refused]
         lists = ["Searched:\n\n" + "\n".join(f"- {line}" for line in notes)]
@@ -232,19 +233,34 @@ class Found:
             return "\n\n".join([title, "Nothing fits.", *lists])
         return "\n\n".join([title, self._table(), self._places(), *lists])
 
+    def machine(self) -> str:
+        """What was searched for, after a model."""
+        request = self.request
+        if isinstance(request, CpuRequest):
+            memory = f"{format_size(request.memory_bytes)} of memory"
+            return f"on the CPU with {request.drives} and {memory}"
+        memory = f"{format_size(request.host_memory_bytes)} of host memory"
+        return f"on {request.device.name} with {request.drives} and {memory}"
+
+    @property
+    def _place(self) -> str:
+        """What tensors leave."""
+        return "memory" if isinstance(self.request, CpuRequest) else "the device"
+
     def _state_bytes(self) -> list[int]:
         return [state_bytes(dtype) for dtype in self.space.state_dtypes]
 
     def _table(self) -> str:
         head = (
-            "tokens/s | step | limits | batch | micro-batches | tokens of each | leaves the device "
-            "| layers computed again | update | device memory | host memory | disk"
+            "tokens/s | step | limits | batch | micro-batches | tokens of each | leaves "
+            f"{self._place} | layers computed again | update"
         )
+        head = " | ".join([head, *(fit.what for fit in self.best.placed.fits)])
         lines = [f"| {head} |", "|---" * (head.count("|") + 1) + "|"]
         for one in self.candidates:
             choice = one.choice
             cells = [
-                f"{one.tokens_per_second:.0f}",
+                rounded(one.tokens_per_second),
                 f"{one.step.seconds:.2f} s",
                 one.step.limit,
                 choice.batch,
@@ -261,8 +277,10 @@ class Found:
     def _places(self) -> str:
         held = self.best.placed.held
         if not held:
-            return "The first offloads nothing: all of it fits on the device."
-        lines = ["| of the first | in host memory | on the drives |", "|---|---|---|"]
+            where = "in memory" if self._place == "memory" else "on the device"
+            return f"The first offloads nothing: all of it fits {where}."
+        of_memory = "in memory" if self._place == "memory" else "in host memory"
+        lines = [f"| of the first | {of_memory} | on the drives |", "|---|---|---|"]
         for kind, split in held.items():
             host, ssd = format_size(split.host_bytes), format_size(split.ssd_bytes)
             lines.append(f"| {_KINDS[kind]} | {host} | {ssd} |")
@@ -275,6 +293,11 @@ _KINDS: dict[Held, str] = {
     "waiting": "gradients and new weights until `step()`",
     "states": "states",
 }
+
+
+def rounded(number: float) -> str:
+    """Three digits or whole, for people."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _as_dict(one: Candidate) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from offload_strategy.planning.search.choice import Placed
 from offload_strategy.planning.search.placement import micro_work
 
 #: Backward over forward computation (Fuyou, equation 8).
-_BACKWARD_OVER_FORWARD = 2.0
+BACKWARD_OVER_FORWARD = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ def placed_step(request: Request, placed: Placed) -> PlacedStep:
     rates, flops = request.machine().rates, request.flops
     forward = shape.forward_flops(work.batch, work.sequence) / flops
     again = choice.recomputed_layers * shape.layer_flops(work.batch, work.sequence) / flops
-    backward = _BACKWARD_OVER_FORWARD * forward + again
+    backward = BACKWARD_OVER_FORWARD * forward + again
 
     activations = placed.split("activations")
     activations_out = _send(activations.total_bytes, activations.ssd_share)

@@ -28,6 +28,7 @@ from offload_strategy.planning.analysis.steps import WEIGHT_BYTES
 from offload_strategy.planning.analysis.transformer import TransformerShape
 from offload_strategy.planning.requirements import optimizer_need
 from offload_strategy.planning.search.choice import Choice, Held, Placed, Split
+from offload_strategy.planning.search.cores import CpuRequest
 from offload_strategy.units import GiB, MiB
 
 #: Share of device memory up to which activations stay: the count is not exact, and allocators
@@ -40,7 +41,7 @@ _PROCESS_BYTES = 2 * GiB
 #: Storages below stay on the device (`activations.min_size`).
 _MIN_SIZE = 1 * MiB
 #: Subgroups in buffers at a time: read, updated, written, and one ready.
-_SUBGROUPS_IN_FLIGHT = 4
+SUBGROUPS_IN_FLIGHT = 4
 #: `subgroup_size: auto` of the optimizer: between these, and this part of all parameters.
 _SUBGROUP_RANGE = (1 << 18, 1 << 22)
 _SUBGROUP_SHARE = 64
@@ -90,11 +91,24 @@ def sizes(shape: TransformerShape, work: Workload) -> Sizes:
     )
 
 
-def micro_work(request: Request, choice: Choice) -> Workload:
+def micro_work(request: Request | CpuRequest, choice: Choice) -> Workload:
     """The work of one micro-batch."""
     return replace(
         request.work, batch=choice.batch // choice.micro_batches, sequence=choice.sequence
     )
+
+
+def check_layers(shape: TransformerShape, choice: Choice) -> None:
+    """See that a model has the layers that a choice computes again.
+
+    Raises:
+        ConfigError: if it has not.
+    """
+    if not 0 <= choice.recomputed_layers <= shape.layers:
+        raise ConfigError(
+            f"choice: {choice.recomputed_layers} layers are to be computed again; the model has "
+            f"{shape.layers}: give 0 to {shape.layers}"
+        )
 
 
 def place(request: Request, choice: Choice) -> Placed:
@@ -107,15 +121,13 @@ def place(request: Request, choice: Choice) -> Placed:
     Raises:
         ConfigError: if more layers are computed again than there are.
     """
-    layers = request.shape.layers
-    if not 0 <= choice.recomputed_layers <= layers:
-        raise ConfigError(
-            f"choice: {choice.recomputed_layers} layers are to be computed again; the model has "
-            f"{layers}: give 0 to {layers}"
-        )
+    check_layers(request.shape, choice)
     counted = sizes(request.shape, micro_work(request, choice))
     host_room = int(_HOST_SHARE * request.host_memory_bytes) - _PROCESS_BYTES
-    subgroup = _subgroup(counted, choice, host_room) if choice.moves_optimizer else None
+    subgroup = None
+    if choice.moves_optimizer:
+        each = choice.state_bytes + WEIGHT_BYTES
+        subgroup = subgroup_size(counted.parameters, each, host_room)
     saved, left, device = _device(request, choice, counted, subgroup or 0)
     staging = _staging(request, choice, counted, subgroup or 0, left)
     staging = max(staging, min(_STAGING_BYTES, host_room // _STAGING_SHARE)) if staging else 0
@@ -159,7 +171,7 @@ def _device(
     leaves = choice.moves_optimizer and choice.overlap != "off" and choice.micro_batches == 1
     gradients = counted.layer_parameters if leaves else parameters
     if choice.moves_optimizer:
-        states = _SUBGROUPS_IN_FLIGHT * subgroup * (choice.state_bytes + WEIGHT_BYTES)
+        states = SUBGROUPS_IN_FLIGHT * subgroup * (choice.state_bytes + WEIGHT_BYTES)
     else:
         states = choice.state_bytes * parameters
     base = WEIGHT_BYTES * (weights + gradients) + states
@@ -174,16 +186,18 @@ def _device(
     return saved, left, base + saved + last - left
 
 
-def _subgroup(counted: Sizes, choice: Choice, host_room: int) -> int:
-    """Parameters of a subgroup: as the optimizer takes them, fewer where host memory is short."""
+def subgroup_size(parameters: int, each: int, room: int) -> int:
+    """Parameters of a subgroup: as the optimizer takes them, fewer where memory is short.
+
+    Args:
+        parameters: of the model.
+        each: bytes of states and copies for one of them.
+        room: bytes of memory that training may take.
+    """
     low, high = _SUBGROUP_RANGE
-    size = min(high, max(low, counted.parameters // _SUBGROUP_SHARE))
+    size = min(high, max(low, parameters // _SUBGROUP_SHARE))
     size = 1 << (size.bit_length() - 1)
-    each = choice.state_bytes + WEIGHT_BYTES
-    while (
-        size > _SMALLEST_SUBGROUP
-        and _SUBGROUPS_SHARE * _SUBGROUPS_IN_FLIGHT * each * size > host_room
-    ):
+    while size > _SMALLEST_SUBGROUP and _SUBGROUPS_SHARE * SUBGROUPS_IN_FLIGHT * each * size > room:
         size //= 2
     return size
 
@@ -192,16 +206,22 @@ def _staging(request: Request, choice: Choice, counted: Sizes, subgroup: int, le
     """Host buffers without which nothing moves; 0 where nothing does."""
     if not (choice.moves_optimizer or left):
         return 0
-    buffers = _SUBGROUPS_IN_FLIGHT * subgroup * (choice.state_bytes + WEIGHT_BYTES)
+    buffers = SUBGROUPS_IN_FLIGHT * subgroup * (choice.state_bytes + WEIGHT_BYTES)
     if choice.moves_optimizer:
         buffers += WEIGHT_BYTES * counted.layer_parameters
     if choice.moves_parameters:
-        buffers += _weights_in_flight(request.shape, choice.blocks_in_flight)
+        buffers += weights_in_flight(request.shape, choice.blocks_in_flight)
     return buffers + min(left, counted.saved_layer) + _LEAST_STAGING_BYTES
 
 
 @functools.lru_cache(maxsize=64)
-def _weights_in_flight(shape: TransformerShape, blocks: int) -> int:
+def weights_in_flight(shape: TransformerShape, blocks: int) -> int:
+    """Bytes of buffers in which weights of half precision pass through.
+
+    Args:
+        shape: of the model.
+        blocks: layers on their way at a time.
+    """
     return weight_buffers(shape, blocks).exact_bytes
 
 

@@ -1,11 +1,13 @@
 """What the papers report, and tables of it beside the analytical front's figures.
 
-`python -m tests.planning.analysis.paper_tables` prints the tables of docs/planning.md.
+`python -m tests.planning.analysis.paper_tables` prints the tables of docs/planning.md; with
+`--slow` Teraio's figure 3 as well (see `teraio`), which takes minutes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterable
 
 from offload_strategy.planning.analysis.endurance import (
@@ -163,7 +165,7 @@ def _off(ours: float, paper: float) -> str:
     return f"{percent:+d} %" if percent else "0 %"
 
 
-def _table(head: str, rows: Iterable[Iterable[object]]) -> str:
+def markdown_table(head: str, rows: Iterable[Iterable[object]]) -> str:
     columns = head.count("|") + 1
     lines = [f"| {head} |", "|---" * columns + "|"]
     return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)])
@@ -183,7 +185,9 @@ def activations_table() -> str:
                 f"{most:.2f} GB ({(most / measured - 1) * 100:+.1f} %)",
             )
         )
-    return _table("BERT | offloaded | SSDTrain's estimate | ours | with masks of dropout", rows)
+    return markdown_table(
+        "BERT | offloaded | SSDTrain's estimate | ours | with masks of dropout", rows
+    )
 
 
 def lifespan_table() -> str:
@@ -203,7 +207,9 @@ def lifespan_table() -> str:
                 f"{rated / 86400:.1f} days",
             )
         )
-    return _table("run | devices | activations | step | required | lifespan | as rated", rows)
+    return markdown_table(
+        "run | devices | activations | step | required | lifespan | as rated", rows
+    )
 
 
 def host_memory_table() -> str:
@@ -216,7 +222,7 @@ def host_memory_table() -> str:
         pool = weight_buffers(preset(name))
         row += [f"{pool.one_size_bytes / GiB:.2f}", f"{pool.exact_bytes / GiB:.2f}"]
         rows.append(row)
-    return _table(
+    return markdown_table(
         "GiB | ZeRO-Infinity | ours | not counted | MemAscend | ours | not counted "
         "| buffers of one size | of their own size",
         rows,
@@ -243,7 +249,7 @@ def throughput_table() -> str:
                     f"{found.time.step:.1f} s",
                 )
             )
-    return _table(
+    return markdown_table(
         "GPT-3 | batch | TFLOPS published | ours | forward | backward computes | update "
         "| paths in backward | step",
         rows,
@@ -259,7 +265,7 @@ def drives_table() -> str:
             ours = tflops(next(swaps(preset("gpt3-13b"), work, fuyou_machine("4090", drives))))
             row.append(f"{ours:.0f} / {paper:.0f} ({_off(ours, paper)})")
         rows.append(row)
-    return _table("batch | 1 drive | 2 | 3 | 6 | 12", rows)
+    return markdown_table("batch | 1 drive | 2 | 3 | 6 | 12", rows)
 
 
 def swap_table() -> str:
@@ -277,7 +283,7 @@ def swap_table() -> str:
                 f"{found.time.step:.1f} s",
             )
         )
-    return _table(
+    return markdown_table(
         "batch | swap coefficient in figure 9 | ours | limits backward | step at 0 | step", rows
     )
 
@@ -289,7 +295,7 @@ def subgroups_table() -> str:
             split_subgroups(count, rates) for rates in ([5.3, 3.6], [6.9, 3.6])
         )
         rows.append((count, *(f"{a} : {b}" for a, b in (by_smaller, by_reading))))
-    return _table("subgroups | by 5.3 and 3.6 GB/s | by 6.9 and 3.6 GB/s", rows)
+    return markdown_table("subgroups | by 5.3 and 3.6 GB/s | by 6.9 and 3.6 GB/s", rows)
 
 
 TABLES = (
@@ -305,3 +311,7 @@ TABLES = (
 if __name__ == "__main__":
     for table in TABLES:
         print(table(), end="\n\n")
+    if "--slow" in sys.argv[1:]:
+        from tests.planning.analysis.teraio import bandwidth_table
+
+        print(bandwidth_table())
