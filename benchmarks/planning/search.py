@@ -95,11 +95,12 @@ TASK = Task(
         Machine("slow disk, much memory", 16 * GiB, 60_000_000),
     ),
 )
+#: Mostly vocabulary: states that do not fit, and little to compute.
 QUICK = Task(
-    Shape(128, 2, 2, sequence=64, vocabulary=512),
+    Shape(128, 2, 2, sequence=64, vocabulary=1 << 17),
     2,
     (
-        Machine("fast disk, little memory", 420 * MiB, 500_000_000),
+        Machine("fast disk, little memory", 800 * MiB, 500_000_000),
         Machine("slow disk, much memory", 2 * GiB, 60_000_000),
     ),
 )

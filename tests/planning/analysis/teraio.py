@@ -68,7 +68,7 @@ _STEP = StageStep(
     stages=2,
 )
 AS_STATED = Setting("the paper's set-up, 94 GiB", _STEP, GPU.memory_bytes)
-THIRD = Setting("32 GiB, a third of that", _STEP, 32 * GiB)
+THIRD = Setting("32 GiB, a third of the GPU's memory", _STEP, 32 * GiB)
 #: Curves that the tests look at.
 TESTED = (AS_STATED, THIRD)
 #: The same with one assumption changed at a time, and two of them with two.
