@@ -1,8 +1,9 @@
 """What `ssd-offload plan --search` finds, beside the presets, on machines that are emulated.
 
-A machine is a disk behind the kernel's I/O throttle and a limit of memory. The search is given what
-a user knows of it (the model, the memory, the disk's rates, how large a batch may be), measures
-what the cores do, and writes a config; a process trains with that, as the config's comments say.
+A machine is a disk behind the kernel's I/O throttle, which limits each direction by itself, and a
+limit of memory. The search is given what a user knows of it (the model, the memory, the disk's
+rates, how large a batch may be), measures what the cores do, and writes a config; a process trains
+with that, as the config's comments say.
 Presets train at every batch that is allowed, and the best batch of each counts. What is killed for
 want of memory, or refuses to begin, trains nothing: 0 tokens in a second.
 """
@@ -263,7 +264,7 @@ def _search(place: Place, folder: Path) -> tuple[Contender | None, dict[str, Any
         "--write-config": config,
     }
     command = [sys.executable, "-m", "offload_strategy.cli", "plan", "--search", "--json"]
-    command += [str(word) for pair in words.items() for word in pair]
+    command += ["--duplex", *(str(word) for pair in words.items() for word in pair)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(cores())}
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment

@@ -42,7 +42,7 @@ def cpu_request(options: argparse.Namespace, shape: analysis.TransformerShape) -
     drives = _drives(options)
     longest = max(options.sequences or [options.sequence])
     cores = measured_cores(shape, longest, flops=flops, update_rate=options.update_rate)
-    return CpuRequest(shape, cores, drives, memory)
+    return CpuRequest(shape, cores, drives, memory, options.duplex)
 
 
 def _memory(text: str | None) -> int:

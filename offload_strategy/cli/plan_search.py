@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,7 +30,7 @@ _OPTIONS = (
 #: Of a plan, what a search has no use for.
 _USELESS = ("gpu_price", "ssd_price", "host_price")
 #: What only a search on the CPU has a use for.
-_OF_CPU = ("update_rate",)
+_OF_CPU = ("update_rate", "read", "write", "duplex")
 
 
 def add_search_options(group: Any) -> None:
@@ -63,6 +64,11 @@ def add_search_options(group: Any) -> None:
         help="tokens of a sequence to choose from, instead of --sequence",
     )
     group.add_argument(
+        "--duplex",
+        action="store_true",
+        help=f"with --device {CPU}: drives read and write at their rates at the same time",
+    )
+    group.add_argument(
         "--allow",
         action="append",
         choices=("eager", "bfloat16"),
@@ -93,18 +99,20 @@ def check_search_options(options: argparse.Namespace) -> None:
         raise ConfigError(f"--device {CPU}: give --search as well; without it a GPU is looked at")
     if options.gpu == CPU and options.search and not (options.sequence or options.sequences):
         raise ConfigError("give --sequence as well: `ssd-offload plan --help` says how")
-    unwanted: tuple[str, ...] = _OPTIONS
-    if options.search:
-        unwanted = _USELESS if options.gpu == CPU else (*_OF_CPU, *_USELESS)
-    given = [_option(name) for name in unwanted if getattr(options, name) not in (None, False)]
-    if not given:
+    if not options.search:
+        given = _given(options, (*_OPTIONS, "duplex"))
+        if given:
+            raise ConfigError(f"{given}: give --search as well, or leave out")
         return
-    if options.search:
+    given = _given(options, _USELESS)
+    if given:
+        raise ConfigError(f"{given}: of no use with --search, which counts no costs; leave out")
+    given = "" if options.gpu == CPU else _given(options, _OF_CPU)
+    if given:
         raise ConfigError(
-            f"{', '.join(given)}: of no use with --search, which updates states on the device and "
-            f"counts no costs; leave out"
+            f"{given}: of no use with --search for a GPU, which updates states itself and has "
+            f"drives of the table; leave out"
         )
-    raise ConfigError(f"{', '.join(given)}: give --search as well, or leave out")
 
 
 def plan_search(options: argparse.Namespace, request: analysis.Request | CpuRequest) -> int:
@@ -149,8 +157,12 @@ def _space(options: argparse.Namespace) -> Space:
     )
 
 
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+def _given(options: argparse.Namespace, names: Iterable[str]) -> str:
+    """Those of the options that were given, for people."""
+    values = {name: getattr(options, name) for name in names}
+    # By identity: 0 was given.
+    found = [name for name, value in values.items() if value is not None and value is not False]
+    return ", ".join(f"--{name.replace('_', '-')}" for name in found)
 
 
 def _check_writable(file: Path, force: bool) -> None:

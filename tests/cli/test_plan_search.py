@@ -107,6 +107,9 @@ def test_status_1_says_that_nothing_fits_and_writes_nothing(tmp_path, capsys):
         ([*WORK, "--search", "--write-config", "/nowhere/found.yaml"], "no file in a directory"),
         ([*WORK, "--search", "--profile", "steps.json"], "give one of them"),
         (["--sequence", "1024", "--force"], "--force: give --search as well"),
+        (["--sequence", "1024", "--tolerance", "0"], "--tolerance: give --search as well"),
+        ([*WORK, "--search", "--duplex"], "--duplex: of no use with --search for a GPU"),
+        ([*WORK, "--search", "--read", "1"], "--read: of no use with --search for a GPU"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_message(words, message, capsys):

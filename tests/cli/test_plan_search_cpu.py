@@ -46,6 +46,8 @@ def test_it_prints_a_table_of_one_memory(known_cores, capsys):
     assert "| memory | disk |" in text
     assert "drive: 0.6 GB/s read, 0.5 GB/s written, one at a time (given)" in text
     assert "cores: 150 GFLOPS" in text
+    assert search(*RATES, "--host-memory", "1GiB", "--duplex") == 0
+    assert "drive: 0.6 GB/s read, 0.5 GB/s written, both at once" in capsys.readouterr().out
 
 
 def test_the_config_that_it_writes_loads(known_cores, tmp_path, capsys):

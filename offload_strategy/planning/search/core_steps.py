@@ -54,7 +54,7 @@ class _Work:
             times,
             {
                 "computation": self.seconds + request.cores.toll * moved,
-                "paths": request.rates.paths_seconds(self.read, self.written),
+                "paths": request.paths_seconds(self.read, self.written),
             },
         )
 

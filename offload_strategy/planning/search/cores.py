@@ -88,6 +88,8 @@ class CpuRequest:
         cores: of the machine.
         drives: that hold what leaves memory.
         memory_bytes: that the process may take.
+        duplex: whether a drive reads and writes at its rates at the same time; else one after the
+            other.
 
     Raises:
         ConfigError: if there is no memory.
@@ -97,6 +99,7 @@ class CpuRequest:
     cores: Cores
     drives: Drives
     memory_bytes: int
+    duplex: bool = False
 
     def __post_init__(self) -> None:
         positive("memory_bytes", self.memory_bytes)
@@ -116,13 +119,13 @@ class CpuRequest:
         """Of memory, that a plan keeps to in a run (`planning.device_memory`)."""
         return int(LIMIT_SHARE * self.memory_bytes)
 
-    @property
-    def rates(self) -> Rates:
-        """Of the drives."""
+    def paths_seconds(self, read_bytes: float, written_bytes: float) -> float:
+        """What the drives take for so many bytes."""
         drive = self.drives.drive
-        return Rates(
-            drive.read, drive.write, self.drives.count, shared_cores=True, toll=self.cores.toll
-        )
+        rates = Rates(drive.read, drive.write, self.drives.count)
+        if self.duplex:
+            return max(rates.paths_seconds(read_bytes, 0), rates.paths_seconds(0, written_bytes))
+        return rates.paths_seconds(read_bytes, written_bytes)
 
     def assumptions(self) -> list[str]:
         """What the figures rest on, a sentence each."""
@@ -135,8 +138,8 @@ class CpuRequest:
             f"updates: {cores.update_rate / _GB:.2g} billion parameters in a second"
             f"{self._source('update_rate')}; copies within memory: {cores.copy_rate / _GB:.3g} GB/s"
             f"{self._source('copy_rate')}",
-            f"drive: {drive.read / _GB:.3g} GB/s read, {drive.write / _GB:.3g} GB/s written, one "
-            f"at a time{drives}",
+            f"drive: {drive.read / _GB:.3g} GB/s read, {drive.write / _GB:.3g} GB/s written, "
+            f"{'both at once' if self.duplex else 'one at a time'}{drives}",
             f"offload takes {HOOK_SECONDS * 1e3:.1f} ms for each tensor that autograd saves, and "
             f"computing loses {cores.toll * _GB:.3g} s for each GB that moves"
             f"{self._source('toll')}",

@@ -195,7 +195,7 @@ class _Placement:
         if not choice.moves_optimizer or choice.overlap == "off":
             return 0.0
         _, backward = computing_seconds(self._request, choice)
-        moving = self._request.rates.paths_seconds(self._states, self._states)
+        moving = self._request.paths_seconds(self._states, self._states)
         return max(0.0, 1 - backward / moving)
 
     def _read_ahead(self, kept: _Kept) -> int:

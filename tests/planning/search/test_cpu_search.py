@@ -278,6 +278,8 @@ def test_an_update_in_step_waits_for_the_drives():
     assert step.stages[-1].name == "step()"
     assert step.stages[-1].seconds == pytest.approx(moved / 4e8 + moved / 2e8)
     assert step.written_bytes == moved
+    both = dataclasses.replace(run, duplex=True)
+    assert core_step(both, placed).stages[-1].seconds == pytest.approx(moved / 2e8)
 
 
 def test_an_update_in_backward_hides_behind_it_but_takes_the_same_cores():
