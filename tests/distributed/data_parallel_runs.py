@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from offload_strategy import OffloadEngine
 from offload_strategy.optimizer.backward.overlap import BackwardOverlap
+from offload_strategy.optimizer.ranks.reductions import ReducedBackward
 from tests.training import on_disk
 
 STEPS = 20
@@ -47,6 +50,48 @@ def config(directory: Path, overlap: str, **optimizer: Any) -> dict[str, Any]:
     }
 
 
+class Early:
+    """Counts gradients that were used as soon as they were reduced, while backward ran.
+
+    Before backward's last gradient it waits for the reductions that have begun: a rank may be ahead
+    of the others for a whole run, and would find none that is over by then.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._begun: list[torch.futures.Future[Any]] = []
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        take, add = BackwardOverlap.gradient_reduced, ReducedBackward.add
+
+        def taken(overlap: Any, *args: Any) -> None:
+            self.count += 1
+            take(overlap, *args)
+
+        def added(backward: Any, future: Any, *args: Any) -> None:
+            self._begun.append(future)
+            add(backward, future, *args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(BackwardOverlap, "gradient_reduced", taken)
+            patch.setattr(ReducedBackward, "add", added)
+            yield
+
+    def pause(self, net: Net) -> None:
+        """Wait in every backward pass of a net."""
+
+        def pass_begins(module: nn.Module, args: Any, hidden: torch.Tensor) -> None:
+            self._begun.clear()
+            hidden.register_hook(wait)
+
+        def wait(gradient: torch.Tensor) -> None:
+            while self._begun:
+                self._begun.pop().wait()
+
+        net.embedding.register_forward_hook(pass_begins)
+
+
 def train(
     rank: int,
     engine: OffloadEngine | None,
@@ -59,6 +104,7 @@ def train(
     unused: bool = False,
     states: dict[str, Any] | None = None,
     order: str = "together",
+    early: Early | None = None,
     **ddp: Any,
 ) -> dict[str, Any]:
     """Train a net over two ranks.
@@ -68,6 +114,8 @@ def train(
     """
     torch.manual_seed(0)
     net = Net()
+    if early is not None:
+        early.pause(net)
     made = getattr(torch.optim, optimizer)(net.parameters(), lr=1e-2)
     used: Any = made
     if engine is not None and order != "together":
@@ -146,18 +194,9 @@ def against_plain(rank: int, directory: Path) -> list[dict[str, Any]]:
             if overlap == "eager" and "clip" in case:
                 continue  # its gradients are gone by then, and it says so
             for sharding in (True, False)[: 2 if case.keys() <= {"accumulation", "clip"} else 1]:
-                early = 0
-                take = BackwardOverlap.gradient_reduced
-
-                def counted(self: Any, *args: Any, take: Any = take) -> None:
-                    nonlocal early
-                    early += 1
-                    take(self, *args)
-
-                BackwardOverlap.gradient_reduced = counted  # type: ignore[method-assign]
-                with OffloadEngine(config(directory, overlap, sharding=sharding)) as engine:
-                    ours = train(rank, engine, **case)
-                BackwardOverlap.gradient_reduced = take  # type: ignore[method-assign]
+                settings, early = config(directory, overlap, sharding=sharding), Early()
+                with early.watch(), OffloadEngine(settings) as engine:
+                    ours = train(rank, engine, early=early, **case)
                 differs = [
                     key
                     for key in ("losses", "norms", "weights", "states")
@@ -168,7 +207,7 @@ def against_plain(rank: int, directory: Path) -> list[dict[str, Any]]:
                     {
                         "case": {**case, "overlap": overlap, "sharding": sharding},
                         "differs": differs,
-                        "early": early,
+                        "early": early.count,
                         "activations": metrics["offload/activations/written_bytes"],
                         "optimizer": metrics["offload/optimizer/written_bytes"],
                         "optimizer_read": metrics["offload/optimizer/read_bytes"],
