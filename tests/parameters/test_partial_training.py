@@ -156,11 +156,13 @@ def test_a_frozen_base_is_written_once(disk: Path, kind: str, overlap: str, min_
         optimizer = engine.attach(model, adamw_of_trained(model))
         look(-1)
         fit(model, optimizer, kind, after=look)
-        each_step = sum(
-            p.nbytes for p in model.parameters() if p.requires_grad and p.nbytes >= min_size
-        )
+        sizes = [(p.requires_grad, p.nbytes) for p in model.parameters() if p.nbytes >= min_size]
+        each_step = sum(nbytes for trained, nbytes in sizes if trained)
+        base = sum(nbytes for trained, nbytes in sizes if not trained)
         assert written[0] >= 10_000
-        assert written[5] - written[2] <= 3 * each_step
+        # An adapter is written twice if the computation still has it when its update arrives.
+        assert written[5] - written[2] <= 3 * 2 * each_step
+        assert 2 * each_step < base, "else this does not tell the base from its adapters"
         assert moved(engine, "parameters", "read") > 5 * 10_000
 
 
