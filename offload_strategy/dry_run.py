@@ -46,6 +46,11 @@ def dry_run(passes: int) -> Iterator[DryRun]:
         _requested = None
 
 
+def is_requested() -> bool:
+    """Whether the first engine that trains is asked for its profile."""
+    return _requested is not None
+
+
 def look(seen: int, profile: Callable[[], Profile | None]) -> None:
     """A forward pass begins; so many were before it.
 

@@ -44,7 +44,6 @@ from offload_strategy.planning import (
     MemoryForecast,
     Profile,
     StepPlan,
-    load_plan,
     optimizer_need,
     shortfall,
     spare_memory_advice,
@@ -88,7 +87,7 @@ class OffloadEngine:
         processes: int | None = None,
     ) -> None:
         self.config = OffloadConfig.load(config)
-        self._limit = self._memory_limit()
+        self._limit = MemoryLimit.configured(self.config.planning)
         self._recorder = Recorder()
         among = local_processes() if processes is None else processes
         self._resources = Resources.open(self.config.divided(among), self._recorder, among)
@@ -194,6 +193,7 @@ class OffloadEngine:
         self._note_device(model.parameters())
         if self._activations is not None:
             self._activations.names.add_modules(model)
+            self._activations.blocks.add_model(model)
             hooks = ForwardHooks(model, self._activations, owner=self)
             self._hooks[id(model)] = (weakref.ref(model), hooks)
         if self._stream is not None:
@@ -527,6 +527,7 @@ class OffloadEngine:
         """
         if self._activations is not None:
             self._activations.enabled = False
+            self._activations.blocks.close()
         for reference, hooks in self._hooks.values():
             hooks.remove()
             if (model := reference()) is not None:
@@ -561,19 +562,12 @@ class OffloadEngine:
                 "process that trains."
             )
 
-    def _memory_limit(self) -> MemoryLimit | None:
-        section = self.config.planning
-        if section.device_memory is None:
-            return None
-        nbytes = None if section.device_memory == "auto" else int(section.device_memory)
-        given = None if section.plan is None else load_plan(section.plan)
-        return MemoryLimit(nbytes, section.profile_steps, given=given)
-
     def _make_activations(self) -> ActivationOffload | None:
         section = self.config.activations
         if not section.enabled and self._stream is None:
             return None
         fraction, limit = section.budget_fraction(), section.budget_bytes()
+        watched = self._limit is not None or dry_run.is_requested()
         return ActivationOffload(
             self._resources.heap,
             self._resources.clients.get("activations", []),
@@ -584,6 +578,7 @@ class OffloadEngine:
             prefetch_bytes=None if section.prefetch == "auto" else int(section.prefetch),
             most_backlog=self.config.memory.pinned,
             plan_within=self._limit,
+            recompute=self.config.planning.recompute if watched else False,
             save_weight=None if self._stream is None else self._stream.save,
         )
 

@@ -15,7 +15,7 @@ from benchmarks.disks import loop_disk, throttle, why_not
 from benchmarks.io.results import Result, Skipped
 from benchmarks.machine import cores, say
 from benchmarks.turns import Subject
-from offload_strategy.planning import PathRates, Profile, plan_lifetimes, within
+from offload_strategy.planning import PathRates, Profile, choose_mix, within
 from offload_strategy.planning.simulation import StepReplay, replay
 from offload_strategy.units import GiB, MiB
 
@@ -152,7 +152,7 @@ def foretell(profile: Profile, rate: float, *, limited: bool) -> tuple[StepRepla
     if not limited:
         return replay(profile), "auto"
     limit = int(profile.other_bytes + _ROOM * (profile.peak_bytes - profile.other_bytes))
-    return replay(profile, plan_lifetimes(profile, within(limit))), limit
+    return choose_mix(profile, within(limit)).replay, limit
 
 
 def _claims(outcomes: Sequence[Outcome]) -> list[Result]:

@@ -26,6 +26,7 @@ from typing import TypeVar
 
 import torch
 
+from offload_strategy.activations.block_calls import BlockCalls
 from offload_strategy.heap.ticket import Entry
 
 _K = TypeVar("_K")
@@ -78,6 +79,7 @@ class Trace:
         "_died",
         "_looked_at",
         "_storages",
+        "blocks",
         "held",
         "held_at",
         "held_until",
@@ -113,6 +115,8 @@ class Trace:
         #: Until when items that left were in memory although they had been written, as others held
         #: on to them; without the seconds for which training had waited. None: nobody did.
         self.held_until: dict[int, float | None] = {}
+        #: Where it is of interest (recompute.py).
+        self.blocks = BlockCalls()
         self._storages: list[Storage] = []
         # Storages die on any thread; appending to a deque is no Python code.
         self._died: deque[weakref.ref[torch.UntypedStorage]] = deque()

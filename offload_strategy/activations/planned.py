@@ -6,25 +6,31 @@ would be used up. After some of them their traces tell what each item weighs and
 unused, the paths what they carry, and a meter what else training has in memory from moment to
 moment (beside.py): a lifetime plan (`planning.lifetimes`) says what leaves. What the limit leaves
 beside all else is the room for items. A plan is made anew when that has changed by much.
+
+With the first plan it is decided, once, which blocks are computed again (planning/recompute.py).
+The passes after it look different then: they are profiled and planned as any new kind of pass is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from offload_strategy.activations.beside import BEGIN, MemoryBeside, Meter
+from offload_strategy.activations.beside import MemoryBeside, Meter
 from offload_strategy.activations.budget import Traffic
 from offload_strategy.activations.names import ItemNames
 from offload_strategy.activations.order import Trace
 from offload_strategy.activations.outbox import Outbox
+from offload_strategy.activations.profiles import profile_of, use_event
+from offload_strategy.activations.recompute import RecomputableBlocks
+from offload_strategy.config import PlanningConfig
 from offload_strategy.errors import ConfigError
 from offload_strategy.planning import (
+    GivenPlan,
     LifetimePlan,
-    PathRates,
-    PlannedItem,
     Profile,
-    TensorLife,
+    choose_mix,
+    load_plan,
     plan_lifetimes,
     within,
 )
@@ -57,13 +63,27 @@ class MemoryLimit:
         nbytes: that training may have in memory at most; None for what is free when it begins.
         profile_passes: how many passes to look at before the first plan.
         meter: of that memory; to be set before the first pass.
-        given: what is to become of each item; None to find out.
+        given: what is to become of each item, and which blocks are computed again; None to find
+            out.
     """
 
     nbytes: int | None
     profile_passes: int
     meter: Meter | None = None
-    given: Sequence[PlannedItem] | None = None
+    given: GivenPlan | None = None
+
+    @classmethod
+    def configured(cls, section: PlanningConfig) -> MemoryLimit | None:
+        """That of a config, if it has one.
+
+        Raises:
+            ConfigError: its plan cannot be read.
+        """
+        if section.device_memory is None:
+            return None
+        nbytes = None if section.device_memory == "auto" else int(section.device_memory)
+        given = None if section.plan is None else load_plan(section.plan)
+        return cls(nbytes, section.profile_steps, given=given)
 
 
 class PlannedBudget:
@@ -74,16 +94,25 @@ class PlannedBudget:
         limit: of memory.
         outbox: of items that are about to be given to the tiers.
         names: of items, for people.
+        blocks: that may be computed again.
 
     Raises:
         ConfigError: in the first forward pass, where the limit is used up already.
     """
 
     def __init__(
-        self, traffic: Traffic, limit: MemoryLimit, outbox: Outbox, names: ItemNames | None = None
+        self,
+        traffic: Traffic,
+        limit: MemoryLimit,
+        outbox: Outbox,
+        names: ItemNames | None = None,
+        blocks: RecomputableBlocks | None = None,
     ) -> None:
         self._traffic = traffic
         self._names = names
+        self._blocks = blocks
+        if blocks is not None and limit.given is not None:
+            blocks.want(limit.given.recomputed)
         self._memory = limit
         self._outbox = outbox
         self._passes_left = limit.profile_passes
@@ -118,6 +147,7 @@ class PlannedBudget:
             "plan_peak_bytes": float(self.latest_peak_bytes),
             "plan_deviations": float(self.deviations),
             "plan_over_limit_passes": float(self.over_limit_passes),
+            "plan_recomputed_blocks": float(len(self._blocks.recomputed) if self._blocks else 0),
         }
 
     @property
@@ -162,7 +192,7 @@ class PlannedBudget:
             self._traffic.let_go()
             use = len(trace.uses) - 1
             items = trace.alive_bytes() + loaded_bytes + self.others_bytes(trace)
-            self.beside.arrive(_use(trace, use), items + nbytes)
+            self.beside.arrive(use_event(trace, use), items + nbytes)
             self._wait_for_room(items, self._room_from(trace, use, self.beside), trace)
             # Its own bytes count among what its use needs from now on.
             self.beside.go_on(items)
@@ -231,8 +261,9 @@ class PlannedBudget:
     def _decided(self, nbytes: int, trace: Trace) -> bool | None:
         """Whether an item leaves by the plan, or by a file; None where neither knows it."""
         given, number = self._memory.given, len(trace.sizes) - 1
-        if given is not None and number < len(given) and given[number].nbytes == nbytes:
-            return given[number].leaves
+        items = () if given is None else given.items
+        if number < len(items) and items[number].nbytes == nbytes:
+            return items[number].leaves
         return self._leaves.get(trace.signature)
 
     @property
@@ -251,7 +282,7 @@ class PlannedBudget:
     def _room_from(self, trace: Trace, use: int, beside: MemoryBeside) -> int:
         """The least room after a use and some that follow it."""
         uses = range(max(0, use), max(1, min(use + _USES_AHEAD, len(trace.sizes))))
-        return min(self._room_after(_use(trace, one), beside) for one in uses)
+        return min(self._room_after(use_event(trace, one), beside) for one in uses)
 
     def _wait_for_room(self, items: int, room: int, trace: Trace) -> None:
         """Wait until what is in memory fits into the room, as far as it is on its way out."""
@@ -270,6 +301,7 @@ class PlannedBudget:
             beside=beside,
             held_until=self.held_until,
             ended_at=ended_at,
+            blocks=self._blocks,
         )
         if profile is None:
             return
@@ -277,6 +309,8 @@ class PlannedBudget:
         if self.plan is None:
             # With a plan buffers for what is on its way are fewer.
             beside.look_closely()
+            if self._blocks is not None and self._memory.given is None:
+                self._recompute(profile, self._blocks)
         self.plan = plan_lifetimes(profile, self._target)
         leave = {move.tensor for move in self.plan.moves}
         if len(self._leaves) > _MOST_ITEMS:
@@ -293,76 +327,14 @@ class PlannedBudget:
             "" if self.plan.hidden else "; training waits for some of them",
         )
 
-
-def _use(trace: Trace, place: int) -> int:
-    """The event of a use: its place among those of such a pass."""
-    return hash((trace.signature, place))
-
-
-def profile_of(
-    trace: Trace,
-    traffic: Traffic,
-    names: ItemNames | None = None,
-    *,
-    busy: Sequence[tuple[float, float]] = (),
-    beside: MemoryBeside | None = None,
-    held_until: Mapping[int, float] | None = None,
-    ended_at: float | None = None,
-) -> Profile | None:
-    """What a pass made and used, without the times in which it waited.
-
-    Args:
-        trace: of a pass whose backward is over.
-        traffic: of the tiers.
-        names: of items.
-        busy: when something else ran on its thread: left out as well.
-        beside: what was in memory beside what it saved.
-        held_until: seconds from the begin of the pass until which others hold on to items, by what
-            it looks like with them.
-        ended_at: when all that belongs to it was over (`time.perf_counter`); None for the last use.
-
-    Returns:
-        The profile; None if nothing was used.
-    """
-    if not trace.uses:
-        return None
-    start = trace.started_at
-    used = {
-        number: at - start - trace.held - waited - _before(at, busy)
-        for number, at, waited in trace.uses
-    }
-    last_use = used[trace.uses[-1][0]]
-    step = last_use
-    if ended_at is not None:
-        step = max(step, ended_at - start - trace.held - trace.waited - _before(ended_at, busy))
-    forward = max(0.0, min(used.values()))
-    tensors, made = [], []
-    for number, nbytes in enumerate(trace.sizes):
-        saved = max(0.0, trace.saved_at[number] - start - trace.held_at[number])
-        # What backward has not used lies there until it is over.
-        made.append(saved)
-        name = None if names is None else names.of(trace.prefixes[number])
-        uses = (saved, max(saved, used.get(number, last_use)))
-        held = (held_until or {}).get(trace.prefixes[number], 0.0)
-        tensors.append(TensorLife(name or f"item {number}", nbytes, uses, held_until=held))
-    others = [] if beside is None else [(0.0, beside.after(BEGIN))]
-    if beside is not None:
-        saves = zip(made, trace.prefixes, strict=True)
-        others += [(at, beside.after(prefix)) for at, prefix in saves]
-        others += [(at, beside.after(_use(trace, place))) for place, at in enumerate(used.values())]
-    # A path that was never busy moves what leaves in a pass, at least.
-    known = [traffic.rate(write=write) for write in (False, True)]
-    read, write = (rate or max(1.0, 2 * trace.left_bytes / max(step, 1e-6)) for rate in known)
-    return Profile(
-        forward_seconds=min(forward, step),
-        step_seconds=step,
-        tensors=tuple(tensors),
-        other_bytes=max((nbytes for _, nbytes in others), default=0),
-        others=tuple(sorted(others, key=lambda one: one[0])),
-        paths=(PathRates("tiers", read=read, write=write),),
-    )
-
-
-def _before(moment: float, busy: Sequence[tuple[float, float]]) -> float:
-    """Seconds of spans that lie before a moment."""
-    return sum(min(end, moment) - begin for begin, end in busy if begin < moment)
+    def _recompute(self, profile: Profile, blocks: RecomputableBlocks) -> None:
+        mix = choose_mix(profile, self._target)
+        if mix.recomputed:
+            blocks.want(mix.recomputed)
+            logger.info(
+                "planning.device_memory: %d blocks of %d are computed again in backward, as the "
+                "tiers take less than would have to leave: %s",
+                len(mix.recomputed),
+                len(profile.blocks),
+                ", ".join(mix.recomputed),
+            )

@@ -24,9 +24,11 @@ from offload_strategy.activations.names import ItemNames
 from offload_strategy.activations.order import Trace
 from offload_strategy.activations.other_offloads import refuse_hooks_that_offload
 from offload_strategy.activations.outbox import Outbox, batch_bytes
-from offload_strategy.activations.planned import MemoryLimit, PlannedBudget, profile_of
+from offload_strategy.activations.planned import MemoryLimit, PlannedBudget
 from offload_strategy.activations.policy import StayCounts, is_small, why_it_stays
 from offload_strategy.activations.prefetch import Prefetcher
+from offload_strategy.activations.profiles import profile_of
+from offload_strategy.activations.recompute import RecomputableBlocks
 from offload_strategy.activations.records import ForwardRecord, Slot
 from offload_strategy.activations.traffic import TierTraffic
 from offload_strategy.heap import Heap, Tier
@@ -67,6 +69,7 @@ class ActivationOffload:
         prefetch_bytes: how far ahead of the backward pass to load; None to load by time.
         most_backlog: bytes that may wait to be written at most.
         plan_within: a limit of memory by which a plan decides what leaves, instead of a budget.
+        recompute: which blocks of a model may run twice, see `RecomputableBlocks`.
         save_weight: what autograd shall hold in place of a streamed weight; None of others. May
             be set later, before the first forward pass.
     """
@@ -83,6 +86,7 @@ class ActivationOffload:
         prefetch_bytes: int | None = None,
         most_backlog: int,
         plan_within: MemoryLimit | None = None,
+        recompute: Literal["auto"] | bool = False,
         save_weight: Callable[[torch.Tensor], Packed | None] | None = None,
     ) -> None:
         self._heap = heap
@@ -94,9 +98,13 @@ class ActivationOffload:
         self._traffic = TierTraffic(heap, tiers, _CLIENT)
         self._outbox = Outbox(self._give)
         self.names = ItemNames()
+        self._open = _Open()
+        self.blocks = RecomputableBlocks(recompute, self._trace)
         self._budget: Budget
         if plan_within is not None:
-            self._budget = PlannedBudget(self._traffic, plan_within, self._outbox, self.names)
+            self._budget = PlannedBudget(
+                self._traffic, plan_within, self._outbox, self.names, self.blocks
+            )
         elif budget == "auto":
             self._budget = AutomaticBudget(self._traffic, most_backlog)
         else:
@@ -106,7 +114,6 @@ class ActivationOffload:
             self._budget.others_bytes = self._prefetcher.others_bytes
         # What `_batch_bytes` found, and for which pass.
         self._batch: tuple[Trace, int] | None = None
-        self._open = _Open()
         self._hint = 0
         self._serials = itertools.count()
         self._saved = itertools.count()
@@ -155,6 +162,7 @@ class ActivationOffload:
             beside=beside,
             held_until=held,
             ended_at=end,
+            blocks=self.blocks,
         )
 
     @property
@@ -184,6 +192,7 @@ class ActivationOffload:
         if self._min_size < sys.maxsize:
             refuse_hooks_that_offload(outer)
         self._before_forward()
+        self.blocks.forward_begins()
         # Memory is at its peak where forward ends; buffers are for backward.
         self._heap.trim()
         hooks = saved_tensors_hooks(self._pack, self._unpack)
@@ -236,6 +245,10 @@ class ActivationOffload:
     def _pack_weight(self, tensor: torch.Tensor) -> Packed:
         weight = None if self.save_weight is None else self.save_weight(tensor)
         return Kept(tensor) if weight is None else weight
+
+    def _trace(self) -> Trace | None:
+        record = self._open.record
+        return None if record is None else record.trace
 
     def _record(self) -> ForwardRecord:
         """A record for the forward pass that begins: the micro-batch's, if a hint names one."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from offload_strategy.errors import ConfigError
-from offload_strategy.planning import LifetimePlan, PathRates, Profile, plan_lifetimes, save_plan
-from offload_strategy.planning.simulation import StepReplay, draw, replay
+from offload_strategy.planning import Mix, PathRates, Profile, choose_mix, save_plan
+from offload_strategy.planning.simulation import draw
 from offload_strategy.units import format_size, parse_size
 
 _GIGA = 1e9
@@ -37,6 +37,11 @@ def add_profile_options(group: Any) -> None:
         help="as JSON, a line for each tensor: to read, to change, and for planning.plan",
     )
     group.add_argument(
+        "--no-recompute",
+        action="store_true",
+        help="compute no block again in backward, however slow the path is",
+    )
+    group.add_argument(
         "--picture",
         metavar="FILE",
         type=Path,
@@ -51,17 +56,24 @@ def plan_profile(options: argparse.Namespace, profile: Profile) -> int:
         ConfigError: an option is wrong.
     """
     profile = _with_rates(profile, options)
-    plan = plan_lifetimes(profile, _limit(profile, options.device_memory))
-    found = replay(profile, plan)
+    limit = _limit(profile, options.device_memory)
+    if options.no_recompute:
+        profile = replace(profile, blocks=())
+    mix = choose_mix(profile, limit)
+    plan, found = mix.plan, mix.replay
     if options.picture is not None:
         draw(found, plan.limit, options.picture)
     if options.write_plan is not None:
-        save_plan(plan, profile, options.write_plan)
+        save_plan(plan, mix.profile, options.write_plan, mix.recomputed)
     if options.json:
-        figures = {"plan": asdict(plan), "replay": asdict(replace(found, memory=(), spans=()))}
+        figures = {
+            "recomputed": mix.recomputed,
+            "plan": asdict(plan),
+            "replay": asdict(replace(found, memory=(), spans=())),
+        }
         print(json.dumps(figures, indent=2))
     else:
-        print(_text(profile, plan, found))
+        print(_text(profile, mix))
     return 0 if plan.fits else 1
 
 
@@ -94,14 +106,21 @@ def _limit(profile: Profile, text: str | None) -> int:
         raise ConfigError(f"--device-memory: {error}") from error
 
 
-def _text(profile: Profile, plan: LifetimePlan, found: StepReplay) -> str:
+def _text(profile: Profile, mix: Mix) -> str:
+    found = mix.replay
     waits = ", ".join(f"{seconds:.3f} s for {what}" for what, seconds in found.stalls.items())
     lanes = "\n".join(
         f"| {name} | {format_size(use.nbytes) if use.nbytes else ''} | {use.busy_share:.0%} |"
         for name, use in found.lanes.items()
     )
+    again = ""
+    if mix.recomputed:
+        again = (
+            f"Computed again in backward: {', '.join(mix.recomputed)} ({len(mix.recomputed)} of "
+            f"{len(profile.blocks)} blocks that may be).\n\n"
+        )
     return (
-        f"{plan}\n\n"
+        f"{again}{mix.plan}\n\n"
         f"Replayed: a step of {found.step_seconds:.3f} s, {found.computing_seconds:.3f} s of it "
         f"computing; it waits {waits}. Peak {format_size(found.peak_bytes)}, without offload "
         f"{format_size(profile.peak_bytes)}.\n\n"

@@ -13,6 +13,7 @@ from offload_strategy.config.models import (
     OffloadConfig,
     OptimizerConfig,
     ParametersConfig,
+    PlanningConfig,
     TierConfig,
 )
 from offload_strategy.config.places import (
@@ -34,6 +35,7 @@ __all__ = [
     "OffloadConfig",
     "OptimizerConfig",
     "ParametersConfig",
+    "PlanningConfig",
     "TierConfig",
     "default_directory",
     "is_memory_filesystem",

@@ -282,6 +282,11 @@ class PlanningConfig(_Section):
     'auto' is what is free when training begins, less a little; null means no limit and no plan."""
     profile_steps: int = Field(default=3, ge=1, le=1000)
     """Forward passes that are looked at before the plan is made; all that may leave does so."""
+    recompute: Literal["auto"] | bool = "auto"
+    """Blocks of the model that the plan may have computed again in backward, where tiers take less
+    than would have to leave. 'auto': layers of Transformers that can be checkpointed, and blocks of
+    torch's own modules. true: all that repeat, as far as they are given and return tensors and
+    change no buffer; false: none. A plan that is given says itself which ones."""
     plan: Path | None = None
     """A plan that `ssd-offload plan --write-plan` wrote, and perhaps somebody changed: what it
     says of a saved tensor holds, as long as device_memory does. null means to find out."""

@@ -1,7 +1,6 @@
 """Cutting a model into the blocks whose weights come and go together.
 
-Layers that repeat are found by themselves: the members of a `ModuleList` or `Sequential` with two
-or more parameterised children of one class, at the outermost level. What lies outside of them, an
+Layers that repeat are found by themselves (model_blocks.py). What lies outside of them, an
 embedding or a head, is a block of its own where it holds a large parameter itself.
 """
 
@@ -14,10 +13,8 @@ import torch
 from torch import nn
 
 from offload_strategy.errors import ConfigError
+from offload_strategy.model_blocks import WHOLE, outermost_blocks
 from offload_strategy.parameters.guarded import GuardedParameter
-
-#: Their forward uses weights of modules in them, and looks at those before it takes a short cut.
-_WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 @dataclass(eq=False)
@@ -60,7 +57,7 @@ def cut_into_blocks(
                 f"parameters.blocks: the model has no module of class {name!r}; it has "
                 f"{', '.join(sorted(known))}."
             )
-    roots = [("", model)] if isinstance(model, _WHOLE) else _roots(model, classes, choose)
+    roots = [("", model)] if isinstance(model, WHOLE) else outermost_blocks(model, classes, choose)
     blocks = [
         Block(
             name or type(module).__name__,
@@ -85,35 +82,6 @@ def cut_into_blocks(
     order = {id(module): place for place, module in enumerate(model.modules())}
     blocks = [block for block in blocks if block.parameters]
     return sorted(blocks, key=lambda block: order[id(block.module)])
-
-
-def _roots(
-    model: nn.Module,
-    classes: Collection[str],
-    choose: Callable[[str, nn.Module], bool] | None,
-    prefix: str = "",
-) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost modules that are blocks."""
-    repeated = set() if choose is not None else _repeated(model)
-    for name, child in model.named_children():
-        path = f"{prefix}{name}"
-        chosen = choose is not None and choose(path, child)
-        found = id(child) in repeated or isinstance(child, _WHOLE)
-        if chosen or type(child).__name__ in classes or found:
-            yield path, child
-        else:
-            yield from _roots(child, classes, choose, f"{path}.")
-
-
-def _repeated(module: nn.Module) -> set[int]:
-    """Children of a container that have parameters, and siblings of the same class."""
-    if not isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
-        return set()
-    by_class: dict[type, list[nn.Module]] = {}
-    for child in module.children():
-        if next(child.parameters(), None) is not None:
-            by_class.setdefault(type(child), []).append(child)
-    return {id(child) for alike in by_class.values() if len(alike) > 1 for child in alike}
 
 
 def can_leave(parameter: torch.Tensor, min_bytes: int) -> bool:

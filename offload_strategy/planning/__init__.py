@@ -1,6 +1,8 @@
 """How much and where: pure functions over numbers. No I/O, no work on devices."""
 
 from offload_strategy.planning.lifetimes import (
+    Block,
+    GivenPlan,
     LifetimePlan,
     PathRates,
     PlannedItem,
@@ -17,6 +19,7 @@ from offload_strategy.planning.memory_forecast import (
     StreamedShapes,
     memory_forecast,
 )
+from offload_strategy.planning.recompute import Mix, choose_mix, with_recomputed
 from offload_strategy.planning.requirements import (
     SpaceNeed,
     optimizer_need,
@@ -27,8 +30,11 @@ from offload_strategy.planning.requirements import (
 from offload_strategy.planning.step_plan import PlanRow, StepPlan, Turn, step_plan
 
 __all__ = [
+    "Block",
+    "GivenPlan",
     "LifetimePlan",
     "MemoryForecast",
+    "Mix",
     "PathRates",
     "PlanRow",
     "PlannedItem",
@@ -39,6 +45,7 @@ __all__ = [
     "TensorLife",
     "Turn",
     "Update",
+    "choose_mix",
     "load_plan",
     "memory_forecast",
     "optimizer_need",
@@ -48,5 +55,6 @@ __all__ = [
     "spare_memory_advice",
     "step_plan",
     "weights_shortfall",
+    "with_recomputed",
     "within",
 ]

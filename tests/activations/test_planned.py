@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ from torch import nn
 from offload_strategy import OffloadConfig, OffloadEngine
 from offload_strategy.activations.order import Trace
 from offload_strategy.activations.outbox import Outbox
-from offload_strategy.activations.planned import MemoryLimit, PlannedBudget, profile_of
+from offload_strategy.activations.planned import MemoryLimit, PlannedBudget
+from offload_strategy.activations.profiles import profile_of
 from offload_strategy.errors import ConfigError
 from offload_strategy.memory import PeakMeter
-from offload_strategy.planning import PlannedItem, plan_lifetimes, save_plan
+from offload_strategy.planning import GivenPlan, PlannedItem, plan_lifetimes, save_plan
 from offload_strategy.units import MiB
 from tests.training import assert_same_bits, gradients, settings
 
@@ -393,9 +394,13 @@ def test_the_meter_sees_what_was_and_forgets_it() -> None:
 
 
 # ---------------------------------------------------------------- a plan from a file
+def given(items: Iterable[PlannedItem]) -> GivenPlan:
+    return GivenPlan(tuple(items))
+
+
 def test_what_a_file_says_holds_from_the_first_pass() -> None:
     budget, _, memory = training(limit=2000 * MiB)
-    budget._memory.given = [PlannedItem(ITEM, number % 2 == 0) for number in range(LAYERS)]
+    budget._memory.given = given(PlannedItem(ITEM, number % 2 == 0) for number in range(LAYERS))
     for _ in range(5):
         assert one_pass(budget, memory) == [True, False] * (LAYERS // 2)
     assert budget.deviations == 0
@@ -403,7 +408,7 @@ def test_what_a_file_says_holds_from_the_first_pass() -> None:
 
 def test_a_file_does_not_break_the_limit() -> None:
     budget, _, memory = training(limit=1000 * MiB)
-    budget._memory.given = [PlannedItem(ITEM, leaves=False) for _ in range(LAYERS)]
+    budget._memory.given = given(PlannedItem(ITEM, leaves=False) for _ in range(LAYERS))
     for _ in range(4):
         one_pass(budget, memory)
     assert one_pass(budget, memory).count(False) == 4
@@ -413,7 +418,8 @@ def test_a_file_does_not_break_the_limit() -> None:
 
 def test_what_a_file_does_not_know_goes_by_the_plan_that_is_found() -> None:
     budget, _, memory = training(limit=2000 * MiB)
-    budget._memory.given = [PlannedItem(ITEM + 1, leaves=True)] * LAYERS + [PlannedItem(1, False)]
+    others = [PlannedItem(ITEM + 1, leaves=True)] * LAYERS
+    budget._memory.given = given([*others, PlannedItem(1, leaves=False)])
     for _ in range(3):
         one_pass(budget, memory)
     assert not any(one_pass(budget, memory))

@@ -57,7 +57,7 @@ def test_it_writes_a_plan_to_read_and_to_change(profile: str, tmp_path: Path) ->
     file = tmp_path / "plan.json"
     words = ["--profile", profile, "--device-memory", "600MB"]
     assert plan(*words, "--write-plan", str(file)) == 0
-    items = load_plan(file)
+    items = load_plan(file).items
     assert len(items) == 10
     assert 4 <= sum(item.leaves for item in items) < 10
 

@@ -9,9 +9,15 @@ from offload_strategy.planning.lifetimes.plan import (
     plan_lifetimes,
     within,
 )
-from offload_strategy.planning.lifetimes.plan_file import PlannedItem, load_plan, save_plan
+from offload_strategy.planning.lifetimes.plan_file import (
+    GivenPlan,
+    PlannedItem,
+    load_plan,
+    save_plan,
+)
 from offload_strategy.planning.lifetimes.pressure import Pressure
 from offload_strategy.planning.lifetimes.profile import (
+    Block,
     PathRates,
     Profile,
     TensorLife,
@@ -21,7 +27,9 @@ from offload_strategy.planning.lifetimes.profile import (
 
 __all__ = [
     "HOST",
+    "Block",
     "BookedPath",
+    "GivenPlan",
     "HostRoom",
     "LifetimePlan",
     "PathRates",

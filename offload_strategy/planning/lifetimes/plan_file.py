@@ -30,20 +30,38 @@ class PlannedItem:
     leaves: bool
 
 
-def save_plan(plan: LifetimePlan, profile: Profile, file: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class GivenPlan:
+    """What a file says.
+
+    Args:
+        items: saved tensors, in the order in which they are saved.
+        recomputed: names of blocks that are computed again.
+    """
+
+    items: tuple[PlannedItem, ...]
+    recomputed: tuple[str, ...] = ()
+
+
+def save_plan(
+    plan: LifetimePlan, profile: Profile, file: Path, recomputed: Sequence[str] = ()
+) -> None:
     """Write a plan as JSON, a line for each tensor in the order in which they are saved.
 
     Args:
         plan: to write.
         profile: that it was made from.
         file: to write to.
+        recomputed: names of blocks that are computed again; the profile is that of such a step.
 
     Raises:
         ConfigError: it cannot be written.
     """
     moves = {move.tensor: move for move in plan.moves}
     lines = []
-    for number, tensor in enumerate(profile.tensors):
+    # What is computed again is not saved in the forward pass.
+    saved = [one for one in profile.tensors if one.uses[0] <= profile.forward_seconds]
+    for number, tensor in enumerate(saved):
         row: dict[str, Any] = {"item": number, "name": tensor.name, "bytes": tensor.nbytes}
         move = moves.get(number)
         row["does"] = _STAYS if move is None else _LEAVES
@@ -53,6 +71,7 @@ def save_plan(plan: LifetimePlan, profile: Profile, file: Path) -> None:
         row["used at"] = round(tensor.uses[-1], 4)
         lines.append(json.dumps(row))
     head = f'"format": {FORMAT},\n"limit": {plan.limit},\n"peak": {plan.peak_bytes},\n'
+    head += f'"recomputed": {json.dumps(list(recomputed))},\n'
     text = "{\n" + head + '"items": [\n' + ",\n".join(lines) + "\n]\n}\n"
     try:
         file.write_text(text, encoding="utf-8")
@@ -60,8 +79,8 @@ def save_plan(plan: LifetimePlan, profile: Profile, file: Path) -> None:
         raise ConfigError(f"{file} cannot be written: {error.strerror or error}") from error
 
 
-def load_plan(file: Path) -> Sequence[PlannedItem]:
-    """Read what leaves and what stays; times are for people, and not read.
+def load_plan(file: Path) -> GivenPlan:
+    """Read what leaves, stays and is computed again; times are for people, and not read.
 
     Raises:
         ConfigError: it is no plan, and what is wrong with it.
@@ -73,7 +92,10 @@ def load_plan(file: Path) -> Sequence[PlannedItem]:
         rows = found["items"]
         if not isinstance(rows, list) or not rows:
             raise ValueError("items must be a list, and not empty")
-        return [_item(number, row) for number, row in enumerate(rows)]
+        names = found.get("recomputed", [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError("recomputed must be a list of names of blocks")
+        return GivenPlan(tuple(_item(number, row) for number, row in enumerate(rows)), tuple(names))
     except KeyError as error:
         raise ConfigError(f"{file} cannot be read as a plan: it has no {error}. {_HOW}") from error
     except (OSError, ValueError, TypeError) as error:

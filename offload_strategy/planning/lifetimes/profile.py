@@ -55,6 +55,32 @@ class TensorLife:
 
 
 @dataclass(frozen=True, slots=True)
+class Block:
+    """A part of the forward pass that may be computed again in backward, from its inputs.
+
+    Args:
+        name: of the module.
+        first: number of the first tensor that is saved within.
+        end: number of the first one after it.
+        begins_at: seconds.
+        ends_at: seconds; between both it is computed.
+        input_bytes: that must be there to compute it again.
+    """
+
+    name: str
+    first: int
+    end: int
+    begins_at: float
+    ends_at: float
+    input_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        """Of computing."""
+        return self.ends_at - self.begins_at
+
+
+@dataclass(frozen=True, slots=True)
 class Update:
     """An optimizer update that runs once its gradients are final.
 
@@ -102,10 +128,11 @@ class Profile:
     Args:
         forward_seconds: until backward begins.
         step_seconds: of computing in all, updates not included.
-        tensors: what may be moved.
+        tensors: what may be moved, in the order in which it is made.
         other_bytes: what else training has in memory at most: weights, gradients, workspaces.
         others: what of it there is from a moment of the step until the next: (seconds, bytes),
             rising, the first at 0; empty where only the most is known.
+        blocks: that may be computed again, in the order of the forward pass; apart from each other.
         updates: of the optimizer, in the order in which they become ready.
         paths: where tensors may go.
         shared_cores: whether updates are computed on the cores that run the model.
@@ -118,6 +145,7 @@ class Profile:
     tensors: tuple[TensorLife, ...]
     other_bytes: int = 0
     others: tuple[tuple[float, int], ...] = ()
+    blocks: tuple[Block, ...] = ()
     updates: tuple[Update, ...] = ()
     paths: tuple[PathRates, ...] = ()
     shared_cores: bool = False
@@ -130,6 +158,8 @@ class Profile:
         moments = [moment for moment, _ in self.others]
         if moments != sorted(moments) or moments[:1] not in ([], [0.0]):
             raise ValueError("others must begin at 0 and rise")
+        if any(not 0 <= one.first <= one.end <= len(self.tensors) for one in self.blocks):
+            raise ValueError("blocks must be of tensors that there are")
         if self.others and max(nbytes for _, nbytes in self.others) > self.other_bytes:
             raise ValueError("others must nowhere be more than other_bytes")
 
@@ -171,6 +201,7 @@ class Profile:
                         for one in found["tensors"]
                     ),
                     "others": tuple((at, nbytes) for at, nbytes in found.get("others", ())),
+                    "blocks": tuple(Block(**one) for one in found.get("blocks", ())),
                     "updates": tuple(Update(**one) for one in found["updates"]),
                     "paths": tuple(PathRates(**one) for one in found["paths"]),
                 }

@@ -9,7 +9,7 @@ import pytest
 
 from offload_strategy.errors import ConfigError
 from offload_strategy.planning import PathRates, Profile, TensorLife, load_plan, plan_lifetimes
-from offload_strategy.planning.lifetimes import PlannedItem, save_plan
+from offload_strategy.planning.lifetimes import GivenPlan, PlannedItem, save_plan
 
 MB = 1_000_000
 
@@ -32,7 +32,8 @@ def test_a_file_says_of_every_tensor_what_is_to_become_of_it(
     save_plan(plan, profile, file)
     left = {move.tensor for move in plan.moves}
     assert 0 < len(left) < 8
-    assert load_plan(file) == [PlannedItem(100 * MB, number in left) for number in range(8)]
+    items = tuple(PlannedItem(100 * MB, number in left) for number in range(8))
+    assert load_plan(file) == GivenPlan(items)
     lines = file.read_text().splitlines()
     assert sum('"name": "layer' in line for line in lines) == 8, "a line for each"
     assert json.loads(file.read_text())["limit"] == 500 * MB
@@ -42,7 +43,7 @@ def test_it_may_be_changed_by_hand(profile: Profile, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     save_plan(plan_lifetimes(profile, 500 * MB), profile, file)
     file.write_text(file.read_text().replace("leaves", "stays"))
-    assert not any(item.leaves for item in load_plan(file))
+    assert not any(item.leaves for item in load_plan(file).items)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,394 @@
+"""Blocks that a plan has computed again: the same to the last bit, and only where they may be."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offload_strategy import OffloadEngine
+from offload_strategy.activations import planned
+from offload_strategy.planning import (
+    Mix,
+    PathRates,
+    PlannedItem,
+    Profile,
+    TensorLife,
+    choose_mix,
+    plan_lifetimes,
+    save_plan,
+    with_recomputed,
+)
+from tests.activations.zoo import ZOO, Batch, batch, build
+from tests.activations.zoo.training import SCHEDULES, train
+from tests.training import Numbers, assert_same_bits, assert_same_history, gradients, settings
+
+STEPS = 8
+TRANSFORMERS = {
+    "GPT-2", "Llama", "Mistral", "Qwen2", "Mixtral", "BERT", "T5", "Whisper", "ViT", "CLIP",
+}  # fmt: skip
+
+
+@pytest.fixture
+def all_again(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every block that may be is computed again; their names."""
+    chosen: list[str] = []
+
+    def choose(profile: Profile, limit: int) -> Mix:
+        mix = choose_mix(profile, limit)
+        names = tuple(block.name for block in profile.blocks)
+        chosen.extend(names)
+        return Mix(names, with_recomputed(profile, names), mix.plan, mix.replay)
+
+    monkeypatch.setattr(planned, "choose_mix", choose)
+    return chosen
+
+
+def limited(disk: Path, recompute: str | bool = "auto", **planning: Any) -> dict[str, Any]:
+    """A config with a limit that nothing exceeds."""
+    config = settings(disk, optimizer={"enabled": False})
+    config["activations"] = {"min_size": 1}
+    config["planning"] = {"device_memory": "auto", "recompute": recompute, **planning}
+    return config
+
+
+def without_caches(model: Any) -> Any:
+    """A model of Transformers that keeps no keys for a next token, which there is none of."""
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config.use_cache = False
+    return model
+
+
+def history(kind: str, engine: OffloadEngine | None, schedule: str) -> list[Numbers]:
+    pytest.importorskip("transformers")
+
+    def batch_of(number: int) -> Batch:
+        return batch(kind, number)
+
+    model = without_caches(build(kind))
+    hints: dict[str, Any] = {}
+    if engine is not None:
+        engine.attach(model)
+        hints["hint"] = lambda index, last: engine.microbatch(index, last=last)
+    return train(model, batch_of, SCHEDULES[schedule], steps=STEPS, **hints)
+
+
+# ---------------------------------------------------------------- models
+@pytest.mark.parametrize("schedule", ["accumulation 1", "three forwards first"])
+@pytest.mark.parametrize("recompute", ["auto", True])
+@pytest.mark.parametrize("kind", ZOO)
+def test_training_is_the_same(
+    kind: str, recompute: str | bool, schedule: str, disk: Path, all_again: list[str]
+) -> None:
+    expected = history(kind, None, schedule)
+    with OffloadEngine(limited(disk, recompute)) as engine:
+        got = history(kind, engine, schedule)
+        blocks = engine.metrics()["offload/activations/plan_recomputed_blocks"]
+        assert blocks == len(set(all_again))
+        # A schedule that mixes passes has none whose backward is over before the next begins.
+        if kind in TRANSFORMERS and schedule == "accumulation 1":
+            assert blocks >= 2
+        if kind == "ResNet":
+            assert not blocks, "its running averages would be taken twice"
+    assert_same_history(got, expected)
+
+
+class Stack(nn.Module):
+    """Blocks of torch's own modules."""
+
+    def __init__(self, *extra: type[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Dropout(0.1),
+                *(one(64) for one in extra),
+            )
+            for _ in range(3)
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.pow(2).mean()
+
+
+def passes(model: nn.Module, engine: OffloadEngine | None, count: int = STEPS) -> list[Numbers]:
+    if engine is not None:
+        engine.attach(model)
+    found = []
+    for number in range(count):
+        torch.manual_seed(number)
+        model.zero_grad()
+        loss = model(torch.randn(32, 64))
+        loss.backward()
+        found.append({"loss": loss.detach().clone(), **gradients(model)})
+        del loss
+    return found
+
+
+def stack(*extra: type[nn.Module]) -> Stack:
+    torch.manual_seed(0)
+    return Stack(*extra)
+
+
+NAMES = [f"blocks.{number}" for number in range(3)]
+
+
+def test_blocks_of_torchs_own_modules_are_computed_again(disk: Path, all_again: list[str]) -> None:
+    expected = passes(stack(), None)
+    model = stack()
+    with OffloadEngine(limited(disk)) as engine:
+        assert_same_history(passes(model, engine), expected)
+        assert sorted(set(all_again)) == NAMES
+        saved = engine.metrics()["offload/activations/step_saved_bytes"]
+        # Of each block its input, and the loss's own; nothing of what lies within.
+        assert saved == 4 * 32 * 64 * 4
+    assert model.blocks[0]._compiled_call_impl is None
+    assert_same_history(passes(model, None), expected)
+
+
+class Counting(nn.Module):
+    """Changes a buffer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x
+
+
+class Own(nn.Module):
+    """Not torch's, and harmless."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+
+@pytest.mark.parametrize(
+    ("extra", "recompute", "again"),
+    [
+        (Own, "auto", 0),
+        (Own, True, 3),
+        (Own, False, 0),
+        (Counting, "auto", 0),
+        (Counting, True, 0),
+        (nn.BatchNorm1d, "auto", 0),
+        (nn.BatchNorm1d, True, 0),
+        (nn.LayerNorm, "auto", 3),
+        (nn.LayerNorm, False, 0),
+    ],
+)
+def test_what_may_not_run_twice_does_not(
+    extra: type[nn.Module], recompute: str | bool, again: int, disk: Path, all_again: list[str]
+) -> None:
+    plain, model = stack(extra), stack(extra)
+    expected = passes(plain, None)
+    with OffloadEngine(limited(disk, recompute)) as engine:
+        assert_same_history(passes(model, engine), expected)
+        assert engine.metrics()["offload/activations/plan_recomputed_blocks"] == again
+    assert_same_bits(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+class Listed(nn.Module):
+    """Hands its blocks an object that they could change."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor, seen: Any) -> torch.Tensor:
+            seen.append(x)
+            return self.linear(x).tanh()
+
+    class Seen(list[Any]):
+        pass
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Listed.Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = Listed.Seen()
+        for block in self.blocks:
+            x = block(x, seen)
+        return x.sum() + len(seen)
+
+
+def test_blocks_that_are_given_objects_are_left_alone(disk: Path, all_again: list[str]) -> None:
+    torch.manual_seed(0)
+    model = Listed()
+    twin = copy.deepcopy(model)
+    expected = passes(twin, None)
+    with OffloadEngine(limited(disk, True)) as engine:
+        assert_same_history(passes(model, engine), expected)
+        assert not all_again
+
+
+def test_hooks_of_others_run_as_often_as_ever(disk: Path, all_again: list[str]) -> None:
+    model = stack()
+    calls: list[str] = []
+    model.blocks[1][0].register_forward_hook(lambda *_: calls.append("hook"))
+    with OffloadEngine(limited(disk, True)) as engine:
+        passes(model, engine)
+        assert sorted(set(all_again)) == [NAMES[0], NAMES[2]]
+    assert len(calls) == STEPS
+
+
+def test_copies_pickles_and_evaluation_know_nothing_of_it(disk: Path, all_again: list[str]) -> None:
+    model = stack()
+    with OffloadEngine(limited(disk)) as engine:
+        passes(model, engine)
+        assert all_again
+        x = torch.randn(8, 64)
+        twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        for twin in twins:
+            assert twin.blocks[0]._compiled_call_impl is None
+            assert torch.equal(twin.eval()(x), model.eval()(x))
+        names = set(model.state_dict())
+    assert names == set(stack().state_dict())
+
+
+def test_a_model_of_transformers_is_as_before_when_the_engine_closes(
+    disk: Path, all_again: list[str]
+) -> None:
+    pytest.importorskip("transformers")
+    model = without_caches(build("GPT-2"))
+    layer = model.transformer.h[0]
+    with OffloadEngine(limited(disk)) as engine:
+        engine.attach(model)
+        for number in range(STEPS):
+            model(**batch("GPT-2", number)).loss.backward()
+        assert layer.gradient_checkpointing
+    assert not layer.gradient_checkpointing
+    assert "_gradient_checkpointing_func" not in vars(layer)
+    assert not layer._forward_hooks
+    assert not layer._forward_pre_hooks
+
+
+@pytest.mark.parametrize("recompute", ["auto", True])
+def test_layers_that_are_given_a_cache_are_left_alone_unless_the_user_says_so(
+    recompute: str | bool, disk: Path, all_again: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("transformers")
+    model = build("Llama")
+    with (
+        caplog.at_level(logging.INFO),
+        OffloadEngine(limited(disk, recompute)) as engine,
+    ):
+        engine.attach(model)
+        for number in range(STEPS):
+            model(**batch("Llama", number)).loss.backward()
+        again = engine.metrics()["offload/activations/plan_recomputed_blocks"]
+    assert again == (2 if recompute is True else 0)
+    assert ("planning.recompute" in caplog.text) is (recompute == "auto")
+
+
+class Asking(nn.Module):
+    """Computes something else if it is given the same tensor twice, as torch's attention does."""
+
+    class Block(nn.Linear):
+        def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) if x is other else super().forward(x + other)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Asking.Block(64, 64) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, x).tanh()
+        return x.sum()
+
+
+def test_blocks_that_are_given_a_tensor_twice_are_left_alone(
+    disk: Path, all_again: list[str]
+) -> None:
+    torch.manual_seed(0)
+    model = Asking()
+    with OffloadEngine(limited(disk, True)) as engine:
+        passes(model, engine)
+        assert not all_again
+
+
+def test_checkpointing_of_the_users_own_is_left_alone(disk: Path, all_again: list[str]) -> None:
+    pytest.importorskip("transformers")
+    model = build("GPT-2", reentrant=False)
+    with OffloadEngine(limited(disk)) as engine:
+        engine.attach(model)
+        for number in range(STEPS):
+            model(**batch("GPT-2", number)).loss.backward()
+        assert not all_again
+    assert model.transformer.h[0].gradient_checkpointing
+
+
+def test_compiled_models_are_left_alone(disk: Path, all_again: list[str]) -> None:
+    model = stack()
+    compiled = torch.compile(model, backend="eager")
+    with OffloadEngine(limited(disk, True)) as engine:
+        passes(compiled, engine)
+        assert not all_again
+
+
+# ---------------------------------------------------------------- decisions
+def test_nothing_is_computed_again_where_all_fits(disk: Path) -> None:
+    model = stack()
+    with OffloadEngine(limited(disk)) as engine:
+        passes(model, engine)
+        assert engine.metrics()["offload/activations/plan_recomputed_blocks"] == 0
+        assert [block.name for block in engine.profile().blocks] == NAMES
+
+
+def test_a_profile_knows_blocks_and_their_tensors(disk: Path, tmp_path: Path) -> None:
+    with OffloadEngine(limited(disk)) as engine:
+        passes(stack(), engine)
+        profile = engine.profile()
+    names = [profile.tensors[block.first].name for block in profile.blocks]
+    assert [name.split()[0] for name in names] == [f"{name}.0" for name in NAMES]
+    for block, after in zip(profile.blocks, profile.blocks[1:], strict=False):
+        assert block.end <= after.first
+        assert block.begins_at < block.ends_at <= after.begins_at
+    assert [block.input_bytes for block in profile.blocks] == [32 * 64 * 4] * 3
+    profile.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == profile
+
+
+def write_plan(file: Path, items: Sequence[PlannedItem], recomputed: Sequence[str]) -> None:
+    tensors = tuple(TensorLife("x", item.nbytes, (0.0, 1.0)) for item in items)
+    profile = Profile(0.5, 1.0, tensors, paths=(PathRates("path", 1e9, 1e9),))
+    save_plan(plan_lifetimes(profile, 1 << 40), profile, file, recomputed)
+
+
+def test_a_plan_from_a_file_says_what_is_computed_again(disk: Path, tmp_path: Path) -> None:
+    expected = passes(stack(), None)
+    file = tmp_path / "plan.json"
+    write_plan(file, [PlannedItem(32 * 64 * 4, leaves=False)], NAMES[:2])
+    with OffloadEngine(limited(disk, plan=str(file))) as engine:
+        assert_same_history(passes(stack(), engine), expected)
+        assert engine.metrics()["offload/activations/plan_recomputed_blocks"] == 2
+
+
+def test_blocks_that_a_file_names_and_a_model_has_not_are_told(
+    disk: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "plan.json"
+    write_plan(file, [PlannedItem(1, leaves=False)], ["layers.7"])
+    with (
+        caplog.at_level(logging.WARNING),
+        OffloadEngine(limited(disk, plan=str(file))) as engine,
+    ):
+        passes(stack(), engine)
+    assert "layers.7" in caplog.text
