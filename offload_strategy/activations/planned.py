@@ -7,12 +7,13 @@ unused, the paths what they carry, and a meter what else training has in memory 
 moment (beside.py): a lifetime plan (`planning.lifetimes`) says what leaves. What the limit leaves
 beside all else is the room for items. A plan is made anew when that has changed by much.
 
-With the first plan it is decided, once, which blocks are computed again (planning/recompute.py).
-The passes after it look different then: they are profiled and planned as any new kind of pass is.
+With a plan it is decided, once, which blocks are computed again (planning/recompute.py). The passes
+after it look different then: they are profiled and planned as any new kind of pass is.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from offload_strategy.activations.order import Trace
 from offload_strategy.activations.outbox import Outbox
 from offload_strategy.activations.profiles import profile_of, use_event
 from offload_strategy.activations.recompute import RecomputableBlocks
+from offload_strategy.activations.toll import Toll
 from offload_strategy.config import PlanningConfig
 from offload_strategy.errors import ConfigError
 from offload_strategy.planning import (
@@ -134,6 +136,7 @@ class PlannedBudget:
         self._leaves: dict[int, bool] = {}
         self.plan: LifetimePlan | None = None
         self.profile: Profile | None = None
+        self.toll = Toll()
         #: Items that were not in the plan, or had to leave although it said that they stay.
         self.deviations = 0
         self.over_limit_passes = 0
@@ -162,6 +165,7 @@ class PlannedBudget:
         elif trace.saved_bytes == nbytes:
             self._begin_pass(trace, self.beside)
         leaves = True
+        begin = time.perf_counter()
         self._traffic.let_go()
         items = trace.alive_bytes() + self.others_bytes(trace)
         self.beside.arrive(trace.signature, items - nbytes)
@@ -173,8 +177,10 @@ class PlannedBudget:
             too_much = known is False and stays + nbytes > room
             self.deviations += known is None or too_much
             leaves = known is None or known or too_much
-        self._wait_for_room(items, room, trace)
+        self._wait_for_room(items, room)
         self.beside.go_on(trace.alive_bytes() + self.others_bytes(trace))
+        # To look closely takes its time, too.
+        trace.held += time.perf_counter() - begin
         return leaves
 
     def must_leave(self, trace: Trace) -> int | None:
@@ -187,21 +193,24 @@ class PlannedBudget:
     def uses(self, trace: Trace, loaded_bytes: int, nbytes: int) -> None:
         """Backward uses an item for the first time. See `FixedBudget.uses`."""
         if self.beside is not None:
+            begin = time.perf_counter()
             if self._meter.counts_host_buffers:
                 self._traffic.keep_idle(0)
             self._traffic.let_go()
             use = len(trace.uses) - 1
             items = trace.alive_bytes() + loaded_bytes + self.others_bytes(trace)
             self.beside.arrive(use_event(trace, use), items + nbytes)
-            self._wait_for_room(items, self._room_from(trace, use, self.beside), trace)
+            self._wait_for_room(items, self._room_from(trace, use, self.beside))
             # Its own bytes count among what its use needs from now on.
             self.beside.go_on(items)
+            trace.waited += time.perf_counter() - begin
 
     def observe(self, trace: Trace) -> None:
         """A backward pass is over: what comes until the next pass belongs to it."""
         if self.beside is not None:
             self.latest_peak_bytes = self.beside.look()
             self._over = trace
+            self.toll.observe(trace)
             for number, until in trace.held_until.items():
                 held = 0.0 if until is None else until - trace.started_at
                 self.held_until[trace.prefixes[number]] = held
@@ -284,14 +293,14 @@ class PlannedBudget:
         uses = range(max(0, use), max(1, min(use + _USES_AHEAD, len(trace.sizes))))
         return min(self._room_after(use_event(trace, one), beside) for one in uses)
 
-    def _wait_for_room(self, items: int, room: int, trace: Trace) -> None:
+    def _wait_for_room(self, items: int, room: int) -> None:
         """Wait until what is in memory fits into the room, as far as it is on its way out."""
         if items <= room:
             return
         self._outbox.empty()
         at_most = max(0, self._traffic.own_writing_bytes() - (items - room))
         if self._traffic.own_writing_bytes() > at_most:
-            trace.held += self._traffic.await_own_writing_at_most(at_most, _PATIENCE_SECONDS)
+            self._traffic.await_own_writing_at_most(at_most, _PATIENCE_SECONDS)
 
     def _make_plan(self, trace: Trace, beside: MemoryBeside, ended_at: float) -> None:
         profile = profile_of(
@@ -302,6 +311,7 @@ class PlannedBudget:
             held_until=self.held_until,
             ended_at=ended_at,
             blocks=self._blocks,
+            toll=self.toll,
         )
         if profile is None:
             return
@@ -309,8 +319,9 @@ class PlannedBudget:
         if self.plan is None:
             # With a plan buffers for what is on its way are fewer.
             beside.look_closely()
-            if self._blocks is not None and self._memory.given is None:
-                self._recompute(profile, self._blocks)
+        blocks = self._blocks
+        if blocks is not None and not blocks.recomputed and self._memory.given is None:
+            self._recompute(profile, blocks)
         self.plan = plan_lifetimes(profile, self._target)
         leave = {move.tensor for move in self.plan.moves}
         if len(self._leaves) > _MOST_ITEMS:

@@ -27,7 +27,7 @@ AUTO_BYTES = 32 * MiB
 _LATENCY_SECONDS = 0.003
 _LEAST_MARGIN, _FIRST_MARGIN, _MOST_MARGIN = 1.5, 2.0, 16.0
 #: A wait shorter than this does not make the margin grow.
-_WORTH_SECONDS = 0.001
+WORTH_SECONDS = 0.001
 #: Forward passes whose backward may have ended without using all of their items.
 _MOST_OPEN = 64
 
@@ -129,7 +129,7 @@ class Prefetcher:
     def _learn(self, trace: Trace) -> None:
         if self._book.learn(trace):
             self._budget.observe(trace)
-            if trace.waited < _WORTH_SECONDS:
+            if trace.waited < WORTH_SECONDS:
                 self._margin = max(_LEAST_MARGIN, 0.97 * self._margin)
 
     # ------------------------------------------------------------------ what backward found
@@ -146,7 +146,7 @@ class Prefetcher:
 
     def waited(self, seconds: float) -> None:
         """An item was asked for that was not there."""
-        if seconds > _WORTH_SECONDS:
+        if seconds > WORTH_SECONDS:
             self.late_loads += 1
             self._margin = min(_MOST_MARGIN, 1.3 * self._margin)
 

@@ -9,6 +9,7 @@ from offload_strategy.activations.budget import Traffic
 from offload_strategy.activations.names import ItemNames
 from offload_strategy.activations.order import Trace
 from offload_strategy.activations.recompute import RecomputableBlocks
+from offload_strategy.activations.toll import Toll
 from offload_strategy.planning import Block, PathRates, Profile, TensorLife
 
 
@@ -27,6 +28,7 @@ def profile_of(
     held_until: Mapping[int, float] | None = None,
     ended_at: float | None = None,
     blocks: RecomputableBlocks | None = None,
+    toll: Toll | None = None,
 ) -> Profile | None:
     """What a pass made and used, without the times in which it waited.
 
@@ -40,6 +42,7 @@ def profile_of(
             it looks like with them.
         ended_at: when all that belongs to it was over (`time.perf_counter`); None for the last use.
         blocks: of its model, that may be computed again.
+        toll: what it costs that items move; it is taken out of all times.
 
     Returns:
         The profile; None if nothing was used.
@@ -47,23 +50,27 @@ def profile_of(
     if not trace.uses:
         return None
     start = trace.started_at
+    pace = 1.0
+    if toll is not None and trace.seconds > 0:
+        pace -= toll.seconds(trace) / trace.seconds
     used = {
-        number: at - start - trace.held - waited - _before(at, busy)
+        number: pace * (at - start - trace.held - waited - _before(at, busy))
         for number, at, waited in trace.uses
     }
     last_use = used[trace.uses[-1][0]]
     step = last_use
     if ended_at is not None:
-        step = max(step, ended_at - start - trace.held - trace.waited - _before(ended_at, busy))
+        whole = ended_at - start - trace.held - trace.waited - _before(ended_at, busy)
+        step = max(step, pace * whole)
     forward = max(0.0, min(used.values()))
     tensors, made = [], []
     for number, nbytes in enumerate(trace.sizes):
-        saved = max(0.0, trace.saved_at[number] - start - trace.held_at[number])
+        saved = max(0.0, pace * (trace.saved_at[number] - start - trace.held_at[number]))
         # What backward has not used lies there until it is over.
         made.append(saved)
         name = None if names is None else names.of(trace.prefixes[number])
         life = (saved, max(saved, used.get(number, last_use)))
-        held = (held_until or {}).get(trace.prefixes[number], 0.0)
+        held = pace * (held_until or {}).get(trace.prefixes[number], 0.0)
         tensors.append(TensorLife(name or f"item {number}", nbytes, life, held_until=held))
     others = [] if beside is None else [(0.0, beside.after(BEGIN))]
     if beside is not None:
@@ -80,8 +87,9 @@ def profile_of(
         tensors=tuple(tensors),
         other_bytes=max((nbytes for _, nbytes in others), default=0),
         others=tuple(sorted(others, key=lambda one: one[0])),
-        blocks=() if blocks is None else tuple(_blocks(trace, blocks)),
+        blocks=() if blocks is None else tuple(_blocks(trace, blocks, pace)),
         paths=(PathRates("tiers", read=read, write=write),),
+        toll=0.0 if toll is None else toll.per_byte,
     )
 
 
@@ -90,9 +98,9 @@ def _before(moment: float, busy: Sequence[tuple[float, float]]) -> float:
     return sum(min(end, moment) - begin for begin, end in busy if begin < moment)
 
 
-def _blocks(trace: Trace, blocks: RecomputableBlocks) -> Iterator[Block]:
+def _blocks(trace: Trace, blocks: RecomputableBlocks, pace: float) -> Iterator[Block]:
     start = trace.started_at
     for call in blocks.allowed(trace.blocks.all):
         if call.first < call.end and call.ends_at is not None:
-            begin, end = max(0.0, call.begins_at - start), max(0.0, call.ends_at - start)
-            yield Block(call.name, call.first, call.end, begin, end, call.input_bytes)
+            begin, end = (max(0.0, at - start) for at in (call.begins_at, call.ends_at))
+            yield Block(call.name, call.first, call.end, pace * begin, pace * end, call.input_bytes)

@@ -11,7 +11,7 @@ import torch
 
 from offload_strategy.activations.identity import ByteRange
 from offload_strategy.activations.order import Plan, Storage, Trace
-from offload_strategy.activations.prefetch import Prefetcher
+from offload_strategy.activations.prefetch import WORTH_SECONDS, Prefetcher
 from offload_strategy.heap import Heap, Ticket, TicketState
 
 
@@ -208,10 +208,11 @@ class ForwardRecord:
             self._prefetcher.fetch_ahead(self, slot)
         begin = time.perf_counter()
         payload = slot.bytes(self._heap)
+        waited = time.perf_counter() - begin
         if absent:
-            waited = time.perf_counter() - begin
-            self.trace.waited += waited
             self._prefetcher.waited(waited)
+        if absent or waited > WORTH_SECONDS:  # on its way out, and not to be stopped
+            self.trace.waited += waited
         self._prefetcher.loaded(ticket)
         return payload
 

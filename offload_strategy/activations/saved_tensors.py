@@ -163,6 +163,7 @@ class ActivationOffload:
             held_until=held,
             ended_at=end,
             blocks=self.blocks,
+            toll=None if planned is None else planned.toll,
         )
 
     @property
@@ -207,11 +208,13 @@ class ActivationOffload:
     def leave(self, hooks: saved_tensors_hooks | None) -> None:
         """End what `enter` began."""
         if hooks is not None:
+            record = self._open.record
             with UninterruptedSection():
                 hooks.__exit__(None, None, None)
                 self._open.record = None
-            if sys.exc_info()[0] is None and self.enabled:
-                self._outbox.empty()
+            if sys.exc_info()[0] is None and self.enabled and record is not None:
+                with self._held(record.trace):
+                    self._outbox.empty()
             else:
                 self._outbox.forget()
 
@@ -245,6 +248,13 @@ class ActivationOffload:
     def _pack_weight(self, tensor: torch.Tensor) -> Packed:
         weight = None if self.save_weight is None else self.save_weight(tensor)
         return Kept(tensor) if weight is None else weight
+
+    @contextmanager
+    def _held(self, trace: Trace) -> Iterator[None]:
+        """Within, a forward pass may be made to wait."""
+        before = self._traffic.stalled_seconds()
+        yield
+        trace.held += self._traffic.stalled_seconds() - before
 
     def _trace(self) -> Trace | None:
         record = self._open.record
@@ -318,7 +328,8 @@ class ActivationOffload:
             together = self._batch_bytes(latest)
         # Backward begins with what was saved last: where host memory is short, that stays.
         # Last of all: see [Note: the interpreter lock].
-        self._outbox.add(slot, -next(self._saved), together)
+        with self._held(trace):
+            self._outbox.add(slot, -next(self._saved), together)
         return handle
 
     def _batch_bytes(self, latest: Trace) -> int:

@@ -36,6 +36,10 @@ class TierTraffic:
         """Give up the memory of what was written."""
         self._heap.let_go()
 
+    def stalled_seconds(self) -> float:
+        """For which training has waited for the tiers, as far as the heap made it wait."""
+        return self._heap.stalled_seconds(self._client)
+
     def keep_idle(self, nbytes: int) -> None:
         """Give idle buffers back beyond so many bytes, from now on."""
         self._heap.keep_idle(nbytes)

@@ -35,6 +35,7 @@ class Heap:
     """
 
     def __init__(self, pool: BufferPool, recorder: Recorder, write_behind: int) -> None:
+        self._recorder = recorder
         self._ledger = Ledger()
         self._copies = DeviceCopies()
         self._supply = BufferSupply(pool, self._ledger, recorder)
@@ -294,6 +295,10 @@ class Heap:
     def let_go(self) -> None:
         """Give up the memory of what was written."""
         self._ledger.let_go()
+
+    def stalled_seconds(self, client: str) -> float:
+        """For which a client has waited in all."""
+        return self._recorder.stall_seconds(client)
 
     def keep_idle(self, nbytes: int) -> None:
         """Give idle buffers back beyond so many bytes, from now on."""

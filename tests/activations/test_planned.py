@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from offload_strategy.units import MiB
 from tests.training import assert_same_bits, gradients, settings
 
 LAYERS, ITEM = 10, 100 * MiB
+WAIT_SECONDS = 0.005
 
 
 class Traffic:
@@ -57,7 +59,8 @@ class Traffic:
     def await_writing_at_most(self, nbytes: int, seconds: float) -> float:
         self.waits.append(nbytes)
         self.writing = min(self.writing, nbytes)
-        return 1.5
+        time.sleep(WAIT_SECONDS)
+        return WAIT_SECONDS
 
 
 class Memory:
@@ -216,10 +219,11 @@ def test_training_waits_for_room_and_its_plan_knows_no_waiting() -> None:
     storages = [torch.UntypedStorage(1) for _ in range(2)]
     for number, storage in enumerate(storages):
         trace.watch(number, storage, (1 + 2 * number) * ITEM)
+    begin = time.perf_counter()
     budget.admits(ITEM, trace, None)
     assert len(traffic.waits) == 1
     assert traffic.writing <= 300 * MiB - ITEM
-    assert trace.held == 1.5
+    assert WAIT_SECONDS <= trace.held <= time.perf_counter() - begin
 
 
 def test_a_pass_that_looks_unlike_any_other_leaves_and_is_counted() -> None:
@@ -301,7 +305,7 @@ def test_a_path_that_was_never_busy_is_taken_for_as_fast_as_it_was_seen() -> Non
     for _ in range(3):
         one_pass(budget, memory)
     assert budget.profile is not None
-    assert budget.profile.paths[0].write == pytest.approx(2 * LAYERS * ITEM / 30.0)
+    assert budget.profile.paths[0].write == pytest.approx(2 * LAYERS * ITEM / 30.0, rel=1e-3)
 
 
 # ---------------------------------------------------------------- with an engine

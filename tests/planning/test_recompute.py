@@ -114,8 +114,8 @@ def test_the_cheapest_for_its_bytes_comes_first() -> None:
     assert {f"block {number}" for number in cheap} <= set(mix.recomputed)
 
 
-def test_a_block_that_takes_longer_than_its_moves_is_moved() -> None:
-    profile = blocks(stack(LAYERS, path=40.0), inside=90)
+def test_a_block_whose_input_is_as_large_as_what_it_saves_is_moved() -> None:
+    profile = blocks(stack(LAYERS, path=40.0), inside=100)
     mix = choose_mix(profile, 300)
     assert not mix.plan.hidden
     assert mix.recomputed == ()

@@ -136,7 +136,8 @@ class Profile:
         updates: of the optimizer, in the order in which they become ready.
         paths: where tensors may go.
         shared_cores: whether updates are computed on the cores that run the model.
-        toll: seconds that computing loses for each byte that a path moves.
+        toll: seconds that computing loses for each byte of tensors that a path moves. What updates
+            cost so lies in the times.
         about: for people: model, machine, date.
     """
 

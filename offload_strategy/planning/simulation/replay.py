@@ -346,6 +346,7 @@ class Replay:
         job: Job
 
         def gone() -> None:
+            self.owe(self._profile.toll * tensor.nbytes)
             if tensor.job is job:
                 tensor.where, tensor.job = _Where.AWAY, None
                 self._leaving -= tensor.nbytes
@@ -391,6 +392,7 @@ class Replay:
             self._require(tensor.nbytes)
 
         def back() -> None:
+            self.owe(self._profile.toll * tensor.nbytes)
             tensor.where, tensor.job = _Where.MEMORY, None
             self.retry()
 
@@ -411,7 +413,6 @@ class Replay:
 
         def over() -> None:
             lane.busy = False
-            self.owe(self._profile.toll * job.nbytes)
             job.done()
             self._serve(lane)
 
