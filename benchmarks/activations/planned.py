@@ -23,7 +23,7 @@ _SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 #: The limit lies so far between everything leaving and everything staying.
 _BETWEEN = 0.5
 #: Steps of the plan's process before its first turn: in them the plan is made.
-_SETTLE = 10
+_SETTLE = 14
 #: Of the best fixed policy's speed, and of greedy's.
 _SPEED, _SPEED_OF_GREEDY = 0.98, 1.15
 #: Peaks of the same process differ by so much from step to step.

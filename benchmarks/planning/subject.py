@@ -24,7 +24,7 @@ from offload_strategy.planning import Profile
 #: Steps with a profile, and of how many of the last the middle one counts: some step is disturbed.
 _PROFILED, _OF = 8, 5
 #: Steps until a plan for a limit has settled.
-_SETTLED = 10
+_SETTLED = 12
 
 
 class _Training:
