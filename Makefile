@@ -1,6 +1,8 @@
 # make demo   trains a small GPT out of core and prints a table of what happened
 # make test   runs the tests
 # make bigger-than-memory   trains 1.3 billion parameters in 4 GiB of memory (Linux, root, 40 GB free)
+# make bench  runs every benchmark that this machine can run (about an hour), rebuilds docs/results.md
+# make bench-quick   the same with tiny models, to see that it runs
 # make lint   checks style, format, types and the direction of imports
 # Each sets up .venv first, once; it is renewed when pyproject.toml or constraints.txt change.
 
@@ -11,7 +13,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bigger-than-memory test lint style format-check types imports format clean
+.PHONY: help demo bigger-than-memory bench bench-quick test lint style format-check types imports format clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -21,6 +23,12 @@ demo: $(READY)
 
 bigger-than-memory: $(READY)
 	$(BIN)/python -m benchmarks.parameters --lines train $(ARGS)
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.suite $(ARGS)
+
+bench-quick: $(READY)
+	$(BIN)/python -m benchmarks.suite --quick $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -p faulthandler --timeout=300 $(ARGS)

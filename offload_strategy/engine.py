@@ -266,6 +266,8 @@ class OffloadEngine:
         entry = self._hooks.pop(id(model), None)
         if entry is not None:
             entry[1].remove()
+        if self._activations is not None:
+            self._activations.blocks.remove_model(model)
         if self._stream is not None:
             self._stream.detach(model)
         self._registry.remove_module(model)

@@ -64,7 +64,7 @@ def prepare(
         model.gradient_checkpointing_enable({"use_reentrant": False})
         return Contender()
     if kind == FILES:
-        return Contender(lambda: _to_files(directory))
+        return Contender(lambda: to_files(directory))
     host = {"name": "host", "kind": "dram", "capacity": host_capacity}
     disk = {"name": "disk", "kind": "ssd", "path": str(directory)}
     engine = OffloadEngine(
@@ -88,7 +88,7 @@ class _File:
         os.unlink(self.name)
 
 
-def _to_files(directory: Path) -> saved_tensors_hooks:
+def to_files(directory: Path) -> saved_tensors_hooks:
     """The hooks of the PyTorch tutorial on saved tensors: large ones go to a file each."""
 
     def pack(tensor: torch.Tensor) -> torch.Tensor | _File:

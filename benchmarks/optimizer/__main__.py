@@ -11,6 +11,7 @@ status is 1 if a claim does not hold. Lines:
     clipping    gradients clipped never, now and then, and nearly always
     ablation    what each part of the engine is worth (root: throttled loop devices)
     prediction  Fuyou's equations against the table's seconds
+    contest     everybody who can train it here: DeepSpeed, recompute, files, our presets
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from benchmarks.optimizer.contenders import Ours
 from benchmarks.optimizer.deepspeed_peer import Settings
 from benchmarks.optimizer.prediction import prediction
 from benchmarks.optimizer.session import COUNTED, UNCOUNTED, Outcome
-from benchmarks.optimizer.table import MEANING, Choice, table_of
+from benchmarks.optimizer.table import CONTEST, MEANING, Choice, rooflines, table_of
 from benchmarks.optimizer.tasks import SHAPES
 
-_LINES = ("table", "clipping", "ablation", "prediction")
+_LINES = ("table", "clipping", "ablation", "prediction", "contest")
 
 
 def main() -> int:
@@ -62,6 +63,7 @@ def main() -> int:
         context = Context(Path(folder), repeats, options.quick, say)
         lines: dict[str, Callable[[], tuple[str, list[Result]]]] = {
             "table": lambda: table_of(context, choice),
+            "contest": lambda: table_of(context, choice, CONTEST),
             "clipping": lambda: clipping(
                 context, pinned, 10 if options.quick else options.clipping_steps
             ),
@@ -102,6 +104,12 @@ def main() -> int:
                 if isinstance(held, Outcome)
             },
             "results": [result.as_dict() for result in results],
+            "roofline": [
+                row
+                for key, held in context.shared.items()
+                if isinstance(held, Outcome)
+                for row in rooflines(key, held)
+            ],
             "skipped": skipped,
             "failed": failed,
         }

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
+from benchmarks.activations.contenders import to_files
 from benchmarks.optimizer import deepspeed_peer, variants
 from benchmarks.optimizer.tasks import Task
 from offload_strategy import OffloadEngine
+from offload_strategy.config import DIRECTORY_VARIABLE
 
 PLAIN = "plain PyTorch"
 DEEPSPEED = "DeepSpeed ZeRO-3, NVMe"
+DEEPSPEED_HOST = "DeepSpeed ZeRO-3, host memory"
+RECOMPUTE, FILES = "plain, blocks computed again", "plain, saved tensors in files"
+#: Begins the names of our presets.
+_PRESET = "preset "
 _ITEMSIZE = {"float32": 4, "bfloat16": 2}
 #: AdamW's own, so that every contender computes the same.
 ADAMW = {"lr": 3e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -144,7 +154,7 @@ def make(options: dict[str, Any], task: Task, directory: Path) -> Trainer:
     Raises:
         deepspeed_peer.Unavailable: DeepSpeed cannot be used here.
     """
-    if options["contender"] == DEEPSPEED:
+    if options["contender"] in (DEEPSPEED, DEEPSPEED_HOST):
         settings = deepspeed_peer.Settings(**options["settings"])
         return deepspeed_peer.DeepSpeed(task.model(), ADAMW, settings, directory)
     model = task.model()
@@ -152,6 +162,15 @@ def make(options: dict[str, Any], task: Task, directory: Path) -> Trainer:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **adamw)
     if options["contender"] == PLAIN:
         return _PyTorch(model, optimizer)
+    if options["contender"] == RECOMPUTE:
+        return _PyTorch(_Recomputed(model), optimizer)
+    if options["contender"] == FILES:
+        return _PyTorch(_Around(model, lambda: to_files(directory)), optimizer)
+    if options["contender"].startswith(_PRESET):
+        # A preset names no place.
+        os.environ[DIRECTORY_VARIABLE] = str(directory)
+        engine = OffloadEngine(options["contender"].removeprefix(_PRESET))
+        return _PyTorch(model, engine.attach(model, optimizer), engine)
     ours = Ours(**options["ours"])
     without = [variants.WITHOUT[name](model) for name in ours.without]
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -162,6 +181,50 @@ def make(options: dict[str, Any], task: Task, directory: Path) -> Trainer:
     return trainer
 
 
+class _Around(torch.nn.Module):
+    """A model whose forward pass runs in a context."""
+
+    def __init__(
+        self, inner: torch.nn.Module, context: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        super().__init__()
+        self.inner = inner
+        self._context = context
+
+    def forward(self, *args: Any) -> Any:
+        """The model's."""
+        with self._context():
+            return self.inner(*args)
+
+
+class _Recomputed(_Around):
+    """A model whose blocks are computed again in backward, each from its input."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__(inner, nullcontext)
+        for name, block in list(inner.blocks.named_children()):  # type: ignore[union-attr]
+            setattr(inner.blocks, name, _Checkpointed(block))
+
+
+class _Checkpointed(torch.nn.Module):
+    def __init__(self, block: torch.nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+def simple_options(name: str) -> dict[str, Any]:
+    """Options of a contender that has none."""
+    return {"contender": name}
+
+
+def preset(name: str) -> str:
+    """Name of the contender that trains with a preset of ours."""
+    return f"{_PRESET}{name}"
+
+
 def plain_options() -> dict[str, Any]:
     """Options of plain PyTorch."""
     return {"contender": PLAIN}
@@ -169,4 +232,5 @@ def plain_options() -> dict[str, Any]:
 
 def deepspeed_options(settings: deepspeed_peer.Settings) -> dict[str, Any]:
     """Options of DeepSpeed."""
-    return {"contender": DEEPSPEED, "settings": asdict(settings)}
+    name = DEEPSPEED_HOST if settings.on_host else DEEPSPEED
+    return {"contender": name, "settings": asdict(settings)}

@@ -42,12 +42,14 @@ class Settings:
         aio: settings of the I/O.
         buffer_count: staging buffers. With Adam 4 of them, the default, end in an assertion.
         pipelined: whether the next subgroup is read, and the last one written, meanwhile.
+        on_host: whether states stay in host memory (ZeRO-Offload) instead.
     """
 
     sub_group_size: int = 10**9
     aio: Aio = field(default_factory=Aio)
     buffer_count: int = 16
     pipelined: bool = True
+    on_host: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.aio, dict):  # from JSON
@@ -55,6 +57,8 @@ class Settings:
 
     def shown(self) -> str:
         """For people."""
+        if self.on_host:
+            return "offload_optimizer: cpu"
         aio = self.aio
         return (
             f"sub_group_size {self.sub_group_size:,}, buffer_count {self.buffer_count}, "
@@ -88,6 +92,14 @@ def subgroup_candidates(best: Settings, parameters: int) -> list[Settings]:
 
 
 def _config(settings: Settings, adamw: dict[str, Any], directory: Path) -> dict[str, Any]:
+    place: dict[str, Any] = {
+        "device": "nvme",
+        "nvme_path": str(directory),
+        "pin_memory": True,
+        "buffer_count": settings.buffer_count,
+        "pipeline_read": settings.pipelined,
+        "pipeline_write": settings.pipelined,
+    }
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -99,14 +111,9 @@ def _config(settings: Settings, adamw: dict[str, Any], directory: Path) -> dict[
             "stage": 3,
             "sub_group_size": settings.sub_group_size,
             "contiguous_gradients": True,
-            "offload_optimizer": {
-                "device": "nvme",
-                "nvme_path": str(directory),
-                "pin_memory": True,
-                "buffer_count": settings.buffer_count,
-                "pipeline_read": settings.pipelined,
-                "pipeline_write": settings.pipelined,
-            },
+            "offload_optimizer": (
+                {"device": "cpu", "pin_memory": True} if settings.on_host else place
+            ),
         },
         "aio": asdict(settings.aio),
         "zero_allow_untested_optimizer": True,

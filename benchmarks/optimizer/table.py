@@ -13,14 +13,20 @@ import torch
 from benchmarks.io.results import Context, Result, Skipped
 from benchmarks.optimizer.contenders import (
     DEEPSPEED,
+    DEEPSPEED_HOST,
+    FILES,
     PLAIN,
+    RECOMPUTE,
     Ours,
     deepspeed_options,
     plain_options,
+    preset,
+    simple_options,
 )
 from benchmarks.optimizer.deepspeed_peer import Settings, io_candidates, subgroup_candidates
 from benchmarks.optimizer.session import Disk, Outcome, Rows, run, start
 from benchmarks.optimizer.tasks import SHAPES, TINY, RandomTokens
+from offload_strategy.config import presets
 from offload_strategy.units import MiB
 
 EAGER, COMMIT = "eager, activations too", "commit, activations too"
@@ -59,14 +65,23 @@ MEANING = {
     COMMIT_BF16: "the same, overlap: commit",
     EAGER_HOST: "as the first of ours, a dram tier for half of the states' bytes in front",
     COMMIT_HOST: "the same, overlap: commit",
+    RECOMPUTE: "torch.utils.checkpoint around every block, non-reentrant",
+    FILES: "saved_tensors_hooks with torch.save and torch.load, a file each (the tutorial's)",
+    DEEPSPEED_HOST: "ZeRO-3 on the CPU accelerator, optimizer in host memory, its own CPUAdam",
+    **{preset(name): f"OffloadEngine('{name}'), on the same disk" for name in presets()},
 }
 #: All at once would not fit into memory: each session has those that are compared.
 FIRST, SECOND, THIRD = "beside DeepSpeed", "less, and in bfloat16", "with a host tier"
+OTHERS, PRESETS = "other ways", "our presets"
 SESSIONS = {
     FIRST: (PLAIN, DEEPSPEED, EAGER, COMMIT),
     SECOND: (PLAIN, EAGER_STATES, COMMIT_STATES, EAGER_BF16, COMMIT_BF16),
     THIRD: (PLAIN, EAGER, EAGER_HOST, COMMIT_HOST),
+    OTHERS: (PLAIN, RECOMPUTE, FILES, DEEPSPEED_HOST),
+    PRESETS: (PLAIN, *(preset(name) for name in presets())),
 }
+#: Those of which the table consists, and those of the contest of all.
+TABLE, CONTEST = (FIRST, SECOND, THIRD), (FIRST, OTHERS, PRESETS)
 #: What must be reached, and what may be taken.
 _FASTER, _STEP_FASTER, _PEAK = 1.8, 20.0, 0.25
 _BESIDE_PLAIN, _PEAK_BESIDE_PLAIN = 1.03, 0.45
@@ -100,7 +115,9 @@ class Choice:
         """Options of one of ours, or of plain PyTorch."""
         if name == PLAIN:
             return plain_options()
-        return self.ours(name).options()
+        if name == DEEPSPEED_HOST:
+            return deepspeed_options(Settings(on_host=True))
+        return self.ours(name).options() if name in OURS else simple_options(name)
 
     def ours(self, name: str) -> Ours:
         """One of `OURS`, as chosen."""
@@ -113,12 +130,14 @@ class Choice:
         return MEANING[name] + pinned
 
 
-def table_of(context: Context, choice: Choice) -> tuple[str, list[Result]]:
-    """Every model in every session; returns the tables and the claims."""
+def table_of(
+    context: Context, choice: Choice, sessions: Sequence[str] = TABLE
+) -> tuple[str, list[Result]]:
+    """Every model in some sessions; returns the tables and the claims."""
     texts: list[str] = []
     results: list[Result] = []
     for model in choice.models:
-        for session in SESSIONS:
+        for session in sessions:
             try:
                 outcome = session_of(context, choice, model, session)
             except Skipped as why:
@@ -215,7 +234,8 @@ def _try(
 def _check_losses(rows: Mapping[str, Rows], where: str) -> None:
     plain = rows[PLAIN].losses
     for name, row in rows.items():
-        exact = name in OURS and OURS[name].state_dtype == "float32"
+        exact = name not in (DEEPSPEED, DEEPSPEED_HOST)
+        exact &= name not in OURS or OURS[name].state_dtype == "float32"
         if exact and row.losses != plain:
             raise RuntimeError(f"{where}: losses of {name!r} differ from those of {PLAIN}")
 
@@ -307,6 +327,39 @@ def _host_cut(model: str, name: str, rows: Mapping[str, Rows]) -> Result:
     )  # fmt: skip
 
 
+def rooflines(session: str, outcome: Outcome) -> list[dict[str, Any]]:
+    """How far each of ours is from what its machine could do, and what is between.
+
+    Args:
+        session: its name.
+        outcome: of it.
+    """
+    found = []
+    for name, row in outcome.rows.items():
+        if name not in OURS and not name.startswith("preset"):
+            continue
+        plain = outcome.rows[PLAIN]
+        best = bounds(row, plain, outcome.disk)
+        seconds = row.values("seconds")
+        distance = statistics.median(a / b for a, b in zip(seconds, best, strict=True))
+        clients = ("optimizer", "activations")
+        waited = sum(row.median(f"offload/{client}/stall_seconds") for client in clients)
+        slower = row.median("seconds") - waited - plain.median("seconds")
+        by_disk = statistics.median(best) > 1.01 * plain.median("seconds")
+        found.append(
+            {
+                "name": f"{session}: {name}",
+                "seconds": row.median("seconds"),
+                "best": statistics.median(best),
+                "distance": distance,
+                "limit": "the disk" if by_disk else "computing",
+                "cause": f"{waited:.2f} s of waiting for the disk; computing and updates take "
+                f"{max(0.0, slower):.2f} s more than plain PyTorch's",
+            }
+        )
+    return found
+
+
 # ---------------------------------------------------------------------- the table
 def markdown(outcome: Outcome) -> str:
     """Medians of a session's laps, as a table."""
@@ -324,7 +377,7 @@ def markdown(outcome: Outcome) -> str:
     ]
     for name, row in rows.items():
         states = waited = ""
-        if name in OURS:
+        if name in OURS or name.startswith("preset"):
             read = row.median("offload/optimizer/read_bytes") / 1e6
             states = f"{read:.0f} + {row.median('offload/optimizer/written_bytes') / 1e6:.0f}"
             waited = f"{row.median('offload/optimizer/stall_seconds'):.3f}"

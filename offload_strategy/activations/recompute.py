@@ -111,23 +111,26 @@ class RecomputableBlocks:
     def allowed(self, calls: Sequence[BlockCall]) -> list[BlockCall]:
         """Those calls whose blocks may be computed again, as far as it was seen."""
         names = [call.name for call in calls]
-        return [
-            call
-            for call in calls
-            if names.count(call.name) == 1
-            and call.ends_at is not None
-            and not self._candidates[call.name].refused
-        ]
+        found = []
+        for call in calls:
+            candidate = self._candidates.get(call.name)
+            if candidate is None or candidate.refused:
+                continue
+            if names.count(call.name) == 1 and call.ends_at is not None:
+                found.append(call)
+        return found
+
+    def remove_model(self, model: nn.Module) -> None:
+        """Its blocks are as they were. Idempotent."""
+        modules = set(model.modules())
+        for candidate in list(self._candidates.values()):
+            if candidate.module() in modules:
+                self._forget(candidate)
 
     def close(self) -> None:
-        """Blocks are as they were. Idempotent."""
-        for candidate in self._candidates.values():
-            self._release(candidate)
-            module = candidate.module()
-            if module is not None and candidate.name in self.recomputed:
-                _compute_once(module, by_itself=candidate.by_itself)
-        self._candidates.clear()
-        self.recomputed.clear()
+        """All blocks are as they were. Idempotent."""
+        for candidate in list(self._candidates.values()):
+            self._forget(candidate)
 
     # ------------------------------------------------------------------ calls
     def begins(
@@ -186,6 +189,14 @@ class RecomputableBlocks:
         _compute_again(module, by_itself=candidate.by_itself)
         self.recomputed.add(name)
         return True
+
+    def _forget(self, candidate: _Candidate) -> None:
+        self._release(candidate)
+        del self._candidates[candidate.name]
+        module = candidate.module()
+        if module is not None and candidate.name in self.recomputed:
+            _compute_once(module, by_itself=candidate.by_itself)
+        self.recomputed.discard(candidate.name)
 
     def _release(self, candidate: _Candidate) -> None:
         for handle in candidate.handles:

@@ -324,6 +324,20 @@ def test_blocks_that_are_given_a_tensor_twice_are_left_alone(
         assert not all_again
 
 
+def test_a_model_that_is_detached_is_as_before(disk: Path, all_again: list[str]) -> None:
+    model, other = stack(), stack()
+    with OffloadEngine(limited(disk)) as engine:
+        passes(model, engine)
+        assert engine.metrics()["offload/activations/plan_recomputed_blocks"] == 3
+        engine.attach(other)
+        engine.detach_model(other)
+        engine.detach_model(model)
+        for each in (model, other):
+            assert all(block._compiled_call_impl is None for block in each.blocks)
+            assert not any(block._forward_hooks for block in each.blocks)
+        passes(model, None)
+
+
 def test_checkpointing_of_the_users_own_is_left_alone(disk: Path, all_again: list[str]) -> None:
     pytest.importorskip("transformers")
     model = build("GPT-2", reentrant=False)

@@ -12,14 +12,10 @@ from torch import nn
 from torch.optim import AdamW
 
 from offload_strategy import OffloadEngine
-from tests.gpu.test_cuda import DEVICE, TIERS, _deterministic, loss_of, make, stir
+from tests.gpu.support import DEVICE, TIERS, loss_of, make, needs_cuda, stir
 from tests.training import Numbers, assert_same_history, settings, weights
 
-__all__ = ["_deterministic"]
-
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs a CUDA device: torch.cuda.is_available() is False"
-)
+pytestmark = needs_cuda
 
 
 def streaming(disk: Path, host: str | None = None, **sections: Any) -> OffloadEngine:

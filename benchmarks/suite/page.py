@@ -1,0 +1,130 @@
+"""The page of results, made from files of figures and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.suite.parts import PARTS
+
+#: A step above this share of what it could take at best has its cause named.
+NEAR = 1.3
+_MACHINE = ("cores", "memory", "kernel", "python", "torch", "disk")
+
+Figures = Mapping[str, Any]
+
+
+def write_page(figures: Path, page: Path) -> None:
+    """Write a page.
+
+    Args:
+        figures: directory with a JSON file for each part that ran.
+        page: to write, in Markdown.
+    """
+    found = {
+        part.name: json.loads(file.read_text())
+        for part in PARTS
+        if (file := figures / f"{part.name}.json").exists()
+    }
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text("\n".join(_page(found, figures, page)) + "\n")
+
+
+def _page(found: Mapping[str, Figures], figures: Path, page: Path) -> Iterator[str]:
+    yield "# Results"
+    yield ""
+    yield "Made by `python -m benchmarks.suite` (`make bench`) from the figures in"
+    yield f"`{_beside(figures, page)}`; not written by hand. Every contender is a process of its"
+    yield "own, they take turns, and only ratios within one run mean anything: medians of rounds."
+    yield ""
+    claims = [claim for part in found.values() for claim in part.get("results", ())]
+    judged = [claim for claim in claims if claim["judged"]]
+    if judged:
+        held = sum(claim["held"] for claim in judged)
+        yield f"**{held} of {len(judged)} claims hold.** Those that do not are marked."
+        yield ""
+    for part in PARTS:
+        yield f"## {part.title}"
+        yield ""
+        if part.name not in found:
+            yield f"Not run here (`python {' '.join(part.command(quick=False))}`)."
+            yield ""
+            continue
+        yield from _part(part.name, found[part.name], figures, page)
+    yield from _roofline(found)
+
+
+def _part(name: str, figures: Figures, folder: Path, page: Path) -> Iterator[str]:
+    machine = figures.get("machine", {})
+    yield ", ".join(f"{key}: {machine[key]}" for key in _MACHINE if key in machine) + "."
+    yield ""
+    for title, text in _texts(figures):
+        if title:
+            yield f"### {title}"
+            yield ""
+        yield text.strip()
+        yield ""
+    picture = folder / f"{name}.svg"
+    if picture.exists():
+        yield f"![{name}]({_beside(picture, page)})"
+        yield ""
+    if figures.get("results"):
+        yield from _claims(figures["results"])
+        yield ""
+    for verb in ("skipped", "failed"):
+        for line, why in (figures.get(verb) or {}).items():
+            yield f"{verb}: {line}: {_first_line(why)}"
+            yield ""
+
+
+def _texts(figures: Figures) -> Iterator[tuple[str, str]]:
+    """Tables that a benchmark has written as text."""
+    if "table" in figures:
+        yield "", str(figures["table"])
+    for title, text in (figures.get("texts") or {}).items():
+        yield str(title), str(text)
+
+
+def _claims(results: Sequence[Figures]) -> Iterator[str]:
+    yield "| claim | ours | peer | unit | ratio | must be | |"
+    yield "|---|---|---|---|---|---|---|"
+    for one in results:
+        bound = f"{'≥' if one['at_least'] else '≤'} {one['threshold']:g}" if one["judged"] else ""
+        verdict = ("held" if one["held"] else "**not held**") if one["judged"] else ""
+        yield (
+            f"| {one['name']} | {one['ours']:.4g} | {one['peer']:.4g} | {one['unit']} "
+            f"| {one['ratio']:.3f} | {bound} | {verdict} |"
+        )
+
+
+def _roofline(found: Mapping[str, Figures]) -> Iterator[str]:
+    """How far each of ours is from what its machine could do."""
+    rows = [row for part in found.values() for row in part.get("roofline", ())]
+    yield "## Distance from the roofline"
+    yield ""
+    yield "What a step could take at best: the longer of computing (plain PyTorch's step, the same"
+    yield "round) and its bytes over the bandwidth that was measured in that round, one direction"
+    yield f"after the other. Above {NEAR:g} the cause is named."
+    yield ""
+    yield "| | step, s | at best, s | distance | limited by | cause |"
+    yield "|---|---|---|---|---|---|"
+    for row in sorted(rows, key=lambda one: -one["distance"]):
+        cause = row.get("cause", "") if row["distance"] > NEAR else ""
+        yield (
+            f"| {row['name']} | {row['seconds']:.3f} | {row['best']:.3f} | {row['distance']:.2f} "
+            f"| {row['limit']} | {cause} |"
+        )
+
+
+def _beside(file: Path, page: Path) -> str:
+    """A path as seen from the page."""
+    try:
+        return str(file.resolve().relative_to(page.resolve().parent))
+    except ValueError:
+        return file.name
+
+
+def _first_line(text: object) -> str:
+    return str(text).strip().partition("\n")[0]

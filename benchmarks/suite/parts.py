@@ -1,0 +1,76 @@
+"""What the suite runs: benchmarks, with the options of a full and of a quick run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Part:
+    """One benchmark.
+
+    Args:
+        name: of its file of figures.
+        title: on the page.
+        module: that is run.
+        options: of a full run.
+        quick: of a quick one.
+        minutes: that a full and a quick run may take on two cores; then they are ended.
+    """
+
+    name: str
+    title: str
+    module: str
+    options: Sequence[str] = ()
+    quick: Sequence[str] = ("--quick",)
+    minutes: tuple[float, float] = (15.0, 4.0)
+
+    def command(self, *, quick: bool) -> list[str]:
+        """The words after `python`."""
+        return ["-m", self.module, *(self.quick if quick else self.options)]
+
+
+#: In the order of the page. What is slow on two cores is left out of a quick run by its options.
+PARTS = (
+    Part(
+        "contenders",
+        "Everybody who trains a GPT here",
+        "benchmarks.optimizer",
+        ("--lines", "contest", "--repeats", "2"),
+        ("--lines", "contest", "--quick"),
+        (28.0, 5.0),
+    ),
+    Part(
+        "activations",
+        "Activations: kept, computed again, or moved",
+        "benchmarks.activations",
+        ("--lines", "curve", "--processes", "1", "--repeats", "3", "--batches", "4"),
+        ("--lines", "curve", "--quick", "--processes", "1", "--repeats", "2", "--batches", "2"),
+        (15.0, 3.0),
+    ),
+    Part(
+        "planning",
+        "Steps that were foretold",
+        "benchmarks.planning",
+        ("--lines", "predict"),
+        ("--lines", "predict", "--quick"),
+        (16.0, 3.0),
+    ),
+    Part(
+        "io",
+        "Storage alone, beside fio and others",
+        "benchmarks.io",
+        ("bulk", "small", "--repeats", "3"),
+        ("bulk", "--quick"),
+        (8.0, 2.0),
+    ),
+    Part(
+        "distributed",
+        "Four ranks on one path",
+        "benchmarks.distributed",
+        ("--repeats", "3"),
+        ("--quick",),
+        (8.0, 2.0),
+    ),
+)

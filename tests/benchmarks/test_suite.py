@@ -1,0 +1,131 @@
+"""The page of results is made from figures alone, and says what did not run or hold."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.suite import __main__ as suite
+from benchmarks.suite.page import write_page
+from benchmarks.suite.parts import PARTS
+
+CLAIM: dict[str, Any] = {
+    "name": "70M: speed", "ours": 2.0, "peer": 1.0, "unit": "s", "ratio": 2.0, "threshold": 1.8,
+    "at_least": True, "judged": True, "held": True,
+}  # fmt: skip
+
+
+def figures(**more: Any) -> dict[str, Any]:
+    return {"machine": {"cores": 2, "torch": "2.13.0"}, "results": [CLAIM], **more}
+
+
+def page(tmp_path: Path, **parts: dict[str, Any]) -> str:
+    folder = tmp_path / "figures"
+    folder.mkdir()
+    for name, found in parts.items():
+        (folder / f"{name}.json").write_text(json.dumps(found))
+    write_page(folder, tmp_path / "page.md")
+    return (tmp_path / "page.md").read_text()
+
+
+def test_claims_tables_and_machines_are_on_the_page(tmp_path: Path) -> None:
+    lost = {**CLAIM, "name": "70M: memory", "held": False}
+    text = page(tmp_path, io=figures(results=[CLAIM, lost], texts={"bulk": "| a table |"}))
+    assert "**1 of 2 claims hold.**" in text
+    assert "| 70M: speed | 2 | 1 | s | 2.000 | ≥ 1.8 | held |" in text
+    assert "| ≥ 1.8 | **not held** |" in text
+    assert "### bulk\n\n| a table |" in text
+    assert "cores: 2, torch: 2.13.0." in text
+
+
+def test_what_did_not_run_is_on_the_page(tmp_path: Path) -> None:
+    text = page(tmp_path, io=figures(skipped={"bulk": "no fio\nsecond line"}))
+    assert "skipped: bulk: no fio\n" in text
+    assert text.count("Not run here") == len(PARTS) - 1
+
+
+def test_causes_are_named_far_from_the_roofline(tmp_path: Path) -> None:
+    def row(name: str, distance: float) -> dict[str, Any]:
+        return {
+            "name": name, "seconds": distance, "best": 1.0, "distance": distance,
+            "limit": "computing", "cause": "waits",
+        }  # fmt: skip
+
+    text = page(tmp_path, contenders=figures(roofline=[row("near", 1.1), row("far", 1.5)]))
+    assert "| far | 1.500 | 1.000 | 1.50 | computing | waits |" in text
+    assert "| near | 1.100 | 1.000 | 1.10 | computing |  |" in text
+    assert text.index("| far |") < text.index("| near |")
+
+
+def test_the_page_in_the_repository_is_that_of_its_figures(tmp_path: Path) -> None:
+    if not suite.PAGE.exists():
+        pytest.skip("there is none yet")
+    copy = suite.PAGE.with_name(".results-as-rebuilt.md")
+    try:
+        write_page(suite.FIGURES, copy)
+        assert copy.read_text() == suite.PAGE.read_text()
+    finally:
+        copy.unlink(missing_ok=True)
+
+
+def test_a_part_that_writes_nothing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+
+    class Nothing:
+        def __init__(self, command: list[str], **_: Any) -> None:
+            calls.append(command)
+
+        def wait(self, timeout: float | None = None) -> int:
+            return 3
+
+    monkeypatch.setattr(subprocess, "Popen", Nothing)
+    monkeypatch.setattr(
+        sys, "argv",
+        ["suite", "--only", "io", "--figures", str(tmp_path), "--out", str(tmp_path / "p.md")],
+    )  # fmt: skip
+    assert suite.main() == 1
+    assert len(calls) == 1
+    assert "--json" in calls[0]
+    assert "Not run here" in (tmp_path / "p.md").read_text()
+
+
+def test_a_part_that_takes_too_long_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[bool] = []
+
+    class Slow:
+        def __init__(self, command: list[str], **_: Any) -> None:
+            pass
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is None:
+                return 0
+            raise subprocess.TimeoutExpired("slow", timeout)
+
+        def terminate(self) -> None:
+            ended.append(True)
+
+    monkeypatch.setattr(subprocess, "Popen", Slow)
+    monkeypatch.setattr(
+        sys, "argv",
+        ["suite", "--only", "io", "--quick", "--figures", str(tmp_path), "--out",
+         str(tmp_path / "p.md")],
+    )  # fmt: skip
+    assert suite.main() == 1
+    assert ended == [True]
+    assert "io: ended after 2 minutes" in capsys.readouterr().err
+
+
+def test_every_part_can_be_run() -> None:
+    assert len({part.name for part in PARTS}) == len(PARTS)
+    for part in PARTS:
+        assert "--quick" in part.command(quick=True)
+        assert 0 < part.minutes[1] < part.minutes[0]
+    assert sum(part.minutes[0] for part in PARTS) <= 75
+    assert sum(part.minutes[1] for part in PARTS) <= 15

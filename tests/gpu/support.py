@@ -1,0 +1,101 @@
+"""What tests of CUDA share: a small transformer, its data, and what makes kernels repeatable."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+# Before CUDA is initialised: else cuBLAS may choose another algorithm from run to run.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+needs_cuda = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device: torch.cuda.is_available() is False"
+)
+
+DEVICE = "cuda"
+WIDTH = 64
+
+TIERS: dict[str, dict[str, Any]] = {
+    "disk": {},
+    "some host memory": {"host": "1MiB"},
+    "host memory": {"host": "1GiB"},
+}
+
+
+@contextmanager
+def repeatable() -> Iterator[None]:
+    """Two plain runs must be the same before an offloaded one can be."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+    torch.use_deterministic_algorithms(before)
+    torch.cuda.synchronize()  # an error of the device that nobody saw shows here
+    torch.cuda.empty_cache()
+
+
+class Block(nn.Module):
+    """A transformer block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, 4, width // 4).unbind(2)
+        attended = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
+        )
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        return x + self.mlp(self.norm2(x))
+
+
+class Transformer(nn.Module):
+    """A few blocks; the first weight is also the last."""
+
+    def __init__(self, width: int = WIDTH, depth: int = 4, recompute: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(32, width, bias=False)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.recompute = recompute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return F.linear(x, self.embedding.weight.t())
+
+
+def make(width: int = WIDTH, depth: int = 4, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return Transformer(width, depth, **options).to(DEVICE)
+
+
+def batch(number: int, rows: int = 4, length: int = 64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(rows, length, 32, generator=generator).to(DEVICE)
+
+
+def loss_of(model: nn.Module, number: int, **sizes: int) -> torch.Tensor:
+    return model(batch(number, **sizes)).float().pow(2).mean()
+
+
+def stir() -> None:
+    """Use and overwrite the device memory that was just freed."""
+    for _ in range(8):
+        torch.full((1 << 18,), float("nan"), device=DEVICE)

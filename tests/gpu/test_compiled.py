@@ -1,0 +1,124 @@
+"""Compiled models are the same; what captures a CUDA graph is refused with what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offload_strategy import OffloadEngine
+from offload_strategy.errors import OffloadError
+from tests.gpu.support import DEVICE, batch, loss_of, make, needs_cuda
+from tests.training import Numbers, activations_only, assert_same_history, gradients, moved
+
+pytestmark = needs_cuda
+
+
+def whole(model: nn.Module) -> Any:
+    return torch.compile(model)
+
+
+def each_block(model: Any) -> Any:
+    for block in model.blocks:
+        block.compile()
+    return model
+
+
+WAYS: dict[str, Callable[[nn.Module], Any]] = {"whole": whole, "each block": each_block}
+
+
+def history(model: Any, base: nn.Module) -> list[Numbers]:
+    for module in base.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    found = []
+    for step in range(3):
+        loss = model(batch(step)).pow(2).mean()
+        loss.backward()
+        found.append({"loss": loss.detach(), **gradients(base)})
+        base.zero_grad()
+        del loss
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_compiled_model_is_the_same(disk: Path, way: str) -> None:
+    pytest.importorskip("triton", reason="torch.compile needs it on CUDA")
+    torch.compiler.reset()
+    base = make()
+    expected = history(WAYS[way](base), base)
+    torch.compiler.reset()
+    with activations_only(disk, min_size=1) as engine:
+        base = make()
+        compiled = WAYS[way](base)
+        engine.attach(compiled)
+        assert_same_history(history(compiled, base), expected)
+        assert moved(engine) > 0
+    torch.compiler.reset()
+
+
+def test_a_cuda_graph_of_a_step_is_refused(disk: Path) -> None:
+    with activations_only(disk) as engine:
+        model = make()
+        engine.attach(model)
+        inputs = batch(0)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            model(inputs).sum().backward()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with (
+            pytest.raises(OffloadError, match="CUDA graph"),
+            torch.cuda.graph(graph),
+        ):
+            model(inputs)
+        torch.cuda.synchronize()
+        loss_of(model, 1).backward()  # it goes on without
+
+
+def test_a_cuda_graph_without_gradients_is_no_concern(disk: Path) -> None:
+    with activations_only(disk) as engine:
+        model = make().eval()
+        engine.attach(model)
+        inputs = torch.zeros_like(batch(0))
+        with torch.no_grad():
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                model(inputs)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                output = model(inputs)
+            inputs.copy_(batch(3))
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(output, model(batch(3)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_half_precision_is_the_same(disk: Path, dtype: torch.dtype) -> None:
+    def run(engine: OffloadEngine | None) -> list[Numbers]:
+        model = make().to(dtype)
+        if engine is not None:
+            engine.attach(model)
+        found = []
+        for step in range(3):
+            torch.manual_seed(step)
+            loss = model(batch(step).to(dtype)).float().pow(2).mean()
+            loss.backward()
+            found.append({"loss": loss.detach(), **gradients(model)})
+            model.zero_grad()
+            del loss
+        return found
+
+    expected = run(None)
+    assert next(make().parameters()).device.type == DEVICE
+    with activations_only(disk, min_size=1) as engine:
+        assert_same_history(run(engine), expected)

@@ -1,0 +1,82 @@
+"""`planning.device_memory` on a device: the limit holds, the bits are the same."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload_strategy import OffloadEngine
+from offload_strategy.units import MiB
+from tests.gpu.support import DEVICE, Transformer, loss_of, needs_cuda
+from tests.training import Numbers, assert_same_bits, gradients
+
+pytestmark = needs_cuda
+
+SIZES = {"rows": 16, "length": 256}
+PASSES = 12
+
+
+def model() -> Any:
+    torch.manual_seed(0)
+    return Transformer(256, 12).to(DEVICE)
+
+
+def passes(engine: OffloadEngine | None) -> tuple[list[Numbers], list[int]]:
+    """Gradients and the peak of each pass."""
+    trained = model()
+    for parameter in trained.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    if engine is not None:
+        engine.attach(trained)
+    found, peaks = [], []
+    for number in range(PASSES):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        torch.manual_seed(number)
+        loss_of(trained, number, **SIZES).backward()
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated())
+        found.append(gradients(trained))
+        trained.zero_grad(set_to_none=False)
+    return found, peaks
+
+
+def config(disk: Path, limit: int, **planning: Any) -> dict[str, Any]:
+    return {
+        "tiers": [{"name": "nvme", "kind": "ssd", "path": str(disk)}],
+        "activations": {"min_size": "64KiB"},
+        "optimizer": {"enabled": False},
+        "memory": {"pinned": "256MiB"},
+        "planning": {"device_memory": limit, **planning},
+    }
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("share", [0.4, 0.7])
+def test_a_limit_holds(disk: Path, share: float, recompute: bool) -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    expected, plain = passes(None)
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    limit = int(before + share * (max(plain) - before))
+    with OffloadEngine(config(disk, limit, recompute=recompute)) as engine:
+        got, peaks = passes(engine)
+        figures = engine.metrics()
+    for number, (now, then) in enumerate(zip(got, expected, strict=True)):
+        assert_same_bits(now, then), number
+    assert max(peaks[-4:]) <= limit, f"{[peak // MiB for peak in peaks]} of {limit // MiB} MiB"
+    assert figures["offload/activations/plan_limit_bytes"] == limit
+
+
+def test_what_fits_stays(disk: Path) -> None:
+    _, plain = passes(None)
+    gc.collect()
+    limit = 2 * max(plain)
+    with OffloadEngine(config(disk, limit)) as engine:
+        passes(engine)
+        assert engine.metrics()["offload/activations/step_left_bytes"] == 0

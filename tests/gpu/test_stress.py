@@ -1,0 +1,147 @@
+"""Copies and kernels that are late at random, and buffers that are few: 1,000 steps, the same bits.
+
+What lies in memory that was freed too early is overwritten meanwhile, so that a stream that does
+not wait for another shows in the numbers.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from offload_strategy import OffloadEngine
+from offload_strategy.transfer.device import DeviceCopier
+from tests.gpu.support import DEVICE, batch, loss_of, make, needs_cuda, stir
+from tests.training import Numbers, assert_same_history, settings, weights
+
+pytestmark = needs_cuda
+
+#: A device counts in cycles: about 0.2 ms at most.
+_CYCLES = 400_000
+
+
+@pytest.fixture
+def late_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every third copy begins late, on its stream or on its thread."""
+    dice = random.Random(0)
+    out, back = DeviceCopier.copy_out, DeviceCopier.copy_in
+
+    def lag(copier: DeviceCopier, direction: str) -> None:
+        if dice.random() < 0.33:
+            with copier._stream(direction):
+                torch.cuda._sleep(dice.randrange(_CYCLES))
+
+    def copy_out(copier: DeviceCopier, source: torch.Tensor, host: torch.Tensor) -> Any:
+        lag(copier, "out")
+        return out(copier, source, host)
+
+    def copy_in(copier: DeviceCopier, host: torch.Tensor) -> torch.Tensor:
+        lag(copier, "in")
+        if dice.random() < 0.1:
+            time.sleep(dice.random() / 2000)
+        return back(copier, host)
+
+    monkeypatch.setattr(DeviceCopier, "copy_out", copy_out)
+    monkeypatch.setattr(DeviceCopier, "copy_in", copy_in)
+    yield
+    torch.cuda.synchronize()
+
+
+def train(engine: OffloadEngine | None, steps: int) -> list[Numbers]:
+    """Losses of each step, and the weights after every hundredth."""
+    dice = random.Random(1)
+    model = make(32, 2)
+    plain = AdamW(model.parameters(), 1e-3)
+    optimizer: Any = plain if engine is None else engine.attach(model, plain)
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):  # between the layers, wherever that is
+            module.register_forward_hook(
+                lambda *_: torch.cuda._sleep(dice.randrange(_CYCLES) if dice.random() < 0.1 else 1)
+            )
+    found = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        loss = loss_of(model, step, rows=2, length=16)
+        if step % 5 == 0:
+            stir()
+        loss.backward()
+        if step % 7 == 0:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        numbers = {"loss": loss.detach()}
+        if step % 100 == 99:
+            numbers |= weights(model)
+        found.append(numbers)
+    return found
+
+
+@pytest.mark.parametrize("overlap", ["commit", "off"])
+@pytest.mark.parametrize("host", [None, "64KiB"], ids=["disk", "little host memory"])
+def test_a_thousand_steps_are_the_same(
+    disk: Path, late_copies: None, host: str | None, overlap: str
+) -> None:
+    expected = train(None, 1000)
+    config = settings(disk, host, optimizer={"overlap": overlap}, memory={"pinned": "256KiB"})
+    with OffloadEngine(config) as engine:
+        assert_same_history(train(engine, 1000), expected)
+        assert engine.metrics()["offload/activations/written_bytes"] > 0
+
+
+@pytest.mark.parametrize("priority", [-1, 0])
+def test_two_streams_of_the_users_are_the_same(
+    disk: Path, late_copies: None, priority: int
+) -> None:
+    """Forward on one, backward on another, as pipelines do."""
+
+    def run(engine: OffloadEngine | None) -> list[Numbers]:
+        model = make(32, 2)
+        if engine is not None:
+            engine.attach(model)
+        one, two = (torch.cuda.Stream(priority=priority) for _ in range(2))
+        found = []
+        for step in range(50):
+            torch.manual_seed(step)
+            one.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(one):
+                inputs = batch(step, rows=2, length=16)
+                loss = model(inputs).pow(2).mean()
+            two.wait_stream(one)
+            with torch.cuda.stream(two):
+                loss.backward()
+            torch.cuda.current_stream().wait_stream(two)
+            found.append(
+                {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            )
+            torch.cuda.synchronize()  # what the user's own streams need
+            model.zero_grad()
+        return found
+
+    expected = run(None)
+    with OffloadEngine(settings(disk, memory={"pinned": "256KiB"})) as engine:
+        assert_same_history(run(engine), expected)
+
+
+def test_device_memory_does_not_grow(disk: Path, late_copies: None) -> None:
+    config = settings(disk, memory={"pinned": "256KiB"})
+    with OffloadEngine(config) as engine:
+        model = make(32, 2)
+        optimizer: Any = engine.attach(model, AdamW(model.parameters(), 1e-3))
+        levels = []
+        for step in range(300):
+            loss_of(model, step, rows=2, length=16).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 100 == 99:
+                engine._resources.heap.wait_for_writes()
+                torch.cuda.synchronize()
+                levels.append(torch.cuda.memory_allocated(DEVICE))
+        assert levels[2] <= levels[1] + (1 << 20)
