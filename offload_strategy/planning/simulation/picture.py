@@ -40,7 +40,7 @@ def draw(found: StepReplay, limit: int, file: Path) -> None:
     below.step(times, [nbytes / MiB for _, nbytes in found.memory], where="post", color="C3")
     below.axhline(limit / MiB, color="black", linestyle="--", linewidth=1)
     below.text(0, limit / MiB, " limit", va="bottom")
-    below.set(xlabel="seconds of a step", ylabel="saved tensors in memory, MiB", ylim=(0, None))
+    below.set(xlabel="seconds of a step", ylabel="memory, MiB", ylim=(0, None))
     try:
         figure.savefig(file)
     except (OSError, ValueError) as error:

@@ -56,13 +56,14 @@ class StepReplay:
 class _Kind(IntEnum):
     """In which order marks of the same moment are passed."""
 
-    OTHERS = 0
+    LESS = 0  # other things need less memory
     FREE = 1
     FETCH = 2
     USE = 3
-    BACKWARD = 4
-    UPDATE = 5
-    END = 6
+    MORE = 4  # other things need more: what was used just now may be among them
+    BACKWARD = 5
+    UPDATE = 6
+    END = 7
 
 
 class _Where(Enum):
@@ -235,8 +236,11 @@ class Replay:
         for move in self._moves.values():
             at = move.fetch_at - step if move.fetch_at > step else move.fetch_at
             marks.append((min(at, step), _Kind.FETCH, move.tensor, move.period))
-        others = enumerate(self._profile.beside)
-        marks += [(min(at, step), _Kind.OTHERS, number, 0) for number, (at, _) in others]
+        before = self._others
+        for number, (at, nbytes) in enumerate(self._profile.beside):
+            kind = _Kind.MORE if nbytes > before else _Kind.LESS
+            marks.append((min(at, step), kind, number, 0))
+            before = nbytes
         marks.append((self._profile.forward_seconds, _Kind.BACKWARD, 0, 0))
         for number, update in enumerate(self._profile.updates):
             marks.append((min(update.ready_at, step), _Kind.UPDATE, number, 0))
@@ -280,7 +284,7 @@ class Replay:
             self._end_step()
             return
         self._place += 1
-        if kind == _Kind.OTHERS:
+        if kind in (_Kind.LESS, _Kind.MORE):
             before, self._others = self._others, self._profile.beside[number][1]
             self._require(self._others - before)
             if self._others < before:
@@ -301,12 +305,13 @@ class Replay:
         """What training has to wait for, or None."""
         if kind is _Kind.END:
             return None if self._updates.over else "updates"
+        if kind is _Kind.MORE:
+            return self._room_missing(self._profile.beside[number][1] - self._others)
         if kind is not _Kind.USE:
             return None
         tensor, life = self._tensors[number], self._profile.tensors[number]
         if place == 0 and not life.cyclic:
-            over = self._limit is not None and self._memory + tensor.nbytes > self._limit
-            return "memory" if over and self._leaving else None
+            return self._room_missing(tensor.nbytes)
         if tensor.where in (_Where.MEMORY, _Where.LEAVING):
             return None
         if tensor.where is _Where.AWAY:
@@ -317,6 +322,11 @@ class Replay:
             lane.hurry(tensor.job)
             self._serve(lane)
         return "reads"
+
+    def _room_missing(self, nbytes: int) -> str | None:
+        """Whether to wait for memory, as something is on its way out that will make room."""
+        over = self._limit is not None and self._memory + nbytes > self._limit
+        return "memory" if over and self._leaving else None
 
     def _use(self, number: int, place: int) -> None:
         tensor, life = self._tensors[number], self._profile.tensors[number]
