@@ -126,9 +126,10 @@ class Trace:
     def saved(self, prefix: int, nbytes: int) -> int:
         """A new item, of which `prefix_with` has told what the pass looks like; its number."""
         self.prefixes.append(prefix)
-        self.saved_at.append(time.perf_counter())
         self.sizes.append(nbytes)
         self.held_at.append(self.held)
+        # Last, as it counts items, and Ctrl-C may come between any two lines.
+        self.saved_at.append(time.perf_counter())
         return len(self.saved_at) - 1
 
     def watch(self, number: int, storage: torch.UntypedStorage, nbytes: int) -> Storage:

@@ -64,8 +64,9 @@ class Prefetcher:
 
     @property
     def latest_trace(self) -> Trace | None:
-        """Of the forward pass that backward reached last."""
-        return None if self._latest is None else self._latest[1]
+        """Of the forward pass that backward reached last, once it has used something of it."""
+        # Where an exception ends a backward pass at its first item, nothing is known of it.
+        return self._latest[1] if self._latest is not None and self._latest[1].uses else None
 
     def ended_at(self, trace: Trace) -> float:
         """When a pass, whose backward began, was over with all that belongs to it, or will be."""

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from offload_strategy.errors import ConfigError, OffloadError
+from offload_strategy.grad_mode import keeps_grad_mode
 from offload_strategy.heap import Heap, Tier
 from offload_strategy.optimizer.backward.commit import CommittedUpdates
 from offload_strategy.optimizer.backward.eager import EagerUpdates
@@ -164,6 +165,7 @@ class OffloadedOptimizer(Optimizer):
         return f"OffloadedOptimizer({self.inner!r})"
 
     # ------------------------------------------------------------------ the step
+    @keeps_grad_mode
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient.
 

@@ -9,6 +9,8 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
+from offload_strategy.grad_mode import no_grad
+
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
@@ -25,5 +27,5 @@ def undisturbed() -> Iterator[None]:
             stack.enter_context(_disable_current_modes())
         if torch._C._functorch.peek_interpreter_stack() is not None:
             stack.enter_context(temporarily_clear_interpreter_stack())
-        stack.enter_context(torch.no_grad())
+        stack.enter_context(no_grad())
         yield

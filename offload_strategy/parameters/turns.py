@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from offload_strategy.grad_mode import keeps_grad_mode
 from offload_strategy.parameters.context import undisturbed
 from offload_strategy.parameters.hooks import Attached
 from offload_strategy.parameters.order import StreamedBlock
@@ -42,6 +43,7 @@ class WeightTurns:
         #: Weights that were touched out of turn.
         self.touches = 0
 
+    @keeps_grad_mode
     def begin(self, block: StreamedBlock) -> None:
         """A block computes: its weights must be here."""
         with self._lock, undisturbed():
@@ -64,6 +66,7 @@ class WeightTurns:
                 for weight in block.weights:
                     weight.bind()
 
+    @keeps_grad_mode
     def end(self, block: StreamedBlock) -> None:
         """A block has computed, or raised; also when it never began."""
         open_blocks = self._open.blocks
@@ -116,6 +119,7 @@ class WeightTurns:
                 if weight is not None:
                     weight.fetch()
 
+    @keeps_grad_mode
     def start_over(self) -> None:
         """A step has ended, or a new pass begins: autograd saved nothing that is still needed."""
         self._break_off(self._open.blocks)

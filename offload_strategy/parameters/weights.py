@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from offload_strategy.errors import OffloadError
+from offload_strategy.grad_mode import keeps_grad_mode
 from offload_strategy.heap import Heap, Ticket, TicketState, Tier
 from offload_strategy.parameters.context import undisturbed
 from offload_strategy.parameters.guarded import forget, guard, nothing_like, place_bytes, unguard
@@ -140,6 +141,7 @@ class StreamedWeight:
             if self.turns == 0 and parameter is not None:
                 guard(parameter, self)
 
+    @keeps_grad_mode
     def begin_touch(self) -> None:
         """Somebody needs, and may change, the bytes out of turn, until `end_turn`."""
         with self._lock, undisturbed():

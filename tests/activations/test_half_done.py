@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from offload_strategy import OffloadEngine
+from offload_strategy.activations.order import Trace
 from tests.activations import half_done
 from tests.activations.half_done import Training, arm
 from tests.training import Numbers, activations_only, assert_same_bits
@@ -338,3 +339,18 @@ def test_one_after_the_other(disk: Path, host: str, expected: Numbers) -> None:
         assert_nothing_is_left(engine)
         assert_same_bits(training.step(1), expected)
         assert_nothing_is_left(engine)
+
+
+def test_interrupted_before_backward_has_used_anything(
+    engine: OffloadEngine, expected: Numbers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is known of such a pass, and the next one begins as if it had not been."""
+    training = Training(engine)
+    training.step(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trace, "used", lambda *_: _raise(KeyboardInterrupt)())
+        with pytest.raises(KeyboardInterrupt):
+            training.step(99)
+    assert_nothing_is_left(engine)
+    assert_same_bits(training.step(1), expected)
+    assert_nothing_is_left(engine)

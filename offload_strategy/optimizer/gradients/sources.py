@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from offload_strategy.errors import OffloadError
+from offload_strategy.grad_mode import no_grad
 from offload_strategy.heap import Heap, Ticket, Tier
 from offload_strategy.optimizer.states.layout import Layout, Segment
 
@@ -117,7 +118,7 @@ def lasting() -> Iterator[None]:
     with contextlib.ExitStack() as modes:
         if torch.is_inference_mode_enabled():
             modes.enter_context(torch.inference_mode(False))
-        modes.enter_context(torch.no_grad())
+        modes.enter_context(no_grad())
         yield
 
 
