@@ -55,6 +55,7 @@ class Subject:
         name: of the contender, for messages.
         options: of the subject; must be fit for JSON.
         environment: variables on top of this process's.
+        patience: seconds that it may be silent; then it is ended.
     """
 
     def __init__(
@@ -63,8 +64,10 @@ class Subject:
         name: str,
         options: Mapping[str, Any],
         environment: Mapping[str, str] | None = None,
+        patience: float = _PATIENCE_SECONDS,
     ) -> None:
         self.name = name
+        self.patience = patience
         # A file: what the libraries have to say must not fill a pipe that nobody reads.
         self._errors = tempfile.NamedTemporaryFile("r", errors="replace")  # noqa: SIM115
         with open(self._errors.name, "w") as errors:
@@ -114,7 +117,7 @@ class Subject:
             RuntimeError: it ended, or did not answer.
         """
         assert self._process.stdout is not None
-        watch = threading.Timer(_PATIENCE_SECONDS, self._process.kill)
+        watch = threading.Timer(self.patience, self._process.kill)
         watch.daemon = True
         watch.start()
         try:

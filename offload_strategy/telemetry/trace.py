@@ -27,6 +27,9 @@ from offload_strategy.telemetry.recorder import Direction, MoveRecord, StallReco
 
 _Event = dict[str, Any]
 
+#: What `time.perf_counter` tells apart.
+_CLOCK_SECONDS = 1e-9
+
 
 def write_trace(
     file: str | os.PathLike[str],
@@ -127,7 +130,7 @@ def _move_slice(move: MoveRecord) -> _Slice:
         "bytes": move.nbytes,
         "queued_ms": round((move.started_at - move.queued_at) * 1e3, 3),
     }
-    if seconds > 0:
+    if seconds >= _CLOCK_SECONDS:  # of less no clock can tell, and the rate could be infinite
         arguments["GBps"] = round(move.nbytes / seconds / 1e9, 3)
     return _Slice(begin, end, move.client, str(move.direction), arguments)
 

@@ -127,3 +127,30 @@ def test_the_example_of_a_config_file_is_one_that_the_strategy_takes() -> None:
     strategy = content["trainer"]["strategy"]
     assert strategy["class_path"] == "offload_strategy.SSDOffloadStrategy"
     assert OffloadConfig.load(strategy["init_args"]["config"]).activations.min_size == 256 * 1024
+
+
+def test_the_launch_file_of_the_package_changes_no_bit(tmp_path: Path) -> None:
+    """The command of the documents as it stands, and the same file without our section."""
+    for package in ("accelerate", "datasets", "transformers"):
+        pytest.importorskip(package)
+    shipped = ROOT / "configs" / "accelerate" / "offload.yaml"
+    content = yaml.safe_load(shipped.read_text())
+    assert content.pop("ssd_offload_config")
+    without = tmp_path / "without.yaml"
+    without.write_text(yaml.safe_dump(content))
+    script = str(SCRIPTS / "transformers_trainer.py")
+
+    def launch(file: Path) -> Any:
+        return run([sys.executable, "-c", CONSOLE_SCRIPT, "launch", "--config", str(file), script],
+                   home=tmp_path)  # fmt: skip
+
+    with ThreadPoolExecutor(2) as pool:
+        offloaded, plain = pool.map(launch, (shipped, without))
+    got, expected = (
+        [line for line in succeeded(one).splitlines() if line.startswith(("loss ", "weights "))]
+        for one in (offloaded, plain)
+    )
+    assert got == expected
+    assert len(expected) >= 10
+    assert "ssd-offload: " in offloaded.stderr
+    assert "ssd-offload: " not in plain.stderr

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from offload_strategy.errors import OffloadError
@@ -115,6 +115,7 @@ stall_records = st.builds(
 
 
 @settings(max_examples=60, deadline=None)
+@example([move(0.0, 5e-324, nbytes=1)], [])
 @given(st.lists(move_records, max_size=30), st.lists(stall_records, max_size=10))
 def test_any_records_make_a_valid_trace(moves: list[MoveRecord], stalls: list[StallRecord]) -> None:
     trace = trace_object(moves, stalls)
