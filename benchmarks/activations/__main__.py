@@ -71,6 +71,7 @@ def main() -> int:
         )
         results += claims
         outcome["points"] = [asdict(point) for point in points]
+        outcome["texts"] = {"": markdown(points)}
         print("\n" + "\n".join(f"{kind}: {what}" for kind, what in MEANING.items()))
         print("losses and gradients are keep's to the last bit\n\n" + markdown(points))
         plot(points, options.plot)

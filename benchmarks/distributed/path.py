@@ -34,7 +34,8 @@ def path(context: Context) -> list[Result]:
     why_not = disks.why_not()
     if why_not is not None:
         raise Skipped(why_not)
-    width, layers, steps = (1024, 2, 3) if context.quick else (2048, 4, 5)
+    # Less than this would stay in buffers.
+    width, layers, steps = 2048, 4, 3 if context.quick else 5
     # States, and where updates run ahead as much again, and weights; and something to spare.
     capacity = 2 * width * width * layers * 4 * 5 + 256 * MiB
     laps: dict[str, Laps] = {

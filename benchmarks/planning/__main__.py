@@ -41,6 +41,7 @@ def main() -> int:
     print("\n".join(f"{name}: {value}" for name, value in machine.items()), flush=True)
     results: list[Result] = []
     outcome: dict[str, object] = {"steps": options.steps, "quick": options.quick}
+    texts: dict[str, str] = {}
     skipped: dict[str, str] = {}
     failed: dict[str, str] = {}
     for name in options.lines:
@@ -56,8 +57,9 @@ def main() -> int:
         else:
             results += found
             outcome["predicted" if name == "predict" else name] = figures
+            texts[name] = table
             print("\n" + table)
-    outcome |= {"skipped": skipped, "failed": failed}
+    outcome |= {"texts": texts, "skipped": skipped, "failed": failed}
     status = conclude(results, options.json, machine, outcome)
     for title, reasons in (("skipped", skipped), ("failed", failed)):
         for name, reason in reasons.items():

@@ -2,6 +2,7 @@
 
     make bench                                      all of it, about an hour on two cores
     make bench-quick                                tiny models, to see that it runs
+    python -m benchmarks.suite --second             all of it again, and both runs on the page
     python -m benchmarks.suite --only planning io   some parts
     python -m benchmarks.suite --page               run nothing: the page from the figures there are
 
@@ -24,6 +25,8 @@ from benchmarks.suite.parts import PARTS, Part
 
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES, PAGE = ROOT / "docs" / "results" / "cpu", ROOT / "docs" / "results.md"
+#: Of a second run, beside the first one.
+SECOND = "second"
 #: Status of a benchmark of which every line was skipped.
 _NOTHING_RAN = 2
 _BAR = 30
@@ -41,17 +44,19 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="of the disk")
     parser.add_argument("--figures", type=Path, help="where JSON goes (default: docs/results/cpu)")
     parser.add_argument("--out", type=Path, help="the page (default: docs/results.md)")
+    parser.add_argument("--second", action="store_true", help="beside the figures that there are")
     parser.add_argument("--page", action="store_true", help="run nothing, write the page")
     options = parser.parse_args()
     # What a quick run finds is no evidence, and must not replace any.
     quick_place = Path(tempfile.gettempdir()) / "offload-strategy-bench-quick"
     figures: Path = options.figures or (quick_place if options.quick else FIGURES)
     page: Path = options.out or (figures / "results.md" if options.quick else PAGE)
-    figures.mkdir(parents=True, exist_ok=True)
+    into = figures / SECOND if options.second else figures
+    into.mkdir(parents=True, exist_ok=True)
     failed: list[str] = []
     if not options.page:
-        failed = _run([p for p in PARTS if p.name in options.only], figures, options)
-    write_page(figures, page)
+        failed = _run([p for p in PARTS if p.name in options.only], into, options)
+    write_page(figures, page, figures / SECOND)
     print(f"\n{page.read_text()}\nwritten to {page}")
     for line in failed:
         print(line, file=sys.stderr)

@@ -11,28 +11,38 @@ from benchmarks.suite.parts import PARTS
 
 #: A step above this share of what it could take at best has its cause named.
 NEAR = 1.3
+#: Ratios of two runs that differ by more than this share are marked.
+SAME = 0.1
 _MACHINE = ("cores", "memory", "kernel", "python", "torch", "disk")
 
 Figures = Mapping[str, Any]
 
 
-def write_page(figures: Path, page: Path) -> None:
+def write_page(figures: Path, page: Path, second: Path | None = None) -> None:
     """Write a page.
 
     Args:
         figures: directory with a JSON file for each part that ran.
         page: to write, in Markdown.
+        second: likewise, of a second run; may be empty.
     """
-    found = {
+    found = _read(figures)
+    again = {} if second is None else _read(second)
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text("\n".join(_page(found, again, figures, page)) + "\n")
+
+
+def _read(folder: Path) -> dict[str, Figures]:
+    return {
         part.name: json.loads(file.read_text())
         for part in PARTS
-        if (file := figures / f"{part.name}.json").exists()
+        if (file := folder / f"{part.name}.json").exists()
     }
-    page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text("\n".join(_page(found, figures, page)) + "\n")
 
 
-def _page(found: Mapping[str, Figures], figures: Path, page: Path) -> Iterator[str]:
+def _page(
+    found: Mapping[str, Figures], again: Mapping[str, Figures], figures: Path, page: Path
+) -> Iterator[str]:
     yield "# Results"
     yield ""
     yield "Made by `python -m benchmarks.suite` (`make bench`) from the figures in"
@@ -45,6 +55,14 @@ def _page(found: Mapping[str, Figures], figures: Path, page: Path) -> Iterator[s
         held = sum(claim["held"] for claim in judged)
         yield f"**{held} of {len(judged)} claims hold.** Those that do not are marked."
         yield ""
+    pairs = [
+        pair for name, part in found.items() for pair in _twice(part, again.get(name, {})).values()
+    ]
+    if pairs:
+        close = sum(abs(change) <= SAME for _, change in pairs)
+        yield f"Of {len(pairs)} ratios that were measured in two runs {close} are within"
+        yield f"{SAME:.0%} of each other; the others are marked."
+        yield ""
     for part in PARTS:
         yield f"## {part.title}"
         yield ""
@@ -52,11 +70,21 @@ def _page(found: Mapping[str, Figures], figures: Path, page: Path) -> Iterator[s
             yield f"Not run here (`python {' '.join(part.command(quick=False))}`)."
             yield ""
             continue
-        yield from _part(part.name, found[part.name], figures, page)
+        yield from _part(part.name, found[part.name], again.get(part.name, {}), figures, page)
     yield from _roofline(found)
 
 
-def _part(name: str, figures: Figures, folder: Path, page: Path) -> Iterator[str]:
+def _twice(first: Figures, second: Figures) -> dict[str, tuple[float, float]]:
+    """By claim the second run's ratio, and by which share it is away from the first one's."""
+    ratios = {one["name"]: one["ratio"] for one in second.get("results", ())}
+    return {
+        one["name"]: (ratio, ratio / one["ratio"] - 1)
+        for one in first.get("results", ())
+        if one["ratio"] and (ratio := ratios.get(one["name"])) is not None
+    }
+
+
+def _part(name: str, figures: Figures, again: Figures, folder: Path, page: Path) -> Iterator[str]:
     machine = figures.get("machine", {})
     yield ", ".join(f"{key}: {machine[key]}" for key in _MACHINE if key in machine) + "."
     yield ""
@@ -71,7 +99,7 @@ def _part(name: str, figures: Figures, folder: Path, page: Path) -> Iterator[str
         yield f"![{name}]({_beside(picture, page)})"
         yield ""
     if figures.get("results"):
-        yield from _claims(figures["results"])
+        yield from _claims(figures["results"], _twice(figures, again))
         yield ""
     for verb in ("skipped", "failed"):
         for line, why in (figures.get(verb) or {}).items():
@@ -87,16 +115,26 @@ def _texts(figures: Figures) -> Iterator[tuple[str, str]]:
         yield str(title), str(text)
 
 
-def _claims(results: Sequence[Figures]) -> Iterator[str]:
-    yield "| claim | ours | peer | unit | ratio | must be | |"
-    yield "|---|---|---|---|---|---|---|"
+def _claims(results: Sequence[Figures], again: Mapping[str, tuple[float, float]]) -> Iterator[str]:
+    yield f"| claim | ours | peer | unit | ratio | must be | |{' second run |' * bool(again)}"
+    yield f"|---|---|---|---|---|---|---|{'---|' * bool(again)}"
     for one in results:
         bound = f"{'≥' if one['at_least'] else '≤'} {one['threshold']:g}" if one["judged"] else ""
         verdict = ("held" if one["held"] else "**not held**") if one["judged"] else ""
         yield (
             f"| {one['name']} | {one['ours']:.4g} | {one['peer']:.4g} | {one['unit']} "
-            f"| {one['ratio']:.3f} | {bound} | {verdict} |"
+            f"| {one['ratio']:.3f} | {bound} | {verdict} |{_second(one['name'], again)}"
         )
+
+
+def _second(claim: str, again: Mapping[str, tuple[float, float]]) -> str:
+    if not again:
+        return ""
+    if claim not in again:
+        return " |"
+    ratio, change = again[claim]
+    away = "" if abs(change) <= SAME else f", **{change:+.0%}**"
+    return f" {ratio:.3f}{away} |"
 
 
 def _roofline(found: Mapping[str, Figures]) -> Iterator[str]:

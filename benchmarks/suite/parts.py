@@ -39,7 +39,7 @@ PARTS = (
         "benchmarks.optimizer",
         ("--lines", "contest", "--repeats", "2"),
         ("--lines", "contest", "--quick"),
-        (28.0, 5.0),
+        (33.0, 5.0),
     ),
     Part(
         "activations",
@@ -47,7 +47,7 @@ PARTS = (
         "benchmarks.activations",
         ("--lines", "curve", "--processes", "1", "--repeats", "3", "--batches", "4"),
         ("--lines", "curve", "--quick", "--processes", "1", "--repeats", "2", "--batches", "2"),
-        (15.0, 3.0),
+        (14.0, 3.0),
     ),
     Part(
         "planning",
@@ -55,7 +55,7 @@ PARTS = (
         "benchmarks.planning",
         ("--lines", "predict"),
         ("--lines", "predict", "--quick"),
-        (16.0, 3.0),
+        (15.0, 3.0),
     ),
     Part(
         "io",
@@ -63,7 +63,7 @@ PARTS = (
         "benchmarks.io",
         ("bulk", "small", "--repeats", "3"),
         ("bulk", "--quick"),
-        (8.0, 2.0),
+        (5.0, 2.0),
     ),
     Part(
         "distributed",
@@ -71,6 +71,6 @@ PARTS = (
         "benchmarks.distributed",
         ("--repeats", "3"),
         ("--quick",),
-        (8.0, 2.0),
+        (5.0, 2.0),
     ),
 )

@@ -62,12 +62,26 @@ def test_causes_are_named_far_from_the_roofline(tmp_path: Path) -> None:
     assert text.index("| far |") < text.index("| near |")
 
 
+def test_a_second_run_is_beside_the_first_and_marked_where_it_differs(tmp_path: Path) -> None:
+    near, far = {**CLAIM, "name": "near"}, {**CLAIM, "name": "far"}
+    for name, ratio in (("first", 2.0), ("second", 1.7)):
+        (tmp_path / name).mkdir()
+        results = [near, {**far, "ratio": ratio}, {**CLAIM, "name": name}]
+        (tmp_path / name / "io.json").write_text(json.dumps(figures(results=results)))
+    write_page(tmp_path / "first", tmp_path / "page.md", tmp_path / "second")
+    text = (tmp_path / "page.md").read_text()
+    assert "Of 2 ratios that were measured in two runs 1 are within\n10%" in text
+    assert "| near | 2 | 1 | s | 2.000 | ≥ 1.8 | held | 2.000 |" in text
+    assert "| far | 2 | 1 | s | 2.000 | ≥ 1.8 | held | 1.700, **-15%** |" in text
+    assert "| first | 2 | 1 | s | 2.000 | ≥ 1.8 | held | |" in text
+
+
 def test_the_page_in_the_repository_is_that_of_its_figures(tmp_path: Path) -> None:
     if not suite.PAGE.exists():
         pytest.skip("there is none yet")
     copy = suite.PAGE.with_name(".results-as-rebuilt.md")
     try:
-        write_page(suite.FIGURES, copy)
+        write_page(suite.FIGURES, copy, suite.FIGURES / suite.SECOND)
         assert copy.read_text() == suite.PAGE.read_text()
     finally:
         copy.unlink(missing_ok=True)
