@@ -33,7 +33,7 @@ from benchmarks.optimizer.contenders import Ours
 from benchmarks.optimizer.deepspeed_peer import Settings
 from benchmarks.optimizer.prediction import prediction
 from benchmarks.optimizer.session import COUNTED, UNCOUNTED, Outcome
-from benchmarks.optimizer.table import CONTEST, MEANING, Choice, rooflines, table_of
+from benchmarks.optimizer.table import MEANING, Choice, contest, rooflines, table_of
 from benchmarks.optimizer.tasks import SHAPES
 
 _LINES = ("table", "clipping", "ablation", "prediction", "contest")
@@ -63,7 +63,7 @@ def main() -> int:
         context = Context(Path(folder), repeats, options.quick, say)
         lines: dict[str, Callable[[], tuple[str, list[Result]]]] = {
             "table": lambda: table_of(context, choice),
-            "contest": lambda: table_of(context, choice, CONTEST),
+            "contest": lambda: contest(context, choice),
             "clipping": lambda: clipping(
                 context, pinned, 10 if options.quick else options.clipping_steps
             ),

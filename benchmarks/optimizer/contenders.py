@@ -20,7 +20,10 @@ from offload_strategy.config import DIRECTORY_VARIABLE
 
 PLAIN = "plain PyTorch"
 DEEPSPEED = "DeepSpeed ZeRO-3, NVMe"
+DEEPSPEED_DEFAULTS = "DeepSpeed ZeRO-3, NVMe, its defaults"
 DEEPSPEED_HOST = "DeepSpeed ZeRO-3, host memory"
+#: All of these may be unable to run here.
+DEEPSPEEDS = (DEEPSPEED, DEEPSPEED_DEFAULTS, DEEPSPEED_HOST)
 RECOMPUTE, FILES = "plain, blocks computed again", "plain, saved tensors in files"
 #: Begins the names of our presets.
 _PRESET = "preset "
@@ -154,7 +157,7 @@ def make(options: dict[str, Any], task: Task, directory: Path) -> Trainer:
     Raises:
         deepspeed_peer.Unavailable: DeepSpeed cannot be used here.
     """
-    if options["contender"] in (DEEPSPEED, DEEPSPEED_HOST):
+    if options["contender"] in DEEPSPEEDS:
         settings = deepspeed_peer.Settings(**options["settings"])
         return deepspeed_peer.DeepSpeed(task.model(), ADAMW, settings, directory)
     model = task.model()

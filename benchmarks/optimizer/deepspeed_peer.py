@@ -24,10 +24,10 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Aio:
-    """Settings of its asynchronous I/O."""
+    """Settings of its asynchronous I/O; as it comes, unless others are given."""
 
     block_size: int = 1 * MiB
-    queue_depth: int = 16
+    queue_depth: int = 8
     intra_op_parallelism: int = 1
     single_submit: bool = False
     overlap_events: bool = True

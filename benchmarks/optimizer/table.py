@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from benchmarks.io.results import Context, Result, Skipped
 from benchmarks.optimizer.contenders import (
     DEEPSPEED,
+    DEEPSPEED_DEFAULTS,
     DEEPSPEED_HOST,
+    DEEPSPEEDS,
     FILES,
     PLAIN,
     RECOMPUTE,
@@ -23,8 +22,9 @@ from benchmarks.optimizer.contenders import (
     preset,
     simple_options,
 )
-from benchmarks.optimizer.deepspeed_peer import Settings, io_candidates, subgroup_candidates
-from benchmarks.optimizer.session import Disk, Outcome, Rows, run, start
+from benchmarks.optimizer.deepspeed_peer import Settings
+from benchmarks.optimizer.deepspeed_search import fastest_settings
+from benchmarks.optimizer.session import Disk, Outcome, Rows, run
 from benchmarks.optimizer.tasks import SHAPES, TINY, RandomTokens
 from offload_strategy.config import presets
 from offload_strategy.units import MiB
@@ -56,7 +56,9 @@ OURS = {
 #: What each is, for the table.
 MEANING = {
     PLAIN: "torch.optim.AdamW(fused=True), zero_grad(set_to_none=True), everything in memory",
-    DEEPSPEED: "ZeRO-3 on the CPU accelerator, optimizer on NVMe, its own CPUAdam",
+    DEEPSPEED: "ZeRO-3 on the CPU accelerator, optimizer on NVMe, its own CPUAdam; with the "
+    "fastest settings of several that were tried",
+    DEEPSPEED_DEFAULTS: "the same with its own defaults, but for buffer_count 16 and pipelining",
     EAGER: "states and saved activations on the disk, overlap: eager",
     COMMIT: "the same, overlap: commit",
     EAGER_STATES: "states on the disk, activations in memory",
@@ -72,20 +74,27 @@ MEANING = {
 }
 #: All at once would not fit into memory: each session has those that are compared.
 FIRST, SECOND, THIRD = "beside DeepSpeed", "less, and in bfloat16", "with a host tier"
+DEFAULTS = "beside DeepSpeed with its defaults"
 OTHERS, PRESETS = "other ways", "our presets"
 SESSIONS = {
     FIRST: (PLAIN, DEEPSPEED, EAGER, COMMIT),
+    DEFAULTS: (PLAIN, DEEPSPEED_DEFAULTS, EAGER, COMMIT),
     SECOND: (PLAIN, EAGER_STATES, COMMIT_STATES, EAGER_BF16, COMMIT_BF16),
     THIRD: (PLAIN, EAGER, EAGER_HOST, COMMIT_HOST),
     OTHERS: (PLAIN, RECOMPUTE, FILES, DEEPSPEED_HOST),
     PRESETS: (PLAIN, *(preset(name) for name in presets())),
 }
-#: Those of which the table consists, and those of the contest of all.
-TABLE, CONTEST = (FIRST, SECOND, THIRD), (FIRST, OTHERS, PRESETS)
+#: Those of which the table consists, and those of the contest of all: of every model, of one.
+TABLE = (FIRST, DEFAULTS, SECOND, THIRD)
+CONTEST, CONTEST_OF_ONE = (FIRST, DEFAULTS), (OTHERS, PRESETS)
 #: What must be reached, and what may be taken.
 _FASTER, _STEP_FASTER, _PEAK = 1.8, 20.0, 0.25
 _BESIDE_PLAIN, _PEAK_BESIDE_PLAIN = 1.03, 0.45
 _HOST_CUT = 0.45
+
+
+#: Sessions in which a contender takes part as a peer of others.
+_JUDGED_BEFORE = {EAGER: (DEFAULTS, THIRD), COMMIT: (DEFAULTS,)}
 
 
 @dataclass
@@ -117,6 +126,8 @@ class Choice:
             return plain_options()
         if name == DEEPSPEED_HOST:
             return deepspeed_options(Settings(on_host=True))
+        if name == DEEPSPEED_DEFAULTS:
+            return {**deepspeed_options(Settings()), "contender": name}
         return self.ours(name).options() if name in OURS else simple_options(name)
 
     def ours(self, name: str) -> Ours:
@@ -150,6 +161,13 @@ def table_of(
     return "\n\n".join(texts), results
 
 
+def contest(context: Context, choice: Choice) -> tuple[str, list[Result]]:
+    """Everybody who can train here; returns the tables and the claims."""
+    text, results = table_of(context, choice, CONTEST)
+    more, others = table_of(context, replace(choice, models=choice.models[:1]), CONTEST_OF_ONE)
+    return f"{text}\n\n{more}", results + others
+
+
 def session_of(context: Context, choice: Choice, model: str, session: str) -> Outcome:
     """A session of a model; held once for all lines of a run that look at it.
 
@@ -167,7 +185,8 @@ def session_of(context: Context, choice: Choice, model: str, session: str) -> Ou
         for name in names:
             if name == DEEPSPEED:
                 try:
-                    settings = choice.deepspeed or _search(context, choice, model)
+                    tried = choice.searched.setdefault(model, [])
+                    settings = choice.deepspeed or fastest_settings(context, task, tried)
                 except Skipped as why:
                     missing[name] = str(why)
                     context.say(str(why))
@@ -184,57 +203,11 @@ def session_of(context: Context, choice: Choice, model: str, session: str) -> Ou
     return held
 
 
-# ---------------------------------------------------------------------- DeepSpeed's best
-def _search(context: Context, choice: Choice, model: str) -> Settings:
-    """The fastest settings of DeepSpeed for a model: first of its I/O, then of its subgroups."""
-    tried = choice.searched.setdefault(model, [])
-    task = choice.task(model, context)
-
-    def fastest(candidates: Sequence[Settings]) -> Settings:
-        found: list[tuple[float, int]] = []
-        for index, settings in enumerate(candidates):
-            seconds, why = _try(context, settings, task)
-            tried.append({"settings": settings.shown(), "seconds": seconds, "failed": why})
-            context.say(f"DeepSpeed, {settings.shown()}: {why or f'{seconds:.3f} s a step'}")
-            if seconds is not None:
-                found.append((seconds, index))
-        if not found:
-            raise Skipped(f"{DEEPSPEED} does not take part: {tried[-1]['failed']}")
-        return candidates[min(found)[1]]
-
-    candidates = io_candidates()[: 1 if context.quick else None]
-    best = fastest(candidates)
-    with_best = [entry for entry in tried if entry["settings"] == best.shown()]
-    with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in task.model().parameters())
-    more = subgroup_candidates(best, parameters)[: 1 if context.quick else None]
-    try:
-        other = fastest(more)
-    except Skipped:
-        return best
-    seconds = min(e["seconds"] for e in tried if e["settings"] == other.shown())
-    return other if seconds < with_best[0]["seconds"] else best
-
-
-def _try(
-    context: Context, settings: Settings, task: RandomTokens
-) -> tuple[float | None, str | None]:
-    """Seconds of a step, or why there are none."""
-    with contextlib.ExitStack() as stack:
-        try:
-            options = deepspeed_options(settings)
-            subject, _ = start(stack, DEEPSPEED, options, task, context.directory)
-            steps = subject.ask({"steps": 4})["steps"][2:]
-        except (Skipped, RuntimeError) as why:
-            return None, str(why)[-1000:]
-    return statistics.fmean(step["seconds"] for step in steps), None
-
-
 # ---------------------------------------------------------------------- what must hold
 def _check_losses(rows: Mapping[str, Rows], where: str) -> None:
     plain = rows[PLAIN].losses
     for name, row in rows.items():
-        exact = name not in (DEEPSPEED, DEEPSPEED_HOST)
+        exact = name not in DEEPSPEEDS
         exact &= name not in OURS or OURS[name].state_dtype == "float32"
         if exact and row.losses != plain:
             raise RuntimeError(f"{where}: losses of {name!r} differ from those of {PLAIN}")
@@ -244,10 +217,11 @@ def _claims(model: str, session: str, outcome: Outcome) -> list[Result]:
     rows, disk = outcome.rows, outcome.disk
     results: list[Result] = []
     for name, everything in ((EAGER, True), (COMMIT, False)):
-        if name in rows and DEEPSPEED in rows:
-            results += _beside_deepspeed(model, name, rows, everything)
+        for peer in (DEEPSPEED, DEEPSPEED_DEFAULTS):
+            if name in rows and peer in rows:
+                results += _beside_deepspeed(model, name, peer, rows, everything)
     for name in rows:
-        if name in OURS and (session, name) != (THIRD, EAGER):  # it was judged before
+        if name in OURS and session not in _JUDGED_BEFORE.get(name, ()):
             results += _beside_plain(model, name, rows, disk)
     for name in (EAGER_HOST, COMMIT_HOST):
         if name in rows and EAGER in rows:
@@ -256,12 +230,12 @@ def _claims(model: str, session: str, outcome: Outcome) -> list[Result]:
 
 
 def _beside_deepspeed(
-    model: str, name: str, rows: Mapping[str, Rows], everything: bool
+    model: str, name: str, deepspeed: str, rows: Mapping[str, Rows], everything: bool
 ) -> list[Result]:
-    ours, peer = rows[name], rows[DEEPSPEED]
+    ours, peer = rows[name], rows[deepspeed]
     faster = [
         Result(
-            f"{model}: {name}: {what}, beside DeepSpeed",
+            f"{model}: {name}: {what}, beside {deepspeed}",
             ours.median(key), peer.median(key), "s", peer.ratio(ours, key), least,
         )
         for what, key, least in (
@@ -272,7 +246,7 @@ def _beside_deepspeed(
     return [
         *faster,
         Result(
-            f"{model}: {name}: peak memory, beside DeepSpeed",
+            f"{model}: {name}: peak memory, beside {deepspeed}",
             ours.median("peak_bytes") / MiB, peer.median("peak_bytes") / MiB, "MiB",
             ours.ratio(peer, "peak_bytes"), _PEAK, at_least=False, judged=everything,
         ),
