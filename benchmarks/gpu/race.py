@@ -19,6 +19,8 @@ from benchmarks.turns import Subject, Turns
 _STEPS = 3
 #: Turns before those that count: states are made, amounts and orders are learned.
 _WARM_UP = 2
+#: Seconds that a contender may be silent, however little time is left.
+_LEAST_PATIENCE = 20.0
 
 
 class Deadline:
@@ -52,7 +54,13 @@ class Outcome:
     skipped: dict[str, str] = field(default_factory=dict)
 
 
-def race(names: Sequence[str], job: Job, directory: Path, deadline: Deadline) -> Outcome:
+def race(
+    names: Sequence[str],
+    job: Job,
+    directory: Path,
+    deadline: Deadline,
+    rounds: int | None = None,
+) -> Outcome:
     """Let contenders train a job by turns; as many rounds as there is time for, at least one.
 
     Args:
@@ -60,6 +68,7 @@ def race(names: Sequence[str], job: Job, directory: Path, deadline: Deadline) ->
         job: what they train.
         directory: on the disk.
         deadline: of all of it.
+        rounds: at most; None for as many as there is time for.
     """
     outcome = Outcome({})
     with contextlib.ExitStack() as stack:
@@ -67,7 +76,12 @@ def race(names: Sequence[str], job: Job, directory: Path, deadline: Deadline) ->
         for name in names:
             options = {"contender": name, "job": job.options(), "dir": str(directory)}
             subjects[name] = stack.enter_context(
-                Subject("benchmarks.gpu.subject", name, options, patience=max(5.0, deadline.left))
+                Subject(
+                    "benchmarks.gpu.subject",
+                    name,
+                    options,
+                    patience=max(_LEAST_PATIENCE, deadline.left),
+                )
             )
 
         def give_up(name: str, why: Exception) -> None:
@@ -83,10 +97,10 @@ def race(names: Sequence[str], job: Job, directory: Path, deadline: Deadline) ->
             except (Skipped, RuntimeError) as why:
                 give_up(name, why)
         longest, number = 0.0, 0
-        while subjects and (number == 0 or deadline.left > longest):
+        while subjects and number != rounds and (number == 0 or deadline.left > longest):
             begin = time.monotonic()
             for name in in_turns(list(subjects), number):
-                subjects[name].patience = max(5.0, deadline.left)
+                subjects[name].patience = max(_LEAST_PATIENCE, deadline.left)
                 try:
                     steps = subjects[name].ask({"steps": _STEPS})["steps"]
                 except (Skipped, RuntimeError) as why:

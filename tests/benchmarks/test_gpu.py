@@ -75,7 +75,7 @@ def test_jobs_travel_as_json() -> None:
 
 def test_contenders_take_turns_and_compute_the_same(tmp_path: Path) -> None:
     job = replace(tiny(TABLE.job), device="cpu")
-    found = race([contenders.PLAIN, OURS], job, tmp_path, Deadline(1.0))
+    found = race([contenders.PLAIN, OURS], job, tmp_path, Deadline(200.0), rounds=3)
     assert not found.skipped
     assert len(found.rows[OURS].steps) >= 1
     assert all(result.held for result in tables.claims_about_bits(TABLE, found))
