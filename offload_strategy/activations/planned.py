@@ -52,6 +52,8 @@ _MOST_ITEMS = 65536
 _FREE_SHARE = 0.95
 #: By what share of the limit the room must have changed for a new plan: too small, or too large.
 _LESS, _MORE = 0.005, 0.03
+#: How often blocks are chosen that are computed again.
+_CHOICES = 3
 #: Seconds for which training waits for room at most, each time: a path that is so slow has failed,
 #: and says so elsewhere.
 _PATIENCE_SECONDS = 60.0
@@ -113,8 +115,10 @@ class PlannedBudget:
         self._traffic = traffic
         self._names = names
         self._blocks = blocks
+        self._choices_left = _CHOICES
         if blocks is not None and limit.given is not None:
             blocks.want(limit.given.recomputed)
+            self._choices_left = 0
         self._memory = limit
         self._outbox = outbox
         self._passes_left = limit.profile_passes
@@ -320,7 +324,7 @@ class PlannedBudget:
             # With a plan buffers for what is on its way are fewer.
             beside.look_closely()
         blocks = self._blocks
-        if blocks is not None and not blocks.recomputed and self._memory.given is None:
+        if blocks is not None and not blocks.settled:
             self._recompute(profile, blocks)
         self.plan = plan_lifetimes(profile, self._target)
         leave = {move.tensor for move in self.plan.moves}
@@ -339,13 +343,23 @@ class PlannedBudget:
         )
 
     def _recompute(self, profile: Profile, blocks: RecomputableBlocks) -> None:
+        """Choose blocks, and later further ones: the first choice knows little of the paths."""
+        if not self._choices_left:
+            blocks.settle()
+            return
+        if any(block.name in blocks.recomputed for block in profile.blocks):
+            return  # it is of a pass from before the last choice
         mix = choose_mix(profile, self._target)
         if mix.recomputed:
+            self._choices_left -= 1
             blocks.want(mix.recomputed)
             logger.info(
-                "planning.device_memory: %d blocks of %d are computed again in backward, as the "
+                "planning.device_memory: %d %sblocks of %d are computed again in backward, as the "
                 "tiers take less than would have to leave: %s",
                 len(mix.recomputed),
+                "more " if blocks.recomputed else "",
                 len(profile.blocks),
                 ", ".join(mix.recomputed),
             )
+        elif blocks.recomputed and mix.plan.hidden:
+            blocks.settle()

@@ -71,10 +71,12 @@ class RecomputableBlocks:
         self._told = False
         #: Names of blocks that are computed again.
         self.recomputed: set[str] = set()
+        #: Whether that is the last word.
+        self.settled = False
 
     def add_model(self, model: nn.Module) -> None:
         """Look at its blocks from the next forward pass on."""
-        if self._which is False or _is_compiled(model):
+        if self._which is False or self.settled or _is_compiled(model):
             return
         for name, module in outermost_blocks(model):
             kind = _kind(module, ask=self._which == "auto")
@@ -91,10 +93,14 @@ class RecomputableBlocks:
                 ]
 
     def want(self, names: Collection[str]) -> None:
-        """Blocks are to be computed again, from the next forward pass on, and no others ever."""
-        self._wanted = list(names)
+        """Blocks are to be computed again, too, from the next forward pass on."""
+        self._wanted += names
+
+    def settle(self) -> None:
+        """No further block will ever be wanted: nobody looks at them any more."""
+        self.settled = True
         for candidate in self._candidates.values():
-            if candidate.name not in names:
+            if candidate.name not in self._wanted:
                 self._release(candidate)
 
     def forward_begins(self) -> None:

@@ -358,6 +358,41 @@ def test_compiled_models_are_left_alone(disk: Path, all_again: list[str]) -> Non
 
 
 # ---------------------------------------------------------------- decisions
+def test_further_blocks_are_chosen_once_more_is_known(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One by one, none twice, and then no more: nobody looks at the others for ever."""
+    chosen: list[str] = []
+
+    def choose_one(profile: Profile, limit: int) -> Mix:
+        mix = choose_mix(profile, limit)
+        names = tuple(block.name for block in profile.blocks)[:1]
+        chosen.extend(names)
+        return Mix(names, with_recomputed(profile, names), mix.plan, mix.replay)
+
+    monkeypatch.setattr(planned, "choose_mix", choose_one)
+    kind = "BERT"
+    pytest.importorskip("transformers")
+    model = without_caches(build(kind))
+    layers = copy.deepcopy(model.bert.encoder.layer[0])
+    model.bert.encoder.layer.extend(copy.deepcopy(layers) for _ in range(4))
+    plain = copy.deepcopy(model)
+
+    def batch_of(number: int) -> Batch:
+        return batch(kind, number)
+
+    expected = train(plain, batch_of, SCHEDULES["accumulation 1"], steps=20)
+    with OffloadEngine(limited(disk)) as engine:
+        engine.attach(model)
+        got = train(model, batch_of, SCHEDULES["accumulation 1"], steps=20)
+        figures = engine.metrics()
+        hooked = [layer for layer in model.bert.encoder.layer if layer._forward_hooks]
+    assert_same_history(got, expected)
+    assert len(chosen) == len(set(chosen)) == planned._CHOICES
+    assert figures["offload/activations/plan_recomputed_blocks"] == planned._CHOICES
+    assert not hooked
+
+
 def test_nothing_is_computed_again_where_all_fits(disk: Path) -> None:
     model = stack()
     with OffloadEngine(limited(disk)) as engine:
