@@ -269,7 +269,7 @@ class PlannedBudget:
         fuller = 0 if known is None else beside.correction - known
         worth = not -_MORE * self._limit < fuller < _LESS * self._limit
         if known is None or closely or worth or over.signature not in self._leaves:
-            self._make_plan(over, beside, trace.started_at)
+            self._make_plan(over, beside, trace.started_at, closely=closely)
 
     def _decided(self, nbytes: int, trace: Trace) -> bool | None:
         """Whether an item leaves by the plan, or by a file; None where neither knows it."""
@@ -306,7 +306,9 @@ class PlannedBudget:
         if self._traffic.own_writing_bytes() > at_most:
             self._traffic.await_own_writing_at_most(at_most, _PATIENCE_SECONDS)
 
-    def _make_plan(self, trace: Trace, beside: MemoryBeside, ended_at: float) -> None:
+    def _make_plan(
+        self, trace: Trace, beside: MemoryBeside, ended_at: float, *, closely: bool
+    ) -> None:
         profile = profile_of(
             trace,
             self._traffic,
@@ -324,7 +326,8 @@ class PlannedBudget:
             # With a plan buffers for what is on its way are fewer.
             beside.look_closely()
         blocks = self._blocks
-        if blocks is not None and not blocks.settled:
+        # What is computed again changes memory between events, which only a close look tells.
+        if blocks is not None and not blocks.settled and (closely or not blocks.recomputed):
             self._recompute(profile, blocks)
         self.plan = plan_lifetimes(profile, self._target)
         leave = {move.tensor for move in self.plan.moves}
