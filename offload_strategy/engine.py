@@ -30,28 +30,19 @@ from offload_strategy.forecast import predict_memory
 from offload_strategy.memory import PeakMeter, available_bytes
 from offload_strategy.metrics import Metrics
 from offload_strategy.model_weights import ModelWeights
-from offload_strategy.optimizer import (
-    OffloadedOptimizer,
-    Precision,
-    TeamBook,
-    check_parallel,
-    check_supported,
-    local_part,
-    local_processes,
-)
+from offload_strategy.optimizer import OffloadedOptimizer, check_parallel, local_processes
 from offload_strategy.parameters import LoadedWeights, ParameterRegistry
 from offload_strategy.planning import (
     MemoryForecast,
     Profile,
     StepPlan,
-    optimizer_need,
-    shortfall,
     spare_memory_advice,
 )
 from offload_strategy.planning.follow_up import FollowUp
 from offload_strategy.profiling import profile_step
 from offload_strategy.references import weakly
 from offload_strategy.resources import Resources
+from offload_strategy.swapped_optimizers import SwappedOptimizers
 from offload_strategy.telemetry import Recorder, get_logger, write_trace
 from offload_strategy.units import MiB
 
@@ -93,14 +84,15 @@ class OffloadEngine:
         self._resources = Resources.open(self.config.divided(among), self._recorder, among)
         self._finalizer = weakref.finalize(self, self._resources.close)
         self._registry = ParameterRegistry()
-        self._teams = TeamBook(shares=self.config.optimizer.sharding)
         self._weights = ModelWeights(self._resources, self.config.parameters, is_block)
         self._stream = self._weights.stream
         self._activations = self._make_activations()
         if self._stream is not None and self._activations is not None:
             self._stream.saving = self._activations.saving_weights
         self._hooks: dict[int, tuple[weakref.ref[nn.Module], ForwardHooks]] = {}
-        self._optimizers: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
+        self._optimizers = SwappedOptimizers(
+            self._resources, self.config.optimizer, self._registry, self._stream
+        )
         self._last_microbatch = True
         self._forwards = 0
         self._device = torch.device("cpu")
@@ -165,9 +157,13 @@ class OffloadEngine:
                 streams=self._stream is not None,
                 swaps=optimizer is not None and self.config.optimizer.enabled,
             )
-            self._teams.note(model)
+            self._optimizers.note(model)
             self._weights.expect(model, _device_for(model) if device is None else device)
-        wrapped = None if optimizer is None else self._wrap(optimizer)
+        wrapped = None
+        if optimizer is not None:
+            wrapped = self._optimizers.wrap(optimizer, self._is_last)
+            if isinstance(wrapped, OffloadedOptimizer):
+                self._note_device(wrapped.parameters())
         if wrapped is not None and self._stream is not None:
             stream = self._stream
             wrapped.register_step_post_hook(lambda *_: stream.start_over())
@@ -176,7 +172,7 @@ class OffloadEngine:
                 self._hook(model, again_is_fine=optimizer is not None)
         except BaseException:
             if isinstance(wrapped, OffloadedOptimizer):
-                self._unwrap(wrapped)
+                self._optimizers.unwrap(wrapped)
             raise
         self._log.follow(wrapped)
         return wrapped
@@ -202,57 +198,6 @@ class OffloadEngine:
             except BaseException:
                 self.detach_model(model)
                 raise
-
-    def _wrap(self, optimizer: Optimizer) -> Optimizer:
-        if isinstance(optimizer, OffloadedOptimizer):
-            raise ConfigError("attach: this optimizer is attached already. Attach it once.")
-        section = self.config.optimizer
-        if not section.enabled:
-            return optimizer
-        precision = Precision(
-            narrow=torch.bfloat16 if section.state_dtype == "bfloat16" else None,
-            stochastic=section.stochastic_rounding,
-            masters=section.master_weights,
-        )
-        state_bytes = check_supported(optimizer, precision)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        tiers = self._resources.clients["optimizer"]
-        weights_bytes = sum(local_part(p).nbytes for p in parameters)
-        team = self._teams.team_of(parameters)
-        if team is not None and team.shares:
-            state_bytes = -(-state_bytes // team.size)
-            weights_bytes = -(-weights_bytes // team.size)
-        waiting_bytes = max(0, weights_bytes - section.gradient_memory)
-        need = optimizer_need(state_bytes, weights_bytes, section.overlap, waiting_bytes)
-        complaint = shortfall(need, sum(tier.capacity - tier.used_bytes for tier in tiers))
-        if complaint is not None:
-            raise ConfigError(f"attach: {complaint}")
-        self._registry.check_unclaimed(parameters)
-        self._note_device(parameters)
-        size = section.subgroup_size
-        wrapped = OffloadedOptimizer(
-            optimizer,
-            self._resources.heap,
-            tiers,
-            overlap=section.overlap,
-            subgroup_size=None if size == "auto" else int(size),
-            is_last=self._is_last,
-            state_bytes=state_bytes,
-            precision=precision,
-            waiting_room=self._resources.waiting_room,
-            gradient_memory=section.gradient_memory,
-            directories=self._resources.scratch_directories("optimizer"),
-            residence=self._stream,
-            teams=self._teams,
-        )
-        self._registry.claim_states(parameters, wrapped)
-        self._optimizers.add(wrapped)
-        return wrapped
-
-    def _unwrap(self, optimizer: OffloadedOptimizer) -> None:
-        optimizer.close()
-        self._registry.release_states(optimizer.parameters(), optimizer)
-        self._optimizers.discard(optimizer)
 
     def _note_device(self, parameters: Any) -> None:
         first = next(iter(parameters), None)
@@ -373,8 +318,7 @@ class OffloadEngine:
             p.nbytes for optimizer in self._optimizers for p in optimizer.parameters()
             if p.requires_grad
         )  # fmt: skip
-        states = sum(optimizer.state_bytes for optimizer in self._optimizers)
-        share = states / trained if trained else 0.0
+        share = self._optimizers.state_bytes / trained if trained else 0.0
         return self._weights.plan(share, updates=self.config.optimizer.overlap != "off")
 
     def profile(self) -> Profile:
@@ -488,7 +432,7 @@ class OffloadEngine:
         moved = sum(
             self._recorder.client_bytes("activations", verb) for verb in ("written", "forwarded")
         )
-        moved += sum(optimizer.state_bytes for optimizer in self._optimizers)
+        moved += self._optimizers.state_bytes
         if self._device.type == "cuda":
             free = torch.cuda.mem_get_info(self._device)[0]
         else:
@@ -536,8 +480,8 @@ class OffloadEngine:
                 self._registry.remove_module(model)
         self._hooks.clear()
         self._log.close()
-        for optimizer in list(self._optimizers):
-            self._unwrap(optimizer)
+        for optimizer in self._optimizers:
+            self._optimizers.unwrap(optimizer)
         try:
             if not self.closed:
                 self._weights.close()

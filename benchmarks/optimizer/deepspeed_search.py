@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import psutil
 import torch
 
 from benchmarks.io.results import Context, Skipped
@@ -14,15 +16,42 @@ from benchmarks.optimizer.contenders import DEEPSPEED, deepspeed_options
 from benchmarks.optimizer.deepspeed_peer import Settings, io_candidates, subgroup_candidates
 from benchmarks.optimizer.session import start
 from benchmarks.optimizer.tasks import RandomTokens
+from offload_strategy.units import format_size
+
+#: Of the machine's memory: its buffers are locked in memory, and what it has besides must fit, too.
+_MOST_BUFFERS = 0.75
 
 
-def fastest_settings(context: Context, task: RandomTokens, tried: list[dict[str, Any]]) -> Settings:
+def check_buffers(settings: Settings, task: RandomTokens) -> None:
+    """Refuse settings with which the kernel would end it, and maybe others, for want of memory.
+
+    Raises:
+        Skipped: its buffers, each for a whole subgroup, would take most of the memory.
+    """
+    if settings.on_host:
+        return
+    nbytes = 4 * settings.buffer_count * min(settings.sub_group_size, _parameters(task))
+    memory = psutil.virtual_memory().total
+    if nbytes > _MOST_BUFFERS * memory:
+        raise Skipped(
+            f"{settings.buffer_count} buffers of a subgroup would take {format_size(nbytes)} of "
+            f"{format_size(memory)}, locked"
+        )
+
+
+def fastest_settings(
+    context: Context,
+    task: RandomTokens,
+    tried: list[dict[str, Any]],
+    known: Settings | None = None,
+) -> Settings:
     """Search.
 
     Args:
         context: the directory; with `quick` fewer are tried.
         task: what is trained.
         tried: what was tried is added, and what came of it.
+        known: the fastest of another model, whose I/O is taken over; subgroups alone are tried.
 
     Raises:
         Skipped: DeepSpeed cannot be used here.
@@ -37,14 +66,16 @@ def fastest_settings(context: Context, task: RandomTokens, tried: list[dict[str,
             if seconds is not None:
                 found.append((seconds, index))
         if not found:
-            raise Skipped(f"{DEEPSPEED} does not take part: {tried[-1]['failed']}")
+            raise Skipped(str(tried[-1]["failed"]))
         return candidates[min(found)[1]]
 
+    parameters = _parameters(task)
+    if known is not None:
+        sizes = subgroup_candidates(known, parameters)[:2]
+        return fastest([replace(size, pipelined=known.pipelined) for size in sizes])
     candidates = io_candidates()[: 1 if context.quick else None]
     best = fastest(candidates)
     with_best = [entry for entry in tried if entry["settings"] == best.shown()]
-    with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in task.model().parameters())
     more = subgroup_candidates(best, parameters)[: 1 if context.quick else None]
     try:
         other = fastest(more)
@@ -60,9 +91,15 @@ def _try(
     """Seconds of a step, or why there are none."""
     with contextlib.ExitStack() as stack:
         try:
+            check_buffers(settings, task)
             options = deepspeed_options(settings)
             subject, _ = start(stack, DEEPSPEED, options, task, context.directory)
             steps = subject.ask({"steps": 4})["steps"][2:]
         except (Skipped, RuntimeError) as why:
             return None, str(why)[-1000:]
     return statistics.fmean(step["seconds"] for step in steps), None
+
+
+def _parameters(task: RandomTokens) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in task.model().parameters())

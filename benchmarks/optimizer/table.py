@@ -23,7 +23,7 @@ from benchmarks.optimizer.contenders import (
     simple_options,
 )
 from benchmarks.optimizer.deepspeed_peer import Settings
-from benchmarks.optimizer.deepspeed_search import fastest_settings
+from benchmarks.optimizer.deepspeed_search import check_buffers, fastest_settings
 from benchmarks.optimizer.session import Disk, Outcome, Rows, run
 from benchmarks.optimizer.tasks import SHAPES, TINY, RandomTokens
 from offload_strategy.config import presets
@@ -107,6 +107,8 @@ class Choice:
         pinned: bytes of our staging buffers; None for what each contender has.
         budget: of our activations.
         deepspeed: its settings; None to search for the fastest.
+        searched: what the search has tried, by model.
+        fastest: of its settings, for the model that was searched last.
     """
 
     models: Sequence[str] = tuple(SHAPES)
@@ -115,6 +117,7 @@ class Choice:
     budget: str = Ours.budget
     deepspeed: Settings | None = None
     searched: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    fastest: Settings | None = None
 
     def task(self, model: str, context: Context) -> RandomTokens:
         """The task of a model: batches of two sequences of 256 tokens."""
@@ -183,24 +186,38 @@ def session_of(context: Context, choice: Choice, model: str, session: str) -> Ou
         contenders: dict[str, dict[str, Any]] = {}
         missing: dict[str, str] = {}
         for name in names:
-            if name == DEEPSPEED:
-                try:
-                    tried = choice.searched.setdefault(model, [])
-                    settings = choice.deepspeed or fastest_settings(context, task, tried)
-                except Skipped as why:
-                    missing[name] = str(why)
-                    context.say(str(why))
-                else:
-                    context.say(f"DeepSpeed: {settings.shown()}")
-                    contenders[name] = deepspeed_options(settings)
-            else:
-                contenders[name] = choice.options(name)
+            try:
+                contenders[name] = _options(context, choice, model, name, task)
+            except Skipped as why:
+                missing[name] = str(why)
+                context.say(f"{name} does not take part: {why}")
         context.say(f"{key}: {', '.join(contenders)}")
         outcome = run(contenders, task, context)
         outcome.skipped |= missing
         context.shared[key] = outcome
     held: Outcome = context.shared[key]
     return held
+
+
+def _options(
+    context: Context, choice: Choice, model: str, name: str, task: RandomTokens
+) -> dict[str, Any]:
+    """Of a contender; DeepSpeed's are searched for, once for each model.
+
+    Raises:
+        Skipped: it cannot take part.
+    """
+    if name == DEEPSPEED_DEFAULTS:
+        check_buffers(Settings(), task)
+    if name != DEEPSPEED:
+        return choice.options(name)
+    settings = choice.deepspeed
+    if settings is None:
+        tried = choice.searched.setdefault(model, [])
+        settings = fastest_settings(context, task, tried, choice.fastest)
+        choice.fastest = settings
+    context.say(f"DeepSpeed: {settings.shown()}")
+    return deepspeed_options(settings)
 
 
 # ---------------------------------------------------------------------- what must hold

@@ -39,7 +39,15 @@ PARTS = (
         "benchmarks.optimizer",
         ("--lines", "contest", "--repeats", "2"),
         ("--lines", "contest", "--quick"),
-        (33.0, 5.0),
+        (32.0, 5.0),
+    ),
+    Part(
+        "frameworks",
+        "Scripts that know nothing of it: Trainer and Lightning",
+        "benchmarks.frameworks",
+        ("--repeats", "1"),
+        ("--quick",),
+        (5.0, 1.5),
     ),
     Part(
         "activations",
@@ -47,7 +55,7 @@ PARTS = (
         "benchmarks.activations",
         ("--lines", "curve", "--processes", "1", "--repeats", "3", "--batches", "4"),
         ("--lines", "curve", "--quick", "--processes", "1", "--repeats", "2", "--batches", "2"),
-        (14.0, 3.0),
+        (13.0, 2.5),
     ),
     Part(
         "planning",
@@ -55,7 +63,7 @@ PARTS = (
         "benchmarks.planning",
         ("--lines", "predict"),
         ("--lines", "predict", "--quick"),
-        (15.0, 3.0),
+        (15.0, 2.5),
     ),
     Part(
         "io",
@@ -63,7 +71,7 @@ PARTS = (
         "benchmarks.io",
         ("bulk", "small", "--repeats", "3"),
         ("bulk", "--quick"),
-        (5.0, 2.0),
+        (4.0, 1.5),
     ),
     Part(
         "distributed",
@@ -71,6 +79,6 @@ PARTS = (
         "benchmarks.distributed",
         ("--repeats", "3"),
         ("--quick",),
-        (5.0, 2.0),
+        (4.0, 2.0),
     ),
 )

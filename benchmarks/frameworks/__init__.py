@@ -1,0 +1,1 @@
+"""Whole training scripts of frameworks, with offload and without."""

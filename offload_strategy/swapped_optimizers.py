@@ -1,0 +1,126 @@
+"""The optimizers of an engine whose states are swapped: checked, wrapped, let go."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from offload_strategy.config import OptimizerConfig
+from offload_strategy.errors import ConfigError
+from offload_strategy.optimizer import (
+    OffloadedOptimizer,
+    Precision,
+    TeamBook,
+    check_supported,
+    local_part,
+)
+from offload_strategy.parameters import ParameterRegistry, WeightStream
+from offload_strategy.planning import optimizer_need, shortfall
+from offload_strategy.resources import Resources
+
+
+class SwappedOptimizers:
+    """What an engine does with optimizers; iterates over those that are wrapped and alive.
+
+    Args:
+        resources: of the engine.
+        section: of its config.
+        registry: knows whose parameters are whose.
+        residence: where streamed weights live; None if they are not.
+    """
+
+    def __init__(
+        self,
+        resources: Resources,
+        section: OptimizerConfig,
+        registry: ParameterRegistry,
+        residence: WeightStream | None,
+    ) -> None:
+        self._resources = resources
+        self._section = section
+        self._registry = registry
+        self._residence = residence
+        self._teams = TeamBook(shares=section.sharding)
+        self._wrapped: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
+
+    def __iter__(self) -> Iterator[OffloadedOptimizer]:
+        return iter(list(self._wrapped))
+
+    @property
+    def state_bytes(self) -> int:
+        """Of all of them."""
+        return sum(optimizer.state_bytes for optimizer in self._wrapped)
+
+    def note(self, model: nn.Module) -> None:
+        """A model was attached, whose ranks may share states."""
+        self._teams.note(model)
+
+    def wrap(self, optimizer: Optimizer, is_last: Callable[[], bool]) -> Optimizer:
+        """Swap the states of an optimizer, if the config says so.
+
+        Args:
+            optimizer: a user's.
+            is_last: whether a step follows the backward pass that is under way.
+
+        Raises:
+            ConfigError: it cannot be swapped, is attached already, or the tiers are too small.
+        """
+        if isinstance(optimizer, OffloadedOptimizer):
+            raise ConfigError("attach: this optimizer is attached already. Attach it once.")
+        section = self._section
+        if not section.enabled:
+            return optimizer
+        precision = Precision(
+            narrow=torch.bfloat16 if section.state_dtype == "bfloat16" else None,
+            stochastic=section.stochastic_rounding,
+            masters=section.master_weights,
+        )
+        state_bytes = check_supported(optimizer, precision)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        state_bytes = self._check_room(parameters, state_bytes)
+        self._registry.check_unclaimed(parameters)
+        size = section.subgroup_size
+        wrapped = OffloadedOptimizer(
+            optimizer,
+            self._resources.heap,
+            self._resources.clients["optimizer"],
+            overlap=section.overlap,
+            subgroup_size=None if size == "auto" else int(size),
+            is_last=is_last,
+            state_bytes=state_bytes,
+            precision=precision,
+            waiting_room=self._resources.waiting_room,
+            gradient_memory=section.gradient_memory,
+            directories=self._resources.scratch_directories("optimizer"),
+            residence=self._residence,
+            teams=self._teams,
+        )
+        self._registry.claim_states(parameters, wrapped)
+        self._wrapped.add(wrapped)
+        return wrapped
+
+    def unwrap(self, optimizer: OffloadedOptimizer) -> None:
+        """Give up the states of one, and all that it holds."""
+        optimizer.close()
+        self._registry.release_states(optimizer.parameters(), optimizer)
+        self._wrapped.discard(optimizer)
+
+    def _check_room(self, parameters: Sequence[nn.Parameter], state_bytes: int) -> int:
+        """Bytes of the states that this rank has, once it is sure that the tiers take them."""
+        section = self._section
+        weights_bytes = sum(local_part(p).nbytes for p in parameters)
+        team = self._teams.team_of(parameters)
+        if team is not None and team.shares:
+            state_bytes = -(-state_bytes // team.size)
+            weights_bytes = -(-weights_bytes // team.size)
+        waiting_bytes = max(0, weights_bytes - section.gradient_memory)
+        need = optimizer_need(state_bytes, weights_bytes, section.overlap, waiting_bytes)
+        tiers = self._resources.clients["optimizer"]
+        complaint = shortfall(need, sum(tier.capacity - tier.used_bytes for tier in tiers))
+        if complaint is not None:
+            raise ConfigError(f"attach: {complaint}")
+        return state_bytes
