@@ -82,6 +82,10 @@ def main() -> int:
             else:
                 results += found
                 say(f"\n{texts[name]}\n\n{table(found)}")
+    skipped |= choice.left_out
+    for key, held in context.shared.items():
+        if isinstance(held, Outcome):
+            skipped |= {f"{key}: {name}": why for name, why in held.skipped.items()}
     print(f"\nmedians of {repeats} laps of {COUNTED} steps, each after {UNCOUNTED} more")
     print(f"ours: activations.budget {choice.budget}; clipping, ablation: memory.pinned {pinned}\n")
     meanings = [f"{name}: {choice.meaning(name)}" for name in MEANING if name in choice.contenders]

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.activations.contenders import to_files
 from benchmarks.optimizer import deepspeed_peer, variants
 from benchmarks.optimizer.tasks import Task
+from benchmarks.optimizer.tensornvme_peer import TensorNVMe
 from offload_strategy import OffloadEngine
 from offload_strategy.config import DIRECTORY_VARIABLE
 
@@ -22,8 +23,10 @@ PLAIN = "plain PyTorch"
 DEEPSPEED = "DeepSpeed ZeRO-3, NVMe"
 DEEPSPEED_DEFAULTS = "DeepSpeed ZeRO-3, NVMe, its defaults"
 DEEPSPEED_HOST = "DeepSpeed ZeRO-3, host memory"
-#: All of these may be unable to run here.
 DEEPSPEEDS = (DEEPSPEED, DEEPSPEED_DEFAULTS, DEEPSPEED_HOST)
+TENSORNVME = "TensorNVMe, states on disk"
+#: All of these may be unable to run here.
+PEERS = (*DEEPSPEEDS, TENSORNVME)
 RECOMPUTE, FILES = "plain, blocks computed again", "plain, saved tensors in files"
 #: Begins the names of our presets.
 _PRESET = "preset "
@@ -155,13 +158,15 @@ def make(options: dict[str, Any], task: Task, directory: Path) -> Trainer:
         directory: an empty directory on the disk.
 
     Raises:
-        deepspeed_peer.Unavailable: DeepSpeed cannot be used here.
+        deepspeed_peer.Unavailable: a peer cannot be used here.
     """
     if options["contender"] in DEEPSPEEDS:
         settings = deepspeed_peer.Settings(**options["settings"])
         return deepspeed_peer.DeepSpeed(task.model(), ADAMW, settings, directory)
     model = task.model()
     adamw = {**ADAMW, **options.get("adamw", {})}
+    if options["contender"] == TENSORNVME:
+        return TensorNVMe(model, adamw, directory)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **adamw)
     if options["contender"] == PLAIN:
         return _PyTorch(model, optimizer)

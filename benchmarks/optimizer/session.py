@@ -19,7 +19,7 @@ from benchmarks.io import fio
 from benchmarks.io.contender import Contender
 from benchmarks.io.results import Context, Skipped
 from benchmarks.machine import cores
-from benchmarks.optimizer.contenders import DEEPSPEEDS
+from benchmarks.optimizer.contenders import PEERS
 from benchmarks.optimizer.tasks import RandomTokens, Text, as_options
 from benchmarks.turns import Subject, Turns, by_turns
 from offload_strategy.units import MiB
@@ -197,7 +197,7 @@ def run(
                 subjects[name], count = start(stack, name, options, task, context.directory)
                 parameters = max(parameters, count)
             except (Skipped, RuntimeError) as why:
-                if options["contender"] not in DEEPSPEEDS:
+                if options["contender"] not in PEERS:
                     raise  # a peer may be unable to run here, we may not
                 context.say(f"{name} does not take part: {why}")
                 skipped[name] = str(why)

@@ -16,6 +16,7 @@ from benchmarks.optimizer.contenders import (
     FILES,
     PLAIN,
     RECOMPUTE,
+    TENSORNVME,
     Ours,
     deepspeed_options,
     plain_options,
@@ -69,6 +70,7 @@ MEANING = {
     COMMIT_HOST: "the same, overlap: commit",
     RECOMPUTE: "torch.utils.checkpoint around every block, non-reentrant",
     FILES: "saved_tensors_hooks with torch.save and torch.load, a file each (the tutorial's)",
+    TENSORNVME: "its DiskOffloader (libaio), one parameter's states read ahead, AdamW(fused=True)",
     DEEPSPEED_HOST: "ZeRO-3 on the CPU accelerator, optimizer in host memory, its own CPUAdam",
     **{preset(name): f"OffloadEngine('{name}'), on the same disk" for name in presets()},
 }
@@ -81,7 +83,7 @@ SESSIONS = {
     DEFAULTS: (PLAIN, DEEPSPEED_DEFAULTS, EAGER, COMMIT),
     SECOND: (PLAIN, EAGER_STATES, COMMIT_STATES, EAGER_BF16, COMMIT_BF16),
     THIRD: (PLAIN, EAGER, EAGER_HOST, COMMIT_HOST),
-    OTHERS: (PLAIN, RECOMPUTE, FILES, DEEPSPEED_HOST),
+    OTHERS: (PLAIN, RECOMPUTE, FILES, DEEPSPEED_HOST, TENSORNVME),
     PRESETS: (PLAIN, *(preset(name) for name in presets())),
 }
 #: Those of which the table consists, and those of the contest of all: of every model, of one.
@@ -109,6 +111,7 @@ class Choice:
         deepspeed: its settings; None to search for the fastest.
         searched: what the search has tried, by model.
         fastest: of its settings, for the model that was searched last.
+        left_out: sessions without the peer that they are for, and why.
     """
 
     models: Sequence[str] = tuple(SHAPES)
@@ -118,6 +121,7 @@ class Choice:
     deepspeed: Settings | None = None
     searched: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     fastest: Settings | None = None
+    left_out: dict[str, str] = field(default_factory=dict)
 
     def task(self, model: str, context: Context) -> RandomTokens:
         """The task of a model: batches of two sequences of 256 tokens."""
@@ -191,6 +195,9 @@ def session_of(context: Context, choice: Choice, model: str, session: str) -> Ou
             except Skipped as why:
                 missing[name] = str(why)
                 context.say(f"{name} does not take part: {why}")
+        if session == DEFAULTS and DEEPSPEED_DEFAULTS in missing:
+            choice.left_out[key] = missing[DEEPSPEED_DEFAULTS]
+            raise Skipped(missing[DEEPSPEED_DEFAULTS])
         context.say(f"{key}: {', '.join(contenders)}")
         outcome = run(contenders, task, context)
         outcome.skipped |= missing

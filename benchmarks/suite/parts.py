@@ -39,7 +39,7 @@ PARTS = (
         "benchmarks.optimizer",
         ("--lines", "contest", "--repeats", "2"),
         ("--lines", "contest", "--quick"),
-        (32.0, 5.0),
+        (35.0, 5.0),
     ),
     Part(
         "frameworks",
@@ -55,7 +55,7 @@ PARTS = (
         "benchmarks.activations",
         ("--lines", "curve", "--processes", "1", "--repeats", "3", "--batches", "4"),
         ("--lines", "curve", "--quick", "--processes", "1", "--repeats", "2", "--batches", "2"),
-        (13.0, 2.5),
+        (12.0, 2.5),
     ),
     Part(
         "planning",
@@ -63,7 +63,7 @@ PARTS = (
         "benchmarks.planning",
         ("--lines", "predict"),
         ("--lines", "predict", "--quick"),
-        (15.0, 2.5),
+        (14.5, 2.5),
     ),
     Part(
         "io",
