@@ -28,12 +28,14 @@ from pathlib import Path
 from benchmarks.io.results import Context, Result, Skipped, table, write_json
 from benchmarks.machine import allocator, describe_machine, say
 from benchmarks.optimizer.ablation import ablation
+from benchmarks.optimizer.claims import rooflines
 from benchmarks.optimizer.clipping import clipping
 from benchmarks.optimizer.contenders import Ours
 from benchmarks.optimizer.deepspeed_peer import Settings
+from benchmarks.optimizer.lineup import MEANING, Choice
 from benchmarks.optimizer.prediction import prediction
 from benchmarks.optimizer.session import COUNTED, UNCOUNTED, Outcome
-from benchmarks.optimizer.table import MEANING, Choice, contest, rooflines, table_of
+from benchmarks.optimizer.table import contest, table_of
 from benchmarks.optimizer.tasks import SHAPES
 
 _LINES = ("table", "clipping", "ablation", "prediction", "contest")

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.activations.contenders import to_files
 from benchmarks.optimizer import deepspeed_peer, variants
+from benchmarks.optimizer.moving import Beside
 from benchmarks.optimizer.tasks import Task
 from benchmarks.optimizer.tensornvme_peer import TensorNVMe
 from offload_strategy import OffloadEngine
@@ -27,6 +28,8 @@ DEEPSPEEDS = (DEEPSPEED, DEEPSPEED_DEFAULTS, DEEPSPEED_HOST)
 TENSORNVME = "TensorNVMe, states on disk"
 #: All of these may be unable to run here.
 PEERS = (*DEEPSPEEDS, TENSORNVME)
+#: Plain PyTorch, with as many bytes moved beside it.
+MOVING = "plain, bytes move beside it"
 RECOMPUTE, FILES = "plain, blocks computed again", "plain, saved tensors in files"
 #: Begins the names of our presets.
 _PRESET = "preset "
@@ -149,6 +152,20 @@ class _PyTorch:
             self.engine.close()
 
 
+@dataclass
+class _Moving(_PyTorch):
+    """The plain loop while another process moves bytes."""
+
+    beside: Beside = field(kw_only=True)
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        self.beside.step_over()
+
+    def close(self) -> None:
+        self.beside.close()
+
+
 def make(options: dict[str, Any], task: Task, directory: Path) -> Trainer:
     """Make a contender.
 
@@ -170,6 +187,9 @@ def make(options: dict[str, Any], task: Task, directory: Path) -> Trainer:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **adamw)
     if options["contender"] == PLAIN:
         return _PyTorch(model, optimizer)
+    if options["contender"] == MOVING:
+        beside = Beside(model, directory)
+        return _Moving(_Around(model, beside.forward), optimizer, beside=beside)
     if options["contender"] == RECOMPUTE:
         return _PyTorch(_Recomputed(model), optimizer)
     if options["contender"] == FILES:

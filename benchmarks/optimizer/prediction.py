@@ -20,8 +20,9 @@ import torch
 from benchmarks.io.contender import Contender
 from benchmarks.io.results import Context, Result, Skipped
 from benchmarks.optimizer.contenders import PLAIN, plain_options
+from benchmarks.optimizer.lineup import FIRST, OURS, SECOND, THIRD, Choice
 from benchmarks.optimizer.session import Outcome, start
-from benchmarks.optimizer.table import FIRST, OURS, SECOND, THIRD, Choice, session_of
+from benchmarks.optimizer.table import session_of
 from offload_strategy.planning.cost_model import Rates, StepProfile, StepTime, predict_step
 from offload_strategy.units import MiB, parse_size
 

@@ -38,7 +38,8 @@ def main() -> int:
         prog="python -m benchmarks.suite", description=(__doc__ or "").partition("\n")[0]
     )
     names = [part.name for part in PARTS]
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART",
+    by_default = [part.name for part in PARTS if not part.asked]
+    parser.add_argument("--only", nargs="+", choices=names, default=by_default, metavar="PART",
                         help=f"of {', '.join(names)}")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="tiny models; figures mean little")
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="of the disk")

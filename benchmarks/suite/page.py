@@ -66,8 +66,13 @@ def _page(
     for part in PARTS:
         yield f"## {part.title}"
         yield ""
+        if part.note:
+            yield part.note
+            yield ""
         if part.name not in found:
-            yield f"Not run here (`python {' '.join(part.command(quick=False))}`)."
+            own = f" by itself (`python -m benchmarks.suite --only {part.name}`)"
+            how = own if part.asked else f" here (`python {' '.join(part.command(quick=False))}`)"
+            yield f"Not run{how}."
             yield ""
             continue
         yield from _part(part.name, found[part.name], again.get(part.name, {}), figures, page)

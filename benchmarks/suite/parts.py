@@ -17,6 +17,8 @@ class Part:
         options: of a full run.
         quick: of a quick one.
         minutes: that a full and a quick run may take on two cores; then they are ended.
+        note: for the page, what is left out and why.
+        asked: whether it runs only when it is named, as all of them would take too long.
     """
 
     name: str
@@ -25,6 +27,8 @@ class Part:
     options: Sequence[str] = ()
     quick: Sequence[str] = ("--quick",)
     minutes: tuple[float, float] = (15.0, 4.0)
+    note: str = ""
+    asked: bool = False
 
     def command(self, *, quick: bool) -> list[str]:
         """The words after `python`."""
@@ -40,6 +44,17 @@ PARTS = (
         ("--lines", "contest", "--repeats", "2"),
         ("--lines", "contest", "--quick"),
         (35.0, 5.0),
+        "FSDP2's `CPUOffloadPolicy` keeps shards on the host, where they are anyway if the host "
+        "computes: it takes part on a GPU alone (`python -m benchmarks.gpu`).",
+    ),
+    Part(
+        "ablation",
+        "What each part of the optimizer brings",
+        "benchmarks.optimizer",
+        ("--lines", "ablation", "--repeats", "3"),
+        ("--lines", "ablation", "--quick"),
+        (40.0, 4.0),
+        asked=True,
     ),
     Part(
         "frameworks",
