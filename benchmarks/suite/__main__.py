@@ -65,9 +65,10 @@ def main() -> int:
 
 
 def _run(parts: Sequence[Part], figures: Path, options: argparse.Namespace) -> list[str]:
-    """Run parts by turns; what failed, a line each."""
+    """Run parts by turns; what failed, a line each. What one leaves of its time others may take."""
     quick = options.quick
     left = sum(part.minutes[quick] for part in parts)
+    spare = 0.0
     failed = []
     for number, part in enumerate(parts):
         done = _BAR * number // len(parts)
@@ -78,16 +79,20 @@ def _run(parts: Sequence[Part], figures: Path, options: argparse.Namespace) -> l
             flush=True,
         )
         begin = time.monotonic()
-        problem = _run_part(part, figures, options.dir, quick=quick)
-        left -= part.minutes[quick]
+        most = part.minutes[quick] + spare
+        problem = _run_part(part, figures, options.dir, most, quick=quick)
+        took = (time.monotonic() - begin) / 60
+        left, spare = left - took, most - took
         if problem is not None:
             failed.append(f"{part.name}: {problem}")
-        print(f"{part.name}: {(time.monotonic() - begin) / 60:.1f} minutes", file=sys.stderr)
+        print(f"{part.name}: {took:.1f} minutes", file=sys.stderr)
     return failed
 
 
-def _run_part(part: Part, figures: Path, directory: Path, *, quick: bool) -> str | None:
-    """Run one part; why it failed, if it did."""
+def _run_part(
+    part: Part, figures: Path, directory: Path, minutes: float, *, quick: bool
+) -> str | None:
+    """Run one part, so many minutes at most; why it failed, if it did."""
     file = figures / f"{part.name}.json"
     command = [sys.executable, *part.command(quick=quick), "--dir", str(directory)]
     command += ["--json", str(file)]
@@ -96,11 +101,11 @@ def _run_part(part: Part, figures: Path, directory: Path, *, quick: bool) -> str
     before = file.stat().st_mtime_ns if file.exists() else None
     process = subprocess.Popen(command, cwd=ROOT)
     try:
-        status = process.wait(timeout=60 * part.minutes[quick])
+        status = process.wait(timeout=60 * minutes)
     except subprocess.TimeoutExpired:
         process.terminate()  # it takes its disks and groups down
         process.wait()
-        return f"ended after {part.minutes[quick]:.0f} minutes"
+        return f"ended after {minutes:.0f} minutes"
     if not file.exists() or file.stat().st_mtime_ns == before:
         return f"it wrote no figures (status {status})"
     return None
