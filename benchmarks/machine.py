@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import signal
 import sys
 import time
 from pathlib import Path
@@ -42,6 +43,11 @@ def describe_machine(directory: Path) -> dict[str, Any]:
         "disk": f"{mount.fstype if mount else 'unknown'}, {format_size(usage.free)} free",
         "load": f"{os.getloadavg()[0]:.2f} before the first line",
     }
+
+
+def tidy_up_when_ended() -> None:
+    """Ended by SIGTERM, `with` blocks still remove disks, groups and processes."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def cores() -> int:

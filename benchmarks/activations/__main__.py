@@ -27,7 +27,7 @@ from benchmarks.activations.planned import planned
 from benchmarks.activations.session import Setting
 from benchmarks.activations.sweep import sweep
 from benchmarks.io.results import Result, Skipped, conclude
-from benchmarks.machine import allocator, describe_machine, say
+from benchmarks.machine import allocator, describe_machine, say, tidy_up_when_ended
 
 _LINES = ("curve", "sweep", "planned")
 #: A plan for a limit of memory is compared on these.
@@ -52,6 +52,7 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, default=Path("activations.svg"))
     parser.add_argument("--quick", action="store_true", help="tiny models; figures mean little")
     options = parser.parse_args()
+    tidy_up_when_ended()
 
     machine = {**describe_machine(options.dir), "allocator, in all": allocator()}
     print("\n".join(f"{name}: {value}" for name, value in machine.items()), flush=True)

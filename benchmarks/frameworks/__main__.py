@@ -35,7 +35,7 @@ from typing import Any
 import yaml
 
 from benchmarks.io.results import Context, Result, Skipped, conclude, median_ratio
-from benchmarks.machine import allocator, describe_machine, say
+from benchmarks.machine import allocator, describe_machine, say, tidy_up_when_ended
 from offload_strategy.units import MiB
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -202,6 +202,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write everything there, too")
     parser.add_argument("--quick", action="store_true", help="small and few; figures mean little")
     options = parser.parse_args()
+    tidy_up_when_ended()
     machine = {**describe_machine(options.dir), "allocator, in all": allocator()}
     print("\n".join(f"{name}: {value}" for name, value in machine.items()), flush=True)
     repeats = 1 if options.quick else options.repeats

@@ -19,7 +19,7 @@ import traceback
 from pathlib import Path
 
 from benchmarks.io.results import Result, Skipped, conclude
-from benchmarks.machine import describe_machine, say
+from benchmarks.machine import describe_machine, say, tidy_up_when_ended
 from benchmarks.planning.predict import predict
 from benchmarks.planning.search import search
 
@@ -37,6 +37,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write everything there, too")
     parser.add_argument("--quick", action="store_true", help="tiny models; figures mean little")
     options = parser.parse_args()
+    tidy_up_when_ended()
     machine = describe_machine(options.dir)
     print("\n".join(f"{name}: {value}" for name, value in machine.items()), flush=True)
     results: list[Result] = []
