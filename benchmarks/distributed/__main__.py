@@ -13,14 +13,13 @@ The exit status is 1 if a claim does not hold.
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import tempfile
 from pathlib import Path
 
 from benchmarks.distributed.path import path
 from benchmarks.io.results import Context, Line, Result, Skipped, conclude
-from benchmarks.machine import describe_machine, say
+from benchmarks.machine import describe_machine, say, tidy_up_when_ended
 
 LINES: dict[str, Line] = {"path": path}
 
@@ -36,8 +35,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write everything there, too")
     parser.add_argument("--quick", action="store_true", help="small and few; figures mean little")
     options = parser.parse_args()
-    # Ended by a signal, the `with` blocks below still remove disks, groups and processes.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    tidy_up_when_ended()
     machine = describe_machine(options.dir)
     print("\n".join(f"{name}: {value}" for name, value in machine.items()), flush=True)
     repeats = options.repeats or (2 if options.quick else 5)

@@ -34,17 +34,15 @@ from typing import Any
 
 import yaml
 
-from benchmarks.io.results import Context, Result, Skipped, conclude, median_ratio
-from benchmarks.machine import allocator, describe_machine, say, tidy_up_when_ended
+from benchmarks.io.results import Context, Result, Skipped, conclude, in_turns, median_ratio
+from benchmarks.machine import ALLOCATOR, allocator, describe_machine, say, tidy_up_when_ended
+from offload_strategy.config import ACCELERATE_SECTION, DIRECTORY_VARIABLE
 from offload_strategy.units import MiB
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH_FILE = ROOT / "configs" / "accelerate" / "offload.yaml"
-_SECTION = "ssd_offload_config"
 #: Steps that do not count: states are made, what leaves is learned.
 _WARM_UP = 4
-#: As `machine.fix_allocator` sets it, for processes that are not ours.
-_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONUNBUFFERED": "1"}
 PLAIN, OFFLOADED = "plain", "offloaded"
 
 
@@ -79,14 +77,14 @@ class Line:
 
 
 def _run_trainer(context: Context, offloaded: bool) -> Run:
-    content = yaml.safe_load(LAUNCH_FILE.read_text())
-    launch_file = context.directory / f"{PLAIN}.yaml"
+    launch_file = LAUNCH_FILE
     if not offloaded:
-        content.pop(_SECTION)
+        content = yaml.safe_load(LAUNCH_FILE.read_text())
+        content.pop(ACCELERATE_SECTION)
+        launch_file = context.directory / f"{PLAIN}.yaml"
         launch_file.write_text(yaml.safe_dump(content))
     sizes = ["--steps", "8", "--width", "64", "--layers", "2"] if context.quick else []
-    command = ["-m", "accelerate.commands.accelerate_cli", "launch", "--config"]
-    command += [str(LAUNCH_FILE if offloaded else launch_file)]
+    command = ["-m", "accelerate.commands.accelerate_cli", "launch", "--config", str(launch_file)]
     command += [str(Path(__file__).with_name("llama_trainer.py")), *sizes]
     lines, peak = _lines(command, context)
     at = [moment for moment, line in lines if line.startswith("{'loss'")]
@@ -111,7 +109,12 @@ def _run_lightning(context: Context, offloaded: bool) -> Run:
 
 def _lines(arguments: Sequence[str], context: Context) -> tuple[list[tuple[float, str]], int]:
     """Run Python: what it printed and when, and the peak of its memory, in bytes."""
-    environment = {**os.environ, **_ENVIRONMENT, "SSD_OFFLOAD_DIR": str(context.directory)}
+    environment = {
+        **os.environ,
+        **ALLOCATOR,
+        "PYTHONUNBUFFERED": "1",
+        DIRECTORY_VARIABLE: str(context.directory),
+    }
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [sys.executable, *arguments],
@@ -154,7 +157,7 @@ def compare(name: str, context: Context) -> tuple[str, list[Result]]:
         raise Skipped(f"not installed: {', '.join(missing)}")
     runs: dict[str, list[Run]] = {PLAIN: [], OFFLOADED: []}
     for number in range(context.repeats):
-        for way in (PLAIN, OFFLOADED) if number % 2 == 0 else (OFFLOADED, PLAIN):
+        for way in in_turns((PLAIN, OFFLOADED), number):
             run = line.run(context, way == OFFLOADED)
             context.say(f"{name}, {way}: {run.seconds:.3f} s a step")
             runs[way].append(run)

@@ -10,7 +10,6 @@ exit status is 1 if a line that was judged did not hold.
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import tempfile
 import traceback
@@ -27,7 +26,7 @@ from benchmarks.io.results import Context, Line, Result, Skipped, table, write_j
 from benchmarks.io.small import small
 from benchmarks.io.two_paths import two_paths
 from benchmarks.io.urgent import urgent
-from benchmarks.machine import describe_machine, say
+from benchmarks.machine import describe_machine, say, tidy_up_when_ended
 
 LINES: dict[str, Line] = {
     "bulk": bulk,
@@ -58,8 +57,7 @@ def main() -> int:
     unknown = set(options.lines) - set(LINES)
     if unknown:
         parser.error(f"there is no line {', '.join(sorted(unknown))}; choose of {', '.join(LINES)}")
-    # Ended by a signal, the `with` blocks below still remove disks, groups and processes.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    tidy_up_when_ended()
 
     machine = describe_machine(options.dir)
     print("\n".join(f"{name}: {value}" for name, value in machine.items()), flush=True)

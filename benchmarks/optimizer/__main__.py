@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 import tempfile
 import traceback
@@ -26,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.io.results import Context, Result, Skipped, table, write_json
-from benchmarks.machine import allocator, describe_machine, say
+from benchmarks.machine import allocator, describe_machine, say, tidy_up_when_ended
 from benchmarks.optimizer.ablation import ablation
 from benchmarks.optimizer.claims import rooflines
 from benchmarks.optimizer.clipping import clipping
@@ -44,8 +43,7 @@ _LINES = ("table", "clipping", "ablation", "prediction", "contest")
 def main() -> int:
     """Parse the options, run, print and write the outcome."""
     options = _options()
-    # Ended by a signal, the `with` blocks below still remove disks, groups and processes.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    tidy_up_when_ended()
     machine = {**describe_machine(options.dir), "allocator, in all": allocator()}
     print("\n".join(f"{name}: {value}" for name, value in machine.items()), flush=True)
     repeats = options.repeats or (1 if options.quick else 5)

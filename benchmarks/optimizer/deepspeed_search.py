@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -71,8 +70,7 @@ def fastest_settings(
 
     parameters = _parameters(task)
     if known is not None:
-        sizes = subgroup_candidates(known, parameters)[:2]
-        return fastest([replace(size, pipelined=known.pipelined) for size in sizes])
+        return fastest(subgroup_candidates(known, parameters)[:2])
     candidates = io_candidates()[: 1 if context.quick else None]
     best = fastest(candidates)
     with_best = [entry for entry in tried if entry["settings"] == best.shown()]

@@ -7,9 +7,9 @@ as our contender does, in large requests, without a copy or a checksum.
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,58 +18,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.turns import Subject, answers, requests
 from offload_strategy.units import MiB, round_up
 
 #: Bytes of a request.
 _REQUEST = 8 * MiB
 #: Saved tensors below this stay, as with us.
 _LEAST = 1 * MiB
-
-
-class Mover:
-    """A process that moves bytes when it is told to.
-
-    Args:
-        file: to read and write; made here, and removed by `close`.
-        nbytes: of each move, in each direction.
-    """
-
-    def __init__(self, file: Path, nbytes: int) -> None:
-        self._file = file
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.optimizer.moving", str(file), str(nbytes)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).resolve().parents[2],
-        )
-        self._moving = False
-        self._answer()
-
-    def begin(self) -> None:
-        """Begin to read and write."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        self._moving = True
-
-    def wait(self) -> None:
-        """Until all has been moved."""
-        if self._moving:
-            self._moving = False
-            self._answer()
-
-    def _answer(self) -> None:
-        assert self._process.stdout is not None
-        if not self._process.stdout.readline():
-            raise RuntimeError(f"the process that moves bytes ended: {self._process.wait(60)}")
-
-    def close(self) -> None:
-        """End it."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
-        self._file.unlink(missing_ok=True)
 
 
 class Beside:
@@ -85,13 +40,15 @@ class Beside:
         #: Both moments of Adam in float32.
         self._states = sum(8 * p.numel() for p in model.parameters() if p.requires_grad)
         self._file = directory / "moved"
-        self._mover: Mover | None = None
+        self._mover: Subject | None = None
+        self._moving = False
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Around a forward pass."""
         if self._mover is not None:
-            self._mover.begin()
+            self._mover.tell({})
+            self._moving = True
             yield
             return
         saved: dict[int, int] = {}
@@ -104,17 +61,21 @@ class Beside:
 
         with torch.autograd.graph.saved_tensors_hooks(note, _unchanged):
             yield
-        self._mover = Mover(self._file, self._states + sum(saved.values()))
+        nbytes = round_up(self._states + sum(saved.values()), _REQUEST)
+        options = {"file": str(self._file), "nbytes": nbytes}
+        self._mover = Subject("benchmarks.optimizer.moving", "the process that moves", options)
+        self._mover.answer()
 
     def step_over(self) -> None:
         """What was begun belongs to this step."""
-        if self._mover is not None:
-            self._mover.wait()
+        if self._mover is not None and self._moving:
+            self._moving = False
+            self._mover.answer()
 
     def close(self) -> None:
         """End the process."""
         if self._mover is not None:
-            self._mover.close()
+            self._mover.end()
 
 
 def _unchanged(tensor: Any) -> Any:
@@ -122,22 +83,24 @@ def _unchanged(tensor: Any) -> Any:
 
 
 def main() -> None:
-    """Read and write so many bytes for each line of the input."""
-    file, nbytes = sys.argv[1], round_up(int(sys.argv[2]), _REQUEST)
+    """Read and write so many bytes for each request."""
+    options = json.loads(sys.argv[1])
+    nbytes = options["nbytes"]
     buffer = mmap.mmap(-1, _REQUEST, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     buffer.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(buffer)
-    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-    os.posix_fallocate(fd, 0, nbytes)
-    for offset in range(0, nbytes, _REQUEST):
-        os.pwritev(fd, [view], offset)
-    print(flush=True)
-    for _ in sys.stdin:
+    with answers() as answer:
+        fd = os.open(options["file"], os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        os.posix_fallocate(fd, 0, nbytes)
         for offset in range(0, nbytes, _REQUEST):
-            os.preadv(fd, [view], offset)
             os.pwritev(fd, [view], offset)
-        print(flush=True)
-    os.close(fd)
+        answer({"ready": True})
+        for _ in requests():
+            for offset in range(0, nbytes, _REQUEST):
+                os.preadv(fd, [view], offset)
+                os.pwritev(fd, [view], offset)
+            answer({"moved": nbytes})
+        os.close(fd)
 
 
 if __name__ == "__main__":

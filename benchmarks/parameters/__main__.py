@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.io.results import Result, Skipped, conclude
-from benchmarks.machine import describe_machine, say
+from benchmarks.machine import describe_machine, say, tidy_up_when_ended
 from benchmarks.parameters.job import Job
 from benchmarks.parameters.largest import CONTENDERS, Bounds, largest
 from benchmarks.parameters.loading import loading
@@ -51,8 +50,7 @@ _QUICK = {
 def main(arguments: list[str] | None = None) -> int:
     """Parse the options, run, print and write the outcome."""
     options = _options(arguments)
-    # Ended by a signal, the `with` blocks below still remove groups, processes and files.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    tidy_up_when_ended()
     machine = describe_machine(options.dir)
     print(json.dumps(machine), flush=True)
     job = Job(
