@@ -72,7 +72,7 @@ def test_new_weights_find_their_buffers_again_in_every_step(disk: Path, pinned: 
             assert weights <= held <= 1.05 * weights
         else:
             assert held <= 512 * KiB  # other buffers may need the budget in between
-        engine._unwrap(optimizer)
+        engine._optimizers.unwrap(optimizer)
         engine._resources.heap.wait_for_writes()
         engine._resources.heap.trim()
         assert engine._resources.pool.usage().held_bytes == 0
