@@ -76,6 +76,8 @@ class Resources:
 
     heap: Heap
     pool: BufferPool
+    #: Of the pool's memory what dram tiers do not have.
+    pinned_bytes: int
     host_tiers: dict[str, HostTier] = field(default_factory=dict)
     queues: dict[str, list[PathQueue]] = field(default_factory=dict)
     quotas: dict[PathQueue, Quota] = field(default_factory=dict)
@@ -118,7 +120,9 @@ class Resources:
         # Tickets of a device that stay in a dram tier lie in buffers, too.
         pool = BufferPool(config.memory.pinned + host)
         heap = Heap(pool, recorder, write_behind=config.memory.pinned)
-        resources = cls(heap, pool, known=KnownPaths(processes), _recorder=recorder)
+        resources = cls(
+            heap, pool, config.memory.pinned, known=KnownPaths(processes), _recorder=recorder
+        )
         check_capacities(
             [
                 (tier.name, path, tier.capacity if len(tier.paths) == 1 else None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from offload_strategy.optimizer import (
     local_part,
 )
 from offload_strategy.parameters import ParameterRegistry, WeightStream
-from offload_strategy.planning import optimizer_need, shortfall
+from offload_strategy.planning import optimizer_need, shortfall, subgroup_size
 from offload_strategy.resources import Resources
 
 
@@ -81,15 +82,15 @@ class SwappedOptimizers:
         )
         state_bytes = check_supported(optimizer, precision)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        subgroups = self._subgroup_size(parameters, state_bytes)
         state_bytes = self._check_room(parameters, state_bytes)
         self._registry.check_unclaimed(parameters)
-        size = section.subgroup_size
         wrapped = OffloadedOptimizer(
             optimizer,
             self._resources.heap,
             self._resources.clients["optimizer"],
             overlap=section.overlap,
-            subgroup_size=None if size == "auto" else int(size),
+            subgroup_size=subgroups,
             is_last=is_last,
             state_bytes=state_bytes,
             precision=precision,
@@ -108,6 +109,21 @@ class SwappedOptimizers:
         optimizer.close()
         self._registry.release_states(optimizer.parameters(), optimizer)
         self._wrapped.discard(optimizer)
+
+    def _subgroup_size(
+        self, parameters: Sequence[nn.Parameter], state_bytes: int
+    ) -> Callable[[int], int]:
+        """Parameters of a subgroup, given how many there are in all."""
+        size = self._section.subgroup_size
+        if size != "auto":
+            fixed = int(size)
+            return lambda _: fixed
+        moved, memory = state_bytes, self._resources.pinned_bytes
+        if self._section.overlap == "commit":  # new weights wait in the rest
+            moved += sum(local_part(p).nbytes for p in parameters)
+            memory -= sum(tier.capacity for tier in self._resources.waiting_room)
+        each = moved / max(1, sum(local_part(p).numel() for p in parameters))
+        return partial(subgroup_size, each=each, memory=memory)
 
     def _check_room(self, parameters: Sequence[nn.Parameter], state_bytes: int) -> int:
         """Bytes of the states that this rank has, once it is sure that the tiers take them."""

@@ -33,7 +33,7 @@ EAGER_HOST, COMMIT_HOST = "eager, half on the host", "commit, half on the host"
 
 #: memory.pinned: `eager` is for the least memory; in `commit` new weights wait for `step()`, and at
 #: most half of it is for them.
-_PINNED = {"eager": "88MiB", "commit": "3GiB"}
+_PINNED = {"eager": "160MiB", "commit": "3GiB"}
 
 
 def _ours(overlap: str, **options: Any) -> Ours:

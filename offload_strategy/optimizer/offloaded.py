@@ -58,7 +58,7 @@ class OffloadedOptimizer(Optimizer):
         tiers: where they may go, in order.
         overlap: ``"commit"`` updates during backward, ``"off"`` at `step()`; both show nothing
             before `step()`. ``"eager"`` updates weights as gradients are complete.
-        subgroup_size: parameters per subgroup, or None to choose.
+        subgroup_size: parameters per subgroup, given how many there are in all.
         is_last: whether the backward that runs is the last before `step()`.
         state_bytes: what the states will take, once every parameter was updated.
         precision: of states; None for what a plain optimizer has.
@@ -77,7 +77,7 @@ class OffloadedOptimizer(Optimizer):
         tiers: Sequence[Tier],
         *,
         overlap: Literal["commit", "eager", "off"],
-        subgroup_size: int | None,
+        subgroup_size: Callable[[int], int],
         is_last: Callable[[], bool],
         state_bytes: int = 0,
         precision: Precision | None = None,

@@ -28,6 +28,7 @@ from offload_strategy.planning.requirements import (
     weights_shortfall,
 )
 from offload_strategy.planning.step_plan import PlanRow, StepPlan, Turn, step_plan
+from offload_strategy.planning.subgroup_sizes import subgroup_size
 
 __all__ = [
     "Block",
@@ -54,6 +55,7 @@ __all__ = [
     "shortfall",
     "spare_memory_advice",
     "step_plan",
+    "subgroup_size",
     "weights_shortfall",
     "with_recomputed",
     "within",

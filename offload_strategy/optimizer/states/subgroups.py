@@ -16,11 +16,6 @@ from offload_strategy.optimizer.states.pieces import Piece, cut_into_pieces
 from offload_strategy.optimizer.states.precision import Precision, round_into
 from offload_strategy.optimizer.states.shards import local_part
 
-#: Limits of `subgroup_size: auto`, in parameters: small enough to start early, and that several in
-#: memory at a time do not count; large enough that a read or write is worth a request.
-_AUTO_RANGE = (1 << 18, 1 << 22)
-_AUTO_SHARE = 64
-
 
 @dataclass(eq=False)
 class StateSet:
@@ -189,7 +184,7 @@ def _has_place(tensor: torch.Tensor, view: torch.Tensor, kept: torch.dtype) -> b
 def plan_subgroups(
     optimizer: Optimizer,
     known: Collection[int],
-    size: int | None,
+    size: Callable[[int], int],
     may_cut: Callable[[int], bool],
 ) -> Iterator[Subgroup]:
     """Cut the parameters that are not `known` yet into subgroups, last registered first.
@@ -200,14 +195,13 @@ def plan_subgroups(
     Args:
         optimizer: the user's.
         known: ids of parameters that have a subgroup already.
-        size: parameters a subgroup at most; None to choose by the model's size.
+        size: how many parameters a subgroup has at most, given how many there are in all.
         may_cut: whether large parameters of the group of this index may be cut. Else one that is
-            larger than `size` is a subgroup by itself.
+            larger than that is a subgroup by itself.
     """
     seen = set(known)
     total = sum(local_part(p).numel() for group in optimizer.param_groups for p in group["params"])
-    low, high = _AUTO_RANGE
-    limit = size if size is not None else min(high, max(low, total // _AUTO_SHARE))
+    limit = size(total)
     for group_index in reversed(range(len(optimizer.param_groups))):
         batch: list[Piece] = []
         elements = 0

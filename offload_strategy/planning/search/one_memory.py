@@ -37,14 +37,14 @@ from offload_strategy.planning.search.choice import Choice, Held, Placed, Split
 from offload_strategy.planning.search.core_steps import computing_seconds
 from offload_strategy.planning.search.cores import ELEMENT_BYTES, CpuRequest, moment_bytes
 from offload_strategy.planning.search.placement import (
-    SUBGROUPS_IN_FLIGHT,
+    SUBGROUPS_SHARE,
     Sizes,
     check_layers,
     micro_work,
     sizes,
-    subgroup_size,
     weights_in_flight,
 )
+from offload_strategy.planning.subgroup_sizes import SUBGROUPS_IN_FLIGHT, subgroup_size
 from offload_strategy.units import MiB
 
 #: Tensors of logits at a time.
@@ -116,7 +116,9 @@ class _Placement:
         #: Buffers of states and weights on their way.
         self._staging = 0
         if choice.moves_optimizer:
-            self._subgroup = subgroup_size(counted.parameters, self._each + ELEMENT_BYTES, room)
+            self._subgroup = subgroup_size(
+                counted.parameters, self._each + ELEMENT_BYTES, room // SUBGROUPS_SHARE
+            )
             each = self._each
             if choice.overlap == "commit" or choice.moves_parameters:
                 each += ELEMENT_BYTES

@@ -29,6 +29,7 @@ from offload_strategy.planning.analysis.transformer import TransformerShape
 from offload_strategy.planning.requirements import optimizer_need
 from offload_strategy.planning.search.choice import Choice, Held, Placed, Split
 from offload_strategy.planning.search.cores import CpuRequest
+from offload_strategy.planning.subgroup_sizes import SUBGROUPS_IN_FLIGHT, subgroup_size
 from offload_strategy.units import GiB, MiB
 
 #: Share of device memory up to which activations stay: the count is not exact, and allocators
@@ -40,14 +41,8 @@ _HOST_SHARE = 0.9
 _PROCESS_BYTES = 2 * GiB
 #: Storages below stay on the device (`activations.min_size`).
 _MIN_SIZE = 1 * MiB
-#: Subgroups in buffers at a time: read, updated, written, and one ready.
-SUBGROUPS_IN_FLIGHT = 4
-#: `subgroup_size: auto` of the optimizer: between these, and this part of all parameters.
-_SUBGROUP_RANGE = (1 << 18, 1 << 22)
-_SUBGROUP_SHARE = 64
-_SMALLEST_SUBGROUP = 1 << 16
-#: Of the host memory that training may take, what subgroups may.
-_SUBGROUPS_SHARE = 8
+#: Of the memory that training may take, what subgroups may.
+SUBGROUPS_SHARE = 8
 #: Staging buffers where there is memory for them, and the part of it that they take at most.
 _STAGING_BYTES = 4 * GiB
 _STAGING_SHARE = 8
@@ -127,7 +122,7 @@ def place(request: Request, choice: Choice) -> Placed:
     subgroup = None
     if choice.moves_optimizer:
         each = choice.state_bytes + WEIGHT_BYTES
-        subgroup = subgroup_size(counted.parameters, each, host_room)
+        subgroup = subgroup_size(counted.parameters, each, host_room // SUBGROUPS_SHARE)
     saved, left, device = _device(request, choice, counted, subgroup or 0)
     staging = _staging(request, choice, counted, subgroup or 0, left)
     staging = max(staging, min(_STAGING_BYTES, host_room // _STAGING_SHARE)) if staging else 0
@@ -184,22 +179,6 @@ def _device(
     if not left:
         return saved, 0, base + saved
     return saved, left, base + saved + last - left
-
-
-def subgroup_size(parameters: int, each: int, room: int) -> int:
-    """Parameters of a subgroup: as the optimizer takes them, fewer where memory is short.
-
-    Args:
-        parameters: of the model.
-        each: bytes of states and copies for one of them.
-        room: bytes of memory that training may take.
-    """
-    low, high = _SUBGROUP_RANGE
-    size = min(high, max(low, parameters // _SUBGROUP_SHARE))
-    size = 1 << (size.bit_length() - 1)
-    while size > _SMALLEST_SUBGROUP and _SUBGROUPS_SHARE * SUBGROUPS_IN_FLIGHT * each * size > room:
-        size //= 2
-    return size
 
 
 def _staging(request: Request, choice: Choice, counted: Sizes, subgroup: int, left: int) -> int:
