@@ -45,7 +45,7 @@ class Home(Protocol):
     def bind(self) -> None:
         """Autograd has saved the parameter itself, and would find what stands for it."""
 
-    def end_turn(self) -> None:
+    def end_touch(self) -> None:
         """They need not be kept any more."""
 
 
@@ -152,7 +152,7 @@ class GuardedParameter(nn.Parameter):
             return result
         finally:
             for home in touched:
-                home.end_turn()
+                home.end_touch()
             if again:
                 unguard(args[0])
 
@@ -175,9 +175,17 @@ class GuardedParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As the plain parameter that it stands for."""
-        plain = nn.Parameter(self.detach(), self.requires_grad)
+        plain = self._plain()
         plain.__dict__.update(self.__dict__)
         return plain.__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """As the plain parameter that it stands for."""
+        return repr(self._plain())
+
+    def _plain(self) -> nn.Parameter:
+        """A plain parameter of the same memory."""
+        return nn.Parameter(self.detach(), self.requires_grad)
 
 
 def _edges(inputs: Sequence[Any]) -> list[Any]:

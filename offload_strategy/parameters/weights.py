@@ -47,8 +47,10 @@ class StreamedWeight:
     ) -> None:
         self.name = name
         self._take_form(parameter)
-        #: How many turns it takes part in at present.
+        #: How many turns and touches need it at present.
         self.turns = 0
+        # How many turns; in a touch it stays guarded, so that another thread's touch is seen too.
+        self._unguarded = 0
         #: Whether it must stay until the step ends: autograd may have saved it itself.
         self.bound = False
         self._parameter = weakref.ref(parameter, weakly(self._gone))
@@ -129,25 +131,33 @@ class StreamedWeight:
         with self._lock:
             self.bring()
             self.turns += 1
+            self._unguarded += 1
             parameter = self._parameter()
-            if self.turns == 1 and parameter is not None:
+            if self._unguarded == 1 and parameter is not None:
                 unguard(parameter)
 
     def end_turn(self) -> None:
         """The end of what `begin_turn` began."""
         with self._lock:
             self.turns -= 1
+            self._unguarded -= 1
             parameter = self._parameter()
-            if self.turns == 0 and parameter is not None:
+            if self._unguarded == 0 and parameter is not None:
                 guard(parameter, self)
 
     @keeps_grad_mode
     def begin_touch(self) -> None:
-        """Somebody needs, and may change, the bytes out of turn, until `end_turn`."""
+        """Somebody needs, and may change, the bytes out of turn, until `end_touch`."""
         with self._lock, undisturbed():
             self._touched(self)
-            self.begin_turn()
+            self.bring()
+            self.turns += 1
             self.note_change()
+
+    def end_touch(self) -> None:
+        """The end of what `begin_touch` began."""
+        with self._lock:
+            self.turns -= 1
 
     def bind(self) -> None:
         """See `Home.bind`: it stays until the step ends."""

@@ -232,6 +232,26 @@ def test_threads_that_touch_the_same_weights(disk: Path) -> None:
     assert all(type(p) is not GuardedParameter for p in model.parameters())
 
 
+def test_a_touch_is_seen_while_another_thread_touches_the_same_weight(disk: Path) -> None:
+    """Each keeps the weight in memory by itself, whichever is over first."""
+    model = net()
+    expected = float(model.scale.sum())
+    with streaming(disk) as engine, ThreadPoolExecutor(1) as pool:
+        engine.attach(model)
+        assert engine._stream is not None
+        weight = engine._stream._weights[model.scale]
+        touches = engine._stream.touches
+        weight.begin_touch()  # as this thread does, before a long operation
+        assert pool.submit(lambda: float(model.scale.sum())).result() == expected
+        assert engine._stream.touches == touches + 2
+        weight.begin_touch()  # as another does, beside it
+        weight.end_touch()
+        assert weight.here
+        assert not weight.may_go()
+        weight.end_touch()
+        assert weight.may_go()
+
+
 @pytest.mark.usefixtures("impatient_threads")
 def test_a_thread_that_watches_while_another_trains(disk: Path) -> None:
     """As one that logs norms does: what it sees is of one step or another, and never NaN."""
