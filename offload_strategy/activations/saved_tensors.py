@@ -194,8 +194,10 @@ class ActivationOffload:
             refuse_hooks_that_offload(outer)
         self._before_forward()
         self.blocks.forward_begins()
-        # Memory is at its peak where forward ends; buffers are for backward.
-        self._heap.trim()
+        if self.planned is None:
+            self._heap.pass_begins()
+        else:  # memory is at its peak where forward ends; buffers are for backward
+            self._heap.trim()
         hooks = saved_tensors_hooks(self._pack, self._unpack)
         # Ctrl-C between hooks that are in force and the note of it would leave them so for ever.
         with UninterruptedSection():

@@ -93,6 +93,7 @@ class Heap:
         self._copies.let_go()
         self._ledger.let_go()
         self._ledger.reap()
+        self._supply.look()
         self._writer.await_room(client, payload.numel(), tiers)
         with UninterruptedSection():
             replaced = None if instead_of is None else instead_of.entry
@@ -308,6 +309,14 @@ class Heap:
         """Give idle buffers back, for a while in which little will be read."""
         self._ledger.let_go()
         self._supply.trim()
+
+    def pass_begins(self) -> None:
+        """Give idle buffers back that would raise the peak of memory, until the next pass begins.
+
+        See [Note: idle memory and peaks].
+        """
+        self._ledger.let_go()
+        self._supply.pass_begins()
 
     def wait_for_writes(self) -> None:
         """Wait until nothing is being written any more.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from offload_strategy.heap.ledger import Ledger
-from offload_strategy.memory import BufferPool
+from offload_strategy.memory import BufferPool, IdleMemory
 from offload_strategy.telemetry import Recorder
 
 POLL_SECONDS = 0.001
@@ -25,11 +25,13 @@ class BufferSupply:
 
     def __init__(self, pool: BufferPool, ledger: Ledger, recorder: Recorder) -> None:
         self._pool = pool
+        self._idle = IdleMemory(pool)
         self._ledger = ledger
         self._recorder = recorder
 
     def spare(self, nbytes: int, *, pinned: bool) -> torch.Tensor | None:
         """A buffer if the budget has room; takes nothing from anybody."""
+        self._idle.look()
         return self._pool.lend(nbytes, pinned=pinned)
 
     def needed_now(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
@@ -58,11 +60,20 @@ class BufferSupply:
         """Give idle buffers back, for a while in which none will be asked for."""
         self._pool.trim()
 
+    def pass_begins(self) -> None:
+        """See `Heap.pass_begins`."""
+        self._idle.pass_begins()
+
+    def look(self) -> None:
+        """See `IdleMemory.look`."""
+        self._idle.look()
+
     def keep_idle(self, nbytes: int) -> None:
         """See `BufferPool.keep_idle`."""
         self._pool.keep_idle(nbytes)
 
     def _reclaimed(self, nbytes: int, *, pinned: bool) -> torch.Tensor | None:
+        self._idle.look()
         self._ledger.let_go()
         while (buffer := self._pool.lend(nbytes, pinned=pinned)) is None:
             with self._ledger.lock:

@@ -49,11 +49,10 @@ class HostBuffer:
 
     def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
         self.nbytes = max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES))
-        self._memory = _map_private(self.nbytes)
+        self._memory = map_private(self.nbytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.pinned = pinned and _register(self.address, self.nbytes)
         self._pid = os.getpid()
-        _live.add(self._memory)
 
     def lend(self, nbytes: int) -> tuple[torch.Tensor, ctypes.Array[ctypes.c_char]]:
         """A flat uint8 tensor over the first bytes, and the exporter that dies with its storage."""
@@ -77,16 +76,26 @@ class HostBuffer:
             _unregister(self.address)
 
 
-def _map_private(nbytes: int) -> mmap.mmap:
-    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows: an anonymous mapping of the paging file
-        return mmap.mmap(-1, nbytes)
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | getattr(mmap, "MAP_ANONYMOUS", 0))
+def map_private(nbytes: int) -> mmap.mmap:
+    """Anonymous memory of this process alone, of huge pages where they pay.
+
+    Raises:
+        OSError: the system has no room.
+    """
+    memory = _map_unadvised(nbytes)
     if nbytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         _advise(memory, mmap.MADV_HUGEPAGE)
     if hasattr(mmap, "MADV_DONTFORK"):
         # Data-loader workers are forked; they have no use for these pages and must not copy them.
         _advise(memory, mmap.MADV_DONTFORK)
+    _live.add(memory)
     return memory
+
+
+def _map_unadvised(nbytes: int) -> mmap.mmap:
+    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows: an anonymous mapping of the paging file
+        return mmap.mmap(-1, nbytes)
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | getattr(mmap, "MAP_ANONYMOUS", 0))
 
 
 def _advise(memory: mmap.mmap, advice: int) -> None:

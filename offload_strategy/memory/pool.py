@@ -12,12 +12,17 @@ from typing import Any
 import torch
 
 from offload_strategy.errors import ConfigError
+from offload_strategy.memory.arena import Arena, can_be_used
 from offload_strategy.memory.buffers import HostBuffer
 from offload_strategy.units import PAGE_BYTES, MiB, format_size, round_up
 
 #: Idle buffers kept for the next request at most, unless `keep_idle` says less: a fresh mapping has
 #: its page faults again (13 % of step time in a trial without recycling), idle memory costs memory.
 IDLE_BYTES = 256 * MiB
+
+#: From this size on buffers are cut out of an arena, where any size serves another. Smaller ones
+#: have no huge pages, and fresh pages of theirs cost little.
+_LARGE_BYTES = 1 * MiB
 
 #: An idle buffer may be larger than what is asked for by this share of it: sizes that differ a
 #: little would else each have buffers of their own, idle most of the time.
@@ -46,8 +51,25 @@ class MemoryUsage:
         return 1.0 - self.requested_bytes / self.lent_bytes if self.lent_bytes else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """What an arena lent."""
+
+    arena: Arena
+    begin: int
+    nbytes: int
+
+
+#: A tensor, what dies with its storage, and where its memory is from.
+_Lent = tuple[torch.Tensor, Any, HostBuffer | _Range]
+
+
 class BufferPool:
     """Lends flat uint8 tensors over page-aligned host memory.
+
+    Large ones are ranges of an arena. Small ones are recycled by size, and so are those that were
+    planned, so that they are there when they are needed, and those that are pinned, as memory is
+    registered with CUDA as a whole.
 
     Args:
         budget: bytes that may be mapped at once.
@@ -61,8 +83,12 @@ class BufferPool:
         # See [Note: no Python code in finalizers]. A loan is known by its weak reference, which
         # must be kept to be told.
         self._returned: deque[weakref.ref[Any]] = deque()
-        self._loans: dict[int, tuple[weakref.ref[Any], HostBuffer, int]] = {}
-        self._held = self._idle_bytes = self._lent = self._requested = self._peak = 0
+        self._loans: dict[int, tuple[weakref.ref[Any], HostBuffer | _Range, int]] = {}
+        # Bytes that are mapped one by one, and how many of them are idle.
+        self._apart = self._idle_bytes = 0
+        self._lent = self._requested = self._peak = 0
+        self._arena: Arena | None = None
+        self._has_arena = can_be_used()
         self._planned: dict[int, int] = {}
         self._idle_at_most = IDLE_BYTES
 
@@ -109,37 +135,46 @@ class BufferPool:
         size = max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES))
         with self._lock:
             self._collect()
-            fitting = self._fitting(size, pinned)
-            if fitting is not None:
-                buffer = self._idle[fitting, pinned].pop()
-                self._idle.move_to_end((fitting, pinned))
-                self._idle_bytes -= fitting
-            else:
-                self._trim(self.budget - size, self._idle_at_most)
-                if self._held + size > self.budget and not beyond_budget:
-                    return None
-                buffer = HostBuffer(size, pinned=pinned)
-                self._held += size
-                self._peak = max(self._peak, self._held)
-            self._lent += buffer.nbytes
+            lent: _Lent | None = None
+            if size >= _LARGE_BYTES and not pinned and size not in self._planned:
+                lent = self._lend_range(nbytes)
+            if lent is None:
+                lent = self._lend_buffer(nbytes, size, pinned, beyond_budget=beyond_budget)
+            if lent is None:
+                return None
+            tensor, exporter, memory = lent
+            self._peak = max(self._peak, self._held)
+            self._lent += memory.nbytes
             self._requested += nbytes
-            tensor, exporter = buffer.lend(nbytes)
             loan = weakref.ref(exporter, self._returned.append)
-            self._loans[id(loan)] = (loan, buffer, nbytes)
+            self._loans[id(loan)] = (loan, memory, nbytes)
             return tensor
 
-    def trim(self) -> None:
-        """Unmap idle buffers, for a while in which none will be asked for.
+    def trim(self, keep: int = 0) -> None:
+        """Give idle memory back, for a while in which little will be asked for.
 
-        Planned ones stay, and pinned ones: to register memory with a device takes long.
+        Planned buffers stay, and pinned ones: to register memory with a device takes long.
+
+        Args:
+            keep: bytes that may stay nevertheless.
         """
         with self._lock:
             self._collect()
-            for size, pinned in list(self._idle):
-                while not pinned and len(self._idle.get((size, False), ())) > self._planned.get(
-                    size, 0
-                ):
-                    self._unmap_one(size, pinned)
+            idle, spare = self._spare()
+            for size, count in spare.items():
+                for _ in range(count):
+                    if idle <= keep:
+                        return
+                    self._unmap_one(size, False)
+                    idle -= size
+            if self._arena is not None:
+                self._arena.give_up(idle - keep)
+
+    def idle_bytes(self) -> int:
+        """Idle memory that `trim` can give back."""
+        with self._lock:
+            self._collect()
+            return self._spare()[0]
 
     def keep_idle(self, nbytes: int) -> None:
         """Unmap idle buffers beyond so many bytes from now on, where memory is scarce."""
@@ -160,7 +195,59 @@ class BufferPool:
             self._trim(0, 0)
             # From now on the tensors alone own their memory.
             self._loans.clear()
-            self._held = self._lent = self._requested = 0
+            self._arena = None
+            self._apart = self._lent = self._requested = 0
+
+    @property
+    def _held(self) -> int:
+        return self._apart + (0 if self._arena is None else self._arena.held_bytes)
+
+    def _spare(self) -> tuple[int, dict[int, int]]:
+        """Idle bytes that are neither planned nor pinned, and such buffers of each size."""
+        spare = {
+            size: max(0, len(buffers) - self._planned.get(size, 0))
+            for (size, pinned), buffers in self._idle.items()
+            if not pinned
+        }
+        in_arena = 0 if self._arena is None else self._arena.idle_bytes()
+        return in_arena + sum(size * count for size, count in spare.items()), spare
+
+    def _lend_range(self, nbytes: int) -> _Lent | None:
+        """A range of the arena, if there is one and the budget has room."""
+        if self._arena is None:
+            if not self._has_arena:
+                return None
+            try:
+                self._arena = Arena(self.budget)
+            except (OSError, OverflowError, ValueError):  # no addresses left for it
+                self._has_arena = False
+                return None
+        arena = self._arena
+        lent = arena.lend(nbytes, self.budget - self._held)
+        if lent is None:
+            self._trim(self.budget - nbytes, self._idle_at_most)
+            lent = arena.lend(nbytes, self.budget - self._held)
+        if lent is None:
+            return None
+        tensor, exporter, begin = lent
+        return tensor, exporter, _Range(arena, begin, round_up(nbytes, PAGE_BYTES))
+
+    def _lend_buffer(
+        self, nbytes: int, size: int, pinned: bool, *, beyond_budget: bool
+    ) -> _Lent | None:
+        """A mapping of its own, used before or fresh."""
+        fitting = self._fitting(size, pinned)
+        if fitting is not None:
+            buffer = self._idle[fitting, pinned].pop()
+            self._idle.move_to_end((fitting, pinned))
+            self._idle_bytes -= fitting
+        else:
+            self._trim(self.budget - size, self._idle_at_most)
+            if self._held + size > self.budget and not beyond_budget:
+                return None
+            buffer = HostBuffer(size, pinned=pinned)
+            self._apart += size
+        return *buffer.lend(nbytes), buffer
 
     def _fitting(self, size: int, pinned: bool) -> int | None:
         """The size of an idle buffer that can be lent, if there is one."""
@@ -182,19 +269,29 @@ class BufferPool:
             loan = self._loans.pop(id(self._returned.popleft()), None)
             if loan is None:
                 continue  # lent before `close`
-            _, buffer, nbytes = loan
-            self._lent -= buffer.nbytes
+            _, memory, nbytes = loan
+            self._lent -= memory.nbytes
             self._requested -= nbytes
-            self._idle.setdefault((buffer.nbytes, buffer.pinned), []).append(buffer)
-            self._idle_bytes += buffer.nbytes
+            if isinstance(memory, _Range):
+                memory.arena.take_back(memory.begin, memory.nbytes)
+            else:
+                self._idle.setdefault((memory.nbytes, memory.pinned), []).append(memory)
+                self._idle_bytes += memory.nbytes
         self._trim(self.budget, self._idle_at_most)
 
     def _trim(self, held_at_most: int, idle_at_most: int) -> None:
-        """Unmap idle buffers, the class unused for longest first, until both limits hold."""
-        if self._held <= held_at_most and self._idle_bytes <= idle_at_most:
+        """Give idle memory back until both limits hold, if they can.
+
+        Buffers go first, the size unused for longest before the others; then memory of the arena;
+        and what is planned only where the budget needs it.
+        """
+        if self._held <= held_at_most and self._held - self._lent <= idle_at_most:
             return
-        self._unmap(self._planned, held_at_most, idle_at_most)
-        # What is planned goes only when the budget needs it.
+        arena = self._arena
+        in_arena = 0 if arena is None else arena.idle_bytes()
+        self._unmap(self._planned, held_at_most, idle_at_most - in_arena)
+        if arena is not None:
+            arena.give_up(max(self._held - held_at_most, in_arena - idle_at_most))
         self._unmap({}, held_at_most, self._idle_bytes)
 
     def _unmap(self, kept: Mapping[int, int], held_at_most: int, idle_at_most: int) -> None:
@@ -213,7 +310,7 @@ class BufferPool:
     def _unmap_one(self, size: int, pinned: bool) -> None:
         buffers = self._idle[size, pinned]
         buffers.pop().release()
-        self._held -= size
+        self._apart -= size
         self._idle_bytes -= size
         if not buffers:
             del self._idle[size, pinned]

@@ -1,0 +1,113 @@
+"""Idle buffers stay while they make the process no larger than it gets anyway."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from offload_strategy.memory import BufferPool, IdleMemory, idle, resident_bytes
+from offload_strategy.units import PAGE_BYTES, MiB
+from tests.memory.test_pool import lend
+
+_OTHER = 500 * MiB
+
+
+class Process:
+    """A process of which the rest, beside what a pool holds, has the size that a test wants."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pool = BufferPool(512 * MiB)
+        self.rest = _OTHER
+        self.idle = IdleMemory(self.pool)
+        self.peak = 0
+        monkeypatch.setattr(idle, "resident_bytes", self.resident)
+        monkeypatch.setattr(idle, "_LOOK_SECONDS", 0.0)
+
+    def resident(self) -> int:
+        resident = self.rest + self.pool.usage().held_bytes
+        self.peak = max(self.peak, resident)
+        return resident
+
+    def one_pass(self, forward: int, backward: int) -> int:
+        """Forward gets larger and larger; backward uses buffers. Returns the peak."""
+        self.peak = 0
+        self.idle.pass_begins()
+        for part in range(11):
+            self.rest = _OTHER + part * forward // 10
+            self.idle.look()
+        self.resident()
+        lent: list[torch.Tensor] = []
+        for part in range(11):
+            self.rest = _OTHER + (10 - part) * forward // 10
+            lent.append(lend(self.pool, backward // 10))
+            del lent[:-10]
+            self.idle.look()
+        self.resident()
+        del lent
+        self.rest = _OTHER
+        return self.peak
+
+    def held(self) -> int:
+        return self.pool.usage().held_bytes
+
+
+def test_buffers_stay_where_backward_needs_more_than_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process = Process(monkeypatch)
+    first = process.one_pass(forward=20 * MiB, backward=200 * MiB)
+    peaks = [process.one_pass(forward=20 * MiB, backward=200 * MiB) for _ in range(5)]
+    assert max(peaks) <= first + 8 * MiB
+    process.idle.pass_begins()
+    assert process.held() >= 180 * MiB, "nothing had to be mapped anew"
+
+
+def test_buffers_go_where_forward_needs_more_than_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process = Process(monkeypatch)
+    first = process.one_pass(forward=300 * MiB, backward=200 * MiB)
+    peaks = [process.one_pass(forward=300 * MiB, backward=200 * MiB) for _ in range(5)]
+    # By no more than what is made between two looks.
+    assert max(peaks) <= first + 30 * MiB + 4 * MiB
+
+
+def test_a_pass_that_was_large_once_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch)
+    process.one_pass(forward=400 * MiB, backward=100 * MiB)
+    peaks = [process.one_pass(forward=20 * MiB, backward=100 * MiB) for _ in range(12)]
+    assert peaks[-1] <= _OTHER + 120 * MiB
+    # Another that is large again finds room at once.
+    assert process.one_pass(forward=400 * MiB, backward=100 * MiB) <= _OTHER + 510 * MiB
+
+
+def test_buffers_go_before_each_pass_where_the_system_does_not_tell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process = Process(monkeypatch)
+    monkeypatch.setattr(idle, "resident_bytes", lambda: None)
+    lend(process.pool, 20 * MiB)
+    process.idle.look()
+    assert process.held() == 20 * MiB
+    process.idle.pass_begins()
+    assert process.held() == 0
+
+
+def test_planned_buffers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch)
+    process.pool.plan({6 * MiB: 1})
+    lent = [lend(process.pool, size * MiB) for size in (6, 6, 8)]
+    lent.clear()
+    process.idle.pass_begins()
+    assert process.held() == 6 * MiB
+
+
+def test_it_is_the_kernels_figure() -> None:
+    before = resident_bytes()
+    assert before is not None
+    memory = torch.ones(64 * MiB, dtype=torch.uint8)
+    after = resident_bytes()
+    assert after is not None
+    assert 60 * MiB < after - before < 80 * MiB
+    assert after % PAGE_BYTES == 0
+    assert memory.numel()
