@@ -31,7 +31,7 @@ class BufferSupply:
 
     def spare(self, nbytes: int, *, pinned: bool) -> torch.Tensor | None:
         """A buffer if the budget has room; takes nothing from anybody."""
-        self._idle.look()
+        self._idle.look(lends=True)
         return self._pool.lend(nbytes, pinned=pinned)
 
     def needed_now(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
@@ -73,7 +73,7 @@ class BufferSupply:
         self._pool.keep_idle(nbytes)
 
     def _reclaimed(self, nbytes: int, *, pinned: bool) -> torch.Tensor | None:
-        self._idle.look()
+        self._idle.look(lends=True)
         self._ledger.let_go()
         while (buffer := self._pool.lend(nbytes, pinned=pinned)) is None:
             with self._ledger.lock:

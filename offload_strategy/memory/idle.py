@@ -5,8 +5,9 @@ Buffers are for backward, and memory is often at its peak where forward ends: id
 mapped then raise the peak. To give them back in every step, though, has its price: fresh memory is
 zeroed by the kernel when it is used again. So the process is looked at whenever memory is given or
 asked for, and what it had beside idle buffers is what it needed. While it is smaller than what it
-needed in one of the last steps, idle buffers stay; beyond that they go. The peak may be higher by
-what is made between two looks.
+needed in one of the last steps, idle buffers stay; beyond that they go. In a forward pass what it
+may need until the next look, as much as it ever grew from one to the next, counts as needed
+already: where a loss is computed from large logits, nothing is given or asked for meanwhile.
 """
 
 from __future__ import annotations
@@ -47,29 +48,45 @@ class IdleMemory:
 
     def __init__(self, pool: BufferPool) -> None:
         self._pool = pool
-        self._needs: deque[int] = deque(maxlen=_PASSES)
-        self._need = self._most = 0
+        # Of each pass: what was needed at most, and the most by which that grew from one look to
+        # the next up to where backward asks for buffers.
+        self._passes: deque[tuple[int, int]] = deque(maxlen=_PASSES)
+        self._most = self._need = self._growth = self._latest = 0
+        self._in_forward = False
         self._look_at = 0.0
 
     def pass_begins(self) -> None:
         """A forward pass begins."""
-        self._needs.append(self._need)
-        self._most = max(self._needs)
-        self._need = 0
+        self._passes.append((self._need, self._growth))
+        self._most = max(need for need, _ in self._passes)
+        self._need = self._growth = self._latest = 0
+        self._in_forward = True
+        self._look_at = 0.0
         if resident_bytes() is None:
             self._pool.trim()
         self.look()
 
-    def look(self) -> None:
-        """Give idle memory back if there is too much of it."""
+    def look(self, *, lends: bool = False) -> None:
+        """Give idle memory back if there is too much of it.
+
+        Args:
+            lends: whether a buffer is about to be lent.
+        """
         now = time.perf_counter()
-        if now < self._look_at:
+        if now < self._look_at and not (lends and self._in_forward):
             return
         self._look_at = now + _LOOK_SECONDS
         idle, resident = self._pool.idle_bytes(), resident_bytes()
         if resident is None:
             return
-        self._need = max(self._need, resident - idle)
-        excess = resident - self._most
+        need, latest = resident - idle, self._latest
+        self._need, self._latest = max(self._need, need), need
+        limit = self._most
+        if self._in_forward:
+            self._growth = max(self._growth, need - latest if latest else 0)
+            self._in_forward = not lends
+        if self._in_forward:
+            limit -= max(growth for _, growth in self._passes)
+        excess = resident - limit
         if excess > 0 and idle:
             self._pool.trim(idle - excess)
