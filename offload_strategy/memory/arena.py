@@ -141,7 +141,7 @@ class Arena:
         return places
 
     def _fresh(self, begin: int, size: int) -> int:
-        first, last = begin // BLOCK_BYTES, -(-(begin + size) // BLOCK_BYTES)
+        first, last = _touched(begin, size)
         return (last - first - self._there.count(1, first, last)) * BLOCK_BYTES
 
     def _take(self, begin: int, size: int) -> None:
@@ -154,7 +154,7 @@ class Arena:
         if low < begin:
             self._begins.insert(run, low)
             self._ends.insert(run, begin)
-        first, last = begin // BLOCK_BYTES, -(-(begin + size) // BLOCK_BYTES)
+        first, last = _touched(begin, size)
         self._there.extend(bytes(max(0, last - len(self._there))))
         self.held_bytes += self._fresh(begin, size)
         self._there[first:last] = b"\1" * (last - first)
@@ -186,3 +186,8 @@ class Arena:
         if os.getpid() == self._pid:  # in a forked child, something else may be there
             start = self._first + block * BLOCK_BYTES
             self._memory.madvise(mmap.MADV_DONTNEED, start, BLOCK_BYTES)
+
+
+def _touched(begin: int, size: int) -> tuple[int, int]:
+    """The first block that a range has a part of, and the one after the last."""
+    return begin // BLOCK_BYTES, -(-(begin + size) // BLOCK_BYTES)

@@ -53,6 +53,10 @@ class Process:
         self.rest = _OTHER
         return self.peak
 
+    def passes(self, count: int, **sizes: int) -> list[int]:
+        """So many passes of the same sizes; their peaks."""
+        return [self.one_pass(**sizes) for _ in range(count)]
+
     def held(self) -> int:
         return self.pool.usage().held_bytes
 
@@ -61,8 +65,7 @@ def test_buffers_stay_where_backward_needs_more_than_forward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     process = Process(monkeypatch)
-    first = process.one_pass(forward=20 * MiB, backward=200 * MiB)
-    peaks = [process.one_pass(forward=20 * MiB, backward=200 * MiB) for _ in range(5)]
+    first, *peaks = process.passes(6, forward=20 * MiB, backward=200 * MiB)
     assert max(peaks) <= first + 8 * MiB
     process.idle.pass_begins()
     assert process.held() >= 180 * MiB, "nothing had to be mapped anew"
@@ -72,8 +75,7 @@ def test_buffers_go_where_forward_needs_more_than_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     process = Process(monkeypatch)
-    first = process.one_pass(forward=300 * MiB, backward=200 * MiB)
-    peaks = [process.one_pass(forward=300 * MiB, backward=200 * MiB) for _ in range(5)]
+    first, *peaks = process.passes(6, forward=300 * MiB, backward=200 * MiB)
     assert max(peaks) <= first + 4 * MiB
 
 
@@ -82,13 +84,11 @@ def test_room_is_left_for_what_is_made_while_nobody_looks(
 ) -> None:
     process = Process(monkeypatch)
     sizes = {"forward": 50 * MiB, "backward": 200 * MiB, "loss": 150 * MiB}
-    first = process.one_pass(**sizes)
-    peaks = [process.one_pass(**sizes) for _ in range(5)]
+    first, *peaks = process.passes(6, **sizes)
     assert max(peaks) <= first + 20 * MiB  # a buffer that fits into no gap
     assert peaks[-1] <= first + 4 * MiB
     # With less at once there is room for idle buffers.
-    for _ in range(9):
-        process.one_pass(forward=50 * MiB, backward=200 * MiB)
+    process.passes(9, forward=50 * MiB, backward=200 * MiB)
     process.idle.pass_begins()
     assert process.held() >= 150 * MiB
 
@@ -96,7 +96,7 @@ def test_room_is_left_for_what_is_made_while_nobody_looks(
 def test_a_pass_that_was_large_once_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     process = Process(monkeypatch)
     process.one_pass(forward=400 * MiB, backward=100 * MiB)
-    peaks = [process.one_pass(forward=20 * MiB, backward=100 * MiB) for _ in range(12)]
+    peaks = process.passes(12, forward=20 * MiB, backward=100 * MiB)
     assert peaks[-1] <= _OTHER + 120 * MiB
     # Another that is large again finds room at once.
     assert process.one_pass(forward=400 * MiB, backward=100 * MiB) <= _OTHER + 510 * MiB
