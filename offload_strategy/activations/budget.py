@@ -10,7 +10,9 @@ Three rules, of which each sees what the others cannot:
   path takes in meanwhile. Waiting a little buys a lot of memory where the path keeps pace on
   average: forward may wait for `ALLOWANCE` of a step's time.
 - *What backward had to wait for was too much.* Of a pass whose loads came late, less may leave the
-  next time, by what the path reads in the time that was lost; more again when it has time to spare.
+  next time, by what the path reads in the time that was lost: all of that if the pass before it
+  waited too, for the first time it may be chance (another process, a disk that paused), so that
+  most stays allowed. More again when it has time to spare, and sooner and sooner.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ _FIRST_BACKLOG_BYTES = 64 * MiB
 #: Share of a step's time within which an item may be used so soon that it had better stay. Without
 #: a bound, a path that was slow once would never be tried again.
 _SOON = 0.1
-#: By how much an automatic limit grows in a step that had no need to wait.
+#: Share of what left by which one late pass lowers the limit at most.
+_CHANCE = 0.2
+#: By how much an automatic limit grows in a step that had no need to wait, at first; twice as much
+#: after each further one.
 _GROWTH = 0.02
 #: Steps after which the amount is told.
 _SETTLED = 5
@@ -133,6 +138,8 @@ class AutomaticBudget:
         self._most_backlog = most_backlog
         self._backlog = min(_FIRST_BACKLOG_BYTES, most_backlog)
         self._limit: float | None = None
+        self._was_late = False
+        self._growth = _GROWTH
         self._allowance_seconds = 0.0
         self._allowed_seconds = 0.0
         self._soon_seconds = 0.0
@@ -175,13 +182,18 @@ class AutomaticBudget:
         allowance = ALLOWANCE * trace.seconds
         self._allowance_seconds = allowance
         self._soon_seconds = _SOON * trace.seconds
-        if trace.waited > allowance:
+        late = trace.waited > allowance
+        if late:
             rate = self._traffic.rate(write=False) or left / trace.waited
-            self._limit = max(0.0, left - rate * (trace.waited - allowance))
+            lost = min(left, rate * (trace.waited - allowance))
+            self._limit = left - (lost if self._was_late else min(lost, _CHANCE * left))
+            self._growth = _GROWTH
         elif self._limit is not None:
-            self._limit += _GROWTH * saved
+            self._limit += self._growth * saved
+            self._growth *= 2
             if self._limit >= saved:
                 self._limit = None
+        self._was_late = late
 
         self._observed += 1
         if self._observed == _SETTLED and left < saved:

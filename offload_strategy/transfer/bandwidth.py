@@ -45,8 +45,11 @@ class Bandwidth:
     """Running estimates of a path's bandwidth, per direction; its queue is the only writer.
 
     Only time in which the path was fully busy says what it can do: a path with one small block
-    under way is slow because nobody asked for more. Each completed block claims the time since the
-    completion before it, so a path that reads and writes at once splits its time between the two.
+    under way is slow because nobody asked for more. Of a request as many bytes count as its share
+    of such time, and each that completes claims what there was since the completion before it, so
+    a path that reads and writes at once splits its time between the two. A burst counts from when
+    it filled the path: its requests are often noticed all at once, as their threads wait for the
+    interpreter.
 
     Beside these figures of the moment there are sums for the whole run (`sustained`), in which a
     direction has its time to itself: what it carries under such a load as this run's.
@@ -55,7 +58,10 @@ class Bandwidth:
     _rates: dict[Direction, _Rate] = field(
         default_factory=lambda: {direction: _Rate() for direction in Direction}
     )
-    _since: float | None = None
+    #: Seconds for which the path was fully busy; since when it is; what is claimed already.
+    _busy_seconds: float = 0.0
+    _busy_since: float | None = None
+    _claimed_seconds: float = 0.0
     _sustained: dict[Direction, Sustained] = field(
         default_factory=lambda: {direction: Sustained() for direction in Direction}
     )
@@ -69,30 +75,49 @@ class Bandwidth:
             if rate is not None:
                 self._rates[direction] = _Rate(rate * _SEED_SECONDS, _SEED_SECONDS)
 
+    def begins(self, now: float, *, saturated: bool) -> float:
+        """Note that a request begins.
+
+        Args:
+            now: seconds.
+            saturated: whether all slots are taken from now on.
+
+        Returns:
+            What `completed` is to be told of it.
+        """
+        return self._busy_until(now, saturated)
+
     def completed(
         self,
         direction: Direction,
         nbytes: int,
         now: float,
         *,
+        begun: float,
+        mark: float,
         saturated: bool,
-        more: bool = True,
     ) -> None:
-        """Note a completed block.
+        """Note a completed request.
 
         Args:
             direction: read or written.
             nbytes: its bytes.
             now: seconds.
-            saturated: whether all slots were taken until now.
-            more: whether another block is there to take its slot.
+            begun: when it began.
+            mark: what `begins` said then.
+            saturated: whether all slots are taken from now on.
         """
-        if not saturated:
-            self._since = None
-            return
-        if self._since is not None:
-            self._rates[direction].add(nbytes, now - self._since)
-        self._since = now if more else None
+        busy = self._busy_until(now, saturated)
+        share = (busy - mark) / (now - begun) if now > begun else 0.0
+        self._rates[direction].add(nbytes * min(1.0, share), busy - self._claimed_seconds)
+        self._claimed_seconds = busy
+
+    def _busy_until(self, now: float, saturated: bool) -> float:
+        """Seconds for which the path was fully busy until now; whether it is from now on."""
+        if self._busy_since is not None:
+            self._busy_seconds += now - self._busy_since
+        self._busy_since = now if saturated else None
+        return self._busy_seconds
 
     def carried(
         self, direction: Direction, nbytes: int, now: float, *, full: bool, goes_on: bool

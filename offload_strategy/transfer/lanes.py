@@ -111,13 +111,15 @@ class Carried:
         lane: where it is under way.
         blocks: legs with where in each the block begins, and its bytes.
         urgent: whether somebody waits for it.
-        begun: when the backend got it (`time.perf_counter`).
+        begun: when it was taken for the backend (`time.perf_counter`).
+        mark: what `Bandwidth.completed` is to be told of it.
     """
 
     lane: Lane
     blocks: list[tuple[Leg, int, int]]
     urgent: bool
-    begun: float = 0.0
+    begun: float
+    mark: float = 0.0
     nbytes: int = 0
     left: int = 0
 

@@ -200,7 +200,6 @@ class PathQueue:
                     self._end_turn_if_idle()
                     return
                 carried = self._take(leg)
-            carried.begun = time.perf_counter()
             requests = [
                 self._request(leg, begin, nbytes, partial(self._block_done, carried, leg))
                 for leg, begin, nbytes in carried.blocks
@@ -227,7 +226,13 @@ class PathQueue:
             most = getattr(self.backend, "most_neighbours", 1)
             legs = lane.neighbours(leg, room - nbytes, most, self._may_join)
             blocks = [(leg, 0, leg.stripe.nbytes) for leg in legs]
-        return Carried(lane, blocks, urgent)
+        carried = Carried(lane, blocks, urgent, time.perf_counter())
+        carried.mark = self.bandwidth.begins(carried.begun, saturated=self._saturated())
+        return carried
+
+    def _saturated(self) -> bool:
+        """Whether all slots are taken."""
+        return self._reads.under_way + self._writes.under_way >= self.backend.depth
 
     def _may_join(self, leg: Leg) -> bool:
         if leg.move.direction is Direction.READ and not self._may_read(leg):
@@ -270,14 +275,20 @@ class PathQueue:
 
     def _count_block(self, carried: Carried, leg: Leg, error: BaseException | None) -> bool:
         """A leg's block is over; whether all of its request is."""
-        now = time.perf_counter()
         with self._lock:
-            saturated = self._reads.under_way + self._writes.under_way >= self.backend.depth
+            now = time.perf_counter()
+            saturated = self._saturated()
             if all_over := carried.ended():
                 self._usual_seconds += (now - carried.begun - self._usual_seconds) / 4
-                more = bool(self._reads.waiting or self._writes.waiting)
                 direction, lane, nbytes = leg.move.direction, carried.lane, carried.nbytes
-                self.bandwidth.completed(direction, nbytes, now, saturated=saturated, more=more)
+                self.bandwidth.completed(
+                    direction,
+                    nbytes,
+                    now,
+                    begun=carried.begun,
+                    mark=carried.mark,
+                    saturated=self._saturated(),
+                )
                 waiting, under_way = bool(lane.waiting), lane.under_way
                 idle = not (self._reads.under_way or self._writes.under_way)
                 self.bandwidth.carried(
