@@ -56,24 +56,26 @@ class IdleMemory:
         self._look_at = 0.0
 
     def pass_begins(self) -> None:
-        """A forward pass begins."""
-        self._passes.append((self._need, self._growth))
-        self._most = max(need for need, _ in self._passes)
-        self._need = self._growth = self._latest = 0
-        self._in_forward = True
-        self._look_at = 0.0
+        """A forward pass begins, or is about to: told twice before a buffer is lent it is one."""
         if resident_bytes() is None:
             self._pool.trim()
+            return
+        if not self._in_forward:
+            self._passes.append((self._need, self._growth))
+            self._most = max(need for need, _ in self._passes)
+            self._need = self._growth = self._latest = 0
+            self._in_forward = True
+        self._look_at = 0.0
         self.look()
 
     def look(self, *, lends: bool = False) -> None:
-        """Give idle memory back if there is too much of it.
+        """Give idle memory back if there is too much of it; before the first pass there is not.
 
         Args:
             lends: whether a buffer is about to be lent.
         """
         now = time.perf_counter()
-        if now < self._look_at and not (lends and self._in_forward):
+        if not self._passes or (now < self._look_at and not (lends and self._in_forward)):
             return
         self._look_at = now + _LOOK_SECONDS
         idle, resident = self._pool.idle_bytes(), resident_bytes()

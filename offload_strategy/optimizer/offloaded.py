@@ -198,6 +198,7 @@ class OffloadedOptimizer(Optimizer):
             subgroups = self._planned_as_of_now()
             here = self._shares.own(subgroups)
             run_step(subgroups, here, self._updater, self._overlap, self._shares.team)
+        self._updater.step_over()
         # A scheduler that was made with the inner optimizer asks whether it has stepped.
         own._opt_called = True  # type: ignore[attr-defined]
         for hook in chain(

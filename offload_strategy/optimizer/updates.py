@@ -296,6 +296,10 @@ class Updater:
         self._heap.prefetch(speculation.weights)
         self._residence.ahead(speculation.parameters())
 
+    def step_over(self) -> None:
+        """All subgroups are updated: a forward pass comes next, of which the heap is to know."""
+        self._heap.pass_begins()
+
     # ------------------------------------------------------------------ states as a whole
     def absorb(self, subgroup: Subgroup, states: list[dict[str, Any]]) -> None:
         """Replace a subgroup's states by the given ones (a loaded checkpoint), a dict a piece."""

@@ -102,6 +102,23 @@ def test_a_pass_that_was_large_once_is_forgotten(monkeypatch: pytest.MonkeyPatch
     assert process.one_pass(forward=400 * MiB, backward=100 * MiB) <= _OTHER + 510 * MiB
 
 
+def test_told_twice_it_is_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch)
+    process.one_pass(forward=400 * MiB, backward=100 * MiB)
+    for _ in range(20):  # a step ends, a forward pass begins that no backward follows, and so on
+        process.idle.pass_begins()
+    lend(process.pool, 300 * MiB)
+    process.idle.look()
+    assert process.held() >= 200 * MiB, "what the large pass needed is remembered"
+
+
+def test_before_the_first_pass_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch)
+    lend(process.pool, 20 * MiB)
+    process.idle.look(lends=True)
+    assert process.held() == 20 * MiB
+
+
 def test_buffers_go_before_each_pass_where_the_system_does_not_tell(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

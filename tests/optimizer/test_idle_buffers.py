@@ -1,0 +1,66 @@
+"""Buffers for states stay mapped from step to step, with and without activations offloaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from offload_strategy import OffloadEngine
+from offload_strategy.memory import BufferPool, idle
+from offload_strategy.memory.arena import Arena
+from offload_strategy.units import MiB
+from tests.training import settings
+
+_WIDTH = 1024
+_WARM_UP, _STEPS = 4, 10
+
+
+@pytest.mark.parametrize("activations", [False, True])
+@pytest.mark.parametrize("overlap", ["eager", "commit", "off"])
+def test_nothing_is_mapped_anew_in_each_step(
+    overlap: str, activations: bool, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools: list[BufferPool] = []
+    made = BufferPool.__init__
+
+    def make(pool: BufferPool, *arguments: object, **options: object) -> None:
+        made(pool, *arguments, **options)  # type: ignore[arg-type]
+        pools.append(pool)
+
+    # A process of which everything else stays as large as it is.
+    monkeypatch.setattr(BufferPool, "__init__", make)
+    monkeypatch.setattr(
+        idle, "resident_bytes", lambda: 500 * MiB + sum(pool.usage().held_bytes for pool in pools)
+    )
+    monkeypatch.setattr(idle, "_LOOK_SECONDS", 0.0)
+    given_back: list[int] = []
+    give_back = Arena._give_back
+
+    def noted(arena: Arena, block: int) -> None:
+        given_back.append(block)
+        give_back(arena, block)
+
+    monkeypatch.setattr(Arena, "_give_back", noted)
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(_WIDTH, _WIDTH) for _ in range(3)])
+    config = settings(
+        disk,
+        optimizer={"overlap": overlap, "subgroup_size": _WIDTH * (_WIDTH + 1)},
+        activations={"enabled": activations},
+        memory={"pinned": "128MiB"},
+    )
+    with OffloadEngine(config) as engine:
+        optimizer = engine.attach(model, AdamW(model.parameters(), fused=True))
+        seen = []
+        for _ in range(_WARM_UP + _STEPS):
+            model(torch.randn(8, _WIDTH)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(len(given_back))
+        assert pools[0].usage().held_bytes >= 4 * MiB
+    # A range that fits nowhere may cost a block (2 MiB) now and then.
+    assert seen[-1] - seen[_WARM_UP - 1] < _STEPS, seen
