@@ -16,12 +16,13 @@ from offload_strategy.units import MiB
 from tests.training import settings
 
 _WIDTH = 1024
-_WARM_UP, _STEPS = 4, 10
+#: What passes need is remembered for eight of them.
+_WARM_UP, _STEPS = 8, 24
 
 
 @pytest.mark.parametrize("activations", [False, True])
 @pytest.mark.parametrize("overlap", ["eager", "commit", "off"])
-def test_nothing_is_mapped_anew_in_each_step(
+def test_memory_is_not_given_back_in_each_step(
     overlap: str, activations: bool, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pools: list[BufferPool] = []
@@ -55,12 +56,14 @@ def test_nothing_is_mapped_anew_in_each_step(
     )
     with OffloadEngine(config) as engine:
         optimizer = engine.attach(model, AdamW(model.parameters(), fused=True))
-        seen = []
+        gave_back = []
         for _ in range(_WARM_UP + _STEPS):
+            before = len(given_back)
             model(torch.randn(8, _WIDTH)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-            seen.append(len(given_back))
+            gave_back.append(len(given_back) > before)
         assert pools[0].usage().held_bytes >= 4 * MiB
-    # A range that fits nowhere may cost a block (2 MiB) now and then.
-    assert seen[-1] - seen[_WARM_UP - 1] < _STEPS, seen
+    # How many buffers are in use at a time is up to threads: a step now and then may need more than
+    # those before it, and the next gives the rest back.
+    assert sum(gave_back[_WARM_UP:]) < _STEPS / 2, gave_back
