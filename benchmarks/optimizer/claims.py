@@ -21,6 +21,7 @@ from benchmarks.optimizer.lineup import (
     DEFAULTS,
     EAGER,
     EAGER_HOST,
+    EAGER_STATES,
     OURS,
     THIRD,
 )
@@ -53,7 +54,7 @@ def claims_of(model: str, session: str, outcome: Outcome) -> list[Result]:
     """What a session shows."""
     rows, disk = outcome.rows, outcome.disk
     results: list[Result] = []
-    for name, everything in ((EAGER, True), (COMMIT, False)):
+    for name, everything in ((EAGER, True), (COMMIT, False), (EAGER_STATES, False)):
         for peer in (DEEPSPEED, DEEPSPEED_DEFAULTS):
             if name in rows and peer in rows:
                 results += _beside_deepspeed(model, name, peer, rows, everything)
