@@ -32,7 +32,10 @@ class BufferSupply:
     def spare(self, nbytes: int, *, pinned: bool) -> torch.Tensor | None:
         """A buffer if the budget has room; takes nothing from anybody."""
         self._idle.look(lends=True)
-        return self._pool.lend(nbytes, pinned=pinned)
+        buffer = self._pool.lend(nbytes, pinned=pinned)
+        if buffer is not None:
+            self._idle.lent(nbytes)
+        return buffer
 
     def needed_now(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
         """A buffer at once: of the budget if possible, else beyond it."""
@@ -79,6 +82,7 @@ class BufferSupply:
             with self._ledger.lock:
                 if not self._ledger.drop_copy():
                     return None
+        self._idle.lent(nbytes)
         return buffer
 
     def _beyond(self, nbytes: int, *, pinned: bool) -> torch.Tensor:

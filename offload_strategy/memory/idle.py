@@ -4,10 +4,11 @@
 Buffers are for backward, and memory is often at its peak where forward ends: idle buffers that stay
 mapped then raise the peak. To give them back in every step, though, has its price: fresh memory is
 zeroed by the kernel when it is used again. So the process is looked at whenever memory is given or
-asked for, and what it had beside idle buffers is what it needed. While it is smaller than what it
-needed in one of the last steps, idle buffers stay; beyond that they go. In a forward pass what it
-may need until the next look, as much as it ever grew from one to the next, counts as needed
-already: where a loss is computed from large logits, nothing is given or asked for meanwhile.
+asked for, and what it had beside idle buffers, and what is lent thereupon, is what it needed. While
+it is smaller than what it needed in one of the last steps or in this one, idle buffers stay; beyond
+that they go. In a forward pass what it may need until the next look, as much as it ever grew from
+one to the next, counts as needed already: where a loss is computed from large logits, nothing is
+given or asked for meanwhile.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class IdleMemory:
             return
         need, latest = resident - idle, self._latest
         self._need, self._latest = max(self._need, need), need
-        limit = self._most
+        limit = max(self._most, self._need)
         if self._in_forward:
             self._growth = max(self._growth, need - latest if latest else 0)
             self._in_forward = not lends
@@ -92,3 +93,9 @@ class IdleMemory:
         excess = resident - limit
         if excess > 0 and idle:
             self._pool.trim(idle - excess)
+
+    def lent(self, nbytes: int) -> None:
+        """A buffer of so many bytes was lent after a look: they are needed, too."""
+        if self._passes:
+            self._latest += nbytes
+            self._need = max(self._need, self._latest)

@@ -45,6 +45,7 @@ class Process:
         for part in range(11):
             self.idle.look(lends=True)
             lent.append(lend(self.pool, backward // 10))
+            self.idle.lent(backward // 10)
             del lent[:-10]
             self.idle.look()
             self.rest = _OTHER + (10 - part) * forward // 10
@@ -102,6 +103,35 @@ def test_a_pass_that_was_large_once_is_forgotten(monkeypatch: pytest.MonkeyPatch
     assert process.one_pass(forward=400 * MiB, backward=100 * MiB) <= _OTHER + 510 * MiB
 
 
+def test_what_is_lent_between_two_looks_was_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch)
+    for _ in range(2):
+        process.idle.pass_begins()
+        process.idle.look(lends=True)
+        buffer = lend(process.pool, 64 * MiB)
+        process.idle.lent(64 * MiB)
+        del buffer  # given back before anybody looks again
+        process.idle.look()
+        assert process.held() == 64 * MiB
+    process.idle.pass_begins()
+    assert process.held() == 64 * MiB
+
+
+def test_a_pass_that_needs_more_than_those_before_it_keeps_what_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process = Process(monkeypatch)
+    process.passes(3, forward=20 * MiB, backward=40 * MiB)
+    process.idle.pass_begins()
+    process.idle.look(lends=True)
+    buffer = lend(process.pool, 200 * MiB)
+    process.idle.lent(200 * MiB)
+    process.idle.look()
+    del buffer
+    process.idle.look()
+    assert process.held() >= 200 * MiB
+
+
 def test_told_twice_it_is_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     process = Process(monkeypatch)
     process.one_pass(forward=400 * MiB, backward=100 * MiB)
@@ -117,6 +147,12 @@ def test_before_the_first_pass_nothing_is_known(monkeypatch: pytest.MonkeyPatch)
     lend(process.pool, 20 * MiB)
     process.idle.look(lends=True)
     assert process.held() == 20 * MiB
+    for _ in range(30):
+        lend(process.pool, 20 * MiB)
+        process.idle.lent(20 * MiB)
+    process.idle.pass_begins()
+    process.idle.look(lends=True)
+    assert process.held() == 0, "what was lent before counts for nothing"
 
 
 def test_buffers_go_before_each_pass_where_the_system_does_not_tell(
