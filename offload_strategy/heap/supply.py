@@ -32,10 +32,7 @@ class BufferSupply:
     def spare(self, nbytes: int, *, pinned: bool) -> torch.Tensor | None:
         """A buffer if the budget has room; takes nothing from anybody."""
         self._idle.look(lends=True)
-        buffer = self._pool.lend(nbytes, pinned=pinned)
-        if buffer is not None:
-            self._idle.lent(nbytes)
-        return buffer
+        return self._lend(nbytes, pinned=pinned)
 
     def needed_now(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
         """A buffer at once: of the budget if possible, else beyond it."""
@@ -78,14 +75,21 @@ class BufferSupply:
     def _reclaimed(self, nbytes: int, *, pinned: bool) -> torch.Tensor | None:
         self._idle.look(lends=True)
         self._ledger.let_go()
-        while (buffer := self._pool.lend(nbytes, pinned=pinned)) is None:
+        while (buffer := self._lend(nbytes, pinned=pinned)) is None:
             with self._ledger.lock:
                 if not self._ledger.drop_copy():
                     return None
-        self._idle.lent(nbytes)
         return buffer
 
     def _beyond(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
-        buffer = self._pool.lend(nbytes, pinned=pinned, beyond_budget=True)
+        buffer = self._lend(nbytes, pinned=pinned, beyond_budget=True)
         assert buffer is not None
+        return buffer
+
+    def _lend(
+        self, nbytes: int, *, pinned: bool, beyond_budget: bool = False
+    ) -> torch.Tensor | None:
+        buffer = self._pool.lend(nbytes, pinned=pinned, beyond_budget=beyond_budget)
+        if buffer is not None:
+            self._idle.lent(nbytes)
         return buffer
