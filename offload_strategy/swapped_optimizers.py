@@ -83,6 +83,7 @@ class SwappedOptimizers:
         state_bytes = check_supported(optimizer, precision)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         subgroups = self._subgroup_size(parameters, state_bytes)
+        self._expect(parameters, state_bytes, subgroups)
         state_bytes = self._check_room(parameters, state_bytes)
         self._registry.check_unclaimed(parameters)
         wrapped = OffloadedOptimizer(
@@ -124,6 +125,22 @@ class SwappedOptimizers:
             memory -= sum(tier.capacity for tier in self._resources.waiting_room)
         each = moved / max(1, sum(local_part(p).numel() for p in parameters))
         return partial(subgroup_size, each=each, memory=memory)
+
+    def _expect(
+        self,
+        parameters: Sequence[nn.Parameter],
+        state_bytes: int,
+        subgroup_size: Callable[[int], int],
+    ) -> None:
+        """Tell the heap that updates during backward need buffers of a subgroup's states in turns.
+
+        Without that they are mapped and zeroed anew again and again, which takes longer than to
+        read into them.
+        """
+        if self._section.overlap != "off":
+            count = max(1, sum(local_part(p).numel() for p in parameters))
+            size = min(count, subgroup_size(count))
+            self._resources.heap.idle_may_exceed(state_bytes * size // count)
 
     def _check_room(self, parameters: Sequence[nn.Parameter], state_bytes: int) -> int:
         """Bytes of the states that this rank has, once it is sure that the tiers take them."""

@@ -305,6 +305,14 @@ class Heap:
         """Give idle buffers back beyond so many bytes, from now on."""
         self._supply.keep_idle(nbytes)
 
+    def idle_may_exceed(self, nbytes: int) -> None:
+        """Idle buffers may make the process larger by so many bytes than it needs to be.
+
+        For clients of which one request's buffer is the next one's; see [Note: idle memory and
+        peaks].
+        """
+        self._supply.idle_may_exceed(nbytes)
+
     def trim(self) -> None:
         """Give idle buffers back, for a while in which little will be read."""
         self._ledger.let_go()

@@ -64,6 +64,10 @@ class BufferSupply:
         """See `Heap.pass_begins`."""
         self._idle.pass_begins()
 
+    def idle_may_exceed(self, nbytes: int) -> None:
+        """See `IdleMemory.may_exceed`."""
+        self._idle.may_exceed(nbytes)
+
     def look(self) -> None:
         """See `IdleMemory.look`."""
         self._idle.look()

@@ -8,7 +8,8 @@ asked for, and what it had beside idle buffers, and what is lent thereupon, is w
 it is smaller than what it needed in one of the last steps or in this one, idle buffers stay; beyond
 that they go. In a forward pass what it may need until the next look, as much as it ever grew from
 one to the next, counts as needed already: where a loss is computed from large logits, nothing is
-given or asked for meanwhile.
+given or asked for meanwhile. Who reads and writes much in turns says how much idle memory may come
+on top: what one of its turns gives back is what its next one asks for.
 """
 
 from __future__ import annotations
@@ -55,6 +56,11 @@ class IdleMemory:
         self._most = self._need = self._growth = self._latest = 0
         self._in_forward = False
         self._look_at = 0.0
+        self._beyond = 0
+
+    def may_exceed(self, nbytes: int) -> None:
+        """Idle memory may make the process larger by so many bytes than it needs."""
+        self._beyond = max(self._beyond, nbytes)
 
     def pass_begins(self) -> None:
         """A forward pass begins, or is about to: told twice before a buffer is lent it is one."""
@@ -84,7 +90,7 @@ class IdleMemory:
             return
         need, latest = resident - idle, self._latest
         self._need, self._latest = max(self._need, need), need
-        limit = max(self._most, self._need)
+        limit = max(self._most, self._need) + self._beyond
         if self._in_forward:
             self._growth = max(self._growth, need - latest if latest else 0)
             self._in_forward = not lends

@@ -134,6 +134,22 @@ def test_a_pass_that_needs_more_than_those_before_it_keeps_what_it_has(
     assert process.held() >= 200 * MiB
 
 
+def test_idle_memory_may_exceed_that_where_it_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"forward": 300 * MiB, "backward": 200 * MiB}
+    peaks, held = [], []
+    for beyond in (0, 24 * MiB):
+        process = Process(monkeypatch)
+        process.idle.may_exceed(beyond)
+        process.idle.may_exceed(beyond // 2)  # of somebody else: the larger one counts
+        peaks.append(max(process.passes(6, **sizes)))
+        process.idle.pass_begins()
+        process.rest = _OTHER + 300 * MiB
+        process.idle.look(lends=True)  # forward is over
+        held.append(process.held())
+    assert peaks[1] <= peaks[0] + 24 * MiB
+    assert held[0] + 16 * MiB <= held[1] <= held[0] + 24 * MiB
+
+
 def test_told_twice_it_is_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     process = Process(monkeypatch)
     process.one_pass(forward=400 * MiB, backward=100 * MiB)
