@@ -83,8 +83,7 @@ class SwappedOptimizers:
         state_bytes = check_supported(optimizer, precision)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         subgroups = self._subgroup_size(parameters, state_bytes)
-        self._expect(parameters, state_bytes, subgroups)
-        state_bytes = self._check_room(parameters, state_bytes)
+        own_bytes = self._check_room(parameters, state_bytes)
         self._registry.check_unclaimed(parameters)
         wrapped = OffloadedOptimizer(
             optimizer,
@@ -93,7 +92,7 @@ class SwappedOptimizers:
             overlap=section.overlap,
             subgroup_size=subgroups,
             is_last=is_last,
-            state_bytes=state_bytes,
+            state_bytes=own_bytes,
             precision=precision,
             waiting_room=self._resources.waiting_room,
             gradient_memory=section.gradient_memory,
@@ -103,6 +102,8 @@ class SwappedOptimizers:
         )
         self._registry.claim_states(parameters, wrapped)
         self._wrapped.add(wrapped)
+        # Only now: what was refused has no say in what memory stays.
+        self._expect(parameters, state_bytes, subgroups)
         return wrapped
 
     def unwrap(self, optimizer: OffloadedOptimizer) -> None:
