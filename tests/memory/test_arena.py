@@ -130,8 +130,9 @@ def test_ranges_never_overlap_and_figures_hold(steps: list[tuple[str, int]]) -> 
             del buffer
         usage = pool.usage()
         asked = [round_up(tensor.numel(), PAGE_BYTES) for tensor, _ in lent]
-        # An idle buffer of its own mapping serves for one up to an eighth smaller.
-        assert sum(asked) <= usage.lent_bytes <= sum(asked) * 9 / 8
+        # Ranges are as asked; an idle small buffer also serves for one up to an eighth smaller.
+        spare = sum(nbytes for nbytes in asked if nbytes < MiB) / 8
+        assert sum(asked) <= usage.lent_bytes <= sum(asked) + spare
         assert usage.lent_bytes <= usage.held_bytes <= usage.peak_bytes
         assert 0 <= pool.idle_bytes() <= usage.held_bytes - usage.lent_bytes
         if not any(step[0] == "must" for step in steps[: serial + 1]):
