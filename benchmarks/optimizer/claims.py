@@ -22,6 +22,7 @@ from benchmarks.optimizer.lineup import (
     EAGER,
     EAGER_HOST,
     EAGER_STATES,
+    FIRST,
     OURS,
     THIRD,
 )
@@ -53,6 +54,8 @@ def check_losses(rows: Mapping[str, Rows], where: str) -> None:
 def claims_of(model: str, session: str, outcome: Outcome) -> list[Result]:
     """What a session shows."""
     rows, disk = outcome.rows, outcome.disk
+    if session not in (FIRST, DEFAULTS):  # contenders take part in several: claims have own names
+        model = f"{model}, {session}"
     results: list[Result] = []
     for name, everything in ((EAGER, True), (COMMIT, False), (EAGER_STATES, False)):
         for peer in (DEEPSPEED, DEEPSPEED_DEFAULTS):

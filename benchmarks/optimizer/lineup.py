@@ -75,11 +75,15 @@ MEANING = {
 #: All at once would not fit into memory: each session has those that are compared.
 FIRST, SECOND, THIRD = "beside DeepSpeed", "less, and in bfloat16", "with a host tier"
 DEFAULTS = "beside DeepSpeed with its defaults"
+STATES = "beside DeepSpeed, states only"
+OWN_ALLOCATOR = "with the allocator as it comes"
 BESIDE_MOVING = "beside bytes that move"
 OTHERS, PRESETS = "other ways", "our presets"
 SESSIONS = {
     FIRST: (PLAIN, DEEPSPEED, EAGER, COMMIT),
     DEFAULTS: (PLAIN, DEEPSPEED_DEFAULTS, EAGER, COMMIT, EAGER_STATES),
+    STATES: (PLAIN, DEEPSPEED, EAGER_STATES),
+    OWN_ALLOCATOR: (PLAIN, DEEPSPEED, EAGER, EAGER_STATES),
     BESIDE_MOVING: (PLAIN, MOVING, EAGER, EAGER_STATES),
     SECOND: (PLAIN, EAGER_STATES, COMMIT_STATES, EAGER_BF16, COMMIT_BF16),
     THIRD: (PLAIN, EAGER, EAGER_HOST, COMMIT_HOST),
@@ -87,8 +91,9 @@ SESSIONS = {
     PRESETS: (PLAIN, *(preset(name) for name in presets())),
 }
 #: Those of which the table consists, and those of the contest of all: of every model, of one.
-TABLE = (FIRST, DEFAULTS, SECOND, THIRD)
-CONTEST, CONTEST_OF_ONE = (FIRST, DEFAULTS), (BESIDE_MOVING, OTHERS, PRESETS)
+TABLE = (FIRST, DEFAULTS, STATES, OWN_ALLOCATOR, SECOND, THIRD)
+CONTEST = (FIRST, DEFAULTS)
+CONTEST_OF_ONE = (OWN_ALLOCATOR, BESIDE_MOVING, OTHERS, PRESETS)
 
 
 @dataclass

@@ -174,6 +174,7 @@ def run(
     task: RandomTokens | Text,
     context: Context,
     *,
+    own_allocator: bool = False,
     counted: int = COUNTED,
     requests: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Outcome:
@@ -183,6 +184,7 @@ def run(
         contenders: options by name; see `contenders.make`.
         task: what they train.
         context: the directory, and how many laps count.
+        own_allocator: whether glibc keeps what is freed as it likes, see `fix_allocator`.
         counted: steps of a lap that count.
         requests: what a lap is asked for besides its steps, by name.
     """
@@ -194,7 +196,8 @@ def run(
         probe = stack.enter_context(_Probe(context.directory))
         for name, options in contenders.items():
             try:
-                subjects[name], count = start(stack, name, options, task, context.directory)
+                told = {**options, "own_allocator": own_allocator}
+                subjects[name], count = start(stack, name, told, task, context.directory)
                 parameters = max(parameters, count)
             except (Skipped, RuntimeError) as why:
                 if options["contender"] not in PEERS:

@@ -34,7 +34,8 @@ _MOST_SECONDS = 120.0
 def main() -> None:
     """Answer requests until the input ends."""
     options = json.loads(sys.argv[1])
-    fix_allocator()
+    if not options.get("own_allocator"):
+        fix_allocator()
     torch.set_num_threads(options["threads"])
     with answers() as answer, scratch(Path(options["dir"])) as directory:
         task = from_options(options["task"])

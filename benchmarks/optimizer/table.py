@@ -21,6 +21,7 @@ from benchmarks.optimizer.lineup import (
     CONTEST_OF_ONE,
     DEFAULTS,
     OURS,
+    OWN_ALLOCATOR,
     SESSIONS,
     TABLE,
     Choice,
@@ -81,7 +82,7 @@ def session_of(context: Context, choice: Choice, model: str, session: str) -> Ou
             choice.left_out[key] = missing[DEEPSPEED_DEFAULTS]
             raise Skipped(missing[DEEPSPEED_DEFAULTS])
         context.say(f"{key}: {', '.join(contenders)}")
-        outcome = run(contenders, task, context)
+        outcome = run(contenders, task, context, own_allocator=session == OWN_ALLOCATOR)
         outcome.skipped |= missing
         context.shared[key] = outcome
     held: Outcome = context.shared[key]

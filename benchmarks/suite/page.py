@@ -144,7 +144,12 @@ def _second(claim: str, again: Mapping[str, tuple[float, float]]) -> str:
 
 def _roofline(found: Mapping[str, Figures]) -> Iterator[str]:
     """How far each of ours is from what its machine could do."""
-    rows = [row for part in found.values() for row in part.get("roofline", ())]
+    asked = {part.name for part in PARTS if part.asked}
+    rows = [
+        {**row, "name": f"{row['name']} ({name})"} if name in asked else row
+        for name, part in found.items()
+        for row in part.get("roofline", ())
+    ]
     yield "## Distance from the roofline"
     yield ""
     yield "What a step could take at best: the longer of computing (plain PyTorch's step, the same"
