@@ -7,12 +7,14 @@ CPUAdam and written, in `engine.step()`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from offload_strategy.units import MiB
@@ -135,6 +137,25 @@ def be_alone() -> None:
     )
 
 
+def remove_stale_locks() -> None:
+    """Remove what a build that was killed has left, for which the next one would wait for ever.
+
+    torch locks the folder of an extension by a file that the building process holds open.
+    """
+    root = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if not root:
+        # Needs setuptools, which not every environment has.
+        from torch.utils.cpp_extension import get_default_build_root
+
+        root = get_default_build_root()
+    locks = {lock.resolve() for lock in Path(root).glob("**/lock")}
+    for process in psutil.process_iter() if locks else ():
+        with contextlib.suppress(psutil.Error):
+            locks -= {Path(file.path) for file in process.open_files()}
+    for lock in locks:
+        lock.unlink(missing_ok=True)
+
+
 class DeepSpeed:
     """A contender; see `contenders.Trainer`.
 
@@ -153,6 +174,7 @@ class DeepSpeed:
     ) -> None:
         be_alone()
         try:
+            remove_stale_locks()
             import deepspeed
             from deepspeed.ops.op_builder import AsyncIOBuilder
             from deepspeed.ops.op_builder.cpu import CPUAdamBuilder

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.gpt import GPT
 from benchmarks.machine import fix_allocator
-from benchmarks.optimizer.deepspeed_peer import Aio, be_alone
+from benchmarks.optimizer.deepspeed_peer import Aio, be_alone, remove_stale_locks
 from benchmarks.parameters.job import Job
 from benchmarks.turns import answers
 
@@ -70,6 +70,7 @@ def run(job: Job) -> Iterator[dict[str, Any]]:
 def _deepspeed() -> Any:
     """The package, in a process group of one."""
     be_alone()
+    remove_stale_locks()
     import deepspeed
 
     return deepspeed
