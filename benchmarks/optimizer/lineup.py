@@ -107,7 +107,7 @@ class Choice:
         budget: of our activations.
         deepspeed: its settings; None to search for the fastest.
         searched: what the search has tried, by model.
-        fastest: of its settings, for the model that was searched last.
+        fastest: of its settings, by model, in the order in which they were searched.
         left_out: sessions without the peer that they are for, and why.
     """
 
@@ -117,7 +117,7 @@ class Choice:
     budget: str = Ours.budget
     deepspeed: Settings | None = None
     searched: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    fastest: Settings | None = None
+    fastest: dict[str, Settings] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
     def task(self, model: str, context: Context) -> RandomTokens:

@@ -101,11 +101,12 @@ def _options(
         check_buffers(Settings(), task)
     if name != DEEPSPEED:
         return choice.options(name)
-    settings = choice.deepspeed
+    settings = choice.deepspeed or choice.fastest.get(model)
     if settings is None:
         tried = choice.searched.setdefault(model, [])
-        settings = fastest_settings(context, task, tried, choice.fastest)
-        choice.fastest = settings
+        known = next(reversed(choice.fastest.values()), None)
+        settings = fastest_settings(context, task, tried, known)
+        choice.fastest[model] = settings
     context.say(f"DeepSpeed: {settings.shown()}")
     return deepspeed_options(settings)
 
