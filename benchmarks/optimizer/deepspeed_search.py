@@ -19,6 +19,8 @@ from offload_strategy.units import format_size
 
 #: Of the machine's memory: its buffers are locked in memory, and what it has besides must fit, too.
 _MOST_BUFFERS = 0.75
+#: Of the machine's memory it may take so much in all: others of a session take theirs beside it.
+_MOST = 0.45
 
 
 def check_buffers(settings: Settings, task: RandomTokens) -> None:
@@ -95,6 +97,9 @@ def _try(
             steps = subject.ask({"steps": 4})["steps"][2:]
         except (Skipped, RuntimeError) as why:
             return None, str(why)[-1000:]
+    peak = max(step["peak_bytes"] for step in steps)
+    if peak > _MOST * psutil.virtual_memory().total:
+        return None, f"takes {format_size(peak)}: no room for the others beside it"
     return statistics.fmean(step["seconds"] for step in steps), None
 
 

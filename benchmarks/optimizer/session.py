@@ -207,7 +207,15 @@ def run(
 
         def ask(name: str, number: int) -> dict[str, Any]:
             request = (requests or {}).get(name, {})
-            return subjects[name].ask({"steps": UNCOUNTED + counted, **request})
+            try:
+                return subjects[name].ask({"steps": UNCOUNTED + counted, **request})
+            except RuntimeError as why:
+                if contenders[name]["contender"] not in PEERS:
+                    raise
+                # Ended for want of memory, for instance: what the others do still counts.
+                context.say(f"{name} takes part no longer: {why}")
+                skipped.setdefault(name, str(why))
+                return {}
 
         def each_round(number: int) -> None:
             context.say(f"round {number + 1} of {context.repeats}")
@@ -216,5 +224,5 @@ def run(
         laps = by_turns(
             list(subjects), ask, warm_up=WARM_UP, repeats=context.repeats, each_round=each_round
         )
-    rows = {name: Rows.of(name, answers) for name, answers in laps.items()}
+    rows = {name: Rows.of(name, laps[name]) for name in subjects if name not in skipped}
     return Outcome(rows, disk, parameters, skipped)

@@ -90,7 +90,9 @@ class OffloadedOptimizer(Optimizer):
         # Not Optimizer.__init__: it would make groups, defaults and hooks of its own.
         self.inner = inner
         self.state_bytes = state_bytes
-        self._updater = Updater(inner, heap, tiers, waiting_room, precision, residence)
+        self._updater = Updater(
+            inner, heap, tiers, waiting_room, precision, residence, self._can_be_cut
+        )
         self._subgroup_size = subgroup_size
         self._shares = Shares(teams, self._updater, directories)
         self._overlap: BackwardOverlap | None = None

@@ -10,7 +10,7 @@ would go stale). If not, the new tickets are dropped and the update runs again, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from offload_strategy.optimizer.states.shards import is_sharded, local_part
 from offload_strategy.optimizer.states.subgroups import StateSet, Subgroup, Unpacked, pack_states
 from offload_strategy.optimizer.timings import Timings, UpdateTiming
 from offload_strategy.optimizer.user_class.kernel import run_update
+from offload_strategy.optimizer.user_class.parts import can_go_by_parts, run_by_parts
 
 
 @dataclass(eq=False)
@@ -88,6 +89,7 @@ class Updater:
         waiting_room: where new weights wait for `step()`, as long as there is room.
         precision: of states.
         residence: of the weights; None if they never leave.
+        may_cut: whether weights of the group of this index may be updated part by part.
     """
 
     def __init__(
@@ -98,7 +100,9 @@ class Updater:
         waiting_room: Sequence[Tier] = (),
         precision: Precision | None = None,
         residence: Residence | None = None,
+        may_cut: Callable[[int], bool] = lambda group_index: False,
     ) -> None:
+        self._may_cut = may_cut
         self._residence: Residence = residence or Always()
         self._optimizer = optimizer
         self._heap = heap
@@ -147,11 +151,10 @@ class Updater:
             timing.read_bytes = old.ticket.nbytes
             with self.timings.waiting(timing):
                 flat = self._heap.writable(old.ticket)
-        unpacked = Unpacked.of(old, flat)
-        states = unpacked.states
+        unpacked = Unpacked.of(old, flat, as_kept=self._may_go_by_parts(subgroup))
         # Nothing may be lost if the update is interrupted or refused, or cannot be put back: until
         # it is back on a tier the subgroup has it in memory.
-        subgroup.states = StateSet(states)
+        subgroup.states = old.in_memory(unpacked.states)
         if old.ticket is not None:
             self._heap.free(old.ticket)
         parameters = [subgroup.pieces[index].parameter for index in gradients]
@@ -164,7 +167,7 @@ class Updater:
                     weight = weight.detach()
                     weight.grad = piece.of(gradient)
                 weights.append(weight)
-            self._run(subgroup, weights, [states[index] for index in gradients])
+            self._run(subgroup, weights, unpacked, gradients)
             del weight, weights  # what has their memory keeps them in it
         subgroup.states = self._packed(subgroup, unpacked)
         timing.written_bytes = _bytes_of(subgroup.states)
@@ -204,8 +207,8 @@ class Updater:
             timing.read_bytes = old.ticket.nbytes
             with self.timings.waiting(timing):
                 flat = self._heap.private(old.ticket)
-        unpacked = Unpacked.of(old, flat)
-        self._run(subgroup, weights, [unpacked.states[index] for index in indices])
+        unpacked = Unpacked.of(old, flat, as_kept=self._may_go_by_parts(subgroup))
+        self._run(subgroup, weights, unpacked, indices)
         for copy in weights:
             copy.grad = None
         new = self._packed(subgroup, unpacked)
@@ -230,13 +233,54 @@ class Updater:
         room = sum(tier.capacity for tier in self._waiting_room)
         self._heap.plan(self, sizes, room)
 
+    def _may_go_by_parts(self, subgroup: Subgroup) -> bool:
+        """Whether something of a subgroup is computed in another precision than it is kept in."""
+        masters = any(self.precision.has_master(piece.parameter) for piece in subgroup.pieces)
+        return (masters or any(subgroup.states.narrow())) and self._may_cut(subgroup.group_index)
+
     def _run(
+        self,
+        subgroup: Subgroup,
+        weights: Sequence[torch.Tensor],
+        unpacked: Unpacked,
+        indices: Iterable[int],
+    ) -> None:
+        """Update weights that have a gradient, and their states, by the user's class.
+
+        Args:
+            subgroup: whose pieces they are.
+            weights: leaf tensors with gradients.
+            unpacked: states of all pieces of the subgroup.
+            indices: of the pieces of the weights.
+        """
+        states = [unpacked.states[index] for index in indices]
+        run = partial(self._run_kernel, subgroup)
+        if not unpacked.as_kept:
+            run(weights, states)
+            return
+        source = unpacked.source
+        if can_go_by_parts(weights, states):
+            narrow = source.narrow()
+            named_anew = run_by_parts(
+                run,
+                weights,
+                states,
+                [narrow[index] for index in indices],
+                partial(self._heap.borrow, "optimizer"),
+                self._generator(subgroup, source),
+            )
+            if named_anew:  # all are laid out anew, from what is computed
+                source.widen(unpacked.states)
+        else:
+            source.widen(unpacked.states)
+            run(weights, states)
+
+    def _run_kernel(
         self,
         subgroup: Subgroup,
         weights: Sequence[torch.Tensor],
         states: Sequence[dict[str, Any]],
     ) -> None:
-        """Update weights that have a gradient, and their states, by the user's class."""
         group = self.group_of(subgroup)
         if is_sharded(subgroup.pieces[0].parameter) and group.get("fused") is None:
             # As for DTensors, for which the user's instance would not choose it by itself.
@@ -331,13 +375,15 @@ class Updater:
     def outline(self, subgroup: Subgroup) -> Outline:
         """What states a subgroup has, without the values of large ones."""
         states = subgroup.states
+        if states.ticket is None:
+            return Outline(states.unpack(None), [])
         stored = [
             (index, name, segment, dtype)
             for (index, name), segment, dtype in zip(
                 states.names, states.layout.segments, states.dtypes, strict=True
             )
         ]
-        return Outline(states.unpack(None), stored)
+        return Outline(states.unpack_as_kept(None), stored)
 
     def values(self, subgroup: Subgroup, outline: Outline) -> Iterator[torch.Tensor]:
         """The values of what is stored, one after the other; not to be changed or kept.
@@ -352,13 +398,19 @@ class Updater:
             self._heap.evict(ticket)
 
     def _packed(self, subgroup: Subgroup, updated: Unpacked) -> StateSet:
-        old, generator = updated.source, None
-        if self._generators is not None:
-            device = subgroup.pieces[0].parameter.device
-            generator = self._generators.setdefault(device, torch.Generator(device))
-            seed(generator, subgroup.number, old.updates)
+        old = updated.source
         put = partial(self.put, instead_of=old.ticket)
+        generator = self._generator(subgroup, old)
         return pack_states(self._heap, updated, put, self.precision, generator)
+
+    def _generator(self, subgroup: Subgroup, old: StateSet) -> torch.Generator | None:
+        """Of the random numbers by which the next states are rounded; the same if asked again."""
+        if self._generators is None:
+            return None
+        device = subgroup.pieces[0].parameter.device
+        generator = self._generators.setdefault(device, torch.Generator(device))
+        seed(generator, subgroup.number, old.updates)
+        return generator
 
     def _replace_states(self, subgroup: Subgroup, new: StateSet) -> None:
         old, subgroup.states = subgroup.states, new

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,12 +42,41 @@ class StateSet:
 
         What lies there in another precision than it is computed in is a copy as well.
         """
+        states = self.unpack_as_kept(flat)
+        self.widen(states)
+        return states
+
+    def unpack_as_kept(self, flat: torch.Tensor | None) -> list[dict[str, Any]]:
+        """As `unpack`, with all that is in `flat` in the precision in which it lies there."""
         states = [{name: _copy(value) for name, value in small.items()} for small in self.small]
         if flat is not None:
-            views = self.layout.views(flat)
-            for (index, name), view, dtype in zip(self.names, views, self.dtypes, strict=True):
-                states[index][name] = view.to(dtype)
+            for (index, name), view in zip(self.names, self.layout.views(flat), strict=True):
+                states[index][name] = view
         return states
+
+    def widen(self, states: list[dict[str, Any]]) -> None:
+        """Bring what is as it is kept into the dtype in which it is computed."""
+        for state, narrow in zip(states, self.narrow(), strict=True):
+            known = {name: dtype for name, dtype in narrow.items() if name in state}
+            state.update({name: state[name].to(dtype) for name, dtype in known.items()})
+
+    def narrow(self) -> list[dict[str, torch.dtype]]:
+        """For each parameter what is kept in another dtype than it is computed in, and that one."""
+        found: list[dict[str, torch.dtype]] = [{} for _ in self.small]
+        for (index, name), segment, dtype in zip(
+            self.names, self.layout.segments, self.dtypes, strict=True
+        ):
+            if segment.dtype != dtype:
+                found[index][name] = dtype
+        return found
+
+    def in_memory(self, states: list[dict[str, Any]]) -> StateSet:
+        """A set of the same states that has them itself, and no ticket.
+
+        Args:
+            states: unpacked, or unpacked as kept.
+        """
+        return replace(self, small=states, ticket=None)
 
 
 @dataclass(eq=False)
@@ -85,19 +114,28 @@ class Unpacked:
         flat: the buffer that its tensors lie in; None if it has none.
         states: one dict a parameter, to be changed.
         tensors: of the layout's segments, as they are in `states` at first.
+        as_kept: whether they are in the precision in which they are kept.
     """
 
     source: StateSet
     flat: torch.Tensor | None
     states: list[dict[str, Any]]
     tensors: list[torch.Tensor]
+    as_kept: bool = False
 
     @classmethod
-    def of(cls, source: StateSet, flat: torch.Tensor | None) -> Unpacked:
-        """States of a set, whose bytes are in a buffer."""
-        states = source.unpack(flat)
+    def of(cls, source: StateSet, flat: torch.Tensor | None, *, as_kept: bool = False) -> Unpacked:
+        """States of a set, whose bytes are in a buffer.
+
+        Args:
+            source: the set.
+            flat: the buffer.
+            as_kept: leave what is in the buffer in the precision in which it is there.
+        """
+        as_kept = as_kept and flat is not None
+        states = source.unpack_as_kept(flat) if as_kept else source.unpack(flat)
         tensors = [] if flat is None else [states[index][name] for index, name in source.names]
-        return cls(source, flat, states, tensors)
+        return cls(source, flat, states, tensors, as_kept)
 
     def small_if_in_place(self) -> list[dict[str, Any]] | None:
         """What is not in the buffer, if all that was there has been updated right there."""
