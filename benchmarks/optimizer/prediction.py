@@ -23,6 +23,7 @@ from benchmarks.optimizer.contenders import PLAIN, plain_options
 from benchmarks.optimizer.lineup import FIRST, OURS, SECOND, THIRD, Choice
 from benchmarks.optimizer.session import Outcome, start
 from benchmarks.optimizer.table import session_of
+from offload_strategy.optimizer.user_class.parts import PART_ELEMENTS
 from offload_strategy.planning.cost_model import Rates, StepProfile, StepTime, predict_step
 from offload_strategy.units import MiB, parse_size
 
@@ -38,7 +39,7 @@ class HostRates:
 
     Args:
         copy: of one tensor into another.
-        convert: to float32 from bfloat16, and back.
+        convert: to float32 from bfloat16, and back, a part at a time.
         total: to add up the bits of all.
     """
 
@@ -53,8 +54,9 @@ class HostRates:
         narrow = source.bfloat16()
 
         def convert() -> None:
-            target.copy_(narrow)
-            narrow.copy_(target)
+            for part in narrow.split(PART_ELEMENTS):
+                wide = target[: part.numel()].copy_(part)
+                part.copy_(wide)
 
         words = source.view(torch.int64)
         return cls(_best(lambda: target.copy_(source)), _best(convert), _best(words.sum))

@@ -8,7 +8,7 @@ saved tensor that passes the hooks.
 [Note: what an update costs beside itself]
 With `overlap: commit` it runs on copies of weights, which are compared with the weights and copied
 back in `step()`: four passes over the bytes of all weights, two of which only read. States in
-bfloat16 are widened and rounded again. Gradients of several micro-batches are added up, which reads
+bfloat16 are widened and rounded again, in the caches. Gradients of several micro-batches are added up, which reads
 two tensors and writes one.
 """
 
@@ -30,7 +30,7 @@ from offload_strategy.planning.search.placement import micro_work
 #: In copies of the weights: of one before the update and one after it, with a look at the bits.
 _COPIES_OF_COMMIT = 1.5
 #: In copies of the weights: two moments, widened and rounded.
-_COPIES_OF_ROUNDING = 3.0
+_COPIES_OF_ROUNDING = 1.0
 _COPIES_OF_ADDING = 1.5
 
 
