@@ -8,8 +8,8 @@ saved tensor that passes the hooks.
 [Note: what an update costs beside itself]
 With `overlap: commit` it runs on copies of weights, which are compared with the weights and copied
 back in `step()`: four passes over the bytes of all weights, two of which only read. States in
-bfloat16 are widened and rounded again, in the caches. Gradients of several micro-batches are added up, which reads
-two tensors and writes one.
+bfloat16 are widened and rounded again, in the caches. Gradients of several micro-batches are added
+up, which reads two tensors and writes one.
 """
 
 from __future__ import annotations
