@@ -44,10 +44,10 @@ PARTS = (
         ("--lines", "contest", "--repeats", "2"),
         ("--lines", "contest", "--quick"),
         (33.0, 7.0),  # on a fresh machine, five of them go to compiling DeepSpeed's operators
-        "Memory that is freed goes back to the system at once (a fixed mmap threshold of glibc's, as "
-        "docs/activations.md advises), so that peaks tell; but not in the session that says so: there "
-        "everybody is faster, and larger. FSDP2's `CPUOffloadPolicy` keeps shards on the host, where "
-        "they are anyway if the host computes: it takes part on a GPU alone "
+        "Memory that is freed goes back to the system at once (a fixed mmap threshold of glibc's, "
+        "as docs/activations.md advises), so that peaks tell; but not in the session that says so: "
+        "there everybody is faster, and larger. FSDP2's `CPUOffloadPolicy` keeps shards on the "
+        "host, where they are anyway if the host computes: it takes part on a GPU alone "
         "(`python -m benchmarks.gpu`).",
     ),
     Part(
