@@ -11,6 +11,11 @@ from offload_strategy.storage import BlockRequest
 from offload_strategy.storage.posix import PosixBackend
 
 
+# A thread that comes back this soon has not kept the path idle: it slept a little too long, or had
+# to wait for the interpreter. What it was late, a path with a queue of its own would not have been.
+_LATE_SECONDS = 0.02
+
+
 class PacedBackend(PosixBackend):
     """Moves blocks as the plain backend does, at so many bytes per second in each direction.
 
@@ -48,6 +53,7 @@ class PacedBackend(PosixBackend):
         if rate is None:
             return
         with self._pace:
-            begin = max(time.perf_counter(), self._free_at[write])
+            now, free_at = time.perf_counter(), self._free_at[write]
+            begin = free_at if now - free_at < _LATE_SECONDS else now
             self._free_at[write] = until = begin + nbytes / rate
         time.sleep(max(0.0, until - time.perf_counter()))

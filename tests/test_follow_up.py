@@ -34,8 +34,8 @@ PARTS = ("computing", "updates", "waiting for reads", "waiting for room", "waiti
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Tiny models keep a path busy for a moment only: let that count."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(known_paths, "_LEAST_SECONDS", 0.05)
-    monkeypatch.setattr(known_paths, "_LEAST_BYTES", 256 * KiB)
+    monkeypatch.setattr(known_paths, "_LEAST_SECONDS", 0.02)
+    monkeypatch.setattr(known_paths, "_LEAST_BYTES", 96 * KiB)
     return tmp_path / "cache"
 
 

@@ -96,13 +96,14 @@ def test_a_gradient_that_somebody_has_an_alias_of_stays(disk: Path) -> None:
         weight = model[1].weight
         assert isinstance(weight, nn.Parameter)
         weight.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad.detach()))  # type: ignore[union-attr]
-        engine.attach(model, _adamw(model))
+        optimizer = engine.attach(model, _adamw(model))  # with nobody holding it, it would go
         _backward(model)
         assert _stored(model) == [True, False, True, True]
         kept[0].zero_()
         gradient = weight.grad
         assert gradient is not None
         assert gradient.count_nonzero() == 0
+        del optimizer
 
 
 @pytest.mark.parametrize("overlap", ["commit", "off"])
