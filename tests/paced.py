@@ -10,7 +10,6 @@ from typing import Any
 from offload_strategy.storage import BlockRequest
 from offload_strategy.storage.posix import PosixBackend
 
-
 # A thread that comes back this soon has not kept the path idle: it slept a little too long, or had
 # to wait for the interpreter. What it was late, a path with a queue of its own would not have been.
 _LATE_SECONDS = 0.02
