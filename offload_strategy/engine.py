@@ -480,8 +480,7 @@ class OffloadEngine:
                 self._registry.remove_module(model)
         self._hooks.clear()
         self._log.close()
-        for optimizer in self._optimizers:
-            self._optimizers.unwrap(optimizer)
+        self._optimizers.close()
         try:
             if not self.closed:
                 self._weights.close()

@@ -9,9 +9,10 @@ from functools import partial
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from offload_strategy.config import OptimizerConfig
-from offload_strategy.errors import ConfigError
+from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.optimizer import (
     OffloadedOptimizer,
     Precision,
@@ -47,6 +48,9 @@ class SwappedOptimizers:
         self._residence = residence
         self._teams = TeamBook(shares=section.sharding)
         self._wrapped: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
+        self._guards: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def __iter__(self) -> Iterator[OffloadedOptimizer]:
         return iter(list(self._wrapped))
@@ -102,6 +106,7 @@ class SwappedOptimizers:
         )
         self._registry.claim_states(parameters, wrapped)
         self._wrapped.add(wrapped)
+        self._guard(optimizer)
         # Only now: what was refused has no say in what memory stays.
         self._expect(parameters, state_bytes, subgroups)
         return wrapped
@@ -111,6 +116,41 @@ class SwappedOptimizers:
         optimizer.close()
         self._registry.release_states(optimizer.parameters(), optimizer)
         self._wrapped.discard(optimizer)
+        self._unguard(optimizer.inner)
+
+    def close(self) -> None:
+        """Give up the states of all of them. Idempotent."""
+        for optimizer in self:
+            self.unwrap(optimizer)
+        for inner in list(self._guards):
+            self._unguard(inner)
+
+    def _guard(self, inner: Optimizer) -> None:
+        """Have the user's own optimizer refuse to step beside the one that wraps it.
+
+        It would make states of its own in memory, or find gradients that were used up. This also
+        holds when whoever attached it has let go of what `attach` returned.
+        """
+        self._unguard(inner)
+        engine = weakref.ref(self)
+
+        def refuse(optimizer: Optimizer, *_: object) -> None:
+            # The wrapping one runs these hooks, too, and calls them with itself.
+            if engine() is not None and not isinstance(optimizer, OffloadedOptimizer):
+                name = type(optimizer).__name__
+                raise OffloadError(
+                    f"step(): an offload engine has the states of this {name}, which does not step "
+                    f"by itself any more. Train with the optimizer that attach returned: "
+                    "`optimizer = engine.attach(model, optimizer)`. To train without offload "
+                    "again, close the engine."
+                )
+
+        self._guards[inner] = inner.register_step_pre_hook(refuse)
+
+    def _unguard(self, inner: Optimizer) -> None:
+        handle = self._guards.pop(inner, None)
+        if handle is not None:
+            handle.remove()
 
     def _subgroup_size(
         self, parameters: Sequence[nn.Parameter], state_bytes: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import warnings
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from offload_strategy import OffloadEngine, OffloadError
 from offload_strategy.optimizer import OffloadedOptimizer
 from tests.optimizer.runs import (
     OVERLAPS,
@@ -30,6 +32,7 @@ from tests.optimizer.runs import (
     snapshot,
     steps,
 )
+from tests.training import settings
 
 # ---------------------------------------------------------------------- schedulers
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
@@ -237,3 +240,42 @@ def test_it_cannot_be_copied_and_says_what_to_do(copied: Callable[[Any], Any], d
         run = Run(adamw, engine)
         with pytest.raises(TypeError, match=r"state_dict\(\) instead"):
             copied(run.optimizer)
+
+
+# ---------------------------------------------------------------------- the one that was wrapped
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("kept", [True, False], ids=["beside it", "instead of it"])
+def test_the_inner_one_does_not_step_by_itself(overlap: str, kept: bool, disk: Path) -> None:
+    model = make_net()
+    inner = AdamW(model.parameters(), 1e-2)
+    with OffloadEngine(settings(disk, optimizer={"overlap": overlap})) as engine:
+        wrapped = engine.attach(model, inner)
+        if not kept:
+            del wrapped
+            gc.collect()
+        before = snapshot_of(model)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        with pytest.raises(OffloadError, match="Train with the optimizer that attach returned"):
+            inner.step()
+        assert snapshot_of(model) == before
+    inner.step()  # nobody has its states any more
+    assert snapshot_of(model) != before
+
+
+def test_it_may_be_attached_again_once_it_was_let_go(disk: Path) -> None:
+    model = make_net()
+    inner = AdamW(model.parameters(), 1e-2)
+    for _ in range(2):
+        with OffloadEngine(settings(disk)) as engine:
+            engine.attach(model, inner)
+            gc.collect()
+            optimizer = engine.attach(model, inner)
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        assert not inner._optimizer_step_pre_hooks
+
+
+def snapshot_of(model: nn.Module) -> list[float]:
+    return [float(p.detach().double().sum()) for p in model.parameters()]
