@@ -132,11 +132,12 @@ class SwappedOptimizers:
         holds when whoever attached it has let go of what `attach` returned.
         """
         self._unguard(inner)
-        engine = weakref.ref(self)
+        engine, own = weakref.ref(self), weakref.ref(inner)
 
         def refuse(optimizer: Optimizer, *_: object) -> None:
-            # The wrapping one runs these hooks, too, and calls them with itself.
-            if engine() is not None and not isinstance(optimizer, OffloadedOptimizer):
+            # The wrapping one runs these hooks, too, and calls them with itself; so does a class
+            # whose step() calls that of its base, on a shadow that has a subgroup.
+            if optimizer is own() and engine() is not None:
                 name = type(optimizer).__name__
                 raise OffloadError(
                     f"step(): an offload engine has the states of this {name}, which does not step "
