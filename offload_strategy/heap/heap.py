@@ -305,6 +305,13 @@ class Heap:
         """Give idle buffers back beyond so many bytes, from now on."""
         self._supply.keep_idle(nbytes)
 
+    def keep_idle_beyond(self, nbytes: int) -> None:
+        """Keep so many bytes of idle buffers on top of the usual ones, where memory is not scarce.
+
+        For clients that give back at the end of a step what they ask for again in the next one.
+        """
+        self._supply.keep_idle_beyond(nbytes)
+
     def idle_may_exceed(self, nbytes: int) -> None:
         """Idle buffers may make the process larger by so many bytes than it needs to be.
 

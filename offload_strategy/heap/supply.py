@@ -72,6 +72,10 @@ class BufferSupply:
         """See `IdleMemory.look`."""
         self._idle.look()
 
+    def keep_idle_beyond(self, nbytes: int) -> None:
+        """See `BufferPool.keep_idle_beyond`."""
+        self._pool.keep_idle_beyond(nbytes)
+
     def keep_idle(self, nbytes: int) -> None:
         """See `BufferPool.keep_idle`."""
         self._pool.keep_idle(nbytes)

@@ -16,7 +16,7 @@ from offload_strategy.memory.arena import Arena, can_be_used
 from offload_strategy.memory.buffers import HostBuffer
 from offload_strategy.units import PAGE_BYTES, MiB, format_size, round_up
 
-#: Idle buffers kept for the next request at most, unless `keep_idle` says less: a fresh mapping has
+#: Idle buffers kept for the next request at most, unless another limit was set: a fresh mapping has
 #: its page faults again (13 % of step time in a trial without recycling), idle memory costs memory.
 IDLE_BYTES = 256 * MiB
 
@@ -95,8 +95,9 @@ class BufferPool:
     def plan(self, classes: Mapping[int, int]) -> None:
         """Tell which buffers will be asked for again and again, as a shape census finds them.
 
-        Idle buffers are unmapped beyond `IDLE_BYTES`; planned ones are kept, as long as the budget
-        does not need their memory for others (MemAscend, section on the adaptive buffer pool).
+        Idle buffers are unmapped beyond a limit (`keep_idle`); planned ones are kept, as long as
+        the budget does not need their memory for others (MemAscend, section on the adaptive buffer
+        pool).
 
         Args:
             classes: how many buffers of a size, in bytes, will be in use at a time.
@@ -181,6 +182,16 @@ class BufferPool:
         with self._lock:
             self._idle_at_most = nbytes
             self._collect()
+
+    def keep_idle_beyond(self, nbytes: int) -> None:
+        """Keep so many bytes of idle buffers on top of the usual ones, until `keep_idle` is called.
+
+        Args:
+            nbytes: that a client gives back together, to ask for them again. Of several clients
+                the most counts.
+        """
+        with self._lock:
+            self._idle_at_most = max(self._idle_at_most, IDLE_BYTES + nbytes)
 
     def usage(self) -> MemoryUsage:
         """Figures of this moment."""

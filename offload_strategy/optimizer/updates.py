@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from offload_strategy.heap import Heap, Ticket, TicketState, Tier
+from offload_strategy.heap import Heap, HostTier, Ticket, TicketState, Tier
 from offload_strategy.optimizer.backward.marks import WeightsMark
 from offload_strategy.optimizer.gradients import has_gradient, values_of
 from offload_strategy.optimizer.residence import Always, Residence
@@ -232,6 +232,10 @@ class Updater:
                 sizes.append(Layout.of(forms).nbytes)
         room = sum(tier.capacity for tier in self._waiting_room)
         self._heap.plan(self, sizes, room)
+        if sizes:
+            # Of states that stay in memory, step() gives the old ones back together.
+            host_tiers = [tier for tier in self._tiers if isinstance(tier, HostTier)]
+            self._heap.keep_idle_beyond(sum(tier.capacity for tier in host_tiers))
 
     def _may_go_by_parts(self, subgroup: Subgroup) -> bool:
         """Whether something of a subgroup is computed in another precision than it is kept in."""

@@ -327,6 +327,24 @@ def test_a_plan_beyond_the_budget_is_refused() -> None:
     pool.close()
 
 
+def test_more_idle_memory_stays_for_who_asks_for_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "IDLE_BYTES", 2 * MiB)
+    pool = BufferPool(64 * MiB)
+
+    def idle_after_use() -> int:
+        lent = [lend(pool, 2 * MiB) for _ in range(8)]
+        del lent
+        return pool.usage().held_bytes
+
+    assert idle_after_use() == 2 * MiB
+    pool.keep_idle_beyond(8 * MiB)
+    assert idle_after_use() == 10 * MiB
+    pool.keep_idle_beyond(4 * MiB)  # of another client
+    assert idle_after_use() == 10 * MiB
+    pool.keep_idle(0)
+    assert pool.usage().held_bytes == 0
+
+
 def test_idle_buffers_can_be_given_back_but_not_planned_ones() -> None:
     pool = BufferPool(64 * MiB)
     pool.plan({2 * MiB: 1})

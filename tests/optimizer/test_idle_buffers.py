@@ -11,6 +11,7 @@ from torch.optim import AdamW
 
 from offload_strategy import OffloadEngine
 from offload_strategy.memory import BufferPool, idle
+from offload_strategy.memory import pool as pool_module
 from offload_strategy.memory.arena import Arena
 from offload_strategy.units import MiB
 from tests.training import settings
@@ -20,11 +21,21 @@ _WIDTH = 1024
 _WARM_UP, _STEPS = 8, 24
 
 
-@pytest.mark.parametrize("activations", [False, True])
+@pytest.mark.parametrize(
+    ("activations", "host_tier"),
+    [(False, None), (True, None), (False, "64MiB")],
+    ids=["states", "activations too", "states in memory"],
+)
 @pytest.mark.parametrize("overlap", ["eager", "commit", "off"])
 def test_memory_is_not_given_back_in_each_step(
-    overlap: str, activations: bool, disk: Path, monkeypatch: pytest.MonkeyPatch
+    overlap: str,
+    activations: bool,
+    host_tier: str | None,
+    disk: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Less than the states have, which step() gives back together when new ones are current.
+    monkeypatch.setattr(pool_module, "IDLE_BYTES", 16 * MiB)
     pools: list[BufferPool] = []
     made = BufferPool.__init__
 
@@ -50,6 +61,7 @@ def test_memory_is_not_given_back_in_each_step(
     model = nn.Sequential(*[nn.Linear(_WIDTH, _WIDTH) for _ in range(3)])
     config = settings(
         disk,
+        host_tier,
         optimizer={"overlap": overlap, "subgroup_size": _WIDTH * (_WIDTH + 1)},
         activations={"enabled": activations},
         memory={"pinned": "128MiB"},
