@@ -34,8 +34,10 @@ def test_memory_is_not_given_back_in_each_step(
     disk: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Less than the states have, which step() gives back together when new ones are current.
-    monkeypatch.setattr(pool_module, "IDLE_BYTES", 16 * MiB)
+    if host_tier is not None:
+        # Less than the states have, which step() gives back together when new ones are current.
+        # Where they are on a disk, this little would also limit what lanes have idle in turns.
+        monkeypatch.setattr(pool_module, "IDLE_BYTES", 16 * MiB)
     pools: list[BufferPool] = []
     made = BufferPool.__init__
 
