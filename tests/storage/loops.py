@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,6 +52,21 @@ def loop_device(file: Path, nbytes: int = 0, *, read_only: bool = False) -> Iter
         yield device
     finally:
         run("losetup", "--detach", device)
+        _wait_for_detachment(device, file)
+
+
+def _wait_for_detachment(device: Path, file: Path) -> None:
+    """Wait while somebody else who looks through the devices has this one open and so attached."""
+    note = Path("/sys/block", device.name, "loop/backing_file")
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            if note.read_text().strip() != str(file.resolve()):
+                return
+        except OSError:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{device} is still attached to {file}")
 
 
 @contextmanager

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import psutil
 import torch.distributed as dist
 
-#: A process that is killed closes its connections shortly before it counts as ended.
-_PATIENCE_SECONDS = 2.0
+#: A process that is killed closes its connections shortly before it counts as ended; one that ends
+#: by an error of its own closes everything else in between, on a busy machine for seconds.
+_PATIENCE_SECONDS = 5.0
 #: What errors of a transport have in their text.
 _TRANSPORTS = ("gloo", "NCCL", "peer")
 
