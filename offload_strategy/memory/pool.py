@@ -90,7 +90,9 @@ class BufferPool:
         self._arena: Arena | None = None
         self._has_arena = can_be_used()
         self._planned: dict[int, int] = {}
-        self._idle_at_most = IDLE_BYTES
+        # What `keep_idle` said; without it the usual bytes, and those beyond them.
+        self._scarce: int | None = None
+        self._beyond = 0
 
     def plan(self, classes: Mapping[int, int]) -> None:
         """Tell which buffers will be asked for again and again, as a shape census finds them.
@@ -180,18 +182,18 @@ class BufferPool:
     def keep_idle(self, nbytes: int) -> None:
         """Unmap idle buffers beyond so many bytes from now on, where memory is scarce."""
         with self._lock:
-            self._idle_at_most = nbytes
+            self._scarce = nbytes
             self._collect()
 
     def keep_idle_beyond(self, nbytes: int) -> None:
-        """Keep so many bytes of idle buffers on top of the usual ones, until `keep_idle` is called.
+        """Keep so many bytes of idle buffers beyond the usual ones, unless `keep_idle` limits them.
 
         Args:
             nbytes: that a client gives back together, to ask for them again. Of several clients
                 the most counts.
         """
         with self._lock:
-            self._idle_at_most = max(self._idle_at_most, IDLE_BYTES + nbytes)
+            self._beyond = max(self._beyond, nbytes)
 
     def usage(self) -> MemoryUsage:
         """Figures of this moment."""
@@ -208,6 +210,10 @@ class BufferPool:
             self._loans.clear()
             self._arena = None
             self._apart = self._lent = self._requested = 0
+
+    @property
+    def _idle_at_most(self) -> int:
+        return IDLE_BYTES + self._beyond if self._scarce is None else self._scarce
 
     @property
     def _held(self) -> int:

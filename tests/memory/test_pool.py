@@ -343,6 +343,8 @@ def test_more_idle_memory_stays_for_who_asks_for_it_again(monkeypatch: pytest.Mo
     assert idle_after_use() == 10 * MiB
     pool.keep_idle(0)
     assert pool.usage().held_bytes == 0
+    pool.keep_idle_beyond(8 * MiB)  # memory is scarce all the same
+    assert idle_after_use() == 0
 
 
 def test_idle_buffers_can_be_given_back_but_not_planned_ones() -> None:
