@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from benchmarks.disks import why_not
-
-
-def _loops() -> str:
-    listed = subprocess.run(["losetup", "--list"], capture_output=True, text=True, check=True)
-    return listed.stdout
+from tests.storage.loops import detached
 
 
 @pytest.fixture
@@ -26,11 +20,7 @@ def place(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
     mounts = Path("/proc/mounts").read_text()
     assert str(tmp_path) not in mounts, "a file system is still mounted"
-    # Detached when the last program closes it, and others look at all loop devices now and then.
-    deadline = time.monotonic() + 10
-    while str(tmp_path) in _loops() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert str(tmp_path) not in _loops(), "a loop device is still there"
+    assert detached(tmp_path), "a loop device is still there"
     ours = Path("/proc/self/cgroup").read_text()
     assert "offload-throttle" not in ours, "this process is still throttled"
     assert list(tmp_path.iterdir()) == []

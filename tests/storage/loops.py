@@ -52,21 +52,21 @@ def loop_device(file: Path, nbytes: int = 0, *, read_only: bool = False) -> Iter
         yield device
     finally:
         run("losetup", "--detach", device)
-        _wait_for_detachment(device, file)
+        assert detached(file.resolve()), f"{device} is still attached to {file}"
 
 
-def _wait_for_detachment(device: Path, file: Path) -> None:
-    """Wait while somebody else who looks through the devices has this one open and so attached."""
-    note = Path("/sys/block", device.name, "loop/backing_file")
+def detached(place: Path) -> bool:
+    """Whether no loop device is left over a file, or over one in a folder.
+
+    Devices are detached when the last program closes them, and others look at all of them now and
+    then: those are waited for.
+    """
     deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        try:
-            if note.read_text().strip() != str(file.resolve()):
-                return
-        except OSError:
-            return
+    while attached := str(place) in run("losetup", "--list"):
+        if time.monotonic() > deadline:
+            break
         time.sleep(0.01)
-    raise AssertionError(f"{device} is still attached to {file}")
+    return not attached
 
 
 @contextmanager
