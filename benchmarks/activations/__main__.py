@@ -54,7 +54,7 @@ def main() -> int:
     options = parser.parse_args()
     tidy_up_when_ended()
 
-    machine = {**describe_machine(options.dir), "allocator, in all": allocator()}
+    machine = {**describe_machine(options.dir), "allocator": allocator()}
     print("\n".join(f"{name}: {value}" for name, value in machine.items()), flush=True)
     setting = Setting(TINY if options.quick else HUNDRED_MILLION)
     results: list[Result] = []

@@ -206,7 +206,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="small and few; figures mean little")
     options = parser.parse_args()
     tidy_up_when_ended()
-    machine = {**describe_machine(options.dir), "allocator, in all": allocator()}
+    machine = {**describe_machine(options.dir), "allocator": allocator()}
     print("\n".join(f"{name}: {value}" for name, value in machine.items()), flush=True)
     repeats = 1 if options.quick else options.repeats
     results: list[Result] = []

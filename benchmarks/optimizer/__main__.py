@@ -24,8 +24,9 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.allocators import Allocator
 from benchmarks.io.results import Context, Result, Skipped, table, write_json
-from benchmarks.machine import allocator, describe_machine, say, tidy_up_when_ended
+from benchmarks.machine import describe_machine, say, tidy_up_when_ended
 from benchmarks.optimizer.ablation import ablation
 from benchmarks.optimizer.claims import rooflines
 from benchmarks.optimizer.clipping import clipping
@@ -44,7 +45,7 @@ def main() -> int:
     """Parse the options, run, print and write the outcome."""
     options = _options()
     tidy_up_when_ended()
-    machine = {**describe_machine(options.dir), "allocator, in all": allocator()}
+    machine = {**describe_machine(options.dir), "allocator": Allocator.best()}
     print("\n".join(f"{name}: {value}" for name, value in machine.items()), flush=True)
     repeats = options.repeats or (1 if options.quick else 5)
     choice = Choice(

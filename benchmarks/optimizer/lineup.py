@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from benchmarks.allocators import Allocator
 from benchmarks.io.results import Context
 from benchmarks.optimizer.contenders import (
     DEEPSPEED,
@@ -90,6 +91,8 @@ SESSIONS = {
     OTHERS: (PLAIN, RECOMPUTE, FILES, DEEPSPEED_HOST, TENSORNVME),
     PRESETS: (PLAIN, *(preset(name) for name in presets())),
 }
+#: Everybody has the best allocator, but for sessions that show what others do.
+ALLOCATORS = {OWN_ALLOCATOR: Allocator.AS_IT_COMES}
 #: Those of which the table consists, and those of the contest of all: of every model, of one.
 TABLE = (FIRST, DEFAULTS, STATES, OWN_ALLOCATOR, SECOND, THIRD)
 CONTEST = (FIRST, DEFAULTS)

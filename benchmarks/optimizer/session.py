@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.allocators import Allocator
 from benchmarks.io import fio
 from benchmarks.io.contender import Contender
 from benchmarks.io.results import Context, Skipped
@@ -142,6 +143,7 @@ def start(
     task: RandomTokens | Text,
     directory: Path,
     threads: int | None = None,
+    allocator: Allocator | None = None,
 ) -> tuple[Subject, int]:
     """Start a contender; returns it and the number of the model's parameters.
 
@@ -152,18 +154,21 @@ def start(
         task: what it trains.
         directory: on the disk.
         threads: that compute; all cores by default.
+        allocator: of its memory; the best one by default.
 
     Raises:
         Skipped: it cannot run here.
     """
     threads = cores() if threads is None else threads
+    allocator = allocator or Allocator.best()
+    told = {"task": as_options(task), "threads": threads, "allocator": allocator, **options}
     subject = stack.enter_context(
         Subject(
             "benchmarks.optimizer.subject",
             name,
-            {"dir": str(directory), "task": as_options(task), "threads": threads, **options},
+            {"dir": str(directory), **told},
             # DeepSpeed's own kernels ask OpenMP; torch is told by the subject.
-            {"OMP_NUM_THREADS": str(threads)},
+            {"OMP_NUM_THREADS": str(threads), **allocator.environment()},
         )
     )
     return subject, subject.answer()["parameters"]
@@ -174,7 +179,7 @@ def run(
     task: RandomTokens | Text,
     context: Context,
     *,
-    own_allocator: bool = False,
+    allocator: Allocator | None = None,
     counted: int = COUNTED,
     requests: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Outcome:
@@ -184,7 +189,7 @@ def run(
         contenders: options by name; see `contenders.make`.
         task: what they train.
         context: the directory, and how many laps count.
-        own_allocator: whether glibc keeps what is freed as it likes, see `fix_allocator`.
+        allocator: of everybody's memory; the best one by default.
         counted: steps of a lap that count.
         requests: what a lap is asked for besides its steps, by name.
     """
@@ -196,8 +201,9 @@ def run(
         probe = stack.enter_context(_Probe(context.directory))
         for name, options in contenders.items():
             try:
-                told = {**options, "own_allocator": own_allocator}
-                subjects[name], count = start(stack, name, told, task, context.directory)
+                subjects[name], count = start(
+                    stack, name, options, task, context.directory, allocator=allocator
+                )
                 parameters = max(parameters, count)
             except (Skipped, RuntimeError) as why:
                 if options["contender"] not in PEERS:

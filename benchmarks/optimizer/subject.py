@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from benchmarks.activations.contenders import scratch
-from benchmarks.machine import fix_allocator, forget_peak, status_bytes
+from benchmarks.allocators import Allocator
+from benchmarks.machine import forget_peak, status_bytes
 from benchmarks.optimizer.contenders import Trainer, make
 from benchmarks.optimizer.deepspeed_peer import Unavailable
 from benchmarks.optimizer.tasks import Task, from_options
@@ -34,8 +35,7 @@ _MOST_SECONDS = 120.0
 def main() -> None:
     """Answer requests until the input ends."""
     options = json.loads(sys.argv[1])
-    if not options.get("own_allocator"):
-        fix_allocator()
+    Allocator(options["allocator"]).begin()
     torch.set_num_threads(options["threads"])
     with answers() as answer, scratch(Path(options["dir"])) as directory:
         task = from_options(options["task"])

@@ -17,11 +17,11 @@ from benchmarks.optimizer.contenders import (
 from benchmarks.optimizer.deepspeed_peer import Settings
 from benchmarks.optimizer.deepspeed_search import check_buffers, fastest_settings
 from benchmarks.optimizer.lineup import (
+    ALLOCATORS,
     CONTEST,
     CONTEST_OF_ONE,
     DEFAULTS,
     OURS,
-    OWN_ALLOCATOR,
     SESSIONS,
     TABLE,
     Choice,
@@ -82,7 +82,7 @@ def session_of(context: Context, choice: Choice, model: str, session: str) -> Ou
             choice.left_out[key] = missing[DEEPSPEED_DEFAULTS]
             raise Skipped(missing[DEEPSPEED_DEFAULTS])
         context.say(f"{key}: {', '.join(contenders)}")
-        outcome = run(contenders, task, context, own_allocator=session == OWN_ALLOCATOR)
+        outcome = run(contenders, task, context, allocator=ALLOCATORS.get(session))
         outcome.skipped |= missing
         context.shared[key] = outcome
     held: Outcome = context.shared[key]

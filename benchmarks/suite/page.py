@@ -13,7 +13,11 @@ from benchmarks.suite.parts import PARTS
 NEAR = 1.3
 #: Ratios of two runs that differ by more than this share are marked.
 SAME = 0.1
-_MACHINE = ("cores", "memory", "kernel", "python", "torch", "disk")
+#: What is told of a machine, by its name in the figures.
+_MACHINE = (
+    *("cores", "memory", "kernel", "python", "torch", "disk", "allocator"),
+    "allocator, in all",  # in figures of earlier runs
+)
 
 Figures = Mapping[str, Any]
 
@@ -91,7 +95,8 @@ def _twice(first: Figures, second: Figures) -> dict[str, tuple[float, float]]:
 
 def _part(name: str, figures: Figures, again: Figures, folder: Path, page: Path) -> Iterator[str]:
     machine = figures.get("machine", {})
-    yield ", ".join(f"{key}: {machine[key]}" for key in _MACHINE if key in machine) + "."
+    known = ((key.partition(",")[0], machine[key]) for key in _MACHINE if key in machine)
+    yield ", ".join(f"{name}: {value}" for name, value in known) + "."
     yield ""
     for title, text in _texts(figures):
         if title:

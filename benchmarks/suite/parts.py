@@ -44,9 +44,9 @@ PARTS = (
         ("--lines", "contest", "--repeats", "2"),
         ("--lines", "contest", "--quick"),
         (33.0, 7.0),  # on a fresh machine, five of them go to compiling DeepSpeed's operators
-        "Memory that is freed goes back to the system at once (a fixed mmap threshold of glibc's, "
-        "as docs/activations.md advises), so that peaks tell; but not in the session that says so: "
-        "there everybody is faster, and larger. FSDP2's `CPUOffloadPolicy` keeps shards on the "
+        "Everybody has the allocator that is named, preloaded as docs/activations.md advises: it "
+        "keeps freed memory at hand, and little of it idle; but not in the session that says so, "
+        "which has glibc's as it comes. FSDP2's `CPUOffloadPolicy` keeps shards on the "
         "host, where they are anyway if the host computes: it takes part on a GPU alone "
         "(`python -m benchmarks.gpu`).",
     ),

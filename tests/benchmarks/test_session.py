@@ -43,7 +43,7 @@ class _Subject:
 
 def run(lives: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> session.Outcome:
     monkeypatch.setattr(session, "_Probe", _Probe)
-    monkeypatch.setattr(session, "start", lambda stack, name, *_: (_Subject(lives[name]), 7))
+    monkeypatch.setattr(session, "start", lambda stack, name, *_, **__: (_Subject(lives[name]), 7))
     contenders = {name: {"contender": name} for name in lives}
     context = Context(tmp_path, 3, True, lambda text: None)
     return session.run(contenders, RandomTokens(TINY), context)
