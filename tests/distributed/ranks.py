@@ -62,12 +62,20 @@ def run_ranks(
         for process in processes:
             process.kill()
             process.wait()
-    outputs = [(directory / f"output-{rank}").read_text()[-6000:] for rank in range(size)]
+    outputs = [_shortened((directory / f"output-{rank}").read_text()) for rank in range(size)]
     assert codes == [0] * size, "\n".join(
         f"--- rank {rank}, exit status {code}\n{output}"
         for rank, (code, output) in enumerate(zip(codes, outputs, strict=True))
     )
     return [json.loads((directory / f"result-{rank}").read_text()) for rank in range(size)]
+
+
+def _shortened(text: str, head: int = 3000, tail: int = 6000) -> str:
+    """Both ends: an abort says at its begin why, an exception at its end."""
+    left_out = len(text) - head - tail
+    if left_out <= 0:
+        return text
+    return f"{text[:head]}\n... {left_out} characters ...\n{text[-tail:]}"
 
 
 def _main() -> None:
