@@ -14,10 +14,7 @@ NEAR = 1.3
 #: Ratios of two runs that differ by more than this share are marked.
 SAME = 0.1
 #: What is told of a machine, by its name in the figures.
-_MACHINE = (
-    *("cores", "memory", "kernel", "python", "torch", "disk", "allocator"),
-    "allocator, in all",  # in figures of earlier runs
-)
+_MACHINE = ("cores", "memory", "kernel", "python", "torch", "disk", "allocator")
 
 Figures = Mapping[str, Any]
 
