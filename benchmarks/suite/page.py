@@ -92,8 +92,7 @@ def _twice(first: Figures, second: Figures) -> dict[str, tuple[float, float]]:
 
 def _part(name: str, figures: Figures, again: Figures, folder: Path, page: Path) -> Iterator[str]:
     machine = figures.get("machine", {})
-    known = ((key.partition(",")[0], machine[key]) for key in _MACHINE if key in machine)
-    yield ", ".join(f"{name}: {value}" for name, value in known) + "."
+    yield ", ".join(f"{key}: {machine[key]}" for key in _MACHINE if key in machine) + "."
     yield ""
     for title, text in _texts(figures):
         if title:
