@@ -17,7 +17,7 @@ import torch
 from offload_strategy.units import KiB, format_size
 
 _M_MMAP_THRESHOLD = -3
-#: Else freed memory stays in glibc's heap, and the next step's peak is hidden in the level.
+#: Else freed memory stays in glibc's store, and the next step's peak is hidden in the level.
 _MMAP_THRESHOLD = 64 * KiB
 #: What `fix_allocator` does, in the environment of processes that cannot call it.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(_MMAP_THRESHOLD)}

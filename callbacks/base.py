@@ -14,7 +14,7 @@ import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from offload_strategy.engine import OffloadEngine
+from offload_strategy.engine.offload_engine import OffloadEngine
 from offload_strategy.errors import ConfigError
 
 if TYPE_CHECKING:

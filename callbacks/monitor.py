@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from offload_strategy.callbacks.base import Callback, engine_of, require_engine
-from offload_strategy.engine import OffloadEngine
+from offload_strategy.engine.offload_engine import OffloadEngine
 from offload_strategy.errors import ConfigError
 
 _GB = 1e9

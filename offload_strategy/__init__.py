@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from offload_strategy.checkpoints import load, save
     from offload_strategy.config import OffloadConfig
-    from offload_strategy.engine import OffloadEngine
+    from offload_strategy.engine.offload_engine import OffloadEngine
     from offload_strategy.errors import (
         ConfigError,
         CorruptDataError,
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
         StorageError,
         TierFullError,
     )
-    from offload_strategy.integrations.accelerate import SSDOffloadPlugin
-    from offload_strategy.integrations.lightning import (
+    from offload_strategy.integrations.accelerate.plugin import SSDOffloadPlugin
+    from offload_strategy.integrations.lightning.lightning_strategy import (
         SSDOffloadDeepSpeedStrategy,
         SSDOffloadFSDPStrategy,
         SSDOffloadStrategy,
@@ -31,16 +31,16 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "OffloadConfig": "offload_strategy.config",
-    "OffloadEngine": "offload_strategy.engine",
+    "OffloadEngine": "offload_strategy.engine.offload_engine",
     "OffloadError": "offload_strategy.errors",
     "ConfigError": "offload_strategy.errors",
     "TierFullError": "offload_strategy.errors",
     "StorageError": "offload_strategy.errors",
     "CorruptDataError": "offload_strategy.errors",
-    "SSDOffloadPlugin": "offload_strategy.integrations.accelerate",
-    "SSDOffloadDeepSpeedStrategy": "offload_strategy.integrations.lightning",
-    "SSDOffloadFSDPStrategy": "offload_strategy.integrations.lightning",
-    "SSDOffloadStrategy": "offload_strategy.integrations.lightning",
+    "SSDOffloadPlugin": "offload_strategy.integrations.accelerate.plugin",
+    "SSDOffloadDeepSpeedStrategy": "offload_strategy.integrations.lightning.lightning_strategy",
+    "SSDOffloadFSDPStrategy": "offload_strategy.integrations.lightning.lightning_strategy",
+    "SSDOffloadStrategy": "offload_strategy.integrations.lightning.lightning_strategy",
     "load": "offload_strategy.checkpoints",
     "save": "offload_strategy.checkpoints",
 }

@@ -59,38 +59,38 @@ def is_disabled() -> bool:
 
 
 def _accelerator(module: ModuleType) -> None:
-    from offload_strategy.integrations import accelerate
+    from offload_strategy.integrations.accelerate import plugin
 
-    accelerate.install(module)
+    plugin.install(module)
 
 
 def _accelerate_config(module: ModuleType) -> None:
-    from offload_strategy.integrations import accelerate_launch
+    from offload_strategy.integrations.accelerate import launch
 
-    accelerate_launch.install_in_config(module)
+    launch.install_in_config(module)
 
 
 def _accelerate_launch(module: ModuleType) -> None:
-    from offload_strategy.integrations import accelerate_launch
+    from offload_strategy.integrations.accelerate import launch
 
-    accelerate_launch.install_in_launcher(module)
+    launch.install_in_launcher(module)
 
 
 def _lightning(module: ModuleType) -> None:
     # Registers itself; if a script imports it right now, at the end of that.
-    import offload_strategy.integrations.lightning_pytorch  # noqa: F401
+    import offload_strategy.integrations.lightning.for_lightning_pytorch  # noqa: F401
 
 
 def _pytorch_lightning(module: ModuleType) -> None:
-    import offload_strategy.integrations.pytorch_lightning  # noqa: F401
+    import offload_strategy.integrations.lightning.for_pytorch_lightning  # noqa: F401
 
 
 def _fabric_of_lightning(module: ModuleType) -> None:
-    import offload_strategy.integrations.fabric_of_lightning  # noqa: F401
+    import offload_strategy.integrations.fabric.for_lightning_fabric  # noqa: F401
 
 
 def _fabric_standalone(module: ModuleType) -> None:
-    import offload_strategy.integrations.fabric_standalone  # noqa: F401
+    import offload_strategy.integrations.fabric.for_standalone_fabric  # noqa: F401
 
 
 _HOOKS: dict[str, Hook] = {

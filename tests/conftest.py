@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from offload_strategy.heap import Heap
-from offload_strategy.memory import buffers
+from offload_strategy.host_memory import buffers
+from offload_strategy.store.tensor_store import TensorStore
 from tests.alone import in_the_room
 
 torch.set_num_threads(1)
@@ -23,16 +23,16 @@ torch.set_num_threads(1)
 # Engines learn nothing from those of other tests, and leave nothing in the user's cache directory.
 os.environ["SSD_OFFLOAD_CACHE"] = ""
 
-_heaps: list[weakref.ref[Heap]] = []
-_make_heap = Heap.__init__
+_stores: list[weakref.ref[TensorStore]] = []
+_make_store = TensorStore.__init__
 
 
-def _remember(self: Heap, *args: Any, **options: Any) -> None:
-    _heaps.append(weakref.ref(self))
-    _make_heap(self, *args, **options)
+def _remember(self: TensorStore, *args: Any, **options: Any) -> None:
+    _stores.append(weakref.ref(self))
+    _make_store(self, *args, **options)
 
 
-Heap.__init__ = _remember  # type: ignore[method-assign]
+TensorStore.__init__ = _remember  # type: ignore[method-assign]
 
 # A shell without job control starts what runs in its background with SIGINT ignored, and children
 # inherit that; tests that press Ctrl-C need the usual handler.
@@ -74,15 +74,15 @@ def _nothing_is_left() -> Iterator[None]:
 
     What an earlier test left, because it failed, is not held against those that follow.
     """
-    _heaps.clear()
+    _stores.clear()
     files_before, buffers_before = deleted_files(), set(buffers._live)
     threads_before = our_threads()
     gc.freeze()  # the collection below looks at what this test made, and not at all of torch
     yield
-    if _heaps or not set(buffers._live) <= buffers_before:
+    if _stores or not set(buffers._live) <= buffers_before:
         gc.collect()  # engines and models refer to each other
-    tickets = [heap.live_tickets for ref in _heaps if (heap := ref()) is not None]
-    assert not any(tickets), f"tickets that were never freed, by heap: {tickets}"
+    tickets = [store.live_tickets for ref in _stores if (store := ref()) is not None]
+    assert not any(tickets), f"tickets that were never freed, by store: {tickets}"
     assert our_threads() <= threads_before
     assert deleted_files() <= files_before
     assert set(buffers._live) <= buffers_before, "host buffers are still mapped"

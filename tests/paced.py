@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from offload_strategy.storage import BlockRequest
-from offload_strategy.storage.posix import PosixBackend
+from offload_strategy.io.backends.posix import PosixBackend
+from offload_strategy.io.backends.protocol import BlockRequest
 
 # A thread that comes back this soon has not kept the path idle: it slept a little too long, or had
 # to wait for the interpreter. What it was late, a path with a queue of its own would not have been.

@@ -52,7 +52,7 @@ def activations_only(directory: Path | None, **options: Any) -> OffloadEngine:
 
 def on_disk(engine: OffloadEngine) -> None:
     """Wait until everything that was given away is on the disk and nowhere else."""
-    engine._resources.heap.wait_for_writes()
+    engine._resources.store.wait_for_writes()
 
 
 def moved(engine: OffloadEngine, client: str = "activations", verb: str = "written") -> int:

@@ -31,7 +31,7 @@ from benchmarks.faults.subject import (
 )
 from offload_strategy import OffloadEngine
 from offload_strategy.errors import StorageError
-from offload_strategy.optimizer.updates import Speculation, Updater
+from offload_strategy.optimizer.subgroup_update import Speculation, Updater
 from offload_strategy.units import KiB, MiB
 
 #: The package leaves 64 MiB of a file system to others.
@@ -65,7 +65,7 @@ def cut(disk: LoopDisk, engine: OffloadEngine | None = None) -> None:
 
 def settled(engine: OffloadEngine) -> None:
     """Wait until all that left is on the disk, and only there."""
-    engine._resources.heap.wait_for_writes()
+    engine._resources.store.wait_for_writes()
 
 
 def tried(engine: OffloadEngine) -> None:
@@ -80,10 +80,10 @@ def tried(engine: OffloadEngine) -> None:
 def flip_bytes(engine: OffloadEngine, image: Path) -> None:
     """Change one byte of every block of what is stored, in the file that is the disk."""
     settled(engine)
-    (space,) = engine._resources.spaces
-    assert space._device is not None, "offsets are those of the image on a raw device only"
+    (region,) = engine._resources.regions
+    assert region._device is not None, "offsets are those of the image on a raw device only"
     with open(image, "r+b") as file:
-        for place in range(space._begin, space._begin + space._used_end, 4 * KiB):
+        for place in range(region._begin, region._begin + region._used_end, 4 * KiB):
             file.seek(place)
             byte = file.read(1)
             file.seek(place)
@@ -102,7 +102,7 @@ def kill_worker(thread: threading.Thread, reason: type[BaseException] = SystemEx
 @contextlib.contextmanager
 def impatient() -> Iterator[None]:
     """A wait is reported soon."""
-    with mock.patch("offload_strategy.heap.reports.PATIENCE_SECONDS", _SECONDS_OF_PATIENCE):
+    with mock.patch("offload_strategy.store.error_messages.PATIENCE_SECONDS", _SECONDS_OF_PATIENCE):
         yield
 
 
@@ -159,7 +159,7 @@ def filled_while_running(place: Path, *, second_tier: bool = False) -> Outcome:
     with contextlib.ExitStack() as stack:
         disks = [stack.enter_context(loop_disk(place, _DISK_BYTES)) for _ in range(1 + second_tier)]
         # Otherwise the whole of this small capacity would be taken with the first ticket.
-        stack.enter_context(mock.patch("offload_strategy.storage.space.GROWTH_BYTES", 64 * KiB))
+        stack.enter_context(mock.patch("offload_strategy.io.regions.region.GROWTH_BYTES", 64 * KiB))
         paths = [disk.directory for disk in disks]
         with observed(*paths) as outcome:
             engine = OffloadEngine(settings(*paths))
@@ -184,11 +184,11 @@ def filled_without_preallocation(place: Path) -> Outcome:
         def happen(engine: OffloadEngine) -> None:
             fill(disk)
 
-        with mock.patch("offload_strategy.storage.space.os.posix_fallocate", refused):
-            (space,) = engine._resources.spaces
-            extent = space.allocate(4 * KiB)
+        with mock.patch("offload_strategy.io.regions.region.os.posix_fallocate", refused):
+            (region,) = engine._resources.regions
+            extent = region.allocate(4 * KiB)
             assert extent is not None
-            space.free(extent)
+            region.free(extent)
         train(engine, outcome, {(0, BEFORE): happen, (0, FORWARDED): tried})
     return outcome
 
@@ -446,7 +446,7 @@ def try_again_for_ever(place: Path) -> Outcome:
     with (
         loop_disk(place, _DISK_BYTES) as disk,
         contextlib.ExitStack() as later,
-        mock.patch("offload_strategy.storage.posix.RETRY_SECONDS", _SECONDS_OF_PATIENCE),
+        mock.patch("offload_strategy.io.backends.posix.RETRY_SECONDS", _SECONDS_OF_PATIENCE),
         observed(disk.directory) as outcome,
     ):
 

@@ -24,8 +24,8 @@ import torch
 from benchmarks.disks import loop_disk
 from benchmarks.faults.subject import BEFORE, STEPS, Outcome, observed, settings, train
 from offload_strategy import OffloadEngine
-from offload_strategy.storage import PathTurns
-from offload_strategy.transfer.turn_keeper import TurnKeeper
+from offload_strategy.io.queues.path_lock import PathLock
+from offload_strategy.io.queues.path_lock_holder import TurnKeeper
 from offload_strategy.units import MiB
 
 #: What a process does: train to its end, stop between two steps, or stop when it has the turn.
@@ -63,7 +63,7 @@ def killed(place: Path) -> Outcome:
                     outcome.weights = f"of another process: {came_out}"
                 other.wait(_ANSWER_SECONDS)
             outcome.whole_steps = STEPS
-        turns = PathTurns(disk.directory)
+        turns = PathLock(disk.directory)
         if turns.others():
             outcome.left.append("the name of a process that uses the path")
         turns.acquire()

@@ -7,8 +7,8 @@ import random
 import torch
 
 from benchmarks.io.results import Context, Result
-from offload_strategy.memory import BufferPool
-from offload_strategy.planning.census import Census, NamedSize, shape_census
+from offload_strategy.host_memory.pool import BufferPool
+from offload_strategy.planner.shape_census import Census, NamedSize, shape_census
 from offload_strategy.units import PAGE_BYTES, GiB
 
 

@@ -11,8 +11,8 @@ from benchmarks.io.results import Context, Result, Skipped, median_ratio
 def bulk(context: Context) -> list[Result]:
     """2 GiB of 64 MiB tickets, written and read, beside each peer with its best settings.
 
-    Ours are `Heap.put` of every buffer, until the last byte is on the path, and `Heap.get` of every
-    ticket in order with three more on their way; files are overwritten, by everybody.
+    Ours are `TensorStore.put` of every buffer, until the last byte is on the path, and
+    `TensorStore.get` of every ticket in order with three more on their way. All overwrite files.
     """
     held = contest(context)
     if not held.peers:

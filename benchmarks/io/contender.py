@@ -157,25 +157,25 @@ Actions = dict[str, Callable[..., dict[str, Any]]]
 def ours(
     directory: str, count: int, nbytes: int, ahead: int = 4, taking_turns: bool = False
 ) -> Iterator[Actions]:
-    """This package: tickets written with `Heap.put`, read with `Heap.prefetch` and `Heap.get`."""
-    from benchmarks.io.ours import OurHeap
+    """This package: tickets written with `put`, read with `prefetch` and `get`."""
+    from benchmarks.io.ours import OurStore
 
     budget = (count + ahead + 1) * nbytes
-    with OurHeap(
+    with OurStore(
         [Path(directory)], budget=budget, capacity=2 * count * nbytes, taking_turns=taking_turns
-    ) as heap:
-        sources = heap.buffers(count, nbytes)
-        tickets = heap.write(sources)
-        heap.read(tickets, ahead=ahead, expected=sources)
+    ) as store:
+        sources = store.buffers(count, nbytes)
+        tickets = store.write(sources)
+        store.read(tickets, ahead=ahead, expected=sources)
 
         def write() -> dict[str, Any]:
             with _Meter() as meter:
-                tickets[:] = heap.write(sources)
+                tickets[:] = store.write(sources)
             return meter.figures()
 
         def read() -> dict[str, Any]:
             with _Meter() as meter:
-                heap.read(tickets, ahead=ahead)
+                store.read(tickets, ahead=ahead)
             return meter.figures()
 
         def read_one_by_one(seconds: float) -> dict[str, Any]:
@@ -187,11 +187,11 @@ def ours(
                     begin = time.perf_counter()
                     if begin > end:
                         break
-                    heap.heap.get(ticket)
-                    heap.heap.evict(ticket)
+                    store.store.get(ticket)
+                    store.store.evict(ticket)
                     moves += [
                         (move.queued_at, move.started_at, move.finished_at)
-                        for move in heap.moves(begin)
+                        for move in store.moves(begin)
                     ]
             return {**meter.figures(), "moves": moves}
 

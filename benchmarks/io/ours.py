@@ -1,4 +1,4 @@
-"""This package's heap with everything below it, put together as the engine does."""
+"""This package's store with everything below it, put together as the engine does."""
 
 from __future__ import annotations
 
@@ -11,18 +11,23 @@ from typing import Self
 import torch
 
 from offload_strategy.config import OffloadConfig
-from offload_strategy.heap import Heap, PathTier, Ticket
-from offload_strategy.memory import BufferPool
-from offload_strategy.storage import PathTurns, Space, create_backend, probe
+from offload_strategy.host_memory.pool import BufferPool
+from offload_strategy.io.backends.protocol import create_backend
+from offload_strategy.io.bandwidth.probe import probe
+from offload_strategy.io.queues.path_lock import PathLock
+from offload_strategy.io.queues.path_queue import PathQueue
+from offload_strategy.io.regions.region import Region
+from offload_strategy.store.tensor_store import TensorStore
+from offload_strategy.store.ticket import Ticket
+from offload_strategy.store.tiers import PathTier
 from offload_strategy.telemetry import MoveRecord, Recorder
-from offload_strategy.transfer import PathQueue
 from offload_strategy.units import GiB
 
 CLIENT = "optimizer"
 
 
-class OurHeap:
-    """A heap over one ssd tier, with the threads and block size that the config has by default.
+class OurStore:
+    """A store over one ssd tier, with the threads and block size that the config has by default.
 
     Args:
         directories: the paths of the tier.
@@ -47,26 +52,26 @@ class OurHeap:
             self.recorder = Recorder()
             self.pool = BufferPool(budget)
             undo.callback(self.pool.close)
-            self.heap = Heap(self.pool, self.recorder, write_behind=write_behind)
+            self.store = TensorStore(self.pool, self.recorder, write_behind=write_behind)
             queues = []
             for directory in directories:
-                space = Space(directory, "disk", capacity, direct=True)
-                undo.callback(space.close)
-                turns = PathTurns(space.path) if taking_turns else None
+                region = Region(directory, "disk", capacity, direct=True)
+                undo.callback(region.close)
+                turns = PathLock(region.path) if taking_turns else None
                 if turns is not None:
                     undo.callback(turns.close)
                 backend = create_backend(
                     io.backend, threads=io.threads_to_use(), block_size=io.block_size
                 )
                 undo.callback(backend.close)
-                queue = PathQueue(space, backend, self.recorder, turns=turns)
+                queue = PathQueue(region, backend, self.recorder, turns=turns)
                 undo.callback(queue.close)
                 queues.append(queue)
                 if len(directories) > 1:
-                    measured = probe(space, backend)
+                    measured = probe(region, backend)
                     queue.bandwidth.seed(read=measured.read, write=measured.write)
             self.tier = PathTier("disk", queues)
-            undo.callback(self.heap.close)
+            undo.callback(self.store.close)
             self._undo = undo.pop_all()
 
     def __enter__(self) -> Self:
@@ -82,15 +87,15 @@ class OurHeap:
 
     def buffers(self, count: int, nbytes: int) -> list[torch.Tensor]:
         """Page-aligned buffers whose memory is there and whose bytes tell them apart."""
-        made = [self.heap.borrow(CLIENT, nbytes) for _ in range(count)]
+        made = [self.store.borrow(CLIENT, nbytes) for _ in range(count)]
         for number, buffer in enumerate(made):
             buffer.fill_(number % 251 + 1)
         return made
 
     def write(self, buffers: Sequence[torch.Tensor]) -> list[Ticket]:
         """Put buffers and wait until their bytes are on the path."""
-        tickets = [self.heap.put(buffer, CLIENT, [self.tier]) for buffer in buffers]
-        self.heap.wait_for_writes()
+        tickets = [self.store.put(buffer, CLIENT, [self.tier]) for buffer in buffers]
+        self.store.wait_for_writes()
         return tickets
 
     def read(
@@ -108,15 +113,15 @@ class OurHeap:
             expected: what must come back, byte by byte.
         """
         for ticket in tickets[:ahead]:
-            self.heap.prefetch(ticket)
+            self.store.prefetch(ticket)
         for number, ticket in enumerate(tickets):
-            loaded = self.heap.get(ticket)
-            self.heap.free(ticket)
+            loaded = self.store.get(ticket)
+            self.store.free(ticket)
             if expected is not None and not torch.equal(loaded, expected[number]):
                 raise RuntimeError(f"ticket {number} came back with other bytes")
             del loaded
             if number + ahead < len(tickets):
-                self.heap.prefetch(tickets[number + ahead])
+                self.store.prefetch(tickets[number + ahead])
 
     def moves(self, since: float) -> list[MoveRecord]:
         """What moved since a time of `time.perf_counter()`."""

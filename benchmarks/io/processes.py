@@ -98,7 +98,7 @@ def _on_path(
                 service[kind].append(statistics.fmean(end - start for _, start, end in among_all))
                 waited[kind].append(statistics.fmean(end - queued for queued, _, end in among_all))
 
-    command = f"{_PROCESSES} processes without locks, Heap.get of one 64 MiB ticket after another"
+    command = f"{_PROCESSES} processes without locks, `get` of one 64 MiB ticket after another"
     return [
         Result(
             name=f"processes: sum of {_PROCESSES}, {where}",

@@ -15,9 +15,9 @@ from functools import partial
 import torch
 
 from benchmarks.io.contest import scratch
-from benchmarks.io.ours import CLIENT, OurHeap
+from benchmarks.io.ours import CLIENT, OurStore
 from benchmarks.io.results import Context, Result, in_turns, median_ratio, percentile
-from offload_strategy.heap import Ticket
+from offload_strategy.store.ticket import Ticket
 from offload_strategy.units import MiB
 
 _NBYTES = 2 * MiB
@@ -58,19 +58,19 @@ def small(context: Context) -> list[Result]:
     moved: list[float] = []
     for alternation in range(context.repeats):
         place = scratch(context, f"small-{alternation}")
-        with OurHeap([place]) as heap, ThreadPoolExecutor(_THREADS) as threads:
-            (buffer,) = heap.buffers(1, _NBYTES)
+        with OurStore([place]) as store, ThreadPoolExecutor(_THREADS) as threads:
+            (buffer,) = store.buffers(1, _NBYTES)
             own = _page_aligned(buffer)
             given = memoryview(buffer.numpy())  # type: ignore[arg-type]
             one = {
-                OURS: _ours(heap, buffer),
+                OURS: _ours(store, buffer),
                 _CREATED: _created(f"{place}/own", own),
                 _OVERWRITTEN: _overwritten(f"{place}/own", own),
                 _CREATED + _FROM_OURS: _created(f"{place}/given", given),
                 _OVERWRITTEN + _FROM_OURS: _overwritten(f"{place}/given", given),
             }
             many: dict[str, Callable[[], object]] = {
-                OURS: partial(_ours_in_a_row, heap, buffer),
+                OURS: partial(_ours_in_a_row, store, buffer),
                 **{peer: partial(_repeat, write) for peer, write in one.items() if peer != OURS},
                 _CREATED + _BY_THREADS: partial(_repeat, one[_CREATED], threads),
                 _OVERWRITTEN + _BY_THREADS: partial(_repeat, one[_OVERWRITTEN], threads),
@@ -83,7 +83,7 @@ def small(context: Context) -> list[Result]:
                     seconds = [one[kind]() for _ in range(_RUN)]
                     if run >= 0:
                         latency[kind] += seconds
-            moved += [move.finished_at - move.queued_at for move in heap.moves(since)]
+            moved += [move.finished_at - move.queued_at for move in store.moves(since)]
             for run in range(-1, runs):
                 for kind in in_turns(list(many), run):
                     begin = time.perf_counter()
@@ -151,27 +151,27 @@ def _p99(values: list[float]) -> float:
     return percentile(values, 99)
 
 
-def _ours(heap: OurHeap, buffer: torch.Tensor) -> Callable[[], float]:
+def _ours(store: OurStore, buffer: torch.Tensor) -> Callable[[], float]:
     kept: deque[Ticket] = deque()
 
     def write() -> float:
         begin = time.perf_counter()
-        ticket = heap.heap.put(buffer, CLIENT, [heap.tier])
-        heap.heap.wait_for_writes()
+        ticket = store.store.put(buffer, CLIENT, [store.tier])
+        store.store.wait_for_writes()
         took = time.perf_counter() - begin
         kept.append(ticket)
         if len(kept) > _KEPT:
-            heap.heap.free(kept.popleft())
+            store.store.free(kept.popleft())
         return took
 
     return write
 
 
-def _ours_in_a_row(heap: OurHeap, buffer: torch.Tensor) -> None:
-    tickets = [heap.heap.put(buffer, CLIENT, [heap.tier]) for _ in range(_RUN)]
-    heap.heap.wait_for_writes()
+def _ours_in_a_row(store: OurStore, buffer: torch.Tensor) -> None:
+    tickets = [store.store.put(buffer, CLIENT, [store.tier]) for _ in range(_RUN)]
+    store.store.wait_for_writes()
     for ticket in tickets:
-        heap.heap.free(ticket)
+        store.store.free(ticket)
 
 
 def _repeat(write: Callable[[], float], threads: ThreadPoolExecutor | None = None) -> None:

@@ -12,7 +12,7 @@ import torch
 from benchmarks import disks
 from benchmarks.io import fio
 from benchmarks.io.contest import DIRECTIONS, TICKET_BYTES
-from benchmarks.io.ours import OurHeap
+from benchmarks.io.ours import OurStore
 from benchmarks.io.results import Context, Result, Skipped
 from offload_strategy.units import GiB, MiB
 
@@ -25,7 +25,7 @@ _FIO = fio.FioSettings("libaio", 4 * MiB, 8)
 
 
 def two_paths(context: Context) -> list[Result]:
-    """Bytes per second through `Heap.put` and `Heap.get`, over what the two throttles let through.
+    """Bytes per second through `put` and `get`, over what the two throttles let through.
 
     A step writes its tickets, reads them back in order and frees them, as a training step does.
     """
@@ -44,14 +44,14 @@ def two_paths(context: Context) -> list[Result]:
         undo.enter_context(limits.entered())
         limits.limit(fast, read=FAST, write=FAST)
         limits.limit(slow, read=SLOW, write=SLOW)
-        heap = undo.enter_context(OurHeap([fast.directory, slow.directory]))
-        sources = heap.buffers(count, TICKET_BYTES)
-        step(heap, sources)  # every place is written once before it is measured
+        store = undo.enter_context(OurStore([fast.directory, slow.directory]))
+        sources = store.buffers(count, TICKET_BYTES)
+        step(store, sources)  # every place is written once before it is measured
         for number in range(context.repeats):
             context.say(f"two paths, round {number + 1} of {context.repeats}")
             limits.limit(slow, read=SLOW, write=SLOW)
             for _ in range(_STEPS):
-                rates = step(heap, sources)
+                rates = step(store, sources)
             for direction, rate in rates.items():
                 steady[direction].append(rate)
             for direction, rate in _both_with_fio(fast, slow, count * TICKET_BYTES // 3).items():
@@ -64,10 +64,10 @@ def two_paths(context: Context) -> list[Result]:
             timer = threading.Timer(0.3 * count * TICKET_BYTES / (FAST + SLOW), cut)
             timer.start()
             try:
-                step(heap, sources)
+                step(store, sources)
             finally:
                 timer.join()
-            after.append([step(heap, sources) for _ in range(_STEPS)])
+            after.append([step(store, sources) for _ in range(_STEPS)])
 
     both = FAST + SLOW
     results = []
@@ -112,13 +112,13 @@ def two_paths(context: Context) -> list[Result]:
     return results
 
 
-def step(heap: OurHeap, sources: list[torch.Tensor]) -> dict[str, float]:
+def step(store: OurStore, sources: list[torch.Tensor]) -> dict[str, float]:
     """Write, read back, free; bytes per second of both directions."""
     nbytes = sum(source.numel() for source in sources)
     begin = time.perf_counter()
-    tickets = heap.write(sources)
+    tickets = store.write(sources)
     written = time.perf_counter()
-    heap.read(tickets, ahead=_AHEAD)
+    store.read(tickets, ahead=_AHEAD)
     read = time.perf_counter()
     return {"write": nbytes / (written - begin), "read": nbytes / (read - written)}
 

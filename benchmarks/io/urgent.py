@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks import disks
 from benchmarks.io.contest import TICKET_BYTES, scratch
-from benchmarks.io.ours import CLIENT, OurHeap
+from benchmarks.io.ours import CLIENT, OurStore
 from benchmarks.io.results import Context, Result, median_ratio
 from offload_strategy.units import GiB, MiB
 
@@ -17,7 +17,7 @@ _SMALL_BYTES = 2 * MiB
 
 
 def urgent(context: Context) -> list[Result]:
-    """The latency of `Heap.get` on an idle queue, and right behind 4 GiB of queued writes."""
+    """The latency of `get` on an idle queue, and right behind 4 GiB of queued writes."""
     results = _on_path(context, "bare disk", scratch(context, "urgent"))
     why_not = disks.why_not()
     if why_not is not None:
@@ -34,27 +34,27 @@ def urgent(context: Context) -> list[Result]:
 def _on_path(context: Context, where: str, directory: Path) -> list[Result]:
     queued = (512 * MiB) if context.quick else 4 * GiB
     results = []
-    with OurHeap([directory], write_behind=queued + TICKET_BYTES) as heap:
+    with OurStore([directory], write_behind=queued + TICKET_BYTES) as store:
         # What is queued shares the memory of these; only the path must take every byte.
-        sources = heap.buffers(4, TICKET_BYTES)
+        sources = store.buffers(4, TICKET_BYTES)
         for nbytes in (TICKET_BYTES, _SMALL_BYTES):
-            (wanted,) = heap.write([sources[0][:nbytes]])
-            _get(heap, wanted)  # the buffer that it is read into is there from now on
+            (wanted,) = store.write([sources[0][:nbytes]])
+            _get(store, wanted)  # the buffer that it is read into is there from now on
             idle, behind, left = [], [], []
             for number in range(context.repeats):
                 context.say(f"urgent, {where}, {nbytes // MiB} MiB, {number + 1}")
-                idle.append(_get(heap, wanted))
+                idle.append(_get(store, wanted))
                 writes = [
-                    heap.heap.put(sources[index % len(sources)], CLIENT, [heap.tier])
+                    store.store.put(sources[index % len(sources)], CLIENT, [store.tier])
                     for index in range(queued // TICKET_BYTES)
                 ]
-                behind.append(_get(heap, wanted))
+                behind.append(_get(store, wanted))
                 stored = sum(ticket.state.value == "stored" for ticket in writes)
                 left.append(1 - stored / len(writes))
                 for ticket in reversed(writes):  # queued ones are given up, not waited for
-                    heap.heap.free(ticket)
-                heap.heap.wait_for_writes()
-            heap.heap.free(wanted)
+                    store.store.free(ticket)
+                store.store.wait_for_writes()
+            store.store.free(wanted)
             judged = nbytes == TICKET_BYTES
             results.append(
                 Result(
@@ -65,7 +65,7 @@ def _on_path(context: Context, where: str, directory: Path) -> list[Result]:
                     ratio=median_ratio(behind, idle),
                     threshold=2.0,
                     at_least=False,
-                    command="Heap.get on an idle queue",
+                    command="TensorStore.get on an idle queue",
                     details={
                         "queued_bytes": queued,
                         "behind_seconds": behind,
@@ -78,9 +78,9 @@ def _on_path(context: Context, where: str, directory: Path) -> list[Result]:
     return results
 
 
-def _get(heap: OurHeap, ticket: object) -> float:
+def _get(store: OurStore, ticket: object) -> float:
     begin = time.perf_counter()
-    heap.heap.get(ticket)  # type: ignore[arg-type]
+    store.store.get(ticket)  # type: ignore[arg-type]
     took = time.perf_counter() - begin
-    heap.heap.evict(ticket)  # type: ignore[arg-type]
+    store.store.evict(ticket)  # type: ignore[arg-type]
     return took

@@ -23,8 +23,8 @@ from benchmarks.optimizer.contenders import PLAIN, plain_options
 from benchmarks.optimizer.lineup import FIRST, OURS, SECOND, THIRD, Choice
 from benchmarks.optimizer.session import Outcome, start
 from benchmarks.optimizer.table import session_of
-from offload_strategy.optimizer.user_class.parts import PART_ELEMENTS
-from offload_strategy.planning.cost_model import Rates, StepProfile, StepTime, predict_step
+from offload_strategy.optimizer.user_class.chunked_update import PART_ELEMENTS
+from offload_strategy.planner.step_time import Rates, StepProfile, StepTime, predict_step
 from offload_strategy.units import MiB, parse_size
 
 _WITHIN = 0.15
@@ -72,15 +72,15 @@ def _best(run: Callable[[], object]) -> float:
 
 
 def measured_toll(context: Context, choice: Choice, model: str) -> float:
-    """Seconds that plain PyTorch's steps lose for each byte that our heap moves beside them.
+    """Seconds that plain PyTorch's steps lose for each byte that our store moves beside them.
 
-    The heap writes and reads in another process: what is measured is the machine, not the engine.
+    The store writes and reads in another process: what is measured is the machine, not the engine.
     """
     tolls = []
     with contextlib.ExitStack() as stack:
         task, directory = choice.task(model, context), context.directory
         plain, _ = start(stack, PLAIN, plain_options(), task, directory)
-        heap = stack.enter_context(
+        store = stack.enter_context(
             Contender("ours", directory=str(directory), count=4, nbytes=_MOVED // 4)
         )
 
@@ -93,7 +93,7 @@ def measured_toll(context: Context, choice: Choice, model: str) -> float:
             alone = steps()
             moved: list[int] = []
             enough = threading.Event()
-            mover = threading.Thread(target=_move, args=(heap, moved, enough))
+            mover = threading.Thread(target=_move, args=(store, moved, enough))
             mover.start()
             try:
                 beside, nbytes = steps(), sum(moved)
@@ -104,10 +104,10 @@ def measured_toll(context: Context, choice: Choice, model: str) -> float:
     return statistics.median(tolls)
 
 
-def _move(heap: Contender, moved: list[int], enough: threading.Event) -> None:
+def _move(store: Contender, moved: list[int], enough: threading.Event) -> None:
     while not enough.is_set():
         for direction in ("write", "read"):
-            heap.ask(direction)
+            store.ask(direction)
             moved.append(_MOVED)
 
 

@@ -35,7 +35,7 @@ _PROBE_BYTES, _TICKET_BYTES = 256 * MiB, 64 * MiB
 
 @dataclass
 class Disk:
-    """What the disk gave in each round, in bytes per second: the best of fio and of our heap."""
+    """What the disk gave in each round, in bytes per second: the best of fio and of our store."""
 
     reads: list[float] = field(default_factory=list)
     writes: list[float] = field(default_factory=list)
@@ -61,7 +61,7 @@ class _Probe:
     def __init__(self, directory: Path) -> None:
         self._file = directory / "fio"
         self._undo = contextlib.ExitStack()
-        self._heap = self._undo.enter_context(
+        self._store = self._undo.enter_context(
             Contender(
                 "ours",
                 directory=str(directory),
@@ -80,7 +80,7 @@ class _Probe:
     def measure(self, disk: Disk) -> None:
         """Add the rates of this moment."""
         for direction, rates in (("write", disk.writes), ("read", disk.reads)):
-            seconds = [self._heap.ask(direction)["seconds"]]
+            seconds = [self._store.ask(direction)["seconds"]]
             with contextlib.suppress(Skipped):  # no fio: ours alone
                 seconds.append(fio.run(self._file, direction, _PROBE_BYTES, _FIO).seconds)
             rates.append(_PROBE_BYTES / min(seconds))

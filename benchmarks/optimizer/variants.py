@@ -12,10 +12,12 @@ from typing import Any, Protocol
 import torch
 
 from offload_strategy import OffloadEngine
-from offload_strategy.heap import Heap, PathTier, Ticket
-from offload_strategy.memory import BufferPool
-from offload_strategy.optimizer.user_class import kernel
-from offload_strategy.storage import PathTurns
+from offload_strategy.host_memory.pool import BufferPool
+from offload_strategy.io.queues.path_lock import PathLock
+from offload_strategy.optimizer.user_class import inner_step as kernel
+from offload_strategy.store.tensor_store import TensorStore
+from offload_strategy.store.ticket import Ticket
+from offload_strategy.store.tiers import PathTier
 from offload_strategy.units import KiB
 
 GRADIENTS, EXACT_BUFFERS, TURNS = "gradients in memory", "exact buffers", "process locks"
@@ -64,7 +66,7 @@ class _NoTurns:
     """Nobody knows of other processes on a path."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        setattr(PathTurns, "others", lambda turns: 0)  # noqa: B010
+        setattr(PathLock, "others", lambda turns: 0)  # noqa: B010
 
     def attached(self, engine: OffloadEngine) -> None:
         """See `Part`."""
@@ -77,7 +79,7 @@ class _GradientsThroughDisk:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._heap: Heap | None = None
+        self._store: TensorStore | None = None
         # By the id of a parameter, in the order of completion.
         self._written: dict[int, tuple[torch.Tensor, Ticket]] = {}
         for parameter in model.parameters():
@@ -102,20 +104,20 @@ class _GradientsThroughDisk:
 
     def attached(self, engine: OffloadEngine) -> None:
         """See `Part`."""
-        self._heap = engine._resources.heap
+        self._store = engine._resources.store
         tiers = engine._resources.clients["optimizer"]
         self._tiers = [tier for tier in tiers if isinstance(tier, PathTier)]
 
     @torch.no_grad()
     def _write(self, parameter: torch.Tensor) -> None:
-        heap, gradient = self._heap, parameter.grad
-        assert heap is not None
+        store, gradient = self._store, parameter.grad
+        assert store is not None
         assert gradient is not None
         if id(parameter) in self._written:
             raise RuntimeError("an update did not ask for a gradient that was written to the disk")
-        payload = heap.borrow("optimizer", gradient.numel() * gradient.element_size())
+        payload = store.borrow("optimizer", gradient.numel() * gradient.element_size())
         payload.view(gradient.dtype).copy_(gradient.reshape(-1))
-        self._written[id(parameter)] = (gradient, heap.put(payload, "optimizer", self._tiers))
+        self._written[id(parameter)] = (gradient, store.put(payload, "optimizer", self._tiers))
 
     @torch.no_grad()
     def _read(self, piece: torch.Tensor) -> None:
@@ -123,12 +125,12 @@ class _GradientsThroughDisk:
         home = next((key for key, entry in self._written.items() if _holds(entry[0], piece)), None)
         if home is None:
             return
-        assert self._heap is not None
+        assert self._store is not None
         gradient, ticket = self._written.pop(home)
         for _, following in list(self._written.values())[:_AHEAD]:
-            self._heap.prefetch(following)
-        self._heap.read_into(ticket, gradient.detach().reshape(-1).view(torch.uint8))
-        self._heap.free(ticket)
+            self._store.prefetch(following)
+        self._store.read_into(ticket, gradient.detach().reshape(-1).view(torch.uint8))
+        self._store.free(ticket)
 
 
 def _holds(whole: torch.Tensor, piece: torch.Tensor) -> bool:

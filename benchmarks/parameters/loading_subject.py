@@ -68,7 +68,7 @@ def _load(engine: OffloadEngine, job: LoadJob) -> Iterator[dict[str, Any]]:
     before = status_bytes("VmRSS")
     begin = time.perf_counter()
     engine.load_weights(model, job.checkpoint, adopt=job.phase == ADOPT)
-    engine._resources.heap.wait_for_writes()
+    engine._resources.store.wait_for_writes()
     seconds = time.perf_counter() - begin
     yield {
         "event": "loaded",

@@ -16,7 +16,9 @@ from typing import Any
 
 from benchmarks.memory_group import memory_group
 from benchmarks.parameters.job import Job
-from offload_strategy.storage import PathBandwidth, Space, create_backend, probe
+from offload_strategy.io.backends.protocol import create_backend
+from offload_strategy.io.bandwidth.probe import PathBandwidth, probe
+from offload_strategy.io.regions.region import Region
 from offload_strategy.units import GiB, MiB, format_size
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -152,13 +154,13 @@ def bandwidth(directory: Path) -> PathBandwidth:
     Args:
         directory: on it.
     """
-    space = Space(directory, "disk", 1 * GiB)
+    region = Region(directory, "disk", 1 * GiB)
     backend = create_backend("posix", threads=2, block_size=32 * MiB)
     try:
-        return probe(space, backend, seconds=2.0)
+        return probe(region, backend, seconds=2.0)
     finally:
         backend.close()
-        space.close()
+        region.close()
 
 
 def told(event: dict[str, Any]) -> str:

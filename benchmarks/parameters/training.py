@@ -20,7 +20,7 @@ from benchmarks.io.results import Result, Skipped
 from benchmarks.memory_group import why_not
 from benchmarks.parameters.job import Job
 from benchmarks.parameters.running import bandwidth, run
-from offload_strategy.storage import PathBandwidth
+from offload_strategy.io.bandwidth.probe import PathBandwidth
 from offload_strategy.units import GiB, format_size
 
 #: Of the bound, in the median of all steps but the first.

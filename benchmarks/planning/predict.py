@@ -15,8 +15,10 @@ from benchmarks.disks import loop_disk, throttle, why_not
 from benchmarks.io.results import Result, Skipped
 from benchmarks.machine import cores, say
 from benchmarks.turns import Subject
-from offload_strategy.planning import PathRates, Profile, choose_mix, within
-from offload_strategy.planning.simulation import StepReplay, replay
+from offload_strategy.plan_runtime.lifetime_plan import within
+from offload_strategy.plan_runtime.profile import PathRates, Profile
+from offload_strategy.plan_runtime.recompute_mix import choose_mix
+from offload_strategy.plan_runtime.replay import StepReplay, replay
 from offload_strategy.units import GiB, MiB
 
 _DISK_BYTES = 24 * GiB

@@ -19,7 +19,7 @@ from benchmarks.activations.models import Shape, batch, build
 from benchmarks.machine import fix_allocator, forget_peak, status_bytes
 from benchmarks.turns import answers, requests
 from offload_strategy import OffloadEngine
-from offload_strategy.planning import Profile
+from offload_strategy.plan_runtime.profile import Profile
 
 #: Steps with a profile, and of how many of the last the middle one counts: some step is disturbed.
 _PROFILED, _OF = 8, 5

@@ -12,14 +12,15 @@ import weakref
 from bisect import bisect_right
 from typing import TYPE_CHECKING
 
-from offload_strategy.activations.order import OrderBook, Plan, Trace
-from offload_strategy.activations.outbox import batch_bytes
-from offload_strategy.heap import Heap, Ticket, TicketState
+from offload_strategy.activations.batcher import batch_bytes
+from offload_strategy.activations.use_order import OrderBook, Plan, Trace
+from offload_strategy.store.tensor_store import TensorStore
+from offload_strategy.store.ticket import Ticket, TicketState
 from offload_strategy.units import MiB
 
 if TYPE_CHECKING:
-    from offload_strategy.activations.budget import Budget
-    from offload_strategy.activations.records import ForwardRecord, Slot
+    from offload_strategy.activations.forward_records import ForwardRecord, Slot
+    from offload_strategy.activations.offload_budget import Budget
 
 #: Bytes loaded ahead at most when `activations.prefetch` is auto, unless backward has freed more.
 AUTO_BYTES = 32 * MiB
@@ -36,13 +37,13 @@ class Prefetcher:
     """Fetches ahead for all records of one engine.
 
     Args:
-        heap: loads.
+        store: loads.
         budget: is told how each backward went.
         limit_bytes: how far ahead to load, whatever the time; None to go by time.
     """
 
-    def __init__(self, heap: Heap, budget: Budget, limit_bytes: int | None) -> None:
-        self._heap = heap
+    def __init__(self, store: TensorStore, budget: Budget, limit_bytes: int | None) -> None:
+        self._store = store
         self._budget = budget
         self._limit_bytes = limit_bytes
         self._book = OrderBook()
@@ -111,7 +112,7 @@ class Prefetcher:
                 if leaving > 0:
                     leaving -= ticket.nbytes
                 else:
-                    self._heap.recall(ticket)
+                    self._store.recall(ticket)
                     record.trace.left_bytes -= ticket.nbytes
 
     def ended(self, record: ForwardRecord) -> None:
@@ -194,7 +195,7 @@ class Prefetcher:
                 if seconds is not None and plan.due[later] - self._with_margin(seconds) > occasion:
                     return ahead, False
             if not begun:
-                if not self._heap.prefetch(ticket):
+                if not self._store.prefetch(ticket):
                     return ahead, False
                 begun_now += ticket.nbytes
             ahead += ticket.nbytes
@@ -214,7 +215,7 @@ class Prefetcher:
             if item is None or item.ticket is None:
                 continue
             room -= item.ticket.nbytes
-            if room < 0 or (item.still_to_load and not self._heap.prefetch(item.ticket)):
+            if room < 0 or (item.still_to_load and not self._store.prefetch(item.ticket)):
                 return
 
     def _limit(self, record: ForwardRecord) -> int:

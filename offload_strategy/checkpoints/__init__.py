@@ -4,9 +4,9 @@ Moves bytes between tensors and files and knows neither tickets nor optimizers, 
 above storage and memory: optimizers, integrations and scripts use it alike.
 """
 
-from offload_strategy.checkpoints.consolidate import consolidate
-from offload_strategy.checkpoints.files import load, save, small_in_memory
-from offload_strategy.checkpoints.scratch import ScratchFile, Slot, scratch_directories
+from offload_strategy.checkpoints.consolidation import consolidate
+from offload_strategy.checkpoints.scratch_file import ScratchFile, Slot, scratch_directories
+from offload_strategy.checkpoints.streaming_files import load, save, small_in_memory
 
 __all__ = [
     "ScratchFile",

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from offload_strategy.cli import bench, config, consolidate, doctor, plan, report
+from offload_strategy.cli import bench, config_commands, consolidate, doctor, plan, report
 from offload_strategy.errors import OffloadError
 
 __all__ = ["main"]
@@ -45,6 +45,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="ssd-offload", description="Train models that do not fit, on host memory and SSDs."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (config, bench, doctor, plan, report, consolidate):
+    for command in (config_commands, bench, doctor, plan, report, consolidate):
         command.add_parser(commands)
     return parser

@@ -19,8 +19,9 @@ from tqdm import tqdm
 from offload_strategy.cli.mounts import file_system_of
 from offload_strategy.config import OffloadConfig
 from offload_strategy.errors import ConfigError, OffloadError
-from offload_strategy.storage import Backend, Space, create_backend
-from offload_strategy.storage.probe import MOST_BYTES, PathBandwidth, probe, write_latencies
+from offload_strategy.io.backends.protocol import Backend, create_backend
+from offload_strategy.io.bandwidth.probe import MOST_BYTES, PathBandwidth, probe, write_latencies
+from offload_strategy.io.regions.region import Region
 from offload_strategy.units import PAGE_BYTES, MiB, format_size, parse_size
 
 #: Size of the writes whose latency is measured: a small tensor of a training step.
@@ -142,23 +143,23 @@ def _measure(result: _Result, options: argparse.Namespace, bar: _Bar, part: int)
     path = Path(result.path)
     is_device = path.is_block_device()
     overwrite = options.overwrite and is_device
-    with contextlib.closing(Space(path, path.name or "bench", overwrite=overwrite)) as space:
+    with contextlib.closing(Region(path, path.name or "bench", overwrite=overwrite)) as region:
         system = file_system_of(path)
         if is_device:
             result.file_system = "block device"
         elif system is not None:
             result.file_system = system.kind
-        result.direct = space.direct
+        result.direct = region.direct
         with _backend(options.backend, options.threads, options.block_size) as backend:
             result.bandwidth = probe(
-                space,
+                region,
                 backend,
                 seconds=options.seconds,
                 nbytes=options.size,
                 on_progress=bar.part(part, f"{path}: write, read"),
             )
             result.latencies = write_latencies(
-                space,
+                region,
                 backend,
                 nbytes=_LATENCY_BYTES,
                 seconds=options.seconds / 2,
@@ -170,7 +171,7 @@ def _measure(result: _Result, options: argparse.Namespace, bar: _Bar, part: int)
             for number, (threads, block) in enumerate(kinds, start=1):
                 with _backend(options.backend, threads, block) as backend:
                     seconds = min(options.seconds, _SWEEP_SECONDS)
-                    found = probe(space, backend, seconds=seconds, nbytes=options.size)
+                    found = probe(region, backend, seconds=seconds, nbytes=options.size)
                 result.sweep.append((threads, block, found))
                 show(number / len(kinds))
 

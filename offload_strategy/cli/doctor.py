@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from offload_strategy.cli import checks, path_checks
-from offload_strategy.cli.checks import Check, Status
+from offload_strategy.cli import machine_checks, path_checks
+from offload_strategy.cli.machine_checks import Check, Status
 from offload_strategy.config import OffloadConfig
 from offload_strategy.errors import ConfigError
-from offload_strategy.memory import memory_cgroup_limit
+from offload_strategy.host_memory.memory_limits import memory_cgroup_limit
 
 
 def add_parser(commands: Any) -> None:
@@ -63,25 +63,27 @@ def examine(paths: Sequence[str] = ()) -> Iterator[Check]:
     Yields:
         The checks, in the order in which they are shown.
     """
-    yield checks.check_python()
-    torch = checks.check_torch()
+    yield machine_checks.check_python()
+    torch = machine_checks.check_torch()
     yield torch
     try:
         config = OffloadConfig.load(None)
     except ConfigError as error:
-        yield checks.problem("config", str(error), "correct it, or unset SSD_OFFLOAD_CONFIG")
+        yield machine_checks.problem(
+            "config", str(error), "correct it, or unset SSD_OFFLOAD_CONFIG"
+        )
         config = OffloadConfig()
     else:
-        yield checks.ok("config", f"tiers: {', '.join(tier.name for tier in config.tiers)}")
+        yield machine_checks.ok("config", f"tiers: {', '.join(tier.name for tier in config.tiers)}")
     yield from _guarded("storage", lambda: _backends(config))
     yield from _guarded("memory", lambda: _memory(config, torch.status is Status.OK))
     yield from _guarded("paths", lambda: _paths(config, paths))
 
 
 def _backends(config: OffloadConfig) -> Iterator[Check]:
-    from offload_strategy.storage import available_backends
+    from offload_strategy.io.backends.protocol import available_backends
 
-    yield from checks.check_backends(config.io.backend, available_backends())
+    yield from machine_checks.check_backends(config.io.backend, available_backends())
 
 
 def _memory(config: OffloadConfig, has_torch: bool) -> Iterator[Check]:
@@ -93,23 +95,23 @@ def _memory(config: OffloadConfig, has_torch: bool) -> Iterator[Check]:
 
         has_cuda = torch.cuda.is_available()
         has_gpu = has_cuda or torch.accelerator.is_available()
-        yield checks.check_gpu()
-    yield checks.check_cufile(has_cuda)
-    processes = checks.local_processes()
-    yield checks.check_processes(processes)
+        yield machine_checks.check_gpu()
+    yield machine_checks.check_cufile(has_cuda)
+    processes = machine_checks.local_processes()
+    yield machine_checks.check_processes(processes)
     memory = psutil.virtual_memory()
-    yield checks.check_memory(
+    yield machine_checks.check_memory(
         config,
         processes=processes,
         total=memory.total,
         available=memory.available,
         limit=memory_cgroup_limit(),
     )
-    yield checks.check_huge_pages()
-    yield checks.check_locked_memory(
-        checks.resource_limit("RLIMIT_MEMLOCK"), config.memory.pinned, has_gpu
+    yield machine_checks.check_huge_pages()
+    yield machine_checks.check_locked_memory(
+        machine_checks.resource_limit("RLIMIT_MEMLOCK"), config.memory.pinned, has_gpu
     )
-    yield checks.check_open_files(checks.resource_limit("RLIMIT_NOFILE"))
+    yield machine_checks.check_open_files(machine_checks.resource_limit("RLIMIT_NOFILE"))
 
 
 def _paths(config: OffloadConfig, named: Sequence[str]) -> Iterator[Check]:
@@ -140,7 +142,7 @@ def _guarded(name: str, look: Callable[[], Iterator[Check]]) -> Iterator[Check]:
     try:
         yield from look()
     except Exception as error:
-        yield checks.warning(
+        yield machine_checks.warning(
             name,
             f"could not be looked at: {type(error).__name__}: {error}",
             "please report this with the whole output",

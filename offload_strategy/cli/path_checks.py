@@ -12,12 +12,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from offload_strategy.cli.checks import Check, ok, problem, warning
+from offload_strategy.cli.machine_checks import Check, ok, problem, warning
 from offload_strategy.cli.mounts import FileSystem, file_system_of
 from offload_strategy.config import OffloadConfig, is_memory_filesystem
 from offload_strategy.errors import OffloadError
-from offload_strategy.storage import Space
-from offload_strategy.storage.capacity import check_capacities
+from offload_strategy.io.regions.capacity import check_capacities
+from offload_strategy.io.regions.region import Region
 from offload_strategy.units import format_size
 
 
@@ -41,9 +41,9 @@ def check_path(
     try:
         with (
             _quiet(),
-            contextlib.closing(Space(path, tier, capacity, direct, overwrite=overwrite)) as space,
+            contextlib.closing(Region(path, tier, capacity, direct, overwrite=overwrite)) as region,
         ):
-            takes_direct, room = space.direct, space.capacity
+            takes_direct, room = region.direct, region.capacity
     except OffloadError as error:
         return [_refused(f"{path}", error)]
     checks = []
@@ -161,7 +161,7 @@ def _check_unnamed_files(path: Path) -> Check:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep what a space would log to ourselves: the checks say it in their own words."""
-    logger = logging.getLogger("offload_strategy.storage")
+    logger = logging.getLogger("offload_strategy.io")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
     try:

@@ -15,8 +15,14 @@ from offload_strategy.cli.plan_search import (
     plan_search,
 )
 from offload_strategy.errors import ConfigError
-from offload_strategy.planning import Profile, analysis
-from offload_strategy.planning.analysis.transformer import Kind
+from offload_strategy.plan_runtime.profile import Profile
+from offload_strategy.planner.analysis import analyse
+from offload_strategy.planner.hardware import device as device_named
+from offload_strategy.planner.hardware import drive_set
+from offload_strategy.planner.model_presets import PRESETS, from_config, preset
+from offload_strategy.planner.request import Prices, Request
+from offload_strategy.planner.saved_tensor_bytes import Workload
+from offload_strategy.planner.transformer_shape import Kind, TransformerShape
 from offload_strategy.units import parse_size
 
 _TERA = 1e12
@@ -50,7 +56,7 @@ def _add_model(group: Any) -> None:
     group.add_argument(
         "--model",
         metavar="NAME",
-        help=f"one of {', '.join(analysis.PRESETS)}; or a kind, {', '.join(get_args(Kind))}, with "
+        help=f"one of {', '.join(PRESETS)}; or a kind, {', '.join(get_args(Kind))}, with "
         "the options below",
     )
     group.add_argument(
@@ -117,7 +123,7 @@ def _plan(options: argparse.Namespace) -> int:
     request = _request(options)
     if options.search:
         return plan_search(options, request)
-    found = analysis.analyse(request)
+    found = analyse(request)
     if options.json:
         print(json.dumps(found.as_dict(), indent=2))
     else:
@@ -137,7 +143,7 @@ def _batch(text: str) -> int | None:
     return None if text == "auto" else int(text)
 
 
-def _request(options: argparse.Namespace) -> analysis.Request:
+def _request(options: argparse.Namespace) -> Request:
     names = ["gpu", "ssd", "host_memory"]
     if not options.sequences:
         names.insert(0, "sequence")
@@ -146,21 +152,21 @@ def _request(options: argparse.Namespace) -> analysis.Request:
     missing = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is None]
     if missing:
         raise ConfigError(f"give {', '.join(missing)} as well: `ssd-offload plan --help` says how")
-    device, drives = analysis.device(options.gpu), analysis.drive_set(options.ssd)
+    device, drives = device_named(options.gpu), drive_set(options.ssd)
     try:
         memory = parse_size(options.host_memory)
     except ValueError as error:
         raise ConfigError(f"--host-memory: {error}") from error
-    return analysis.Request(
+    return Request(
         shape=_shape(options),
         # A search fills in what is missing here.
-        work=analysis.Workload(_first(options.batch, 1), _first(options.sequence, 1)),
+        work=Workload(_first(options.batch, 1), _first(options.sequence, 1)),
         device=device,
         drives=drives,
         host_memory_bytes=memory,
         sustained_flops=None if options.tflops is None else options.tflops * _TERA,
         update_rate=options.update_rate,
-        prices=analysis.Prices(
+        prices=Prices(
             _first(options.gpu_price, device.price),
             _first(options.ssd_price, drives.drive.price),
             options.host_price,
@@ -169,21 +175,21 @@ def _request(options: argparse.Namespace) -> analysis.Request:
     )
 
 
-def _shape(options: argparse.Namespace) -> analysis.TransformerShape:
+def _shape(options: argparse.Namespace) -> TransformerShape:
     if (options.model is None) == (options.config_json is None):
         raise ConfigError("give one of --model and --config-json")
     if options.config_json is not None:
-        return analysis.from_config(options.config_json)
+        return from_config(options.config_json)
     kind = options.model.lower()
     if kind not in get_args(Kind):
-        return analysis.preset(options.model)
+        return preset(options.model)
     missing = [name for name in ("layers", "hidden", "heads") if getattr(options, name) is None]
     if missing:
         raise ConfigError(
             f"--model {kind} is a kind of model: give "
             f"{', '.join(f'--{name}' for name in missing)} as well, or the name of a model"
         )
-    return analysis.TransformerShape(
+    return TransformerShape(
         kind,
         layers=options.layers,
         hidden=options.hidden,

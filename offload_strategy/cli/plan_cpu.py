@@ -6,12 +6,13 @@ import argparse
 import shutil
 from pathlib import Path
 
-from offload_strategy.cli.cores import measured_cores, measured_path, path_of
+from offload_strategy.cli.cpu_measurement import measured_cores, measured_path, path_of
 from offload_strategy.config import default_directory
 from offload_strategy.errors import ConfigError
-from offload_strategy.memory import available_bytes
-from offload_strategy.planning import analysis
-from offload_strategy.planning.search import CpuRequest
+from offload_strategy.host_memory.memory_limits import available_bytes
+from offload_strategy.planner.hardware import Drives, drive_set
+from offload_strategy.planner.search.cores import CpuRequest
+from offload_strategy.planner.transformer_shape import TransformerShape
 from offload_strategy.units import parse_size
 
 #: What `--device` says for a machine without a GPU.
@@ -20,7 +21,7 @@ _GIGA = 1e9
 _TERA = 1e12
 
 
-def cpu_request(options: argparse.Namespace, shape: analysis.TransformerShape) -> CpuRequest:
+def cpu_request(options: argparse.Namespace, shape: TransformerShape) -> CpuRequest:
     """The model, and this machine where the options say nothing of it.
 
     Measured are what its cores do (but what `--tflops` and `--update-rate` say), and what the paths
@@ -54,14 +55,14 @@ def _memory(text: str | None) -> int:
         raise ConfigError(f"--host-memory: {error}") from error
 
 
-def _drives(options: argparse.Namespace) -> analysis.Drives:
+def _drives(options: argparse.Namespace) -> Drives:
     rates = (options.read, options.write)
     if (options.read is None) != (options.write is None):
         raise ConfigError("give both of --read and --write, or none of them")
     if options.ssd is not None:
         if options.read is not None:
             raise ConfigError("give --ssd, or --read and --write, which say how fast it is")
-        return analysis.drive_set(options.ssd)
+        return drive_set(options.ssd)
     directories = [Path(one) for one in options.dir or (default_directory(),)]
     if options.read is None:
         found = [measured_path(directory).drive for directory in directories]

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from offload_strategy.errors import ConfigError
-from offload_strategy.planning import Mix, PathRates, Profile, choose_mix, save_plan
-from offload_strategy.planning.simulation import draw
+from offload_strategy.plan_runtime.plan_file import save_plan
+from offload_strategy.plan_runtime.profile import PathRates, Profile
+from offload_strategy.plan_runtime.recompute_mix import Mix, choose_mix
+from offload_strategy.planner.replay_chart import draw
 from offload_strategy.units import format_size, parse_size
 
 _GIGA = 1e9

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from offload_strategy.dry_run import DryRun, dry_run
+from offload_strategy.engine.profile_run import ProfileRun, dry_run
 from offload_strategy.errors import ConfigError
-from offload_strategy.planning import Profile
+from offload_strategy.plan_runtime.profile import Profile
 
 
 def add_script_options(group: Any) -> None:
@@ -66,7 +66,7 @@ def _run(file: str, arguments: list[str]) -> None:
         sys.argv, sys.path[:] = before
 
 
-def _why(file: str, found: DryRun) -> str:
+def _why(file: str, found: ProfileRun) -> str:
     if not found.seen:
         return (
             f"{file} ended without a forward pass of a model that an offload engine was attached "

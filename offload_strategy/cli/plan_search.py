@@ -11,10 +11,12 @@ from typing import Any, get_args
 from offload_strategy.cli.plan_cpu import CPU
 from offload_strategy.config import default_directory
 from offload_strategy.errors import ConfigError
-from offload_strategy.planning import analysis
-from offload_strategy.planning.search import CpuRequest, Space, config_yaml, search
-from offload_strategy.planning.search.choice import Overlap, StateType
-from offload_strategy.planning.search.found import USUAL_TOKENS, USUAL_TOLERANCE
+from offload_strategy.planner.request import Request
+from offload_strategy.planner.search.choice import Overlap, StateType
+from offload_strategy.planner.search.config_output import config_yaml
+from offload_strategy.planner.search.cores import CpuRequest
+from offload_strategy.planner.search.search_result import USUAL_TOKENS, USUAL_TOLERANCE, Space
+from offload_strategy.planner.search.settings_search import search
 
 #: What `--search` takes besides the options of a plan; each needs it.
 _OPTIONS = (
@@ -115,7 +117,7 @@ def check_search_options(options: argparse.Namespace) -> None:
         )
 
 
-def plan_search(options: argparse.Namespace, request: analysis.Request | CpuRequest) -> int:
+def plan_search(options: argparse.Namespace, request: Request | CpuRequest) -> int:
     """Search, print what was found and write the config; 1 if nothing fits.
 
     Args:

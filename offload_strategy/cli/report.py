@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from offload_strategy.planning.follow_up import FollowUp
-from offload_strategy.storage import Figures, PathIdentity, cache_directory, recall_all
+from offload_strategy.io.bandwidth.history import Figures, PathIdentity, cache_directory, recall_all
+from offload_strategy.plan_runtime.predicted_and_measured import FollowUp
 from offload_strategy.units import format_size
 
 

@@ -4,7 +4,12 @@ Imports nothing of the package but errors and units, and no torch, so that a lau
 line can check a file in a moment.
 """
 
-from offload_strategy.config.models import (
+from offload_strategy.config.default_directory import (
+    DIRECTORY_VARIABLE,
+    default_directory,
+    is_memory_filesystem,
+)
+from offload_strategy.config.schema import (
     ActivationsConfig,
     Client,
     ConfigSource,
@@ -15,11 +20,6 @@ from offload_strategy.config.models import (
     ParametersConfig,
     PlanningConfig,
     TierConfig,
-)
-from offload_strategy.config.places import (
-    DIRECTORY_VARIABLE,
-    default_directory,
-    is_memory_filesystem,
 )
 from offload_strategy.config.sources import ACCELERATE_SECTION, CONFIG_VARIABLE, presets
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from offload_strategy.config.default_directory import expand_path
 from offload_strategy.config.messages import no_such_source, short
-from offload_strategy.config.places import expand_path
 from offload_strategy.errors import ConfigError
 
 CONFIG_VARIABLE = "SSD_OFFLOAD_CONFIG"

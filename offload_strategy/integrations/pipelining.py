@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 from offload_strategy.errors import ConfigError
 
 if TYPE_CHECKING:
-    from offload_strategy.engine import OffloadEngine
+    from offload_strategy.engine.offload_engine import OffloadEngine
 
 __all__ = ["follow_schedule"]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from offload_strategy.optimizer.ranks.shares import Shares
+from offload_strategy.optimizer.ranks.rank_shards import Shares
+from offload_strategy.optimizer.state_dicts import replace_state, state_of
 from offload_strategy.optimizer.states.subgroups import Subgroup
-from offload_strategy.optimizer.updates import Updater
-from offload_strategy.optimizer.whole_states import replace_state, state_of
+from offload_strategy.optimizer.subgroup_update import Updater
 
 
 class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):

@@ -1,5 +1,6 @@
 """What moved, when, and who waited for it: the records that every metric is a view of."""
 
+from offload_strategy.telemetry.chrome_trace import write_trace
 from offload_strategy.telemetry.log import get_logger
 from offload_strategy.telemetry.recorder import (
     CLIENTS,
@@ -8,7 +9,6 @@ from offload_strategy.telemetry.recorder import (
     Recorder,
     StallRecord,
 )
-from offload_strategy.telemetry.trace import write_trace
 
 __all__ = [
     "CLIENTS",

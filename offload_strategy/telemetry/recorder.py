@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from enum import StrEnum
 from typing import NamedTuple
 
-#: The three clients of the heap, as they appear in metric keys.
+#: The three clients of the store, as they appear in metric keys.
 CLIENTS = ("activations", "optimizer", "parameters")
 
 

@@ -103,7 +103,7 @@ def run(
             model.zero_grad()
             loss = loss_of(model, step)
             if step % 3 == 0:
-                engine._resources.heap.wait_for_writes()
+                engine._resources.store.wait_for_writes()
             loss.backward()
             del loss
             if step % compare_every == 0 and not _same_as_plain(model, twin, step):
@@ -120,13 +120,13 @@ def run(
                 gc.collect()
                 rss.append(psutil.Process().memory_info().rss)
                 held.append(engine._resources.pool.usage().held_bytes)
-        engine._resources.heap.wait_for_writes()
+        engine._resources.store.wait_for_writes()
         return {
             "rss": rss,
             "held": held,
             "different": different,
             "loads": loads,
-            "tickets": engine._resources.heap.live_tickets,
+            "tickets": engine._resources.store.live_tickets,
             "lent": engine._resources.pool.usage().lent_bytes,
             "metrics": {k: v for k, v in engine.metrics().items() if v == v},
         }

@@ -12,10 +12,10 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from offload_strategy import OffloadEngine, OffloadError
-from offload_strategy.activations import ActivationOffload
 from offload_strategy.activations.module_hooks import Before
+from offload_strategy.activations.saved_tensor_hooks import ActivationOffload
 from offload_strategy.examples.gpt import GPT
-from offload_strategy.heap import Heap
+from offload_strategy.store.tensor_store import TensorStore
 from tests.activations.support import Calls, X, compare, noise
 from tests.training import activations_only, assert_same_bits, gradients, moved, on_disk
 
@@ -235,7 +235,12 @@ def test_a_capture_into_a_cuda_graph_is_refused(
 def test_torch_compile_leaves_the_packages_own_code_alone(engine: OffloadEngine) -> None:
     engine.attach(network())
     is_left_alone = torch._dynamo.trace_rules.check
-    for function in (ActivationOffload.enter, Heap.put, Heap.get, OffloadEngine.metrics):
+    for function in (
+        ActivationOffload.enter,
+        TensorStore.put,
+        TensorStore.get,
+        OffloadEngine.metrics,
+    ):
         assert is_left_alone(function)
     assert not is_left_alone(GPT.forward)
     assert not is_left_alone(Before.__call__)

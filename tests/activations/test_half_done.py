@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from offload_strategy import OffloadEngine
-from offload_strategy.activations.order import Trace
+from offload_strategy.activations.use_order import Trace
 from tests.activations import half_done
 from tests.activations.half_done import Training, arm
 from tests.training import Numbers, activations_only, assert_same_bits
@@ -266,7 +266,7 @@ def _exception_that_holds_the_graph(training: Training) -> None:
     except Failure as error:
         kept = error
     assert training.engine is not None
-    assert training.engine._resources.heap.live_tickets > 0
+    assert training.engine._resources.store.live_tickets > 0
     del kept
 
 
@@ -302,7 +302,7 @@ def assert_nothing_is_left(engine: OffloadEngine) -> None:
     # they saved, until the next backward.
     torch.zeros(1, requires_grad=True).sum().backward()
     resources = engine._resources
-    assert resources.heap.live_tickets == 0
+    assert resources.store.live_tickets == 0
 
     def held() -> tuple[int, int]:
         return resources.pool.usage().lent_bytes, sum(resources.tier_used_bytes().values())

@@ -141,18 +141,18 @@ def test_no_ticket_outlives(
     engine.attach(model)
     if stored:
         model.register_forward_hook(lambda *_: on_disk(engine))
-    heap, made = engine._resources.heap, []
-    put = heap.put
+    store, made = engine._resources.store, []
+    put = store.put
 
     def counted(*args: Any, **options: Any) -> Any:
         made.append(len(made))
         return put(*args, **options)
 
-    monkeypatch.setattr(heap, "put", counted)
+    monkeypatch.setattr(store, "put", counted)
     gc.disable()
     try:
         ENDS[end](model)
-        assert heap.live_tickets == 0
+        assert store.live_tickets == 0
     finally:
         gc.enable()
     assert made
@@ -170,7 +170,7 @@ def test_graphs_that_are_kept_for_many_steps_are_still_right(engine: OffloadEngi
         model(batch).pow(2).sum().backward()
         expected.append(gradients(model))
     engine.attach(model)
-    heap, kept = engine._resources.heap, []
+    store, kept = engine._resources.store, []
     counts = []
     for step, batch in enumerate(batches):
         loss = model(batch).pow(2).sum()
@@ -181,7 +181,7 @@ def test_graphs_that_are_kept_for_many_steps_are_still_right(engine: OffloadEngi
             loss.backward()
             assert_same_bits(gradients(model), expected[step])
         del loss
-        counts.append(heap.live_tickets)
+        counts.append(store.live_tickets)
     assert counts == [counts[0] * (step // 3 + 1) for step in range(12)]
     while kept:
         step, loss = kept.pop(1 if len(kept) > 1 else 0)
@@ -189,7 +189,7 @@ def test_graphs_that_are_kept_for_many_steps_are_still_right(engine: OffloadEngi
         loss.backward()
         assert_same_bits(gradients(model), expected[step])
     del loss
-    assert heap.live_tickets == 0
+    assert store.live_tickets == 0
 
 
 # ---------------------------------------------------------------------- ways of going back
@@ -277,25 +277,25 @@ def test_several_forwards_may_come_before_their_backwards(engine: OffloadEngine)
 def test_a_graph_that_is_dropped_takes_its_tickets_along(engine: OffloadEngine) -> None:
     model = Calls(lambda w: (X @ w).exp().sin().sum())
     engine.attach(model)
-    heap = engine._resources.heap
+    store = engine._resources.store
     for wait in (True, False):
         loss = model()
-        assert heap.live_tickets > 0
+        assert store.live_tickets > 0
         if wait:
             on_disk(engine)
         del loss
-        assert heap.live_tickets == 0
-    heap.wait_for_writes()
+        assert store.live_tickets == 0
+    store.wait_for_writes()
     assert engine.metrics()["offload/tier/nvme/used_bytes"] == 0
 
 
 def test_memory_is_given_back_while_backward_goes_on(engine: OffloadEngine) -> None:
     alive: list[int] = []
-    model = Calls(lambda w: _chain(w, lambda: alive.append(engine._resources.heap.live_tickets)))
+    model = Calls(lambda w: _chain(w, lambda: alive.append(engine._resources.store.live_tickets)))
     engine.attach(model)
     loss = model()
     on_disk(engine)
-    before = engine._resources.heap.live_tickets
+    before = engine._resources.store.live_tickets
     loss.backward()
     assert alive == sorted(alive, reverse=True)
     assert alive[-1] < before / 2
@@ -410,7 +410,7 @@ def test_what_was_saved_last_stays_where_host_memory_is_short(disk: Path) -> Non
         host = resources.host_tiers["host"]
         tickets = {
             id(entry): entry
-            for _, entry in resources.heap._ledger._tickets.values()
+            for _, entry in resources.store._ledger._tickets.values()
             if entry.nbytes == 32 * 1024
         }
         order = sorted(tickets.values(), key=lambda entry: entry.next_use or 0)

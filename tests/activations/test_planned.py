@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from offload_strategy import OffloadConfig, OffloadEngine
-from offload_strategy.activations.order import Trace
-from offload_strategy.activations.outbox import Outbox
-from offload_strategy.activations.planned import MemoryLimit, PlannedBudget
-from offload_strategy.activations.profiles import profile_of
+from offload_strategy.activations.batcher import Outbox
+from offload_strategy.activations.pass_profile import profile_of
+from offload_strategy.activations.planned_budget import MemoryLimit, PlannedBudget
+from offload_strategy.activations.use_order import Trace
 from offload_strategy.errors import ConfigError
-from offload_strategy.memory import PeakMeter
-from offload_strategy.planning import GivenPlan, PlannedItem, plan_lifetimes, save_plan
+from offload_strategy.host_memory.peak_memory import PeakMeter
+from offload_strategy.plan_runtime.lifetime_plan import plan_lifetimes
+from offload_strategy.plan_runtime.plan_file import GivenPlan, PlannedItem, save_plan
 from offload_strategy.units import MiB
 from tests.training import assert_same_bits, gradients, settings
 

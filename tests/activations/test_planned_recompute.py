@@ -14,18 +14,11 @@ import torch
 from torch import nn
 
 from offload_strategy import OffloadEngine
-from offload_strategy.activations import planned
-from offload_strategy.planning import (
-    Mix,
-    PathRates,
-    PlannedItem,
-    Profile,
-    TensorLife,
-    choose_mix,
-    plan_lifetimes,
-    save_plan,
-    with_recomputed,
-)
+from offload_strategy.activations import planned_budget as planned
+from offload_strategy.plan_runtime.lifetime_plan import plan_lifetimes
+from offload_strategy.plan_runtime.plan_file import PlannedItem, save_plan
+from offload_strategy.plan_runtime.profile import PathRates, Profile, TensorLife
+from offload_strategy.plan_runtime.recompute_mix import Mix, choose_mix, with_recomputed
 from tests.activations.zoo import ZOO, Batch, batch, build
 from tests.activations.zoo.training import SCHEDULES, train
 from tests.training import Numbers, assert_same_bits, assert_same_history, gradients, settings

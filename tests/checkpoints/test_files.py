@@ -22,7 +22,10 @@ import offload_strategy
 from benchmarks import disks
 from benchmarks.machine import status_bytes
 from offload_strategy import StorageError, load, save
-from offload_strategy.checkpoints import ScratchFile, archive, files, maps
+from offload_strategy.checkpoints import ScratchFile
+from offload_strategy.checkpoints import private_maps as maps
+from offload_strategy.checkpoints import streaming_files as files
+from offload_strategy.checkpoints import torch_archive as archive
 from offload_strategy.units import MiB
 from tests.training import bits
 

@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from benchmarks.machine import status_bytes
-from offload_strategy.checkpoints import ScratchFile, maps, scratch, scratch_directories
+from offload_strategy.checkpoints import ScratchFile, scratch_directories
+from offload_strategy.checkpoints import private_maps as maps
+from offload_strategy.checkpoints import scratch_file as scratch
 from offload_strategy.config import default_directory
 from offload_strategy.errors import StorageError, TierFullError
-from offload_strategy.storage import PageFile
+from offload_strategy.io.regions.unnamed_files import PageFile
 from offload_strategy.units import MiB
 from tests.conftest import deleted_files
 from tests.training import bits

@@ -17,8 +17,8 @@ import pytest
 
 from offload_strategy.cli import main
 from offload_strategy.cli.bench import _percentile, _Result, _share
-from offload_strategy.storage.probe import PathBandwidth
-from tests.storage.loop_disk import loop_disk, slow_disk
+from offload_strategy.io.bandwidth.probe import PathBandwidth
+from tests.io.loop_disk import loop_disk, slow_disk
 
 QUICK = ["--seconds", "0.1", "--size", "16MiB", "--threads", "2"]
 MBps = 1_000_000

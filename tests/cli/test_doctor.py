@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from offload_strategy.cli import checks, main
-from offload_strategy.cli.checks import Check, Status
+from offload_strategy.cli import machine_checks as checks
+from offload_strategy.cli import main
+from offload_strategy.cli.machine_checks import Check, Status
 from offload_strategy.cli.mounts import FileSystem
 from offload_strategy.cli.path_checks import (
     check_devices,
@@ -19,9 +20,9 @@ from offload_strategy.cli.path_checks import (
     check_together,
 )
 from offload_strategy.config import OffloadConfig
-from offload_strategy.memory import memory_cgroup_limit
+from offload_strategy.host_memory.memory_limits import memory_cgroup_limit
 from offload_strategy.units import GiB, MiB
-from tests.storage.loop_disk import loop_disk
+from tests.io.loop_disk import loop_disk
 
 OK, WARNING, PROBLEM = Status.OK, Status.WARNING, Status.PROBLEM
 

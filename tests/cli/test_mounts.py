@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from offload_strategy.cli.mounts import FileSystem, file_system_of, find_mount, is_rotational
-from tests.storage.loop_disk import loop_disk
+from tests.io.loop_disk import loop_disk
 
 TABLE = r"""
 22 27 0:21 / /proc rw,relatime - proc proc rw

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from offload_strategy.cli import main
-from offload_strategy.planning.analysis import preset
+from offload_strategy.planner.model_presets import preset
 
 GPT = ["--model", "gpt", "--layers", "40", "--hidden", "5120", "--heads", "40"]
 WORK = ["--batch", "32", "--sequence", "1024"]

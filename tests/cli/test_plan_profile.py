@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from offload_strategy.cli import main
-from offload_strategy.planning import load_plan
-from tests.planning.lifetimes.profiles import stack
+from offload_strategy.plan_runtime.plan_file import load_plan
+from tests.plan_runtime.profiles import stack
 
 
 @pytest.fixture

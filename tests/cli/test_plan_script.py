@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from offload_strategy.planning import Profile
+from offload_strategy.plan_runtime.profile import Profile
 
 _SCRIPT = """
 import sys

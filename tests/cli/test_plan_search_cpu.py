@@ -8,10 +8,12 @@ import json
 import pytest
 import torch
 
-from offload_strategy.cli import cores, main, plan_cpu
+from offload_strategy.cli import cpu_measurement as cores
+from offload_strategy.cli import main, plan_cpu
 from offload_strategy.config import OffloadConfig
-from offload_strategy.planning import analysis
-from offload_strategy.planning.search import Cores
+from offload_strategy.planner.model_presets import preset
+from offload_strategy.planner.search.cores import Cores
+from offload_strategy.planner.transformer_shape import TransformerShape
 from offload_strategy.units import GiB, MiB
 
 MODEL = ["--model", "gpt", "--layers", "12", "--hidden", "768", "--heads", "12"]
@@ -135,7 +137,7 @@ def test_without_a_search_there_is_no_cpu(capsys):
 
 
 def test_the_cores_of_this_machine_are_measured():
-    shape = analysis.TransformerShape("gpt", 2, 128, 2, 512, max_positions=64)
+    shape = TransformerShape("gpt", 2, 128, 2, 512, max_positions=64)
     found = cores.measured_cores(shape, 64)
     assert 1e8 < found.flops < 1e15
     assert 1e7 < found.update_rate < 1e12
@@ -147,6 +149,6 @@ def test_the_cores_of_this_machine_are_measured():
 
 def test_odd_shapes_are_measured_by_a_layer_that_is_near():
     shape = dataclasses.replace(
-        analysis.preset("llama3-8b"), hidden=320, heads=5, kv_heads=1, feed_forward=100
+        preset("llama3-8b"), hidden=320, heads=5, kv_heads=1, feed_forward=100
     )
     assert cores.measured_cores(shape, 16, update_rate=1e9).flops > 1e8

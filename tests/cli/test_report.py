@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from offload_strategy.cli import main
-from offload_strategy.planning.follow_up import FollowUp, Part
-from offload_strategy.storage import Figure, PathIdentity
-from offload_strategy.storage.remembered import CACHE_VARIABLE, keep
+from offload_strategy.io.bandwidth.history import CACHE_VARIABLE, Figure, PathIdentity, keep
+from offload_strategy.plan_runtime.predicted_and_measured import FollowUp, Part
 from offload_strategy.telemetry import Direction
 
 

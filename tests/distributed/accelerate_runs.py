@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader, TensorDataset
 
-from offload_strategy.integrations.accelerate import SSDOffloadPlugin, session_of
+from offload_strategy.integrations.accelerate.plugin import SSDOffloadPlugin, session_of
 from tests.distributed.data_parallel_runs import Net, config, same
 from tests.distributed.sharded_runs import whole
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from offload_strategy import OffloadEngine
-from offload_strategy.optimizer.backward.overlap import BackwardOverlap
-from offload_strategy.optimizer.ranks.reductions import ReducedBackward
+from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
+from offload_strategy.optimizer.ranks.gradient_reductions import ReducedBackward
 from tests.training import on_disk
 
 STEPS = 20

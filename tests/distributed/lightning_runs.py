@@ -18,8 +18,8 @@ from tests.distributed.data_parallel_runs import Net, config, same
 from tests.distributed.sharded_runs import whole
 
 _STRATEGIES = {
-    "lightning.pytorch": "offload_strategy.integrations.lightning_pytorch",
-    "pytorch_lightning": "offload_strategy.integrations.pytorch_lightning",
+    "lightning.pytorch": "offload_strategy.integrations.lightning.for_lightning_pytorch",
+    "pytorch_lightning": "offload_strategy.integrations.lightning.for_pytorch_lightning",
 }
 
 

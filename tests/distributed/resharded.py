@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader, TensorDataset
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from offload_strategy import OffloadEngine, load, save
-from offload_strategy.integrations.accelerate import SSDOffloadPlugin
-from offload_strategy.integrations.lightning_pytorch import SSDOffloadStrategy
+from offload_strategy.integrations.accelerate.plugin import SSDOffloadPlugin
+from offload_strategy.integrations.lightning.for_lightning_pytorch import SSDOffloadStrategy
 from tests.distributed import accelerate_runs
 from tests.distributed.data_parallel_runs import Net, config
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from offload_strategy import ConfigError, OffloadConfig
-from offload_strategy.integrations.accelerate_launch import environment_for
+from offload_strategy.integrations.accelerate.launch import environment_for
 
 
 def _launch_file(folder: Path, distributed: str) -> str:

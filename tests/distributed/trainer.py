@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from offload_strategy.integrations.accelerate import session_of
+from offload_strategy.integrations.accelerate.plugin import session_of
 from tests.distributed.data_parallel_runs import config, same
 
 RANKS = 2

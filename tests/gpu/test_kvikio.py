@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload_strategy.storage import Space, available_backends, create_backend
+from offload_strategy.io.backends.protocol import available_backends, create_backend
+from offload_strategy.io.regions.region import Region
 from offload_strategy.units import PAGE_BYTES, MiB
-from tests.storage.conformance import Conformance, Memory, begin
+from tests.io.conformance import Conformance, Memory, begin
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA device: torch.cuda.is_available() is False"
@@ -67,13 +68,13 @@ class TestDeviceMemory(_Kvikio):
         return DeviceMemory(nbytes, misalignment)
 
     @pytest.fixture
-    def big(self, disk: Path) -> Iterator[Space]:
-        made = Space(disk, "nvme", 256 * MiB)
+    def big(self, disk: Path) -> Iterator[Region]:
+        made = Region(disk, "nvme", 256 * MiB)
         made.allocate(256 * MiB)
         yield made
         made.close()
 
-    def test_what_one_way_writes_the_other_reads(self, name: str, big: Space) -> None:
+    def test_what_one_way_writes_the_other_reads(self, name: str, big: Region) -> None:
         backend = create_backend(name, threads=4, block_size=4 * MiB)
         data = torch.randint(0, 256, (64 * MiB,), dtype=torch.uint8, device="cuda")
         back = torch.zeros(64 * MiB, dtype=torch.uint8)

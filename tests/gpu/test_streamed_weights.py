@@ -119,7 +119,7 @@ def test_device_memory_is_really_freed(disk: Path) -> None:
     config["tiers"][0]["capacity"] = "1GiB"
     with OffloadEngine(config) as engine:
         engine.attach(model)
-        engine._resources.heap.wait_for_writes()
+        engine._resources.store.wait_for_writes()
         torch.cuda.synchronize()
         gc.collect()
         assert torch.cuda.memory_allocated() < before - 6 * 1024 * 1024 * 4

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from offload_strategy import OffloadEngine
-from offload_strategy.transfer.device import DeviceCopier
+from offload_strategy.store.device_streams import DeviceCopier
 from tests.gpu.support import DEVICE, batch, loss_of, make, needs_cuda, stir
 from tests.training import Numbers, assert_same_history, settings, weights
 
@@ -141,7 +141,7 @@ def test_device_memory_does_not_grow(disk: Path, late_copies: None) -> None:
             optimizer.step()
             optimizer.zero_grad()
             if step % 100 == 99:
-                engine._resources.heap.wait_for_writes()
+                engine._resources.store.wait_for_writes()
                 torch.cuda.synchronize()
                 levels.append(torch.cuda.memory_allocated(DEVICE))
         assert levels[2] <= levels[1] + (1 << 20)

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
 
-from offload_strategy.integrations.accelerate import SSDOffloadPlugin, session_of
+from offload_strategy.integrations.accelerate.plugin import SSDOffloadPlugin, session_of
 from tests.integrations.lightning_runs import batches, tiny_model
 
 

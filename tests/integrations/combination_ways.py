@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from offload_strategy import SSDOffloadPlugin
-from offload_strategy.integrations.accelerate import session_of
+from offload_strategy.integrations.accelerate.plugin import session_of
 from tests.integrations.combinations import (
     AXES,
     SCALED,

@@ -110,7 +110,7 @@ def accelerate(stage: int) -> dict[str, Any]:
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     from offload_strategy import SSDOffloadPlugin
-    from offload_strategy.integrations.accelerate import session_of
+    from offload_strategy.integrations.accelerate.plugin import session_of
 
     plugin = DeepSpeedPlugin(hf_ds_config={**zero(stage), "train_micro_batch_size_per_gpu": BATCH})
     accelerator = Accelerator(
@@ -200,7 +200,7 @@ def two_devices() -> dict[str, Any]:
 @contextmanager
 def counted_weights() -> Iterator[list[int]]:
     """How many saved tensors were told to be weights that are gathered."""
-    from offload_strategy.integrations.deepspeed_weights import GatheredWeights
+    from offload_strategy.integrations.deepspeed.gathered_weights import GatheredWeights
 
     original, counts = GatheredWeights.save, [0]
 

@@ -132,11 +132,11 @@ class Pipeline:
         self.engine: OffloadEngine | None = None
         if way.overlap is not None:
             self.engine = OffloadEngine(_config(tier, way.overlap))
-            heap = self.engine._resources.heap
+            store = self.engine._resources.store
             for module in self.modules:
                 self.engine.attach(module)
                 # So that backward finds on the disk, and not in memory, what the stage has saved.
-                module.register_forward_hook(lambda *_: heap.wait_for_writes())
+                module.register_forward_hook(lambda *_: store.wait_for_writes())
             self.optimizers = [self.engine.attach(None, own) for own in self.optimizers]
 
 
@@ -180,12 +180,12 @@ def train(rank: int, name: str, way: Way, tier: Path) -> Outcome:
             optimizer.zero_grad()
     outcome.parameters = [p.detach().clone() for p in pipeline.parameters]
     if engine is not None:
-        engine._resources.heap.wait_for_writes()
+        engine._resources.store.wait_for_writes()
         outcome.metrics = engine.metrics()
         for optimizer in pipeline.optimizers:  # states are tickets as well
             fresh = torch.optim.AdamW(optimizer.parameters())
             optimizer.load_state_dict(fresh.state_dict())
-        outcome.tickets = engine._resources.heap.live_tickets
+        outcome.tickets = engine._resources.store.live_tickets
         engine.close()
     return outcome
 

@@ -15,8 +15,8 @@ from accelerate.state import AcceleratorState
 from torch import nn
 
 from offload_strategy import ConfigError, OffloadEngine, OffloadError, SSDOffloadPlugin
-from offload_strategy.integrations.accelerate import session_of
-from offload_strategy.optimizer import OffloadedOptimizer
+from offload_strategy.integrations.accelerate.plugin import session_of
+from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from tests.callbacks.test_monitor import tensorboard_scalars
 from tests.integrations.accelerate_runs import Run, _fresh_accelerate, prepare
 from tests.integrations.lightning_runs import assert_equal, batches, tiny_model

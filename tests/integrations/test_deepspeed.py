@@ -15,10 +15,10 @@ import yaml
 from torch import nn
 
 from offload_strategy import ConfigError, OffloadConfig
-from offload_strategy.integrations.deepspeed_nvme import check_nvme
-from offload_strategy.integrations.deepspeed_sections import derived_sections, merge_sections
-from offload_strategy.integrations.deepspeed_weights import GatheredWeights
-from offload_strategy.storage import deepnvme
+from offload_strategy.integrations.deepspeed.config_sections import derived_sections, merge_sections
+from offload_strategy.integrations.deepspeed.gathered_weights import GatheredWeights
+from offload_strategy.integrations.deepspeed.nvme_support import check_nvme
+from offload_strategy.io.backends import deepnvme
 from tests.callbacks.test_monitor import tensorboard_scalars
 from tests.integrations.deepspeed_runs import BATCH, OFFLOAD, STEPS, moved, zero
 from tests.integrations.lightning_runs import FAMILIES, strategy_class
@@ -340,7 +340,7 @@ def deepspeed_strategy(family: str) -> Any:
 
 
 def test_the_launch_file_may_name_several_processes_with_deepspeed(tmp_path: Path) -> None:
-    from offload_strategy.integrations.accelerate_launch import environment_for
+    from offload_strategy.integrations.accelerate.launch import environment_for
 
     path = launch_file(
         tmp_path,

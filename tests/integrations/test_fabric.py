@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from offload_strategy import ConfigError
-from offload_strategy.engine import OffloadEngine
+from offload_strategy.engine.offload_engine import OffloadEngine
 from tests.integrations.lightning_runs import WIDTH, assert_equal, tiny_model
 
 FAMILIES = {

@@ -183,7 +183,7 @@ def test_the_section_survives_a_rewrite_of_the_launch_file(tmp_path: Path) -> No
 def test_json_launch_files_may_have_a_section(tmp_path: Path) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 
-    from offload_strategy.integrations.accelerate_launch import environment_for
+    from offload_strategy.integrations.accelerate.launch import environment_for
 
     path = tmp_path / "offload.json"
     path.write_text(json.dumps({"distributed_type": "NO", "ssd_offload_config": SECTION}))
@@ -202,7 +202,7 @@ def test_other_unknown_keys_are_still_refused(tmp_path: Path) -> None:
 
 
 def test_an_empty_section_means_the_defaults(tmp_path: Path) -> None:
-    from offload_strategy.integrations.accelerate_launch import environment_for
+    from offload_strategy.integrations.accelerate.launch import environment_for
 
     path = launch_file(tmp_path, "offload.yaml", ssd_offload_config=None)
     assert environment_for(str(path))["SSD_OFFLOAD_CONFIG"] == "{}"

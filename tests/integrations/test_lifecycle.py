@@ -118,7 +118,7 @@ def test_an_optimizer_that_outlives_a_fit_keeps_its_states(
 def test_after_fit_the_model_trains_by_itself(pl: Any, tmp_path: Path) -> None:
     plain, offloaded = (fit(pl, tmp_path, name, max_steps=5) for name in ("auto", "ssd_offload"))
     # The last states are still on their way, and are counted when they have arrived.
-    offloaded.engine._resources.heap.wait_for_writes()
+    offloaded.engine._resources.store.wait_for_writes()
     before = offloaded.engine.metrics()
     assert_equal(plain_steps(offloaded.module), plain_steps(plain.module))
     after = offloaded.engine.metrics()

@@ -36,7 +36,7 @@ def both(pl: Any, root: Path, *, module: dict[str, Any] | None = None, **options
 @pytest.fixture
 def hints(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     """The hints that engines are given."""
-    from offload_strategy.engine import OffloadEngine
+    from offload_strategy.engine.offload_engine import OffloadEngine
 
     given: list[tuple[int, bool]] = []
     original = OffloadEngine.microbatch
@@ -323,7 +323,7 @@ def test_the_public_name_is_the_class_of_the_install_that_the_script_uses(
     code = f"""
 import {name} as pl
 from offload_strategy import SSDOffloadStrategy
-from offload_strategy.integrations.lightning import SSDOffloadStrategy as same
+from offload_strategy.integrations.lightning.lightning_strategy import SSDOffloadStrategy as same
 trainer = pl.Trainer(strategy=SSDOffloadStrategy(), logger=False)
 print(trainer.strategy.family, same is SSDOffloadStrategy)
 import sys

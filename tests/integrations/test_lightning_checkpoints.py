@@ -22,7 +22,7 @@ from tests.integrations.lightning_runs import (
 @pytest.fixture(autouse=True)
 def _nearly_everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model's tensors stay in the file as those of a large one do."""
-    monkeypatch.setattr(offload_strategy.checkpoints.files, "SMALL_BYTES", 64)
+    monkeypatch.setattr(offload_strategy.checkpoints.streaming_files, "SMALL_BYTES", 64)
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ def test_a_save_that_fails_leaves_the_previous_checkpoint(
     def fail(self: Any, view: memoryview, offset: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(offload_strategy.checkpoints.files.PageFile, "write", fail)
+    monkeypatch.setattr(offload_strategy.checkpoints.streaming_files.PageFile, "write", fail)
     with pytest.raises(offload_strategy.StorageError, match="No space left on device"):
         run.trainer.save_checkpoint(path)
     assert path.read_bytes() == before

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from offload_strategy import ConfigError, OffloadEngine
-from offload_strategy.optimizer import OffloadedOptimizer
+from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from tests.integrations.accelerate_runs import _fresh_accelerate
 from tests.integrations.lightning_runs import assert_equal
 

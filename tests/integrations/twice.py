@@ -43,7 +43,7 @@ def remember_engines(engines: list[Any]) -> None:
 
         module.OffloadEngine.__init__, module.OffloadEngine.close = remembering, noting
 
-    register_post_import_hook(wrap, "offload_strategy.engine")
+    register_post_import_hook(wrap, "offload_strategy.engine.offload_engine")
 
 
 def run_script(path: Path, arguments: Sequence[str], engines: list[Any]) -> dict[str, Any]:

@@ -15,9 +15,11 @@ from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 
 from offload_strategy import OffloadEngine
-from offload_strategy.heap import Heap, Tier
-from offload_strategy.optimizer import offloaded
-from offload_strategy.optimizer.gradients import WaitingGradients, waiting
+from offload_strategy.optimizer import offloaded_optimizer as offloaded
+from offload_strategy.optimizer.gradients import retained_gradients as waiting
+from offload_strategy.optimizer.gradients.retained_gradients import WaitingGradients
+from offload_strategy.store.tensor_store import TensorStore
+from offload_strategy.store.tiers import Tier
 from tests.training import Numbers, assert_same_history, settings
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
@@ -155,8 +157,8 @@ def let_gradients_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every gradient of the engines to come wait for `step()` in the tiers, if any may."""
     monkeypatch.setattr(waiting, "_SMALLEST_BYTES", 1)
 
-    def without_memory(heap: Heap, tiers: Sequence[Tier], _: int) -> WaitingGradients:
-        return WaitingGradients(heap, tiers, 0)
+    def without_memory(store: TensorStore, tiers: Sequence[Tier], _: int) -> WaitingGradients:
+        return WaitingGradients(store, tiers, 0)
 
     monkeypatch.setattr(offloaded, "WaitingGradients", without_memory)
 

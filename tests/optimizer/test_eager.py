@@ -234,7 +234,7 @@ def test_a_backward_that_fails_leaves_no_gradient_behind(disk: Path) -> None:
         run.optimizer.step()
         run.optimizer.zero_grad()
         assert all(p.grad is None for p in run.model.parameters())
-        engine._resources.heap.wait_for_writes()
+        engine._resources.store.wait_for_writes()
         assert engine._resources.pool.usage().lent_bytes == 0
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from offload_strategy import ConfigError, OffloadEngine, OffloadError, StorageError
-from offload_strategy.optimizer.user_class import kernel
+from offload_strategy.optimizer.user_class import inner_step as kernel
 from tests.optimizer.runs import (
     OVERLAPS,
     Run,
@@ -73,7 +73,7 @@ def test_an_update_that_is_interrupted_loses_no_state(
             real(*args)
 
         with monkeypatch.context() as patch:
-            patch.setattr("offload_strategy.optimizer.updates.run_update", interrupted)
+            patch.setattr("offload_strategy.optimizer.subgroup_update.run_update", interrupted)
             run.optimizer.zero_grad()
             with pytest.raises(error, match="stop"):
                 whole_step(run, 2)
@@ -99,7 +99,7 @@ def test_a_disk_that_breaks_loses_no_state(disk: Path, monkeypatch: pytest.Monke
         def broken(*args: Any) -> int:
             raise OSError(5, "Input/output error")
 
-        engine._resources.heap.wait_for_writes()
+        engine._resources.store.wait_for_writes()
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwritev", broken)
             run.optimizer.zero_grad()

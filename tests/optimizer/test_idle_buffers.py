@@ -10,9 +10,10 @@ from torch import nn
 from torch.optim import AdamW
 
 from offload_strategy import OffloadEngine
-from offload_strategy.memory import BufferPool, idle
-from offload_strategy.memory import pool as pool_module
-from offload_strategy.memory.arena import Arena
+from offload_strategy.host_memory import idle_memory as idle
+from offload_strategy.host_memory import pool as pool_module
+from offload_strategy.host_memory.arena import Arena
+from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.units import MiB
 from tests.training import settings
 

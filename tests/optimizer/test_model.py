@@ -176,7 +176,7 @@ class AnyTraining(RuleBasedStateMachine):
         torch.ones((), requires_grad=True).backward()
         self.check()
         self.engine.close()
-        assert self.engine._resources.heap.live_tickets == 0
+        assert self.engine._resources.store.live_tickets == 0
         assert list(self.path.iterdir()) == []
         self.folder.cleanup()
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW
 
-from offload_strategy.optimizer import Precision, check_supported
-from offload_strategy.optimizer.states.precision import round_into, seed
+from offload_strategy.optimizer.states.precision import Precision, round_into, seed
+from offload_strategy.optimizer.user_class.compatibility import check_supported
 from tests.optimizer.runs import MakeOptimizer, Run, offloading
 from tests.training import Numbers, assert_same_history
 
@@ -79,7 +79,7 @@ def test_half_of_the_bytes_move(disk: Path) -> None:
                 parameter.grad = torch.ones_like(parameter)
                 optimizer.step()
                 # A write that the next step would overtake is given up.
-                engine._resources.heap.wait_for_writes()
+                engine._resources.store.wait_for_writes()
             assert optimizer.state[parameter]["exp_avg"].dtype == torch.float32
             moved[dtype] = engine.metrics()["offload/optimizer/written_bytes"]
     assert moved["float32"] == 3 * 2 * parameter.numel() * 4

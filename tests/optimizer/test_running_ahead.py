@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from offload_strategy.optimizer.updates import Updater
+from offload_strategy.optimizer.subgroup_update import Updater
 from tests.optimizer.runs import (
     Run,
     adamw,
@@ -150,7 +150,7 @@ def test_states_are_on_the_disk_between_steps(disk: Path) -> None:
             optimizer.zero_grad()
             model().backward()
             optimizer.step()
-        engine._resources.heap.wait_for_writes()
+        engine._resources.store.wait_for_writes()
         metrics = engine.metrics()
         states = 2 * sum(p.numel() * 4 for p in model.parameters())
         assert states <= metrics["offload/tier/nvme/used_bytes"] <= states + 4 * 4096
@@ -178,7 +178,7 @@ def test_what_is_in_host_memory_stays_there(overlap: str, disk: Path) -> None:
             optimizer.zero_grad()
             model().backward()
             optimizer.step()
-            engine._resources.heap.wait_for_writes()
+            engine._resources.store.wait_for_writes()
             written.append(engine.metrics()["offload/optimizer/written_bytes"])
             assert host.used_bytes == 2 * 2 * 64 * 4
         per_step = {later - earlier for earlier, later in pairwise(written)}

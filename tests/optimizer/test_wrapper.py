@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 )
 
 from offload_strategy import OffloadEngine, OffloadError
-from offload_strategy.optimizer import OffloadedOptimizer
+from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from tests.optimizer.runs import (
     OVERLAPS,
     Run,

@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from offload_strategy.errors import OffloadError
+from offload_strategy.telemetry.chrome_trace import trace_object, write_trace
 from offload_strategy.telemetry.recorder import CLIENTS, Direction, MoveRecord, StallRecord
-from offload_strategy.telemetry.trace import trace_object, write_trace
 
 READ, WRITE = Direction.READ, Direction.WRITE
 

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from offload_strategy.heap import Heap, Ticket
-from offload_strategy.optimizer.states.layout import Layout, packable
-from offload_strategy.optimizer.states.pieces import Piece, cut_into_pieces
+from offload_strategy.optimizer.states.dtensor_shards import local_part
+from offload_strategy.optimizer.states.flat_layout import Layout, packable
+from offload_strategy.optimizer.states.parameter_slices import Piece, cut_into_pieces
 from offload_strategy.optimizer.states.precision import Precision, round_into
-from offload_strategy.optimizer.states.shards import local_part
+from offload_strategy.store.tensor_store import TensorStore
+from offload_strategy.store.ticket import Ticket
 
 
 @dataclass(eq=False)
@@ -155,7 +156,7 @@ class Unpacked:
 
 
 def pack_states(
-    heap: Heap,
+    store: TensorStore,
     updated: Unpacked,
     put: Callable[[torch.Tensor], Ticket],
     precision: Precision,
@@ -164,9 +165,9 @@ def pack_states(
     """Make a new state set of updated states.
 
     Args:
-        heap: lends the buffer when a new one is needed.
+        store: lends the buffer when a new one is needed.
         updated: the states; their buffer is used again if every tensor still has its place there.
-        put: gives a flat buffer to the heap and returns the ticket.
+        put: gives a flat buffer to the store and returns the ticket.
         precision: in which tensors are kept.
         generator: for stochastic rounding; None to round to the nearest.
     """
@@ -204,7 +205,7 @@ def pack_states(
                     round_into(view, tensor, generator)
             return StateSet(small, names, old.layout, put(flat), dtypes, updates)
     layout = Layout.of(tensors, kept)
-    fresh = heap.borrow("optimizer", layout.nbytes, tensors[0].device)
+    fresh = store.borrow("optimizer", layout.nbytes, tensors[0].device)
     for view, tensor in zip(layout.views(fresh), tensors, strict=True):
         round_into(view, tensor, generator)
     return StateSet(small, names, layout, put(fresh), dtypes, updates)

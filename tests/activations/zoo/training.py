@@ -202,6 +202,6 @@ def compare(
         result = Comparison(
             counter.saved_bytes, moved(engine), counter.needed_bytes, moved(engine, verb="read")
         )
-        assert engine._resources.heap.live_tickets == 0
+        assert engine._resources.store.live_tickets == 0
     assert_same_history(got, expected)
     return result

@@ -5,9 +5,9 @@ import torch
 
 pytest.register_assert_rewrite("tests.optimizer.gradients.pairs")
 
-from tests.heap.conftest import make_rig, rig  # noqa: E402
-from tests.heap.rig import Rig  # noqa: E402
 from tests.optimizer.gradients.pairs import SOURCES, MakePair, Pair, gradient  # noqa: E402
+from tests.store.conftest import make_rig, rig  # noqa: E402
+from tests.store.rig import Rig  # noqa: E402
 
 __all__ = ["kind", "make_rig", "pair_of", "rig"]
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from offload_strategy.optimizer.gradients import GradientStandIn, Held, Source, Stored
-from offload_strategy.optimizer.states.layout import Layout
-from tests.heap.rig import Rig
+from offload_strategy.optimizer.gradients.gradient_sources import Held, Source, Stored
+from offload_strategy.optimizer.gradients.offloaded_gradient import GradientStandIn
+from offload_strategy.optimizer.states.flat_layout import Layout
+from tests.store.rig import Rig
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -44,11 +45,11 @@ def source_of(kind: str, values: torch.Tensor, rig: Rig) -> Source:
         return Held(values.clone())
     rig.at_once()
     if kind == "stored":
-        return Stored.put(rig.heap, values.clone(), [rig.disk])
+        return Stored.put(rig.store, values.clone(), [rig.disk])
     layout = Layout.of([torch.ones(3), values, torch.ones(5)])
     flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
     layout.segments[1].view(flat).copy_(values)
-    return Stored(rig.heap, rig.heap.put(flat, "optimizer", [rig.disk]), layout.segments[1])
+    return Stored(rig.store, rig.store.put(flat, "optimizer", [rig.disk]), layout.segments[1])
 
 
 @dataclass

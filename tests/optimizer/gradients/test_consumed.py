@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from offload_strategy.errors import OffloadError
-from offload_strategy.optimizer.gradients import Consumed, GradientStandIn
+from offload_strategy.optimizer.gradients.gradient_sources import Consumed
+from offload_strategy.optimizer.gradients.offloaded_gradient import GradientStandIn
 
 WHAT = "parameter 'head.weight' (3 x 5)"
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from offload_strategy.errors import StorageError
-from offload_strategy.optimizer.gradients import GradientStandIn, Stored
-from tests.heap.rig import MakeRig, Rig
+from offload_strategy.optimizer.gradients.gradient_sources import Stored
+from offload_strategy.optimizer.gradients.offloaded_gradient import GradientStandIn
 from tests.optimizer.gradients.acts import READS, STEPS, scaled, unscaled
 from tests.optimizer.gradients.pairs import (
     MakePair,
@@ -25,6 +25,7 @@ from tests.optimizer.gradients.pairs import (
     gradient,
     source_of,
 )
+from tests.store.rig import MakeRig, Rig
 
 # ---------------------------------------------------------------------- zeros
 ZEROING: dict[str, Callable[[Any], Any]] = {
@@ -44,7 +45,7 @@ def test_zeroing_loads_nothing_and_lets_go(
         forbid_loading(pair.stand_in, patch)
         ZEROING[zeroing](pair.stand_in)
     ZEROING[zeroing](pair.plain)
-    assert rig.heap.live_tickets == 0
+    assert rig.store.live_tickets == 0
     assert pair.stand_in.edited
     pair.check()
     for act in (lambda g: g.mul_(3), lambda g: g.add_(-0.0), lambda g: g.add_(2), lambda g: g[1]):
@@ -78,18 +79,18 @@ def test_nothing_is_left_when_it_is_gone(pair_of: MakePair, rig: Rig) -> None:
         alias = parameter.grad.data
         parameter.grad = None
         assert reference() is None
-        live = rig.heap.live_tickets
+        live = rig.store.live_tickets
         assert alias.sum().item() == gradient().sum().item()
         del alias
-        assert rig.heap.live_tickets == 0
+        assert rig.store.live_tickets == 0
         reference = give()
-        assert rig.heap.live_tickets == live
+        assert rig.store.live_tickets == live
         parameter.grad = torch.ones_like(parameter)
         assert reference() is None
-        assert rig.heap.live_tickets == 0
+        assert rig.store.live_tickets == 0
         give()
         parameter.grad.add_(1)  # what is pinned needs no ticket
-        assert rig.heap.live_tickets == 0
+        assert rig.store.live_tickets == 0
     finally:
         gc.enable()
 
@@ -97,9 +98,9 @@ def test_nothing_is_left_when_it_is_gone(pair_of: MakePair, rig: Rig) -> None:
 def test_who_made_a_source_and_keeps_it_does_not_keep_the_data(rig: Rig) -> None:
     source = source_of("stored", gradient(), rig)
     stand_in = GradientStandIn.of(source, like=gradient())
-    assert rig.heap.live_tickets == 1
+    assert rig.store.live_tickets == 1
     stand_in.add_(1)
-    assert rig.heap.live_tickets == 0
+    assert rig.store.live_tickets == 0
     assert torch.equal(stand_in, gradient() + 1)
 
 
@@ -133,7 +134,7 @@ def test_gradients_that_share_a_ticket_free_it_together(rig: Rig) -> None:
     second = first.data
     del source
     first.add_(1)
-    assert rig.heap.live_tickets == 0
+    assert rig.store.live_tickets == 0
     assert torch.equal(second, gradient() + 1)
 
 
@@ -211,7 +212,7 @@ def test_complex_gradients_are_not_recorded_but_right(rig: Rig) -> None:
 
 def test_no_gap_may_be_stored(rig: Rig) -> None:
     with pytest.raises(ValueError, match="dense"):
-        Stored.put(rig.heap, torch.ones(4, 4)[:, :2], [rig.disk])
+        Stored.put(rig.store, torch.ones(4, 4)[:, :2], [rig.disk])
 
 
 def test_c_code_that_wants_the_address_gets_an_error_and_not_a_null_pointer(

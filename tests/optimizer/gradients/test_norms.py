@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from offload_strategy.optimizer.gradients import GradientStandIn, Held, Recipe, norm_of
+from offload_strategy.optimizer.gradients.gradient_backing import norm_of
+from offload_strategy.optimizer.gradients.gradient_sources import Held
+from offload_strategy.optimizer.gradients.offloaded_gradient import GradientStandIn
+from offload_strategy.optimizer.gradients.recorded_edits import Recipe
 from tests.optimizer.gradients.acts import PREPARED, scaled, unscaled
 from tests.optimizer.gradients.pairs import (
     DTYPES,

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from offload_strategy.optimizer.gradients import GradientStandIn, norm_of
-from tests.heap.rig import Rig
+from offload_strategy.optimizer.gradients.gradient_backing import norm_of
+from offload_strategy.optimizer.gradients.offloaded_gradient import GradientStandIn
 from tests.optimizer.gradients.pairs import assert_same, source_of
+from tests.store.rig import Rig
 
 
 class Net(nn.Module):
@@ -136,7 +137,7 @@ def test_optimizers_of_pytorch_take_them_as_they_are(
             run.told += [g.sum() for g in run.gradients()]
 
     compare(train, kind, rig, dtype)
-    assert rig.heap.live_tickets <= len(list(net().parameters()))
+    assert rig.store.live_tickets <= len(list(net().parameters()))
 
 
 # ---------------------------------------------------------------------- between backward and step

@@ -1,0 +1,447 @@
+"""The sections of the contract, as models that check what they are given."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeAlias
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from offload_strategy.config.default_directory import default_directory, expand_path
+from offload_strategy.config.messages import describe
+from offload_strategy.config.sources import read
+from offload_strategy.config.value_types import (
+    AutoOrBool,
+    AutoOrCount,
+    AutoOrSize,
+    BlockSize,
+    Budget,
+    PositiveSize,
+    Size,
+)
+from offload_strategy.errors import ConfigError
+from offload_strategy.units import GiB, KiB, MiB
+
+Client = Literal["activations", "optimizer", "parameters"]
+"""A part of the package that moves tensors, by the name of its section."""
+
+ConfigSource: TypeAlias = "OffloadConfig | Mapping[str, Any] | str | os.PathLike[str] | None"
+"""Anything that `OffloadConfig.load` reads."""
+
+_TierNames = Annotated[
+    list[str] | None,
+    Field(
+        description="Names of the tiers to use, in order of preference; null means all tiers in "
+        "the order in which they are listed."
+    ),
+]
+
+
+class _Section(BaseModel):
+    # use_attribute_docstrings: the text under a field is its description in the JSON schema too.
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class _Client(_Section):
+    @field_validator("tiers", check_fields=False)
+    @classmethod
+    def _some_tier(cls, tiers: list[str] | None) -> list[str] | None:
+        if tiers is not None and not tiers:
+            raise ValueError(
+                "the list is empty: leave it out to use all tiers, or set enabled: false"
+            )
+        if tiers is not None and len(set(tiers)) < len(tiers):
+            raise ValueError(f"a tier is named twice in {tiers}")
+        return tiers
+
+
+class TierConfig(_Section):
+    """One place for tensors that have left the device. Tiers are listed fastest first."""
+
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")
+    """Name of the tier, used in the sections below and in metric keys."""
+    kind: Literal["dram", "ssd"]
+    """'dram' is host memory, 'ssd' a directory on any disk or file system, or a block device."""
+    path: Path | list[Path] | None = None
+    """Directory or raw block device of an ssd tier, or a list of them, which then work as one:
+    tensors are dealt to them in proportion to their bandwidth. '~' and '$VARIABLES' are expanded.
+    A dram tier has none. A block device belongs to one process: use $LOCAL_RANK in its name."""
+    capacity: PositiveSize | None = None
+    """Most bytes to hold there, on all paths together, and of all processes of a job on a machine
+    together. A dram tier needs it; for an ssd tier null means what the file systems have free."""
+    endurance_tbw: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Rated endurance of the drive in terabytes written (10^12 bytes), for its projected life."""
+    endurance_share: float = Field(default=0.05, gt=0, le=1)
+    """Share of that endurance after which a run is told what it has written."""
+    shared: bool = False
+    """Whether other machines use the directories too (a parallel or network file system). Then
+    each process has a folder of its own there, named by its host and rank."""
+    overwrite: bool = False
+    """Whether a block device is used although it carries a file system or other data, which is
+    then lost. A mounted one is refused in any case."""
+
+    @field_validator("path", mode="before")
+    @classmethod
+    def _expand(cls, path: Any) -> Any:
+        if path is None:
+            return None
+        if not isinstance(path, list | tuple):
+            return cls._expand_one(path)
+        if not path:
+            raise ValueError("the list is empty: name at least one directory")
+        paths = [cls._expand_one(one) for one in path]
+        for one in paths:
+            if paths.count(one) > 1:
+                raise ValueError(f"{one!r} is named twice")
+        return paths
+
+    @staticmethod
+    def _expand_one(path: Any) -> str:
+        if not isinstance(path, str | os.PathLike):
+            raise ValueError("must be the path of a directory, or a list of them")
+        return expand_path(os.fspath(path))
+
+    @property
+    def paths(self) -> list[Path]:
+        """The directories of an ssd tier; none for a dram tier."""
+        if self.path is None:
+            return []
+        return self.path if isinstance(self.path, list) else [self.path]
+
+    @model_validator(mode="after")
+    def _belongs_together(self) -> Self:
+        if self.kind == "dram":
+            if self.path is not None:
+                raise ValueError(
+                    f"tier {self.name!r} is host memory (kind: dram) and cannot have a path: "
+                    "remove path, or set kind: ssd"
+                )
+            if self.capacity is None:
+                raise ValueError(
+                    f"tier {self.name!r} (kind: dram) needs a capacity, such as capacity: 16GiB"
+                )
+            if self.endurance_tbw is not None:
+                raise ValueError(
+                    f"tier {self.name!r} is host memory (kind: dram), which does not wear out: "
+                    "remove endurance_tbw"
+                )
+            if self.shared:
+                raise ValueError(
+                    f"tier {self.name!r} is host memory (kind: dram), which no other machine uses: "
+                    "remove shared"
+                )
+            if self.overwrite:
+                raise ValueError(
+                    f"tier {self.name!r} is host memory (kind: dram), which carries nothing: "
+                    "remove overwrite"
+                )
+        elif self.path is None:
+            raise ValueError(
+                f"tier {self.name!r} (kind: ssd) needs a path, such as path: /mnt/nvme0"
+            )
+        return self
+
+
+class ActivationsConfig(_Client):
+    """Tensors that autograd saves for the backward pass."""
+
+    enabled: bool = True
+    """Whether saved tensors are moved."""
+    tiers: _TierNames = None
+    min_size: Size = 1 * MiB
+    """Storages below this many bytes stay on the device."""
+    budget: Budget = "auto"
+    """How much of a step's saved tensors may be moved: 'auto', bytes, or a share such as '70%'."""
+    prefetch: AutoOrSize = "auto"
+    """Bytes to read ahead of the backward pass: 'auto', or bytes."""
+
+    def budget_fraction(self) -> float | None:
+        """Return the budget as a share from 0 to 1, or None if it is 'auto' or in bytes."""
+        if isinstance(self.budget, str) and self.budget.endswith("%"):
+            return float(self.budget[:-1]) / 100
+        return None
+
+    def budget_bytes(self) -> int | None:
+        """Return the budget in bytes a step, or None if it is 'auto' or a share."""
+        return self.budget if isinstance(self.budget, int) else None
+
+
+class OptimizerConfig(_Client):
+    """Optimizer states, and the gradients on their way to them."""
+
+    enabled: bool = True
+    """Whether optimizer states are moved."""
+    tiers: _TierNames = None
+    subgroup_size: AutoOrCount = "auto"
+    """Parameters that are updated at a time: 'auto', or a number such as 100000000 or '100M'."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which states of float32 are kept between updates; updates compute in float32.
+    'bfloat16' halves what is read and written, and rounds: numbers change. Master weights are kept
+    whole."""
+    stochastic_rounding: bool = False
+    """Whether states are rounded to bfloat16 up or down by chance, so that small changes count in
+    the mean, instead of to the nearest."""
+    master_weights: bool = False
+    """Whether weights of bfloat16 and float16 are updated in float32: a copy of each is kept with
+    its states, and rounded into the weight after every update. Numbers change."""
+    gradient_memory: PositiveSize = 4 * GiB
+    """Most host memory in which gradients wait for step(), with overlap: commit. Others wait in the
+    tiers, and are read again only where the update has to run once more."""
+    sharding: bool = True
+    """Whether the processes of data-parallel training share the updates: each has a part of the
+    states and sends the new weights to the others. Else every process has all states."""
+    overlap: Literal["commit", "eager", "off"] = "commit"
+    """When the update runs: 'commit' during backward, visible at step(); 'eager' during backward,
+    visible at once, with the least memory, but gradients cannot be read, clipped or scaled, and
+    the last micro-batch must be told; 'off' in step()."""
+
+    @field_validator("overlap", mode="before")
+    @classmethod
+    def _yaml_off(cls, overlap: Any) -> Any:
+        # YAML 1.1 reads a bare `off` as the boolean false.
+        return "off" if overlap is False else overlap
+
+
+class ParametersConfig(_Client):
+    """The weights, streamed through the device block by block."""
+
+    enabled: bool = False
+    """Whether weights are moved."""
+    tiers: _TierNames = None
+    blocks_in_flight: int = Field(default=2, ge=1)
+    """Blocks of the model in memory at a time: the one that computes, and those on their way."""
+    blocks: list[str] = Field(default_factory=list)
+    """Names of module classes of which each instance is a block. Layers that repeat are found by
+    themselves, and so are large parameters outside of them."""
+    min_size: Size = 256 * KiB
+    """Bytes below which a parameter (a norm, a bias) stays in memory."""
+
+
+class IOConfig(_Section):
+    """How bytes reach a path."""
+
+    backend: Literal["auto", "posix", "kvikio", "deepnvme"] = "auto"
+    """What moves the bytes: 'posix' is direct I/O on threads and runs everywhere; 'kvikio' is
+    GPUDirect Storage (package kvikio, NVIDIA GPUs); 'deepnvme' is DeepSpeed's aio (package
+    deepspeed, libaio and a compiler), which does not report errors and therefore needs
+    checksum: true. 'auto' is kvikio where cuFile has a working driver, else posix."""
+    threads: int = Field(default=4, ge=1, le=256)
+    """Threads for each path and direction. Where it is not given, a machine with fewer cores gets
+    fewer, two at least: more would only take turns on them."""
+    block_size: BlockSize = 32 * MiB
+    """Bytes moved by one system call at most, a multiple of 4096. Those under way on a path carry
+    together what it moves in about 20 ms, so that what is needed now never waits long for them."""
+    direct: AutoOrBool = "auto"
+    """Whether to bypass the page cache: 'auto' does where the file system can, true refuses where
+    it cannot."""
+    checksum: bool = False
+    """Whether every read is checked against what was written (XXH3, package xxhash)."""
+
+    @model_validator(mode="after")
+    def _errors_are_noticed(self) -> Self:
+        if self.backend == "deepnvme" and not self.checksum:
+            raise ValueError(
+                "backend: deepnvme needs checksum: true, as DeepSpeed does not say when a read or "
+                "a write has failed; set it, or use backend: auto"
+            )
+        return self
+
+    def threads_to_use(self) -> int:
+        """Return `threads` if it was given, else its default or the number of usable cores."""
+        if "threads" in self.model_fields_set:
+            return self.threads
+        usable = getattr(os, "sched_getaffinity", None)
+        cores = len(usable(0)) if usable is not None else os.cpu_count() or 1
+        return min(self.threads, max(2, cores))
+
+
+class MemoryConfig(_Section):
+    """Host memory that the package takes for its own buffers."""
+
+    pinned: PositiveSize = 4 * GiB
+    """Most bytes of staging buffers, pinned where there is a device. Dram tiers come on top."""
+
+
+class PlanningConfig(_Section):
+    """What the first steps are used for: to plan which saved tensors leave, and when."""
+
+    device_memory: Annotated[AutoOrSize | None, Field()] = None
+    """Most memory that training may take of the device, or of the process where it computes on
+    the CPU. Saved tensors leave by a plan that keeps to it, and no more of them than it takes.
+    'auto' is what is free when training begins, less a little; null means no limit and no plan."""
+    profile_steps: int = Field(default=3, ge=1, le=1000)
+    """Forward passes that are looked at before the plan is made; all that may leave does so."""
+    recompute: Literal["auto"] | bool = "auto"
+    """Blocks of the model that the plan may have computed again in backward, where tiers take less
+    than would have to leave. 'auto': layers of Transformers that can be checkpointed, and blocks of
+    torch's own modules. true: all that repeat, as far as they are given and return tensors and
+    change no buffer; false: none. A plan that is given says itself which ones."""
+    plan: Path | None = None
+    """A plan that `ssd-offload plan --write-plan` wrote, and perhaps somebody changed: what it
+    says of a saved tensor holds, as long as device_memory does. null means to find out."""
+
+
+class OffloadConfig(_Section):
+    """Everything that can be configured. Each section may be left out."""
+
+    tiers: list[TierConfig] = Field(
+        default_factory=lambda: [TierConfig(name="ssd", kind="ssd", path=default_directory())],
+        min_length=1,
+    )
+    """Where tensors may go, fastest first. Default: one ssd tier named 'ssd' in $SSD_OFFLOAD_DIR,
+    else in the temporary directory unless that is memory, then in /var/tmp."""
+    activations: ActivationsConfig = ActivationsConfig()
+    """Tensors that autograd saves for the backward pass."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimizer states, and the gradients on their way to them."""
+    parameters: ParametersConfig = ParametersConfig()
+    """The weights themselves."""
+    io: IOConfig = IOConfig()
+    """How bytes reach a path."""
+    memory: MemoryConfig = MemoryConfig()
+    """Host memory that the package takes for its own buffers."""
+    planning: PlanningConfig = PlanningConfig()
+    """A limit of memory, and the plan that keeps to it."""
+
+    def __init__(self, /, **sections: Any) -> None:
+        # One message here as well, for a config written in code.
+        self._check(sections, "OffloadConfig")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_sections(cls, sections: Any) -> Any:
+        # A section whose lines are all commented out arrives from YAML as None.
+        if isinstance(sections, dict):
+            return {name: value for name, value in sections.items() if value is not None}
+        return sections
+
+    @field_validator("tiers")
+    @classmethod
+    def _unique_names(cls, tiers: list[TierConfig]) -> list[TierConfig]:
+        names = [tier.name for tier in tiers]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two tiers are named {name!r}: give each its own name")
+        return tiers
+
+    @field_validator("activations", "optimizer", "parameters")
+    @classmethod
+    def _known_tiers(cls, section: Any, info: ValidationInfo) -> Any:
+        if section.tiers is None or "tiers" not in info.data:
+            return section
+        known = [tier.name for tier in info.data["tiers"]]
+        for name in section.tiers:
+            if name not in known:
+                raise ValueError(
+                    f"tiers names {name!r}, but the configured tiers are: {', '.join(known)}"
+                )
+        return section
+
+    @model_validator(mode="after")
+    def _plan_decides_alone(self) -> Self:
+        if self.planning.device_memory is None:
+            if self.planning.plan is not None:
+                raise ValueError(
+                    "planning.plan needs planning.device_memory, the limit within which it holds"
+                )
+            return self
+        if not self.activations.enabled:
+            raise ValueError(
+                "planning.device_memory needs activations.enabled: true, as saved tensors are what "
+                "leaves by the plan"
+            )
+        for name in ("budget", "prefetch"):
+            if getattr(self.activations, name) != "auto":
+                raise ValueError(
+                    f"planning.device_memory decides what leaves and when it comes back: leave out "
+                    f"activations.{name}"
+                )
+        return self
+
+    def check_gradients_untouched(self, by: str) -> None:
+        """Refuse, before any training step, what cannot work with `optimizer.overlap: eager`.
+
+        Args:
+            by: what would read or scale gradients between backward and `step()`.
+
+        Raises:
+            ConfigError: the update has used them by then.
+        """
+        if self.optimizer.enabled and self.optimizer.overlap == "eager":
+            raise ConfigError(
+                f"{by} reads gradients after backward, and with optimizer.overlap: eager the "
+                f"update has used them by then. Set optimizer.overlap: commit, or leave it out."
+            )
+
+    def tiers_for(self, client: Client) -> list[TierConfig]:
+        """Return the tiers that a client may use, in its order of preference.
+
+        Args:
+            client: "activations", "optimizer" or "parameters".
+        """
+        names = getattr(self, client).tiers
+        if names is None:
+            return list(self.tiers)
+        by_name = {tier.name: tier for tier in self.tiers}
+        return [by_name[name] for name in names]
+
+    def divided(self, among: int) -> OffloadConfig:
+        """Return the config of one of several processes, with its part of every tier's capacity.
+
+        Args:
+            among: processes that share the tiers.
+        """
+        if among == 1:
+            return self
+        tiers = [
+            tier
+            if tier.capacity is None
+            else tier.model_copy(update={"capacity": max(1, tier.capacity // among)})
+            for tier in self.tiers
+        ]
+        return self.model_copy(update={"tiers": tiers})
+
+    def to_yaml(self) -> str:
+        """Return the whole config as YAML that `load` reads back as an equal config."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+    @classmethod
+    def load(cls, source: ConfigSource = None) -> OffloadConfig:
+        """Read a config from anything that can stand for one.
+
+        Args:
+            source: A config (returned as it is); a mapping of sections; the path of a YAML or JSON
+                file, which may be an Accelerate launch file with an `ssd_offload_config` section;
+                JSON text; the name of a preset; or None for what $SSD_OFFLOAD_CONFIG says (a path,
+                preset or JSON text), else the defaults.
+
+        Returns:
+            The checked config.
+
+        Raises:
+            ConfigError: If it cannot be read or is wrong: one message with every problem, where it
+                is, what was given and what is allowed.
+        """
+        if isinstance(source, OffloadConfig):
+            return source
+        sections, label = read(source)
+        config = cls.__new__(cls)
+        config._check(sections, label)
+        return config
+
+    def _check(self, sections: Mapping[str, Any], label: str) -> None:
+        try:
+            BaseModel.__init__(self, **sections)
+        except ValidationError as error:
+            raise ConfigError(describe(error, OffloadConfig, label)) from None

@@ -1,0 +1,1 @@
+"""The engine: what the three lines of the public contract do, and what they open and close."""

@@ -1,0 +1,201 @@
+"""The optimizers of an engine whose states are swapped: checked, wrapped, let go."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from offload_strategy.config import OptimizerConfig
+from offload_strategy.engine.resources import Resources
+from offload_strategy.errors import ConfigError, OffloadError
+from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
+from offload_strategy.optimizer.ranks.data_parallel_group import TeamBook
+from offload_strategy.optimizer.states.dtensor_shards import local_part
+from offload_strategy.optimizer.states.precision import Precision
+from offload_strategy.optimizer.user_class.compatibility import check_supported
+from offload_strategy.plan_runtime.space_requirements import optimizer_need, shortfall
+from offload_strategy.plan_runtime.subgroup_size import subgroup_size
+from offload_strategy.weights.parameter_registry import ParameterRegistry
+from offload_strategy.weights.weight_stream import WeightStream
+
+
+class SwappedOptimizers:
+    """What an engine does with optimizers; iterates over those that are wrapped and alive.
+
+    Args:
+        resources: of the engine.
+        section: of its config.
+        registry: knows whose parameters are whose.
+        residence: where streamed weights live; None if they are not.
+    """
+
+    def __init__(
+        self,
+        resources: Resources,
+        section: OptimizerConfig,
+        registry: ParameterRegistry,
+        residence: WeightStream | None,
+    ) -> None:
+        self._resources = resources
+        self._section = section
+        self._registry = registry
+        self._residence = residence
+        self._teams = TeamBook(shares=section.sharding)
+        self._wrapped: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
+        self._guards: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def __iter__(self) -> Iterator[OffloadedOptimizer]:
+        return iter(list(self._wrapped))
+
+    @property
+    def state_bytes(self) -> int:
+        """Of all of them."""
+        return sum(optimizer.state_bytes for optimizer in self._wrapped)
+
+    def note(self, model: nn.Module) -> None:
+        """A model was attached, whose ranks may share states."""
+        self._teams.note(model)
+
+    def wrap(self, optimizer: Optimizer, is_last: Callable[[], bool]) -> Optimizer:
+        """Swap the states of an optimizer, if the config says so.
+
+        Args:
+            optimizer: a user's.
+            is_last: whether a step follows the backward pass that is under way.
+
+        Raises:
+            ConfigError: it cannot be swapped, is attached already, or the tiers are too small.
+        """
+        if isinstance(optimizer, OffloadedOptimizer):
+            raise ConfigError("attach: this optimizer is attached already. Attach it once.")
+        section = self._section
+        if not section.enabled:
+            return optimizer
+        precision = Precision(
+            narrow=torch.bfloat16 if section.state_dtype == "bfloat16" else None,
+            stochastic=section.stochastic_rounding,
+            masters=section.master_weights,
+        )
+        state_bytes = check_supported(optimizer, precision)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        subgroups = self._subgroup_size(parameters, state_bytes)
+        own_bytes = self._check_room(parameters, state_bytes)
+        self._registry.check_unclaimed(parameters)
+        wrapped = OffloadedOptimizer(
+            optimizer,
+            self._resources.store,
+            self._resources.clients["optimizer"],
+            overlap=section.overlap,
+            subgroup_size=subgroups,
+            is_last=is_last,
+            state_bytes=own_bytes,
+            precision=precision,
+            waiting_room=self._resources.waiting_room,
+            gradient_memory=section.gradient_memory,
+            directories=self._resources.scratch_directories("optimizer"),
+            residence=self._residence,
+            teams=self._teams,
+        )
+        self._registry.claim_states(parameters, wrapped)
+        self._wrapped.add(wrapped)
+        self._guard(optimizer)
+        # Only now: what was refused has no say in what memory stays.
+        self._expect(parameters, state_bytes, subgroups)
+        return wrapped
+
+    def unwrap(self, optimizer: OffloadedOptimizer) -> None:
+        """Give up the states of one, and all that it holds."""
+        optimizer.close()
+        self._registry.release_states(optimizer.parameters(), optimizer)
+        self._wrapped.discard(optimizer)
+        self._unguard(optimizer.inner)
+
+    def close(self) -> None:
+        """Give up the states of all of them. Idempotent."""
+        for optimizer in self:
+            self.unwrap(optimizer)
+        for inner in list(self._guards):
+            self._unguard(inner)
+
+    def _guard(self, inner: Optimizer) -> None:
+        """Have the user's own optimizer refuse to step beside the one that wraps it.
+
+        It would make states of its own in memory, or find gradients that were used up. This also
+        holds when whoever attached it has let go of what `attach` returned.
+        """
+        self._unguard(inner)
+        engine, own = weakref.ref(self), weakref.ref(inner)
+
+        def refuse(optimizer: Optimizer, *_: object) -> None:
+            # The wrapping one runs these hooks, too, and calls them with itself; so does a class
+            # whose step() calls that of its base, on a shadow that has a subgroup.
+            if optimizer is own() and engine() is not None:
+                name = type(optimizer).__name__
+                raise OffloadError(
+                    f"step(): an offload engine has the states of this {name}, which does not step "
+                    f"by itself any more. Train with the optimizer that attach returned: "
+                    "`optimizer = engine.attach(model, optimizer)`. To train without offload "
+                    "again, close the engine."
+                )
+
+        self._guards[inner] = inner.register_step_pre_hook(refuse)
+
+    def _unguard(self, inner: Optimizer) -> None:
+        handle = self._guards.pop(inner, None)
+        if handle is not None:
+            handle.remove()
+
+    def _subgroup_size(
+        self, parameters: Sequence[nn.Parameter], state_bytes: int
+    ) -> Callable[[int], int]:
+        """Parameters of a subgroup, given how many there are in all."""
+        size = self._section.subgroup_size
+        if size != "auto":
+            fixed = int(size)
+            return lambda _: fixed
+        moved, memory = state_bytes, self._resources.pinned_bytes
+        if self._section.overlap == "commit":  # new weights wait in the rest
+            moved += sum(local_part(p).nbytes for p in parameters)
+            memory -= sum(tier.capacity for tier in self._resources.waiting_room)
+        each = moved / max(1, sum(local_part(p).numel() for p in parameters))
+        return partial(subgroup_size, each=each, memory=memory)
+
+    def _expect(
+        self,
+        parameters: Sequence[nn.Parameter],
+        state_bytes: int,
+        subgroup_size: Callable[[int], int],
+    ) -> None:
+        """Tell the store that updates during backward need buffers of a subgroup's states in turns.
+
+        Without that they are mapped and zeroed anew again and again, which takes longer than to
+        read into them.
+        """
+        if self._section.overlap != "off":
+            count = max(1, sum(local_part(p).numel() for p in parameters))
+            size = min(count, subgroup_size(count))
+            self._resources.store.idle_may_exceed(state_bytes * size // count)
+
+    def _check_room(self, parameters: Sequence[nn.Parameter], state_bytes: int) -> int:
+        """Bytes of the states that this rank has, once it is sure that the tiers take them."""
+        section = self._section
+        weights_bytes = sum(local_part(p).nbytes for p in parameters)
+        team = self._teams.team_of(parameters)
+        if team is not None and team.shares:
+            state_bytes = -(-state_bytes // team.size)
+            weights_bytes = -(-weights_bytes // team.size)
+        waiting_bytes = max(0, weights_bytes - section.gradient_memory)
+        need = optimizer_need(state_bytes, weights_bytes, section.overlap, waiting_bytes)
+        tiers = self._resources.clients["optimizer"]
+        complaint = shortfall(need, sum(tier.capacity - tier.used_bytes for tier in tiers))
+        if complaint is not None:
+            raise ConfigError(f"attach: {complaint}")
+        return state_bytes

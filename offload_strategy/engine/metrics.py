@@ -1,0 +1,133 @@
+"""The figures of an engine, flat: what moved, how fast, who waited, what is held."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+
+import psutil
+import torch
+
+from offload_strategy.config import OffloadConfig
+from offload_strategy.engine.resources import Resources
+from offload_strategy.telemetry import CLIENTS, Direction, Recorder, get_logger
+from offload_strategy.units import format_size
+
+_SECONDS_PER_DAY = 24 * 3600
+_SECONDS_PER_YEAR = 365.25 * _SECONDS_PER_DAY
+
+logger = get_logger(__name__)
+
+
+class Metrics:
+    """Reads the figures of one engine, from now on.
+
+    Args:
+        config: of the engine.
+        resources: likewise.
+        recorder: likewise.
+    """
+
+    def __init__(self, config: OffloadConfig, resources: Resources, recorder: Recorder) -> None:
+        self._config = config
+        self._resources = resources
+        self._recorder = recorder
+        self._started_at = time.perf_counter()
+        self._told: set[str] = set()
+
+    def read(
+        self,
+        device: torch.device,
+        activations: Mapping[str, float],
+        optimizers: Sequence[Mapping[str, float]],
+    ) -> dict[str, float]:
+        """The figures of this moment; see `OffloadEngine.metrics`.
+
+        Args:
+            device: that computes.
+            activations: figures of their own.
+            optimizers: likewise, of each.
+        """
+        recorder, resources = self._recorder, self._resources
+        _ = resources.store.live_tickets  # takes notice of tickets that were dropped since
+        metrics: dict[str, float] = {}
+        for client in CLIENTS:
+            prefix = f"offload/{client}"
+            for verb in ("written", "read", "forwarded"):
+                metrics[f"{prefix}/{verb}_bytes"] = float(recorder.client_bytes(client, verb))
+            metrics[f"{prefix}/stall_seconds"] = recorder.stall_seconds(client)
+        for name, used_bytes in resources.tier_used_bytes().items():
+            prefix = f"offload/tier/{name}"
+            metrics[f"{prefix}/used_bytes"] = float(used_bytes)
+            metrics[f"{prefix}/read_GBps"] = recorder.bandwidth_GBps(name, Direction.READ)
+            metrics[f"{prefix}/write_GBps"] = recorder.bandwidth_GBps(name, Direction.WRITE)
+            metrics[f"{prefix}/queued_seconds"] = sum(
+                recorder.queue_seconds(name, direction) for direction in Direction
+            )
+        for name, value in activations.items():
+            metrics[f"offload/activations/{name}"] = value
+        for name in ("speculated_steps", "redone_steps"):
+            metrics[f"offload/optimizer/{name}"] = sum((each[name] for each in optimizers), 0.0)
+        usage = resources.pool.usage()
+        metrics["offload/memory/pinned_bytes"] = float(usage.held_bytes)
+        metrics["offload/memory/pinned_peak_bytes"] = float(usage.peak_bytes)
+        metrics["offload/memory/fragmentation"] = usage.fragmentation
+        metrics["offload/host/rss_bytes"] = float(psutil.Process().memory_info().rss)
+        metrics["offload/device/peak_bytes"] = _device_peak_bytes(device)
+        metrics["offload/transfer/busy_seconds"] = recorder.busy_seconds()
+        metrics["offload/transfer/hidden_share"] = recorder.hidden_share()
+        metrics.update(self._endurance())
+        return metrics
+
+    def warn_of_wear(self) -> None:
+        """Say once of each tier that this run has written much of what its drives are rated for."""
+        for tier in self._config.tiers:
+            if tier.endurance_tbw is None or tier.name in self._told:
+                continue
+            written = self._recorder.tier_bytes(tier.name, Direction.WRITE)
+            rated = tier.endurance_tbw * 1e12
+            if written < tier.endurance_share * rated:
+                continue
+            self._told.add(tier.name)
+            elapsed = time.perf_counter() - self._started_at
+            logger.warning(
+                "tier %s: this run has written %s in %.1f h, %.2g of the %.4g TB that its drives "
+                "are rated for (tiers[].endurance_share: %g). At this rate they last %.2g years. "
+                "A dram tier before it, or a smaller activations.budget, writes less.",
+                tier.name,
+                format_size(written),
+                elapsed / 3600,
+                written / rated,
+                tier.endurance_tbw,
+                tier.endurance_share,
+                _years(tier.endurance_tbw, written, elapsed),
+            )
+
+    def _endurance(self) -> dict[str, float]:
+        elapsed = time.perf_counter() - self._started_at
+        written = 0
+        years = math.inf
+        for tier in self._config.tiers:
+            if tier.kind != "ssd":
+                continue
+            tier_written = self._recorder.tier_bytes(tier.name, Direction.WRITE)
+            written += tier_written
+            if tier.endurance_tbw is not None and tier_written and elapsed > 0:
+                years = min(years, _years(tier.endurance_tbw, tier_written, elapsed))
+        return {
+            "offload/endurance/written_bytes": float(written),
+            "offload/endurance/written_bytes_per_day": written / elapsed * _SECONDS_PER_DAY,
+            "offload/endurance/projected_years": years if math.isfinite(years) else math.nan,
+        }
+
+
+def _years(endurance_tbw: float, written: int, seconds: float) -> float:
+    """How long drives last that are written to at this rate."""
+    return endurance_tbw * 1e12 / (written / seconds) / _SECONDS_PER_YEAR
+
+
+def _device_peak_bytes(device: torch.device) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    return 0.0

@@ -1,0 +1,183 @@
+"""The weights of an engine's models: made, loaded, streamed, saved, given back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import torch
+from torch import nn
+
+from offload_strategy.config import ParametersConfig
+from offload_strategy.engine.resources import Resources
+from offload_strategy.errors import ConfigError
+from offload_strategy.host_memory.memory_limits import available_bytes
+from offload_strategy.plan_runtime.space_requirements import weights_shortfall
+from offload_strategy.plan_runtime.weight_schedule import StepPlan, Turn, step_plan
+from offload_strategy.telemetry import get_logger
+from offload_strategy.units import format_size
+from offload_strategy.weights.checkpoint_loading import LoadedWeights, Loader
+from offload_strategy.weights.safetensors_index import read_index
+from offload_strategy.weights.safetensors_saving import named_tensors, save_shards
+from offload_strategy.weights.weight_stream import WeightStream
+
+logger = get_logger(__name__)
+
+#: Weights come back at the end if they take no more than this share of the memory that is free.
+_RESTORED_SHARE = 0.8
+
+
+class ModelWeights:
+    """What an engine does with weights; without ``parameters.enabled`` they stay where they are.
+
+    Args:
+        resources: of the engine.
+        section: of its config.
+        is_block: says of a module, by its name, whether it is a block.
+    """
+
+    def __init__(
+        self,
+        resources: Resources,
+        section: ParametersConfig,
+        is_block: Callable[[str, nn.Module], bool] | None = None,
+    ) -> None:
+        self._resources = resources
+        self._blocks_in_flight = section.blocks_in_flight
+        self.stream: WeightStream | None = None
+        if section.enabled:
+            self.stream = WeightStream(
+                resources.store,
+                resources.clients["parameters"],
+                blocks_in_flight=section.blocks_in_flight,
+                classes=section.blocks,
+                is_block=is_block,
+                min_bytes=section.min_size,
+            )
+
+    # ------------------------------------------------------------------ models
+    def expect(self, model: nn.Module, device: torch.device) -> None:
+        """A model will be attached: there must be room for it, and values in it.
+
+        Args:
+            model: with some parameters on the meta device, maybe.
+            device: where those are to be.
+
+        Raises:
+            ConfigError: the tiers are too small, or something cannot be filled.
+        """
+        if self.stream is not None:
+            self._check_room("attach", self.stream.bytes_to_come(model))
+            self.stream.fill(model, device)
+        elif any(p.is_meta for p in model.parameters()):
+            raise ConfigError(
+                f"attach: parameters of this {type(model).__name__} are on the meta device. Load "
+                f"them first (engine.load_weights(model, directory)), materialise them "
+                f"(model.to_empty(device=...)), or have them streamed (parameters.enabled: true)."
+            )
+
+    def _check_room(self, doing: str, nbytes: int) -> None:
+        tiers = self._resources.clients["parameters"]
+        room = sum(tier.capacity - tier.used_bytes for tier in tiers)
+        complaint = weights_shortfall(nbytes, room)
+        if complaint is not None:
+            raise ConfigError(f"{doing}: {complaint}")
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """See `OffloadEngine.building`."""
+        if self.stream is None:
+            yield
+            return
+        with self.stream.building():
+            yield
+
+    def load(
+        self,
+        model: nn.Module,
+        source: str | os.PathLike[str],
+        device: torch.device,
+        *,
+        adopt: bool,
+        strict: bool,
+    ) -> LoadedWeights:
+        """See `OffloadEngine.load_weights`."""
+        if adopt and self.stream is None:
+            raise ConfigError(
+                "load_weights: adopt=True needs streamed weights. Set parameters.enabled: true."
+            )
+        checkpoint = read_index(source)
+        if self.stream is not None:
+            moving: Iterable[nn.Parameter] = model.parameters()
+            if adopt:
+                moving = (parameter for parameter in moving if parameter.requires_grad)
+            self._check_room("load_weights", self.stream.bytes_to_be_placed(moving))
+        loader = Loader(
+            self._resources.store,
+            self.stream,
+            self._resources.clients.get("parameters", []),
+            device,
+        )
+        with self._resources.files(keep=adopt) as open_file:
+            return loader.load(model, checkpoint, open_file, adopt=adopt, strict=strict)
+
+    def save(
+        self, model: nn.Module, directory: str | os.PathLike[str], shard_bytes: int
+    ) -> list[Path]:
+        """See `OffloadEngine.save_weights`."""
+        read = _as_it_is if self.stream is None else self.stream.read
+        return save_shards(named_tensors(model), Path(directory), shard_bytes, read)
+
+    def plan(self, states_share: float, *, updates: bool) -> StepPlan:
+        """See `OffloadEngine.plan`.
+
+        Args:
+            states_share: bytes of optimizer states for each byte of a weight that is trained.
+            updates: whether updates run during backward.
+        """
+        if self.stream is None:
+            raise ConfigError("plan: no weights are streamed. Set parameters.enabled: true.")
+        turns = []
+        for block, backward in self.stream.turns():
+            states = int(block.trained * states_share)
+            turns.append(Turn(block.name, backward, block.nbytes, block.trained, states))
+        return step_plan(
+            turns, self._blocks_in_flight, learned=self.stream.has_seen_a_step, updates=updates
+        )
+
+    def blocks(self) -> list[int]:
+        """Bytes of each block, in the order in which they compute."""
+        assert self.stream is not None
+        return [block.nbytes for block, backward in self.stream.turns() if not backward]
+
+    def process_bytes(self) -> int:
+        """Host memory that the process has beside buffers, while nothing moves."""
+        self._resources.store.wait_for_writes()
+        self._resources.store.trim()
+        buffers = self._resources.pool.usage().held_bytes
+        return int(psutil.Process().memory_info().rss) - buffers
+
+    # ------------------------------------------------------------------ life
+    def close(self) -> None:
+        """Bring streamed weights back, if they fit."""
+        stream = self.stream
+        if stream is None:
+            return
+        missing, free = stream.nbytes_away(), available_bytes()
+        fits = missing < _RESTORED_SHARE * free
+        if not fits:
+            logger.warning(
+                "close: %s of weights are on tiers and would not fit into the %s of memory that "
+                "are free; they are given up, and the model's parameters are NaN from now on.",
+                format_size(missing),
+                format_size(free),
+            )
+        stream.close(restore=fits)
+
+
+@contextmanager
+def _as_it_is(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield tensor.detach()

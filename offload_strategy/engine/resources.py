@@ -1,0 +1,268 @@
+"""What an engine opens, and must give back: spaces, backends, queues, the pool and the store."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+from offload_strategy.checkpoints import scratch_directories
+from offload_strategy.config import Client, OffloadConfig, TierConfig
+from offload_strategy.errors import ConfigError
+from offload_strategy.host_memory.pool import BufferPool
+from offload_strategy.io.backends.protocol import Backend, create_backend
+from offload_strategy.io.bandwidth.path_rates import KnownPaths
+from offload_strategy.io.queues.checksums import Checksum, create_checksum
+from offload_strategy.io.queues.path_lock import PathLock
+from offload_strategy.io.queues.path_queue import PathQueue
+from offload_strategy.io.regions.capacity import check_capacities
+from offload_strategy.io.regions.directory_check import own_folder
+from offload_strategy.io.regions.external_file import ExternalFile
+from offload_strategy.io.regions.region import Region
+from offload_strategy.store.tensor_store import TensorStore
+from offload_strategy.store.tiers import HostTier, PathTier, Quota, Tier
+from offload_strategy.telemetry import CLIENTS, Recorder
+from offload_strategy.units import MiB, format_size
+
+#: As `io.block_size`, for files that are read where they are.
+_FILE_BLOCK_BYTES = 32 * MiB
+
+
+class _OpenFiles:
+    """Files that are only read, each once, by threads of their own.
+
+    Args:
+        recorder: notes what is read.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._backend: Backend | None = None
+        self._queues: dict[Path, PathQueue] = {}
+
+    def queue(self, file: Path) -> PathQueue:
+        """What reads a file.
+
+        Raises:
+            ConfigError: it cannot be opened.
+        """
+        if file not in self._queues:
+            if self._backend is None:
+                self._backend = create_backend("posix", threads=2, block_size=_FILE_BLOCK_BYTES)
+            place = ExternalFile(file, "checkpoint")
+            self._queues[file] = PathQueue(place, self._backend, self._recorder)
+        return self._queues[file]
+
+    def close(self) -> None:
+        """Close them; nothing may be under way."""
+        for queue in self._queues.values():
+            queue.close()
+        if self._backend is not None:
+            self._backend.close()  # what is under way ends first
+        for queue in self._queues.values():
+            assert isinstance(queue.region, ExternalFile)
+            queue.region.close()
+        self._queues.clear()
+
+
+@dataclass
+class Resources:
+    """What must be given back, in order; holds no reference to the engine."""
+
+    store: TensorStore
+    pool: BufferPool
+    #: Of the pool's memory what dram tiers do not have.
+    pinned_bytes: int
+    host_tiers: dict[str, HostTier] = field(default_factory=dict)
+    queues: dict[str, list[PathQueue]] = field(default_factory=dict)
+    quotas: dict[PathQueue, Quota] = field(default_factory=dict)
+    backends: list[Backend] = field(default_factory=list)
+    regions: list[Region] = field(default_factory=list)
+    turns: list[PathLock] = field(default_factory=list)
+    #: On paths that other machines use too.
+    folders: list[Path] = field(default_factory=list)
+    clients: dict[Client, list[Tier]] = field(default_factory=dict)
+    #: Where new weights wait for `step()`: they are read again within the step.
+    waiting_room: list[Tier] = field(default_factory=list)
+    paths: dict[Client, list[Path]] = field(default_factory=dict)
+    pid: int = field(default_factory=os.getpid)
+    #: What earlier runs, or a probe, found out about the paths, and what this run adds to it.
+    known: KnownPaths = field(default_factory=lambda: KnownPaths(1))
+    #: Files of somebody else's whose bytes are read where they are.
+    _files: list[_OpenFiles] = field(default_factory=list)
+    _recorder: Recorder = field(default_factory=Recorder)
+
+    @classmethod
+    def open(cls, config: OffloadConfig, recorder: Recorder, processes: int = 1) -> Resources:
+        """Open the tiers that an enabled section uses.
+
+        Args:
+            config: of this process: with its part of every capacity.
+            recorder: notes every move.
+            processes: that use the tiers together.
+
+        Raises:
+            ConfigError: a tier cannot be used, or is too small for its capacity.
+        """
+        wanted = {
+            cast("Client", client): config.tiers_for(cast("Client", client))
+            for client in CLIENTS
+            if getattr(config, client).enabled
+        }
+        used = {tier.name for tiers in wanted.values() for tier in tiers}
+        tiers = [tier for tier in config.tiers if tier.name in used]
+        host = sum(tier.capacity or 0 for tier in tiers if tier.kind == "dram")
+        # Tickets of a device that stay in a dram tier lie in buffers, too.
+        pool = BufferPool(config.memory.pinned + host)
+        store = TensorStore(pool, recorder, write_behind=config.memory.pinned)
+        resources = cls(
+            store, pool, config.memory.pinned, known=KnownPaths(processes), _recorder=recorder
+        )
+        check_capacities(
+            [
+                (tier.name, path, tier.capacity if len(tier.paths) == 1 else None)
+                for tier in tiers
+                for path in tier.paths
+            ]
+        )
+        checksum = create_checksum() if config.io.checksum else None
+        try:
+            for tier in tiers:
+                if tier.kind == "dram":
+                    assert tier.capacity is not None
+                    resources.host_tiers[tier.name] = HostTier(tier.name, tier.capacity)
+                else:
+                    resources._open_paths(tier, config, recorder, checksum)
+            for client, names in wanted.items():
+                resources.clients[client] = resources._tiers_of(names)
+                resources.paths[client] = [path for tier in names for path in tier.paths]
+            resources.waiting_room = [HostTier("waiting room", config.memory.pinned // 2)]
+            resources._measure()
+        except BaseException:
+            resources.close()
+            raise
+        return resources
+
+    def scratch_directories(self, client: Client) -> list[Path]:
+        """Where files of a client may lie that have no place in its tiers, best first."""
+        return scratch_directories(self.paths.get(client, []))
+
+    def tier_used_bytes(self) -> dict[str, int]:
+        """Bytes in use by the name of the configured tier."""
+        used = {name: tier.used_bytes for name, tier in self.host_tiers.items()}
+        for region in self.regions:
+            used[region.tier] = used.get(region.tier, 0) + region.used_bytes
+        return used
+
+    @contextmanager
+    def files(self, *, keep: bool) -> Iterator[Callable[[Path], PathQueue]]:
+        """Queues that read files of somebody else's.
+
+        Args:
+            keep: they stay open until `close`; else they are closed behind the context.
+        """
+        files = _OpenFiles(self._recorder)
+        try:
+            yield files.queue
+        except BaseException:
+            files.close()
+            raise
+        if keep:
+            self._files.append(files)
+        else:
+            files.close()
+
+    def close(self) -> None:
+        """Give everything back. Idempotent; does nothing in a forked child."""
+        if os.getpid() != self.pid:
+            return  # threads and files are the parent's
+        self.store.close()
+        for queue in itertools.chain.from_iterable(self.queues.values()):
+            queue.close()
+        for files in self._files:
+            files.close()
+        for backend in self.backends:
+            backend.close()
+        for turns in self.turns:
+            turns.close()
+        for region in self.regions:
+            region.close()
+        for folder in self.folders:
+            with contextlib.suppress(OSError):  # somebody else has put something there
+                folder.rmdir()
+        self.pool.close()
+        self.known.end()
+
+    def _open_paths(
+        self,
+        tier: TierConfig,
+        config: OffloadConfig,
+        recorder: Recorder,
+        checksum: Checksum | None,
+    ) -> None:
+        several = len(tier.paths) > 1
+        queues = self.queues[tier.name] = []
+        for place in tier.paths:
+            path = own_folder(place) if tier.shared else place
+            if tier.shared:
+                self.folders.append(path)
+            region = Region(
+                path,
+                tier.name,
+                None if several else tier.capacity,
+                config.io.direct,
+                overwrite=tier.overwrite,
+            )
+            self.regions.append(region)
+            backend = create_backend(
+                config.io.backend,
+                threads=config.io.threads_to_use(),
+                block_size=config.io.block_size,
+            )
+            self.backends.append(backend)
+            turns = PathLock(region.path)
+            self.turns.append(turns)
+            queue = PathQueue(region, backend, recorder, turns=turns, checksum=checksum)
+            self.known.begin(queue, place)
+            queues.append(queue)
+        if several and tier.capacity is not None:
+            room = sum(
+                queue.region.capacity for queue in queues if isinstance(queue.region, Region)
+            )
+            if room < tier.capacity:
+                raise ConfigError(
+                    f"tier {tier.name!r}: capacity is {format_size(tier.capacity)}, but its paths "
+                    f"have only {format_size(room)} to give. Lower the capacity, free some space, "
+                    f"or add a path."
+                )
+            quota = Quota(tier.capacity)
+            self.quotas.update(dict.fromkeys(queues, quota))
+
+    def _tiers_of(self, tiers: list[TierConfig]) -> list[Tier]:
+        """The tiers of a client: ssd tiers that follow each other work as one."""
+        found: list[Tier] = []
+        for kind, group in itertools.groupby(tiers, key=lambda tier: tier.kind):
+            names = [tier.name for tier in group]
+            if kind == "dram":
+                found.extend(self.host_tiers[name] for name in names)
+            else:
+                queues = [queue for name in names for queue in self.queues[name]]
+                found.append(PathTier("+".join(names), queues, self.quotas))
+        return found
+
+    def _measure(self) -> None:
+        """A short probe of each path that is not known, where work must be dealt to several."""
+        together = {
+            queue
+            for tiers in self.clients.values()
+            for tier in tiers
+            if isinstance(tier, PathTier) and len(tier.queues) > 1
+            for queue in tier.queues
+        }
+        for queue in sorted(together, key=lambda queue: str(queue.path)):
+            self.known.measure(queue)

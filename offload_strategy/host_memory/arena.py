@@ -1,0 +1,193 @@
+"""Large buffers of any size out of one stretch of memory.
+
+[Note: memory that stays]
+Fresh memory is filled with zeros by the kernel, page by page, on the thread that touches it first:
+of a thread that reads from a disk that was more than all else that it does. Buffers that are kept
+by size are fresh whenever another size is wanted and the budget is used up, as is usual: tensors
+have many sizes. So large buffers are ranges of one private mapping. What one gave back, others use,
+whatever their sizes; neighbours that were given back are one range again. Only what is idle and has
+to go is given back to the system, by whole huge pages, as a part of one would not become free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import sys
+from bisect import bisect_left
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload_strategy.host_memory.buffers import map_private
+from offload_strategy.units import PAGE_BYTES, MiB, round_up
+
+#: What memory is taken and given back by: a huge page of most systems.
+BLOCK_BYTES = 2 * MiB
+#: Address space for each byte that may be held: with room to spare, ranges that are lent for long
+#: do not stand in the way of large ones. Addresses cost nothing.
+_ADDRESSES = 2
+#: Of /proc/sys/vm/overcommit_memory: addresses count as memory.
+_STRICT = "2"
+
+
+def can_be_used() -> bool:
+    """Whether this system takes idle memory back at once, and does not count mere addresses."""
+    if sys.platform != "linux" or not hasattr(mmap, "MADV_DONTNEED"):
+        return False
+    with contextlib.suppress(OSError):
+        rule = Path("/proc/sys/vm/overcommit_memory").read_text().strip()
+        return rule != _STRICT
+    return False
+
+
+class Arena:
+    """Lends page-aligned ranges; the caller counts what it may hold, and holds a lock.
+
+    Args:
+        budget: bytes that it will be asked to hold at most.
+
+    Raises:
+        OSError: the system has no addresses left for it.
+    """
+
+    def __init__(self, budget: int) -> None:
+        size = _ADDRESSES * round_up(budget, BLOCK_BYTES)
+        self._memory = map_private(size + BLOCK_BYTES)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._first = -address % BLOCK_BYTES
+        self._pid = os.getpid()
+        # What is not lent, as begins and ends in order of address; no two touch each other.
+        self._begins = [0]
+        self._ends = [size]
+        self._size = size
+        # A byte for each block up to the last that was ever used: whether there is memory behind.
+        self._there = bytearray()
+        self.held_bytes = 0
+
+    def lend(self, nbytes: int, room: int) -> tuple[torch.Tensor, Any, int] | None:
+        """A flat uint8 tensor, the exporter that dies with its storage, and where it begins.
+
+        Memory that is idle is taken first. Where more is needed than `room` bytes, idle memory
+        elsewhere goes back to the system for it.
+
+        Args:
+            nbytes: bytes wanted.
+            room: by how much `held_bytes` may grow.
+
+        Returns:
+            None if that is not to be had.
+        """
+        size = round_up(nbytes, PAGE_BYTES)
+        best = min(self._places(size), default=None)
+        if best is None:
+            return None
+        fresh, begin = best
+        missing = fresh - room
+        if missing > 0:
+            if self._idle_bytes(begin, begin + size) < missing:
+                return None
+            self.give_up(missing, spared=(begin, begin + size))
+        self._take(begin, size)
+        exporter = (ctypes.c_char * nbytes).from_buffer(self._memory, self._first + begin)
+        return torch.frombuffer(exporter, dtype=torch.uint8), exporter, begin
+
+    def take_back(self, begin: int, nbytes: int) -> None:
+        """A range is not lent any more."""
+        end = begin + round_up(nbytes, PAGE_BYTES)
+        after = bisect_left(self._begins, begin)
+        if after < len(self._begins) and self._begins[after] == end:
+            end = self._ends[after]
+            del self._begins[after], self._ends[after]
+        if after > 0 and self._ends[after - 1] == begin:
+            self._ends[after - 1] = end
+        else:
+            self._begins.insert(after, begin)
+            self._ends.insert(after, end)
+
+    def idle_bytes(self) -> int:
+        """Memory that can go back to the system."""
+        return self._idle_bytes(0, 0)
+
+    def give_up(self, nbytes: int, spared: tuple[int, int] = (0, 0)) -> None:
+        """Give idle memory back to the system, so many bytes or a little more if there are.
+
+        The highest addresses go first, so that what is used comes to lie together.
+
+        Args:
+            nbytes: bytes wanted.
+            spared: begin and end of a range that stays.
+        """
+        for first, after in reversed(self._idle_blocks(*spared)):
+            for block in range(after - 1, first - 1, -1):
+                if nbytes <= 0:
+                    return
+                if self._there[block]:
+                    self._give_back(block)
+                    nbytes -= BLOCK_BYTES
+
+    # ------------------------------------------------------------------ ranges
+    def _places(self, size: int) -> list[tuple[int, int]]:
+        """Where a range may begin, each with the bytes of memory that would be fresh."""
+        places = []
+        for begin, end in zip(self._begins, self._ends, strict=True):
+            if end - begin >= size:
+                places.append((self._fresh(begin, size), begin))
+                if end < self._size:
+                    places.append((self._fresh(end - size, size), end - size))
+        return places
+
+    def _fresh(self, begin: int, size: int) -> int:
+        first, last = _touched(begin, size)
+        return (last - first - self._there.count(1, first, last)) * BLOCK_BYTES
+
+    def _take(self, begin: int, size: int) -> None:
+        run = bisect_left(self._ends, begin + size)
+        low, high = self._begins[run], self._ends[run]
+        del self._begins[run], self._ends[run]
+        if begin + size < high:
+            self._begins.insert(run, begin + size)
+            self._ends.insert(run, high)
+        if low < begin:
+            self._begins.insert(run, low)
+            self._ends.insert(run, begin)
+        first, last = _touched(begin, size)
+        self._there.extend(bytes(max(0, last - len(self._there))))
+        self.held_bytes += self._fresh(begin, size)
+        self._there[first:last] = b"\1" * (last - first)
+
+    # ------------------------------------------------------------------ memory
+    def _idle_blocks(self, spared_begin: int, spared_end: int) -> list[tuple[int, int]]:
+        """Blocks of which nothing is lent, as ranges of numbers, but for those of a range."""
+        ranges = []
+        for begin, end in zip(self._begins, self._ends, strict=True):
+            parts = [(begin, end)]
+            if begin <= spared_begin < spared_end <= end:
+                parts = [
+                    (begin, spared_begin // BLOCK_BYTES * BLOCK_BYTES),
+                    (round_up(spared_end, BLOCK_BYTES), end),
+                ]
+            for low, high in parts:
+                first, last = -(-low // BLOCK_BYTES), min(high // BLOCK_BYTES, len(self._there))
+                if first < last:
+                    ranges.append((first, last))
+        return ranges
+
+    def _idle_bytes(self, spared_begin: int, spared_end: int) -> int:
+        blocks = self._idle_blocks(spared_begin, spared_end)
+        return sum(self._there.count(1, first, last) for first, last in blocks) * BLOCK_BYTES
+
+    def _give_back(self, block: int) -> None:
+        self._there[block] = 0
+        self.held_bytes -= BLOCK_BYTES
+        if os.getpid() == self._pid:  # in a forked child, something else may be there
+            start = self._first + block * BLOCK_BYTES
+            self._memory.madvise(mmap.MADV_DONTNEED, start, BLOCK_BYTES)
+
+
+def _touched(begin: int, size: int) -> tuple[int, int]:
+    """The first block that a range has a part of, and the one after the last."""
+    return begin // BLOCK_BYTES, -(-(begin + size) // BLOCK_BYTES)

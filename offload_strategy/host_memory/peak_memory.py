@@ -1,0 +1,70 @@
+"""The peak of memory since it was last asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import torch
+
+from offload_strategy.host_memory.memory_limits import available_bytes
+
+
+class PeakMeter:
+    """Tells what a device, or the process where that is the CPU, had in memory at most.
+
+    The kernel and torch keep one such figure each, which is started anew: what others read from
+    `torch.cuda.max_memory_allocated` or ``VmHWM`` is then that of the last step, too. Where the
+    kernel keeps none that may be started anew (other systems than Linux, some containers), memory
+    is looked at when it is asked for.
+
+    Args:
+        device: that computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._proc = Path("/proc/self")
+        self._starts_over = True
+
+    @property
+    def counts_host_buffers(self) -> bool:
+        """Whether buffers in host memory are of this memory."""
+        return self._device.type == "cpu"
+
+    def start_over(self) -> None:
+        """Forget what was."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return
+        try:
+            (self._proc / "clear_refs").write_text("5")
+        except OSError:  # not allowed: the figure would be that of the process's whole life
+            self._starts_over = False
+
+    def peak_bytes(self) -> int:
+        """At most, since then."""
+        if self._device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self._device))
+        if not self._starts_over:
+            return self.used_bytes()
+        try:
+            for line in (self._proc / "status").read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+        except OSError:
+            pass
+        return self.used_bytes()
+
+    def used_bytes(self) -> int:
+        """At this moment."""
+        if self._device.type == "cuda":
+            return int(torch.cuda.memory_allocated(self._device))
+        return int(psutil.Process().memory_info().rss)
+
+    def total_bytes(self) -> int:
+        """What there is in all, for this process."""
+        if self._device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self._device)
+            return int(free) + int(torch.cuda.memory_reserved(self._device))
+        return available_bytes() + self.used_bytes()

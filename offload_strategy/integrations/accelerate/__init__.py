@@ -1,0 +1,1 @@
+"""The Accelerate plugin, its launcher side, and the Transformers Trainer."""

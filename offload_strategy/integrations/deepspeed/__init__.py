@@ -1,0 +1,1 @@
+"""What Lightning and Accelerate share when DeepSpeed trains."""

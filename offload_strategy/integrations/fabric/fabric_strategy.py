@@ -1,0 +1,381 @@
+"""The Fabric strategy, shared by `lightning.fabric` and the standalone `lightning_fabric`.
+
+The two are separate installs of the same code (see `lightning.py` for the same about the Trainer),
+so the strategy is a mixin here, and `fabric_of_lightning` and `fabric_standalone` beside this file
+derive one class each.
+
+    from lightning.fabric import Fabric
+    from offload_strategy.integrations.fabric.fabric_strategy import SSDOffloadStrategy
+
+    fabric = Fabric(strategy="ssd_offload")                       # $SSD_OFFLOAD_CONFIG, or defaults
+    fabric = Fabric(strategy=SSDOffloadStrategy(config="full"))   # a preset, file or mapping
+    model, optimizer = fabric.setup(model, optimizer)
+    fabric.log_dict(fabric.strategy.offload_engine.metrics())
+
+[Note: the last micro-batch in Fabric]
+The loop is the script's own, and what tells of accumulation is `fabric.no_backward_sync`: it is
+around every micro-batch but the last. Fabric answers for a single device without asking its
+strategy, so the method is wrapped. A script without it gets the same numbers; some work is done
+twice.
+
+[Note: until when in Fabric]
+Fabric has no call for the end of training. The engine lives as long as the strategy does, which
+Fabric, the models and the optimizers that it returned all refer to; `fabric.strategy.teardown()`
+ends it before that.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import importlib
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from offload_strategy.errors import ConfigError
+from offload_strategy.integrations.lightning.lightning_strategy import STRATEGY_NAME
+
+if TYPE_CHECKING:
+    from lightning.fabric.accelerators.accelerator import Accelerator
+    from lightning.fabric.plugins import CheckpointIO, Precision
+    from lightning.fabric.strategies.single_device import (
+        SingleDeviceStrategy as _SingleDeviceStrategy,
+    )
+
+    from offload_strategy.config import ConfigSource, OffloadConfig
+    from offload_strategy.engine.offload_engine import OffloadEngine
+    from offload_strategy.integrations.fabric.for_lightning_fabric import SSDOffloadStrategy
+    from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
+else:
+    # The class that is mixed in with brings the base of its own install.
+    _SingleDeviceStrategy = object
+
+__all__ = ["OffloadFabricMixin", "SSDOffloadStrategy", "install"]
+
+_FAMILIES = {
+    "lightning.fabric": "offload_strategy.integrations.fabric.for_lightning_fabric",
+    "lightning_fabric": "offload_strategy.integrations.fabric.for_standalone_fabric",
+}
+_INSTALLED = "_ssd_offload_installed"
+
+
+class OffloadFabricMixin(_SingleDeviceStrategy):
+    """A single-device strategy of Fabric that trains through an `OffloadEngine`.
+
+    Args:
+        config: What `OffloadConfig.load` reads; None for $SSD_OFFLOAD_CONFIG, else the defaults.
+        accelerator: Passed on to Fabric's strategy, as the two below.
+        checkpoint_io: Reads and writes checkpoints; None for one that streams local files.
+        precision: Handles the precision.
+
+    Raises:
+        ConfigError: If the config is wrong, or if Fabric has more than one device.
+    """
+
+    family: str
+    checkpoint_io_class: type[CheckpointIO]
+
+    def __init__(
+        self,
+        config: ConfigSource = None,
+        *,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+    ) -> None:
+        from offload_strategy.config import OffloadConfig
+
+        super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision=precision)
+        self.config: OffloadConfig = OffloadConfig.load(config)
+        self._devices: list[torch.device] | None = None
+        # Fabric sets this one, and not the property that it looks for.
+        self._num_nodes = 1
+        self._engine: OffloadEngine | None = None
+        self._when_gone: weakref.finalize[..., Any] | None = None
+        self._attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    @property
+    def offload_engine(self) -> OffloadEngine | None:
+        """The engine, from the first model or optimizer that is set up; None before and after."""
+        return self._engine
+
+    # ------------------------------------------------------------------ one device
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The devices that Fabric chose."""
+        return self._devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        if devices is not None and len(devices) > 1:
+            raise ConfigError(
+                f"Fabric(strategy={STRATEGY_NAME!r}) trains on one device, and Fabric chose "
+                f"{len(devices)} ({', '.join(map(str, devices))}): pass Fabric(devices=1)"
+            )
+        self._devices = devices
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of machines: always 1."""
+        return self._num_nodes
+
+    def _configure_launcher(self) -> None:
+        # The last that Fabric asks for when it is made.
+        if self._num_nodes > 1:
+            raise ConfigError(
+                f"Fabric(strategy={STRATEGY_NAME!r}) trains on one device, and Fabric has "
+                f"num_nodes={self._num_nodes}: pass Fabric(devices=1, num_nodes=1)"
+            )
+        super()._configure_launcher()
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device to train on."""
+        return torch.device(self._devices[0]) if self._devices else super().root_device
+
+    # ------------------------------------------------------------------ models that do not fit
+
+    def module_init_context(
+        self, empty_init: bool | None = None
+    ) -> AbstractContextManager[Any, bool | None]:
+        """Make a module; with streamed weights its weights leave while it is made.
+
+        Args:
+            empty_init: Whether it needs no values, because a checkpoint is loaded into it.
+        """
+        if not self.config.parameters.enabled:
+            return super().module_init_context(empty_init=empty_init)
+        return self._streamed_init(bool(empty_init))
+
+    @contextmanager
+    def _streamed_init(self, empty_init: bool) -> Iterator[None]:
+        if empty_init:
+            with torch.device("meta"), self.precision.module_init_context():
+                yield
+        else:
+            with super().module_init_context(), self._opened_engine().building():
+                yield
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Move a model to the device, but for weights that are streamed there anyway."""
+        tensors = [*module.parameters(), *module.buffers()]
+        if self.config.parameters.enabled and all(
+            tensor.is_meta or tensor.device == self.root_device for tensor in tensors
+        ):
+            return  # `Module.to` would bring every weight to memory, and refuse the meta device
+        super().module_to_device(module)
+
+    # ------------------------------------------------------------------ set-up
+
+    def _opened_engine(self) -> OffloadEngine:
+        if self._engine is None or self._engine.closed:
+            from offload_strategy.engine.offload_engine import OffloadEngine
+
+            self._engine = engine = OffloadEngine(self.config)
+            # The model's hooks keep the engine alive, and the model may outlive every Fabric.
+            self._when_gone = weakref.finalize(self, engine.close)
+        return self._engine
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Offload what a model saves for backward; one that was set up before stays as it is."""
+        module = super().setup_module(module)
+        has_parameters = next(module.parameters(), None) is not None
+        if has_parameters and module not in self._attached:
+            self._attach(module)
+            self._attached.add(module)
+        return module
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Return the optimizer that keeps its states in tiers.
+
+        Raises:
+            ConfigError: It cannot be swapped, or its parameters have another optimizer.
+        """
+        from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
+
+        optimizer = super().setup_optimizer(optimizer)
+        if getattr(self.precision, "scaler", None) is not None:
+            self.config.check_gradients_untouched("Fabric(precision=...) with loss scaling")
+        if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
+            return optimizer
+        wrapped = self._attach(optimizer)
+        if isinstance(wrapped, OffloadedOptimizer):
+            wrapped.__class__ = _optimizer_for_fabric()
+        else:
+            # It keeps what it is given, which lies in the checkpoint's file.
+            optimizer.register_load_state_dict_pre_hook(lambda _, state: copy.deepcopy(state))
+        assert isinstance(wrapped, Optimizer)
+        return wrapped
+
+    def _attach(self, trained: nn.Module | Optimizer) -> Any:
+        """Attach a model or an optimizer, and return the optimizer to use.
+
+        A model or its parameters may have been attached for an earlier training, of which nothing
+        is referred to any more but by itself.
+        """
+        engine = self._opened_engine()
+        attach: Callable[[], Any]
+        if isinstance(trained, Optimizer):
+            attach = functools.partial(engine.attach, None, trained)
+        else:
+            attach = functools.partial(engine.attach, trained, device=self.root_device)
+        try:
+            return attach()
+        except ConfigError as error:
+            if "already" not in str(error):
+                raise
+        gc.collect()
+        try:
+            return attach()
+        except ConfigError as error:
+            error.add_note(
+                "In Fabric: drop the optimizer that an earlier setup returned (del optimizer), or "
+                "end the earlier training with fabric.strategy.teardown() of its Fabric."
+            )
+            raise
+
+    # ------------------------------------------------------------------ the loop
+
+    @contextmanager
+    def accumulating(self, enabled: bool) -> Iterator[None]:
+        """A micro-batch that another follows before the optimizer steps.
+
+        Args:
+            enabled: False for the last one. See [Note: the last micro-batch in Fabric].
+        """
+        self._hint(last=not enabled)
+        try:
+            yield
+        finally:
+            self._hint(last=True)
+
+    def _hint(self, *, last: bool) -> None:
+        if self._engine is not None and not self._engine.closed:
+            self._engine.microbatch(0, last=last)
+
+    def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Clip by norm, as Fabric does.
+
+        Raises:
+            ConfigError: With ``optimizer.overlap: eager`` the gradients are gone.
+        """
+        self.config.check_gradients_untouched("fabric.clip_gradients(max_norm=...)")
+        return super().clip_gradients_norm(*args, **kwargs)
+
+    def clip_gradients_value(self, *args: Any, **kwargs: Any) -> None:
+        """Clip by value, as Fabric does.
+
+        Raises:
+            ConfigError: With ``optimizer.overlap: eager`` the gradients are gone.
+        """
+        self.config.check_gradients_untouched("fabric.clip_gradients(clip_val=...)")
+        super().clip_gradients_value(*args, **kwargs)
+
+    # ------------------------------------------------------------------ checkpoints, end
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What reads and writes checkpoints: the user's plugin, else one of ours."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = self.checkpoint_io_class()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    def teardown(self) -> None:
+        """Close the engine: states of the optimizers are gone. See [Note: until when in Fabric]."""
+        self._engine = None
+        self._attached.clear()
+        if self._when_gone is not None:
+            self._when_gone()
+        super().teardown()
+
+    def __repr__(self) -> str:
+        # Fabric, and the Trainer, show this in the error for a strategy that is not of their own.
+        other = next(name for name in _FAMILIES if name != self.family)
+        return (
+            f"<SSDOffloadStrategy for {self.family}; for Fabric of {other} use "
+            f"{_FAMILIES[other]}.SSDOffloadStrategy, for a Trainer offload_strategy."
+            f"SSDOffloadStrategy>"
+        )
+
+
+@functools.cache
+def _optimizer_for_fabric() -> type[OffloadedOptimizer]:
+    """The class of optimizers that Fabric wraps.
+
+    Fabric's wrapper takes over the class of what it is about and has none of its attributes: a
+    method that Fabric does not define runs with the wrapper as `self`. It reads the attributes of
+    the inner one, and would write them on the wrapper.
+    """
+    from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
+
+    class OptimizerForFabric(OffloadedOptimizer):
+        """An `OffloadedOptimizer` whose groups can be extended through Fabric's wrapper."""
+
+        def add_param_group(self, param_group: dict[str, Any]) -> None:
+            """Add a group, as the plain optimizer does."""
+            about = self if "inner" in self.__dict__ else self.optimizer
+            OffloadedOptimizer.add_param_group(about, param_group)
+
+    return OptimizerForFabric
+
+
+def install(fabric: Any, registry: Any, strategy: type[OffloadFabricMixin]) -> None:
+    """Make `Fabric(strategy="ssd_offload")` find a strategy; harmless to repeat.
+
+    Args:
+        fabric: The class `Fabric` of an install.
+        registry: The registry of strategies of that install.
+        strategy: The strategy of that install.
+    """
+    if STRATEGY_NAME not in registry:
+        registry.register(
+            STRATEGY_NAME,
+            strategy,
+            description="Moves activations and optimizer states to host memory and SSDs",
+        )
+    if not getattr(fabric, _INSTALLED, False):
+        fabric.no_backward_sync = _no_backward_sync(fabric.no_backward_sync)
+        setattr(fabric, _INSTALLED, True)
+
+
+def _no_backward_sync(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def no_backward_sync(self: Any, module: Any, enabled: bool = True) -> Any:
+        context = original(self, module, enabled)  # checks the module
+        if isinstance(self.strategy, OffloadFabricMixin):
+            return self.strategy.accumulating(enabled)
+        return context
+
+    return no_backward_sync
+
+
+def __getattr__(name: str) -> Any:
+    """Find `SSDOffloadStrategy` for the Fabric at hand.
+
+    That is the install which is already imported, if only one of them is; else `lightning.fabric`
+    if it is installed, else `lightning_fabric`.
+    """
+    if name != "SSDOffloadStrategy":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    imported = [family for family in _FAMILIES if family in sys.modules]
+    installed = [family for family in _FAMILIES if find_spec(family.partition(".")[0])]
+    if not installed:
+        raise ImportError(
+            "SSDOffloadStrategy needs Fabric: pip install 'offload-strategy[lightning]'"
+        )
+    family = imported[0] if len(imported) == 1 else installed[0]
+    return importlib.import_module(_FAMILIES[family]).SSDOffloadStrategy

@@ -1,0 +1,26 @@
+"""`Fabric(strategy="ssd_offload")` for `lightning.fabric`."""
+
+from __future__ import annotations
+
+from lightning.fabric.fabric import Fabric
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.fabric.strategies.single_device import SingleDeviceStrategy
+
+from offload_strategy.integrations.fabric.fabric_strategy import OffloadFabricMixin, install
+from offload_strategy.integrations.lightning.checkpoint_io import StreamingCheckpointIO
+
+
+class OffloadCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
+    """`StreamingCheckpointIO` for Fabric of `lightning.fabric`."""
+
+
+class SSDOffloadStrategy(OffloadFabricMixin, SingleDeviceStrategy):
+    """`OffloadFabricMixin` for Fabric of `lightning.fabric`."""
+
+    family = "lightning.fabric"
+    checkpoint_io_class = OffloadCheckpointIO
+
+
+# Whoever imports this module first, the hook of the autoload or a script: it registers itself.
+install(Fabric, STRATEGY_REGISTRY, SSDOffloadStrategy)

@@ -1,0 +1,34 @@
+"""`Fabric(strategy="ssd_offload")` for `lightning_fabric`, which comes with `pytorch_lightning`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from offload_strategy.integrations.fabric.fabric_strategy import OffloadFabricMixin, install
+from offload_strategy.integrations.lightning.checkpoint_io import StreamingCheckpointIO
+
+if TYPE_CHECKING:
+    # The same code under another name; the mixin is typed against this one.
+    from lightning.fabric.fabric import Fabric
+    from lightning.fabric.plugins import TorchCheckpointIO
+    from lightning.fabric.strategies import STRATEGY_REGISTRY
+    from lightning.fabric.strategies.single_device import SingleDeviceStrategy
+else:
+    from lightning_fabric.fabric import Fabric
+    from lightning_fabric.plugins import TorchCheckpointIO
+    from lightning_fabric.strategies import STRATEGY_REGISTRY, SingleDeviceStrategy
+
+
+class OffloadCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
+    """`StreamingCheckpointIO` for Fabric of `lightning_fabric`."""
+
+
+class SSDOffloadStrategy(OffloadFabricMixin, SingleDeviceStrategy):
+    """`OffloadFabricMixin` for Fabric of `lightning_fabric`."""
+
+    family = "lightning_fabric"
+    checkpoint_io_class = OffloadCheckpointIO
+
+
+# Whoever imports this module first, the hook of the autoload or a script: it registers itself.
+install(Fabric, STRATEGY_REGISTRY, SSDOffloadStrategy)

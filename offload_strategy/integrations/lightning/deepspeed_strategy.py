@@ -1,0 +1,211 @@
+"""`Trainer(strategy="ssd_offload_deepspeed")`: Lightning's DeepSpeed strategy, our tickets on top.
+
+DeepSpeed keeps ZeRO, the optimizer and the weights. Ours are the activations, the metrics and the
+paths: what tiers say of optimizer states and weights becomes DeepSpeed's own sections
+(`deepspeed_sections`). As in `lightning`, a mixin here, and a class for each install beside it.
+
+    Trainer(strategy="ssd_offload_deepspeed")                 # ZeRO-2, as Lightning's "deepspeed"
+    Trainer(strategy="ssd_offload_deepspeed_stage_3")
+    Trainer(strategy=SSDOffloadDeepSpeedStrategy("full", stage=3, config="deepspeed.json"))
+
+[Note: DeepSpeed on the CPU]
+DeepSpeed trains on the CPU as on any accelerator; it is Lightning's strategy that refuses it. There
+the device of a process needs a number, which DeepSpeed is given as its rank, and which
+`Trainer(accelerator="cpu")` does not give.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from offload_strategy.integrations.deepspeed.config_sections import (
+    derived_sections,
+    for_activations,
+    merge_sections,
+)
+from offload_strategy.integrations.deepspeed.gathered_weights import GatheredWeights, install
+from offload_strategy.integrations.deepspeed.nvme_support import check_nvme
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import DeepSpeedStrategy as _DeepSpeedStrategy
+
+    from offload_strategy.config import ConfigSource, OffloadConfig
+    from offload_strategy.engine.offload_engine import OffloadEngine
+else:
+    # The class that is mixed in with brings the real base.
+    _DeepSpeedStrategy = object
+
+__all__ = ["DEEPSPEED_STRATEGY_NAME", "DeepSpeedOffloadMixin", "register_deepspeed_in"]
+
+DEEPSPEED_STRATEGY_NAME = "ssd_offload_deepspeed"
+
+_AIO_OPTIONS = ("block_size", "queue_depth", "single_submit", "overlap_events", "thread_count")
+
+
+class DeepSpeedOffloadMixin(_DeepSpeedStrategy):
+    """A DeepSpeed strategy whose activations leave through an `OffloadEngine`.
+
+    Args:
+        offload_config: What `OffloadConfig.load` reads; None for $SSD_OFFLOAD_CONFIG, else the
+            defaults. (`config` is DeepSpeed's, as in Lightning's strategy.)
+        deepspeed: The options of Lightning's `DeepSpeedStrategy`.
+
+    Raises:
+        ConfigError: If our config is wrong, or DeepSpeed's contradicts it.
+    """
+
+    strategy_name = DEEPSPEED_STRATEGY_NAME
+
+    def __init__(self, offload_config: ConfigSource = None, **deepspeed: Any) -> None:
+        from offload_strategy.config import OffloadConfig
+
+        self.offload_config: OffloadConfig = OffloadConfig.load(offload_config)
+        self._engine: OffloadEngine | None = None
+        self._weights: GatheredWeights | None = None
+        self._when_gone: weakref.finalize[..., Any] | None = None
+        self._micro_batch = 0
+        super().__init__(**deepspeed)
+        self._given = self._without_defaults(deepspeed)
+        self._derive()
+
+    @property
+    def offload_engine(self) -> OffloadEngine | None:
+        """The engine of the current or the last `fit`; None before the first."""
+        return self._engine
+
+    # ------------------------------------------------------------------ DeepSpeed's sections
+
+    def _without_defaults(self, options: dict[str, Any]) -> dict[str, Any]:
+        """What the user wants of DeepSpeed: its config, but for what Lightning's defaults say."""
+        assert isinstance(self.config, dict)
+        given = copy.deepcopy(self.config)
+        if options.get("config") is not None or self.DEEPSPEED_ENV_VAR in os.environ:
+            return given
+        if not any(name in options for name in _AIO_OPTIONS):
+            given.pop("aio", None)
+        if "sub_group_size" not in options and "zero_optimization" in given:
+            given["zero_optimization"].pop("sub_group_size", None)
+        return given
+
+    def _derive(self, largest_parameter: int | None = None) -> dict[str, Any]:
+        assert isinstance(self.config, dict)
+        sections = derived_sections(
+            self._given, self.offload_config, largest_parameter=largest_parameter
+        )
+        merge_sections(self.config, sections)
+        if "offload_optimizer" in sections.get("zero_optimization", {}):
+            # Else DeepSpeed takes none but its own optimizers of what `configure_optimizers` makes.
+            self.config.setdefault("zero_force_ds_cpu_optimizer", False)
+        return sections
+
+    # ------------------------------------------------------------------ devices
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The devices that the Trainer chose, numbered. See [Note: DeepSpeed on the CPU]."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        self._parallel_devices = devices and [
+            torch.device("cpu", number) if device.type == "cpu" else device
+            for number, device in enumerate(devices)
+        ]
+
+    def setup_environment(self) -> None:
+        """Make the process group, on the CPU as well."""
+        if self.root_device.type != "cpu":
+            super().setup_environment()
+            return
+        assert self.accelerator is not None
+        self.accelerator.setup_device(self.root_device)
+        self.setup_distributed()
+
+    # ------------------------------------------------------------------ fit
+
+    def setup(self, trainer: Trainer) -> None:
+        """Have DeepSpeed take the model, then offload what it saves."""
+        assert self.model is not None
+        sizes = [getattr(p, "ds_numel", p.numel()) for p in self.model.parameters()]
+        check_nvme(self._derive(largest_parameter=max(sizes, default=None)))
+        super().setup(trainer)
+        if trainer.state.fn == "fit":
+            self._open_engine()
+
+    def _open_engine(self) -> None:
+        from offload_strategy.engine.offload_engine import OffloadEngine
+
+        self._close_engine()
+        model = self.model
+        assert model is not None
+        config = for_activations(self.offload_config)
+        self._engine = engine = OffloadEngine(config, processes=self.num_processes)
+        # The model's hooks keep the engine alive, and the model may outlive every Trainer.
+        self._when_gone = weakref.finalize(self, engine.close)
+        self._micro_batch = 0
+        try:
+            engine.attach(model)
+            self._weights = install(engine, model)
+        except BaseException:
+            self._close_engine()
+            raise
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's training step with saved tensors going to the engine."""
+        engine = self._engine
+        if engine is None:
+            return super().training_step(*args, **kwargs)
+        if self.lightning_module is not None and self.lightning_module.automatic_optimization:
+            engine.microbatch(self._micro_batch, last=True)
+            self._micro_batch += 1
+        with engine.forward():
+            return super().training_step(*args, **kwargs)
+
+    def teardown(self) -> None:
+        """Take the hooks off the model; the engine's metrics can be read until the next `fit`."""
+        if self._engine is not None and not self._engine.closed and self.model is not None:
+            self._engine.detach_model(self.model)
+        if self._weights is not None:
+            self._weights.close()
+        super().teardown()
+
+    def _close_engine(self) -> None:
+        self._engine = None
+        if self._weights is not None:
+            self._weights.close()
+            self._weights = None
+        if self._when_gone is not None:
+            self._when_gone()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        return {**state, "_engine": None, "_weights": None, "_when_gone": None}
+
+
+def register_deepspeed_in(registry: Any, strategy: type[DeepSpeedOffloadMixin]) -> None:
+    """Make `Trainer(strategy="ssd_offload_deepspeed")` find a strategy; harmless to repeat.
+
+    Args:
+        registry: The `StrategyRegistry` of a Lightning install.
+        strategy: The strategy of that install.
+    """
+    name, description = (
+        DEEPSPEED_STRATEGY_NAME,
+        "DeepSpeed, with activations on host memory and SSDs",
+    )
+    if name in registry:
+        return
+    registry.register(name, strategy, description=description)
+    for stage in (1, 2, 3):
+        registry.register(
+            f"{name}_stage_{stage}",
+            strategy,
+            description=f"{description}, ZeRO-{stage}",
+            stage=stage,
+        )

@@ -1,0 +1,198 @@
+"""The Lightning strategy for one device, and for several.
+
+[Note: really a single device]
+A `DDPStrategy` with one device still makes a process group and a distributed sampler: another order
+of the data, other weights. So for one device this is a `SingleDeviceStrategy`, and for several a
+`DDPStrategy`. The Trainer decides on devices after it was given the strategy, which is where a
+single-device strategy turns into the other: it sets `parallel_devices` and `num_nodes` on a
+strategy that has them. What it set before, `cluster_environment`, is handed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+
+from offload_strategy.errors import ConfigError
+from offload_strategy.integrations.lightning.lightning_strategy import OffloadStrategyMixin
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+    from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.plugins.precision import Precision
+
+    from offload_strategy.config import ConfigSource
+
+__all__ = ["FSDP_STRATEGY_NAME", "DataParallelMixin", "ShardedMixin", "SingleDeviceMixin"]
+
+FSDP_STRATEGY_NAME = "ssd_offload_fsdp"
+
+
+class SingleDeviceMixin(OffloadStrategyMixin):
+    """A strategy for one device; see [Note: really a single device].
+
+    Args:
+        config: Sections tiers, activations, optimizer, parameters, io and memory with the options
+            that `ssd-offload config schema` explains; or a YAML or JSON file with them, or a preset
+            (activations, optimizer, full). None for $SSD_OFFLOAD_CONFIG, else the defaults.
+        ddp: Options of Lightning's `DDPStrategy`, for a Trainer with several devices.
+        accelerator: Passed on to Lightning's strategy, as the two below.
+        checkpoint_io: Reads and writes checkpoints; None for one that streams local files.
+        precision_plugin: Handles the precision.
+
+    Raises:
+        ConfigError: If the config is wrong.
+    """
+
+    #: The strategy for several devices.
+    parallel_class: type[DataParallelMixin]
+
+    def __init__(
+        self,
+        config: ConfigSource = None,
+        *,
+        ddp: Mapping[str, Any] | None = None,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(
+            config,
+            accelerator=accelerator,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self._ddp = dict(ddp or {})
+        self._devices: list[torch.device] | None = None
+        self.cluster_environment: ClusterEnvironment | None = None
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The devices that the Trainer chose."""
+        return self._devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        self._devices = devices
+        if devices is not None and len(devices) > 1:
+            self._become_parallel()
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of machines."""
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        if num_nodes > 1:
+            self._become_parallel()
+            cast(Any, self).num_nodes = num_nodes
+
+    def _become_parallel(self) -> None:
+        devices, environment = self._devices, self.cluster_environment
+        accelerator, io = self._accelerator, self._checkpoint_io
+        config, options, precision = self.config, self._ddp, self._precision_plugin
+        self.__dict__.clear()
+        # Lightning has this very object already, and asks nothing of it before this.
+        self.__class__ = self.parallel_class  # type: ignore[assignment]
+        parallel = cast("DataParallelMixin", self)
+        try:
+            parallel.__init__(  # type: ignore[misc]
+                config,
+                accelerator=accelerator,
+                checkpoint_io=io,
+                precision_plugin=precision,
+                **{"parallel_devices": devices, "cluster_environment": environment, **options},
+            )
+        except TypeError as error:
+            raise ConfigError(
+                f"strategy {self.strategy_name!r}: ddp={options!r} is not what DDPStrategy takes: "
+                f"{error}"
+            ) from error
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device to train on."""
+        if self._devices:
+            return torch.device(self._devices[0])
+        device: torch.device = cast(Any, super()).root_device
+        return device
+
+
+class _SeveralDevicesMixin(OffloadStrategyMixin):
+    """A strategy with a process for each device."""
+
+    def __init__(self, config: ConfigSource = None, **options: Any) -> None:
+        super().__init__(config, **options)
+        if self.config.parameters.enabled:
+            raise ConfigError(
+                f"strategy {self.strategy_name!r}: parameters.enabled streams the weights of one "
+                f"process, and the Trainer has several. Set parameters.enabled: false, or use "
+                f"strategy='ssd_offload' with Trainer(devices=1, num_nodes=1)"
+            )
+
+    @property
+    def local_processes(self) -> int:
+        """How many processes of the Trainer are on this machine."""
+        return max(1, len(cast(Any, self).parallel_devices or ()))
+
+
+class DataParallelMixin(_SeveralDevicesMixin):
+    """A `DDPStrategy` whose processes share the updates (`optimizer.sharding`).
+
+    Args:
+        config: As of `OffloadStrategyMixin`, which has the others too.
+        options: Of Lightning's `DDPStrategy`.
+
+    Raises:
+        ConfigError: If the config is wrong, or streams weights.
+    """
+
+
+class ShardedMixin(_SeveralDevicesMixin):
+    """A `ModelParallelStrategy` (FSDP2, tensor parallelism) whose local shards are offloaded.
+
+    The module applies `fully_shard` in `configure_model`, with `self.device_mesh`, as for
+    Lightning's own strategy.
+
+    Args:
+        config: As of `OffloadStrategyMixin`.
+        data_parallel_size: Processes over which the model is sharded; "auto" for all that tensor
+            parallelism leaves.
+        tensor_parallel_size: Processes that compute a layer together; "auto" for one.
+        options: The others of Lightning's `ModelParallelStrategy`.
+
+    Raises:
+        ConfigError: If the config is wrong, or streams weights.
+    """
+
+    strategy_name = FSDP_STRATEGY_NAME
+
+    def __init__(
+        self,
+        config: ConfigSource = None,
+        *,
+        data_parallel_size: Literal["auto"] | int = "auto",
+        tensor_parallel_size: Literal["auto"] | int = "auto",
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            config,
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=1 if tensor_parallel_size == "auto" else tensor_parallel_size,
+            **options,
+        )
+
+    def setup_environment(self) -> None:
+        """Start the process group, and lay the devices out."""
+        strategy = cast(Any, self)
+        if strategy._data_parallel_size == "auto":
+            # Lightning's own choice is the number of machines, and tensor parallelism within each.
+            processes = strategy.num_nodes * strategy.num_processes
+            strategy._data_parallel_size = processes // strategy._tensor_parallel_size
+        super().setup_environment()
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing: `load_checkpoint` has loaded the states, each rank its part."""

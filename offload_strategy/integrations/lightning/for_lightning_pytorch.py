@@ -1,0 +1,63 @@
+"""`Trainer(strategy="ssd_offload")` for `lightning.pytorch`."""
+
+from __future__ import annotations
+
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    StrategyRegistry,
+)
+
+from offload_strategy.integrations.lightning.checkpoint_io import StreamingCheckpointIO
+from offload_strategy.integrations.lightning.deepspeed_strategy import (
+    DeepSpeedOffloadMixin,
+    register_deepspeed_in,
+)
+from offload_strategy.integrations.lightning.device_strategies import (
+    DataParallelMixin,
+    ShardedMixin,
+    SingleDeviceMixin,
+)
+from offload_strategy.integrations.lightning.lightning_strategy import register_in
+
+
+class OffloadCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
+    """`StreamingCheckpointIO` for the Trainer of `lightning.pytorch`."""
+
+
+class SSDOffloadDataParallelStrategy(DataParallelMixin, DDPStrategy):
+    """`DataParallelMixin` for the Trainer of `lightning.pytorch`."""
+
+    family = "lightning.pytorch"
+    checkpoint_io_class = OffloadCheckpointIO
+
+
+class SSDOffloadStrategy(SingleDeviceMixin, SingleDeviceStrategy):
+    """Trains with activations and optimizer states on host memory and SSDs, in `lightning.pytorch`.
+
+    `LightningCLI` shows this; what it does is in `SingleDeviceMixin`.
+    """
+
+    family = "lightning.pytorch"
+    checkpoint_io_class = OffloadCheckpointIO
+    parallel_class = SSDOffloadDataParallelStrategy
+
+
+class SSDOffloadFSDPStrategy(ShardedMixin, ModelParallelStrategy):
+    """`ShardedMixin` for the Trainer of `lightning.pytorch`."""
+
+    family = "lightning.pytorch"
+    checkpoint_io_class = OffloadCheckpointIO
+
+
+class SSDOffloadDeepSpeedStrategy(DeepSpeedOffloadMixin, DeepSpeedStrategy):
+    """`DeepSpeedOffloadMixin` for the Trainer of `lightning.pytorch`."""
+
+
+# Whoever imports this module first, the hook of the autoload or a script: it registers itself.
+register_in(StrategyRegistry, SSDOffloadStrategy)
+register_in(StrategyRegistry, SSDOffloadFSDPStrategy)
+register_deepspeed_in(StrategyRegistry, SSDOffloadDeepSpeedStrategy)

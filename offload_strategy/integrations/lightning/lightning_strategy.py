@@ -1,0 +1,375 @@
+"""The Lightning strategy, shared by `lightning.pytorch` and `pytorch_lightning`.
+
+The two are separate installs of the same code: each has its own `Strategy` class, registry and
+Trainer, and a Trainer takes only its own. So the strategy is a mixin here, and `lightning_pytorch`
+and `pytorch_lightning` beside this file derive one class each, at module level so that it can be
+pickled. Neither imports the other install.
+
+    from lightning.pytorch import Trainer
+    from offload_strategy.integrations.lightning.lightning_strategy import SSDOffloadStrategy
+
+    Trainer(strategy="ssd_offload")                       # $SSD_OFFLOAD_CONFIG, or the defaults
+    Trainer(strategy=SSDOffloadStrategy(config="full"))   # a preset, file or mapping
+    Trainer(strategy="ssd_offload", devices=2)            # DistributedDataParallel
+
+What one device and several have in common is here; `lightning_devices` is about the difference.
+
+[Note: the last micro-batch]
+With automatic optimization Lightning runs `training_step` inside `Strategy.optimizer_step` for the
+last micro-batch before an update and outside of it for the others, a partial last group included.
+That is all the strategy needs to tell the engine which backward is the last. With manual
+optimization nothing can be told in advance, and nothing is.
+
+[Note: models that do not fit]
+With streamed weights a module is made in `configure_model`, or within `Trainer.init_module()`: its
+weights leave while it is made (`OffloadEngine.building`). With `init_module(empty_init=True)` it is
+on the meta device, until `fit` has each module fill its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import CheckpointIO
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import Strategy as _Strategy
+
+    from offload_strategy.config import ConfigSource, OffloadConfig
+    from offload_strategy.engine.offload_engine import OffloadEngine
+    from offload_strategy.integrations.lightning.for_lightning_pytorch import (
+        SSDOffloadDeepSpeedStrategy,
+        SSDOffloadFSDPStrategy,
+        SSDOffloadStrategy,
+    )
+else:
+    # The class that is mixed in with brings the real base: see the first note.
+    _Strategy = object
+
+__all__ = [
+    "STRATEGY_NAME",
+    "OffloadStrategyMixin",
+    "SSDOffloadDeepSpeedStrategy",
+    "SSDOffloadFSDPStrategy",
+    "SSDOffloadStrategy",
+    "register_in",
+]
+
+_STRATEGIES = frozenset(name for name in __all__ if name.startswith("SSD"))
+
+STRATEGY_NAME = "ssd_offload"
+
+_FAMILIES = {
+    "lightning.pytorch": "offload_strategy.integrations.lightning.for_lightning_pytorch",
+    "pytorch_lightning": "offload_strategy.integrations.lightning.for_pytorch_lightning",
+}
+
+
+class OffloadStrategyMixin(_Strategy):
+    """A strategy that trains through an `OffloadEngine`.
+
+    Args:
+        config: What `OffloadConfig.load` reads; None for $SSD_OFFLOAD_CONFIG, else the defaults.
+        options: Passed on to Lightning's strategy.
+
+    Raises:
+        ConfigError: If the config is wrong.
+    """
+
+    strategy_name = STRATEGY_NAME
+    family: str
+    checkpoint_io_class: type[CheckpointIO]
+
+    def __init__(
+        self,
+        config: ConfigSource = None,
+        **options: Any,
+    ) -> None:
+        from offload_strategy.config import OffloadConfig
+
+        super().__init__(**options)
+        self.config: OffloadConfig = OffloadConfig.load(config)
+        self._engine: OffloadEngine | None = None
+        self._when_gone: weakref.finalize[..., Any] | None = None
+        self._fitting = False
+        # Whether the engine was made for a model that is being built, and has no optimizer yet.
+        self._is_ahead = False
+        self._in_optimizer_step = False
+        self._micro_batch = 0
+
+    @property
+    def local_processes(self) -> int:
+        """How many processes of the Trainer are on this machine."""
+        return 1
+
+    @property
+    def offload_engine(self) -> OffloadEngine | None:
+        """The engine of the current or the last `fit`; None before the first."""
+        return self._engine
+
+    # ------------------------------------------------------------------ models that do not fit
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Make a module; see [Note: models that do not fit].
+
+        Args:
+            empty_init: Whether it needs no values, because a checkpoint is loaded into it.
+        """
+        if not self.config.parameters.enabled:
+            with super().tensor_init_context(empty_init=empty_init):
+                yield
+        elif empty_init:
+            with torch.device("meta"), self.precision_plugin.tensor_init_context():
+                yield
+        else:
+            with super().tensor_init_context(), self._opened_engine().building():
+                yield
+
+    def model_to_device(self) -> None:
+        """Move the model to the device, but for weights that are streamed there anyway."""
+        assert self.model is not None
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        if self.config.parameters.enabled and all(
+            tensor.is_meta or tensor.device == self.root_device for tensor in tensors
+        ):
+            return  # `Module.to` would bring every weight to memory, and refuse the meta device
+        cast(Any, super()).model_to_device()
+
+    def _opened_engine(self) -> OffloadEngine:
+        """The engine of the fit to come."""
+        from offload_strategy.engine.offload_engine import OffloadEngine
+
+        if self._engine is None or self._engine.closed or not self._is_ahead:
+            self._close_engine()
+            self._engine = engine = OffloadEngine(self.config, processes=self.local_processes)
+            # The model's hooks keep the engine alive, and the model may outlive every Trainer.
+            self._when_gone = weakref.finalize(self, engine.close)
+            self._is_ahead = True
+        return self._engine
+
+    # ------------------------------------------------------------------ fit
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Make the engine and wrap the module's optimizers.
+
+        Lightning calls this for `fit` alone. Learning-rate schedulers keep the module's own
+        optimizer, whose parameter groups the wrapper shows as its own.
+        """
+        if trainer.gradient_clip_val:
+            self.config.check_gradients_untouched("Trainer(gradient_clip_val=...)")
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            self.config.check_gradients_untouched("Trainer(precision=...) with loss scaling")
+        module = self.lightning_module
+        assert module is not None
+        clips = type(module).configure_gradient_clipping
+        if module.automatic_optimization and not clips.__module__.startswith(f"{self.family}."):
+            self.config.check_gradients_untouched("the module's configure_gradient_clipping")
+        earlier = self._earlier_fits()
+        wrapped = [optimizer for fit in earlier for optimizer in fit.optimizers]
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            _take_over_states(optimizer, wrapped)
+        for fit in earlier:
+            if not fit._is_ahead:
+                fit._close_engine()
+
+        engine = self._opened_engine()
+        self._is_ahead = False
+        self._fitting = True
+        self._micro_batch = 0
+        _with_engine.add(self)
+        try:
+            engine.attach(self.model, device=self.root_device)
+            self.optimizers = [_attach(engine, optimizer) for optimizer in self.optimizers]
+        except BaseException:
+            self._close_engine()
+            raise
+
+    def _earlier_fits(self) -> list[OffloadStrategyMixin]:
+        """The finished fits, of any Trainer, whose engine still has states of this model.
+
+        A parameter has one engine at a time. That of a finished fit waits for `save_checkpoint`,
+        but not any longer than until the next `fit` wants the parameters.
+        """
+        assert self.lightning_module is not None
+        wanted = {id(parameter) for parameter in self.lightning_module.parameters()}
+        return [
+            fit
+            for fit in list(_with_engine)
+            if fit is self or (not fit._fitting and not wanted.isdisjoint(fit._parameter_ids()))
+        ]
+
+    def _parameter_ids(self) -> set[int]:
+        return {
+            id(parameter)
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's training step with saved tensors going to the engine."""
+        engine = self._engine
+        if engine is None:
+            return super().training_step(*args, **kwargs)
+        module = self.lightning_module
+        if module is not None and module.automatic_optimization:
+            # See [Note: the last micro-batch].
+            engine.microbatch(self._micro_batch, last=self._in_optimizer_step)
+            self._micro_batch = 0 if self._in_optimizer_step else self._micro_batch + 1
+        with engine.forward():
+            return super().training_step(*args, **kwargs)
+
+    def optimizer_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Any],
+        model: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the closure, which contains the last micro-batch, and the update."""
+        self._in_optimizer_step = True
+        try:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        finally:
+            self._in_optimizer_step = False
+
+    # ------------------------------------------------------------------ checkpoints, end
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What reads and writes checkpoints: the user's plugin, else one of ours."""
+        given: Any = self._checkpoint_io
+        if given is None:
+            self._checkpoint_io = self.checkpoint_io_class()
+        elif getattr(given, "checkpoint_io", given) is None:
+            # One that is about another, such as AsyncCheckpointIO, and would be given Lightning's.
+            given.checkpoint_io = self.checkpoint_io_class()
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the states of the optimizers, each into its tiers.
+
+        Lightning's own method moves what it loaded to the device, and with it every state.
+        """
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            # A plain optimizer keeps what it is given, which lies in the checkpoint's file.
+            kept = state if _is_offloaded(optimizer) else copy.deepcopy(state)
+            optimizer.load_state_dict(kept)
+
+    def teardown(self) -> None:
+        """Take the hooks off the model; the optimizer states stay reachable for `save_checkpoint`.
+
+        The engine is closed by the next `fit` of the model, when the strategy is garbage, or at
+        exit.
+        """
+        self._fitting = False
+        if self._engine is not None and not self._engine.closed and self.model is not None:
+            self._engine.detach_model(self.model)
+            # Whoever trains the model next, no step of ours follows: do not update ahead of one.
+            self._engine.microbatch(0, last=False)
+        # Lightning moves the states of these to the CPU; of ours it would load every one.
+        optimizers = self.optimizers
+        self.optimizers = [each for each in optimizers if not _is_offloaded(each)]
+        try:
+            super().teardown()
+        finally:
+            self.optimizers = optimizers
+
+    def _close_engine(self) -> None:
+        self._engine = None
+        self._is_ahead = False
+        _with_engine.discard(self)
+        if self._when_gone is not None:
+            self._when_gone()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has no engine, and optimizers of an engine are of no use without it.
+        state = {**super().__getstate__(), "_engine": None, "_when_gone": None, "_fitting": False}
+        state["_is_ahead"] = False
+        return {**state, "_optimizers": [], "lr_scheduler_configs": []}
+
+    def __repr__(self) -> str:
+        # Lightning shows this in the error for a strategy that is not one of its own.
+        other = next(name for name in _FAMILIES if name != self.family)
+        return (
+            f"<SSDOffloadStrategy for {self.family}; for the Trainer of {other} use "
+            f"{_FAMILIES[other]}.SSDOffloadStrategy>"
+        )
+
+
+_with_engine: weakref.WeakSet[OffloadStrategyMixin] = weakref.WeakSet()
+"""The strategies whose engine is open."""
+
+
+def _attach(engine: OffloadEngine, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Attach an optimizer, if it has anything to train."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(p.requires_grad for p in params):
+        return optimizer  # What Lightning puts where configure_optimizers returned None.
+    wrapped: Any = engine.attach(None, optimizer)
+    if _is_offloaded(wrapped):
+        # Where LearningRateMonitor looks for the optimizer that a wrapper is about.
+        wrapped.optimizer = optimizer
+    assert isinstance(wrapped, torch.optim.Optimizer)
+    return wrapped
+
+
+def _is_offloaded(optimizer: torch.optim.Optimizer) -> bool:
+    from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
+
+    return isinstance(optimizer, OffloadedOptimizer)
+
+
+def _take_over_states(
+    optimizer: torch.optim.Optimizer, wrapped: list[torch.optim.Optimizer]
+) -> None:
+    """Give an optimizer its states back, for a module that hands out the same one in every fit."""
+    for earlier in wrapped:
+        if getattr(earlier, "inner", None) is optimizer:
+            optimizer.load_state_dict(earlier.state_dict())
+
+
+def register_in(registry: Any, strategy: type[OffloadStrategyMixin]) -> None:
+    """Make `Trainer(strategy="ssd_offload")` find a strategy; harmless to repeat.
+
+    Args:
+        registry: The `StrategyRegistry` of a Lightning install.
+        strategy: The strategy of that install.
+    """
+    if strategy.strategy_name not in registry:
+        registry.register(
+            strategy.strategy_name,
+            strategy,
+            description="Moves activations and optimizer states to host memory and SSDs",
+        )
+
+
+def __getattr__(name: str) -> Any:
+    """Find a strategy for the Lightning at hand.
+
+    That is the install which is already imported, if only one of them is; else `lightning.pytorch`
+    if it is installed, else `pytorch_lightning`.
+    """
+    if name not in _STRATEGIES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    imported = [family for family in _FAMILIES if family in sys.modules]
+    installed = [family for family in _FAMILIES if find_spec(family.partition(".")[0])]
+    if not installed:
+        raise ImportError(f"{name} needs Lightning: pip install 'offload-strategy[lightning]'")
+    family = imported[0] if len(imported) == 1 else installed[0]
+    return getattr(importlib.import_module(_FAMILIES[family]), name)

@@ -1,0 +1,1 @@
+"""Paths with bytes per second: spaces that own files, backends that move bytes."""

@@ -1,0 +1,1 @@
+"""Backends: each moves blocks between a file and memory in its own way."""

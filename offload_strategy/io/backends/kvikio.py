@@ -1,0 +1,161 @@
+"""The kvikio backend: GPUDirect Storage, between a file and device memory without a host copy.
+
+Host memory goes the same way as in the posix backend: cuFile has no faster one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat
+import threading
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from offload_strategy.errors import ConfigError
+from offload_strategy.io.backends.posix import PosixBackend
+from offload_strategy.io.backends.protocol import BlockRequest
+from offload_strategy.telemetry import get_logger
+
+try:
+    from fcntl import F_GETFL, fcntl
+except ImportError:  # `why_not` says that there is no kvikio there
+    fcntl = None  # type: ignore[assignment]
+
+logger = get_logger(__name__)
+
+_MEMORY_TYPE_ATTRIBUTE = 2  # cuda.h: CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+_DEVICE_MEMORY = 2  # cuda.h: CU_MEMORYTYPE_DEVICE
+
+
+def why_not() -> str | None:
+    """Why this backend cannot run here, or None if it can."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "it needs an NVIDIA GPU that torch can use (torch.cuda.is_available() is False)"
+    if find_spec("kvikio") is None:
+        return "the package kvikio is not installed: pip install 'offload-strategy[kvikio]'"
+    try:
+        _cufile()
+    except Exception as error:  # a library that does not load, a driver that does not answer
+        return f"kvikio does not work here: {error}"
+    return None
+
+
+def is_direct() -> bool:
+    """Whether cuFile reaches the disk by itself, not through kvikio's compatibility mode."""
+    if why_not() is not None:
+        return False
+    try:
+        if _cufile().defaults.is_compat_mode_preferred():
+            return False
+        return bool(import_module("kvikio.cufile_driver").get("is_gds_available"))
+    except Exception as error:  # cuFile raises errors of many kinds where its driver is missing
+        logger.debug("cuFile does not answer: %r", error)
+        return False
+
+
+class KvikioBackend(PosixBackend):
+    """cuFile for device memory, `os.preadv` and `os.pwritev` for host memory.
+
+    Raises:
+        ConfigError: there is no GPU, or kvikio is missing or does not work.
+    """
+
+    most_neighbours = 1  # cuFile takes one piece of memory
+
+    def __init__(self, *, threads: int, block_size: int) -> None:
+        reason = why_not()
+        if reason is not None:
+            raise ConfigError(f"io.backend: kvikio cannot run here: {reason}. Use 'auto'.")
+        super().__init__(threads=threads, block_size=block_size)
+        kvikio = _cufile()
+        self.device_memory = not kvikio.defaults.is_compat_mode_preferred()
+        # kvikio moves the bytes on threads of its own, one for the whole process by default, and
+        # starts them again when their number changes.
+        if kvikio.defaults.get("num_threads") < 2 * threads:
+            kvikio.defaults.set("num_threads", 2 * threads)
+        # Below its threshold kvikio copies through the page cache, where a write that fails later
+        # is an error of nobody's.
+        kvikio.defaults.set("gds_threshold", 0)
+        self._open = kvikio.CuFile
+        self._files: dict[tuple[int, int, int], Any] = {}
+        self._lock = threading.Lock()
+
+    def move(self, request: BlockRequest) -> None:
+        """Move a request's bytes on the calling thread."""
+        if not _is_device_memory(request.address):
+            super().move(request)
+            return
+        file = self._file(request.fd)
+        transfer = file.pwrite if request.write else file.pread
+        memory = _DeviceMemory(request.address, request.nbytes)
+        try:
+            future = transfer(memory, request.nbytes, request.offset, task_size=self.block_size)
+            done = future.get()
+        except RuntimeError as error:  # what becomes of cuFile's own errors
+            raise OSError(errno.EIO, f"cuFile: {error}") from error
+        if done < request.nbytes:
+            verb = "wrote" if request.write else "read"
+            raise OSError(
+                errno.EIO,
+                f"cuFile {verb} {done} of {request.nbytes} bytes at offset {request.offset}",
+            )
+
+    def close(self) -> None:
+        """Finish what was submitted, end the threads, and let go of the files."""
+        super().close()
+        with self._lock:
+            files, self._files = list(self._files.values()), {}
+        for file in files:
+            file.close()
+
+    def _file(self, fd: int) -> Any:
+        """The file behind a descriptor, registered with cuFile once."""
+        status = os.fstat(fd)
+        # The number of a descriptor is used again when it was closed; the file's is not, yet.
+        device = status.st_rdev if stat.S_ISBLK(status.st_mode) else status.st_dev
+        key = (fd, device, status.st_ino)
+        with self._lock:
+            file = self._files.get(key)
+            if file is None:
+                writable = fcntl(fd, F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+                # The files of spaces have no name; this is their path all the same.
+                file = self._open(f"/proc/self/fd/{fd}", "r+" if writable else "r")
+                self._files[key] = file
+            return file
+
+
+class _DeviceMemory:
+    """Device memory in the form in which libraries hand it to each other."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def _is_device_memory(address: int) -> bool:
+    """Ask CUDA whose an address is; it does not know pageable host memory at all."""
+    kind = ctypes.c_uint()
+    error = _libcuda().cuPointerGetAttribute(
+        ctypes.byref(kind), ctypes.c_int(_MEMORY_TYPE_ATTRIBUTE), ctypes.c_uint64(address)
+    )
+    return error == 0 and kind.value == _DEVICE_MEMORY
+
+
+def _libcuda() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _cufile() -> Any:
+    """The package kvikio, with its settings imported."""
+    import_module("kvikio.defaults")
+    return import_module("kvikio")

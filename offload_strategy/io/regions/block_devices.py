@@ -1,0 +1,184 @@
+"""A raw block device as the path of a tier: opened for us alone, and only if nothing is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import stat
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from offload_strategy.errors import ConfigError
+from offload_strategy.io.regions.disk_signatures import HEAD_BYTES, TAIL_BYTES, recognise
+from offload_strategy.telemetry import get_logger
+from offload_strategy.units import PAGE_BYTES, format_size
+
+logger = get_logger(__name__)
+
+_BLKDISCARD = 0x1277  # linux/fs.h
+_BLKSSZGET = 0x1268
+_BLKROGET = 0x125E
+
+_READ_ONLY = (
+    "the device {path} is read-only. Make it writable (`blockdev --setrw {path}`), or name another."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenDevice:
+    """A block device that is ours until it is closed.
+
+    Args:
+        path: the device, with symbolic links resolved.
+        fd: opened exclusively for reading and writing.
+        direct: whether the page cache is bypassed.
+        begin: first byte that may be written; what lies before is left as it is.
+        capacity: bytes from there to the end, in whole pages.
+    """
+
+    path: Path
+    fd: int
+    direct: bool
+    begin: int
+    capacity: int
+
+    def discard(self, nbytes: int) -> None:
+        """Tell the device that the first `nbytes` are no longer needed, where it can be told."""
+        from fcntl import ioctl
+
+        if nbytes:
+            with contextlib.suppress(OSError):
+                ioctl(self.fd, _BLKDISCARD, struct.pack("=QQ", self.begin, nbytes))
+
+
+def is_block_device(path: Path) -> bool:
+    """Whether a path names a block device, directly or by a symbolic link."""
+    try:
+        return stat.S_ISBLK(path.stat().st_mode)
+    except OSError:
+        return False
+
+
+def open_device(
+    path: Path, tier: str, *, overwrite: bool, direct: bool | Literal["auto"]
+) -> OpenDevice:
+    """Open a block device for us alone, and make sure that nobody's data is on it.
+
+    Args:
+        path: as the config names it; links such as those in /dev/disk/by-id are followed first.
+        tier: the tier's name, for messages.
+        overwrite: take it although it carries something.
+        direct: False to go through the page cache.
+
+    Raises:
+        ConfigError: it is in use, read-only, not permitted, too small, or carries data.
+    """
+    where = f"tier {tier!r} (tiers[].path)"
+    resolved = path.resolve()
+    flags = os.O_RDWR | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    flags |= os.O_DIRECT if direct is not False else 0
+    try:
+        fd = os.open(resolved, flags)
+    except OSError as error:
+        raise ConfigError(f"{where}: {_why_not(resolved, error)}") from error
+    try:
+        if not stat.S_ISBLK(os.fstat(fd).st_mode):
+            raise ConfigError(f"{where}: {resolved} was a block device and is none any more.")
+        if _ask(fd, _BLKROGET):  # some are opened for writing all the same
+            raise ConfigError(f"{where}: {_READ_ONLY.format(path=resolved)}")
+        size = os.lseek(fd, 0, os.SEEK_END)
+        capacity = (size - HEAD_BYTES) // PAGE_BYTES * PAGE_BYTES
+        if capacity < PAGE_BYTES:
+            raise ConfigError(
+                f"{where}: the device {resolved} has {format_size(size)}, of which the first "
+                f"{format_size(HEAD_BYTES)} are not used: nothing is left. Name a larger one."
+            )
+        sector = _ask(fd, _BLKSSZGET)
+        if sector > PAGE_BYTES:
+            raise ConfigError(
+                f"{where}: the device {resolved} has sectors of {sector} bytes; at most "
+                f"{PAGE_BYTES} are supported. Put a file system on it and name a directory there."
+            )
+        found = _look(fd, size, resolved, where)
+        if found is not None and not overwrite:
+            raise ConfigError(
+                f"{where}: the device {resolved} ({format_size(size)}) carries {found}. Everything "
+                f"on it would be lost. Name another device, or, if nobody needs what is there, set "
+                f"overwrite: true for this tier or run `wipefs --all {resolved}`."
+            )
+        if found is not None:
+            logger.warning(
+                "tier %r: %s carries %s, which is being overwritten", tier, resolved, found
+            )
+    except BaseException:
+        os.close(fd)
+        raise
+    return OpenDevice(resolved, fd, direct is not False, HEAD_BYTES, capacity)
+
+
+def _look(fd: int, size: int, path: Path, where: str) -> str | None:
+    """What the device carries, from its first and last megabyte."""
+    tail_at = max(0, (size - TAIL_BYTES) // PAGE_BYTES * PAGE_BYTES)
+    try:
+        return recognise(_read(fd, 0, HEAD_BYTES), _read(fd, tail_at, size - tail_at), size)
+    except OSError as error:
+        raise ConfigError(
+            f"{where}: the device {path} cannot be read: {error.strerror}. Check the cable and the "
+            f"kernel's log (dmesg), or name another."
+        ) from error
+
+
+def _read(fd: int, offset: int, nbytes: int) -> bytes:
+    # A page-aligned buffer: the device may have been opened for direct I/O.
+    with mmap.mmap(-1, nbytes) as buffer:
+        done = 0
+        while done < nbytes:
+            with memoryview(buffer) as view, view[done:] as rest:
+                count = os.preadv(fd, [rest], offset + done)
+            if count == 0:
+                break
+            done += count
+        return buffer[:done]
+
+
+def _ask(fd: int, question: int) -> int:
+    """The device's answer to an ioctl that gives an int; 0 if it does not know."""
+    from fcntl import ioctl
+
+    try:
+        (answer,) = struct.unpack("=i", ioctl(fd, question, bytes(4)))
+    except OSError:
+        return 0
+    return int(answer)
+
+
+def _why_not(path: Path, error: OSError) -> str:
+    """Say why a device could not be opened, and what to do."""
+    if error.errno == errno.EBUSY:
+        return (
+            f"the device {path} is in use: it, or a partition of it, is mounted, is swap space, "
+            f"belongs to a RAID or volume group, or another process has it. Unmount or release it, "
+            f"or name another. Several processes on one machine need a device each: use "
+            f"$LOCAL_RANK in the path."
+        )
+    if error.errno == errno.EROFS:
+        return _READ_ONLY.format(path=path)
+    if error.errno in (errno.EACCES, errno.EPERM):
+        group = _group_of(path)
+        return (
+            f"this user may not open the device {path}: {error.strerror}. Add the user to the "
+            f"device's group ({group}) with `usermod -aG {group} USER` and log in again, or name a "
+            f"directory on a file system."
+        )
+    return f"the device {path} cannot be opened: {error.strerror}. Name another."
+
+
+def _group_of(path: Path) -> str:
+    try:
+        return path.group()
+    except (KeyError, OSError, NotImplementedError):
+        return "disk"

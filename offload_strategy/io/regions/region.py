@@ -1,0 +1,247 @@
+"""One region per path, and the extents handed out of it.
+
+The region is an unlinked, owner-only, preallocated file, or a raw block device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Literal
+
+from offload_strategy.errors import ConfigError, StorageError, TierFullError
+from offload_strategy.io.regions.block_devices import OpenDevice, is_block_device, open_device
+from offload_strategy.io.regions.directory_check import inspect_directory
+from offload_strategy.io.regions.extents import Extent, ExtentAllocator
+from offload_strategy.io.regions.unnamed_files import create_unnamed, grow, takes_direct_io
+from offload_strategy.telemetry import get_logger
+from offload_strategy.units import PAGE_BYTES, GiB, MiB, format_size, round_up
+
+logger = get_logger(__name__)
+
+#: The file grows in steps of this size: few metadata operations, large contiguous ranges.
+GROWTH_BYTES = 1 * GiB
+#: Left to others on the file system when no capacity is configured, and never taken by growth.
+RESERVE_BYTES = 64 * MiB
+
+
+class Region:
+    """The region of one ssd tier: a file without a name, so nothing outlives the process.
+
+    The file is opened with ``O_TMPFILE`` where the file system offers it; elsewhere it is created
+    exclusively, mode 0600, and unlinked at once. Either way `kill -9` leaves nothing behind. A
+    block device is opened exclusively, its first megabyte is never written, and what was used is
+    discarded at the end; after `kill -9` the bytes stay on it until they are overwritten.
+
+    Args:
+        path: the directory where the file lives, or a block device.
+        tier: the tier's name, for messages.
+        capacity: bytes at most, or None for what the file system has free or the device has.
+        direct: True, False, or ``"auto"`` (direct I/O where the file system takes it).
+        overwrite: take a block device although it carries a file system or other data.
+
+    Raises:
+        ConfigError: the path is unusable, has too little room for `capacity`, or refuses direct
+            I/O although `direct` is True.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tier: str,
+        capacity: int | None = None,
+        direct: bool | Literal["auto"] = "auto",
+        *,
+        overwrite: bool = False,
+    ) -> None:
+        self.tier = tier
+        self.path: Path
+        self.fd: int
+        self.direct: bool
+        self.capacity: int
+        #: Why the file system itself gave no more, when it last was asked and did not.
+        self.shortage: str | None = None
+        self._device: OpenDevice | None = None
+        self._begin = 0  # what lies before is not ours
+        self._used_end = 0
+        if is_block_device(path):
+            self._open_device(path, capacity, direct, overwrite=overwrite)
+        else:
+            if overwrite:
+                raise ConfigError(
+                    f"tier {tier!r}: overwrite: true is for block devices, and {str(path)!r} is "
+                    f"none. Leave it out: files in a directory never replace others."
+                )
+            self._open_file(path, capacity, direct)
+        self._extents = ExtentAllocator(self.capacity)
+        self._reserved = 0
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+
+    # ------------------------------------------------------------------ extents
+    def allocate(self, nbytes: int) -> Extent | None:
+        """Hand out an extent for `nbytes`; None when the capacity or the disk is used up."""
+        with self._lock:
+            if self.fd < 0:
+                raise StorageError(f"tier {self.tier!r}: the space at {self.path} is closed")
+            self.shortage = None
+            extent = self._extents.allocate(nbytes)
+            if extent is None:
+                return None
+            end = extent.offset + extent.nbytes
+            try:
+                if self._device is None:
+                    self._reserve(end)
+            except BaseException as error:
+                self._extents.free(extent)
+                if isinstance(error, TierFullError):
+                    self.shortage = str(error)
+                    return None
+                raise
+            self._used_end = max(self._used_end, end)
+            return Extent(self._begin + extent.offset, extent.nbytes)
+
+    def free(self, extent: Extent) -> None:
+        """Take an extent back."""
+        with self._lock:
+            self._extents.free(Extent(extent.offset - self._begin, extent.nbytes))
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in extents that are handed out."""
+        return self._extents.used_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that could still be handed out (fragmentation aside)."""
+        return self._extents.capacity - self._extents.used_bytes
+
+    def close(self) -> None:
+        """Close the file; its space returns to the file system or the device. Idempotent."""
+        with self._lock:
+            fd, self.fd = self.fd, -1
+        if fd < 0:
+            return
+        try:
+            # Not in a forked child, which closes its copy while its parent uses the device.
+            if self._device is not None and os.getpid() == self._pid:
+                self._device.discard(self._used_end)
+        finally:
+            os.close(fd)
+
+    # ------------------------------------------------------------------ the region
+    def _open_device(
+        self,
+        path: Path,
+        capacity: int | None,
+        direct: bool | Literal["auto"],
+        *,
+        overwrite: bool,
+    ) -> None:
+        device = open_device(path, self.tier, overwrite=overwrite, direct=direct)
+        if capacity is not None and capacity > device.capacity:
+            os.close(device.fd)
+            raise ConfigError(
+                f"tier {self.tier!r}: capacity is {format_size(capacity)}, but the device "
+                f"{device.path} has only {format_size(device.capacity)} to give. Lower the "
+                f"capacity, or name another device."
+            )
+        self._device = device
+        self.path, self.fd, self.direct = device.path, device.fd, device.direct
+        self.capacity = device.capacity if capacity is None else capacity
+        self._begin = device.begin
+
+    def _open_file(
+        self, directory: Path, capacity: int | None, direct: bool | Literal["auto"]
+    ) -> None:
+        report = inspect_directory(directory, self.tier)
+        tier = self.tier
+        self.path = report.path
+        usable = max(0, report.free_bytes - RESERVE_BYTES)
+        if capacity is not None and capacity > usable:
+            raise ConfigError(
+                f"tier {tier!r}: capacity is {format_size(capacity)}, but {self.path} has only "
+                f"{format_size(usable)} to give ({format_size(report.free_bytes)} free, less "
+                f"{format_size(RESERVE_BYTES)} kept back). Lower the capacity, free some space, or "
+                f"name another directory."
+            )
+        if usable < PAGE_BYTES:
+            raise ConfigError(
+                f"tier {tier!r}: {self.path} has too little free space "
+                f"({format_size(report.free_bytes)}): {format_size(RESERVE_BYTES)} are kept back "
+                f"for others. Free some, or name another directory."
+            )
+        if report.in_memory:
+            logger.warning(
+                "tier %r: %s is a file system in main memory: what is written there still fills "
+                "the host's memory. Name a directory on a disk.",
+                tier,
+                self.path,
+            )
+        self.capacity = usable if capacity is None else capacity
+        self.fd, self.direct = self._open(direct)
+
+    def _open(self, direct: bool | Literal["auto"]) -> tuple[int, bool]:
+        direct_flag = getattr(os, "O_DIRECT", 0)
+        if direct is not False and direct_flag:
+            with contextlib.suppress(OSError):
+                fd = create_unnamed(self.path, direct_flag)
+                try:
+                    if takes_direct_io(fd):
+                        return fd, True
+                except OSError as error:
+                    os.close(fd)
+                    raise ConfigError(
+                        f"tier {self.tier!r}: {self.path} cannot be written and read: "
+                        f"{error.strerror}. Check the disk and the system's log, or name another "
+                        f"directory."
+                    ) from error
+                os.close(fd)
+        if direct is True:
+            raise ConfigError(
+                f"tier {self.tier!r}: {self.path} refuses direct I/O (io.direct: true). Use "
+                f"io.direct: auto for buffered I/O there, or a directory on a local disk."
+            )
+        if direct == "auto":
+            logger.warning(
+                "tier %r: %s does not take direct I/O; using buffered I/O, which also fills the "
+                "page cache.",
+                self.tier,
+                self.path,
+            )
+        try:
+            return create_unnamed(self.path), False
+        except OSError as error:
+            raise ConfigError(
+                f"tier {self.tier!r}: cannot create a file in {self.path}: {error.strerror}. "
+                f"Check the mount and the permissions, or name another directory."
+            ) from error
+
+    def _reserve(self, end: int) -> None:
+        """Make sure that the file reaches to `end`, in large steps, within what is free."""
+        if end <= self._reserved:
+            return
+        stats = os.fstatvfs(self.fd)
+        free = max(0, stats.f_bavail * stats.f_frsize - RESERVE_BYTES)
+        missing = end - self._reserved
+        if missing > free:
+            raise TierFullError(
+                f"{self.path} has {format_size(free)} left to give ({format_size(RESERVE_BYTES)} "
+                f"are kept back), {format_size(missing)} more are needed"
+            )
+        step = min(round_up(missing, GROWTH_BYTES), free // PAGE_BYTES * PAGE_BYTES)
+        target = max(end, min(self._reserved + step, round_up(self.capacity, PAGE_BYTES)))
+        try:
+            grow(self.fd, self._reserved, target)
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise TierFullError(f"{self.path} is full") from error
+            raise StorageError(
+                f"tier {self.tier!r}: cannot grow the file in {self.path} to "
+                f"{format_size(target)}: {error.strerror}. Check the disk and the system's log; "
+                f"training cannot go on with this path."
+            ) from error
+        self._reserved = target

@@ -1,0 +1,178 @@
+"""When the gradients of a data-parallel backward pass are final.
+
+[Note: final gradients]
+A parameter's own hook sees the gradient of this rank alone. `DistributedDataParallel` gathers them
+in buckets, reduces each as soon as it is full, and puts the results into `p.grad` in a callback at
+the end of the pass. So there are two times at which gradients are final:
+
+- When a bucket is reduced, which a communication hook of ours learns, they are in the bucket. The
+  hook does what DDP does without one, to the last bit. Where hooks cannot be, because there is one
+  already or because it is not known before the end who has gradients at all, this is left out.
+- At the end of the pass they are in `p.grad`. A callback that a callback has queued runs after
+  DDP's, whatever that queued itself.
+
+A reentrant checkpoint runs a pass within the pass, with callbacks of its own, which come while most
+buckets still wait. Such an end counts only if all buckets were reduced before it.
+
+Reductions end on threads of the transport. What they bring is taken on the thread that runs
+backward, when its next gradient comes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from offload_strategy.optimizer.overlap.backward_overlap import is_within_another
+from offload_strategy.optimizer.ranks.data_parallel_group import Team
+
+#: A static graph's first pass reduces in a callback, which queues the one that ends the reduction.
+_CALLBACKS_BEHIND = 3
+
+#: Parameters of a bucket with their gradients.
+_Bucket = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class ReducedBackward:
+    """Tells when a backward pass begins, and when the gradients that it gave are final.
+
+    Args:
+        team: reduces them.
+        begins: called at the pass's first gradient.
+        reduced: called with a parameter and its final gradient, before it is in `p.grad`.
+        over: called at the end, with the other parameters that got one.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        begins: Callable[[], None],
+        reduced: Callable[[torch.Tensor, torch.Tensor], None],
+        over: Callable[[Sequence[torch.Tensor]], None],
+    ) -> None:
+        self._team = team
+        self._begins = begins
+        self._reduced = reduced
+        self._over = over
+        self._pass = -1
+        self._is_over = True
+        self._outermost = -1  # graph task, if it has had a gradient
+        self._reduced_all = False
+        self._noticed: set[int] = set()
+        self._seen: dict[int, torch.Tensor] = {}
+        self._reducing: deque[tuple[torch.futures.Future[Any], _Bucket]] = deque()
+        self._listens = False
+        # Not within a pass: of its buckets some would be scaled by DDP, and some by us.
+        if torch._C._current_graph_task_id() == -1:
+            self._listen()
+
+    def _listen(self) -> None:
+        self._listens = True
+        _listen(self._team, self)
+
+    def notice(self, parameter: torch.Tensor) -> None:
+        """A parameter got a gradient of this rank's."""
+        if not self._team.reduces:
+            return
+        graph_task = torch._C._current_graph_task_id()
+        if graph_task != self._pass:
+            self._pass = graph_task
+            within = is_within_another()
+            another = not within and self._outermost not in (-1, graph_task)
+            if self._is_over or another or id(parameter) in self._noticed:
+                self._is_over, self._outermost = False, -1
+                self._reduced_all = False
+                self._noticed.clear()
+                self._seen.clear()
+                self._reducing.clear()  # of a pass that broke off
+                self._begins()
+            if not within:
+                self._outermost = graph_task
+            self._queue(_CALLBACKS_BEHIND, within)
+        self._noticed.add(id(parameter))
+        self._seen[id(parameter)] = parameter
+        self._take_what_is_there()
+
+    def add(self, future: torch.futures.Future[Any], bucket: _Bucket, last: bool) -> None:
+        """The reduction of a bucket has begun, maybe of the last one."""
+        if not self._is_over:
+            self._reducing.append((future, bucket))
+            self._reduced_all = last
+
+    def _take_what_is_there(self) -> None:
+        while self._reducing and self._reducing[0][0].done():
+            future, bucket = self._reducing.popleft()
+            future.wait()  # on an accelerator: its stream waits
+            for parameter, gradient in bucket:
+                # Where it lies otherwise in memory than its parameter, it is taken at the end.
+                if parameter.is_contiguous() and self._seen.pop(id(parameter), None) is not None:
+                    self._reduced(parameter, gradient)
+
+    def _queue(self, behind: int, within: bool) -> None:
+        def callback() -> None:
+            if behind:
+                self._queue(behind - 1, within)
+            elif not self._is_over and (self._reduced_all or not within):
+                self._end()
+
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+    def _end(self) -> None:
+        seen = self._seen
+        for parameter in self._team.late_parameters():
+            seen.setdefault(id(parameter), parameter)
+        self._pass, self._is_over, self._seen = -1, True, {}
+        self._reducing.clear()
+        if not self._listens:
+            self._listen()
+        self._over(list(seen.values()))
+
+
+class _Listeners:
+    """Who wants to know of a module's reductions; a module keeps its hook for ever."""
+
+    def __init__(self, team: Team) -> None:
+        self.group = team.group
+        self.size = team.size
+        self.all: weakref.WeakSet[ReducedBackward] = weakref.WeakSet()
+
+
+def _listen(team: Team, listener: ReducedBackward) -> None:
+    """Have a listener told of every bucket, if that can be."""
+    module = team.module
+    if module is None:
+        return
+    for hook, state in module._comm_hooks:
+        if hook is _all_reduce:
+            state.all.add(listener)  # type: ignore[attr-defined]
+            return
+    odd = module.find_unused_parameters or module.static_graph or module.mixed_precision
+    sparse = any(getattr(each, "sparse", False) is True for each in module.modules())
+    if odd or sparse or module._comm_hooks or team.size == 1:
+        return
+    listeners = _Listeners(team)
+    listeners.all.add(listener)
+    module.register_comm_hook(listeners, _all_reduce)
+
+
+def _all_reduce(listeners, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations
+    """Average a bucket over all ranks, as DDP does by itself: scaled first, then summed."""
+    buffer = bucket.buffer().mul_(1.0 / listeners.size)
+    work = dist.all_reduce(buffer, group=listeners.group, async_op=True)
+    assert work is not None
+    future = work.get_future()
+    pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
+    for listener in listeners.all:
+        listener.add(future, pairs, bucket.is_last())
+    return future.then(_first)
+
+
+def _first(future: torch.futures.Future[Any]) -> torch.Tensor:
+    value = future.value()
+    result: torch.Tensor = value[0] if isinstance(value, list | tuple) else value
+    return result

@@ -1,0 +1,1 @@
+"""The immutable tensor store: tickets over tiers."""

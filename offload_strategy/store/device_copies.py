@@ -1,0 +1,59 @@
+"""Copies between devices and host buffers, and those from a device that are still under way."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+import torch
+
+from offload_strategy.store.device_streams import DeviceCopier
+from offload_strategy.store.ticket import Entry
+
+
+class DeviceCopies:
+    """One copier a device; keeps both ends of each outgoing copy alive until its event.
+
+    A ticket may be freed while its copy still runs. Its device memory must not be reused before
+    the copy has read it, nor its host buffer lent to another before the copy has written it.
+    """
+
+    def __init__(self) -> None:
+        self._copiers: dict[torch.device, DeviceCopier] = {}
+        self._lock = threading.Lock()
+        self._under_way: deque[
+            tuple[torch.Event, Entry, torch.Tensor | None, torch.Tensor | None]
+        ] = deque()
+
+    def copier(self, device: torch.device) -> DeviceCopier:
+        """The copier of a device, made when first asked for."""
+        copier = self._copiers.get(device)
+        if copier is None:
+            copier = self._copiers[device] = DeviceCopier(device)
+        return copier
+
+    def copy_out(self, entry: Entry, payload: torch.Tensor, host: torch.Tensor) -> None:
+        """Start to copy a device tensor into the host buffer that becomes the entry's payload."""
+        event = self.copier(payload.device).copy_out(payload, host)
+        entry.payload = host
+        if event is not None:
+            entry.source, entry.copied = payload, event
+            with self._lock:
+                self._under_way.append((event, entry, payload, host))
+
+    def let_go(self) -> None:
+        """Release the device memory of copies that are over; asks, never waits."""
+        if not self._under_way:
+            return
+        with self._lock:
+            while self._under_way and self._under_way[0][0].query():
+                _, entry, _, _ = self._under_way.popleft()
+                entry.source = entry.copied = None
+
+    def wait(self) -> None:
+        """Wait until every copy is over; the memory at both ends may go after this."""
+        with self._lock:
+            while self._under_way:
+                event, entry, _, _ = self._under_way.popleft()
+                event.synchronize()
+                entry.source = entry.copied = None

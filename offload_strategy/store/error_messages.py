@@ -1,0 +1,111 @@
+"""What the store has to say when a path fails, fills up or does not answer."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+
+from offload_strategy.errors import CorruptDataError, OffloadError, StorageError, TierFullError
+from offload_strategy.io.queues.moves import Move
+from offload_strategy.store.ticket import Entry
+from offload_strategy.store.tiers import PathTier, Tier
+from offload_strategy.telemetry import get_logger
+from offload_strategy.units import format_size
+
+logger = get_logger(__name__)
+
+#: After this long a wait for a path is reported; training goes on waiting.
+PATIENCE_SECONDS = 30.0
+
+
+def no_room(nbytes: int, client: str, tiers: Sequence[Tier]) -> TierFullError:
+    """No tier takes a ticket."""
+    usage = ", ".join(
+        f"{tier.name}: {format_size(tier.used_bytes)} of {format_size(tier.capacity)} used"
+        f"{_at(tier)}"
+        for tier in tiers
+    )
+    full = f"no tier has room for {format_size(nbytes)} of {client} ({usage})."
+    shortages = {
+        region.shortage
+        for tier in tiers
+        if isinstance(tier, PathTier)
+        for region in tier.regions
+        if region.shortage
+    }
+    if shortages:
+        return TierFullError(
+            f"{full} {'; '.join(sorted(shortages))}. Others have filled the disk since the start: "
+            f"free some space there, add a tier, or offload less (activations.budget, a smaller "
+            f"batch)."
+        )
+    return TierFullError(
+        f"{full} Raise a tier's capacity, add a tier, or offload less (activations.budget, a "
+        f"smaller batch)."
+    )
+
+
+def failed(entry: Entry, move: Move) -> OffloadError:
+    """A read or a write failed."""
+    cause = move.error
+    why = str(cause) or repr(cause)
+    if isinstance(cause, CorruptDataError):
+        return again(cause)
+    tiers = " and ".join(sorted({repr(stripe.queue.tier) for stripe in entry.stripes}))
+    paths = _paths_of(entry)
+    what = f"{move.direction.value} {format_size(entry.nbytes)} of {entry.client} at {paths}"
+    error: OffloadError
+    if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+        error = TierFullError(
+            f"tier {tiers}: could not {what}: {why}. Others have filled the disk (or the quota) "
+            f"since the start: free some space, and set tiers[].capacity to what is yours."
+        )
+    else:
+        error = StorageError(
+            f"tier {tiers}: could not {what}: {why}. Check the disk and the system's log; "
+            f"training cannot go on with this path."
+        )
+    error.__cause__ = cause
+    return error
+
+
+def again(error: OffloadError) -> OffloadError:
+    """An error to raise once more.
+
+    A new one each time: a kept exception collects the frames, and tensors, of all who were told.
+    """
+    return type(error)(*error.args)
+
+
+def _at(tier: Tier) -> str:
+    """Where a tier's paths are."""
+    paths = [str(queue.path) for queue in tier.queues] if isinstance(tier, PathTier) else []
+    return f" at {' and '.join(paths)}" if paths else ""
+
+
+def _paths_of(entry: Entry) -> str:
+    """Where an entry lies."""
+    return " and ".join(sorted({str(stripe.queue.path) for stripe in entry.stripes}))
+
+
+def still_waiting(entry: Entry, move: Move, seconds: float) -> None:
+    """Say that a path does not answer."""
+    logger.warning(
+        "waiting for %s to %s %s for %.0f s; the path does not answer, training resumes when it "
+        "does",
+        " and ".join(move.unfinished_paths()) or _paths_of(entry),
+        move.direction.value,
+        format_size(entry.nbytes),
+        seconds,
+    )
+
+
+def still_full(waiting_bytes: int, tiers: Sequence[Tier], seconds: float) -> None:
+    """Say that writes do not get on."""
+    queues = [queue for tier in tiers if isinstance(tier, PathTier) for queue in tier.queues]
+    logger.warning(
+        "%s have been waiting to be written to %s for %.0f s; training resumes when it takes them",
+        format_size(waiting_bytes),
+        " and ".join(str(queue.path) for queue in queues),
+        seconds,
+    )

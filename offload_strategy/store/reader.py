@@ -1,0 +1,179 @@
+"""The way back: into a buffer of the pool, or into the caller's own memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from offload_strategy.io.queues.moves import Move, MoveState, Priority
+from offload_strategy.io.regions.external_file import ExternalFile
+from offload_strategy.store import error_messages as reports
+from offload_strategy.store.buffer_supply import BufferSupply
+from offload_strategy.store.device_copies import DeviceCopies
+from offload_strategy.store.ledger import Ledger
+from offload_strategy.store.ticket import ALIGNMENT_BYTES, Entry, TicketState
+from offload_strategy.store.tiers import PathTier
+from offload_strategy.telemetry import Direction, Recorder
+from offload_strategy.torch_support.deferred_interrupts import UninterruptedSection
+
+
+class Reader:
+    """Loads stored tickets, and waits for them.
+
+    Args:
+        ledger: of the tickets.
+        supply: buffers to read into.
+        copies: to devices.
+        recorder: counts stalls and forwarded bytes.
+    """
+
+    def __init__(
+        self, ledger: Ledger, supply: BufferSupply, copies: DeviceCopies, recorder: Recorder
+    ) -> None:
+        self._ledger = ledger
+        self._supply = supply
+        self._copies = copies
+        self._recorder = recorder
+
+    def look(self, entry: Entry) -> tuple[torch.Tensor | None, Move | None]:
+        """The bytes, if they are in memory; else the move that loads them, if there is one."""
+        with self._ledger.lock:
+            self._ledger.check_alive(entry)
+            if entry.state is TicketState.LOADING:
+                return None, entry.move
+            payload = entry.payload if entry.source is None else entry.source
+            if payload is not None and entry.state is TicketState.WRITING:
+                self._recorder.forwarded(entry.client, entry.nbytes)
+            return payload, None
+
+    def load(self, entry: Entry, priority: Priority) -> Move | None:
+        """Begin to load a stored entry; None if it is not stored, or there is no memory."""
+        self._ledger.reap()
+        with self._ledger.lock:
+            self._ledger.check_alive(entry)
+            if entry.state is not TicketState.STORED:
+                return None
+        memory = self._memory_for(entry, priority)
+        if memory is None:
+            return None
+        on_end = partial(self._ended, memory=memory)
+        on_host = memory.device.type == "cpu"  # where buffers are there by whole pages
+        return self._begin(entry, memory, priority, on_end, whole_pages=on_host)
+
+    def load_into(self, entry: Entry, out: torch.Tensor) -> Move | None:
+        """Begin to read a stored entry into memory of the caller's; None if it is not stored."""
+        return self._begin(entry, out, Priority.NEEDED_NOW, self._ended_elsewhere)
+
+    def await_load(self, entry: Entry, move: Move) -> None:
+        """Wait for a load that is needed now.
+
+        Raises:
+            StorageError: it failed.
+        """
+        begin = time.perf_counter()
+        move.hurry()
+        self.wait(entry, move)
+        self._recorder.stalled(entry.client, begin, reading=True)
+        if move.state is MoveState.FAILED:
+            raise reports.failed(entry, move)
+
+    def wait(self, entry: Entry, move: Move) -> None:
+        """Wait until a move is over; says so when a path does not answer."""
+        begin = time.perf_counter()
+        patience = reports.PATIENCE_SECONDS
+        move.help()
+        while not move.ended.wait(patience):
+            reports.still_waiting(entry, move, time.perf_counter() - begin)
+            patience *= 2
+
+    def on_device(self, entry: Entry, payload: torch.Tensor) -> torch.Tensor:
+        """The bytes where their reader wants them."""
+        if entry.device.type == "cpu":
+            return payload
+        copier = self._copies.copier(entry.device)
+        if payload.device.type == "cpu":
+            payload = copier.copy_in(payload)
+        copier.adopt(payload)
+        return payload
+
+    def _memory_for(self, entry: Entry, priority: Priority) -> torch.Tensor | None:
+        nbytes, pinned = entry.begin + entry.nbytes, entry.device.type == "cuda"
+        if pinned and isinstance(entry.tier, PathTier) and entry.tier.device_memory:
+            return self._copies.copier(entry.device).incoming(nbytes)
+        if priority is Priority.NEEDED_NOW:
+            return self._supply.needed_now(nbytes, pinned=pinned)
+        return self._supply.spare(nbytes, pinned=pinned)
+
+    def _begin(
+        self,
+        entry: Entry,
+        memory: torch.Tensor,
+        priority: Priority,
+        on_end: Callable[[Entry, Move], None],
+        *,
+        whole_pages: bool = False,
+    ) -> Move | None:
+        with UninterruptedSection():
+            with self._ledger.lock:
+                if entry.state is not TicketState.STORED:
+                    return None
+                entry.state = TicketState.LOADING
+                entry.move = move = Move(
+                    client=entry.client,
+                    direction=Direction.READ,
+                    stripes=entry.stripes,
+                    address=memory.data_ptr(),
+                    nbytes=entry.begin + entry.nbytes,
+                    priority=priority,
+                    keep_alive=memory,
+                    calm=entry.calm,
+                    whole_pages=whole_pages,
+                    on_end=partial(on_end, entry),
+                )
+                self._ledger.moving.add(entry)
+            move.submit()
+        return move
+
+    def _ended(self, entry: Entry, move: Move, memory: torch.Tensor) -> None:
+        payload = memory
+        entry.load_times = (move.queued_at, move.finished_at)
+        if move.state is MoveState.DONE:
+            try:
+                payload = self._as_payload(entry, memory)
+            except BaseException as error:  # no memory left on the device, for instance
+                move.fail(error)
+        with self._ledger.lock:
+            self._end(entry)
+            if entry.state is TicketState.STORED and move.state is MoveState.DONE:
+                entry.payload = payload
+                self._ledger.loaded(entry)
+        self._ledger.reap()
+
+    def _ended_elsewhere(self, entry: Entry, move: Move) -> None:
+        with self._ledger.lock:
+            self._end(entry)
+        self._ledger.reap()
+
+    def _end(self, entry: Entry) -> None:
+        self._ledger.moving.discard(entry)
+        entry.move = None
+        if entry.state is TicketState.FREED:
+            self._ledger.forget(entry)
+        else:
+            entry.state = TicketState.STORED
+
+    def _as_payload(self, entry: Entry, memory: torch.Tensor) -> torch.Tensor:
+        """What was read, where and as its reader wants it."""
+        for stripe in entry.stripes if entry.tier is None else ():
+            if isinstance(stripe.queue.region, ExternalFile):
+                stripe.queue.region.check_unchanged()
+        payload = memory[entry.begin :]
+        if entry.device.type != "cpu":
+            on_host = payload.device.type == "cpu"
+            return self._copies.copier(entry.device).copy_in(payload) if on_host else payload
+        if entry.begin % ALIGNMENT_BYTES:
+            return self._supply.needed_now(entry.nbytes, pinned=False).copy_(payload)
+        return payload

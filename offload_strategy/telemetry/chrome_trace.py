@@ -1,0 +1,206 @@
+"""A recorder's records as a trace that https://ui.perfetto.dev and chrome://tracing open.
+
+The format is the JSON object of the Trace Event Format: complete events ("X") for moves and waits,
+counters ("C") for bandwidth and queues, metadata ("M") for names. Times are whole microseconds of
+`time.perf_counter()`, which all processes of a Linux machine share, so that the traces of several
+processes lie on one time line.
+
+[Note: lanes]
+Slices of one thread must nest: two moves that overlap without one holding the other cannot share a
+track. So each path and direction has as many lanes as it had moves under way at once, and a move
+goes into the first lane that is free when it starts.
+"""
+
+from __future__ import annotations
+
+import gzip
+import heapq
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from offload_strategy.errors import OffloadError
+from offload_strategy.telemetry.recorder import Direction, MoveRecord, StallRecord
+
+_Event = dict[str, Any]
+
+#: What `time.perf_counter` tells apart.
+_CLOCK_SECONDS = 1e-9
+
+
+def write_trace(
+    file: str | os.PathLike[str],
+    moves: Iterable[MoveRecord],
+    stalls: Iterable[StallRecord],
+    *,
+    process_name: str = "offload-strategy",
+) -> None:
+    """Write the records of one process as a trace.
+
+    Args:
+        file: where to write; replaced if it exists, compressed if its name ends with ``.gz``.
+        moves: such as `Recorder.moves`.
+        stalls: such as `Recorder.stalls`.
+        process_name: heading of the process in the trace, for instance with its rank.
+
+    Raises:
+        OffloadError: the file cannot be written.
+    """
+    # Copies: the recorder goes on while the trace is written.
+    text = json.dumps(trace_object(list(moves), list(stalls), process_name=process_name))
+    name = os.fspath(file)
+    try:
+        if name.endswith(".gz"):
+            with gzip.open(name, "wt", encoding="utf-8") as compressed:
+                compressed.write(text)
+        else:
+            with open(name, "w", encoding="utf-8") as plain:
+                plain.write(text)
+    except OSError as error:
+        raise OffloadError(
+            f"the trace cannot be written to {name!r}: {error.strerror}. Check the directory and "
+            f"its permissions, or name another file."
+        ) from error
+
+
+def trace_object(
+    moves: Iterable[MoveRecord],
+    stalls: Iterable[StallRecord],
+    *,
+    process_name: str = "offload-strategy",
+) -> dict[str, Any]:
+    """The trace as an object for JSON; see `write_trace`."""
+    pid = os.getpid()
+    tracks: list[tuple[str, list[_Slice]]] = []
+    counters: list[_Event] = []
+
+    waits: dict[str, list[_Slice]] = defaultdict(list)
+    for stall in stalls:
+        begin, end = _microseconds(stall.started_at, stall.finished_at)
+        waits[stall.client].append(_Slice(begin, end, stall.client, "stall", {}))
+    tracks += [(f"training waits: {client}", waits[client]) for client in sorted(waits)]
+
+    by_path: dict[tuple[str, str, Direction], list[MoveRecord]] = defaultdict(list)
+    for move in moves:
+        by_path[move.tier, move.path, move.direction].append(move)
+    for (tier, path, direction), records in sorted(by_path.items()):
+        place = tier if tier == path else f"{tier} {path}"
+        tracks.append((f"{place} {direction}", [_move_slice(record) for record in records]))
+        counters += _counter(f"{place} {direction} GB/s", pid, _rates(records), scale=1e-9)
+        counters += _counter(f"{place} {direction} queued bytes", pid, _queued(records))
+
+    names: list[_Event] = [_name("process_name", pid, 0, name=process_name)]
+    slices: list[_Event] = []
+    tid = 0
+    for label, track in tracks:
+        for number, lane in enumerate(_lanes(track), start=1):
+            tid += 1
+            shown = label if number == 1 else f"{label} ({number})"
+            names.append(_name("thread_name", pid, tid, name=shown))
+            names.append(_name("thread_sort_index", pid, tid, sort_index=tid))
+            slices += [_complete(piece, pid, tid) for piece in lane]
+    events = sorted(slices + counters, key=lambda event: event["ts"])
+    return {"traceEvents": names + events, "displayTimeUnit": "ms"}
+
+
+class _Slice(NamedTuple):
+    """A stretch of time on a track, in microseconds; `end` lies behind `begin`."""
+
+    begin: int
+    end: int
+    name: str
+    category: str
+    arguments: dict[str, Any]
+
+
+def _microseconds(begin: float, end: float) -> tuple[int, int]:
+    """Whole microseconds, at least one long: viewers round fractions, and slices would overlap."""
+    first = math.floor(begin * 1e6)
+    return first, max(first + 1, math.floor(end * 1e6))
+
+
+def _move_slice(move: MoveRecord) -> _Slice:
+    begin, end = _microseconds(move.started_at, move.finished_at)
+    seconds = move.finished_at - move.started_at
+    arguments: dict[str, Any] = {
+        "client": move.client,
+        "bytes": move.nbytes,
+        "queued_ms": round((move.started_at - move.queued_at) * 1e3, 3),
+    }
+    if seconds >= _CLOCK_SECONDS:  # of less no clock can tell, and the rate could be infinite
+        arguments["GBps"] = round(move.nbytes / seconds / 1e9, 3)
+    return _Slice(begin, end, move.client, str(move.direction), arguments)
+
+
+def _lanes(track: list[_Slice]) -> list[list[_Slice]]:
+    """Deal slices to as few lanes as they need, so that no two in a lane overlap."""
+    lanes: list[list[_Slice]] = []
+    free: list[int] = []  # numbers of the lanes without a slice at the moment, a store
+    busy: list[tuple[int, int]] = []  # (end, number of the lane), a store
+    for piece in sorted(track, key=lambda piece: (piece.begin, piece.end)):
+        while busy and busy[0][0] <= piece.begin:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        if not free:
+            heapq.heappush(free, len(lanes))
+            lanes.append([])
+        number = heapq.heappop(free)
+        lanes[number].append(piece)
+        heapq.heappush(busy, (piece.end, number))
+    return lanes
+
+
+def _rates(moves: list[MoveRecord]) -> Iterator[tuple[int, int]]:
+    """(microsecond, change in bytes per second): a move counts evenly over its duration.
+
+    Whole numbers, so that the sum of all changes is nothing.
+    """
+    for move in moves:
+        begin, end = _microseconds(move.started_at, move.finished_at)
+        rate = move.nbytes * 1_000_000 // (end - begin)
+        yield begin, rate
+        yield end, -rate
+
+
+def _queued(moves: list[MoveRecord]) -> Iterator[tuple[int, int]]:
+    """(microsecond, change in bytes): from when a move is queued until it starts."""
+    for move in moves:
+        yield math.floor(move.queued_at * 1e6), move.nbytes
+        yield math.floor(move.started_at * 1e6), -move.nbytes
+
+
+def _counter(
+    name: str, pid: int, changes: Iterable[tuple[int, int]], scale: float = 1
+) -> list[_Event]:
+    """A counter's values at the moments when they change."""
+    at: dict[int, int] = defaultdict(int)
+    for moment, change in changes:
+        at[moment] += change
+    events: list[_Event] = []
+    value = 0
+    for moment in sorted(at):
+        if at[moment] == 0:
+            continue
+        value += at[moment]
+        shown = {"value": value * scale}
+        events.append({"ph": "C", "name": name, "pid": pid, "ts": moment, "args": shown})
+    return events
+
+
+def _complete(piece: _Slice, pid: int, tid: int) -> _Event:
+    return {
+        "ph": "X",
+        "name": piece.name,
+        "cat": piece.category,
+        "pid": pid,
+        "tid": tid,
+        "ts": piece.begin,
+        "dur": piece.end - piece.begin,
+        "args": piece.arguments,
+    }
+
+
+def _name(kind: str, pid: int, tid: int, **arguments: Any) -> _Event:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": arguments}

@@ -1,0 +1,1 @@
+"""Small additions to PyTorch that several rooms need."""

@@ -1,0 +1,177 @@
+"""Items wait for each other on their way to the store, and nobody can tell."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+
+import pytest
+import torch
+
+from offload_strategy import OffloadEngine
+from offload_strategy.activations.batcher import batch_bytes
+from offload_strategy.units import KiB, MiB
+from tests.activations.support import Calls, X
+from tests.training import assert_same_bits, gradients
+
+#: So many items of 256 bytes are saved by a pass, of which 7 % may wait.
+ITEMS = 200
+TOGETHER = 15
+
+
+def tickets(engine: OffloadEngine) -> int:
+    return engine._resources.store.live_tickets
+
+
+class Chain:
+    """A chain of sines, each of which saves its input; `look` is called after every one."""
+
+    def __init__(self) -> None:
+        self.look = lambda number: None
+
+    def __call__(self, weight: torch.Tensor) -> torch.Tensor:
+        value = X @ weight
+        for number in range(ITEMS):
+            value = value.sin()
+            self.look(number)
+        return value.sum()
+
+
+@pytest.fixture
+def chain() -> Chain:
+    return Chain()
+
+
+@pytest.fixture
+def model(engine: OffloadEngine, chain: Chain) -> Calls:
+    """A model whose first pass is behind it: how much it saves is known."""
+    model = Calls(chain)
+    step(model)
+    engine.attach(model)
+    seen: list[int] = []
+    chain.look = lambda number: seen.append(tickets(engine))
+    step(model)
+    # Nothing is known of the first pass, so every item leaves at once.
+    assert seen == list(range(2, ITEMS + 2))  # X is the first
+    chain.look = lambda number: None
+    return model
+
+
+def step(model: Calls) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss = model()
+    loss.backward()
+    return {"loss": loss.detach(), **gradients(model)}
+
+
+@pytest.fixture
+def expected(model: Calls, engine: OffloadEngine) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in step(model).items()}
+
+
+def test_as_many_wait_as_are_a_small_share_of_a_pass(
+    engine: OffloadEngine,
+    model: Calls,
+    chain: Chain,
+    expected: dict[str, torch.Tensor],
+) -> None:
+    seen: list[int] = []
+    chain.look = lambda number: seen.append(tickets(engine))
+    model.zero_grad()
+    loss = model()
+    assert tickets(engine) >= ITEMS  # none is left behind
+    loss.backward()
+    assert_same_bits({"loss": loss.detach(), **gradients(model)}, expected)
+    steps = {after - before for before, after in itertools.pairwise(seen)}
+    assert steps == {0, TOGETHER}
+    del loss
+    gc.collect()
+    assert tickets(engine) == 0
+
+
+def test_what_is_saved_twice_while_it_waits_leaves_once(
+    engine: OffloadEngine, model: Calls, chain: Chain
+) -> None:
+    counts: list[int] = []
+
+    def square(weight: torch.Tensor) -> torch.Tensor:
+        total = chain(weight)
+        before = tickets(engine)
+        value = (X @ weight).exp()  # saves its result, and the product saves it twice more
+        product = value * value
+        counts.append(before)
+        return total + product.sum()
+
+    model.function = square
+    engine.detach_model(model)
+    expected = {name: value.clone() for name, value in step(model).items()}
+    engine.attach(model)
+    for _ in range(2):
+        model.zero_grad()
+        loss = model()
+        # The weight's input X, the value, and the links of the chain.
+        assert tickets(engine) <= ITEMS + 3
+        loss.backward()
+        assert_same_bits({"loss": loss.detach(), **gradients(model)}, expected)
+
+
+def test_a_backward_inside_of_the_forward_finds_what_waits(
+    engine: OffloadEngine, model: Calls, chain: Chain, expected: dict[str, torch.Tensor]
+) -> None:
+    slopes: list[torch.Tensor] = []
+
+    def nested(weight: torch.Tensor) -> torch.Tensor:
+        total = chain(weight)
+        own = weight.detach().requires_grad_()
+        slopes.append(torch.autograd.grad((own * 2).sin().cos().sum(), own)[0])
+        return total
+
+    model.function = nested
+    own = model.weight.detach().requires_grad_()
+    (slope,) = torch.autograd.grad((own * 2).sin().cos().sum(), own)
+    assert_same_bits(step(model), expected)
+    assert torch.equal(slopes[-1], slope)
+
+
+def test_what_dies_while_it_waits_is_never_given(
+    engine: OffloadEngine, model: Calls, chain: Chain
+) -> None:
+    known = tickets(engine)
+    with engine.forward():
+        dead = (X.clone().requires_grad_() * 2).sin()
+        del dead
+        gc.collect()
+    assert tickets(engine) == known
+
+
+def test_a_pass_that_fails_leaves_nothing_behind(
+    engine: OffloadEngine, model: Calls, chain: Chain, expected: dict[str, torch.Tensor]
+) -> None:
+    def fail(number: int) -> None:
+        if number == ITEMS // 2:
+            raise LookupError
+
+    chain.look = fail
+    with pytest.raises(LookupError):
+        model()
+    gc.collect()
+    assert tickets(engine) == 0
+    chain.look = lambda number: None
+    assert_same_bits(step(model), expected)
+
+
+def test_an_engine_that_is_closed_in_the_middle_of_a_pass_keeps_what_waits(
+    engine: OffloadEngine, model: Calls, chain: Chain
+) -> None:
+    model.zero_grad()
+    with engine.forward():
+        loss = (model.weight * 2).sin().sum()
+        engine.close()
+    loss.backward()
+    assert torch.equal(model.weight.grad, (model.weight * 2).cos() * 2)
+
+
+def test_how_much_waits() -> None:
+    assert batch_bytes(0) == 0
+    assert batch_bytes(100 * KiB) == 7 * KiB
+    assert batch_bytes(100 * 1024 * MiB) == 48 * MiB

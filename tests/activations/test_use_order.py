@@ -1,0 +1,236 @@
+"""What is learned of one backward pass for the next, and what is fetched ahead because of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from offload_strategy import OffloadEngine
+from offload_strategy.activations.use_order import OrderBook, Trace
+from tests.training import activations_only, assert_same_bits, gradients, moved, on_disk
+
+
+def _saved(trace: Trace, *kinds: tuple[int, ...]) -> Trace:
+    for shape in kinds:
+        trace.saved(trace.prefix_with(torch.empty(shape)), 4)
+    return trace
+
+
+def _used(trace: Trace, *uses: tuple[int, float, float]) -> None:
+    trace.uses.extend(uses)
+
+
+def test_what_was_never_seen_goes_by_the_reverse_order_of_saving() -> None:
+    plan = OrderBook().plan(_saved(Trace(), (2, 2), (3,), (4,)))
+    assert plan.sequence == [2, 1, 0]
+    assert plan.due is None
+
+
+def test_the_order_and_the_times_of_use_are_learned_without_waits() -> None:
+    book = OrderBook()
+    trace = _saved(Trace(), (2, 2), (3,), (4,))
+    _used(trace, (1, 10.0, 0.0), (2, 12.0, 0.5), (0, 15.0, 1.0))
+    assert book.learn(trace)
+    assert not book.learn(trace)  # nothing new
+    plan = book.plan(_saved(Trace(), (2, 2), (3,), (4,)))
+    assert plan.sequence == [1, 2, 0]
+    assert plan.due == [0.0, 1.5, 4.0]
+    assert [plan.position[number] for number in (1, 2, 0)] == [0, 1, 2]
+
+
+def test_lengths_may_differ_but_not_the_kinds_of_tensors() -> None:
+    book = OrderBook()
+    trace = _saved(Trace(), (2, 2), (3,))
+    _used(trace, (0, 1.0, 0.0), (1, 2.0, 0.0))
+    book.learn(trace)
+    assert book.plan(_saved(Trace(), (7, 9), (5,))).sequence == [0, 1]
+    assert book.plan(_saved(Trace(), (7, 9), (5, 5))).sequence == [1, 0]
+    assert book.plan(_saved(Trace(), (7, 9))).sequence == [0]
+
+
+def test_one_slow_step_counts_half() -> None:
+    book = OrderBook()
+    for seconds in (1.0, 3.0):
+        trace = _saved(Trace(), (2,), (3,))
+        _used(trace, (0, 0.0, 0.0), (1, seconds, 0.0))
+        book.learn(trace)
+    assert book.plan(_saved(Trace(), (2,), (3,))).due == [0.0, 2.0]
+
+
+def test_how_long_an_item_lies_unused_is_known_from_what_came_before_it() -> None:
+    book = OrderBook()
+    trace = _saved(Trace(), (2,), (3,))
+    trace.saved_at[:] = [1.0, 2.0]
+    _used(trace, (1, 5.0, 0.0), (0, 9.0, 0.5))
+    book.learn(trace)
+    again = Trace()
+    assert book.idle_seconds(again.prefix_with(torch.empty(2))) == 7.5
+    _saved(again, (2,))
+    assert book.idle_seconds(again.prefix_with(torch.empty(3))) == 3.0
+    assert book.idle_seconds(again.prefix_with(torch.empty(3, 3))) is None
+
+
+def test_plans_are_forgotten_when_there_are_too_many() -> None:
+    book = OrderBook()
+    for length in range(1, 100):
+        trace = _saved(Trace(), *[(2,)] * length)
+        _used(trace, *[(number, float(number), 0.0) for number in range(length)])
+        book.learn(trace)
+    assert len(book._plans) <= 64
+    assert book.plan(_saved(Trace(), *[(2,)] * 99)).due is not None
+    assert book.plan(_saved(Trace(), (2,))).due is None
+
+
+def test_which_pass_is_next_is_known_from_those_before_it() -> None:
+    book, trace = OrderBook(), _saved(Trace(), (2,))
+    assert book.following(trace) is None
+    right = 0
+    for distance in 4 * [1, -3, 1, 5]:  # passes that look alike, of two stages in turns
+        right += book.following(trace) == distance
+        book.follows(trace, distance)
+    # Round by round what is new is fewer, until eight in a row were seen before.
+    for distance in 4 * [1, -3, 1, 5]:
+        assert book.following(trace) == distance
+        book.follows(trace, distance)
+    assert right < 12
+    # Elsewhere: what came after such a pass the last time.
+    book.follows(trace, 7)
+    assert book.following(trace) == 7
+
+
+class _Crossed(nn.Module):
+    """Backward does not go through the branches in the reverse order of forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = [torch.tanh(branch(x + number)) for number, branch in enumerate(self.branches)]
+        return (made[2] * made[0]).sum() + (made[1] * made[3]).exp().mean()
+
+
+def _step(model: nn.Module, between: Callable[[], None] = lambda: None) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    x = torch.linspace(-1, 1, 64 * 32).reshape(64, 32)
+    loss = model(x)
+    between()
+    loss.backward()
+    return {"loss": loss.detach().clone(), **gradients(model)}
+
+
+def figures(engine: OffloadEngine) -> dict[str, float]:
+    prefix = "offload/activations/"
+    return {
+        key.removeprefix(prefix): value
+        for key, value in engine.metrics().items()
+        if key.startswith(prefix)
+    }
+
+
+def test_a_learned_order_has_no_misses(disk: Path) -> None:
+    model = _Crossed()
+    expected = _step(model)
+    with activations_only(disk) as engine:
+        engine.attach(model)
+        misses = []
+        for _ in range(6):
+            before = figures(engine)["missed_loads"]
+            assert_same_bits(_step(model, lambda: on_disk(engine)), expected)
+            misses.append(figures(engine)["missed_loads"] - before)
+    # What is asked for first cannot have been fetched ahead of anything.
+    assert misses[0] >= 1
+    assert misses[-3:] == [1, 1, 1]
+
+
+def test_a_distance_in_bytes_is_kept_to(disk: Path) -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)])
+    with activations_only(disk, prefetch=64 * 32 * 4) as engine:
+        engine.attach(model)
+        store = engine._resources.store
+        loss = model(torch.randn(64, 32)).sum()
+        on_disk(engine)
+        most = 0
+
+        def look(_: torch.Tensor) -> None:
+            nonlocal most
+            most = max(most, engine._resources.pool.usage().lent_bytes)
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(look)
+        loss.backward()
+        assert store.live_tickets == 0
+        assert 0 < most <= 3 * 64 * 32 * 4
+
+
+@pytest.mark.parametrize("hinted", [True, False], ids=["hinted", "by graph"])
+def test_micro_batches_in_flight_have_a_record_each(disk: Path, hinted: bool) -> None:
+    model = _Crossed()
+    inputs = [torch.linspace(-1, 1 + i, 64 * 32).reshape(64, 32) for i in range(4)]
+
+    def run(engine: OffloadEngine | None) -> dict[str, torch.Tensor]:
+        """1F1B with two forwards ahead."""
+        model.zero_grad()
+        losses = []
+        for index, x in enumerate(inputs):
+            if engine is not None and hinted:
+                engine.microbatch(index, last=index == len(inputs) - 1)
+            losses.append(model(x))
+            if index >= 2:
+                losses[index - 2].backward()
+        losses[2].backward()
+        losses[3].backward()
+        return gradients(model)
+
+    expected = run(None)
+    with activations_only(disk) as engine:
+        engine.attach(model)
+        for _ in range(3):
+            assert_same_bits(run(engine), expected)
+        assert engine._resources.store.live_tickets == 0
+        assert moved(engine) + moved(engine, verb="forwarded") > 0
+
+
+def test_forward_passes_under_one_hint_are_one_record(disk: Path) -> None:
+    model = _Crossed()
+    x = torch.linspace(-1, 1, 64 * 32).reshape(64, 32)
+    with activations_only(disk) as engine:
+        engine.attach(model)
+        sizes = []
+        for hinted in (False, True):
+            if hinted:
+                engine.microbatch(0, last=True)
+            (model(x) + model(2 * x)).backward()
+            sizes.append(figures(engine)["step_saved_bytes"])
+        assert sizes[1] == 2 * sizes[0]
+
+
+def test_a_step_without_all_of_its_backward_is_learned_from_as_well(disk: Path) -> None:
+    model = _Crossed()
+    x = torch.linspace(-1, 1, 64 * 32).reshape(64, 32)
+    with activations_only(disk) as engine:
+        engine.attach(model)
+        for _ in range(3):
+            out = model(x)
+            on_disk(engine)
+            torch.autograd.grad(out, list(model.branches[0].parameters()))
+            del out
+        assert engine._activations is not None
+        assert engine._activations._prefetcher._book._plans
+
+
+def test_what_a_checkpoint_computes_again_is_no_item(disk: Path) -> None:
+    model = nn.Linear(32, 32)
+    x = torch.randn(64, 32, requires_grad=True)
+    with activations_only(disk) as engine:
+        engine.attach(model)
+        with engine.forward():
+            loss = checkpoint(lambda v: model(v).tanh().exp(), x, use_reentrant=False).sum()
+        loss.backward()
+        assert figures(engine)["step_saved_bytes"] == x.nbytes

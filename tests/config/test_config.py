@@ -1,0 +1,483 @@
+"""Where a config may come from, what it may say, and what is said when it is wrong."""
+
+import copy
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from offload_strategy.config import (
+    ActivationsConfig,
+    OffloadConfig,
+    TierConfig,
+    default_directory,
+    is_memory_filesystem,
+    presets,
+)
+from offload_strategy.errors import ConfigError, OffloadError
+from offload_strategy.units import GiB, KiB, MiB, TiB
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCH_FILE = ROOT / "configs" / "accelerate" / "offload.yaml"
+
+CONTRACT = """
+tiers:
+  - {name: host,  kind: dram, capacity: 16GiB}
+  - {name: nvme0, kind: ssd, path: /mnt/nvme0, capacity: 400GiB, endurance_tbw: 1200}
+  - {name: pfs,   kind: ssd, path: /lustre/me, capacity: 1TiB}
+activations: {enabled: true,  tiers: [host, nvme0], min_size: 1MiB, budget: auto, prefetch: auto}
+optimizer:   {enabled: true,  tiers: [host, nvme0, pfs], subgroup_size: auto, state_dtype: float32, overlap: commit}
+parameters:  {enabled: false, tiers: [nvme0], blocks_in_flight: 2}
+io:          {backend: auto, threads: 4, block_size: 4MiB, direct: auto, checksum: false}
+memory:      {pinned: 4GiB}
+"""  # noqa: E501
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SSD_OFFLOAD_CONFIG", raising=False)
+    monkeypatch.delenv("SSD_OFFLOAD_DIR", raising=False)
+
+
+def refusal(source: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        OffloadConfig.load(source)
+    assert caught.value.__cause__ is None
+    assert caught.value.__context__ is None or caught.value.__suppress_context__
+    return str(caught.value)
+
+
+class TestSources:
+    def test_the_contract_is_read_from_yaml(self, tmp_path: Path) -> None:
+        file = tmp_path / "config.yaml"
+        file.write_text(CONTRACT)
+        config = OffloadConfig.load(file)
+        host, nvme0, pfs = config.tiers
+        assert (host.kind, host.capacity, host.path) == ("dram", 16 * GiB, None)
+        assert (nvme0.path, nvme0.endurance_tbw) == (Path("/mnt/nvme0"), 1200)
+        assert pfs.capacity == TiB
+        assert config.io.block_size == 4 * MiB
+        assert config.memory.pinned == 4 * GiB
+        assert config.tiers_for("activations") == [host, nvme0]
+        assert config.tiers_for("optimizer") == [host, nvme0, pfs]
+
+    def test_mapping_json_text_and_files_mean_the_same(self, tmp_path: Path) -> None:
+        sections = yaml.safe_load(CONTRACT)
+        as_yaml, as_json = tmp_path / "a.yml", tmp_path / "a.json"
+        as_yaml.write_text(CONTRACT)
+        # Tabs are fine in JSON and not in YAML.
+        as_json.write_text(json.dumps(sections, indent="\t"))
+        expected = OffloadConfig.load(sections)
+        for source in [
+            str(as_yaml),
+            as_yaml,
+            as_json,
+            json.dumps(sections),
+            OffloadConfig(**sections),
+        ]:
+            assert OffloadConfig.load(source) == expected
+
+    def test_a_config_is_returned_as_it_is(self) -> None:
+        config = OffloadConfig()
+        assert OffloadConfig.load(config) is config
+
+    def test_presets_switch_what_their_names_say(self) -> None:
+        enabled = {
+            name: (config.activations.enabled, config.optimizer.enabled, config.parameters.enabled)
+            for name in presets()
+            for config in [OffloadConfig.load(name)]
+        }
+        assert enabled == {
+            "activations": (True, False, False),
+            "optimizer": (False, True, False),
+            "full": (True, True, False),
+        }
+
+    def test_every_value_in_a_preset_is_the_default_but_the_switches(self) -> None:
+        for name in presets():
+            config = OffloadConfig.load(name).model_dump()
+            for section in ("activations", "optimizer"):
+                config[section]["enabled"] = True
+            assert config == OffloadConfig.load({}).model_dump()
+
+    def test_the_environment_gives_the_default_config(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        file = tmp_path / "config.yaml"
+        file.write_text("memory: {pinned: 7MiB}")
+        for value in [str(file), '{"memory": {"pinned": "7MiB"}}']:
+            monkeypatch.setenv("SSD_OFFLOAD_CONFIG", value)
+            assert OffloadConfig.load().memory.pinned == 7 * MiB
+        monkeypatch.setenv("SSD_OFFLOAD_CONFIG", "optimizer")
+        assert not OffloadConfig.load().activations.enabled
+        monkeypatch.setenv("SSD_OFFLOAD_CONFIG", "")
+        assert OffloadConfig.load().activations.enabled
+
+    def test_an_explicit_source_wins_over_the_environment(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("SSD_OFFLOAD_CONFIG", "optimizer")
+        assert OffloadConfig.load({}).activations.enabled
+
+    def test_an_accelerate_launch_file_gives_its_section(self) -> None:
+        assert OffloadConfig.load(LAUNCH_FILE).activations.min_size == 256 * KiB
+
+    def test_the_section_of_a_launch_file_may_name_a_preset_or_a_file_beside_it(
+        self, tmp_path: Path
+    ) -> None:
+        (tmp_path / "mine.yaml").write_text("memory: {pinned: 7MiB}")
+        launch = tmp_path / "launch.yaml"
+        launch.write_text("num_processes: 1\nssd_offload_config: mine.yaml")
+        assert OffloadConfig.load(launch).memory.pinned == 7 * MiB
+        launch.write_text("num_processes: 1\nssd_offload_config: activations")
+        assert not OffloadConfig.load(launch).optimizer.enabled
+        launch.write_text("num_processes: 1\nssd_offload_config:")
+        assert OffloadConfig.load(launch) == OffloadConfig()
+
+    def test_files_that_lead_to_each_other_are_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "a.yaml").write_text("ssd_offload_config: b.yaml")
+        (tmp_path / "b.yaml").write_text("ssd_offload_config: a.yaml")
+        assert "leads back to itself" in refusal(tmp_path / "a.yaml")
+
+    def test_empty_files_and_sections_are_the_defaults(self, tmp_path: Path) -> None:
+        file = tmp_path / "config.yaml"
+        file.write_text("# nothing\n")
+        assert OffloadConfig.load(file) == OffloadConfig()
+        file.write_text("activations:\n  # min_size: 1MiB\n")
+        assert OffloadConfig.load(file) == OffloadConfig()
+
+    def test_the_yaml_of_a_config_reads_back_as_an_equal_one(self, tmp_path: Path) -> None:
+        config = OffloadConfig.load(yaml.safe_load(CONTRACT))
+        file = tmp_path / "config.yaml"
+        file.write_text(config.to_yaml())
+        assert OffloadConfig.load(file) == config
+        assert "block_size: 4MiB" in file.read_text()
+
+
+class TestRefusedSources:
+    def test_an_unknown_name_lists_the_presets_and_says_there_is_no_such_file(self) -> None:
+        message = refusal("ful")
+        assert "neither a file that exists nor a preset" in message
+        assert "activations, full, optimizer" in message
+        assert "Did you mean 'full'?" in message
+
+    def test_a_directory_is_refused(self, tmp_path: Path) -> None:
+        assert "is a directory" in refusal(tmp_path)
+
+    def test_broken_yaml_names_the_file_and_the_line(self, tmp_path: Path) -> None:
+        file = tmp_path / "config.yaml"
+        file.write_text("activations:\n  min_size: [1MiB\nio: {}\n")
+        message = refusal(file)
+        assert str(file) in message
+        assert "line 3" in message
+
+    def test_broken_json_names_the_place(self) -> None:
+        assert "line 1, column 13" in refusal('{"memory": 1')
+
+    def test_a_key_that_is_given_twice_is_refused(self, tmp_path: Path) -> None:
+        file = tmp_path / "config.yaml"
+        file.write_text("memory: {pinned: 1MiB}\nmemory: {pinned: 2MiB}\n")
+        message = refusal(file)
+        assert "'memory' is given twice" in message
+        assert "line 2" in message
+
+    def test_yaml_that_would_make_python_objects_is_refused(self, tmp_path: Path) -> None:
+        file = tmp_path / "config.yaml"
+        file.write_text("memory: !!python/object/apply:os.system [true]")
+        assert "not valid YAML" in refusal(file)
+
+    def test_a_launch_file_without_our_section_is_refused(self, tmp_path: Path) -> None:
+        file = tmp_path / "launch.yaml"
+        file.write_text("compute_environment: LOCAL_MACHINE\n")
+        assert "ssd_offload_config" in refusal(file)
+
+    @pytest.mark.parametrize("content", ["- a\n", "just text\n", "3\n"])
+    def test_a_file_without_sections_is_refused(self, content: str, tmp_path: Path) -> None:
+        file = tmp_path / "config.yaml"
+        file.write_text(content)
+        assert "allowed are sections" in refusal(file)
+
+    @pytest.mark.parametrize("source", [3, 1.5, True, b"full", ["full"]])
+    def test_what_cannot_be_a_source_is_refused(self, source: object) -> None:
+        assert "cannot read a config from" in refusal(source)
+
+    def test_the_variable_is_named_when_its_value_is_wrong(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("SSD_OFFLOAD_CONFIG", "ful")
+        assert refusal(None).startswith("$SSD_OFFLOAD_CONFIG: 'ful'")
+
+
+class TestRefusedValues:
+    @pytest.mark.parametrize(
+        ("sections", "right"),
+        [
+            ({"activations": {"min_sise": 1}}, "activations.min_size"),
+            ({"activations": {"min-size": 1}}, "activations.min_size"),
+            ({"activations": {"tier": ["a"]}}, "activations.tiers"),
+            ({"activations": {"capacity": 1}}, "tiers[].capacity"),
+            ({"activations": {"pinned": 1}}, "memory.pinned"),
+            ({"optimizer": {"subgroupsize": 1}}, "optimizer.subgroup_size"),
+            ({"optimizer": {"prefetch": 1}}, "activations.prefetch"),
+            ({"optimiser": {}}, "optimizer"),
+            ({"activation": {}}, "activations"),
+            ({"min_size": 1}, "activations.min_size"),
+            ({"Memory": {}}, "memory"),
+            ({"tiers": [{"name": "a", "kind": "ssd", "dir": "/a", "capcity": 1}]}, "capacity"),
+        ],
+    )
+    def test_a_misspelt_key_is_refused_with_the_nearest_right_one(
+        self, sections: dict[str, Any], right: str
+    ) -> None:
+        assert "did you mean" in refusal(sections)
+        assert right in refusal(sections)
+
+    def test_a_key_near_to_nothing_lists_the_keys_of_its_section(self) -> None:
+        assert refusal({"memory": {"zzz": 1}}).endswith(
+            "memory.zzz: unknown key; the keys here are pinned"
+        )
+
+    @pytest.mark.parametrize(
+        ("sections", "where", "words"),
+        [
+            ({"tiers": []}, "tiers", "empty"),
+            ({"tiers": {"name": "a"}}, "tiers", "a list"),
+            ({"tiers": ["a"]}, "tiers[0]", "name, kind, path"),
+            ({"tiers": [{"kind": "dram", "capacity": 1}]}, "tiers[0].name", "missing"),
+            ({"tiers": [{"name": "a/b", "kind": "ssd", "path": "/a"}]}, "tiers[0].name", "letters"),
+            ({"tiers": [{"name": "a", "kind": "nvme"}]}, "tiers[0].kind", "'dram' or 'ssd'"),
+            ({"tiers": [{"name": "a", "kind": "ssd"}]}, "tiers[0]", "needs a path"),
+            ({"tiers": [{"name": "a", "kind": "ssd", "path": ""}]}, "tiers[0].path", "empty"),
+            ({"tiers": [{"name": "a", "kind": "ssd", "path": 3}]}, "tiers[0].path", "directory"),
+            ({"tiers": [{"name": "a", "kind": "dram"}]}, "tiers[0]", "needs a capacity"),
+            (
+                {"tiers": [{"name": "a", "kind": "dram", "capacity": "1GiB", "path": "/a"}]},
+                "tiers[0]",
+                "cannot have a path",
+            ),
+            (
+                {"tiers": [{"name": "a", "kind": "dram", "capacity": 0}]},
+                "tiers[0].capacity",
+                "got 0: must be at least 1 B",
+            ),
+            (
+                {"tiers": [{"name": "a", "kind": "dram", "capacity": 1, "overwrite": True}]},
+                "tiers[0]",
+                "remove overwrite",
+            ),
+            (
+                {"tiers": [{"name": "a", "kind": "dram", "capacity": "-1GiB"}]},
+                "tiers[0].capacity",
+                "negative",
+            ),
+            (
+                {"tiers": [{"name": "a", "kind": "ssd", "path": "/a", "endurance_tbw": -1}]},
+                "tiers[0].endurance_tbw",
+                "greater than 0",
+            ),
+            (
+                {"tiers": [{"name": "a", "kind": "dram", "capacity": 1}] * 2},
+                "tiers",
+                "two tiers are named 'a'",
+            ),
+            ({"activations": {"tiers": ["host"]}}, "activations", "configured tiers are: ssd"),
+            ({"activations": {"tiers": []}}, "activations.tiers", "enabled: false"),
+            ({"activations": {"tiers": "ssd"}}, "activations.tiers", "a list"),
+            ({"activations": {"tiers": ["ssd", "ssd"]}}, "activations.tiers", "twice"),
+            ({"activations": True}, "activations", "enabled, tiers, min_size"),
+            ({"activations": {"min_size": "512M"}}, "activations.min_size", "MiB"),
+            ({"activations": {"budget": "170%"}}, "activations.budget", "between 0% and 100%"),
+            ({"activations": {"budget": "much"}}, "activations.budget", "or 'auto'"),
+            ({"activations": {"prefetch": -1}}, "activations.prefetch", "negative"),
+            ({"optimizer": {"subgroup_size": 0}}, "optimizer.subgroup_size", "at least one"),
+            ({"optimizer": {"overlap": "comit"}}, "optimizer.overlap", "'commit'"),
+            ({"optimizer": {"overlap": True}}, "optimizer.overlap", "'commit'"),
+            ({"io": {"threads": 0}}, "io.threads", "greater than or equal to 1"),
+            ({"io": {"block_size": "1000B"}}, "io.block_size", "multiple of 4096"),
+            ({"io": {"block_size": 0}}, "io.block_size", "multiple of 4096"),
+            ({"io": {"direct": "maybe"}}, "io.direct", "'auto', true or false"),
+            ({"io": {"backend": "tape"}}, "io.backend", "'deepnvme'"),
+            ({"io": {"backend": "deepnvme"}}, "io", "needs checksum: true"),
+            ({"memory": {"pinned": 0}}, "memory.pinned", "at least 1 B"),
+            (
+                {"parameters": {"blocks_in_flight": 0}},
+                "parameters.blocks_in_flight",
+                "greater than or equal to 1",
+            ),
+        ],
+    )
+    def test_a_wrong_value_is_refused_with_its_place_and_what_is_allowed(
+        self, sections: dict[str, Any], where: str, words: str
+    ) -> None:
+        message = refusal(sections)
+        assert message.startswith(f"the given mapping: {where}: ")
+        assert words in message
+        assert "pydantic" not in message
+
+    def test_all_problems_are_in_one_message(self) -> None:
+        message = refusal({"activations": {"min_sise": 1}, "io": {"threads": 0}})
+        assert "2 problems" in message
+        assert "activations.min_sise" in message
+        assert "io.threads" in message
+
+    def test_the_message_names_the_file(self, tmp_path: Path) -> None:
+        file = tmp_path / "launch.yaml"
+        file.write_text("num_processes: 1\nssd_offload_config: {optimizer: {overlapp: off}}")
+        message = refusal(file)
+        assert message.startswith(f"file {str(file)!r}, ssd_offload_config: optimizer.overlapp: ")
+        assert "'optimizer.overlap'" in message
+
+    def test_a_config_error_is_one_of_ours_and_a_value_error(self) -> None:
+        assert issubclass(ConfigError, OffloadError)
+        assert issubclass(ConfigError, ValueError)
+        assert issubclass(OffloadError, RuntimeError)
+
+    def test_a_config_written_in_code_is_refused_in_the_same_words(self) -> None:
+        with pytest.raises(ConfigError, match=r"activations\.min_size"):
+            OffloadConfig(activations={"min_sise": 1})
+
+    def test_a_config_cannot_be_changed(self) -> None:
+        with pytest.raises(ValidationError, match="frozen"):
+            OffloadConfig().activations.enabled = False  # type: ignore[misc]
+
+
+class TestValues:
+    def test_a_bare_off_in_yaml_means_off(self, tmp_path: Path) -> None:
+        file = tmp_path / "config.yaml"
+        file.write_text("optimizer: {overlap: off}")
+        assert OffloadConfig.load(file).optimizer.overlap == "off"
+
+    @pytest.mark.parametrize(
+        ("budget", "fraction", "size"),
+        [
+            ("auto", None, None),
+            ("70%", 0.7, None),
+            ("0%", 0.0, None),
+            (" 12.5 % ", 0.125, None),
+            ("8GiB", None, 8 * GiB),
+            (0, None, 0),
+        ],
+    )
+    def test_a_budget_is_auto_or_a_share_or_bytes(
+        self, budget: str | int, fraction: float | None, size: int | None
+    ) -> None:
+        section = ActivationsConfig(budget=budget)
+        assert section.budget_fraction() == fraction
+        assert section.budget_bytes() == size
+
+    def test_sizes_are_numbers_in_python_and_text_in_json(self) -> None:
+        config = OffloadConfig()
+        assert config.model_dump()["memory"]["pinned"] == 4 * GiB
+        assert json.loads(config.model_dump_json())["memory"]["pinned"] == "4GiB"
+
+    def test_a_path_is_expanded_and_absolute(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("SCRATCH", "/scratch/me")
+        monkeypatch.setenv("HOME", "/home/me")
+
+        def path(text: str) -> Path | None:
+            return TierConfig(name="a", kind="ssd", path=Path(text)).path
+
+        assert path("$SCRATCH/offload") == Path("/scratch/me/offload")
+        assert path("~/offload") == Path("/home/me/offload")
+        assert path("offload") == Path.cwd() / "offload"
+
+    def test_a_variable_that_is_not_set_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("NOWHERE", raising=False)
+        message = refusal({"tiers": [{"name": "a", "kind": "ssd", "path": "$NOWHERE/x"}]})
+        assert "$NOWHERE, which is not set" in message
+
+    def test_a_config_survives_pickling_and_copying(self) -> None:
+        config = OffloadConfig.load(yaml.safe_load(CONTRACT))
+        assert pickle.loads(pickle.dumps(config)) == config
+        assert copy.deepcopy(config) == config
+
+    def test_without_a_list_a_section_uses_all_tiers_in_order(self) -> None:
+        config = OffloadConfig.load({"tiers": yaml.safe_load(CONTRACT)["tiers"]})
+        assert [tier.name for tier in config.tiers_for("optimizer")] == ["host", "nvme0", "pfs"]
+
+    def test_a_section_may_prefer_tiers_in_another_order(self) -> None:
+        sections = yaml.safe_load(CONTRACT)
+        sections["activations"]["tiers"] = ["nvme0", "host"]
+        config = OffloadConfig.load(sections)
+        assert [tier.name for tier in config.tiers_for("activations")] == ["nvme0", "host"]
+
+
+class TestDefaultTier:
+    def test_it_is_one_ssd_tier_in_the_variable_s_directory(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("SSD_OFFLOAD_DIR", str(tmp_path))
+        assert OffloadConfig().tiers == [TierConfig(name="ssd", kind="ssd", path=tmp_path)]
+
+    def test_it_is_the_temporary_directory_if_that_is_on_a_disk(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if is_memory_filesystem(tmp_path):
+            pytest.skip("the temporary directory of this machine is memory")
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+        assert default_directory() == tmp_path
+
+    def test_it_is_not_the_temporary_directory_if_that_is_memory(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if not is_memory_filesystem("/dev/shm"):
+            pytest.skip("no file system in memory at /dev/shm")
+        monkeypatch.setattr("tempfile.tempdir", "/dev/shm")
+        assert default_directory() == Path("/var/tmp")
+
+    def test_memory_is_told_from_disk_also_for_paths_yet_to_be_made(self) -> None:
+        kinds = {}
+        for line in Path("/proc/mounts").read_text().splitlines():
+            _, mount_point, kind, *_ = line.split()
+            kinds[mount_point] = kind
+        if kinds.get("/dev/shm") != "tmpfs":
+            pytest.skip("no tmpfs at /dev/shm")
+        assert is_memory_filesystem("/dev/shm/not/yet/there")
+        assert is_memory_filesystem("/proc") is False
+
+
+class TestSchema:
+    def test_every_key_has_a_description(self) -> None:
+        schema = OffloadConfig.model_json_schema()
+        models = schema["$defs"]
+        assert all(model["description"] for model in models.values())
+        keys = [
+            (model["title"], key, field)
+            for model in [schema, *models.values()]
+            for key, field in model["properties"].items()
+        ]
+        assert len(keys) > 25
+        # A section is described where it is defined.
+        assert [key for *key, field in keys if not {"description", "$ref"} & field.keys()] == []
+
+    def test_a_size_may_be_a_number_or_text(self) -> None:
+        sizes = OffloadConfig.model_json_schema()["$defs"]["MemoryConfig"]["properties"]["pinned"]
+        assert {kind["type"] for kind in sizes["anyOf"]} == {"integer", "string"}
+        assert "512MiB" in sizes["examples"]
+
+
+class TestImports:
+    def test_reading_a_config_imports_no_torch(self) -> None:
+        code = (
+            "import sys, offload_strategy.config as c; c.OffloadConfig.load('full'); "
+            "sys.exit('torch' in sys.modules)"
+        )
+        assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+class TestLaunchFile:
+    def test_accelerate_accepts_the_rest_of_our_launch_file(self, tmp_path: Path) -> None:
+        config_args = pytest.importorskip("accelerate.commands.config.config_args")
+        content = yaml.safe_load(LAUNCH_FILE.read_text())
+        del content["ssd_offload_config"]
+        file = tmp_path / "launch.yaml"
+        file.write_text(yaml.safe_dump(content))
+        config = config_args.ClusterConfig.from_yaml_file(str(file))
+        assert config.num_processes == 1
+        assert config.use_cpu is True

@@ -1,0 +1,421 @@
+"""However training ends, nothing stays on disk, nothing hangs, and the error is the user's own."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+from torch.utils.data import DataLoader, Dataset
+
+from offload_strategy import OffloadEngine, OffloadError
+from tests.training import (
+    activations_only,
+    assert_same_bits,
+    gradients,
+    moved,
+    on_disk,
+    settings,
+    weights,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+
+BEGIN = """
+import os, sys, signal
+import torch
+from torch import nn
+torch.set_num_threads(1)
+from offload_strategy import OffloadEngine
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+engine = OffloadEngine({
+    "tiers": [{"name": "nvme", "kind": "ssd", "path": sys.argv[1], "capacity": "64MiB"}],
+    "activations": {"min_size": 1}, "optimizer": {"subgroup_size": 5000},
+    "io": {"threads": 2, "block_size": "4KiB"},
+})
+optimizer = engine.attach(model, torch.optim.AdamW(model.parameters(), fused=True))
+def step():
+    optimizer.zero_grad()
+    loss = model(torch.randn(256, 64)).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+step()
+step()
+print("ready", flush=True)
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    """A directory in which no file may remain."""
+    directory = tmp_path / "place"
+    directory.mkdir()
+    yield directory
+    assert list(directory.iterdir()) == []
+
+
+def start(script: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-X", "faulthandler", "-c", script, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+
+
+def finish(process: subprocess.Popen[str], seconds: float = 60) -> tuple[int, str, str]:
+    """Return code, output and errors; a process that hangs is a failure."""
+    try:
+        out, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)  # faulthandler says where it hangs
+        out, errors = process.communicate()
+        pytest.fail(f"it hangs:\n{errors[-3000:]}")
+    return process.returncode, out, errors
+
+
+# ---------------------------------------------------------------------- ends of a process
+ENDS = {
+    "closed": ("engine.close()", 0, ""),
+    "closed while a graph is alive": ("loss = step(); keep = model(torch.randn(256, 64)).sum(); "
+                                      "engine.close()", 0, ""),
+    "forgotten": ("loss = step()", 0, ""),
+    "forgotten in the middle of a step": (
+        "optimizer.zero_grad(); model(torch.randn(256, 64)).pow(2).mean().backward()", 0, ""),
+    "forgotten before backward": ("loss = model(torch.randn(256, 64)).pow(2).mean()", 0, ""),
+    "an exception": ("step(); raise ValueError('of the user')", 1, "ValueError: of the user"),
+    "sys.exit": ("step(); sys.exit(7)", 7, ""),
+    "os._exit": ("step(); os._exit(5)", 5, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_process_ends_promptly_with_its_own_code_and_words(end: str, place: Path) -> None:
+    code, expected, message = ENDS[end]
+    process = start(BEGIN + "import time; print(time.time(), flush=True)\n" + code, str(place))
+    returned, out, errors = finish(process)
+    took = time.time() - float(out.splitlines()[1])
+    assert returned == expected, errors
+    assert message in errors
+    said = [line for line in errors.splitlines() if not line.startswith("ssd-offload: ")]
+    assert "Exception ignored" not in errors
+    assert bool(said) == bool(message), errors
+    assert took < 20  # mostly the way of a busy machine through torch's own end
+
+
+def in_the_middle(place: Path, script: str) -> subprocess.Popen[str]:
+    """A process that trains on and on, stopped a while after it began."""
+    process = start(script + "while True: step()\n", str(place))
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n", process.stderr and process.stderr.read()
+    assert list(place.iterdir()) == []
+    return process
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+def test_ctrl_c_in_the_middle_of_a_step_is_a_keyboard_interrupt(place: Path) -> None:
+    process = in_the_middle(place, BEGIN)
+    process.send_signal(signal.SIGINT)
+    returned, _, errors = finish(process)
+    assert returned == -signal.SIGINT
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+    assert "Exception ignored" not in errors
+
+
+NAMED = """
+import os
+del os.O_TMPFILE  # as on file systems that have no unnamed files
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="needs Linux")
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=lambda s: s.name)
+@pytest.mark.parametrize("script", [BEGIN, NAMED + BEGIN], ids=["unnamed", "unlinked"])
+def test_a_process_that_is_killed_leaves_nothing_on_disk(
+    place: Path, how: signal.Signals, script: str
+) -> None:
+    process = in_the_middle(place, script)
+    links = [os.readlink(entry) for entry in Path(f"/proc/{process.pid}/fd").iterdir()]
+    # The file, beside the directory that processes take turns on.
+    ours = [link for link in links if link.startswith(f"{place}/")]
+    assert len(ours) == 1
+    assert ours[0].endswith("(deleted)")
+    process.send_signal(how)
+    returned, _, _ = finish(process)
+    assert returned == -how
+
+
+SURVIVE = (
+    BEGIN
+    + """
+import gc, random, threading, time
+random.seed(int(sys.argv[2]))
+interrupts = 0
+go = threading.Semaphore(0)
+def press():
+    for _ in range(int(sys.argv[3])):
+        go.acquire()
+        time.sleep(random.uniform(0, 0.02))
+        os.kill(os.getpid(), signal.SIGINT)
+fingers = threading.Thread(target=press)
+fingers.start()
+for _ in range(int(sys.argv[3])):
+    try:
+        go.release()
+        while True:
+            step()
+    except KeyboardInterrupt:
+        interrupts += 1
+fingers.join()
+for _ in range(3):  # it goes on, and a checkpoint can be written
+    loss = step()
+state = optimizer.state_dict()
+assert len(state["state"]) == 12, len(state["state"])
+assert loss.isfinite(), loss
+del loss
+optimizer.zero_grad()
+store = engine._resources.store
+store.wait_for_writes()
+sys.last_value = sys.last_traceback = None
+gc.collect()
+engine.close()
+assert interrupts == int(sys.argv[3]), interrupts
+assert store.live_tickets == 0, store.live_tickets
+left = [t.name for t in threading.enumerate() if t.name.startswith("ssd-offload")]
+assert not left, left
+assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+print("survived")
+"""
+)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+@pytest.mark.parametrize("seed", [1, 2])
+def test_training_may_be_interrupted_anywhere_and_goes_on(place: Path, seed: int) -> None:
+    """Ctrl-C in a notebook, over and over: no state is lost, nothing hangs."""
+    returned, out, errors = finish(start(SURVIVE, str(place), str(seed), "150"))
+    assert returned == 0, errors
+    assert out.endswith("survived\n")
+
+
+# ---------------------------------------------------------------------- forks
+class Numbers(Dataset[torch.Tensor]):
+    """Random rows."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(8, generator=generator)
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("persistent", [False, True])
+def test_data_loader_workers_are_forked_while_training(disk: Path, persistent: bool) -> None:
+    def run(engine: OffloadEngine | None, workers: int) -> dict[str, torch.Tensor]:
+        model = small_model()
+        optimizer: Any = AdamW(model.parameters(), 1e-2)
+        if engine is not None:
+            optimizer = engine.attach(model, optimizer)
+        loader = DataLoader(
+            Numbers(),
+            batch_size=4,
+            num_workers=workers,
+            persistent_workers=persistent and workers > 0,
+            multiprocessing_context="fork" if workers else None,
+        )
+        for _ in range(2):
+            for batch in loader:
+                optimizer.zero_grad()
+                model(batch).pow(2).sum().backward()
+                optimizer.step()
+        return weights(model)
+
+    expected = run(None, 0)
+    with OffloadEngine(settings(disk, "2KiB")) as engine:
+        assert_same_bits(run(engine, 2), expected)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("host", [None, "1MiB"], ids=["on disk", "in host memory"])
+def test_a_forked_child_that_trains_is_told_to_make_its_own_engine(
+    disk: Path, host: str | None
+) -> None:
+    model = small_model()
+    batch = torch.randn(4, 8)
+    with OffloadEngine(settings(disk, host)) as engine:
+        optimizer = engine.attach(model, AdamW(model.parameters(), 1e-2))
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+        pending = model(batch).sum()
+        on_disk(engine)
+        child = os.fork()
+        if child == 0:
+            told = []
+            try:
+                with torch.no_grad():
+                    model(batch)  # using the weights is fine
+                for use in (
+                    lambda: model(batch),
+                    optimizer.step,
+                    optimizer.state_dict,
+                    lambda: engine.attach(small_model()),
+                ):
+                    try:
+                        use()
+                        told.append("nothing")
+                    except OffloadError as error:
+                        told.append(str(error))
+                engine.close()
+                os._exit(0 if all("forked process" in text for text in told) else 1)
+            finally:
+                os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+        pending.backward()
+        optimizer.step()
+
+
+# ---------------------------------------------------------------------- copies
+@pytest.mark.parametrize("moment", ["after forward", "after a step"])
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_a_copy_of_an_attached_model_trains_without_offload(
+    disk: Path, how: str, moment: str
+) -> None:
+    expected = small_model()
+    model = small_model()
+    with OffloadEngine(settings(disk)) as engine:
+        optimizer = engine.attach(model, SGD(model.parameters(), 0.1))
+        if moment == "after a step":
+            for net, steps in ((model, optimizer), (expected, SGD(expected.parameters(), 0.1))):
+                net(torch.ones(4, 8)).sum().backward()
+                steps.step()
+                net.zero_grad()
+        loss = model(torch.ones(4, 8)).sum()
+        if how == "deepcopy":
+            twin = copy.deepcopy(model)
+        elif how == "pickle":
+            twin = pickle.loads(pickle.dumps(model))
+        else:
+            file = io.BytesIO()
+            torch.save(model, file)
+            file.seek(0)
+            twin = torch.load(file, weights_only=False)
+        loss.backward()
+        on_disk(engine)
+        before = moved(engine)
+        steps = {id(net): SGD(net.parameters(), 0.1) for net in (twin, expected)}
+        for _ in range(3):
+            for net in (twin, expected):
+                net.zero_grad()
+                net(torch.ones(4, 8)).pow(2).sum().backward()
+                steps[id(net)].step()
+        assert_same_bits(weights(twin), weights(expected))
+        on_disk(engine)
+        assert moved(engine) == before
+        # The copy may be attached for itself.
+        assert engine.attach(twin, SGD(twin.parameters(), 0.1)) is not None
+        twin.zero_grad()
+        twin(torch.ones(4, 8)).sum().backward()
+        assert moved(engine) + moved(engine, verb="forwarded") > before
+
+
+def test_a_copy_outlives_the_engine_and_the_model(disk: Path) -> None:
+    model = small_model()
+    with activations_only(disk) as engine:
+        engine.attach(model)
+        twin = copy.deepcopy(model)
+    plain = small_model()
+    for net in (twin, plain):
+        net(torch.ones(4, 8)).sum().backward()
+    assert_same_bits(gradients(twin), gradients(plain))
+
+
+# ---------------------------------------------------------------------- other systems
+POORER = """
+import os, mmap
+os.environ.setdefault("USERNAME", "somebody")  # as such systems do
+import torch  # which has ways of its own on such systems
+for module, names in (
+    (os, ["O_DIRECT", "O_TMPFILE", "O_CLOEXEC", "O_NOFOLLOW", "posix_fallocate", "pread", "pwrite",
+          "preadv", "pwritev", "fstatvfs", "statvfs", "register_at_fork", "fork", "getuid",
+          "posix_fadvise", "sched_getaffinity"]),
+    (mmap, [name for name in dir(mmap) if name.startswith(("MADV_", "MAP_", "PROT_"))]),
+):
+    for name in names:
+        if hasattr(module, name):
+            delattr(module, name)
+"""
+
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+import torch
+from torch import nn
+before = set(sys.modules)
+import offload_strategy
+failed = []
+for module in pkgutil.walk_packages(offload_strategy.__path__, "offload_strategy."):
+    if ".examples" in module.name:
+        continue
+    try:
+        importlib.import_module(module.name)
+    except ImportError as error:
+        if "offload_strategy" in str(error):
+            failed.append((module.name, repr(error)))
+    except BaseException as error:
+        failed.append((module.name, repr(error)))
+assert not failed, failed
+from offload_strategy import ConfigError, OffloadEngine
+def run(engine):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    if engine is not None:
+        optimizer = engine.attach(model, optimizer)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(32, 64)).pow(2).sum().backward()
+        optimizer.step()
+    return model.state_dict()
+with OffloadEngine({
+    "tiers": [{"name": "host", "kind": "dram", "capacity": "64MiB"}],
+    "activations": {"min_size": 1},
+}) as engine:
+    got, expected = run(engine), run(None)
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    assert engine.metrics()["offload/tier/host/used_bytes"] > 0
+try:
+    OffloadEngine({"tiers": [{"name": "nvme", "kind": "ssd", "path": sys.argv[1]}]})
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_it_imports_and_uses_host_memory_where_the_system_offers_little(place: Path) -> None:
+    returned, out, errors = finish(start(POORER + IMPORT_ALL, str(place)), 120)
+    assert returned == 0, errors
+    assert "does not offer. Use a tier of kind dram" in out

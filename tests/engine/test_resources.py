@@ -1,0 +1,192 @@
+"""Engines over several paths: what is opened, what is refused, and the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offload_strategy import OffloadConfig, OffloadEngine
+from offload_strategy.errors import ConfigError
+from offload_strategy.io.queues.path_lock import PathLock
+from offload_strategy.store.tiers import HostTier, PathTier
+from tests.training import settings
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> list[Path]:
+    made = [tmp_path / "nvme0", tmp_path / "nvme1", tmp_path / "pfs"]
+    for place in made:
+        place.mkdir()
+    return made
+
+
+def config(*tiers: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any]:
+    return {**settings(None, **sections), "tiers": list(tiers)}
+
+
+def ssd(name: str, path: Any, **options: Any) -> dict[str, Any]:
+    text = [str(p) for p in path] if isinstance(path, list) else str(path)
+    return {"name": name, "kind": "ssd", "path": text, **options}
+
+
+def open_below(place: Path) -> list[str]:
+    """What this process has open at a path and below it."""
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(entry))
+    return [target for target in found if target.startswith(str(place))]
+
+
+def train(engine: OffloadEngine | None, steps: int = 3) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.Linear(256, 8))
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if engine is not None:
+        optimizer = engine.attach(model, optimizer)
+    losses = []
+    for step in range(steps):
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [*losses, *(copy.deepcopy(p.detach()) for p in model.parameters())]
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+@pytest.mark.parametrize("layout", ["one tier", "several tiers"])
+def test_training_over_several_paths_changes_no_bit(
+    places: list[Path], layout: str, checksum: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Tickets of this model are small; stripe them all the same.
+    monkeypatch.setattr("offload_strategy.store.striping.STRIPE_BYTES", 1)
+    monkeypatch.setattr("offload_strategy.store.striping.STRIPE_UNIT", 4096)
+    monkeypatch.setattr("offload_strategy.store.tiers.STRIPE_UNIT", 4096)
+    if layout == "one tier":
+        tiers = [ssd("nvme", places, capacity="64MiB")]
+    else:
+        tiers = [ssd(place.name, place, capacity="64MiB") for place in places]
+    expected = train(None)
+    with OffloadEngine(config(*tiers, io={"checksum": checksum})) as engine:
+        got = train(engine)
+        engine._resources.store.wait_for_writes()
+        written = {
+            record.path for record in engine._recorder.moves if record.direction.value == "write"
+        }
+        metrics = engine.metrics()
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert written == {str(place) for place in places}
+    for tier in tiers:
+        assert metrics[f"offload/tier/{tier['name']}/write_GBps"] > 0
+        assert metrics[f"offload/tier/{tier['name']}/queued_seconds"] > 0
+
+
+def test_ssd_tiers_that_follow_each_other_are_one(places: list[Path]) -> None:
+    made = config(
+        {"name": "host", "kind": "dram", "capacity": "1MiB"},
+        ssd("nvme0", places[0]),
+        ssd("pfs", places[2]),
+        activations={"tiers": ["host", "nvme0"]},
+        optimizer={"tiers": ["nvme0", "host", "pfs"]},
+    )
+    with OffloadEngine(made) as engine:
+        activations = engine._resources.clients["activations"]
+        optimizer = engine._resources.clients["optimizer"]
+        assert [type(tier) for tier in activations] == [HostTier, PathTier]
+        assert [tier.name for tier in optimizer] == ["nvme0", "host", "pfs"]
+        first, other = activations[1], optimizer[0]
+        assert isinstance(first, PathTier)
+        assert isinstance(other, PathTier)
+        assert first.queues == other.queues, "one queue a path, whoever uses it"
+
+
+def test_paths_are_measured_only_where_work_is_dealt(places: list[Path]) -> None:
+    with OffloadEngine(config(ssd("nvme", places[0]))) as engine:
+        (queue,) = engine._resources.queues["nvme"]
+        assert queue.bandwidth.round_trip() is None
+    with OffloadEngine(config(ssd("nvme", places[:2]))) as engine:
+        for queue in engine._resources.queues["nvme"]:
+            assert (queue.bandwidth.round_trip() or 0) > 1e6
+        assert engine.metrics()["offload/tier/nvme/used_bytes"] == 0
+
+
+def test_one_capacity_for_all_paths_of_a_tier(places: list[Path]) -> None:
+    with OffloadEngine(config(ssd("nvme", places, capacity="10MiB"))) as engine:
+        (tier,) = engine._resources.clients["optimizer"]
+        assert tier.capacity == 10 << 20
+    with pytest.raises(ConfigError, match=r"'nvme': capacity is 1 EiB|'nvme': capacity is"):
+        OffloadEngine(config(ssd("nvme", places, capacity="1000000GiB")))
+
+
+def test_capacities_on_one_file_system_are_added_up(places: list[Path]) -> None:
+    import shutil
+
+    most = shutil.disk_usage(places[0]).free * 2 // 3
+    tiers = [ssd(place.name, place, capacity=most) for place in places[:2]]
+    with pytest.raises(ConfigError, match="nvme0"):
+        OffloadEngine(config(*tiers))
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ([], "the list is empty"),
+        (["/tmp", "/tmp"], "'/tmp' is named twice"),
+        (["/tmp", 3], "must be the path of a directory, or a list of them"),
+        (["/tmp", "/does/not/exist"], "there is no directory '/does/not/exist'"),
+    ],
+)
+def test_a_wrong_list_of_paths_is_refused(path: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        OffloadEngine(
+            OffloadConfig.load(
+                {"tiers": [{"name": "nvme", "kind": "ssd", "path": path}]},
+            )
+        )
+
+
+def test_a_list_of_paths_survives_yaml(places: list[Path], tmp_path: Path) -> None:
+    made = OffloadConfig.load(config(ssd("nvme", places)))
+    file = tmp_path / "config.yaml"
+    file.write_text(made.to_yaml())
+    assert OffloadConfig.load(str(file)) == made
+    assert made.tiers[0].paths == places
+
+
+def test_a_trace_of_a_run(places: list[Path], tmp_path: Path) -> None:
+    with OffloadEngine(config(ssd("nvme", places[0]))) as engine:
+        train(engine)
+        engine.export_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert any(
+        event["ph"] == "X" and event["args"].get("client") == "optimizer" for event in events
+    )
+
+
+def test_a_checksum_without_its_package_says_what_to_install(
+    places: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "xxhash", None)
+    with pytest.raises(ConfigError, match=r"pip install offload-strategy\[checksum\]"):
+        OffloadEngine(config(ssd("nvme", places[0]), io={"checksum": True}))
+
+
+def test_turns_end_with_the_engine(places: list[Path]) -> None:
+    with OffloadEngine(config(ssd("nvme", places[0]))) as engine:
+        train(engine)
+        assert open_below(places[0]), "the file, and the directory that turns are taken on"
+    assert open_below(places[0]) == []
+    late = PathLock(places[0])
+    late.acquire()
+    late.release()
+    late.close()

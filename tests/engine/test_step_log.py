@@ -1,0 +1,299 @@
+"""An engine that is asked, after a few steps, what it had expected of them."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+
+import offload_strategy.engine.resources
+from offload_strategy import ConfigError, OffloadEngine, OffloadError
+from offload_strategy.io.bandwidth.history import CACHE_VARIABLE, recall_all
+from offload_strategy.io.bandwidth.path_rates import KnownPaths
+from offload_strategy.plan_runtime.predicted_and_measured import FollowUp
+from offload_strategy.telemetry import Direction
+from offload_strategy.units import KiB, MiB
+from tests.paced import PacedBackend
+from tests.training import settings
+
+known_paths = sys.modules[KnownPaths.__module__]
+PARTS = ("computing", "updates", "waiting for reads", "waiting for room", "waiting for updates")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Tiny models keep a path busy for a moment only: let that count."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(known_paths, "_LEAST_SECONDS", 0.02)
+    monkeypatch.setattr(known_paths, "_LEAST_BYTES", 96 * KiB)
+    return tmp_path / "cache"
+
+
+def pace(monkeypatch: pytest.MonkeyPatch, *, read: float, write: float) -> None:
+    """Let engines that are made from now on have slow paths."""
+
+    def create(name: str, **options: Any) -> PacedBackend:
+        return PacedBackend(read=read, write=write, **options)
+
+    monkeypatch.setattr(offload_strategy.engine.resources, "create_backend", create)
+
+
+def engine_on(*directories: Path, **sections: Any) -> OffloadEngine:
+    config = settings(directories[0], **sections)
+    if len(directories) > 1:
+        config["tiers"][0]["path"] = [str(directory) for directory in directories]
+    config["optimizer"] = {"subgroup_size": 64 * 64, **config["optimizer"]}
+    config["io"] = {"threads": 1, "block_size": "64KiB"}
+    return OffloadEngine(config)
+
+
+def train(
+    engine: OffloadEngine, steps: int = 6, passes: int = 1, net: nn.Module | None = None
+) -> nn.Module:
+    torch.manual_seed(0)
+    if net is None:
+        net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    optimizer = engine.attach(net, AdamW(net.parameters()))
+    for _ in range(steps):
+        for number in range(passes):
+            if passes > 1:
+                engine.microbatch(number, last=number == passes - 1)
+            net(torch.randn(512, 64)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return net
+
+
+def seconds(found: FollowUp, name: str, which: str = "observed") -> float:
+    value = getattr(found.part(name), which)
+    assert value is not None
+    return float(value)
+
+
+# ---------------------------------------------------------------------- one run
+@pytest.mark.parametrize("overlap", ["commit", "eager", "off"])
+def test_parts_of_a_step_add_up_to_it(disk: Path, overlap: str) -> None:
+    with engine_on(disk, optimizer={"overlap": overlap}) as engine:
+        train(engine)
+        found = engine.follow_up()
+    for which in ("predicted", "observed"):
+        parts = sum(seconds(found, name, which) for name in PARTS)
+        assert parts == pytest.approx(seconds(found, "step", which), rel=1e-3)
+    assert seconds(found, "updates") > 0
+    assert seconds(found, "updates", "predicted") > 0
+    assert seconds(found, "computing") > 0
+    # What was saved and left, and the states: about as many bytes as moved.
+    assert seconds(found, "written in a step", "predicted") > 4 * 512 * 64
+    assert "| step |" in str(found)
+
+
+def test_all_that_moves_in_a_step_is_foretold(disk: Path) -> None:
+    with engine_on(disk, optimizer={"enabled": False}) as engine:
+        net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+        engine.attach(net)
+        for _ in range(8):
+            loss = net(torch.randn(512, 64)).square().sum()
+            engine._resources.store.wait_for_writes()  # so that all of it is read again
+            # That wait is foretold as none: in the time that is left all of it must be out, too.
+            time.sleep(0.1)
+            loss.backward()
+        found = engine.follow_up()
+        saved = engine.metrics()["offload/activations/step_left_bytes"]
+    assert seconds(found, "written in a step", "predicted") == saved
+    # With a few bytes before each, up to the begin of a page.
+    assert found.part("written in a step").ratio == pytest.approx(1.0, rel=0.05)
+    assert seconds(found, "updates") == 0
+    assert found.about["passes_in_a_step"] == 1
+
+
+def test_what_stays_is_not_foretold_to_leave(disk: Path) -> None:
+    with engine_on(disk, activations={"budget": "0%"}, optimizer={"enabled": False}) as engine:
+        train(engine)
+        found = engine.follow_up()
+    assert seconds(found, "written in a step", "predicted") == 0
+    assert found.part("written in a step").ratio == 1.0
+    assert found.part("read in a step").ratio == 1.0
+
+
+def test_what_host_memory_takes_is_not_foretold_to_be_written(disk: Path) -> None:
+    config = settings(disk, "64MiB")
+    with OffloadEngine(config) as engine:
+        train(engine)
+        found = engine.follow_up()
+    assert seconds(found, "written in a step", "predicted") == 0
+    assert found.part("written in a step").ratio == 1.0
+
+
+def test_a_limit_of_memory_tells_its_peak(disk: Path) -> None:
+    config = settings(disk, planning={"device_memory": "100GiB", "profile_steps": 1})
+    del config["activations"]["budget"]
+    with OffloadEngine(config) as engine:
+        train(engine)
+        found = engine.follow_up()
+    peak = found.part("peak of memory")
+    assert peak.unit == "B"
+    assert peak.observed is not None
+    assert peak.observed > 50 * MiB, "this process has torch in it"
+    assert peak.ratio == pytest.approx(1.0, rel=0.3)
+
+
+def test_micro_batches_make_one_step(disk: Path) -> None:
+    with engine_on(disk, optimizer={"overlap": "off"}) as engine:
+        train(engine, passes=3)
+        found = engine.follow_up()
+    assert found.about["passes_in_a_step"] == 3
+    for which in ("predicted", "observed"):
+        parts = sum(seconds(found, name, which) for name in PARTS)
+        assert parts == pytest.approx(seconds(found, "step", which), rel=1e-3)
+
+
+def test_before_there_were_steps_it_says_so(disk: Path) -> None:
+    with engine_on(disk) as engine:
+        with pytest.raises(ConfigError, match="Train a step first"):
+            engine.follow_up()
+        net = train(engine, steps=1)
+        with pytest.raises(ConfigError, match="too few steps were seen"):
+            engine.follow_up()
+        assert net is not None
+    with pytest.raises(OffloadError, match="is closed"):
+        engine.follow_up()
+
+
+def test_without_activations_it_says_so(disk: Path) -> None:
+    with engine_on(disk, activations={"enabled": False}) as engine:
+        train(engine)
+        with pytest.raises(ConfigError, match=r"activations\.enabled: true"):
+            engine.follow_up()
+
+
+def test_nothing_of_the_engine_stays_on_the_users_optimizer(disk: Path) -> None:
+    net = nn.Linear(8, 8)
+    inner = SGD(net.parameters(), 0.1)
+    with engine_on(disk) as engine:
+        engine.attach(net, inner)
+        assert inner._optimizer_step_post_hooks
+        log = weakref.ref(engine._log)
+    assert not inner._optimizer_step_post_hooks
+    del engine
+    gc.collect()
+    assert log() is None
+
+
+# ---------------------------------------------------------------------- from run to run
+@pytest.mark.alone
+def test_what_a_slow_path_carries_is_seen_and_the_next_engine_begins_with_it(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pace(monkeypatch, read=10e6, write=5e6)
+    with engine_on(disk) as engine:
+        train(engine)
+        first = engine.follow_up()
+        with caplog.at_level(logging.INFO):
+            engine.close()
+    write = first.part(f"{disk} write")
+    assert write.predicted is None, "nothing was known of it"
+    assert write.observed == pytest.approx(5e6, rel=0.3)
+    assert any("nothing was known before this run" in remark for remark in first.remarks)
+    assert "the next run begins with" in caplog.text
+
+    with engine_on(disk) as engine:
+        train(engine)
+        second = engine.follow_up()
+        (queue,) = engine._resources.queues["nvme"]
+        assert engine._resources.known.rate_before(queue, Direction.WRITE) is not None
+    again = second.part(f"{disk} write")
+    assert again.predicted == pytest.approx(write.observed, rel=0.2)
+    assert again.ratio == pytest.approx(1.0, abs=0.3), "the path is as it was"
+    assert again.remark.startswith("foretold by 1 earlier run;")
+    ((_, figures),) = recall_all()
+    assert figures[Direction.WRITE].runs == 2
+
+
+def test_a_path_that_has_nothing_to_do_is_not_judged(disk: Path) -> None:
+    with engine_on(disk, activations={"budget": "0%"}, optimizer={"enabled": False}) as engine:
+        train(engine)
+        found = engine.follow_up()
+    assert found.part(f"{disk} write").observed is None
+    assert "was too rarely busy to tell" in found.part(f"{disk} write").remark
+    assert recall_all() == []
+
+
+@pytest.mark.alone
+def test_a_probe_that_was_wrong_is_corrected_by_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = [tmp_path / "nvme0", tmp_path / "nvme1"]
+    for place in places:
+        place.mkdir()
+    pace(monkeypatch, read=20e6, write=20e6)
+    with engine_on(*places) as engine:  # a probe sees this rate, and then the path is slower
+        for backend in engine._resources.backends:
+            assert isinstance(backend, PacedBackend)
+            backend.set_rates(read=5e6, write=5e6)
+        train(engine, net=nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))))
+        found = engine.follow_up()
+        queues = engine._resources.queues["nvme"]
+        shares = [engine._resources.known.rate_before(queue, Direction.WRITE) for queue in queues]
+    assert shares == [pytest.approx(20e6, rel=0.3)] * 2
+    for place in places:
+        part = found.part(f"{place} write")
+        assert part.remark.startswith("foretold by the probe at the start;")
+        assert part.ratio == pytest.approx(0.25, rel=0.4)
+
+    def probe(*_: Any) -> None:
+        raise AssertionError("what is known must not be measured again")
+
+    monkeypatch.setattr(known_paths, "probe", probe)
+    with engine_on(*places) as engine:
+        for queue in engine._resources.queues["nvme"]:
+            assert queue.bandwidth.rate(Direction.WRITE) == pytest.approx(10e6, rel=0.4)
+            assert queue.bandwidth.round_trip() is not None
+
+
+def test_figures_that_are_garbage_are_measured_anew(
+    disk: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pace(monkeypatch, read=10e6, write=5e6)
+    with engine_on(disk) as engine:
+        train(engine)
+    (file,) = cache.glob("*.json")
+    file.write_text('{"format": 1, "of": "')
+    with engine_on(disk) as engine:
+        (queue,) = engine._resources.queues["nvme"]
+        assert queue.bandwidth.rate(Direction.WRITE) is None
+        train(engine)
+    ((_, figures),) = recall_all()
+    assert figures[Direction.WRITE].runs == 1
+
+
+def test_an_engine_that_cannot_keep_figures_ends_all_the_same(
+    disk: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.write_text("a file where the folder should be")
+    pace(monkeypatch, read=10e6, write=5e6)
+    with engine_on(disk) as engine:
+        train(engine)
+    assert engine.closed
+    assert cache.read_text() == "a file where the folder should be"
+
+
+def test_without_a_cache_nothing_is_kept(
+    disk: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, "")
+    pace(monkeypatch, read=10e6, write=5e6)
+    with engine_on(disk) as engine:
+        train(engine)
+    assert not cache.exists()
+    with engine_on(disk) as engine:
+        (queue,) = engine._resources.queues["nvme"]
+        assert queue.bandwidth.rate(Direction.WRITE) is None

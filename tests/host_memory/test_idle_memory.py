@@ -1,0 +1,208 @@
+"""Idle buffers stay while they make the process no larger than it gets anyway."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from offload_strategy.host_memory import idle_memory as idle
+from offload_strategy.host_memory.idle_memory import IdleMemory, resident_bytes
+from offload_strategy.host_memory.pool import BufferPool
+from offload_strategy.units import PAGE_BYTES, MiB
+from tests.host_memory.test_pool import lend
+
+_OTHER = 500 * MiB
+
+
+class Process:
+    """A process of which the rest, beside what a pool holds, has the size that a test wants."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pool = BufferPool(512 * MiB)
+        self.rest = _OTHER
+        self.idle = IdleMemory(self.pool)
+        self.peak = 0
+        monkeypatch.setattr(idle, "resident_bytes", self.resident)
+        monkeypatch.setattr(idle, "_LOOK_SECONDS", 0.0)
+
+    def resident(self) -> int:
+        resident = self.rest + self.pool.usage().held_bytes
+        self.peak = max(self.peak, resident)
+        return resident
+
+    def one_pass(self, forward: int, backward: int, loss: int = 0) -> int:
+        """Forward gets larger and larger, the loss all at once; backward uses buffers.
+
+        Returns:
+            The peak.
+        """
+        self.peak = 0
+        self.idle.pass_begins()
+        for part in range(11):
+            self.rest = _OTHER + part * forward // 10
+            self.idle.look()
+        self.rest += loss
+        self.resident()
+        lent: list[torch.Tensor] = []
+        for part in range(11):
+            self.idle.look(lends=True)
+            lent.append(lend(self.pool, backward // 10))
+            self.idle.lent(backward // 10)
+            del lent[:-10]
+            self.idle.look()
+            self.rest = _OTHER + (10 - part) * forward // 10
+        self.resident()
+        del lent
+        self.rest = _OTHER
+        return self.peak
+
+    def passes(self, count: int, **sizes: int) -> list[int]:
+        """So many passes of the same sizes; their peaks."""
+        return [self.one_pass(**sizes) for _ in range(count)]
+
+    def held(self) -> int:
+        return self.pool.usage().held_bytes
+
+
+def test_buffers_stay_where_backward_needs_more_than_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process = Process(monkeypatch)
+    first, *peaks = process.passes(6, forward=20 * MiB, backward=200 * MiB)
+    assert max(peaks) <= first + 8 * MiB
+    process.idle.pass_begins()
+    assert process.held() >= 180 * MiB, "nothing had to be mapped anew"
+
+
+def test_buffers_go_where_forward_needs_more_than_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process = Process(monkeypatch)
+    first, *peaks = process.passes(6, forward=300 * MiB, backward=200 * MiB)
+    assert max(peaks) <= first + 4 * MiB
+
+
+def test_room_is_left_for_what_is_made_while_nobody_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process = Process(monkeypatch)
+    sizes = {"forward": 50 * MiB, "backward": 200 * MiB, "loss": 150 * MiB}
+    first, *peaks = process.passes(6, **sizes)
+    assert max(peaks) <= first + 20 * MiB  # a buffer that fits into no gap
+    assert peaks[-1] <= first + 4 * MiB
+    # With less at once there is room for idle buffers.
+    process.passes(9, forward=50 * MiB, backward=200 * MiB)
+    process.idle.pass_begins()
+    assert process.held() >= 150 * MiB
+
+
+def test_a_pass_that_was_large_once_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch)
+    process.one_pass(forward=400 * MiB, backward=100 * MiB)
+    peaks = process.passes(12, forward=20 * MiB, backward=100 * MiB)
+    assert peaks[-1] <= _OTHER + 120 * MiB
+    # Another that is large again finds room at once.
+    assert process.one_pass(forward=400 * MiB, backward=100 * MiB) <= _OTHER + 510 * MiB
+
+
+def test_what_is_lent_between_two_looks_was_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch)
+    for _ in range(2):
+        process.idle.pass_begins()
+        process.idle.look(lends=True)
+        buffer = lend(process.pool, 64 * MiB)
+        process.idle.lent(64 * MiB)
+        del buffer  # given back before anybody looks again
+        process.idle.look()
+        assert process.held() == 64 * MiB
+    process.idle.pass_begins()
+    assert process.held() == 64 * MiB
+
+
+def test_a_pass_that_needs_more_than_those_before_it_keeps_what_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process = Process(monkeypatch)
+    process.passes(3, forward=20 * MiB, backward=40 * MiB)
+    process.idle.pass_begins()
+    process.idle.look(lends=True)
+    buffer = lend(process.pool, 200 * MiB)
+    process.idle.lent(200 * MiB)
+    process.idle.look()
+    del buffer
+    process.idle.look()
+    assert process.held() >= 200 * MiB
+
+
+def test_idle_memory_may_exceed_that_where_it_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"forward": 300 * MiB, "backward": 200 * MiB}
+    peaks, held = [], []
+    for beyond in (0, 24 * MiB):
+        process = Process(monkeypatch)
+        process.idle.may_exceed(beyond)
+        process.idle.may_exceed(beyond // 2)  # of somebody else: the larger one counts
+        peaks.append(max(process.passes(6, **sizes)))
+        process.idle.pass_begins()
+        process.rest = _OTHER + 300 * MiB
+        process.idle.look(lends=True)  # forward is over
+        held.append(process.held())
+    assert peaks[1] <= peaks[0] + 24 * MiB
+    assert held[0] + 16 * MiB <= held[1] <= held[0] + 24 * MiB
+
+
+def test_told_twice_it_is_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch)
+    process.one_pass(forward=400 * MiB, backward=100 * MiB)
+    for _ in range(20):  # a step ends, a forward pass begins that no backward follows, and so on
+        process.idle.pass_begins()
+    lend(process.pool, 300 * MiB)
+    process.idle.look()
+    assert process.held() >= 200 * MiB, "what the large pass needed is remembered"
+
+
+def test_before_the_first_pass_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch)
+    lend(process.pool, 20 * MiB)
+    process.idle.look(lends=True)
+    assert process.held() == 20 * MiB
+    for _ in range(30):
+        lend(process.pool, 20 * MiB)
+        process.idle.lent(20 * MiB)
+    process.idle.pass_begins()
+    process.idle.look(lends=True)
+    assert process.held() == 0, "what was lent before counts for nothing"
+
+
+def test_buffers_go_before_each_pass_where_the_system_does_not_tell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process = Process(monkeypatch)
+    monkeypatch.setattr(idle, "resident_bytes", lambda: None)
+    lend(process.pool, 20 * MiB)
+    process.idle.look()
+    assert process.held() == 20 * MiB
+    process.idle.pass_begins()
+    assert process.held() == 0
+
+
+def test_planned_buffers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch)
+    process.pool.plan({6 * MiB: 1})
+    lent = [lend(process.pool, size * MiB) for size in (6, 6, 8)]
+    lent.clear()
+    process.idle.pass_begins()
+    assert process.held() == 6 * MiB
+
+
+def test_it_is_the_kernels_figure() -> None:
+    gc.collect()  # what other tests have left must not go meanwhile
+    before = resident_bytes()
+    assert before is not None
+    memory = torch.ones(64 * MiB, dtype=torch.uint8)
+    after = resident_bytes()
+    assert after is not None
+    assert 60 * MiB < after - before < 80 * MiB
+    assert after % PAGE_BYTES == 0
+    assert memory.numel()

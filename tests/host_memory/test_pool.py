@@ -1,0 +1,360 @@
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload_strategy.errors import ConfigError
+from offload_strategy.host_memory import buffers
+from offload_strategy.host_memory import pool as pool_module
+from offload_strategy.host_memory.pool import BufferPool
+from offload_strategy.units import PAGE_BYTES, KiB, MiB, round_up
+
+
+def lend(pool: BufferPool, nbytes: int, **options: bool) -> torch.Tensor:
+    buffer = pool.lend(nbytes, **options)
+    assert buffer is not None
+    return buffer
+
+
+def mapped(address: int) -> bool:
+    """Whether the system has memory at an address."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        low, high = (int(part, 16) for part in line.split(" ")[0].split("-"))
+        if low <= address < high:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 100, 4095, 4096, 4097, 3 * MiB + 5])
+def test_a_buffer_has_the_size_that_was_asked_for_in_whole_pages(nbytes: int) -> None:
+    pool = BufferPool(64 * MiB)
+    buffer = lend(pool, nbytes)
+    assert buffer.dtype is torch.uint8
+    assert buffer.shape == (nbytes,)
+    assert buffer.is_contiguous()
+    assert buffer.data_ptr() % PAGE_BYTES == 0 or nbytes == 0
+    pages = max(1, -(-nbytes // PAGE_BYTES))
+    usage = pool.usage()
+    assert usage.lent_bytes == pages * PAGE_BYTES
+    held = pages * PAGE_BYTES if nbytes < 1 * MiB else round_up(nbytes, 2 * MiB)
+    assert usage.held_bytes == usage.peak_bytes == held
+    assert usage.requested_bytes == nbytes
+    assert usage.fragmentation == pytest.approx(1 - nbytes / (pages * PAGE_BYTES))
+    buffer.fill_(7)
+    assert bytes(buffer.numpy()) == b"\7" * nbytes
+
+
+ALIASES: dict[str, Callable[[torch.Tensor], object]] = {
+    "a view": lambda buffer: buffer[100:200],
+    "another dtype": lambda buffer: buffer.view(torch.float32),
+    "a detached tensor": lambda buffer: buffer.detach(),
+    "the storage": lambda buffer: buffer.untyped_storage(),
+    "an array": lambda buffer: buffer.numpy(),
+    "a tensor over the storage": lambda buffer: torch.empty(0, dtype=torch.int64).set_(
+        buffer.untyped_storage(), 2, (3, 4), (4, 1)
+    ),
+    "what autograd saved": lambda buffer: (
+        buffer.view(torch.float32) * torch.ones(1, requires_grad=True)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ALIASES)
+def test_a_buffer_comes_back_when_its_last_alias_is_gone(kind: str) -> None:
+    pool = BufferPool(64 * MiB)
+    buffer = lend(pool, 8 * KiB)
+    address = buffer.data_ptr()
+    alias = ALIASES[kind](buffer)
+    del buffer
+    assert pool.usage().lent_bytes == 8 * KiB
+    other = lend(pool, 8 * KiB)
+    assert other.data_ptr() != address
+    del alias
+    assert pool.usage().lent_bytes == 8 * KiB
+    assert lend(pool, 8 * KiB).data_ptr() == address
+
+
+def test_only_a_buffer_of_the_same_size_is_used_again() -> None:
+    pool = BufferPool(64 * MiB)
+    address = lend(pool, 8 * KiB).data_ptr()
+    assert lend(pool, 8 * KiB - 1).data_ptr() == address  # the same pages
+    assert lend(pool, 4 * KiB).data_ptr() != address
+    assert pool.usage().held_bytes == 12 * KiB
+
+
+def test_nothing_is_lent_beyond_the_budget_unless_it_must_be() -> None:
+    pool = BufferPool(1 * MiB)
+    first = lend(pool, 1 * MiB)
+    assert pool.lend(1) is None
+    beyond = lend(pool, 1 * MiB, beyond_budget=True)
+    assert pool.usage().held_bytes == 2 * MiB
+    del first
+    assert pool.lend(1) is None  # still one whole budget in use
+    assert pool.usage().held_bytes == 1 * MiB
+    del beyond
+    assert lend(pool, 1).numel() == 1
+
+
+def test_idle_buffers_make_room_for_another_size() -> None:
+    pool = BufferPool(1 * MiB)
+    for pages in range(1, 9):
+        lend(pool, pages * PAGE_BYTES)
+    assert pool.usage().held_bytes == 36 * PAGE_BYTES
+    big = lend(pool, 1 * MiB)
+    assert pool.usage().held_bytes == big.numel()
+
+
+def test_an_idle_buffer_that_is_a_little_larger_serves() -> None:
+    pool = BufferPool(1 * MiB)
+    larger = lend(pool, 17 * PAGE_BYTES)
+    much_larger = lend(pool, 19 * PAGE_BYTES)
+    address = larger.data_ptr()
+    del larger, much_larger
+    buffer = lend(pool, 16 * PAGE_BYTES - 5)
+    assert (buffer.data_ptr(), buffer.numel()) == (address, 16 * PAGE_BYTES - 5)
+    usage = pool.usage()
+    assert usage.held_bytes == 36 * PAGE_BYTES
+    assert usage.lent_bytes == 17 * PAGE_BYTES
+    # The next is more than an eighth too large.
+    another = lend(pool, 16 * PAGE_BYTES)
+    assert pool.usage().held_bytes == 52 * PAGE_BYTES
+    del buffer, another
+    assert lend(pool, 17 * PAGE_BYTES).data_ptr() == address
+
+
+def test_what_is_planned_is_kept_for_its_own_size() -> None:
+    pool = BufferPool(1 * MiB)
+    pool.plan({17 * PAGE_BYTES: 1})
+    address = lend(pool, 17 * PAGE_BYTES).data_ptr()
+    assert lend(pool, 16 * PAGE_BYTES).data_ptr() != address
+    assert lend(pool, 17 * PAGE_BYTES).data_ptr() == address
+
+
+def test_the_size_that_was_unused_for_longest_goes_first() -> None:
+    pool = BufferPool(4 * PAGE_BYTES)
+    old = lend(pool, PAGE_BYTES)
+    often = lend(pool, 2 * PAGE_BYTES)
+    old_address, often_address = old.data_ptr(), often.data_ptr()
+    del old, often
+    assert lend(pool, PAGE_BYTES).data_ptr() == old_address  # used again: now the other is older
+    again = lend(pool, PAGE_BYTES)
+    assert again.data_ptr() == old_address
+    big = lend(pool, 3 * PAGE_BYTES)
+    assert not mapped(often_address) or big.data_ptr() <= often_address
+    assert pool.usage().held_bytes == 4 * PAGE_BYTES
+
+
+def test_idle_memory_is_bounded_whatever_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "IDLE_BYTES", 1 * MiB)
+    pool = BufferPool(1 << 40)
+    lent = [lend(pool, 256 * KiB) for _ in range(20)]
+    assert pool.usage().held_bytes == 5 * MiB
+    lent.clear()
+    usage = pool.usage()
+    assert usage.peak_bytes == 5 * MiB
+    # As many are kept as the limit says; the default of an argument would not see a new limit.
+    assert usage.held_bytes <= 1 * MiB
+
+
+def test_memory_is_really_given_back_to_the_system() -> None:
+    pool = BufferPool(64 * MiB)
+    buffer = lend(pool, 4 * MiB)
+    address = buffer.data_ptr()
+    assert mapped(address)
+    pool.close()
+    assert buffer.fill_(1).sum() == 4 * MiB  # what is lent stays until it is given back
+    del buffer
+    assert not mapped(address)
+    assert pool.usage().held_bytes == 0
+
+
+def test_a_pool_that_is_forgotten_leaves_its_loans_alone() -> None:
+    pool = BufferPool(64 * MiB)
+    buffer = lend(pool, 1 * MiB)
+    reference = weakref.ref(pool)
+    del pool
+    buffer.fill_(3)
+    assert int(buffer[-1]) == 3
+    del buffer
+    gc.collect()
+    assert reference() is None
+
+
+def test_a_loan_may_end_in_a_collection_while_the_pool_is_locked() -> None:
+    pool = BufferPool(64 * MiB)
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.me = self
+            self.buffer = lend(pool, 4 * KiB)
+
+    def collect_inside() -> None:
+        Cycle()
+        with pool._lock:
+            gc.collect()
+
+    thread = threading.Thread(target=collect_inside, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive(), "deadlock"
+    assert pool.usage().lent_bytes == 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(["lend", "must", "drop"]), st.integers(0, 5 * PAGE_BYTES)),
+        max_size=60,
+    )
+)
+def test_figures_agree_with_a_plain_count(steps: list[tuple[str, int]]) -> None:
+    budget = 8 * PAGE_BYTES
+    pool = BufferPool(budget)
+    lent: list[torch.Tensor] = []
+    for action, amount in steps:
+        if action == "drop":
+            if lent:
+                lent.pop(amount % len(lent))
+        else:
+            asked = sum(-(-max(1, tensor.numel()) // PAGE_BYTES) for tensor in lent) * PAGE_BYTES
+            pages = max(1, -(-amount // PAGE_BYTES)) * PAGE_BYTES
+            buffer = pool.lend(amount, beyond_budget=action == "must")
+            assert (buffer is None) == (action == "lend" and asked + pages > budget)
+            if buffer is not None:
+                lent.append(buffer)
+            del buffer
+        usage = pool.usage()
+        assert usage.requested_bytes == sum(tensor.numel() for tensor in lent)
+        assert usage.lent_bytes == PAGE_BYTES * sum(
+            max(1, -(-tensor.numel() // PAGE_BYTES)) for tensor in lent
+        )
+        assert usage.held_bytes <= max(budget, usage.lent_bytes)
+        assert usage.lent_bytes <= usage.held_bytes <= usage.peak_bytes
+    places = [tensor.data_ptr() for tensor in lent if tensor.numel()]
+    assert len(set(places)) == len(places)
+
+
+needs_fork = pytest.mark.skipif(
+    not hasattr(os, "fork") or not hasattr(mmap, "MADV_DONTFORK"),
+    reason="needs fork and MADV_DONTFORK",
+)
+
+
+def in_a_child(check: Callable[[], bool]) -> int:
+    """Fork, run `check` there, and return the wait status: 0 if it returned True."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(0 if check() else 1)
+        finally:
+            os._exit(2)
+    return os.waitpid(child, 0)[1]
+
+
+@needs_fork
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_neither_sees_nor_unmaps_the_parents_buffers() -> None:
+    pool = BufferPool(64 * MiB)
+    lent = [lend(pool, 512 * KiB).fill_(5) for _ in range(4)]
+    addresses = [buffer.data_ptr() for buffer in lent]
+    lent.pop()  # one of them is idle
+
+    def child() -> bool:
+        unseen = not any(mapped(address) for address in addresses)
+        # The child's own memory takes the addresses over; unmapping would hit that.
+        own = [mmap.mmap(-1, 1 * MiB) for _ in range(64)]
+        for memory in own:
+            memory[:] = b"c" * (1 * MiB)
+        lent.clear()
+        pool.usage()
+        pool.close()
+        gc.collect()
+        return unseen and all(memory[:] == b"c" * (1 * MiB) for memory in own)
+
+    assert in_a_child(child) == 0
+    assert all(bool((buffer == 5).all()) for buffer in lent)
+    assert len(buffers._live) == 4
+
+
+# ---------------------------------------------------------------------- planned classes
+def test_planned_buffers_are_kept_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "IDLE_BYTES", 4 * PAGE_BYTES)
+    pool = BufferPool(64 * PAGE_BYTES)
+    pool.plan({3 * PAGE_BYTES - 5: 2, 10 * PAGE_BYTES: 1})
+    for _ in range(3):  # two blocks in flight, and something else beside them
+        lent = [pool.lend(size * PAGE_BYTES) for size in (3, 3, 3, 10, 10, 1, 1, 1, 1, 1)]
+        assert None not in lent
+        del lent
+    held = pool.usage().held_bytes
+    assert 16 * PAGE_BYTES <= held <= 20 * PAGE_BYTES
+    again = [pool.lend(size * PAGE_BYTES) for size in (3, 3, 10)]
+    assert pool.usage().held_bytes == held, "nothing was mapped anew"
+    del again
+    pool.close()
+
+
+def test_what_is_planned_gives_way_to_what_is_needed() -> None:
+    pool = BufferPool(8 * PAGE_BYTES)
+    pool.plan({4 * PAGE_BYTES: 2})
+    first, second = pool.lend(4 * PAGE_BYTES), pool.lend(4 * PAGE_BYTES)
+    assert first is not None
+    assert second is not None
+    del first, second
+    assert pool.usage().held_bytes == 8 * PAGE_BYTES
+    large = pool.lend(8 * PAGE_BYTES)
+    assert large is not None
+    assert pool.usage().peak_bytes == 8 * PAGE_BYTES
+    del large
+    pool.close()
+    assert pool.usage().held_bytes == 0
+
+
+def test_a_plan_beyond_the_budget_is_refused() -> None:
+    pool = BufferPool(8 * PAGE_BYTES)
+    with pytest.raises(ConfigError, match=r"need 36 KiB, but only 32 KiB are allowed"):
+        pool.plan({PAGE_BYTES: 9})
+    pool.close()
+
+
+def test_more_idle_memory_stays_for_who_asks_for_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "IDLE_BYTES", 2 * MiB)
+    pool = BufferPool(64 * MiB)
+
+    def idle_after_use() -> int:
+        lent = [lend(pool, 2 * MiB) for _ in range(8)]
+        del lent
+        return pool.usage().held_bytes
+
+    assert idle_after_use() == 2 * MiB
+    pool.keep_idle_beyond(8 * MiB)
+    assert idle_after_use() == 10 * MiB
+    pool.keep_idle_beyond(4 * MiB)  # of another client
+    assert idle_after_use() == 10 * MiB
+    pool.keep_idle(0)
+    assert pool.usage().held_bytes == 0
+    pool.keep_idle_beyond(8 * MiB)  # memory is scarce all the same
+    assert idle_after_use() == 0
+
+
+def test_idle_buffers_can_be_given_back_but_not_planned_ones() -> None:
+    pool = BufferPool(64 * MiB)
+    pool.plan({2 * MiB: 1})
+    loans = [lend(pool, size) for size in (2 * MiB, 2 * MiB, 512 * KiB, 512 * KiB)]
+    kept = loans.pop()
+    del loans
+    assert pool.usage().held_bytes == 5 * MiB
+    pool.trim()
+    assert pool.usage().held_bytes == 2 * MiB + 512 * KiB  # planned, and lent
+    assert lend(pool, 512 * KiB).data_ptr() != kept.data_ptr()

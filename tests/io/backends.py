@@ -1,0 +1,101 @@
+"""Backends that do what a test says, when it says so."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from offload_strategy.io.backends.protocol import BlockRequest
+from offload_strategy.io.queues.moves import Move, Priority, Stripe
+from offload_strategy.io.queues.path_queue import PathQueue
+from offload_strategy.io.regions.extents import Extent
+from offload_strategy.io.regions.region import Region
+from offload_strategy.telemetry import Direction
+from offload_strategy.units import PAGE_BYTES
+
+
+class ManualBackend:
+    """Holds every request until it is told to complete it; really moves the bytes then.
+
+    Args:
+        depth: as for any backend.
+        block_size: likewise.
+    """
+
+    def __init__(self, depth: int = 1, block_size: int = PAGE_BYTES) -> None:
+        self.depth = depth
+        self.block_size = block_size
+        self.waiting: deque[BlockRequest] = deque()
+        self.closed = False
+
+    def submit(self, request: BlockRequest) -> None:
+        if self.closed:
+            raise RuntimeError("the backend is closed")
+        self.waiting.append(request)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def complete(self, error: BaseException | None = None, at: int = 0) -> BlockRequest:
+        """End one of the waiting requests, well or with an error."""
+        request = self.waiting[at]
+        del self.waiting[at]
+        if error is None:
+            if request.before is not None:
+                request.before()
+            memory = (ctypes.c_char * request.nbytes).from_address(request.address)
+            if request.write:
+                os.pwrite(request.fd, bytes(memory), request.offset)
+            else:
+                memory[:] = os.pread(request.fd, request.nbytes, request.offset)
+            if request.after is not None:
+                try:
+                    request.after()
+                except Exception as caught:
+                    error = caught
+        try:
+            request.on_done(error)
+        finally:
+            del error  # its traceback refers to this frame
+        return request
+
+    def complete_all(self) -> None:
+        while self.waiting:
+            self.complete()
+
+
+def plain_space(directory: Path, capacity: int) -> Region:
+    """A space for `ManualBackend`, which does not align its memory."""
+    return Region(directory, "nvme", capacity, direct=False)
+
+
+def extent(page: int, pages: int = 1) -> Extent:
+    """Where some pages lie."""
+    return Extent(page * PAGE_BYTES, pages * PAGE_BYTES)
+
+
+def make_move(
+    queue: PathQueue,
+    extent: Extent,
+    nbytes: int,
+    *,
+    write: bool = True,
+    priority: Priority = Priority.WRITE_BACK,
+    **options: Any,
+) -> Move:
+    """A move over memory of its own."""
+    memory = (ctypes.c_char * max(1, nbytes))()
+    options.setdefault("on_end", lambda move: None)
+    return Move(
+        client="activations",
+        direction=Direction.WRITE if write else Direction.READ,
+        stripes=[Stripe(queue, extent, 0, nbytes)],
+        address=ctypes.addressof(memory),
+        nbytes=nbytes,
+        priority=priority,
+        keep_alive=memory,
+        **options,
+    )

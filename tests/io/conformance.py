@@ -1,0 +1,466 @@
+"""What every backend must do, whatever it moves the bytes with."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from ctypes import addressof, c_char
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from offload_strategy.errors import CorruptDataError
+from offload_strategy.io.backends.protocol import Backend, BlockRequest, create_backend
+from offload_strategy.io.regions.region import Region
+from offload_strategy.units import PAGE_BYTES, KiB, MiB, round_up
+from tests.conftest import our_threads
+from tests.io.loops import loop_device, mounted, need, run, tmpfs
+
+BLOCK = 64 * PAGE_BYTES
+SIZES = [
+    1,
+    511,
+    PAGE_BYTES - 1,
+    PAGE_BYTES,
+    PAGE_BYTES + 1,
+    5 * PAGE_BYTES + 77,
+    BLOCK - 1,
+    BLOCK,
+]
+
+
+class Memory(Protocol):
+    """Memory at a chosen distance from a page's start, with a guard on both sides."""
+
+    address: int
+    nbytes: int
+
+    @property
+    def data(self) -> bytes: ...
+    @data.setter
+    def data(self, value: bytes) -> None: ...
+    @property
+    def around(self) -> set[int]: ...
+
+
+class HostMemory:
+    def __init__(self, nbytes: int, misalignment: int = 0) -> None:
+        self.nbytes = nbytes
+        self._map = mmap.mmap(-1, nbytes + misalignment + 2 * PAGE_BYTES)
+        self._start = PAGE_BYTES + misalignment
+        self._map[:] = b"\xa5" * len(self._map)
+        self._anchor = c_char.from_buffer(self._map)
+        self.address = addressof(self._anchor) + self._start
+
+    @property
+    def data(self) -> bytes:
+        return self._map[self._start : self._start + self.nbytes]
+
+    @data.setter
+    def data(self, value: bytes) -> None:
+        self._map[self._start : self._start + self.nbytes] = value
+
+    @property
+    def around(self) -> set[int]:
+        """The values of the bytes before and behind."""
+        return set(self._map[: self._start]) | set(self._map[self._start + self.nbytes :])
+
+
+class Outcome:
+    """How a request ends, and how often it says so."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory  # alive as long as the request
+        self.errors: list[BaseException | None] = []
+        self._over = threading.Event()
+
+    def __call__(self, error: BaseException | None) -> None:
+        self.errors.append(error)
+        self._over.set()
+
+    def get(self) -> BaseException | None:
+        assert self._over.wait(60), "a request does not end"
+        assert len(self.errors) == 1
+        return self.errors[0]
+
+
+def begin(
+    backend: Backend,
+    fd: int,
+    memory: Memory,
+    *,
+    write: bool,
+    offset: int = 0,
+    before: Callable[[], None] | None = None,
+    after: Callable[[], None] | None = None,
+    whole_pages: bool = False,
+) -> Outcome:
+    outcome = Outcome(memory)
+    backend.submit(
+        BlockRequest(
+            write=write,
+            fd=fd,
+            offset=offset,
+            address=memory.address,
+            nbytes=memory.nbytes,
+            on_done=outcome,
+            before=before,
+            after=after,
+            whole_pages=whole_pages,
+        )
+    )
+    return outcome
+
+
+class Conformance:
+    """The tests. A subclass says which backend, and may say which memory."""
+
+    @pytest.fixture
+    def name(self) -> str:
+        raise NotImplementedError
+
+    def memory(self, nbytes: int, misalignment: int = 0) -> Memory:
+        return HostMemory(nbytes, misalignment)
+
+    def tells_failed_writes(self, backend: Backend) -> bool:
+        return True
+
+    @pytest.fixture
+    def backend(self, name: str) -> Iterator[Backend]:
+        made = create_backend(name, threads=2, block_size=BLOCK)
+        yield made
+        made.close()
+
+    @pytest.fixture(params=["auto", False], ids=["direct", "buffered"])
+    def region(self, request: pytest.FixtureRequest, disk: Path) -> Iterator[Region]:
+        made = Region(disk, "nvme", 16 * MiB, direct=request.param)
+        if request.param and not made.direct:
+            made.close()
+            pytest.skip("the temporary directory does not take direct I/O")
+        made.allocate(16 * MiB)
+        yield made
+        made.close()
+
+    @pytest.fixture
+    def failing(self, tmp_path: Path, disk: Path) -> Iterator[tuple[Region, Callable[[], None]]]:
+        """A space on a disk, and what makes that disk fail."""
+        need("mkfs.ext4")
+        small = tmp_path / "small"
+        small.mkdir()
+        # Under the disk is a file without blocks on a full file system: it neither gives nor takes.
+        with tmpfs(small, 64 * MiB), loop_device(small / "image", 256 * MiB) as device:
+            # All of it is written now: a kernel thread that does so seconds later would make the
+            # file longer again before the filler is there, and reads would give zeros, not errors.
+            run("mkfs.ext4", "-q", "-O", "^has_journal", "-E", "lazy_itable_init=0", device)
+            with mounted(device, tmp_path / "failing") as directory:
+                region = Region(directory, "failing", 8 * MiB)
+                region.allocate(8 * MiB)
+
+                def fail() -> None:
+                    run("sync", "-f", str(directory))  # for the same reason
+                    os.truncate(small / "image", 64 * KiB)
+                    with open(small / "filler", "wb", buffering=0) as filler:
+                        filler.write(bytes(128 * MiB))  # as much as there is room for
+                        with pytest.raises(OSError, match="No space left"):
+                            filler.write(bytes(PAGE_BYTES))
+
+                try:
+                    yield region, fail
+                finally:
+                    region.close()
+                    (small / "filler").unlink(missing_ok=True)
+                    os.truncate(small / "image", 256 * MiB)  # so that it can be unmounted
+
+    @pytest.mark.parametrize("nbytes", SIZES)
+    @pytest.mark.parametrize(("out", "back"), [(0, 0), (1, 0), (0, 8), (512, PAGE_BYTES - 1)])
+    def test_any_size_at_any_address_comes_back_as_it_was(
+        self, backend: Backend, region: Region, nbytes: int, out: int, back: int
+    ) -> None:
+        written, read = self.memory(nbytes, out), self.memory(nbytes, back)
+        data = random.Random(nbytes).randbytes(nbytes)
+        written.data = data
+        for offset in (0, 3 * PAGE_BYTES, 4 * MiB):
+            assert begin(backend, region.fd, written, write=True, offset=offset).get() is None
+            # With and without a check afterwards: a backend may choose another way for it.
+            for after in (None, lambda: None):
+                read.data = bytes(nbytes)
+                end = begin(backend, region.fd, read, write=False, offset=offset, after=after)
+                assert end.get() is None
+                assert read.data == data
+            assert read.around == {0xA5}
+            assert written.data == data
+            with open(f"/proc/self/fd/{region.fd}", "rb") as other:  # as the file system sees it
+                other.seek(offset)
+                assert other.read(nbytes) == data
+
+    @pytest.mark.parametrize("nbytes", SIZES)
+    def test_a_read_that_may_fill_its_last_page_touches_no_other(
+        self, backend: Backend, region: Region, nbytes: int
+    ) -> None:
+        written, read = self.memory(nbytes), self.memory(nbytes)
+        written.data = data = random.Random(nbytes).randbytes(nbytes)
+        assert begin(backend, region.fd, written, write=True).get() is None
+        assert begin(backend, region.fd, read, write=False, whole_pages=True).get() is None
+        assert read.data == data
+        size = round_up(nbytes, PAGE_BYTES)
+        roomy = self.memory(size + PAGE_BYTES)
+        roomy.data = b"\x5a" * roomy.nbytes
+        outcome = Outcome(roomy)
+        backend.submit(
+            BlockRequest(False, region.fd, 0, roomy.address, nbytes, outcome, whole_pages=True)
+        )
+        assert outcome.get() is None
+        assert roomy.data[:nbytes] == data
+        assert roomy.data[size:] == b"\x5a" * PAGE_BYTES
+
+    def test_a_block_does_not_touch_the_pages_beside_it(
+        self, backend: Backend, region: Region
+    ) -> None:
+        whole, middle = self.memory(4 * PAGE_BYTES), self.memory(PAGE_BYTES + 1, 3)
+        assert begin(backend, region.fd, whole, write=True).get() is None
+        middle.data = b"m" * middle.nbytes
+        assert begin(backend, region.fd, middle, write=True, offset=PAGE_BYTES).get() is None
+        assert begin(backend, region.fd, whole, write=False).get() is None
+        assert whole.data[:PAGE_BYTES] == b"\xa5" * PAGE_BYTES
+        assert whole.data[PAGE_BYTES : 2 * PAGE_BYTES + 1] == middle.data
+        assert whole.data[3 * PAGE_BYTES :] == b"\xa5" * PAGE_BYTES
+
+    def test_many_requests_at_once_in_any_order(self, backend: Backend, region: Region) -> None:
+        dice = random.Random(7)
+        blocks = [self.memory(dice.randint(1, BLOCK), dice.choice([0, 0, 5])) for _ in range(48)]
+        contents = [dice.randbytes(block.nbytes) for block in blocks]
+        order = list(range(len(blocks)))
+        for block, data in zip(blocks, contents, strict=True):
+            block.data = data
+        dice.shuffle(order)
+        ends = [
+            begin(backend, region.fd, blocks[at], write=True, offset=at * BLOCK) for at in order
+        ]
+        assert [end.get() for end in ends] == [None] * len(order)
+        for block in blocks:
+            block.data = bytes(block.nbytes)
+        dice.shuffle(order)
+        # Reads and writes side by side, of different places.
+        extra = [self.memory(BLOCK) for _ in range(8)]
+        ends = []
+        for turn, at in enumerate(order):
+            ends.append(
+                begin(
+                    backend,
+                    region.fd,
+                    blocks[at],
+                    write=False,
+                    offset=at * BLOCK,
+                    after=lambda: None,
+                )
+            )
+            if turn % 6 == 0:
+                place = (len(blocks) + turn // 6) * BLOCK
+                ends.append(begin(backend, region.fd, extra[turn // 6], write=True, offset=place))
+        assert [end.get() for end in ends] == [None] * len(ends)
+        assert [block.data for block in blocks] == contents
+
+    def test_reads_go_on_while_as_many_writes_as_it_asks_for_are_stuck(
+        self, backend: Backend, region: Region
+    ) -> None:
+        gate = threading.Event()
+        stuck = [
+            begin(
+                backend,
+                region.fd,
+                self.memory(PAGE_BYTES),
+                write=True,
+                before=lambda: gate.wait(60) and None,
+            )
+            for _ in range(backend.depth)
+        ]
+        read = begin(backend, region.fd, self.memory(PAGE_BYTES), write=False, offset=MiB)
+        assert read.get() is None
+        assert [end.errors for end in stuck] == [[]] * backend.depth
+        gate.set()
+        assert [end.get() for end in stuck] == [None] * backend.depth
+
+    @pytest.mark.parametrize("write", [True, False], ids=["write", "read"])
+    def test_what_comes_before_and_after_a_block_does(
+        self, backend: Backend, region: Region, write: bool
+    ) -> None:
+        memory, other = self.memory(BLOCK), self.memory(BLOCK)
+        first, second = b"1" * BLOCK, b"2" * BLOCK
+        memory.data = first
+        assert begin(backend, region.fd, memory, write=True).get() is None
+        seen: list[bytes] = []
+        threads: list[str] = []
+
+        def before() -> None:
+            threads.append(threading.current_thread().name)
+            memory.data = second
+
+        def after() -> None:
+            threads.append(threading.current_thread().name)
+            if write:
+                with open(f"/proc/self/fd/{region.fd}", "rb") as file:
+                    seen.append(file.read(BLOCK))
+            else:
+                seen.append(memory.data)
+
+        outcome = begin(backend, region.fd, memory, write=write, before=before, after=after)
+        assert outcome.get() is None
+        assert seen == [second if write else first]
+        assert len(set(threads)) == 1
+        assert threads[0] != threading.current_thread().name
+        assert begin(backend, region.fd, other, write=False).get() is None
+        assert other.data == (second if write else first)
+
+    @pytest.mark.parametrize("write", [True, False], ids=["write", "read"])
+    def test_if_what_comes_before_fails_nothing_is_moved(
+        self, backend: Backend, region: Region, write: bool
+    ) -> None:
+        memory, ran = self.memory(PAGE_BYTES), threading.Event()
+        memory.data = b"m" * PAGE_BYTES
+
+        def fail() -> None:
+            raise LookupError("no copy")
+
+        outcome = begin(
+            backend, region.fd, memory, write=write, before=fail, after=lambda: ran.set()
+        )
+        assert isinstance(outcome.get(), LookupError)
+        assert not ran.is_set()
+        assert memory.data == b"m" * PAGE_BYTES
+        read = self.memory(PAGE_BYTES)
+        assert begin(backend, region.fd, read, write=False).get() is None
+        assert read.data == bytes(PAGE_BYTES)
+
+    @pytest.mark.parametrize("write", [True, False], ids=["write", "read"])
+    def test_if_what_comes_after_fails_so_did_the_request(
+        self, backend: Backend, region: Region, write: bool
+    ) -> None:
+        def fail() -> None:
+            raise LookupError("wrong sum")
+
+        outcome = begin(backend, region.fd, self.memory(PAGE_BYTES), write=write, after=fail)
+        assert isinstance(outcome.get(), LookupError)
+        # and the next one is none the worse for it
+        assert begin(backend, region.fd, self.memory(PAGE_BYTES), write=write).get() is None
+
+    def test_a_read_beyond_the_end_of_the_file_is_an_error(
+        self, backend: Backend, region: Region
+    ) -> None:
+        memory = self.memory(2 * PAGE_BYTES)
+        for offset in (64 * MiB, 16 * MiB, 16 * MiB - PAGE_BYTES):
+            error = begin(backend, region.fd, memory, write=False, offset=offset).get()
+            assert isinstance(error, OSError)
+            assert error.errno == errno.EIO
+
+    @pytest.mark.parametrize("misalignment", [0, 3])
+    @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
+    def test_the_last_bytes_of_a_file_of_any_length_can_be_read(
+        self, backend: Backend, tmp_path: Path, direct: bool, misalignment: int
+    ) -> None:
+        path, data = tmp_path / "foreign", os.urandom(3 * PAGE_BYTES + 1234)
+        path.write_bytes(data)
+        fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+        try:
+            for offset, nbytes in [(2 * PAGE_BYTES, PAGE_BYTES + 1234), (3 * PAGE_BYTES, 1000)]:
+                memory = self.memory(nbytes, misalignment)
+                assert begin(backend, fd, memory, write=False, offset=offset).get() is None
+                assert memory.data == data[offset : offset + nbytes]
+                assert memory.around == {0xA5}
+            for offset, nbytes in [(2 * PAGE_BYTES, PAGE_BYTES + 1235), (0, 4 * PAGE_BYTES)]:
+                memory = self.memory(nbytes, misalignment)
+                error = begin(backend, fd, memory, write=False, offset=offset).get()
+                assert isinstance(error, OSError)
+                assert error.errno == errno.EIO
+        finally:
+            os.close(fd)
+
+    @pytest.mark.parametrize("misalignment", [0, 1])
+    def test_a_disk_that_fails_is_an_error_of_each_request_and_never_wrong_data(
+        self,
+        failing: tuple[Region, Callable[[], None]],  # first: it is unmounted when all is closed
+        backend: Backend,
+        misalignment: int,
+    ) -> None:
+        region, fail = failing
+        memory = self.memory(BLOCK, misalignment)
+        places = range(0, 8 * MiB, BLOCK)
+        for offset in places:
+            assert begin(backend, region.fd, memory, write=True, offset=offset).get() is None
+        fail()
+
+        def outcomes(*, write: bool) -> list[BaseException | None]:
+            blocks = [self.memory(BLOCK, misalignment) for _ in range(8)]
+            if write:
+                for block in blocks:
+                    block.data = b"w" * BLOCK
+            ends = [
+                begin(
+                    backend,
+                    region.fd,
+                    block,
+                    write=write,
+                    offset=at,
+                    after=None if write else check(block),
+                )
+                for block, at in zip(blocks, places[-8:], strict=True)
+            ]
+            return [end.get() for end in ends]
+
+        def check(block: Memory) -> Callable[[], None]:
+            def compare() -> None:
+                if block.data not in (memory.data, b"w" * BLOCK):
+                    raise CorruptDataError("the checksum differs")
+
+            return compare
+
+        for error in outcomes(write=False):
+            assert isinstance(error, OSError), repr(error)
+            assert error.errno == errno.EIO
+        for error in outcomes(write=True):
+            # A backend that cannot tell is used with checksums: its writes are found out below.
+            if error is None and not self.tells_failed_writes(backend):
+                continue
+            assert isinstance(error, OSError), repr(error)
+            assert error.errno in (errno.EIO, errno.ENOSPC)
+        for error in outcomes(write=False):
+            assert isinstance(error, OSError), repr(error)
+
+    @pytest.mark.parametrize("write", [True, False], ids=["write", "read"])
+    def test_a_file_that_was_closed_is_an_error(
+        self, backend: Backend, tmp_path: Path, write: bool
+    ) -> None:
+        fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT, 0o600)
+        os.close(fd)
+        assert isinstance(begin(backend, fd, self.memory(PAGE_BYTES), write=write).get(), OSError)
+
+    def test_closing_waits_for_what_is_under_way(self, name: str, region: Region) -> None:
+        backend = create_backend(name, threads=2, block_size=BLOCK)
+        memory = self.memory(BLOCK)
+        ends = [
+            begin(
+                backend,
+                region.fd,
+                memory,
+                write=True,
+                offset=index * BLOCK,
+                before=lambda: time.sleep(0.01),
+            )
+            for index in range(20)
+        ]
+        backend.close()
+        assert [end.errors for end in ends] == [[None]] * 20
+        assert our_threads() == set()
+        backend.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            begin(backend, region.fd, memory, write=True)
+
+    def test_it_says_what_it_can(self, backend: Backend) -> None:
+        assert backend.depth == 2
+        assert backend.block_size == BLOCK
+        assert isinstance(backend.device_memory, bool)

@@ -1,0 +1,172 @@
+"""Every backend that can run here does what every backend must do."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload_strategy.errors import ConfigError, CorruptDataError
+from offload_strategy.io.backends.protocol import Backend, available_backends, create_backend
+from offload_strategy.io.regions.region import Region
+from offload_strategy.units import MiB
+from tests.io.conformance import BLOCK, Conformance, HostMemory, begin
+
+AVAILABLE = available_backends()
+#: Set to 1 to try DeepSpeed's backend as well, where it can run.
+DEEPNVME_VARIABLE = "SSD_OFFLOAD_TEST_DEEPNVME"
+#: As `AVAILABLE`, but for what takes minutes to compile and is not asked for.
+TRIED = dict(AVAILABLE)
+if AVAILABLE["deepnvme"] is None and os.environ.get(DEEPNVME_VARIABLE) != "1":
+    TRIED["deepnvme"] = (
+        f"to compile DeepSpeed's operators takes minutes; set {DEEPNVME_VARIABLE}=1 to try them"
+    )
+# The first test of all waits until DeepSpeed's operators are compiled.
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _deepspeed_is_compiled() -> None:
+    """At its first use it takes minutes, and leaves a descriptor open."""
+    if TRIED["deepnvme"] is None:
+        create_backend("deepnvme", threads=1, block_size=BLOCK).close()
+
+
+class TestBackends(Conformance):
+    def tells_failed_writes(self, backend: Backend) -> bool:
+        return type(backend).__name__ != "DeepNvmeBackend"
+
+    @pytest.fixture(params=AVAILABLE)
+    def name(self, request: pytest.FixtureRequest) -> str:
+        reason = TRIED[request.param]
+        if reason is not None:
+            pytest.skip(f"{request.param}: {reason}")
+        return str(request.param)
+
+
+def test_posix_runs_everywhere_and_auto_is_a_backend() -> None:
+    assert AVAILABLE["posix"] is None
+    backend = create_backend("auto", threads=1, block_size=BLOCK)
+    backend.close()
+
+
+@pytest.mark.parametrize("name", [name for name, reason in AVAILABLE.items() if reason])
+def test_one_that_cannot_run_here_is_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        create_backend(name, threads=1, block_size=BLOCK)
+    assert name in str(refused.value)
+    assert str(AVAILABLE[name]) in str(refused.value)
+
+
+@pytest.mark.parametrize("package", ["deepspeed", "kvikio"])
+def test_a_package_that_is_not_installed_is_named(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    real = importlib.util.find_spec
+    module = {"deepspeed": "deepnvme"}.get(package, package)
+    monkeypatch.setattr(
+        f"offload_strategy.io.{module}.find_spec",
+        lambda name: None if name == package else real(name),
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    reason = available_backends()[module]
+    assert reason is not None
+    assert f"the package {package} is not installed" in reason
+    assert "pip install" in reason
+
+
+@pytest.mark.parametrize("tool", ["c++", "libaio.h"])
+def test_what_deepspeed_compiles_with_is_named_if_missing(
+    tool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if TRIED["deepnvme"] is not None:
+        pytest.skip(f"deepnvme: {TRIED['deepnvme']}")
+    if tool == "c++":
+        monkeypatch.setattr("shutil.which", lambda name: None)
+    else:
+
+        def fail(command: list[str], **options: Any) -> None:
+            raise subprocess.CalledProcessError(1, command)
+
+        monkeypatch.setattr(subprocess, "run", fail)
+    reason = available_backends()["deepnvme"]
+    assert reason is not None
+    assert "apt install g++ libaio-dev" in reason
+
+
+def test_choosing_a_backend_imports_nothing_of_the_others() -> None:
+    code = (
+        "import sys\n"
+        "from offload_strategy.io import create_backend\n"
+        "create_backend('auto', threads=1, block_size=4096).close()\n"
+        "print(sorted({'deepspeed', 'kvikio', 'cupy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    if AVAILABLE["kvikio"] is None:
+        pytest.skip("kvikio runs here, and auto looks at it")
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize("persists", [False, True])
+def test_what_deepspeed_did_not_read_is_read_again_and_checked_again(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, persists: bool
+) -> None:
+    if TRIED["deepnvme"] is not None:
+        pytest.skip(f"deepnvme: {TRIED['deepnvme']}")
+    from offload_strategy.io.backends.deepnvme import _Handle
+
+    region = Region(disk, "nvme", 1 * MiB)
+    if not region.direct:
+        region.close()
+        pytest.skip("the temporary directory does not take direct I/O")
+    region.allocate(1 * MiB)
+    backend = create_backend("deepnvme", threads=1, block_size=BLOCK)
+    memory, lost = HostMemory(BLOCK), []
+    memory.data = data = b"d" * BLOCK
+    assert begin(backend, region.fd, memory, write=True).get() is None
+    memory.data = bytes(BLOCK)
+    monkeypatch.setattr(_Handle, "read", lambda self, fd, view, offset: lost.append(offset))
+
+    def check() -> None:
+        if persists or memory.data != data:
+            raise CorruptDataError("the checksum differs")
+
+    error = begin(backend, region.fd, memory, write=False, after=check).get()
+    assert lost == [0]
+    assert isinstance(error, CorruptDataError) if persists else error is None
+    assert memory.data == data
+    # Without a check nothing is left to DeepSpeed.
+    assert begin(backend, region.fd, memory, write=False).get() is None
+    assert lost == [0]
+    backend.close()
+    region.close()
+
+
+def test_deepspeeds_first_writes_may_come_from_many_threads(disk: Path) -> None:
+    if TRIED["deepnvme"] is not None:
+        pytest.skip(f"deepnvme: {TRIED['deepnvme']}")
+    code = (
+        "import sys, pathlib\n"
+        "from offload_strategy.io import Region, create_backend\n"
+        "from tests.io.conformance import BLOCK, HostMemory, begin\n"
+        "sys.setswitchinterval(1e-6)\n"
+        "space = Region(pathlib.Path(sys.argv[1]), 'nvme', 64 * BLOCK)\n"
+        "space.allocate(64 * BLOCK)\n"
+        "backend = create_backend('deepnvme', threads=8, block_size=BLOCK)\n"
+        "ends = [begin(backend, space.fd, HostMemory(BLOCK), write=True, offset=at * BLOCK)"
+        " for at in range(64)]\n"
+        "print([end.get() for end in ends] == [None] * 64)\n"
+        "backend.close()\n"
+        "space.close()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(disk)], capture_output=True, text=True, timeout=240
+    )
+    assert done.stdout.strip().endswith("True"), done.stderr

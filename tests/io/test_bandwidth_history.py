@@ -1,0 +1,243 @@
+"""Figures of paths between runs: kept for their owner, corrected by halves, never in the way."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload_strategy.io.bandwidth.history import (
+    CACHE_VARIABLE,
+    Figure,
+    PathIdentity,
+    cache_directory,
+    corrected,
+    keep,
+    recall,
+    recall_all,
+)
+from offload_strategy.telemetry import Direction
+
+READ, WRITE = Direction.READ, Direction.WRITE
+IDENTITY = PathIdentity("node7", "/mnt/nvme0", 12345, 2, "PosixBackend", 4)
+FIGURES = {
+    READ: Figure(3e9, "observed", 10**12, 7, "2026-01-02T03:04:05+00:00"),
+    WRITE: Figure(2e9, "probe", 10**9),
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache" / "deep"
+    monkeypatch.setenv(CACHE_VARIABLE, str(folder))
+    return folder
+
+
+def file_of(cache: Path) -> Path:
+    return cache / IDENTITY.file_name
+
+
+# ---------------------------------------------------------------------- keeping
+def test_nothing_is_known_at_first_and_no_folder_is_made(cache: Path) -> None:
+    assert recall(IDENTITY) == {}
+    assert recall_all() == []
+    assert not cache.exists()
+
+
+def test_what_was_kept_is_recalled_and_the_latest_counts() -> None:
+    assert keep(IDENTITY, FIGURES)
+    assert recall(IDENTITY) == FIGURES
+    slower = {**FIGURES, READ: replace(FIGURES[READ], rate=1e9)}
+    keep(IDENTITY, slower)
+    assert recall(IDENTITY) == slower
+    assert recall_all() == [(IDENTITY, slower)]
+
+
+@pytest.mark.parametrize(
+    ("field", "other"),
+    [
+        ("machine", "node8"),
+        ("path", "/mnt/nvme1"),
+        ("device", 54321),
+        ("processes", 4),
+        ("backend", "KvikioBackend"),
+        ("depth", 8),
+    ],
+)
+def test_figures_of_something_else_do_not_count(field: str, other: Any) -> None:
+    keep(IDENTITY, FIGURES)
+    assert recall(replace(IDENTITY, **{field: other})) == {}
+
+
+def test_a_path_is_known_by_what_lies_there(tmp_path: Path) -> None:
+    def look(place: Path) -> PathIdentity:
+        fd = os.open(place, os.O_RDONLY)
+        try:
+            return PathIdentity.of(tmp_path, fd, processes=1, backend="B", depth=1)
+        finally:
+            os.close(fd)
+
+    assert look(tmp_path) == look(tmp_path)
+    assert look(tmp_path).path == str(tmp_path)
+    assert look(tmp_path) != look(Path("/proc")), "another file system under the same path"
+
+
+def test_only_the_owner_may_look(cache: Path) -> None:
+    keep(IDENTITY, FIGURES)
+    assert stat.S_IMODE(file_of(cache).stat().st_mode) == 0o600
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    assert [file.name for file in cache.iterdir()] == [IDENTITY.file_name]
+
+
+def test_a_symbolic_link_is_not_followed(cache: Path, tmp_path: Path) -> None:
+    keep(IDENTITY, FIGURES)
+    file = file_of(cache)
+    moved = file.rename(tmp_path / "elsewhere.json")
+    file.symlink_to(moved)
+    assert recall(IDENTITY) == {}
+    before = moved.read_text()
+    keep(IDENTITY, {READ: FIGURES[READ]})
+    assert moved.read_text() == before
+    assert recall(IDENTITY) == {READ: FIGURES[READ]}
+
+
+def test_what_was_not_used_for_half_a_year_goes(cache: Path) -> None:
+    keep(IDENTITY, FIGURES)
+    stale = cache / "stale.json"
+    left = cache / "of-a-killed-process.partial"
+    for file in (stale, left):
+        file.write_text("{}")
+        os.utime(file, (time.time() - 200 * 24 * 3600,) * 2)
+    keep(IDENTITY, FIGURES)
+    assert [file.name for file in cache.iterdir()] == [IDENTITY.file_name]
+
+
+# ---------------------------------------------------------------------- where
+def test_an_empty_variable_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, " ")
+    assert cache_directory() is None
+    assert not keep(IDENTITY, FIGURES)
+    assert recall(IDENTITY) == {}
+    assert recall_all() == []
+
+
+def test_else_it_is_the_users_cache_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv(CACHE_VARIABLE)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_directory() == tmp_path / ".cache" / "offload-strategy"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_directory() == tmp_path / "xdg" / "offload-strategy"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert cache_directory() is None
+    monkeypatch.setenv(CACHE_VARIABLE, "$SURELY_NOT_SET/cache")
+    assert cache_directory() is None
+
+
+def test_where_nothing_can_be_written_nothing_happens(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.parent.mkdir()
+    cache.write_text("a file where the folder should be")
+    assert not keep(IDENTITY, FIGURES)
+    assert recall(IDENTITY) == {}
+    assert recall_all() == []
+
+
+# ---------------------------------------------------------------------- what is not ours
+def _changed(**parts: Any) -> str:
+    good = {"format": 1, "of": asdict(IDENTITY), "read": asdict(FIGURES[READ])}
+    return json.dumps({**good, **parts})
+
+
+GARBAGE = {
+    "empty": "",
+    "no JSON": "{",
+    "a number": "3",
+    "deep": "[" * 50000,
+    "another format": _changed(format=2),
+    "no identity": _changed(of=None),
+    "an identity of other fields": _changed(of={"path": "/mnt"}),
+    "an identity of other kinds": _changed(of={**asdict(IDENTITY), "path": 3}),
+    "somebody else's": _changed(of={**asdict(IDENTITY), "machine": "node8"}),
+    "no figure": _changed(read=3),
+    "a figure of other fields": _changed(read={"rate": 1e9}),
+    "a rate of 0": _changed(read={**asdict(FIGURES[READ]), "rate": 0}),
+    "a negative rate": _changed(read={**asdict(FIGURES[READ]), "rate": -1e9}),
+    "no number": _changed(read={**asdict(FIGURES[READ]), "rate": "fast"}),
+    "NaN": _changed(read={**asdict(FIGURES[READ]), "rate": float("nan")}),
+    "infinity": _changed(read={**asdict(FIGURES[READ]), "rate": float("inf")}),
+    "true": _changed(read={**asdict(FIGURES[READ]), "rate": True}),
+    "an unknown source": _changed(read={**asdict(FIGURES[READ]), "source": "hearsay"}),
+    "fractions of bytes": _changed(read={**asdict(FIGURES[READ]), "nbytes": 0.5}),
+    "large": _changed(more="x" * 100_000),
+}
+
+
+@pytest.mark.parametrize("kind", GARBAGE)
+def test_garbage_counts_as_nothing_and_is_replaced(
+    kind: str, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.mkdir(parents=True)
+    file_of(cache).write_text(GARBAGE[kind])
+    with caplog.at_level(logging.WARNING):
+        assert recall(IDENTITY) == {}
+    assert kind == "somebody else's" or "is ignored, and may be removed" in caplog.text
+    assert keep(IDENTITY, FIGURES)
+    assert recall(IDENTITY) == FIGURES
+
+
+def test_bytes_that_are_no_text_count_as_nothing(cache: Path) -> None:
+    cache.mkdir(parents=True)
+    file_of(cache).write_bytes(bytes(range(256)))
+    assert recall(IDENTITY) == {}
+
+
+def test_a_pipe_in_place_of_a_file_does_not_hang(cache: Path) -> None:
+    cache.mkdir(parents=True)
+    os.mkfifo(file_of(cache))
+    assert recall(IDENTITY) == {}
+
+
+def test_good_files_are_found_beside_bad_ones(cache: Path) -> None:
+    keep(IDENTITY, FIGURES)
+    (cache / "bad.json").write_text("{")
+    assert recall_all() == [(IDENTITY, FIGURES)]
+
+
+# ---------------------------------------------------------------------- corrections
+def test_of_what_was_not_known_the_first_figure_counts() -> None:
+    found = corrected(None, 2e9, 5)
+    assert (found.rate, found.source, found.nbytes, found.runs) == (2e9, "observed", 5, 1)
+    assert found.date.endswith("+00:00")
+
+
+@pytest.mark.parametrize(("observed", "after"), [(2.25e9, 1.5e9), (0.25e9, 0.5e9), (1e9, 1e9)])
+def test_a_run_moves_a_figure_half_of_the_way(observed: float, after: float) -> None:
+    before = Figure(1e9, "observed", 100, 3)
+    found = corrected(before, observed, 50)
+    assert found.rate == pytest.approx(after)
+    assert (found.nbytes, found.runs) == (150, 4)
+
+
+@pytest.mark.parametrize(("observed", "after"), [(1e12, 2e9), (1e3, 0.5e9)])
+def test_one_odd_run_changes_it_twofold_at_most(observed: float, after: float) -> None:
+    assert corrected(Figure(1e9, "observed", 1), observed, 1).rate == pytest.approx(after)
+
+
+def test_runs_that_agree_win(tmp_path: Path) -> None:
+    figure = Figure(4e9, "probe", 10**9)
+    for run in range(8):
+        figure = corrected(figure, 1e9, 1000)
+        assert figure.runs == run + 1, "a probe is no run"
+    assert figure.rate == pytest.approx(1e9, rel=0.01)
+    assert figure.nbytes == 8000

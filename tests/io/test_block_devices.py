@@ -1,0 +1,361 @@
+"""Raw block devices as the path of a tier; nobody's data is ever lost."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload_strategy.errors import ConfigError
+from offload_strategy.io.backends.protocol import BlockRequest, create_backend
+from offload_strategy.io.regions.disk_signatures import recognise
+from offload_strategy.io.regions.region import Region
+from offload_strategy.units import GiB, KiB, MiB
+from tests.io.loops import loop_device, mounted, need, run
+
+SIZE = 32 * MiB
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "device.img"
+
+
+@pytest.fixture
+def device(file: Path) -> Iterator[Path]:
+    with loop_device(file, SIZE) as made:
+        yield made
+
+
+def refusal(path: Path, **options: Any) -> str:
+    with pytest.raises(ConfigError) as refused:
+        Region(path, "raw", **options)
+    assert "'raw'" in str(refused.value)
+    assert str(path) in str(refused.value)
+    return str(refused.value)
+
+
+def descriptors_of(device: Path) -> list[str]:
+    """This process's open descriptors of a device."""
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            if os.readlink(entry) == str(device):
+                found.append(entry.name)
+        except OSError:
+            continue
+    return found
+
+
+def put(device: Path, offset: int, data: bytes) -> None:
+    with open(device, "r+b") as opened:
+        opened.seek(offset)
+        opened.write(data)
+
+
+def move(region: Region, offset: int, data: bytearray, *, write: bool) -> None:
+    backend = create_backend("posix", threads=1, block_size=1 * MiB)
+    memory = (ctypes.c_char * len(data)).from_buffer(data)
+    ended: list[BaseException | None] = []
+    over = threading.Event()
+
+    def done(error: BaseException | None) -> None:
+        ended.append(error)
+        over.set()
+
+    backend.submit(
+        BlockRequest(write, region.fd, offset, ctypes.addressof(memory), len(data), done)
+    )
+    assert over.wait(30)
+    backend.close()
+    assert ended == [None]
+
+
+def test_an_empty_device_gives_all_but_its_first_megabyte(device: Path, file: Path) -> None:
+    region = Region(device, "raw")
+    assert region.capacity == SIZE - 1 * MiB
+    assert region.path == device
+    assert region.direct
+    extent = region.allocate(SIZE - 1 * MiB)
+    assert extent is not None
+    assert extent.offset == 1 * MiB
+    assert region.allocate(1) is None
+    written = bytearray(os.urandom(100_001))
+    move(region, extent.offset, written, write=True)
+    read = bytearray(len(written))
+    move(region, extent.offset, read, write=False)
+    assert read == written
+    os.fsync(region.fd)
+    with open(file, "rb") as under:
+        assert not any(under.read(1 * MiB))
+        assert under.read(len(written)) == written
+    region.free(extent)
+    assert region.used_bytes == 0
+    region.close()
+    region.close()
+    assert descriptors_of(device) == []
+
+
+def test_what_was_used_is_discarded_and_the_device_is_accepted_again(
+    device: Path, file: Path
+) -> None:
+    for _ in range(2):
+        region = Region(device, "raw")
+        extents = [region.allocate(4 * MiB), region.allocate(4 * MiB)]
+        for extent in extents:
+            assert extent is not None
+            move(region, extent.offset, bytearray(os.urandom(1 * MiB)), write=True)
+        os.fsync(region.fd)
+        assert os.stat(file).st_blocks * 512 >= 2 * MiB
+        region.close()
+        assert os.stat(file).st_blocks * 512 < 1 * MiB
+
+
+def test_a_forked_child_that_closes_its_copy_discards_nothing(device: Path) -> None:
+    region = Region(device, "raw")
+    extent = region.allocate(1 * MiB)
+    assert extent is not None
+    written = bytearray(os.urandom(1 * MiB))
+    move(region, extent.offset, written, write=True)
+    child = os.fork()
+    if child == 0:
+        region.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    read = bytearray(len(written))
+    move(region, extent.offset, read, write=False)
+    assert read == written
+    region.close()
+
+
+def test_a_capacity_beyond_the_device_is_refused(device: Path) -> None:
+    assert "only 31 MiB to give" in refusal(device, capacity=SIZE)
+    assert descriptors_of(device) == []
+    Region(device, "raw", capacity=SIZE - 1 * MiB).close()
+
+
+def test_a_link_to_a_device_is_followed_to_it(device: Path, tmp_path: Path) -> None:
+    link = tmp_path / "by-id"
+    link.symlink_to(device)
+    region = Region(link, "raw")
+    assert region.path == device
+    region.close()
+
+
+def test_buffered_io_on_a_device_when_asked_for(device: Path) -> None:
+    region = Region(device, "raw", direct=False)
+    assert not region.direct
+    region.close()
+
+
+def test_a_device_with_a_file_system_is_refused_unless_the_config_says_so(
+    device: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    need("mkfs.ext4")
+    run("mkfs.ext4", "-q", device)
+    message = refusal(device)
+    assert "ext4" in message
+    assert "overwrite: true" in message
+    assert descriptors_of(device) == []
+    with caplog.at_level(logging.WARNING, "offload_strategy"):
+        Region(device, "raw", overwrite=True).close()
+    assert any("being overwritten" in text and "ext4" in text for text in caplog.messages)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_mounted_device_is_refused_whatever_the_config_says(
+    device: Path, tmp_path: Path, overwrite: bool
+) -> None:
+    need("mkfs.ext4")
+    run("mkfs.ext4", "-q", device)
+    with mounted(device, tmp_path / "mounted"):
+        message = refusal(device, overwrite=overwrite)
+    assert "in use" in message
+    assert "mounted" in message
+
+
+def test_a_second_user_of_a_device_is_refused_and_told_about_local_rank(device: Path) -> None:
+    region = Region(device, "raw")
+    assert "$LOCAL_RANK" in refusal(device)
+    other = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys, pathlib\n"
+            "from offload_strategy.io import Region\n"
+            "from offload_strategy.errors import ConfigError\n"
+            "try:\n    Region(pathlib.Path(sys.argv[1]), 'raw')\n"
+            "except ConfigError as error:\n    print(error)",
+            str(device),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "in use" in other.stdout
+    region.close()
+    Region(device, "raw").close()
+
+
+@pytest.mark.parametrize(
+    ("offset", "data"), [(0, b"\x01"), (1 * MiB - 1, b"\xff"), (300_000, b"notes")]
+)
+def test_a_device_with_bytes_of_an_unknown_kind_is_refused(
+    device: Path, offset: int, data: bytes
+) -> None:
+    put(device, offset, data)
+    assert "data of an unknown kind" in refusal(device)
+    Region(device, "raw", overwrite=True).close()
+
+
+def test_the_first_megabyte_stays_as_it_was_even_if_the_rest_is_overwritten(
+    device: Path, file: Path
+) -> None:
+    put(device, 1000, b"label")
+    region = Region(device, "raw", overwrite=True)
+    extent = region.allocate(SIZE - 1 * MiB)
+    assert extent is not None
+    move(region, extent.offset, bytearray(os.urandom(1 * MiB)), write=True)
+    region.close()
+    with open(file, "rb") as under:
+        assert under.read(1 * MiB) == bytes(1000) + b"label" + bytes(1 * MiB - 1005)
+
+
+def test_a_read_only_device_is_refused(file: Path) -> None:
+    file.write_bytes(bytes(SIZE))
+    with loop_device(file, read_only=True) as device:
+        message = refusal(device)
+    assert "read-only" in message
+    assert "--setrw" in message
+
+
+def test_a_device_that_is_too_small_is_refused(file: Path) -> None:
+    with loop_device(file, 1 * MiB) as device:
+        assert "nothing is left" in refusal(device)
+
+
+def test_a_device_that_cannot_be_read_is_refused(file: Path) -> None:
+    with loop_device(file, SIZE) as device:
+        os.truncate(file, 0)
+        message = refusal(device, overwrite=True)
+    assert "cannot be read: Input/output error" in message
+
+
+def test_a_user_who_may_not_open_it_is_told_the_group(
+    device: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def open_(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if str(path) == str(device):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        return real(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", open_)
+    message = refusal(device)
+    assert "Permission denied" in message
+    assert f"usermod -aG {device.group()}" in message
+
+
+def test_a_device_that_does_not_exist_is_no_directory_to_be_made() -> None:
+    message = refusal(Path("/dev/no-such-device"))
+    assert "there is no device" in message
+    assert "mkdir" not in message
+
+
+def test_overwrite_is_refused_for_a_directory(disk: Path) -> None:
+    assert "overwrite: true is for block devices" in refusal(disk, overwrite=True)
+
+
+PROGRAMS = {
+    "ext4": ["mkfs.ext4", "-q"],
+    "ext2": ["mkfs.ext2", "-q"],
+    "XFS": ["mkfs.xfs", "-q", "-f"],
+    "Btrfs": ["mkfs.btrfs", "-q", "-f"],
+    "FAT": ["mkfs.vfat"],
+    "NTFS": ["mkfs.ntfs", "-q", "-F", "-f"],
+    "exFAT": ["mkfs.exfat"],
+    "F2FS": ["mkfs.f2fs", "-q", "-f"],
+    "swap": ["mkswap"],
+    "LUKS": ["cryptsetup", "luksFormat", "-q", "--key-file", "/proc/version", "--pbkdf-memory=32"],
+    "MBR": ["sfdisk", "-q", "--label", "dos", "--no-reread", "--wipe=never"],
+    "GPT": ["sfdisk", "-q", "--label", "gpt", "--no-reread", "--wipe=never"],
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_the_systems_own_programs_make_is_recognised(tmp_path: Path, name: str) -> None:
+    program, *options = PROGRAMS[name]
+    if shutil.which(program) is None:
+        pytest.skip(f"{program} is not installed")
+    image = tmp_path / "image"
+    size = 320 * MiB if name == "XFS" else 128 * MiB
+    with open(image, "wb") as made:
+        made.truncate(size)
+    done = subprocess.run(
+        [program, *options, str(image)],
+        input=",,L\n" if program == "sfdisk" else "",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    found = recognise_file(image)
+    assert found is not None
+    assert name in found
+    if name == "GPT":  # the copy at the end tells it too
+        with open(image, "r+b") as opened:
+            opened.write(bytes(1 * MiB))
+        found = recognise_file(image)
+        assert found is not None
+        assert "GPT" in found
+
+
+def recognise_file(image: Path) -> str | None:
+    size = image.stat().st_size
+    with open(image, "rb") as opened:
+        head = opened.read(1 * MiB)
+        opened.seek(size - 1 * MiB)
+        return recognise(head, opened.read(), size)
+
+
+@pytest.mark.parametrize(
+    ("offset", "magic", "name"),
+    [
+        (0x8001, b"CD001", "ISO 9660"),
+        (0, b"hsqs", "SquashFS"),
+        (0, b"XFSB", "XFS"),
+        (0x10040, b"_BHRfS_M", "Btrfs"),
+        (0x400, bytes.fromhex("1020f5f2"), "F2FS"),
+        (0, b"LUKS\xba\xbe\x00\x02", "LUKS"),
+        (0x200, b"LABELONE" + bytes(16) + b"LVM2 001", "LVM"),
+        (3, b"NTFS    ", "NTFS"),
+        (0x1000, struct.pack("<I", 0xA92B4EFC), "RAID"),  # md 1.2
+        (1 * GiB - 64 * KiB, struct.pack("<I", 0xA92B4EFC), "RAID"),  # md 0.90
+        (1 * GiB - 8 * KiB, struct.pack("<I", 0xA92B4EFC), "RAID"),  # md 1.0
+        (128 * KiB, struct.pack("<Q", 0xBAB10C), "ZFS"),
+        (1 * GiB - 512 * KiB + 128 * KiB + 7 * KiB, struct.pack("<Q", 0xBAB10C), "ZFS"),
+        (1 * GiB - 512, b"EFI PART", "GPT"),
+        (0x1FE, b"\x55\xaa", "MBR"),
+    ],
+)
+def test_signatures_are_recognised_where_they_lie(offset: int, magic: bytes, name: str) -> None:
+    size = 1 * GiB
+    head, tail = bytearray(1 * MiB), bytearray(1 * MiB)
+    part, begin = (head, 0) if offset < 1 * MiB else (tail, size - 1 * MiB)
+    part[offset - begin : offset - begin + len(magic)] = magic
+    found = recognise(bytes(head), bytes(tail), size)
+    assert found is not None
+    assert name in found
+    assert recognise(bytes(1 * MiB), bytes(1 * MiB), size) is None

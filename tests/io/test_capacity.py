@@ -1,0 +1,126 @@
+"""The capacities of all tiers and processes together, against what their disks have."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from offload_strategy.errors import ConfigError
+from offload_strategy.io.regions.capacity import check_capacities
+from offload_strategy.units import GiB, MiB, format_size
+from tests.io.loops import loop_device, mounted, need, run
+
+
+class Disks(NamedTuple):
+    """Two small file systems, and what each of them can give."""
+
+    first: Path
+    second: Path
+    usable: int
+
+
+@pytest.fixture
+def disks(tmp_path: Path) -> Iterator[Disks]:
+    need("mkfs.ext4")
+    with (
+        loop_device(tmp_path / "0.img", 512 * MiB) as first,
+        loop_device(tmp_path / "1.img", 512 * MiB) as second,
+    ):
+        for device in (first, second):
+            run("mkfs.ext4", "-q", device)
+        with mounted(first, tmp_path / "nvme0") as one, mounted(second, tmp_path / "nvme1") as two:
+            yield Disks(one, two, shutil.disk_usage(one).free - 64 * MiB)
+
+
+@pytest.fixture(autouse=True)
+def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+
+
+def processes(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> None:
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(size))
+
+
+def test_tiers_that_fit_together_are_accepted(disks: Disks) -> None:
+    half = disks.usable // 2
+    check_capacities([("a", disks.first, half), ("b", disks.first, half)])
+    check_capacities([("a", disks.first, disks.usable), ("b", disks.second, disks.usable)])
+    check_capacities([])
+
+
+def test_tiers_on_one_disk_that_do_not_fit_together_are_named_with_the_sums(disks: Disks) -> None:
+    part = disks.usable // 2 + 1 * MiB
+    inside = disks.first / "inside"
+    inside.mkdir()
+    with pytest.raises(ConfigError) as refused:
+        check_capacities([("a", disks.first, part), ("b", inside, part), ("c", disks.second, part)])
+    message = str(refused.value)
+    assert f"'a' {format_size(part)} + 'b' {format_size(part)} = {format_size(2 * part)}" in message
+    assert "'c'" not in message
+    assert str(disks.first) in message
+    assert f"only {format_size(disks.usable)} to give" in message
+    assert f"lower them to {format_size(disks.usable)} together" in message
+
+
+def test_a_tier_without_a_capacity_takes_what_the_others_leave(disks: Disks) -> None:
+    check_capacities([("a", disks.first, disks.usable), ("b", disks.first, None)])
+    check_capacities([("a", disks.first, None), ("b", disks.first, None)])
+
+
+def test_every_process_of_the_machine_takes_its_own_file(
+    disks: Disks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quarter = disks.usable // 4
+    processes(monkeypatch, 3, 4)
+    check_capacities([("a", disks.first, quarter)])
+    with pytest.raises(ConfigError) as refused:
+        check_capacities([("a", disks.first, quarter + 1 * MiB)])
+    message = str(refused.value)
+    assert f"'a' {format_size(quarter + 1 * MiB)} × 4 processes" in message
+    assert f"lower them to {format_size(quarter)} together for each of the 4 processes" in message
+    assert "$LOCAL_RANK" in message
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_processes_with_a_disk_each_share_nothing(
+    disks: Disks, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    processes(monkeypatch, rank, 2)
+    # as /mnt/nvme$LOCAL_RANK reads for this process
+    check_capacities([("a", (disks.first, disks.second)[rank], disks.usable)])
+
+
+def test_processes_with_a_directory_each_on_one_disk_share_it(
+    disks: Disks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The digit of the mount point is the rank's as well; it is the rank's folder that counts.
+    for rank in range(4):
+        (disks.first / f"rank{rank}").mkdir()
+    processes(monkeypatch, 3, 4)
+    with pytest.raises(ConfigError, match="× 4 processes"):
+        check_capacities([("a", disks.first / "rank3", disks.usable)])
+
+
+def test_what_the_launcher_left_unreadable_is_one_process(
+    disks: Disks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "many")
+    check_capacities([("a", disks.first, disks.usable)])
+
+
+def test_a_path_that_is_not_there_is_left_to_whoever_opens_it(tmp_path: Path) -> None:
+    check_capacities([("a", tmp_path / "gone", 1000 * GiB), ("b", tmp_path / "gone", 1000 * GiB)])
+
+
+def test_two_tiers_cannot_be_one_device(tmp_path: Path) -> None:
+    with loop_device(tmp_path / "0.img", 8 * MiB) as device:
+        (tmp_path / "link").symlink_to(device)
+        check_capacities([("a", device, 1 * GiB)])  # its space knows how large it is
+        with pytest.raises(ConfigError, match=r"'a' and 'b'.*the same block device"):
+            check_capacities([("a", device, None), ("b", tmp_path / "link", None)])

@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    rule,
+)
+
+from offload_strategy.io.regions import extents as extents_module
+from offload_strategy.io.regions.extents import Extent, ExtentAllocator
+from offload_strategy.units import PAGE_BYTES, MiB
+
+PAGES = 24
+
+
+class ExtentsAgainstAPageMap(RuleBasedStateMachine):
+    """The allocator must agree with a list that says of every page whether it is taken."""
+
+    extents = Bundle("extents")
+    large_pages = PAGES + 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = ExtentAllocator(PAGES * PAGE_BYTES + 17)
+        self.taken = [False] * PAGES
+
+    @rule(target=extents, nbytes=st.integers(0, 6 * PAGE_BYTES))
+    def allocate(self, nbytes: int) -> Extent | None:
+        pages = max(1, -(-nbytes // PAGE_BYTES))
+        extent = self.allocator.allocate(nbytes)
+        if extent is None:
+            longest = max(len(run) for run in "".join("x-"[t] for t in self.taken).split("-"))
+            assert longest < pages, "refused although a range is long enough"
+            return None
+        assert extent.nbytes == pages * PAGE_BYTES
+        assert extent.offset % PAGE_BYTES == 0
+        first = extent.offset // PAGE_BYTES
+        assert not any(self.taken[first : first + pages]), "handed out twice"
+        assert self.taken[first : first + pages] == [False] * pages, "beyond the capacity"
+        holes = [(length, at) for at, length in self.holes() if length >= pages]
+        if not holes:
+            assert first == self.last_page(), "a hole is left in front of new pages"
+        elif pages >= self.large_pages:
+            assert first == min(at for _, at in holes), "not the lowest address"
+        else:
+            assert first == min(holes)[1], "not the best fit"
+        self.taken[first : first + pages] = [True] * pages
+        return extent
+
+    @rule(extent=consumes(extents))
+    def free(self, extent: Extent | None) -> None:
+        if extent is None:
+            return
+        first, pages = extent.offset // PAGE_BYTES, extent.nbytes // PAGE_BYTES
+        self.allocator.free(extent)
+        self.taken[first : first + pages] = [False] * pages
+
+    @invariant()
+    def figures_agree(self) -> None:
+        assert self.allocator.used_bytes == sum(self.taken) * PAGE_BYTES
+        assert self.allocator.high_water == self.last_page() * PAGE_BYTES
+        assert self.allocator.free_ranges == len(self.holes())
+
+    @invariant()
+    def bookkeeping_is_bounded(self) -> None:
+        assert self.allocator.free_ranges <= len(self.allocator._out)
+        assert entries(self.allocator) <= 5 * len(self.allocator._out)
+
+    def last_page(self) -> int:
+        return max((page + 1 for page, taken in enumerate(self.taken) if taken), default=0)
+
+    def holes(self) -> list[tuple[int, int]]:
+        """First page and length of the free runs below the last page that is taken."""
+        found, begin = [], 0
+        for page, taken in enumerate(self.taken[: self.last_page()]):
+            if taken:
+                if begin < page:
+                    found.append((begin, page - begin))
+                begin = page + 1
+        return found
+
+
+class LargeExtentsAgainstAPageMap(ExtentsAgainstAPageMap):
+    """The same where extents of three pages are large."""
+
+    large_pages = 3
+
+    @initialize()
+    def make_three_pages_large(self) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(extents_module, "LARGE_BYTES", self.large_pages * PAGE_BYTES)
+
+    def teardown(self) -> None:
+        if hasattr(self, "patch"):
+            self.patch.undo()
+
+
+def entries(allocator: ExtentAllocator) -> int:
+    """Everything that the allocator keeps, counted."""
+    listed = sum(len(holes) for holes in allocator._by_class.values())
+    kept = (allocator._out, allocator._holes, allocator._ends, allocator._large)
+    assert len(allocator._by_class) <= listed
+    return listed + sum(len(collection) for collection in kept)
+
+
+ExtentsAgainstAPageMap.TestCase.settings = settings(
+    max_examples=40, stateful_step_count=40, deadline=None
+)
+TestExtentsAgainstAPageMap = ExtentsAgainstAPageMap.TestCase
+LargeExtentsAgainstAPageMap.TestCase.settings = ExtentsAgainstAPageMap.TestCase.settings
+TestLargeExtentsAgainstAPageMap = LargeExtentsAgainstAPageMap.TestCase
+
+
+def test_a_pattern_that_repeats_lands_in_the_same_places() -> None:
+    allocator = ExtentAllocator(1 << 30)
+    places = []
+    for _ in range(3):
+        extents = [allocator.allocate(size * 1000) for size in range(1, 50)]
+        assert None not in extents
+        places.append(extents)
+        for extent in extents:
+            assert extent is not None
+            allocator.free(extent)
+    assert places[0] == places[1] == places[2]
+    assert allocator.high_water == 0
+
+
+@pytest.mark.parametrize("others", [[], [1], [0], [0, 2]])
+def test_an_extent_that_is_freed_twice_is_noticed(others: list[int]) -> None:
+    allocator = ExtentAllocator(1 << 20)
+    extents = [allocator.allocate(1), allocator.allocate(1), allocator.allocate(1)]
+    victim = next(index for index in (2, 1) if index not in others)
+    for index in (*others, victim):
+        allocator.free(extents[index])  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="freed twice"):
+        allocator.free(extents[victim])  # type: ignore[arg-type]
+
+
+def test_large_extents_lie_one_after_the_other_however_many_gaps_there_are() -> None:
+    allocator = ExtentAllocator(1 << 40)
+    small = [allocator.allocate(2 * PAGE_BYTES) for _ in range(1000)]
+    large = [allocator.allocate(64 * MiB) for _ in range(20)]
+    for extent in [*small[::2], *large[:-1]]:
+        assert extent is not None
+        allocator.free(extent)
+    again = [allocator.allocate(64 * MiB) for _ in range(19)]
+    assert again == large[:-1]
+    # and what is small goes into the gaps
+    assert [allocator.allocate(2 * PAGE_BYTES) for _ in range(500)] == small[::2]
+
+
+@pytest.mark.alone
+def test_a_hundred_thousand_extents_cost_little_more_each_than_a_hundred() -> None:
+    """Freed in any order and taken again: the time of one operation hardly grows."""
+
+    def seconds_each(count: int) -> float:
+        dice = random.Random(count)
+        allocator = ExtentAllocator(1 << 50)
+        alive = [allocator.allocate(dice.randint(1, 200) * PAGE_BYTES) for _ in range(count)]
+        dice.shuffle(alive)
+        begun, operations = time.process_time(), 0
+        for _ in range(max(1, 20_000 // count)):
+            half, alive = alive[: count // 2], alive[count // 2 :]
+            for extent in half:
+                allocator.free(extent)  # type: ignore[arg-type]
+            assert allocator.free_ranges <= len(alive)
+            alive += [allocator.allocate(dice.randint(1, 200) * PAGE_BYTES) for _ in half]
+            operations += 2 * len(half)
+        assert None not in alive
+        return (time.process_time() - begun) / operations
+
+    few = min(seconds_each(100) for _ in range(3))
+    assert seconds_each(100_000) < 40 * few  # 6 times; a linear search: over 300

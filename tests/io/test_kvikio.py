@@ -1,0 +1,270 @@
+"""How the kvikio backend uses its library; what the library does is tested where it runs.
+
+The stand-in below has the interface of kvikio 25.10 (CuFile, defaults, cufile_driver) and moves the
+bytes of host memory, which CUDA, played here as well, takes for the device's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload_strategy.errors import ConfigError
+from offload_strategy.io.backends import kvikio as backend_module
+from offload_strategy.io.backends.kvikio import KvikioBackend
+from offload_strategy.io.backends.posix import PosixBackend
+from offload_strategy.io.backends.protocol import available_backends, create_backend
+from offload_strategy.io.regions.region import Region
+from offload_strategy.units import PAGE_BYTES, MiB, round_up
+from tests.io.conformance import BLOCK, Conformance, HostMemory, begin
+
+
+class Future:
+    def __init__(self, done: int) -> None:
+        self._done = done
+
+    def get(self) -> int:
+        return self._done
+
+
+class Library:
+    """kvikio, cuFile and CUDA as far as the backend sees them."""
+
+    def __init__(self) -> None:
+        self.settings: dict[str, Any] = {"num_threads": 1, "gds_threshold": 1 * MiB}
+        self.compatibility_mode = False
+        self.gds = True
+        self.open_files: list[Any] = []
+        self.moved: list[tuple[str, int, int, int]] = []
+        self.device: set[range] = set()
+        self.short = 0
+        self.error: str | None = None
+        library = self
+
+        class CuFile:
+            def __init__(self, file: str, flags: str = "r") -> None:
+                access = {"r": os.O_RDONLY, "r+": os.O_RDWR}[flags]
+                self._fd = os.open(file, access | os.O_DIRECT)
+                library.open_files.append(self)
+
+            def pread(self, buf: Any, size: int, file_offset: int, task_size: int) -> Future:
+                return self._move("read", buf, size, file_offset, task_size)
+
+            def pwrite(self, buf: Any, size: int, file_offset: int, task_size: int) -> Future:
+                return self._move("write", buf, size, file_offset, task_size)
+
+            def _move(self, how: str, buf: Any, size: int, offset: int, task_size: int) -> Future:
+                if library.error is not None:
+                    raise RuntimeError(library.error)
+                if size < library.settings["gds_threshold"]:
+                    raise AssertionError("went through the page cache, where errors are lost")
+                interface = buf.__cuda_array_interface__
+                assert isinstance(interface, dict)
+                assert (interface["typestr"], interface["shape"]) == ("|u1", (size,))
+                address, read_only = interface["data"]
+                assert not read_only
+                memory = (ctypes.c_char * size).from_address(address)
+                library.moved.append((how, offset, size, task_size))
+                # As cuFile's own buffers do: whole pages move, past the page cache.
+                pages = mmap.mmap(-1, round_up(size, PAGE_BYTES))
+                if how == "write":
+                    if size % PAGE_BYTES:
+                        os.preadv(self._fd, [pages], offset)
+                    pages[:size] = memory.raw
+                    done = min(size, os.pwrite(self._fd, pages, offset))
+                else:
+                    done = min(size, os.preadv(self._fd, [pages], offset))
+                    memory[:done] = pages[:done]  # type: ignore[assignment]
+                return Future(done - library.short)
+
+            def close(self) -> None:
+                os.close(self._fd)
+                library.open_files.remove(self)
+
+        self.defaults = types.ModuleType("kvikio.defaults")
+        self.defaults.get = self.settings.__getitem__  # type: ignore[attr-defined]
+        self.defaults.set = self.settings.__setitem__  # type: ignore[attr-defined]
+        self.defaults.is_compat_mode_preferred = lambda: self.compatibility_mode  # type: ignore[attr-defined]
+        self.driver = types.ModuleType("kvikio.cufile_driver")
+        self.driver.get = lambda name: {"is_gds_available": self.gds}[name]  # type: ignore[attr-defined]
+        self.kvikio = types.ModuleType("kvikio")
+        self.kvikio.CuFile = CuFile  # type: ignore[attr-defined]
+        self.kvikio.defaults = self.defaults  # type: ignore[attr-defined]
+
+    def cuPointerGetAttribute(self, kind: Any, attribute: Any, address: Any) -> int:
+        assert attribute.value == 2
+        if any(address.value in part for part in self.device):
+            kind._obj.value = 2
+            return 0
+        return 1  # CUDA_ERROR_INVALID_VALUE: memory that CUDA never saw
+
+
+@pytest.fixture(autouse=True)
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    made = Library()
+    monkeypatch.setitem(sys.modules, "kvikio", made.kvikio)
+    monkeypatch.setitem(sys.modules, "kvikio.defaults", made.defaults)
+    monkeypatch.setitem(sys.modules, "kvikio.cufile_driver", made.driver)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(backend_module, "find_spec", lambda name: object())
+    monkeypatch.setattr(backend_module, "_libcuda", lambda: made)
+    return made
+
+
+@pytest.fixture
+def region(disk: Path) -> Iterator[Region]:
+    made = Region(disk, "nvme", 16 * MiB)
+    made.allocate(16 * MiB)
+    yield made
+    made.close()
+
+
+def device_memory(library: Library, nbytes: int, misalignment: int = 0) -> HostMemory:
+    memory = HostMemory(nbytes, misalignment)
+    library.device.add(range(memory.address, memory.address + nbytes))
+    return memory
+
+
+class TestHostMemory(Conformance):
+    """It never reaches cuFile."""
+
+    @pytest.fixture
+    def name(self, library: Library) -> Iterator[str]:
+        yield "kvikio"
+        assert library.moved == []
+
+
+class TestDeviceMemory(Conformance):
+    @pytest.fixture
+    def name(self, library: Library) -> Iterator[str]:
+        self.library = library
+        yield "kvikio"
+        assert library.open_files == []
+
+    def memory(self, nbytes: int, misalignment: int = 0) -> HostMemory:
+        return device_memory(self.library, nbytes, misalignment)
+
+
+def test_device_memory_goes_to_cufile_whole_and_in_one_piece(
+    library: Library, region: Region
+) -> None:
+    backend = create_backend("kvikio", threads=3, block_size=BLOCK)
+    assert backend.device_memory
+    assert library.settings["num_threads"] == 6
+    memory = device_memory(library, BLOCK - 5, misalignment=3)
+    assert begin(backend, region.fd, memory, write=True, offset=PAGE_BYTES).get() is None
+    assert begin(backend, region.fd, memory, write=False, offset=PAGE_BYTES).get() is None
+    assert library.moved == [
+        ("write", PAGE_BYTES, BLOCK - 5, BLOCK),
+        ("read", PAGE_BYTES, BLOCK - 5, BLOCK),
+    ]
+    assert len(library.open_files) == 1
+    backend.close()
+    assert library.open_files == []
+
+
+def test_more_threads_that_somebody_else_asked_for_stay(library: Library) -> None:
+    library.settings["num_threads"] = 16
+    create_backend("kvikio", threads=2, block_size=BLOCK).close()
+    assert library.settings["num_threads"] == 16
+
+
+@pytest.mark.parametrize("write", [True, False])
+def test_fewer_bytes_than_asked_for_are_an_error(
+    library: Library, region: Region, write: bool
+) -> None:
+    backend = create_backend("kvikio", threads=1, block_size=BLOCK)
+    library.short = 1
+    memory = device_memory(library, BLOCK)
+    error = begin(backend, region.fd, memory, write=write).get()
+    assert isinstance(error, OSError)
+    assert error.errno == errno.EIO
+    assert f"{BLOCK - 1} of {BLOCK} bytes" in str(error)
+    backend.close()
+
+
+def test_an_error_of_cufile_is_an_error_of_the_request(library: Library, region: Region) -> None:
+    backend = create_backend("kvikio", threads=1, block_size=BLOCK)
+    library.error = "cuFile error: 5011"
+    error = begin(backend, region.fd, device_memory(library, BLOCK), write=True).get()
+    assert isinstance(error, OSError)
+    assert "5011" in str(error)
+    backend.close()
+
+
+def test_a_descriptor_that_is_used_again_is_another_file(library: Library, tmp_path: Path) -> None:
+    backend = create_backend("kvikio", threads=1, block_size=BLOCK)
+    for content in (b"1", b"2"):
+        path = tmp_path / content.decode()
+        path.write_bytes(content * PAGE_BYTES)
+        fd = os.open(path, os.O_RDONLY)
+        memory = device_memory(library, PAGE_BYTES)
+        assert begin(backend, fd, memory, write=False).get() is None
+        assert memory.data == content * PAGE_BYTES
+        os.close(fd)
+    backend.close()
+
+
+def test_in_compatibility_mode_device_memory_is_better_copied_by_us(library: Library) -> None:
+    library.compatibility_mode = True
+    backend = create_backend("kvikio", threads=1, block_size=BLOCK)
+    assert not backend.device_memory
+    backend.close()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "compatibility_mode", "gds", "chosen"),
+    [
+        (True, False, True, KvikioBackend),
+        (True, True, True, PosixBackend),
+        (True, False, False, PosixBackend),
+        (False, False, True, PosixBackend),
+    ],
+)
+def test_auto_takes_it_only_where_cufile_reaches_the_disk(
+    library: Library,
+    monkeypatch: pytest.MonkeyPatch,
+    gpu: bool,
+    compatibility_mode: bool,
+    gds: bool,
+    chosen: type,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    library.compatibility_mode, library.gds = compatibility_mode, gds
+    backend = create_backend("auto", threads=1, block_size=BLOCK)
+    assert type(backend) is chosen
+    backend.close()
+
+
+def test_auto_is_posix_where_the_driver_raises(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(name: str) -> None:
+        raise RuntimeError("cuFileDriverGetProperties: driver not initialised")
+
+    monkeypatch.setattr(library.driver, "get", broken)
+    backend = create_backend("auto", threads=1, block_size=BLOCK)
+    assert type(backend) is PosixBackend
+    backend.close()
+
+
+def test_a_library_that_does_not_load_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise ImportError("libcuda.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(backend_module, "_cufile", broken)
+    reason = available_backends()["kvikio"]
+    assert reason is not None
+    assert "libcuda.so.1" in reason
+    with pytest.raises(ConfigError, match="libcuda"):
+        create_backend("kvikio", threads=1, block_size=BLOCK)

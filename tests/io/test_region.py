@@ -1,0 +1,306 @@
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload_strategy.errors import ConfigError, StorageError
+from offload_strategy.io.regions import region as space_module
+from offload_strategy.io.regions.directory_check import inspect_directory
+from offload_strategy.io.regions.region import Region
+from offload_strategy.units import PAGE_BYTES, GiB, MiB, format_size
+
+UNNAMED = [
+    pytest.param(True, id="unnamed", marks=pytest.mark.skipif(
+        not hasattr(os, "O_TMPFILE"), reason="this system has no unnamed files")),
+    pytest.param(False, id="unlinked"),
+]  # fmt: skip
+
+
+@pytest.fixture(params=UNNAMED)
+def region(
+    request: pytest.FixtureRequest, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Region]:
+    """A space in a file that was made without a name, and one in a file that lost its name."""
+    if not request.param:
+        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    made = Region(disk, "nvme", capacity=64 * MiB)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    """A directory on a file system that is kept in memory."""
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("this system has no /dev/shm")
+    directory = Path(f"/dev/shm/offload-strategy-test-{os.getpid()}")
+    directory.mkdir()
+    yield directory
+    directory.rmdir()
+
+
+def test_the_file_has_no_name_and_only_its_owner_may_read_it(region: Region, disk: Path) -> None:
+    status = os.fstat(region.fd)
+    assert list(disk.iterdir()) == []
+    assert status.st_nlink == 0
+    assert stat.S_ISREG(status.st_mode)
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert not os.get_inheritable(region.fd)
+
+
+def test_a_permissive_umask_does_not_open_the_file_to_others(disk: Path) -> None:
+    before = os.umask(0)
+    try:
+        region = Region(disk, "nvme", capacity=1 * MiB)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(os.fstat(region.fd).st_mode) == 0o600
+    region.close()
+
+
+def test_blocks_are_there_before_they_are_written(region: Region) -> None:
+    assert os.fstat(region.fd).st_blocks == 0
+    extent = region.allocate(10 * MiB)
+    assert extent is not None
+    status = os.fstat(region.fd)
+    assert status.st_size == 64 * MiB  # in one step: less than what a step grows by
+    assert status.st_blocks * 512 >= 10 * MiB
+
+
+def test_the_file_grows_in_large_steps(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(space_module, "GROWTH_BYTES", 8 * MiB)
+    region = Region(disk, "nvme", capacity=30 * MiB)
+    sizes = []
+    for _ in range(30):
+        assert region.allocate(1 * MiB) is not None
+        sizes.append(os.fstat(region.fd).st_size // MiB)
+    assert sizes == [8] * 8 + [16] * 8 + [24] * 8 + [30] * 6
+    region.close()
+
+
+def test_more_than_the_capacity_is_not_handed_out(region: Region) -> None:
+    extents = [region.allocate(16 * MiB) for _ in range(4)]
+    assert None not in extents
+    assert region.free_bytes == 0
+    assert region.allocate(1) is None
+    region.free(extents[1])  # type: ignore[arg-type]
+    assert region.used_bytes == 48 * MiB
+    assert region.allocate(17 * MiB) is None
+    assert region.allocate(16 * MiB) == extents[1]
+
+
+def test_a_capacity_that_is_not_whole_pages_loses_the_rest(disk: Path) -> None:
+    region = Region(disk, "nvme", capacity=3 * PAGE_BYTES + 1)
+    assert [region.allocate(1) is None for _ in range(4)] == [False, False, False, True]
+    region.close()
+
+
+def test_no_capacity_means_what_the_disk_has_less_a_reserve(disk: Path) -> None:
+    free = shutil.disk_usage(disk).free
+    region = Region(disk, "nvme")
+    # Others write to the disk as well.
+    assert abs(region.capacity - (free - space_module.RESERVE_BYTES)) < 1 * GiB
+    region.close()
+
+
+def test_what_others_took_meanwhile_is_not_promised(
+    region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.fstatvfs(region.fd)
+    left = space_module.RESERVE_BYTES + 3 * MiB
+
+    class Full:
+        f_frsize = real.f_frsize
+        f_bavail = left // real.f_frsize
+
+    monkeypatch.setattr(os, "fstatvfs", lambda fd: Full)
+    assert region.allocate(4 * MiB) is None
+    assert region.used_bytes == 0
+    assert region.allocate(2 * MiB) is not None
+    assert os.fstat(region.fd).st_size <= 3 * MiB
+
+
+def test_a_disk_that_fills_up_while_the_file_grows_is_a_full_tier(
+    region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert region.allocate(1 * MiB) is None
+    assert region.used_bytes == 0
+
+
+def test_any_other_failure_to_grow_is_told(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "posix_fallocate", broken)
+    with pytest.raises(StorageError, match=r"tier 'nvme'.*64 MiB.*Input/output error"):
+        region.allocate(1 * MiB)
+    assert region.used_bytes == 0
+    monkeypatch.undo()
+    assert region.allocate(64 * MiB) is not None
+
+
+@pytest.mark.parametrize("answer", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS])
+def test_file_systems_that_cannot_preallocate_get_a_sparse_file(
+    region: Region, monkeypatch: pytest.MonkeyPatch, answer: int
+) -> None:
+    def unknown(*args: Any) -> None:
+        raise OSError(answer, os.strerror(answer))
+
+    monkeypatch.setattr(os, "posix_fallocate", unknown)
+    assert region.allocate(1 * MiB) is not None
+    assert os.fstat(region.fd).st_size == 64 * MiB
+
+
+def test_systems_without_posix_fallocate_get_a_sparse_file(
+    region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "posix_fallocate")
+    assert region.allocate(1 * MiB) is not None
+    assert os.fstat(region.fd).st_size == 64 * MiB
+
+
+def test_a_capacity_beyond_the_disk_is_refused_with_both_figures(disk: Path) -> None:
+    free = shutil.disk_usage(disk).free
+    with pytest.raises(ConfigError) as refused:
+        Region(disk, "nvme", capacity=free + 1000 * GiB)
+    message = str(refused.value)
+    assert "'nvme'" in message
+    assert str(disk) in message
+    assert format_size(free + 1000 * GiB) in message
+    assert "Lower the capacity" in message
+
+
+def test_a_disk_without_any_room_is_refused(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100 * MiB, 99 * MiB, 1 * MiB)
+    )
+    with pytest.raises(ConfigError, match=r"'nvme'.*too little free space \(1 MiB\)"):
+        Region(disk, "nvme")
+
+
+def test_direct_io_bypasses_the_page_cache(disk: Path) -> None:
+    region = Region(disk, "nvme", capacity=1 * MiB, direct="auto")
+    if not region.direct:
+        pytest.skip("the temporary directory does not take direct I/O")
+    assert fcntl.fcntl(region.fd, fcntl.F_GETFL) & os.O_DIRECT
+    region.close()
+
+
+def test_buffered_io_is_used_when_asked_for(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    region = Region(disk, "nvme", capacity=1 * MiB, direct=False)
+    assert not region.direct
+    assert os.pwrite(region.fd, b"odd", 1) == 3
+    assert caplog.messages == []
+    region.close()
+
+
+def _refuse_direct(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    real_open = os.open
+    direct = getattr(os, "O_DIRECT", 0)
+
+    def open_(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if flags & direct:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real_open(path, flags, *args, **options)
+
+    def pwrite(fd: int, data: Any, offset: int) -> int:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    def pwrite_short(fd: int, data: Any, offset: int) -> int:
+        return 512
+
+    if how == "at open":
+        monkeypatch.setattr(os, "open", open_)
+    elif how == "at the first write":
+        monkeypatch.setattr(os, "pwrite", pwrite)
+    elif how == "by a short write":
+        monkeypatch.setattr(os, "pwrite", pwrite_short)
+    else:
+        monkeypatch.delattr(os, "O_DIRECT", raising=False)
+
+
+REFUSALS = ["at open", "at the first write", "by a short write", "no such flag"]
+
+
+@pytest.mark.parametrize("how", REFUSALS)
+def test_where_direct_io_is_refused_auto_says_so_once_and_goes_on(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    _refuse_direct(monkeypatch, how)
+    with caplog.at_level(logging.WARNING, "offload_strategy"):
+        region = Region(disk, "nvme", capacity=1 * MiB, direct="auto")
+    assert not region.direct
+    assert [message for message in caplog.messages if "direct I/O" in message and "nvme" in message]
+    assert len(caplog.messages) == 1
+    region.close()
+
+
+@pytest.mark.parametrize("how", REFUSALS)
+def test_where_direct_io_is_refused_true_is_an_error(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    _refuse_direct(monkeypatch, how)
+    with pytest.raises(ConfigError, match=r"refuses direct I/O \(io.direct: true\)"):
+        Region(disk, "nvme", capacity=1 * MiB, direct=True)
+
+
+def test_memory_that_poses_as_a_disk_is_warned_of(
+    in_memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "offload_strategy"):
+        Region(in_memory, "nvme", capacity=1 * MiB).close()
+    assert any(
+        "main memory" in message and str(in_memory) in message for message in caplog.messages
+    )
+
+
+def test_a_closed_space_hands_nothing_out_but_takes_extents_back(region: Region) -> None:
+    extent = region.allocate(1)
+    assert extent is not None
+    region.close()
+    region.close()
+    with pytest.raises(StorageError, match="closed"):
+        region.allocate(1)
+    region.free(extent)
+    assert region.used_bytes == 0
+
+
+def test_a_directory_that_is_not_there_is_named_with_the_nearest_that_is(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        inspect_directory(tmp_path / "a" / "b", "nvme")
+    assert str(tmp_path / "a" / "b") in str(refused.value)
+    assert repr(str(tmp_path)) in str(refused.value)
+    assert "mkdir -p" in str(refused.value)
+
+
+def test_a_file_is_not_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is not a directory"):
+        inspect_directory(tmp_path / "file", "nvme")
+
+
+def test_a_dangling_link_is_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match="there is no directory"):
+        inspect_directory(tmp_path / "link", "nvme")
+
+
+def test_a_system_without_positioned_io_is_told_to_use_memory(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "pread")
+    with pytest.raises(ConfigError, match="Use a tier of kind dram"):
+        Region(disk, "nvme", capacity=1 * MiB)

@@ -1,0 +1,187 @@
+"""A stand-in answers as the plain gradient does: values, errors, aliases and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.optimizer.gradients.acts import ALIASES, PINS, PREPARED, READS, STEPS, scaled
+from tests.optimizer.gradients.pairs import (
+    DTYPES,
+    LAYOUTS,
+    MakePair,
+    Pair,
+    Raised,
+    assert_same,
+    for_each,
+    gradient,
+    outcome,
+)
+from tests.store.rig import Rig
+
+
+@pytest.mark.parametrize("prepared", PREPARED)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_reads_give_what_the_plain_gradient_gives(
+    pair_of: MakePair, dtype: torch.dtype, layout: str, prepared: str
+) -> None:
+    def check(name: str, act: Callable[[Any], Any]) -> None:
+        pair = pair_of(gradient(dtype, layout, shape=(7, 5)))
+        pair.same(PREPARED[prepared])
+        recipe = pair.stand_in.recipe
+        result = pair.same(act)
+        pair.check()
+        for made in result if isinstance(result, list | tuple) else [result]:
+            if type(made) is torch.Tensor:
+                made.zero_()  # whoever gets a copy may change it
+        pair.check()
+        assert not pair.stand_in.edited
+        assert pair.stand_in.recipe == recipe
+
+    for_each(READS, check)
+
+
+@pytest.mark.parametrize("prepared", PREPARED)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_writes_and_aliases_do_what_they_do_to_the_plain_gradient(
+    pair_of: MakePair, dtype: torch.dtype, layout: str, prepared: str
+) -> None:
+    def check(name: str, act: Callable[[Any], Any]) -> None:
+        pair = pair_of(gradient(dtype, layout, shape=(7, 5)))
+        pair.same(PREPARED[prepared])
+        expected, result = outcome(act, pair.plain), outcome(act, pair.stand_in)
+        assert (expected is pair.plain) == (result is pair.stand_in)
+        assert_same(result, expected)
+        pair.check()
+        if dtype is torch.float32 and not isinstance(result, Raised):
+            assert pair.stand_in.edited
+        # Aliases see what comes later.
+        pair.same(lambda g: g.mul_(3))
+        assert_same(result, expected)
+        pair.check()
+
+    for_each(PINS, check)
+
+
+@pytest.mark.parametrize("prepared", PREPARED)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_steps_are_recorded_and_give_the_same_bits(
+    pair_of: MakePair, dtype: torch.dtype, layout: str, prepared: str
+) -> None:
+    def check(name: str, act: Callable[[Any], Any]) -> None:
+        pair = pair_of(gradient(dtype, layout, shape=(7, 5)))
+        pair.same(PREPARED[prepared])
+        expected, result = outcome(act, pair.plain), outcome(act, pair.stand_in)
+        assert (expected is pair.plain) == (result is pair.stand_in)
+        assert_same(result, expected)
+        pair.check()
+        assert not pair.stand_in.edited
+        pair.same(lambda g: g._version)
+        # The update gets them, once.
+        assert_same(pair.stand_in.values(), pair.plain)
+        assert_same(pair.stand_in.values(), pair.plain)
+        pair.check()
+        pair.same(lambda g: g.mul_(0.7))
+        assert_same(pair.stand_in.values(), pair.plain)
+        pair.same(lambda g: g.add_(1))
+        assert_same(pair.stand_in.values(), pair.plain)
+        pair.check()
+
+    for_each(STEPS, check)
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+@pytest.mark.parametrize("prepared", PREPARED)
+def test_an_alias_shares_the_values_both_ways(pair_of: MakePair, alias: str, prepared: str) -> None:
+    for act in (*STEPS.values(), *PINS.values()):
+        for through_alias in (True, False):
+            pair = pair_of(gradient(shape=(7, 5)))
+            pair.same(PREPARED[prepared])
+            other = Pair(ALIASES[alias](pair.plain), ALIASES[alias](pair.stand_in))
+            assert other.stand_in is not pair.stand_in
+            (other if through_alias else pair).same(act)
+            other.check()
+            pair.check()
+            (pair if through_alias else other).same(lambda g: g.add_(1))
+            other.check()
+            pair.check()
+
+
+def test_reading_leaves_the_values_where_they_are(pair_of: MakePair, rig: Rig) -> None:
+    pair = pair_of()
+    scaled(pair.stand_in)
+    for act in READS.values():
+        outcome(act, pair.stand_in)
+        assert not pair.stand_in._backing.is_pinned
+    assert rig.store.live_tickets == (not pair.stand_in._backing.source.exposes)
+
+
+def test_raw_is_from_before_the_steps(pair_of: MakePair) -> None:
+    pair = pair_of()
+    before = pair.plain.clone()
+    scaled(pair.stand_in)
+    assert_same(pair.stand_in.raw(), before)
+    assert len(pair.stand_in.recipe.steps) == 2
+    assert_same(pair.stand_in.recipe.apply_(before), pair.stand_in.values())
+
+
+# ---------------------------------------------------------------------- every method there is
+def _every_name() -> list[str]:
+    # What starts something else, or tells two tensors apart.
+    others = {"__class__", "__dict__", "__doc__", "__module__", "__weakref__", "__subclasshook__"}
+    others |= {
+        "__init_subclass__",
+        "__new__",
+        "__init__",
+        "__dir__",
+        "__hash__",
+        "__getattribute__",
+    }
+    others |= {"__getstate__", "__sizeof__", "__torch_function__", "__torch_dispatch__"}
+    others |= {"backward", "data_ptr", "_cdata", "cuda", "xpu", "hpu", "mtia", "ipu", "module_load"}
+    others |= {"__setstate__", "__reduce__", "__reduce_ex__", "__iter__", "__annotations__"}
+    others |= {"_lazy_clone"}  # of memory of PyTorch's own only
+    others |= {
+        "_python_dispatch",
+        "const_data_ptr",
+        "__dlpack_c_exchange_api__",
+        "_use_count",
+        "__dlpack__",
+        "values",
+    }
+    # random, or undefined, contents
+    others |= {"new", "new_empty", "bernoulli", "bernoulli_", "exponential_", "geometric_"}
+    others |= {"cauchy_", "log_normal_", "normal_", "random_", "uniform_", "multinomial"}
+    return [name for name in dir(torch.Tensor) if name not in others]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("prepared", PREPARED)
+def test_every_attribute_and_every_method_without_arguments(
+    pair_of: MakePair, prepared: str
+) -> None:
+    different = []
+    for name in _every_name():
+        pair = pair_of(gradient(shape=(4, 4)))
+        pair.same(PREPARED[prepared])
+
+        def act(g: Any, name: str = name) -> Any:
+            attribute = getattr(g, name)
+            return attribute() if callable(attribute) else attribute
+
+        expected, result = outcome(act, pair.plain), outcome(act, pair.stand_in)
+        try:
+            if isinstance(expected, torch.Tensor | tuple | list | int | float | str | Raised):
+                assert_same(result, expected)
+            else:
+                assert type(result) is type(expected)
+            pair.check()
+        except AssertionError as error:
+            different.append(f"{name}: {error}")
+    assert not different, "\n\n".join(different)

@@ -1,0 +1,234 @@
+"""Where parameters are cut, and what becomes of their states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+
+from offload_strategy import OffloadEngine
+from offload_strategy.optimizer.states.parameter_slices import Piece, cut_into_pieces, joined
+from offload_strategy.optimizer.states.precision import Precision
+from offload_strategy.optimizer.user_class.compatibility_trial import can_be_cut
+from tests.training import Numbers, assert_same_history, settings
+
+SHAPES = [(1000,), (64, 3), (7, 64), (33, 5, 2), (129,), (1, 4096), (130, 1), (64,)]
+
+
+@pytest.mark.parametrize("limit", [1, 64, 100, 640, 10_000])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_pieces_cover_the_parameter_and_begin_where_cuts_may_lie(
+    shape: tuple[int, ...], limit: int
+) -> None:
+    parameter = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    pieces = cut_into_pieces(parameter, limit)
+    assert torch.equal(torch.cat([piece.values for piece in pieces]), parameter)
+    assert all(piece.values.storage_offset() % 64 == 0 for piece in pieces)
+    assert all(piece.numel == piece.values.numel() > 0 for piece in pieces)
+    if parameter.numel() <= limit:
+        assert pieces[0].rows is None
+    # Never larger than asked for, unless no cut is possible within.
+    unit = next(rows for rows in range(1, 65) if rows * parameter[0].numel() % 64 == 0)
+    assert max(piece.numel for piece in pieces) <= max(limit, unit * parameter[0].numel()) * 2
+
+
+@pytest.mark.parametrize(
+    "parameter", [torch.tensor(1.0), torch.zeros(300, 200).t(), torch.zeros(0, 3)], ids=str
+)
+def test_what_has_no_rows_in_a_row_stays_whole(parameter: torch.Tensor) -> None:
+    (piece,) = cut_into_pieces(parameter, 10)
+    assert piece.rows is None
+    assert piece.values is parameter
+
+
+def test_states_are_cut_and_joined() -> None:
+    parameter = torch.zeros(200, 64)
+    pieces = cut_into_pieces(parameter, 64 * 60)
+    assert len(pieces) > 2
+    state = {"step": torch.tensor(3.0), "average": torch.randn(200, 64), "kind": "x"}
+    cut = [piece.cut(state) for piece in pieces]
+    assert len({id(each["step"]) for each in cut}) == len(pieces)
+    whole = joined(pieces, cut)
+    assert whole.keys() == state.keys()
+    assert torch.equal(whole["average"], state["average"])
+    assert torch.equal(whole["step"], state["step"])
+    assert whole["kind"] == "x"
+
+
+def test_a_piece_sees_changes_of_its_parameter() -> None:
+    parameter = nn.Parameter(torch.zeros(128, 2))
+    piece = Piece(parameter, (64, 128))
+    version = parameter._version
+    with torch.no_grad():
+        piece.values.fill_(1)
+    assert parameter[:64].sum() == 0
+    assert parameter[64:].sum() == 128
+    assert parameter._version > version
+
+
+ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
+    "AdamW": lambda p: AdamW(p, 1e-2),
+    "AdamW fused": lambda p: AdamW(p, 1e-2, fused=True),
+    "AdamW foreach": lambda p: AdamW(p, 1e-2, foreach=True),
+    "AdamW single": lambda p: AdamW(p, 1e-2, foreach=False),
+    "AdamW amsgrad": lambda p: AdamW(p, 1e-2, amsgrad=True, maximize=True),
+    "Adam": lambda p: Adam(p, 1e-2, weight_decay=0.1),
+    "NAdam": lambda p: NAdam(p, 1e-2),
+    "RAdam": lambda p: RAdam(p, 1e-2),
+    "Adamax": lambda p: Adamax(p, 1e-2),
+    "SGD": lambda p: SGD(p, 1e-2),
+    "SGD momentum": lambda p: SGD(p, 1e-2, momentum=0.9, weight_decay=0.1),
+    "SGD fused": lambda p: SGD(p, 1e-2, momentum=0.9, fused=True),
+    "RMSprop": lambda p: RMSprop(p, 1e-2, centered=True, momentum=0.5),
+    "Adagrad": lambda p: Adagrad(p, 1e-2),
+    "Adadelta": lambda p: Adadelta(p, 1e-2),
+    "Rprop": lambda p: Rprop(p, 1e-2),
+    "ASGD": lambda p: ASGD(p, 1e-2),
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise_optimizers_may_be_cut(name: str) -> None:
+    optimizer = ELEMENTWISE[name]([nn.Parameter(torch.ones(3))])
+    assert can_be_cut(optimizer, optimizer.param_groups[0], Precision())
+
+
+class WholeNorm(SGD):
+    """Scales by the norm of the whole tensor, as LARS and LAMB do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad * group["lr"] / p.grad.norm())
+
+
+class OddBlocks(SGD):
+    """Rounds in blocks whose place in the tensor matters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p[:: 1 + len(p) % 7].sub_(p.grad[:: 1 + len(p) % 7])
+
+
+@pytest.mark.parametrize("kind", [Adafactor, WholeNorm, OddBlocks])
+def test_others_are_not_cut(kind: Callable[..., Optimizer]) -> None:
+    optimizer = kind([nn.Parameter(torch.ones(3))], lr=0.1)
+    assert not can_be_cut(optimizer, optimizer.param_groups[0], Precision())
+
+
+def test_the_trial_leaves_no_trace() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = AdamW([parameter], lr=torch.tensor(0.1), foreach=False)
+    before = torch.get_rng_state()
+    can_be_cut(optimizer, optimizer.param_groups[0], Precision())
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not optimizer.state
+    assert torch.equal(parameter, torch.ones(3))
+
+
+class Wide(nn.Module):
+    """Large tensors whose rows are no multiple of anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(331, 37)
+        self.up = nn.Linear(37, 1000)
+        self.down = nn.Linear(1000, 37, bias=False)
+        self.out = nn.Linear(37, 331, bias=False)
+        self.out.weight = self.embedding.weight
+
+    def forward(self, number: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(number)
+        tokens = torch.randint(331, (64,), generator=generator)
+        x = self.embedding(tokens)
+        x = x + self.down(torch.tanh(self.up(x)))
+        return nn.functional.cross_entropy(self.out(x), tokens.roll(1))
+
+
+def _train(optimizer_of: Callable[[Any], Optimizer], engine: OffloadEngine | None) -> list[Numbers]:
+    model = Wide()
+    optimizer = optimizer_of(model.parameters())
+    if engine is not None:
+        optimizer = engine.attach(None, optimizer)
+    history = []
+    for step in range(5):
+        optimizer.zero_grad()
+        loss = model(step)
+        loss.backward()
+        optimizer.step()
+        numbers = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for name, p in model.named_parameters():
+            for key, value in optimizer.state[p].items():
+                numbers[f"{name}.{key}"] = torch.as_tensor(value).clone()
+        history.append({**numbers, "loss": loss.detach()})
+    saved = optimizer.state_dict()
+    for index, state in saved["state"].items():
+        for key, value in state.items():
+            history[-1][f"saved.{index}.{key}"] = torch.as_tensor(value).clone()
+    return history
+
+
+@pytest.mark.parametrize("overlap", ["commit", "eager", "off"])
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_cut_parameters_train_to_the_same_bits(name: str, overlap: str, disk: Path) -> None:
+    config = settings(
+        disk,
+        optimizer={"overlap": overlap, "subgroup_size": 3000},
+        activations={"enabled": False},
+    )
+    plain = _train(ELEMENTWISE[name], None)
+    with OffloadEngine(config) as engine:
+        offloaded = _train(ELEMENTWISE[name], engine)
+        (optimizer,) = engine._optimizers
+        assert sum(p.rows is not None for s in optimizer._subgroups for p in s.pieces) > 20
+    assert_same_history(offloaded, plain)
+
+
+def test_a_checkpoint_of_cut_parameters_loads_into_a_plain_optimizer_and_back(disk: Path) -> None:
+    config = settings(disk, optimizer={"subgroup_size": 3000}, activations={"enabled": False})
+
+    def steps(model: Wide, optimizer: Optimizer, numbers: range) -> list[torch.Tensor]:
+        for number in numbers:
+            optimizer.zero_grad()
+            model(number).backward()
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    plain, mixed = Wide(), Wide()
+    expected = steps(plain, AdamW(plain.parameters()), range(6))
+    with OffloadEngine(config) as engine:
+        ours = engine.attach(None, AdamW(mixed.parameters()))
+        steps(mixed, ours, range(2))
+        saved = ours.state_dict()
+    middle = AdamW(mixed.parameters())
+    middle.load_state_dict(saved)
+    steps(mixed, middle, range(2, 4))
+    saved = middle.state_dict()
+    with OffloadEngine(config) as engine:
+        ours = engine.attach(None, AdamW(mixed.parameters()))
+        ours.load_state_dict(saved)
+        found = steps(mixed, ours, range(4, 6))
+    assert all(map(torch.equal, found, expected))

@@ -1,0 +1,24 @@
+"""Profiles of steps that are easy to reckon by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from offload_strategy.plan_runtime.profile import PathRates, Profile, TensorLife
+
+
+def stack(
+    layers: int, nbytes: int = 100, seconds: float = 1.0, *, path: float = 100.0, **options: Any
+) -> Profile:
+    """Layers that each save one tensor, backward twice as long as forward, last in first out."""
+    forward = layers * seconds
+    tensors = tuple(
+        TensorLife(
+            f"layer {number}",
+            nbytes,
+            ((number + 1) * seconds, forward + 2 * seconds * (layers - number)),
+        )
+        for number in range(layers)
+    )
+    options.setdefault("paths", (PathRates("disk", path, path),))
+    return Profile(forward, 3 * forward, tensors, **options)

@@ -1,0 +1,139 @@
+"""The choice of what leaves."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from offload_strategy.errors import ConfigError
+from offload_strategy.plan_runtime.lifetime_plan import HOST, HostRoom, plan_lifetimes
+from offload_strategy.plan_runtime.memory_curve import Pressure
+from offload_strategy.plan_runtime.profile import PathRates, Profile, TensorLife, Update
+from tests.plan_runtime.profiles import stack
+
+
+def test_what_fits_moves_nothing() -> None:
+    plan = plan_lifetimes(stack(4), 400)
+    assert plan.fits
+    assert plan.moves == ()
+
+
+def test_what_lies_longest_leaves_first_and_no_more_than_needed() -> None:
+    plan = plan_lifetimes(stack(8), 600)
+    assert plan.fits
+    assert plan.hidden
+    assert [move.name for move in plan.moves] == ["layer 0", "layer 1"]
+    assert plan.peak_bytes == 600
+
+
+def test_large_tensors_that_lie_long_go_before_small_and_short_ones() -> None:
+    tensors = (
+        TensorLife("short", 1000, (1.0, 1.5)),
+        TensorLife("long", 100, (0.0, 9.0)),
+        TensorLife("peak", 500, (1.0, 2.0)),
+    )
+    profile = Profile(2.0, 10.0, tensors, paths=(PathRates("disk", 100.0, 100.0),))
+    plan = plan_lifetimes(profile, 1500)
+    assert [move.name for move in plan.moves] == ["long"]
+
+
+def test_no_path_is_booked_twice_and_all_is_back_in_time() -> None:
+    plan = plan_lifetimes(stack(20, path=120.0), 800)
+    assert plan.fits
+    assert plan.hidden
+    for move in plan.moves:
+        assert move.leaves_at + move.nbytes / 120.0 <= move.gone_at + 1e-9
+        assert move.gone_at < move.fetch_at
+        assert move.fetch_at + move.nbytes / 120.0 <= move.needed_at + 1e-9
+    for edge in ("gone_at", "fetch_at"):
+        moments = sorted(getattr(move, edge) for move in plan.moves)
+        assert len(set(moments)) == len(moments)
+
+
+def test_what_cannot_be_hidden_is_said_to_be_waited_for() -> None:
+    plan = plan_lifetimes(stack(10, path=20.0), 300)
+    assert plan.fits
+    assert not plan.hidden
+    assert any(move.hidden for move in plan.moves)
+    assert "waited for" in str(plan)
+
+
+def test_a_limit_below_what_never_leaves_does_not_fit() -> None:
+    plan = plan_lifetimes(stack(4, other_bytes=1000), 900)
+    assert not plan.fits
+
+
+def test_paths_are_used_before_host_memory() -> None:
+    profile = stack(10, path=40.0)
+    host = HostRoom(capacity=10_000, link=1000.0)
+    plan = plan_lifetimes(profile, 400, host=host)
+    places = [move.place for move in plan.moves]
+    assert plan.fits
+    assert plan.hidden
+    assert "disk" in places
+    assert HOST in places
+
+
+def test_host_memory_is_not_overfilled() -> None:
+    plan = plan_lifetimes(stack(10, path=1e-3), 400, host=HostRoom(capacity=250, link=1000.0))
+    assert sum(move.nbytes for move in plan.moves if move.place == HOST) <= 250
+
+
+def test_two_paths_take_what_one_of_the_same_sum_takes() -> None:
+    two = tuple(PathRates(name, 60.0, 60.0) for name in ("a", "b"))
+    plan = plan_lifetimes(stack(20), 800, paths=two)
+    assert plan.fits
+    assert {move.place for move in plan.moves} == {"a", "b"}
+
+
+def test_weights_leave_between_their_steps() -> None:
+    weights = tuple(
+        TensorLife(f"w{number}", 100, (float(number), 20.0 - number), cyclic=True)
+        for number in range(10)
+    )
+    profile = Profile(10.0, 20.0, weights, paths=(PathRates("disk", 1000.0, 1000.0),))
+    plan = plan_lifetimes(profile, 500)
+    assert plan.fits
+    assert any(move.needed_at > 20.0 for move in plan.moves), "over the end of the step"
+
+
+def test_of_random_steps_the_plan_says_truly_what_is_required() -> None:
+    chance = random.Random(3)
+    for _ in range(60):
+        tensors = []
+        for number in range(25):
+            uses = sorted(chance.uniform(0, 20) for _ in range(chance.randint(2, 4)))
+            tensors.append(
+                TensorLife(
+                    f"t{number}", chance.randint(1, 200), tuple(uses), cyclic=chance.random() < 0.3
+                )
+            )
+        paths = tuple(PathRates(f"p{k}", chance.uniform(20, 200), 100.0) for k in range(2))
+        profile = Profile(10.0, 20.0, tuple(tensors), paths=paths)
+        limit = int(profile.peak_bytes * chance.uniform(0.3, 1.0))
+        plan = plan_lifetimes(profile, limit)
+        pressure = Pressure(profile.tensors, 20.0)
+        for move in plan.moves:
+            if move.hidden:
+                pressure.add(move.gone_at, move.fetch_at, -move.nbytes)
+            else:
+                pressure.add(move.leaves_at, move.fetch_at, -move.nbytes)
+        assert abs(pressure.peak_bytes - plan.peak_bytes) < 1e-6
+        assert plan.peak_bytes <= plan.unplanned_bytes
+        assert len({(move.tensor, move.period) for move in plan.moves}) == len(plan.moves)
+
+
+def test_a_profile_is_the_same_after_it_was_saved(tmp_path: Path) -> None:
+    profile = stack(3, updates=(Update(1.0, 0.5, 10, 20),), about={"model": "stack"})
+    profile.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == profile
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}', '{"format": 1}', "nonsense"])
+def test_what_is_no_profile_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"profile\.json cannot be read as a profile"):
+        Profile.load(path)

@@ -1,0 +1,153 @@
+"""Steps that are replayed, beside what can be reckoned by hand."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from offload_strategy.plan_runtime.lifetime_plan import (
+    HostRoom,
+    LifetimePlan,
+    PlannedMove,
+    plan_lifetimes,
+)
+from offload_strategy.plan_runtime.profile import PathRates, Profile, TensorLife, Update
+from offload_strategy.plan_runtime.replay import replay
+from tests.plan_runtime.profiles import stack
+
+
+def all_leave(profile: Profile, limit: int) -> LifetimePlan:
+    """A plan by which every tensor leaves at once, and is fetched when it is needed."""
+    moves = tuple(
+        PlannedMove(number, 0, t.name, t.nbytes, "disk", t.uses[0], t.uses[0], t.uses[1], t.uses[1])
+        for number, t in enumerate(profile.tensors)
+    )
+    return LifetimePlan(limit, limit, profile.peak_bytes, moves)
+
+
+def test_without_moves_a_step_is_as_long_as_it_computes() -> None:
+    found = replay(stack(5))
+    assert found.step_seconds == pytest.approx(15.0)
+    assert found.peak_bytes == 500
+    assert sum(found.stalls.values()) == 0
+
+
+def test_what_is_hidden_costs_nothing_and_stays_within_the_limit() -> None:
+    profile = stack(20, path=120.0)
+    plan = plan_lifetimes(profile, 800)
+    found = replay(profile, plan)
+    assert plan.hidden
+    assert found.step_seconds == pytest.approx(profile.step_seconds)
+    assert found.peak_bytes <= 800
+    assert found.lanes["disk write"].nbytes == plan.moved_bytes
+    assert found.lanes["disk read"].nbytes == plan.moved_bytes
+
+
+def test_what_is_fetched_too_late_is_waited_for() -> None:
+    profile = stack(4, path=100.0)  # a read takes 1 s
+    found = replay(profile, all_leave(profile, 10**6))
+    assert found.stalls["reads"] == pytest.approx(4.0)
+    assert found.step_seconds == pytest.approx(16.0)
+
+
+def test_what_is_still_being_written_is_handed_back_from_memory() -> None:
+    profile = stack(2, path=20.0)  # a write takes 5 s, and the second layer is needed after 2 s
+    found = replay(profile, all_leave(profile, 10**6), steps=1)
+    assert found.stalls["reads"] == pytest.approx(5.0), "the first, at 6 s, when it is just gone"
+    assert "disk read" in found.lanes
+    assert found.lanes["disk read"].nbytes == 100
+
+
+def test_where_memory_is_full_training_waits_for_the_path() -> None:
+    profile = stack(4, path=50.0)  # a write takes 2 s, a layer makes as much in 1 s
+    found = replay(profile, all_leave(profile, 200))
+    assert found.peak_bytes <= 200
+    # The writes end at 3, 5, 7 and 9 s; the fourth layer finds room at 5 s instead of 4.
+    assert found.stalls["memory"] == pytest.approx(1.0)
+
+
+def test_a_path_bound_step_takes_what_its_bytes_take() -> None:
+    profile = stack(40, seconds=0.001, path=100.0)
+    plan = plan_lifetimes(profile, 1000)
+    found = replay(profile, plan)
+    moved = plan.moved_bytes
+    assert found.peak_bytes <= 1000
+    # Written in forward and read in backward, with little to compute beside it.
+    assert found.step_seconds == pytest.approx(2 * moved / 100.0, rel=0.1)
+
+
+def test_a_simplex_path_takes_longer() -> None:
+    weights = tuple(TensorLife(f"w{k}", 100, (k * 1.0, 19.0 - k), cyclic=True) for k in range(5))
+    simplex, duplex = (PathRates("disk", 30.0, 30.0, simplex=one) for one in (True, False))
+    profile = Profile(10.0, 20.0, weights, paths=(duplex,))
+    plan = plan_lifetimes(profile, 150)
+    assert replay(profile, plan, paths=[simplex]).step_seconds > replay(profile, plan).step_seconds
+
+
+def updates(count: int, seconds: float, nbytes: int) -> tuple[Update, ...]:
+    return tuple(Update(4.0 + number, seconds, nbytes, nbytes) for number in range(count))
+
+
+def test_updates_hide_behind_backward() -> None:
+    profile = stack(4, updates=updates(8, 0.5, 10))
+    found = replay(profile)
+    assert found.step_seconds == pytest.approx(12.0), "the last one begins at 11 s"
+
+
+def test_an_update_at_the_very_end_is_seen() -> None:
+    profile = stack(4, updates=(Update(12.0, 0.5, 10, 10),))
+    assert replay(profile).step_seconds == pytest.approx(12.5)
+
+
+def test_updates_on_the_same_cores_hide_behind_nothing() -> None:
+    profile = stack(4, updates=updates(8, 0.5, 10), shared_cores=True)
+    assert replay(profile).step_seconds == pytest.approx(16.0, abs=0.2)
+
+
+def test_updates_that_the_path_limits_are_waited_for() -> None:
+    profile = stack(4, updates=updates(8, 0.01, 500))  # 8 x 5 s in each direction
+    found = replay(profile)
+    assert found.stalls["updates"] > 20
+    assert found.step_seconds == pytest.approx(4 + 8 * 5, rel=0.15)
+
+
+def test_bytes_that_cost_computing_time_make_the_step_longer() -> None:
+    profile = stack(20, path=500.0, toll=0.001)
+    plan = plan_lifetimes(profile, 800)
+    found = replay(profile, plan)
+    assert found.step_seconds == pytest.approx(
+        profile.step_seconds + 0.001 * 2 * plan.moved_bytes, rel=0.01
+    )
+
+
+def test_of_random_steps_none_hangs_and_none_is_faster_than_it_computes() -> None:
+    chance = random.Random(5)
+    for _ in range(60):
+        tensors = []
+        for number in range(20):
+            uses = sorted(chance.uniform(0, 20) for _ in range(chance.randint(2, 4)))
+            cyclic = chance.random() < 0.3
+            tensors.append(TensorLife(f"t{number}", chance.randint(1, 300), tuple(uses), cyclic))
+        paths = tuple(
+            PathRates(f"p{k}", chance.uniform(5, 200), 50.0, simplex=chance.random() < 0.3)
+            for k in range(2)
+        )
+        profile = Profile(10.0, 20.0, tuple(tensors), paths=paths, updates=updates(3, 0.1, 50))
+        host = HostRoom(200, 500.0) if chance.random() < 0.3 else None
+        plan = plan_lifetimes(profile, int(profile.peak_bytes * chance.uniform(0.2, 1)), host=host)
+        found = replay(profile, plan, host=host)
+        assert found.step_seconds >= 20.0 - 1e-6
+        assert sum(found.stalls.values()) <= found.step_seconds - found.computing_seconds + 1e-6
+        assert all(0 <= use.busy_share <= 1 + 1e-6 for use in found.lanes.values())
+
+
+def test_ten_thousand_events_take_less_than_a_second() -> None:
+    profile = stack(2000, path=110.0)
+    plan = all_leave(profile, 50_000)
+    begin = time.perf_counter()
+    found = replay(profile, plan, steps=1)
+    seconds = time.perf_counter() - begin
+    events = 3 * 2000 + len(found.spans)
+    assert events / seconds > 10_000

@@ -1,0 +1,144 @@
+"""Bytes that autograd saves, against SSDTrain's table III and against autograd itself."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from offload_strategy.errors import ConfigError
+from offload_strategy.planner.saved_tensor_bytes import (
+    Workload,
+    activation_bytes,
+    checkpoint_bytes,
+    forward_tensors,
+    layer_activation_bytes,
+)
+from offload_strategy.planner.transformer_shape import TransformerShape
+from tests.planner.paper_tables import BERT_WORK, SSDTRAIN_TABLE_3, bert
+
+
+@pytest.mark.parametrize(("hidden", "layers", "measured", "estimate", "rate"), SSDTRAIN_TABLE_3)
+def test_offloaded_bytes_are_those_of_ssdtrains_table_3(hidden, layers, measured, estimate, rate):
+    # +6.1 %, -2.9 % and +5.0 %; what is measured has at its end what stays with the last module.
+    ours = activation_bytes(bert(hidden, layers), BERT_WORK) / 1e9
+    assert ours == pytest.approx(measured, rel=0.10)
+    # The paper's own model: -1.1 %, -0.9 % and -1.9 %.
+    assert ours == pytest.approx(estimate, rel=0.025)
+
+
+def test_with_masks_of_dropout_the_count_is_above_what_ssdtrain_offloads():
+    # The paper does not say whether its runs have dropout. If they have, 8 to 18 % are missing.
+    work = dataclasses.replace(BERT_WORK, dropout=True)
+    over = [
+        activation_bytes(bert(h, n), work) / 1e9 / got - 1 for h, n, got, _, _ in SSDTRAIN_TABLE_3
+    ]
+    assert [round(share, 2) for share in over] == [0.18, 0.08, 0.17]
+
+
+def test_the_steps_that_table_3_implies_run_at_one_rate():
+    # Bytes / (step / 2) is the rate it requires: steps of 1.15, 1.86 and 2.45 s. By our FLOP each
+    # device does as much in a second in all three, as matrices of these sizes do: 151, 155
+    # and 140 TFLOPS each.
+    flops = []
+    for hidden, layers, measured, _, rate in SSDTRAIN_TABLE_3:
+        step = 2 * measured / rate
+        flops.append(3 * bert(hidden, layers).forward_flops(16, 1024) / step / 2)
+    assert max(flops) < 1.12 * min(flops)
+    assert 100e12 < min(flops) < max(flops) < 312e12
+
+
+def test_a_layer_saves_megatrons_34_bytes_less_what_is_said():
+    # s b h (10 + 24/t) with masks (Korthikanti et al., equation 2, without scores of attention).
+    for t in (1, 2, 8):
+        work = Workload(2, 2048, tensor_parallel=t, dropout=True)
+        shape = TransformerShape("gpt", 1, 4096, 32, 50257)
+        statistics = 4 * 2 * 2048 * 32 // t
+        expected = 2 * 2048 * 4096 * (10 + 24 / t) + statistics
+        assert layer_activation_bytes(shape, work) == expected
+        shared = dataclasses.replace(work, sequence_parallel=True)
+        assert layer_activation_bytes(shape, shared) == 2 * 2048 * 4096 * 34 / t + statistics
+
+
+def test_without_flash_attention_scores_are_saved():
+    shape = TransformerShape("gpt", 1, 4096, 32, 50257)
+    flash, plain = (Workload(2, 1024, flash_attention=value) for value in (True, False))
+    more = layer_activation_bytes(shape, plain) - layer_activation_bytes(shape, flash)
+    assert more == 2 * 2 * 32 * 1024**2 - 4 * 2 * 32 * 1024
+
+
+def test_small_tensors_stay():
+    shape = TransformerShape("gpt", 2, 64, 4, 100)
+    work = Workload(1, 16)
+    assert activation_bytes(shape, work) == 0
+    assert activation_bytes(shape, work, 0) == sum(t.nbytes for t in forward_tensors(shape, work))
+
+
+def test_decoders_attend_twice():
+    encoder = TransformerShape("t5", 4, 64, 4, 100)
+    both = dataclasses.replace(encoder, decoder_layers=2)
+    work = Workload(2, 32)
+    crossing = [t for t in forward_tensors(both, work) if t.name.startswith("cross")]
+    more = activation_bytes(both, work, 0) - activation_bytes(encoder, work, 0)
+    assert more == sum(tensor.nbytes for tensor in crossing) > 0
+
+
+def test_inputs_of_layers_are_memascends_equation_1():
+    # Batch 1 of 131,072 tokens on two devices: 2 x 32 layers x 4096 x 2 bytes x tokens, 64 GiB.
+    shape = TransformerShape("llama", 32, 4096, 32, 128256)
+    assert 2 * checkpoint_bytes(shape, Workload(1, 131072)) == 64 * 2**30
+
+
+def test_a_layer_of_torch_saves_what_is_counted():
+    torch = pytest.importorskip("torch")
+    from torch import nn
+    from torch.nn import functional
+
+    b, s, h, heads = 2, 16, 32, 4
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.LayerNorm(h), nn.LayerNorm(h)
+            self.qkv, self.projection = nn.Linear(h, 3 * h), nn.Linear(h, h)
+            self.up, self.down = nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
+
+        def forward(self, x):
+            q, k, v = self.qkv(self.first(x)).view(b, s, 3, heads, h // heads).unbind(2)
+            scores = torch.softmax(q.transpose(1, 2) @ k.permute(0, 2, 3, 1), -1)
+            mixed = (scores @ v.transpose(1, 2)).transpose(1, 2).reshape(b, s, h)
+            x = x + self.projection(mixed)
+            return x + self.down(functional.gelu(self.up(self.second(x))))
+
+    layer = Layer()
+    weights = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    seen = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights and tensor.numel() > 2 * b * s:
+            seen[storage.data_ptr()] = (storage, storage.nbytes())  # kept, so no address is reused
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(torch.randn(b, s, h, requires_grad=True)).sum().backward()
+    saved = sum(nbytes for _, nbytes in seen.values())
+
+    shape = TransformerShape("gpt", 1, h, heads, 100)
+    work = Workload(b, s, dtype_bytes=4, flash_attention=False)
+    # Matrix products copy queries, keys and values, which come as views of one result: copies are
+    # saved where they are made, as many bytes as are counted.
+    assert saved == pytest.approx(layer_activation_bytes(shape, work), rel=0.02)
+
+
+@pytest.mark.parametrize("field", ["batch", "sequence", "dtype_bytes", "tensor_parallel"])
+def test_work_that_is_none_is_refused(field):
+    with pytest.raises(ConfigError, match=f"workload: {field} is -3; give a number above 0"):
+        Workload(**{"batch": 1, "sequence": 1} | {field: -3})
+
+
+def test_heads_must_be_shared_evenly():
+    with pytest.raises(ConfigError, match="tensor_parallel is 3, which does not divide the 32"):
+        layer_activation_bytes(
+            TransformerShape("gpt", 1, 4096, 32, 100), Workload(1, 1, tensor_parallel=3)
+        )

@@ -1,0 +1,119 @@
+"""Teraio's figure 3 from the analytical front: the paper's set-up, planned and replayed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from offload_strategy.planner.model_presets import preset
+from offload_strategy.planner.saved_tensor_bytes import Workload, activation_bytes
+from offload_strategy.planner.shape_profile import active_bytes
+from tests.planner.teraio import (
+    AS_STATED,
+    GPU,
+    NEAR_IDEAL,
+    THIRD,
+    Setting,
+    all_idle,
+    cells,
+    least_moved,
+    point,
+    profile,
+    roofline,
+    throughput,
+)
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "planning.md"
+LLAMA, STEP = preset("llama3-8b"), AS_STATED.step
+
+
+# ------------------------------------------------------------------ the set-up
+def test_a_micro_batch_of_four_is_what_zero_infinity_fits_at_3072_tokens_and_no_further():
+    # Section 4.2: beyond 3,072 tokens the saved tensors of a micro-batch, divided between two GPUs,
+    # exceed their memory. Of powers of two that is so for 4 alone, if 4,096 was tried next.
+    def fits(batch: int, sequence: int) -> bool:
+        work = Workload(batch, sequence, dtype_bytes=4, tensor_parallel=2)
+        return activation_bytes(LLAMA, work) < GPU.memory_bytes
+
+    sizes = [batch for batch in (1, 2, 4, 8, 16) if fits(batch, 3072) and not fits(batch, 4096)]
+    assert sizes == [STEP.work.batch] == [4]
+
+
+def test_active_tensors_are_the_share_that_section_2_1_gives():
+    # 1.7 % of GPU memory on average over models and kernels, less than 14 % in any kernel. Ours are
+    # 1.2 % and 12.8 %; twice the tokens in a micro-batch would be more than 14 %.
+    def shares(tokens: int) -> list[float]:
+        work = Workload(4, tokens // 4, dtype_bytes=4)
+        stages = (replace(STEP, work=work, stage=stage) for stage in (0, 1))
+        return [nbytes / GPU.memory_bytes for one in stages for nbytes in active_bytes(one)]
+
+    ours = shares(STEP.work.tokens)
+    assert sum(ours) / len(ours) == pytest.approx(0.0124, abs=0.0005)
+    assert max(ours) == pytest.approx(0.128, abs=0.001)
+    assert max(shares(2 * STEP.work.tokens)) > 0.14
+
+
+def test_two_gpus_are_enough_without_offload_only_for_smaller_micro_batches():
+    # Section 4.2: they are for Llama3-8B; with Teraio micro-batches may be larger.
+    small = replace(STEP, work=replace(STEP.work, batch=1))
+    assert profile(small).peak_bytes < GPU.memory_bytes < profile(STEP).peak_bytes
+
+
+# ------------------------------------------------------------------ figure 3
+@pytest.mark.slow
+def test_as_stated_the_curve_is_near_ideal_with_32_gb_a_second_and_flat_beyond():
+    at = curve(AS_STATED, 8, 16, 32, 48, 96)
+    # The text's claim holds: 32 to 48 GB/s are enough ...
+    assert at[32] > 0.98
+    assert at[96] - at[32] < 0.02
+    # ... but the curve flattens before 16. So far as the text gives kernels, memory and
+    # micro-batches, Llama3-8B does not need 32 GB/s.
+    assert at[8] < NEAR_IDEAL < at[16]
+    # That is what the paper measures: by figure 7 Llama3-8B is near ideal without host memory on
+    # four SSDs, about 16 GB/s for each GPU (section 4.1).
+    assert point(AS_STATED, 32).peak_bytes < 1.01 * AS_STATED.limit
+    assert cells(at.values()) == documented(AS_STATED.name, at)
+
+
+@pytest.mark.slow
+def test_with_a_third_of_the_memory_the_curve_flattens_between_32_and_48():
+    # What memory the paper's model leaves to a step is not given; it moves the knee most.
+    at = curve(THIRD, 16, 32, 48, 96)
+    assert at[32] - at[16] > 0.15, "rising below 32"
+    assert at[32] < NEAR_IDEAL < at[48], "the knee"
+    assert at[96] - at[48] < 0.03, "flat beyond 48"
+    # Not all can be hidden here: what is needed at once comes though there is no room for it.
+    assert point(THIRD, 48).peak_bytes < 1.15 * THIRD.limit
+    assert cells(at.values()) == documented(THIRD.name, at)
+
+
+def test_the_roofline_of_all_that_lies_unused_reaches_its_roof_at_16_gb_a_second_each_way():
+    # 417 GB each way in 26.7 s: 15.6 GB/s, or 31 of both directions together.
+    moved = all_idle(STEP)
+    assert moved / profile(STEP).step_seconds == pytest.approx(15.6e9, rel=0.01)
+    assert roofline(STEP, moved, 12) < 0.8
+    assert roofline(STEP, moved, 16) == 1.0
+
+
+def curve(setting: Setting, *bandwidths: int) -> dict[int, float]:
+    """Throughput by bandwidth; it rises, and is nowhere above the roofline."""
+    found = {bandwidth: throughput(setting, bandwidth) for bandwidth in bandwidths}
+    shares = list(found.values())
+    assert all(after > before - 0.002 for before, after in pairwise(shares))
+    moved = least_moved(setting)
+    for bandwidth, share in found.items():
+        assert share <= roofline(setting.step, moved, bandwidth) + 1e-9
+    return found
+
+
+def documented(name: str, bandwidths: dict[int, float]) -> list[str]:
+    """Cells of a row of the table in docs/planning.md."""
+    if not DOCS.is_file():
+        pytest.skip("needs the source tree")
+    lines = [line.strip("| ").split(" | ") for line in DOCS.read_text().splitlines()]
+    (head,) = (line for line in lines if line[0] == "GB/s in each direction")
+    (row,) = (line for line in lines if line[0] == name)
+    return [row[head.index(str(bandwidth))] for bandwidth in bandwidths]

@@ -1,0 +1,132 @@
+"""A store over one ssd tier whose disk obeys the test, and what is asked of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from offload_strategy.host_memory.pool import BufferPool
+from offload_strategy.io.queues.checksums import create_checksum
+from offload_strategy.io.queues.path_queue import PathQueue
+from offload_strategy.io.regions.region import Region
+from offload_strategy.store.tensor_store import TensorStore
+from offload_strategy.store.ticket import Ticket
+from offload_strategy.store.tiers import HostTier, PathTier, Tier
+from offload_strategy.telemetry import Recorder
+from offload_strategy.units import PAGE_BYTES, MiB
+from tests.io.backends import ManualBackend, plain_space
+
+CLIENT = "activations"
+
+
+class ObedientBackend(ManualBackend):
+    """Completes requests at once when `at_once` is set, with `error` if there is one."""
+
+    def __init__(self, depth: int = 1, block_size: int = 1 * MiB) -> None:
+        super().__init__(depth, block_size)
+        self.at_once = False
+        self.error: BaseException | None = None
+
+    def submit(self, request: object) -> None:
+        super().submit(request)  # type: ignore[arg-type]
+        if self.at_once:
+            self.complete(self.error, at=len(self.waiting) - 1)
+
+
+@dataclass
+class Rig:
+    """A store and everything below it."""
+
+    directory: Path
+    disk_bytes: int = 64 * MiB
+    host_bytes: int = 0
+    budget: int = 64 * MiB
+    write_behind: int = 64 * MiB
+    block_size: int = 1 * MiB
+    paths: int = 1
+    checksum: bool = False
+    recorder: Recorder = field(default_factory=Recorder)
+
+    def __post_init__(self) -> None:
+        self.pool = BufferPool(self.budget)
+        self.store = TensorStore(self.pool, self.recorder, self.write_behind)
+        check = create_checksum() if self.checksum else None
+        self.regions: list[Region] = []
+        self.backends: list[ObedientBackend] = []
+        self.queues: list[PathQueue] = []
+        for _ in range(self.paths):
+            self.regions.append(plain_space(self.directory, self.disk_bytes))
+            self.backends.append(ObedientBackend(block_size=self.block_size))
+            self.queues.append(
+                PathQueue(self.regions[-1], self.backends[-1], self.recorder, checksum=check)
+            )
+        # Most tests have one path.
+        self.region, self.backend, self.queue = self.regions[0], self.backends[0], self.queues[0]
+        self.disk = PathTier("nvme", self.queues)
+        self.host = HostTier("host", self.host_bytes)
+        self.tiers: Sequence[Tier] = [self.host, self.disk] if self.host_bytes else [self.disk]
+
+    def put(self, payload: torch.Tensor, next_use: float | None = None) -> Ticket:
+        return self.store.put(payload, CLIENT, self.tiers, next_use=next_use)
+
+    def stored(self, payload: torch.Tensor) -> Ticket:
+        """A ticket whose bytes are on the disk only."""
+        ticket = self.put(payload)
+        self.complete()
+        return ticket
+
+    def complete(self) -> None:
+        while self.waiting:
+            for backend in self.backends:
+                backend.complete_all()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the disks have something to do."""
+        return any(backend.waiting for backend in self.backends)
+
+    def at_once(self) -> None:
+        """From now on the disk answers before it is asked twice."""
+        self.complete()
+        for backend in self.backends:
+            backend.at_once = True
+
+    def bytes_on_disk(self, ticket: Ticket) -> bytes:
+        """What the files hold, read without the store."""
+        stripes = sorted(ticket.entry.stripes, key=lambda stripe: stripe.begin)
+        return b"".join(
+            os.pread(stripe.queue.region.fd, stripe.nbytes, stripe.extent.offset)
+            for stripe in stripes
+        )
+
+    def flip(self, ticket: Ticket, index: int) -> None:
+        """Change one bit of a stored ticket behind the store's back."""
+        for stripe in ticket.entry.stripes:
+            if stripe.begin <= index < stripe.begin + stripe.nbytes:
+                fd, place = stripe.queue.region.fd, stripe.extent.offset + index - stripe.begin
+                os.pwrite(fd, bytes([os.pread(fd, 1, place)[0] ^ 1]), place)
+
+    def count(self, verb: str) -> int:
+        return self.recorder.client_bytes(CLIENT, verb)
+
+    def close(self) -> None:
+        self.store.close()
+        for backend in self.backends:
+            backend.close()
+        for region in self.regions:
+            region.close()
+        self.pool.close()
+
+
+def noise(nbytes: int, seed: int = 0) -> torch.Tensor:
+    """Random bytes, in memory of their own."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+
+
+MakeRig = Callable[..., Rig]
+PAGE = PAGE_BYTES

@@ -1,0 +1,112 @@
+"""A ticket may be freed, or die, in every state and in the middle of anything."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import threading
+
+import pytest
+import torch
+
+from offload_strategy.errors import OffloadError
+from offload_strategy.units import KiB, MiB
+from tests.store.rig import PAGE, MakeRig, Rig, noise
+
+BROKEN = OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+# ---------------------------------------------------------------------- freeing
+@pytest.mark.parametrize("how", ["free", "drop"])
+@pytest.mark.parametrize("where", ["host", "queued", "stored", "loaded", "failed"])
+def test_a_ticket_may_be_freed_in_every_state(make_rig: MakeRig, where: str, how: str) -> None:
+    rig = make_rig(host_bytes=1 * MiB if where == "host" else 0)
+    blocker = None
+    if where == "queued":
+        blocker = rig.put(noise(10))
+    ticket = rig.put(noise(4 * KiB))
+    if where == "failed":
+        rig.backend.complete(error=BROKEN)
+    elif where in ("stored", "loaded"):
+        rig.complete()
+    if where == "loaded":
+        rig.store.prefetch(ticket)
+        rig.complete()
+    if how == "free":
+        rig.store.free(ticket)
+        rig.store.free(ticket)
+        for use in (rig.store.get, rig.store.prefetch, rig.store.take, rig.store.private):
+            with pytest.raises(OffloadError, match=r"4 KiB of activations were freed"):
+                use(ticket)
+    del ticket
+    assert rig.store.live_tickets == (1 if blocker is not None else 0)
+    assert rig.region.used_bytes == (PAGE if blocker is not None else 0)
+    assert rig.host.used_bytes == 0
+    rig.complete()
+    assert rig.count("written") <= 4 * KiB
+    assert rig.pool.usage().lent_bytes == 0
+
+
+@pytest.mark.parametrize("direction", ["writing", "loading"])
+def test_an_extent_is_not_used_again_before_the_block_under_way_has_ended(
+    make_rig: MakeRig, direction: str
+) -> None:
+    rig = make_rig(block_size=PAGE)
+    ticket = rig.put(noise(4 * PAGE))
+    if direction == "loading":
+        rig.complete()
+        rig.store.prefetch(ticket)
+    place = ticket.entry.stripes[0].extent
+    rig.store.free(ticket)
+    assert rig.store.live_tickets == 0
+    assert rig.region.used_bytes == 4 * PAGE
+    other = rig.put(noise(4 * PAGE, seed=1))
+    assert other.entry.stripes[0].extent != place
+    rig.backend.complete()
+    assert rig.region.used_bytes == 4 * PAGE
+    rig.complete()
+    third = rig.put(noise(4 * PAGE, seed=2))
+    assert third.entry.stripes[0].extent == place
+    rig.at_once()
+    assert torch.equal(rig.store.get(third), noise(4 * PAGE, seed=2))
+    assert torch.equal(rig.store.get(other), noise(4 * PAGE, seed=1))
+
+
+def collect_a_dropped_ticket(rig: Rig, lock: object, tickets: int) -> threading.Thread:
+    """Drop tickets in a garbage collection on a thread that holds a lock."""
+
+    class Cycle:
+        def __init__(self, seed: int) -> None:
+            self.me = self
+            self.ticket = rig.put(noise(4 * KiB, seed=seed))
+
+    def work() -> None:
+        for seed in range(tickets):
+            Cycle(seed)
+        with lock:  # type: ignore[attr-defined]
+            gc.collect()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(10)
+    return thread
+
+
+@pytest.mark.parametrize("lock", ["store", "queue", "recorder", "pool"])
+@pytest.mark.parametrize("host", [True, False], ids=["on the host", "on their way to the disk"])
+def test_tickets_may_be_collected_in_the_middle_of_anything(
+    make_rig: MakeRig, lock: str, host: bool
+) -> None:
+    rig = make_rig(host_bytes=1 * MiB if host else 0)
+    locks = {
+        "store": rig.store._ledger.lock,
+        "queue": rig.queue._lock,
+        "recorder": rig.recorder._lock,
+        "pool": rig.pool._lock,
+    }
+    thread = collect_a_dropped_ticket(rig, locks[lock], tickets=5)
+    assert not thread.is_alive(), "deadlock"
+    assert rig.store.live_tickets == 0
+    rig.complete()
+    assert rig.region.used_bytes == rig.host.used_bytes == 0

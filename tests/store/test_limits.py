@@ -1,0 +1,88 @@
+"""What waits when there is too much to do, and how it ends."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from offload_strategy.store.ticket import TicketState
+from offload_strategy.units import KiB
+from tests.store.rig import MakeRig, Rig, noise
+
+
+# ---------------------------------------------------------------------- limits
+def test_a_put_waits_when_too_much_is_waiting_to_be_written(make_rig: MakeRig) -> None:
+    rig = make_rig(write_behind=8 * KiB)
+    rig.put(noise(100 * KiB))  # one is always let through
+    second: list[object] = []
+    thread = threading.Thread(target=lambda: second.append(rig.put(noise(4 * KiB))))
+    thread.start()
+    thread.join(0.1)
+    assert thread.is_alive()
+    assert not second
+    while rig.backend.waiting and not second:
+        rig.backend.complete()
+    thread.join(30)
+    assert second
+    assert rig.recorder.stall_seconds("activations") > 0.05
+    rig.complete()
+
+
+def test_borrowing_waits_for_writes_to_give_memory_back(make_rig: MakeRig) -> None:
+    rig = make_rig(budget=8 * KiB)
+    ticket = rig.put(rig.store.borrow("optimizer", 8 * KiB).copy_(noise(8 * KiB)))
+    got: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: got.append(rig.store.borrow("optimizer", 8 * KiB)))
+    thread.start()
+    thread.join(0.1)
+    assert not got
+    rig.complete()
+    thread.join(30)
+    assert len(got) == 1
+    assert rig.pool.usage().peak_bytes == 8 * KiB
+    assert ticket.state is TicketState.STORED
+
+
+def test_borrowing_goes_beyond_the_budget_when_nothing_will_come_back(make_rig: MakeRig) -> None:
+    rig = make_rig(budget=8 * KiB)
+    lent = [rig.store.borrow("optimizer", 8 * KiB) for _ in range(2)]
+    assert rig.pool.usage().held_bytes == 16 * KiB
+    del lent
+
+
+def test_an_interrupted_wait_gives_its_place_back(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(write_behind=8 * KiB)
+    first = rig.put(noise(8 * KiB))
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("offload_strategy.store.writer.time.sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        rig.put(noise(4 * KiB))
+    assert rig.region.used_bytes == 8 * KiB
+    assert rig.store.live_tickets == 1
+    monkeypatch.undo()
+    rig.complete()
+    assert first.state is TicketState.STORED
+
+
+def test_a_disk_that_does_not_answer_is_reported(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("offload_strategy.store.error_messages.PATIENCE_SECONDS", 0.02)
+    ticket = rig.stored(noise(4 * KiB))
+    reported = threading.Event()
+    monkeypatch.setattr(
+        "offload_strategy.store.error_messages.logger.warning", lambda *args: reported.set()
+    )
+    thread = threading.Thread(target=lambda: rig.store.get(ticket))
+    thread.start()
+    assert reported.wait(30)
+    rig.complete()
+    thread.join(30)
+    assert not thread.is_alive()

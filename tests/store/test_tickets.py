@@ -1,0 +1,327 @@
+"""Every transition of [Note: states of a ticket], one after the other."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import weakref
+
+import pytest
+import torch
+
+from offload_strategy.errors import StorageError, TierFullError
+from offload_strategy.io.backends.protocol import BlockRequest
+from offload_strategy.store.ticket import TicketState
+from offload_strategy.units import KiB, MiB
+from tests.store.rig import PAGE, MakeRig, Rig, noise
+
+BROKEN = OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+# ---------------------------------------------------------------------- put
+def test_what_a_host_tier_has_room_for_stays_where_it_is(make_rig: MakeRig) -> None:
+    rig = make_rig(host_bytes=1 * MiB)
+    payload = noise(10 * KiB)
+    ticket = rig.put(payload)
+    assert ticket.state is TicketState.IN_MEMORY
+    assert rig.store.get(ticket).data_ptr() == payload.data_ptr()
+    assert rig.host.used_bytes == 10 * KiB
+    assert rig.store.prefetch(ticket)
+    rig.store.evict(ticket)
+    assert ticket.state is TicketState.IN_MEMORY
+    assert not rig.backend.waiting
+    assert rig.count("written") == rig.count("forwarded") == rig.count("read") == 0
+
+
+def test_what_goes_to_a_disk_is_in_memory_until_its_last_block_is_written(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(block_size=PAGE)
+    payload = noise(3 * PAGE - 5)
+    content = payload.numpy().tobytes()
+    reference = weakref.ref(payload)
+    ticket = rig.put(payload)
+    del payload
+    for _ in range(3):
+        assert ticket.state is TicketState.WRITING
+        assert reference() is not None
+        rig.backend.complete()
+    assert ticket.state is TicketState.STORED
+    rig.store.wait_for_writes()  # memory goes with the next call, on the caller's thread
+    assert reference() is None
+    assert rig.bytes_on_disk(ticket) == content
+    assert rig.count("written") == 3 * PAGE - 5
+
+
+def test_a_payload_that_shares_a_storage_is_written_from_where_it_lies(rig: Rig) -> None:
+    whole = noise(10 * KiB)
+    ticket = rig.put(whole[1001:5001])
+    rig.complete()
+    assert rig.bytes_on_disk(ticket) == whole.numpy().tobytes()[1001:5001]
+
+
+def test_a_read_ends_with_its_last_page_in_memory_of_ours_and_with_its_last_byte_in_others(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    payload = noise(3 * PAGE - 5)
+    ticket = rig.stored(payload)
+    assert rig.store.prefetch(ticket)
+    assert [request.whole_pages for request in rig.backend.waiting] == [True]
+    rig.complete()
+    assert torch.equal(rig.store.get(ticket), payload)
+    rig.store.evict(ticket)
+    own = torch.full((3 * PAGE,), 7, dtype=torch.uint8)
+    seen: list[bool] = []
+    submit = rig.backend.submit
+
+    def watched(request: BlockRequest) -> None:
+        seen.append(request.whole_pages)
+        submit(request)
+
+    rig.at_once()
+    monkeypatch.setattr(rig.backend, "submit", watched)
+    rig.store.read_into(ticket, own[: payload.numel()])
+    assert seen == [False]
+    assert torch.equal(own[: payload.numel()], payload)
+    assert own[payload.numel() :].eq(7).all()
+
+
+def test_full_tiers_spill_into_the_next_and_the_last_one_says_so(make_rig: MakeRig) -> None:
+    rig = make_rig(host_bytes=10 * KiB, disk_bytes=16 * KiB)
+    tickets = [rig.put(noise(4 * KiB)) for _ in range(6)]
+    assert [ticket.entry.tier.name for ticket in tickets] == ["host"] * 2 + ["nvme"] * 4
+    with pytest.raises(TierFullError) as refused:
+        rig.put(noise(4 * KiB))
+    for figure in ("4 KiB", "activations", "host: 8 KiB of 10 KiB", "nvme: 16 KiB of 16 KiB"):
+        assert figure in str(refused.value)
+    assert rig.store.live_tickets == 6
+    # A smaller one still fits into the first.
+    assert rig.put(noise(2 * KiB)).entry.tier.name == "host"
+    rig.complete()
+    del tickets[3]
+    assert rig.put(noise(3 * KiB)).entry.tier.name == "nvme"
+    rig.complete()
+
+
+def test_the_second_disk_takes_what_the_first_has_no_room_for(make_rig: MakeRig) -> None:
+    first, second = make_rig(disk_bytes=4 * KiB), make_rig(disk_bytes=4 * KiB)
+    both = [first.disk, second.disk]
+    tickets = [first.store.put(noise(10, seed=seed), "optimizer", both) for seed in range(2)]
+    assert [ticket.entry.tier for ticket in tickets] == both
+    first.at_once()
+    second.at_once()
+    for seed, ticket in enumerate(tickets):
+        assert torch.equal(first.store.get(ticket), noise(10, seed=seed))
+
+
+# ---------------------------------------------------------------------- forwarding
+def test_reading_what_is_being_written_returns_the_bytes_in_memory(rig: Rig) -> None:
+    payload = noise(10 * KiB)
+    ticket = rig.put(payload)
+    assert rig.store.get(ticket).data_ptr() == payload.data_ptr()
+    assert rig.store.prefetch(ticket)
+    assert ticket.state is TicketState.WRITING
+    assert rig.count("forwarded") == 10 * KiB
+    assert rig.count("read") == 0
+    rig.complete()
+    assert ticket.state is TicketState.STORED
+
+
+# ---------------------------------------------------------------------- failing to write
+def test_a_failed_write_keeps_the_bytes_and_is_told_at_the_next_put(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(block_size=PAGE)
+    payload = noise(3 * PAGE)
+    ticket, other = rig.put(payload), rig.put(noise(PAGE, seed=1))
+    rig.backend.complete()
+    rig.backend.complete(error=BROKEN)
+    assert ticket.state is TicketState.IN_MEMORY
+    assert torch.equal(rig.store.get(ticket), payload)
+    with pytest.raises(StorageError) as told:
+        rig.put(noise(10))
+    message = str(told.value)
+    for part in ("'nvme'", "could not write 12 KiB", "activations", str(rig.region.path), "Input"):
+        assert part in message
+    assert told.value.__cause__ is BROKEN
+    rig.complete()
+    with pytest.raises(StorageError, match="could not write"):
+        rig.store.wait_for_writes()
+    assert other.state is TicketState.STORED
+    # Its place on the disk is free again, the bytes are still there to be saved.
+    assert rig.region.used_bytes == PAGE
+    rig.store.evict(ticket)
+    assert torch.equal(rig.store.take(ticket), payload)
+
+
+def test_all_bytes_of_a_failed_write_survive_the_memory_being_used_again(rig: Rig) -> None:
+    borrowed = rig.store.borrow("activations", 10 * KiB)
+    borrowed.copy_(noise(10 * KiB))
+    ticket = rig.put(borrowed)
+    del borrowed
+    rig.backend.complete(error=BROKEN)
+    for seed in range(5):
+        rig.store.borrow("activations", 10 * KiB).copy_(noise(10 * KiB, seed=seed + 1))
+    assert torch.equal(rig.store.get(ticket), noise(10 * KiB))
+
+
+# ---------------------------------------------------------------------- loading
+def test_a_stored_ticket_comes_back_as_it_was(rig: Rig) -> None:
+    ticket = rig.stored(noise(100_001))
+    assert rig.store.prefetch(ticket)
+    assert ticket.state is TicketState.LOADING
+    rig.complete()
+    assert ticket.state is TicketState.IN_MEMORY
+    loaded = rig.store.get(ticket)
+    assert loaded.numpy().tobytes() == rig.bytes_on_disk(ticket)
+    assert torch.equal(loaded, noise(100_001))
+    assert rig.count("read") == 100_001
+    assert rig.store.get(ticket).data_ptr() == loaded.data_ptr()
+    assert rig.count("read") == 100_001
+
+
+def test_a_get_waits_for_a_load_that_is_under_way_and_hurries_it(make_rig: MakeRig) -> None:
+    rig = make_rig(block_size=PAGE)
+    tickets = [rig.stored(noise(2 * PAGE, seed=index)) for index in range(3)]
+    for ticket in tickets:
+        assert rig.store.prefetch(ticket)
+    got: list[torch.Tensor] = []
+    hurried = threading.Event()
+    hurry = rig.queue.hurry
+
+    def note(*args: object) -> None:
+        hurry(*args)  # type: ignore[arg-type]
+        hurried.set()
+
+    rig.queue.hurry = note  # type: ignore[method-assign]
+    reader = threading.Thread(target=lambda: got.append(rig.store.get(tickets[2])))
+    reader.start()
+    assert hurried.wait(30)
+    rig.backend.complete()  # was under way before
+    for _ in range(2):
+        rig.backend.complete()
+    reader.join(30)
+    assert torch.equal(got[0], noise(2 * PAGE, seed=2))
+    assert [ticket.state for ticket in tickets[:2]] == [TicketState.LOADING] * 2
+    assert rig.recorder.stall_seconds("activations") > 0
+    rig.complete()
+
+
+def test_a_failed_read_is_told_and_may_be_tried_again(rig: Rig) -> None:
+    ticket = rig.stored(noise(5000))
+    rig.at_once()
+    rig.backend.error = BROKEN
+    with pytest.raises(StorageError) as told:
+        rig.store.get(ticket)
+    for part in ("'nvme'", "could not read 4.9 KiB", "activations", str(rig.region.path)):
+        assert part in str(told.value)
+    assert told.value.__cause__ is BROKEN
+    assert ticket.state is TicketState.STORED
+    rig.backend.error = None
+    assert torch.equal(rig.store.get(ticket), noise(5000))
+
+
+def test_a_prefetch_that_failed_is_read_again_when_needed(rig: Rig) -> None:
+    ticket = rig.stored(noise(5000))
+    rig.at_once()
+    rig.backend.error = BROKEN
+    rig.store.prefetch(ticket)
+    assert ticket.state is TicketState.STORED
+    rig.backend.error = None
+    assert torch.equal(rig.store.get(ticket), noise(5000))
+    assert rig.count("read") == 5000
+
+
+def test_a_prefetch_without_memory_does_nothing_and_a_get_goes_beyond(make_rig: MakeRig) -> None:
+    rig = make_rig(budget=8 * KiB)
+    ticket = rig.stored(noise(4 * KiB))
+    lent = [rig.store.borrow("optimizer", 4 * KiB) for _ in range(2)]
+    assert not rig.store.prefetch(ticket)
+    assert ticket.state is TicketState.STORED
+    rig.at_once()
+    assert torch.equal(rig.store.get(ticket), noise(4 * KiB))
+    assert rig.pool.usage().held_bytes == 12 * KiB
+    del lent
+
+
+# ---------------------------------------------------------------------- evicting, taking
+def test_an_evicted_copy_gives_its_memory_back_and_is_loaded_again(rig: Rig) -> None:
+    ticket = rig.stored(noise(4 * KiB))
+    rig.at_once()
+    rig.store.get(ticket)
+    assert rig.pool.usage().lent_bytes == 4 * KiB
+    rig.store.evict(ticket)
+    assert ticket.state is TicketState.STORED
+    assert rig.pool.usage().lent_bytes == 0
+    assert torch.equal(rig.store.get(ticket), noise(4 * KiB))
+    assert rig.count("read") == 8 * KiB
+
+
+def test_evicting_does_not_pull_the_memory_from_under_a_reader(rig: Rig) -> None:
+    ticket = rig.stored(noise(4 * KiB))
+    rig.at_once()
+    loaded = rig.store.get(ticket)
+    rig.store.evict(ticket)
+    again = rig.store.get(ticket)
+    assert again.data_ptr() != loaded.data_ptr()
+    assert torch.equal(loaded, again)
+
+
+@pytest.mark.parametrize("where", ["host", "writing", "stored", "loading", "loaded"])
+@pytest.mark.parametrize("how", ["private", "take"])
+def test_bytes_may_be_had_to_change_from_every_state(
+    make_rig: MakeRig, where: str, how: str
+) -> None:
+    rig = make_rig(host_bytes=1 * MiB if where == "host" else 0)
+    payload = noise(4 * KiB)
+    ticket = rig.put(payload)
+    if where in ("stored", "loading", "loaded"):
+        rig.complete()
+    if where in ("loading", "loaded"):
+        rig.store.prefetch(ticket)
+    if where == "loaded":
+        rig.complete()
+    writing = where == "writing"
+    if not writing:
+        rig.backend.at_once = True
+    if where == "loading":
+        rig.complete()
+    if writing and how == "take":
+        # A block is under way: taking waits until the memory is not read any more.
+        taken: list[torch.Tensor] = []
+        thread = threading.Thread(target=lambda: taken.append(rig.store.take(ticket)))
+        thread.start()
+        assert taken == []
+        rig.backend.complete()
+        thread.join(30)
+        mine = taken.pop()
+    else:
+        mine = getattr(rig.store, how)(ticket)
+    assert torch.equal(mine, noise(4 * KiB))
+    mine.zero_()
+    if how == "take":
+        assert ticket.state is TicketState.FREED
+        assert rig.store.live_tickets == 0
+        assert rig.host.used_bytes == rig.region.used_bytes == 0
+    else:
+        rig.at_once()
+        assert torch.equal(rig.store.get(ticket), noise(4 * KiB))
+        assert torch.equal(payload, noise(4 * KiB))
+
+
+def test_taking_what_waits_to_be_written_cancels_the_write(rig: Rig) -> None:
+    first, second = rig.put(noise(4 * KiB)), rig.put(noise(8 * KiB))
+    payload = rig.store.take(second)
+    assert torch.equal(payload, noise(8 * KiB))
+    rig.complete()
+    assert first.state is TicketState.STORED
+    assert rig.count("written") == 4 * KiB
+
+
+def test_what_was_loaded_is_handed_over_without_another_copy(rig: Rig) -> None:
+    ticket = rig.stored(noise(4 * KiB))
+    rig.at_once()
+    loaded = rig.store.get(ticket)
+    assert rig.store.private(ticket).data_ptr() == loaded.data_ptr()
+    assert ticket.state is TicketState.STORED

@@ -1,0 +1,356 @@
+"""Several paths as one tier, room made in a host tier, ranges of foreign files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload_strategy.errors import CorruptDataError, StorageError, TierFullError
+from offload_strategy.host_memory.pool import BufferPool
+from offload_strategy.io.backends.protocol import create_backend
+from offload_strategy.io.queues.path_queue import PathQueue
+from offload_strategy.io.regions.external_file import ExternalFile
+from offload_strategy.io.regions.region import Region
+from offload_strategy.store.striping import STRIPE_BYTES
+from offload_strategy.store.tensor_store import TensorStore
+from offload_strategy.store.ticket import TicketState
+from offload_strategy.store.tiers import PathTier, Quota
+from offload_strategy.telemetry import Direction, Recorder
+from offload_strategy.units import KiB, MiB
+from tests.store.rig import CLIENT, PAGE, MakeRig, Rig, noise
+
+
+# ---------------------------------------------------------------------- several paths
+@pytest.fixture
+def pair(make_rig: MakeRig) -> Rig:
+    """Two paths; the first is twice as fast."""
+    rig = make_rig(paths=2, disk_bytes=96 * MiB, budget=256 * MiB, write_behind=256 * MiB)
+    rig.queues[0].bandwidth.seed(read=2e9, write=2e9)
+    rig.queues[1].bandwidth.seed(read=1e9, write=1e9)
+    return rig
+
+
+def test_a_large_ticket_lies_on_all_paths_in_proportion(pair: Rig) -> None:
+    payload = noise(24 * MiB + 7)
+    ticket = pair.stored(payload)
+    parts = {stripe.queue: stripe.nbytes for stripe in ticket.entry.stripes}
+    assert parts[pair.queues[0]] == pytest.approx(16 * MiB, abs=1 * MiB)
+    assert sum(parts.values()) == ticket.nbytes
+    assert pair.bytes_on_disk(ticket) == payload.numpy().tobytes()
+    pair.at_once()
+    assert torch.equal(pair.store.get(ticket), payload)
+
+
+def test_both_paths_work_at_the_same_time(pair: Rig) -> None:
+    ticket = pair.put(noise(24 * MiB))
+    assert all(backend.waiting for backend in pair.backends)
+    pair.complete()
+    pair.store.prefetch(ticket)
+    assert all(backend.waiting for backend in pair.backends)
+    pair.complete()
+    assert ticket.state is TicketState.IN_MEMORY
+
+
+def test_small_tickets_stay_whole(pair: Rig) -> None:
+    tickets = [pair.put(noise(64 * KiB, seed)) for seed in range(9)]
+    assert all(len(ticket.entry.stripes) == 1 for ticket in tickets)
+    assert pair.regions[0].used_bytes == 2 * pair.regions[1].used_bytes
+    pair.complete()
+
+
+def test_a_full_path_leaves_the_rest_to_the_others(pair: Rig) -> None:
+    tickets = [pair.put(noise(24 * MiB, seed)) for seed in range(7)]
+    assert pair.regions[0].free_bytes < 24 * MiB
+    with pytest.raises(TierFullError, match="no tier has room for 32 MiB"):
+        pair.put(noise(32 * MiB))
+    assert pair.disk.used_bytes == 7 * 24 * MiB  # what did not fit left nothing behind
+    pair.at_once()
+    for seed, ticket in enumerate(tickets):
+        assert torch.equal(pair.store.get(ticket), noise(24 * MiB, seed))
+        pair.store.evict(ticket)
+
+
+def test_one_capacity_over_several_paths(pair: Rig) -> None:
+    quota = Quota(40 * MiB)
+    tier = PathTier("nvme", pair.queues, dict.fromkeys(pair.queues, quota))
+    assert tier.capacity == 40 * MiB
+    other = PathTier("pfs", pair.queues[1:], {pair.queues[0]: quota})
+    assert other.capacity == pair.regions[1].capacity, "the quota of a path that is not its own"
+    first = tier.claim(30 * MiB)
+    assert first is not None
+    assert tier.claim(20 * MiB) is None
+    assert quota.used_bytes == 30 * MiB
+    tier.release(first)
+    assert quota.used_bytes == 0
+
+
+def test_a_path_that_slows_down_gets_less(pair: Rig) -> None:
+    assert [round(share, 2) for share in pair.disk.shares().values()] != [0.5, 0.5]
+    before = pair.stored(noise(24 * MiB))
+    pair.queues[0].bandwidth.seed(read=1e8, write=1e8)
+    after = pair.stored(noise(24 * MiB))
+    on_first = [
+        sum(stripe.nbytes for stripe in ticket.entry.stripes if stripe.queue is pair.queues[0])
+        for ticket in (before, after)
+    ]
+    assert on_first[0] >= 15 * MiB
+    assert on_first[1] == 0
+
+
+def test_a_part_that_cannot_be_written_fails_the_ticket(pair: Rig) -> None:
+    payload = noise(24 * MiB)
+    ticket = pair.put(payload)
+    pair.backends[1].complete(error=OSError(5, "Input/output error"))
+    pair.complete()
+    assert torch.equal(pair.store.get(ticket), payload)  # kept in memory
+    with pytest.raises(StorageError, match=r"'nvme'.*could not write 24 MiB of activations"):
+        pair.put(noise(16))
+    assert pair.disk.used_bytes == 0
+
+
+def test_a_part_that_cannot_be_read_fails_the_read(pair: Rig) -> None:
+    ticket = pair.stored(noise(24 * MiB))
+    pair.store.prefetch(ticket)
+    pair.backends[0].complete(error=OSError(5, "Input/output error"))
+    pair.complete()
+    assert ticket.state is TicketState.STORED
+    pair.at_once()
+    assert torch.equal(pair.store.get(ticket), noise(24 * MiB))
+
+
+def test_a_cancelled_ticket_frees_all_of_its_paths(pair: Rig) -> None:
+    ticket = pair.put(noise(48 * MiB))
+    pair.store.free(ticket)
+    pair.complete()
+    assert pair.disk.used_bytes == 0
+
+
+def test_each_part_is_a_record_of_its_path(pair: Rig) -> None:
+    pair.stored(noise(STRIPE_BYTES))
+    assert len(pair.recorder.moves) == 2
+    assert sum(record.nbytes for record in pair.recorder.moves) == STRIPE_BYTES
+    assert {record.tier for record in pair.recorder.moves} == {"nvme"}
+    assert pair.count("written") == STRIPE_BYTES
+
+
+# ---------------------------------------------------------------------- checksums
+def test_a_flipped_bit_is_found_and_named(make_rig: MakeRig) -> None:
+    rig = make_rig(checksum=True, paths=2)
+    payload = noise(10 * MiB + 3)
+    ticket = rig.stored(payload)
+    rig.at_once()
+    assert torch.equal(rig.store.get(ticket), payload)
+    rig.store.evict(ticket)
+    for index in (0, 5 * MiB, 10 * MiB + 2):
+        rig.flip(ticket, index)
+        with pytest.raises(CorruptDataError, match=r"'nvme'.*not what was written there"):
+            rig.store.get(ticket)
+        rig.flip(ticket, index)
+        assert torch.equal(rig.store.get(ticket), payload)
+        rig.store.evict(ticket)
+
+
+# ---------------------------------------------------------------------- host tiers
+def test_what_is_needed_last_makes_room(make_rig: MakeRig) -> None:
+    rig = make_rig(host_bytes=3 * PAGE)
+    late, soon, later = (rig.put(noise(PAGE, use), next_use=use) for use in (8, 2, 9))
+    unknown = rig.put(noise(PAGE, 5))  # no time given: nobody leaves for it
+    assert unknown.state is TicketState.WRITING
+    newest = rig.put(noise(PAGE, 1), next_use=1)
+    assert newest.state is TicketState.IN_MEMORY
+    assert later.state is TicketState.WRITING
+    assert (late.state, soon.state) == (TicketState.IN_MEMORY,) * 2
+    assert rig.host.used_bytes == 3 * PAGE
+    rig.at_once()
+    for ticket, seed in ((late, 8), (soon, 2), (later, 9), (unknown, 5), (newest, 1)):
+        assert torch.equal(rig.store.get(ticket), noise(PAGE, seed))
+
+
+def test_nobody_leaves_when_that_would_not_make_room(make_rig: MakeRig) -> None:
+    rig = make_rig(host_bytes=3 * PAGE)
+    first, second = rig.put(noise(PAGE), next_use=9), rig.put(noise(2 * PAGE), next_use=1)
+    third = rig.put(noise(3 * PAGE), next_use=2)
+    assert third.state is TicketState.WRITING
+    assert (first.state, second.state) == (TicketState.IN_MEMORY,) * 2
+    rig.complete()
+
+
+def test_a_time_may_be_corrected(make_rig: MakeRig) -> None:
+    rig = make_rig(host_bytes=2 * PAGE)
+    first, second = rig.put(noise(PAGE), next_use=1), rig.put(noise(PAGE), next_use=2)
+    rig.store.expect(first, 100)
+    rig.put(noise(PAGE), next_use=0)
+    assert first.state is TicketState.WRITING
+    assert second.state is TicketState.IN_MEMORY
+    rig.complete()
+
+
+def test_a_time_that_is_told_twice_counts_once(make_rig: MakeRig) -> None:
+    rig = make_rig(host_bytes=3 * PAGE)
+    first = rig.put(noise(PAGE), next_use=5)
+    rig.store.expect(first, 5)
+    second = rig.put(noise(2 * PAGE), next_use=1)
+    third = rig.put(noise(2 * PAGE), next_use=2)  # one page would be free, not two
+    assert first.state is TicketState.IN_MEMORY
+    assert second.state is TicketState.IN_MEMORY
+    assert third.state is TicketState.WRITING
+    rig.complete()
+
+
+def test_a_full_disk_keeps_all_in_the_host_tier(make_rig: MakeRig) -> None:
+    rig = make_rig(host_bytes=PAGE, disk_bytes=PAGE)
+    first = rig.put(noise(PAGE, 1), next_use=9)
+    on_disk = rig.store.put(noise(PAGE, 2), CLIENT, [rig.disk])
+    with pytest.raises(TierFullError):
+        rig.put(noise(PAGE, 3), next_use=1)
+    assert first.state is TicketState.IN_MEMORY
+    assert rig.host.used_bytes == PAGE
+    rig.complete()
+    assert on_disk.state is TicketState.STORED
+
+
+def test_the_budget_holds_by_dropping_what_was_loaded_for_later(make_rig: MakeRig) -> None:
+    rig = make_rig(budget=4 * MiB)
+    tickets = [rig.stored(noise(1 * MiB, seed)) for seed in range(6)]
+    rig.at_once()
+    for ticket in tickets[:4]:
+        assert rig.store.prefetch(ticket)
+    assert not rig.store.prefetch(tickets[4])
+    got = rig.store.get(tickets[5])
+    assert torch.equal(got, noise(1 * MiB, 5))
+    assert rig.pool.usage().peak_bytes == 4 * MiB
+    # The latest to be loaded is the last to be needed.
+    assert [ticket.state for ticket in tickets[:4]] == [TicketState.IN_MEMORY] * 3 + [
+        TicketState.STORED
+    ]
+
+
+# ---------------------------------------------------------------------- reading elsewhere
+@pytest.mark.parametrize("begin", [0, 1])
+def test_a_ticket_may_be_read_into_memory_of_the_callers(rig: Rig, begin: int) -> None:
+    payload = noise(3 * PAGE + 5)
+    ticket = rig.stored(payload)
+    rig.at_once()
+    memory = torch.zeros(4 * PAGE, dtype=torch.uint8)
+    out = memory[begin : begin + ticket.nbytes]
+    held = rig.pool.usage().held_bytes
+    rig.store.read_into(ticket, out)
+    assert torch.equal(out, payload)
+    assert not memory[begin + ticket.nbytes :].any()
+    assert ticket.state is TicketState.STORED
+    assert rig.pool.usage().held_bytes == held
+
+
+def test_what_is_in_memory_is_copied_into_the_callers(rig: Rig) -> None:
+    payload = noise(PAGE)
+    ticket = rig.put(payload)
+    out = torch.empty_like(payload)
+    rig.store.read_into(ticket, out)
+    assert torch.equal(out, payload)
+    rig.complete()
+
+
+def test_memory_of_another_size_is_refused(rig: Rig) -> None:
+    ticket = rig.stored(noise(PAGE))
+    for out in (torch.empty(PAGE - 1, dtype=torch.uint8), torch.empty(PAGE, dtype=torch.int8)):
+        with pytest.raises(ValueError, match=f"contiguous uint8 tensor of {PAGE} elements"):
+            rig.store.read_into(ticket, out)
+
+
+# ---------------------------------------------------------------------- foreign files
+@pytest.fixture
+def shard(tmp_path: Path) -> Path:
+    file = tmp_path / "shard.safetensors"
+    file.write_bytes(noise(3 * MiB + 77).numpy().tobytes())
+    return file
+
+
+@pytest.fixture(params=["direct", "buffered"])
+def library(request: pytest.FixtureRequest, shard: Path) -> Iterator[tuple[TensorStore, PathQueue]]:
+    recorder, pool = Recorder(), BufferPool(16 * MiB)
+    store = TensorStore(pool, recorder, write_behind=16 * MiB)
+    backend = create_backend("posix", threads=2, block_size=256 * KiB)
+    foreign = ExternalFile(shard, "shards", direct=request.param == "direct")
+    yield store, PathQueue(foreign, backend, recorder)
+    store.close()
+    backend.close()
+    foreign.close()
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("begin", "nbytes"),
+    [(0, 3 * MiB + 77), (0, 1), (8, 100), (4096, 4096), (4095, 2), (3 * MiB + 70, 7), (10, 0)],
+)
+def test_a_range_of_a_foreign_file_is_a_ticket(
+    library: tuple[TensorStore, PathQueue], begin: int, nbytes: int
+) -> None:
+    store, queue = library
+    expected = noise(3 * MiB + 77)[begin : begin + nbytes]
+    ticket = store.adopt(queue, begin, nbytes, "parameters")
+    got = store.get(ticket)
+    assert torch.equal(got, expected)
+    assert nbytes == 0 or got.data_ptr() % 64 == 0 or begin % 64 == 0
+    del got
+    store.evict(ticket)
+    out = torch.empty(nbytes, dtype=torch.uint8)
+    store.read_into(ticket, out)
+    assert torch.equal(out, expected)
+    store.free(ticket)
+    assert store.live_tickets == 0
+
+
+def test_a_foreign_file_is_never_written(
+    library: tuple[TensorStore, PathQueue], shard: Path
+) -> None:
+    store, queue = library
+    ticket = store.adopt(queue, 100, 5000, "parameters")
+    store.take(ticket).zero_()
+    assert shard.read_bytes() == noise(3 * MiB + 77).numpy().tobytes()
+
+
+def test_a_file_that_is_too_short_is_refused(library: tuple[TensorStore, PathQueue]) -> None:
+    store, queue = library
+    with pytest.raises(StorageError, match="It may be cut short"):
+        store.adopt(queue, 3 * MiB, 78, "parameters")
+
+
+def test_a_file_that_was_cut_meanwhile_is_an_error(
+    library: tuple[TensorStore, PathQueue], shard: Path
+) -> None:
+    store, queue = library
+    ticket = store.adopt(queue, 0, 3 * MiB, "parameters")
+    with shard.open("r+b") as file:
+        file.truncate(1 * MiB)
+    with pytest.raises(StorageError, match=r"'shards'.*could not read 3 MiB of parameters"):
+        store.get(ticket)
+
+
+def test_many_paths_many_threads_nothing_lost(disk: Path) -> None:
+    recorder, pool = Recorder(), BufferPool(64 * MiB)
+    store = TensorStore(pool, recorder, write_behind=64 * MiB)
+    backend = create_backend("posix", threads=3, block_size=64 * KiB)
+    regions = [Region(disk, "nvme", 256 * MiB) for _ in range(3)]
+    tier = PathTier("nvme", [PathQueue(region, backend, recorder) for region in regions])
+    tickets = []
+    for seed in range(12):
+        payload = noise(9 * MiB + seed * 4097, seed)
+        tickets.append((store.put(payload, CLIENT, [tier]), payload))
+    store.wait_for_writes()
+    for ticket, payload in tickets:
+        assert len(ticket.entry.stripes) > 1
+        assert torch.equal(store.get(ticket), payload)
+        store.evict(ticket)
+    assert recorder.tier_bytes("nvme", Direction.WRITE) == sum(t.nbytes for t, _ in tickets)
+    tickets.clear()
+    del ticket
+    assert store.live_tickets == 0
+    assert tier.used_bytes == 0
+    store.close()
+    backend.close()
+    for region in regions:
+        region.close()
+    pool.close()

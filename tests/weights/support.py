@@ -1,0 +1,201 @@
+"""A small model of repeated blocks, and runs of it with and without streamed weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from offload_strategy import OffloadEngine
+from offload_strategy.weights.guarded_parameter import GuardedParameter
+from tests.activations.support import noise
+from tests.activations.test_recompute import Around
+from tests.training import Numbers, assert_same_history, weights
+from tests.weights.test_streaming import away, streaming
+
+OVERLAPS = ["eager", "commit", "off"]
+EACH_OVERLAP = pytest.mark.parametrize("overlap", OVERLAPS)
+#: Those with which gradients may be read after backward.
+EACH_THAT_KEEPS_GRADIENTS = pytest.mark.parametrize("overlap", ["commit", "off"])
+
+
+def in_pairs(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Some of the combinations of choices: every two options of two different choices meet.
+
+    As few as the two largest choices have combinations, or a few more.
+
+    Args:
+        choices: the options of each.
+    """
+    waiting = {
+        (first, a, second, b)
+        for first, second in combinations(range(len(choices)), 2)
+        for a in range(len(choices[first]))
+        for b in range(len(choices[second]))
+    }
+    chosen = []
+    everything = [
+        (numbers, {(i, a, j, b) for (i, a), (j, b) in combinations(enumerate(numbers), 2)})
+        for numbers in product(*(range(len(options)) for options in choices))
+    ]
+    while waiting:
+        numbers, met = max(everything, key=lambda candidate: len(candidate[1] & waiting))
+        waiting -= met
+        chosen.append(tuple(options[n] for options, n in zip(choices, numbers, strict=True)))
+    return chosen
+
+
+def overlapping(overlap: str) -> dict[str, Any]:
+    return {"optimizer": {"overlap": overlap}}
+
+
+Use = Callable[[Any, Any], Sequence[Numbers]]
+"""What is done with a model and its optimizer; the numbers that come of it."""
+
+
+class Block(nn.Module):
+    """Autograd saves its norm and its gain themselves, and views of what its products take."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.gain = nn.Parameter(torch.rand(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        change: torch.Tensor = self.down(F.gelu(self.up(self.norm(x))))
+        return x + self.gain * change
+
+
+class Net(nn.Module):
+    """Blocks that repeat, two layers around them, and a parameter of its own."""
+
+    def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList([block() for _ in range(3)])
+        self.scale = nn.Parameter(torch.rand(8))
+        self.head = nn.Linear(8, 8)
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.head(self.features(x) * self.scale)
+        return output
+
+
+class Regions(Net):
+    """Each block is a region that is computed again."""
+
+    def __init__(self, around: Around) -> None:
+        super().__init__()
+        self.around = around
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = self.around(block, x)
+        return x
+
+
+def net(kind: Callable[[], nn.Module] = Net) -> Any:
+    """A model with the same random weights every time."""
+    torch.manual_seed(0)
+    return kind()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-2)
+
+
+def loss(model: Any, number: int = 0) -> torch.Tensor:
+    """Of a batch that is the same for the same number, in the model's precision."""
+    torch.manual_seed(1000 + number)
+    dtype = next(model.parameters()).dtype
+    value: torch.Tensor = model(noise(4, 8, seed=number).to(dtype)).pow(2).mean()
+    return value
+
+
+def step(model: Any, optimizer: Any, number: int = 0) -> Numbers:
+    """One step of training; its loss."""
+    value = loss(model, number)
+    value.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return {"loss": value.detach().clone()}
+
+
+def train(model: Any, optimizer: Any, steps: int = 3, first: int = 0) -> list[Numbers]:
+    return [step(model, optimizer, number) for number in range(first, first + steps)]
+
+
+def compare(
+    disk: Path,
+    use: Use,
+    make: Callable[[], Any] = net,
+    optimizer_of: Callable[[Any], Any] | None = adamw,
+    **sections: dict[str, Any],
+) -> None:
+    """Use a model without and with streamed weights: the same numbers, and the same weights.
+
+    Args:
+        disk: directory of the ssd tier.
+        use: is given the model, and the optimizer that belongs to it.
+        make: builds the same model every time.
+        optimizer_of: makes one; None for none.
+        sections: options by section.
+    """
+
+    def run(model: Any, attached: Any) -> list[Numbers]:
+        torch.manual_seed(11)
+        return list(use(model, attached))
+
+    model = make()
+    expected = run(model, optimizer_of(model) if optimizer_of is not None else None)
+    expected.append(weights(model))
+    model = make()
+    with streaming(disk, **sections) as engine:
+        attached = None if optimizer_of is None else optimizer_of(model)
+        attached = engine.attach(model, attached)
+        assert away(model)
+        got = run(model, attached)
+        assert open_turns(engine) == []
+    assert all(type(p) is not GuardedParameter for p in model.parameters())
+    got.append(weights(model))
+    assert_same_history(got, expected)
+    for values in (*got, *expected):
+        assert all(bool(torch.isfinite(v).all()) for v in values.values() if v.is_floating_point())
+
+
+def pairs(disk: Path, stack: ExitStack, **sections: Any) -> list[tuple[Any, Any, Any]]:
+    """A plain model and a streamed one: engine, model and optimizer of each."""
+    plain, streamed = net(), net()
+    engine = stack.enter_context(streaming(disk, **sections))
+    attached = engine.attach(streamed, adamw(streamed))
+    return [(None, plain, adamw(plain)), (engine, streamed, attached)]
+
+
+def open_turns(engine: OffloadEngine) -> list[str]:
+    """Names of the weights that something holds in memory as if their block still computed."""
+    assert engine._stream is not None
+    return [weight.name for weight in engine._stream._weights.values() if weight.turns]
+
+
+def nearly_all_left(model: nn.Module) -> bool:
+    """Whether most of the weights are away."""
+    return len(away(model)) > len(list(model.parameters())) // 2

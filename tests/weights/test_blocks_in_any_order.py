@@ -1,0 +1,258 @@
+"""Several models, blocks in any order, and regions that are computed again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.activations.support import noise
+from tests.activations.test_recompute import WAYS
+from tests.training import (
+    Numbers,
+    assert_same_bits,
+    assert_same_history,
+    weights,
+)
+from tests.weights.support import (
+    EACH_OVERLAP,
+    OVERLAPS,
+    Block,
+    Net,
+    Regions,
+    adamw,
+    compare,
+    in_pairs,
+    loss,
+    net,
+    open_turns,
+    overlapping,
+    train,
+)
+from tests.weights.test_streaming import streaming
+
+
+# ---------------------------------------------------------------------- several models
+@pytest.mark.parametrize(
+    ("overlap", "toggle"),
+    [
+        *[(overlap, True) for overlap in ("commit", "eager", "off")],
+        # With eager updates the generator's loss would train the critic: that is an error.
+        *[(overlap, False) for overlap in ("commit", "off")],
+    ],
+)
+def test_two_models_against_each_other(disk: Path, overlap: str, toggle: bool) -> None:
+    def fight(attach: Callable[[Any, Any], Any]) -> list[Numbers]:
+        generator, critic = net(), net()
+        makers, judges = attach(generator, adamw(generator)), attach(critic, adamw(critic))
+        history = []
+        for number in range(4):
+            critic.requires_grad_(True)
+            judges.zero_grad()
+            made = generator(noise(4, 8, seed=number)).detach()
+            judged = critic(made).mean() - critic(noise(4, 8, seed=50 + number)).mean()
+            judged.backward()
+            judges.step()
+            if toggle:
+                critic.requires_grad_(False)
+            makers.zero_grad()
+            value = -critic(generator(noise(4, 8, seed=number))).mean()
+            value.backward()
+            makers.step()
+            history.append({"judged": judged.detach().clone(), "made": value.detach().clone()})
+        judges.zero_grad()
+        models.extend([generator, critic])
+        return history
+
+    models: list[Any] = []
+    expected = fight(lambda model, optimizer: optimizer)
+    with streaming(disk, **overlapping(overlap)) as engine:
+        got = fight(engine.attach)
+        assert open_turns(engine) == []
+    assert_same_history(got, expected)
+    assert_same_bits(weights(models[2]), weights(models[0]))
+    assert_same_bits(weights(models[3]), weights(models[1]))
+
+
+def test_a_teacher_that_follows_its_pupil(disk: Path) -> None:
+    """Both are streamed; their weights are taken together."""
+
+    def follow(attach: Callable[..., Any]) -> list[Numbers]:
+        pupil, teacher = net(), net()
+        optimizer = attach(pupil, adamw(pupil))
+        attach(teacher.requires_grad_(False))
+        history = []
+        for number in range(4):
+            x = noise(4, 8, seed=number)
+            with torch.no_grad():
+                target = teacher(x)
+            value = F.mse_loss(pupil(x + 0.1), target)
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for slow, fast in zip(teacher.parameters(), pupil.parameters(), strict=True):
+                    slow.mul_(0.9).add_(fast, alpha=0.1)
+            history.append({"loss": value.detach().clone()})
+        return [*history, weights(pupil), weights(teacher)]
+
+    expected = follow(lambda model, optimizer=None: optimizer)
+    with streaming(disk) as engine:
+        assert_same_history(follow(engine.attach), expected)
+        assert open_turns(engine) == []
+
+
+@EACH_OVERLAP
+def test_two_models_that_share_a_part(disk: Path, overlap: str) -> None:
+    def share(attach: Callable[..., Any]) -> list[Numbers]:
+        first, second = net(), net()
+        second.blocks[0] = first.blocks[0]
+        second.head.weight = first.head.weight
+        both = nn.ModuleList([first, second])
+        optimizer = adamw(both)
+        attach(first)
+        attach(second)
+        optimizer = attach(None, optimizer)
+        history = []
+        for number in range(3):
+            value = loss(first, number) + loss(second, number)
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            history.append({"loss": value.detach().clone()})
+        return [*history, weights(both)]
+
+    expected = share(lambda model, optimizer=None: optimizer)
+    with streaming(disk, **overlapping(overlap)) as engine:
+        assert_same_history(share(engine.attach), expected)
+        assert open_turns(engine) == []
+
+
+def test_one_of_two_models_that_share_a_part_is_detached(disk: Path) -> None:
+    first, second = net(), net()
+    second.blocks[0] = first.blocks[0]
+    expected = [weights(first), weights(second), {"loss": loss(second).detach().clone()}]
+    with streaming(disk) as engine:
+        engine.attach(first)
+        engine.attach(second)
+        engine.detach_model(first)
+        got = {"loss": loss(second).detach().clone()}
+        assert all(bool(torch.isfinite(p).all()) for p in first.parameters())
+        loss(second).backward()
+    assert_same_history([weights(first), weights(second), got], expected)
+
+
+# ---------------------------------------------------------------------- the order of blocks
+class Ordered(Net):
+    """Calls its blocks as it is told to."""
+
+    order: Callable[[], list[int]] = staticmethod(lambda: [0, 1, 2])
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for number in self.order():
+            x = self.blocks[number](x)
+        return x
+
+
+def _at_random() -> list[int]:
+    # Seeded by torch's numbers, which every loss seeds anew.
+    return random.Random(int(torch.randint(1000, ()))).choices(range(3), k=4)
+
+
+ORDERS: dict[str, Callable[[], list[int]]] = {
+    "a block twice": lambda: [0, 1, 1, 2],
+    "a block twice, apart": lambda: [0, 1, 2, 0],
+    "one block always": lambda: [1, 1, 1, 1],
+    "a block never": lambda: [0, 2],
+    "none": lambda: [],
+    "backwards": lambda: [2, 1, 0],
+    "at random": _at_random,
+}
+
+
+@pytest.mark.parametrize(
+    ("order", "overlap", "in_flight"), in_pairs(list(ORDERS), OVERLAPS, [1, 2, 3])
+)
+def test_blocks_in_any_order(disk: Path, order: str, overlap: str, in_flight: int) -> None:
+    def make() -> Any:
+        model = net(Ordered)
+        model.order = ORDERS[order]
+        return model
+
+    parameters = {"enabled": True, "min_size": 1, "blocks_in_flight": in_flight}
+    compare(
+        disk,
+        lambda model, optimizer: train(model, optimizer, 6),
+        make,
+        parameters=parameters,
+        **overlapping(overlap),
+    )
+
+
+def test_a_block_that_calls_itself(disk: Path) -> None:
+    class Deep(Block):
+        depth = 3
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.depth:
+                self.depth -= 1
+                x = self(x)
+                self.depth += 1
+            return super().forward(x)
+
+    compare(disk, train, lambda: net(lambda: Net(Deep)))
+
+
+def test_one_module_in_two_places(disk: Path) -> None:
+    def make() -> Any:
+        model = net()
+        model.blocks.append(model.blocks[0])
+        model.tail = model.blocks[1]
+        return model
+
+    compare(disk, train, make)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
+@pytest.mark.parametrize("activations", [True, False], ids=["activations", "none"])
+@EACH_OVERLAP
+@pytest.mark.parametrize("way", WAYS)
+def test_regions_that_are_computed_again(
+    disk: Path, way: str, overlap: str, activations: bool
+) -> None:
+    compare(
+        disk,
+        train,
+        lambda: net(lambda: Regions(WAYS[way])),
+        optimizer_of=adamw,
+        activations={"enabled": activations},
+        **overlapping(overlap),
+    )
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
+@pytest.mark.parametrize("way", WAYS)
+def test_convolutions_that_are_computed_again(disk: Path, way: str) -> None:
+    """They save their weights themselves, and not views of them."""
+
+    class Convolutions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(
+                [nn.Sequential(nn.Conv1d(2, 2, 3, padding=1), nn.GELU()) for _ in range(3)]
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.view(4, 2, 4) * torch.ones(4, requires_grad=True)
+            for block in self.blocks:
+                x = WAYS[way](block, x)
+            return x
+
+    compare(disk, train, lambda: net(Convolutions))

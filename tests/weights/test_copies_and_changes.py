@@ -1,0 +1,599 @@
+"""Streamed weights that are copied, saved, loaded, changed by hand and looked at."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_model
+from torch import nn
+
+from offload_strategy.weights.guarded_parameter import GuardedParameter
+from tests.activations.support import noise
+from tests.activations.zoo import batch, build, loss_of
+from tests.training import (
+    Numbers,
+    assert_same_bits,
+    assert_same_history,
+    bits,
+    gradients,
+    on_disk,
+    weights,
+)
+from tests.weights.support import (
+    EACH_OVERLAP,
+    Block,
+    adamw,
+    compare,
+    in_pairs,
+    loss,
+    nearly_all_left,
+    net,
+    open_turns,
+    overlapping,
+    pairs,
+    sgd,
+    step,
+    train,
+)
+from tests.weights.test_streaming import streaming
+
+
+# ---------------------------------------------------------------------- copies, files, precision
+def test_a_copy_goes_its_own_way(disk: Path) -> None:
+    def use(model: Any, optimizer: Any) -> list[Numbers]:
+        history = train(model, optimizer)
+        twin = copy.deepcopy(model)
+        history += [*train(twin, adamw(twin)), weights(twin)]
+        assert all(type(p) is nn.Parameter for p in twin.parameters())
+        shallow = copy.copy(model)
+        assert all(a is b for a, b in zip(shallow.parameters(), model.parameters(), strict=True))
+        one = copy.deepcopy(model.head.weight)
+        history.append({"one": one.detach().clone()})
+        return [*history, *train(model, optimizer)]
+
+    compare(disk, use)
+
+
+def test_a_copy_in_the_middle_of_a_step(disk: Path) -> None:
+    def use(model: Any, optimizer: Any) -> list[Numbers]:
+        value = loss(model)
+        twin = copy.deepcopy(model)
+        value.backward()
+        other = copy.deepcopy(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        return [weights(twin), weights(other), *train(model, optimizer)]
+
+    compare(disk, use)
+
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float64]
+
+
+@EACH_OVERLAP
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_models_of_another_precision(disk: Path, dtype: torch.dtype, overlap: str) -> None:
+    compare(disk, train, lambda: net().to(dtype), sgd, **overlapping(overlap))
+
+
+@EACH_OVERLAP
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_another_precision_before_the_first_step(
+    disk: Path, dtype: torch.dtype, overlap: str
+) -> None:
+    def use(model: Any, optimizer: Any) -> list[Numbers]:
+        model.to(dtype)
+        assert all(parameter.dtype == dtype for parameter in model.parameters())
+        return train(model, optimizer)
+
+    compare(disk, use, optimizer_of=sgd, **overlapping(overlap))
+
+
+@EACH_OVERLAP
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_another_precision_between_steps(disk: Path, dtype: torch.dtype, overlap: str) -> None:
+    def use(model: Any, optimizer: Any) -> list[Numbers]:
+        history = train(model, optimizer)
+        model.to(dtype)
+        history += train(model, optimizer)
+        model.float()
+        return [*history, *train(model, optimizer)]
+
+    compare(disk, use, optimizer_of=sgd, **overlapping(overlap))
+
+
+@EACH_OVERLAP
+def test_autocast(disk: Path, overlap: str) -> None:
+    def use(model: Any, optimizer: Any) -> list[Numbers]:
+        history = []
+        for number in range(3):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                value = loss(model, number) + loss(model, number + 10)
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            history.append({"loss": value.detach().clone()})
+        return history
+
+    compare(disk, use, **overlapping(overlap))
+
+
+@pytest.mark.parametrize("kind", ["GPT-2", "Llama", "T5", "ViT", "ResNet"])
+def test_autocast_around_models_and_their_backward(disk: Path, kind: str) -> None:
+    def use(model: Any, optimizer: Any) -> list[Numbers]:
+        history = []
+        for number in range(3):
+            torch.manual_seed(number)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                value = loss_of(model, batch(kind, number))
+                value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            history.append({"loss": value.detach().clone()})
+        return history
+
+    compare(disk, use, lambda: build(kind))
+
+
+@EACH_OVERLAP
+def test_a_state_dict_that_is_kept_and_loaded(disk: Path, overlap: str) -> None:
+    def use(model: Any, optimizer: Any) -> list[Numbers]:
+        history = train(model, optimizer)
+        live = model.state_dict()
+        kept = {name: value.clone() for name, value in live.items()}
+        history += train(model, optimizer)
+        history.append({name: value.clone() for name, value in live.items()})
+        model.load_state_dict(kept)
+        history += [step(model, optimizer), {n: v.clone() for n, v in live.items()}]
+        del live
+        return [*history, *train(model, optimizer)]
+
+    compare(disk, use, **overlapping(overlap))
+
+
+def test_a_part_of_a_state_dict(disk: Path) -> None:
+    def use(model: Any, optimizer: Any) -> list[Numbers]:
+        history = train(model, optimizer)
+        part = {n: v * 2 for n, v in net().state_dict().items() if "blocks.1" in n}
+        missing, unexpected = model.load_state_dict({**part, "other": torch.ones(3)}, strict=False)
+        assert len(missing) == len(model.state_dict()) - len(part)
+        assert unexpected == ["other"]
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            model.load_state_dict({"head.weight": torch.ones(3)}, strict=False)
+        return [*history, *train(model, optimizer)]
+
+    compare(disk, use)
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["by the model", "by the optimizer too"])
+def test_a_state_dict_that_is_assigned(disk: Path, watched: bool) -> None:
+    def use(model: Any, optimizer: Any) -> list[Numbers]:
+        history = [] if optimizer is None else train(model, optimizer)
+        loss(model).backward()
+        model.zero_grad()
+        model.load_state_dict({n: v * 2 for n, v in net().state_dict().items()}, assign=True)
+        loss(model).backward()
+        history.append(gradients(model))
+        new = adamw(model)
+        return [*history, *train(model, new)]
+
+    compare(disk, use, optimizer_of=adamw if watched else None)
+
+
+def test_what_torch_refuses_to_swap_stays_as_it_was(disk: Path) -> None:
+    """Torch swaps no tensor that has weak references, as every attached one does."""
+
+    def use(model: Any, optimizer: Any) -> list[Numbers]:
+        history = train(model, optimizer)
+        if any(type(p) is GuardedParameter for p in model.parameters()):
+            torch.__future__.set_swap_module_params_on_conversion(True)
+            try:
+                with pytest.raises(RuntimeError, match="swap"):
+                    model.double()
+            finally:
+                torch.__future__.set_swap_module_params_on_conversion(False)
+        return [*history, *train(model, optimizer)]
+
+    compare(disk, use)
+
+
+@pytest.mark.parametrize("way", ["torch.save", "pickle"])
+def test_a_model_that_is_pickled(disk: Path, tmp_path: Path, way: str) -> None:
+    def use(model: Any, optimizer: Any) -> list[Numbers]:
+        for name, parameter in model.named_parameters():
+            parameter.tag = name
+        history = train(model, optimizer)
+        file = tmp_path / "model.pt"
+        if way == "pickle":
+            twin = pickle.loads(pickle.dumps(model))
+        else:
+            torch.save(model, file)
+            twin = torch.load(file, weights_only=False)
+        assert all(type(p) is nn.Parameter for p in twin.parameters())
+        assert {name: p.tag for name, p in twin.named_parameters()} == {
+            name: name for name, _ in twin.named_parameters()
+        }
+        history += [weights(twin), *train(twin, adamw(twin))]
+        return [*history, *train(model, optimizer)]
+
+    compare(disk, use)
+
+
+def test_tied_weights_are_tied_in_copies_and_files(disk: Path, tmp_path: Path) -> None:
+    with streaming(disk) as engine:
+        model = build("GPT-2")
+        engine.attach(model)
+        torch.save(model, tmp_path / "model.pt")
+        twins = [copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)]
+        for twin in twins:
+            assert twin.lm_head.weight is twin.transformer.wte.weight
+    for twin in twins:
+        assert_same_bits(weights(twin), weights(model))
+
+
+@pytest.mark.parametrize("kind", ["GPT-2", "Llama", "T5"])
+def test_safetensors_saves_what_it_would_have_saved(disk: Path, tmp_path: Path, kind: str) -> None:
+    save_model(build(kind), str(tmp_path / "plain"))
+    with streaming(disk) as engine:
+        model = build(kind)
+        engine.attach(model)
+        on_disk(engine)
+        save_model(model, str(tmp_path / "streamed"))
+    assert_same_bits(load_file(tmp_path / "streamed"), load_file(tmp_path / "plain"))
+    assert metadata_of(tmp_path / "streamed") == metadata_of(tmp_path / "plain")
+
+
+def metadata_of(file: Path) -> dict[str, str]:
+    with safe_open(file, "pt") as opened:
+        return dict(opened.metadata() or {})
+
+
+@pytest.mark.parametrize("kind", ["GPT-2", "Llama", "T5"])
+def test_transformers_saves_what_it_would_have_saved(disk: Path, tmp_path: Path, kind: str) -> None:
+    plain = build(kind)
+    plain.save_pretrained(tmp_path / "plain")
+    with streaming(disk) as engine:
+        model = build(kind)
+        engine.attach(model)
+        model.save_pretrained(tmp_path / "streamed")
+    for file in sorted((tmp_path / "plain").iterdir()):
+        assert (tmp_path / "streamed" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+# ---------------------------------------------------------------------- changes by hand
+def test_more_words_than_before(disk: Path) -> None:
+    def use(model: Any, _: Any) -> list[Numbers]:
+        history = []
+        for number in range(4):
+            model.zero_grad()
+            if number == 2:
+                torch.manual_seed(6)
+                model.resize_token_embeddings(80, mean_resizing=False)
+            torch.manual_seed(number)
+            value = loss_of(model, batch("GPT-2", number))
+            value.backward()
+            history.append({"loss": value.detach().clone(), **gradients(model)})
+            del value
+        return history
+
+    compare(disk, use, lambda: build("GPT-2"), optimizer_of=None)
+
+
+def test_weights_that_have_the_same_bytes_and_are_two(disk: Path) -> None:
+    def use(model: Any, optimizer: Any) -> list[Numbers]:
+        history = train(model, optimizer)
+        model.head.weight.data = model.stem.weight.data
+        return [*history, *train(model, optimizer)]
+
+    # In the order of the optimizer: the second update begins with what the first has done.
+    compare(disk, use, optimizer={"enabled": False})
+
+
+def test_a_weight_outlives_its_model(disk: Path) -> None:
+    with streaming(disk) as engine:
+        model = net()
+        expected = model.blocks[1].up.weight.detach().clone()
+        engine.attach(model)
+        weight, block = model.blocks[1].up.weight, model.blocks[2]
+        twin = net().blocks[2]
+        del model
+        gc.collect()
+        assert bits(weight) == bits(expected)
+        assert bits(block(noise(4, 8))) == bits(twin(noise(4, 8)))
+    assert bits(weight) == bits(expected)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_graph_outlives_its_model(disk: Path, trained: bool) -> None:
+    slopes = []
+    for streamed in (False, True):
+        with streaming(disk) as engine:
+            model = net().requires_grad_(trained)
+            if streamed:
+                engine.attach(model)
+            x = noise(4, 8).requires_grad_()
+            value = model(x).pow(2).sum()
+            del model
+            gc.collect()
+            value.backward()
+            assert x.grad is not None
+            slopes.append(bits(x.grad))
+    assert slopes[1] == slopes[0]
+
+
+def test_a_wrapper_that_goes_leaves_the_model_streamed(disk: Path) -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x)  # type: ignore[no-any-return]
+
+    plain, model = net(), net()
+    expected = [*train(plain, adamw(plain)), weights(plain)]
+    with streaming(disk) as engine:
+        wrapper = Wrapper(model)
+        optimizer = engine.attach(wrapper, adamw(wrapper))
+        del wrapper
+        gc.collect()
+        history = train(model, optimizer)
+        assert nearly_all_left(model)
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert_same_history([*history, weights(model)], expected)
+
+
+@pytest.mark.parametrize("way", ["tensor", "as_tensor", "asarray", "stand-in"])
+def test_what_gets_past_torch_functions_never_finds_plausible_numbers(disk: Path, way: str) -> None:
+    """The values, or else NaN; and what is written there is refused, or harms no other weight."""
+    expected = weights(net())
+    with streaming(disk) as engine:
+        model = net()
+        engine.attach(model)
+        on_disk(engine)
+        for name, parameter in model.named_parameters():
+            if way == "stand-in":
+                with torch._C.DisableTorchFunctionSubclass():
+                    got = parameter.detach()
+            else:
+                got = getattr(torch, way)(parameter, dtype=torch.float64)
+            assert bool(got.isnan().all()) or torch.equal(got, expected[name].to(got.dtype))
+    assert_same_bits(weights(model), expected)
+
+
+def _tie(model: Any) -> None:
+    model.blocks[2].up.weight = model.blocks[0].up.weight
+    model.head.weight = model.stem.weight
+
+
+def _replace_a_block(model: Any) -> None:
+    torch.manual_seed(8)
+    model.blocks[1] = Block()
+
+
+def _replace_a_parameter(model: Any) -> None:
+    model.blocks[1].up.weight = nn.Parameter(noise(16, 8, seed=8))
+
+
+def _remove_a_block(model: Any) -> None:
+    del model.blocks[1]
+
+
+def _swap_two_blocks(model: Any) -> None:
+    model.blocks[0], model.blocks[1] = model.blocks[1], model.blocks[0]
+
+
+def _initialise(model: Any) -> None:
+    def fill(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+            nn.init.uniform_(module.bias, -0.1, 0.1)
+
+    torch.manual_seed(8)
+    model.apply(fill)
+
+
+def _initialise_orthogonally(model: Any) -> None:
+    torch.manual_seed(8)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            nn.init.orthogonal_(parameter)
+            nn.init.trunc_normal_(parameter[:2])
+    nn.init.eye_(model.head.weight)
+    nn.init.zeros_(model.head.bias)
+
+
+def _through_numpy(model: Any) -> None:
+    for parameter in model.parameters():
+        array = parameter.detach().numpy()
+        array *= 0.5
+        array.reshape(-1)[0] = 0.25
+        np.asarray(parameter.data)[...] += 0.01
+
+
+def _through_dlpack(model: Any) -> None:
+    for parameter in model.parameters():
+        torch.utils.dlpack.from_dlpack(parameter.detach()).mul_(0.5)
+
+
+def _elements(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter[0] = 0.125
+            parameter[-1] += 0.5
+            parameter.view(-1)[1:3].fill_(-0.25)
+            parameter[parameter > 1] = 1.0
+            for row in parameter:
+                row.mul_(0.9)
+
+
+def _all_at_once(model: Any) -> None:
+    with torch.no_grad():
+        parameters = list(model.parameters())
+        torch._foreach_mul_(parameters, 0.5)
+        torch._foreach_add_(parameters, [torch.full_like(p, 0.01) for p in parameters])
+        torch._foreach_lerp_(parameters, [p.detach().flip(0) for p in parameters], 0.1)
+
+
+def _with_out(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            torch.mul(parameter, 0.5, out=parameter)
+            torch.add(torch.ones_like(parameter), parameter, alpha=0.1, out=parameter.data)
+
+
+def _data_copied(model: Any) -> None:
+    for number, parameter in enumerate(model.parameters()):
+        parameter.data.copy_(noise(*parameter.shape, seed=number))
+
+
+def _data_set(model: Any) -> None:
+    for number, parameter in enumerate(model.parameters()):
+        parameter.data = noise(*parameter.shape, seed=number)
+
+
+def _set(model: Any) -> None:
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.set_(noise(*parameter.shape, seed=number))
+
+
+def _halved(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+            parameter += 0.01
+            parameter.clamp_(-0.4, 0.4)
+
+
+def _through_a_view_that_was_kept(model: Any) -> None:
+    views = [parameter.data.view(-1)[:3] for parameter in model.parameters()]
+    with torch.no_grad():
+        loss(model)
+    for view in views:
+        view.fill_(0.5)
+
+
+def _through_a_storage(model: Any) -> None:
+    for parameter in model.parameters():
+        storage = parameter.untyped_storage()
+        storage.copy_(noise(*parameter.shape, seed=3).untyped_storage())
+
+
+CHANGES = {
+    function.__name__.strip("_").replace("_", " "): function
+    for function in (
+        _tie, _replace_a_block, _replace_a_parameter, _remove_a_block,
+        _swap_two_blocks, _initialise, _initialise_orthogonally, _through_numpy, _through_dlpack,
+        _elements, _all_at_once, _with_out, _data_copied, _data_set, _set, _halved,
+        _through_a_view_that_was_kept, _through_a_storage,
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "overlap", "where"),
+    in_pairs(list(CHANGES), ["eager", "commit"], ["at once", "from the disk"]),
+)
+def test_changes_between_steps(disk: Path, change: str, overlap: str, where: str) -> None:
+    histories = []
+    with ExitStack() as stack:
+        for engine, model, optimizer in pairs(disk, stack, optimizer={"overlap": overlap}):
+            history = []
+            for number in range(6):
+                if number in (2, 4):
+                    if where == "from the disk" and engine is not None:
+                        on_disk(engine)
+                    CHANGES[change](model)
+                if len(model.blocks):
+                    history.append(step(model, optimizer, number))
+            if engine is not None:
+                assert open_turns(engine) == []
+                engine.close()
+            histories.append([*history, weights(model)])
+    assert_same_history(histories[1], histories[0])
+
+
+@pytest.mark.parametrize(
+    "change", ["tie", "replace a block", "replace a parameter", "remove a block"]
+)
+def test_changes_of_what_no_optimizer_holds(disk: Path, change: str) -> None:
+    """The parameters that were replaced are gone then."""
+
+    def use(model: Any, _: Any) -> list[Numbers]:
+        history = []
+        for number in range(3):
+            model.zero_grad()
+            value = loss(model, number)
+            value.backward()
+            history.append({"loss": value.detach().clone(), **gradients(model)})
+            del value
+            if number == 0:
+                CHANGES[change](model)
+        return history
+
+    compare(disk, use, optimizer_of=None)
+
+
+class Subclass(torch.Tensor):
+    """Of a user."""
+
+
+LOOKS: dict[str, Callable[[nn.Parameter], object]] = {
+    "repr": repr,
+    "str": str,
+    "format": lambda p: f"{p} {p.sum():.3f} {p.shape}",
+    "list": lambda p: p.tolist(),
+    "array": lambda p: p.detach().numpy().tobytes(),
+    "array of its own": lambda p: np.array(p.detach()).tobytes(),
+    "sum": lambda p: float(p.sum()),
+    "item": lambda p: p.reshape(-1)[0].item(),
+    "largest": lambda p: p.max().item(),
+    "finite": lambda p: bool(torch.isfinite(p).all()),
+    "rows": lambda p: [bits(row) for row in p],
+    "equal": lambda p: torch.equal(p, p.detach().clone()),
+    "compared": lambda p: (p == p.detach()).tolist(),
+    "stacked": lambda p: bits(torch.stack([p, p * 2])),
+    "concatenated": lambda p: bits(torch.cat([p.view(-1), p.view(-1)])),
+    "transposed": lambda p: bits(p.T if p.dim() == 2 else p),
+    "type": lambda p: (p.type(), p.is_leaf, p.is_cpu, p.device, p.layout, p.nbytes, p.data.shape),
+    "form": lambda p: (p.stride(), p.is_contiguous(), p.storage_offset(), p.dim_order()),
+    "storage": lambda p: p.untyped_storage().nbytes(),
+    "class": lambda p: (isinstance(p, nn.Parameter), isinstance(p, torch.Tensor), bool(p.grad)),
+    "new": lambda p: (p.new_zeros(2).dtype, torch.empty_like(p).shape, type(torch.zeros_like(p))),
+    "to": lambda p: (type(p.to(torch.float64)), bits(p.double()), bits(p.cpu()), p.cpu() is p),
+    "clone": lambda p: (type(p.clone()), bits(p.clone()), type(p.detach()), type(p.data)),
+    "hash": lambda p: (p in {p: 1}, {p: 1}[p], any(p is q for q in [p])),
+    "in no_grad": lambda p: bits(_without_gradients(p)),
+    "as another class": lambda p: bits(p.as_subclass(Subclass).as_subclass(torch.Tensor)),
+    "wrapped again": lambda p: (type(nn.Parameter(p)), bits(nn.Parameter(p, False))),
+    "detached in place": lambda p: bits(p.detach().detach_()),
+}  # fmt: skip
+
+
+def _without_gradients(parameter: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return parameter * 3 + parameter.abs().sqrt()
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_looking_at_a_weight(disk: Path, look: str) -> None:
+    with ExitStack() as stack:
+        seen = []
+        for engine, model, optimizer in pairs(disk, stack):
+            train(model, optimizer)
+            if engine is not None:
+                on_disk(engine)
+            seen.append({name: LOOKS[look](p) for name, p in model.named_parameters()})
+            seen[-1]["the model"] = repr(model)
+        assert seen[1] == seen[0]

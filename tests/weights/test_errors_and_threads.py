@@ -1,0 +1,311 @@
+"""Errors and threads: whatever breaks off, and whoever else looks, no turn stays open."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offload_strategy.weights.guarded_parameter import GuardedParameter
+from tests.activations.support import noise
+from tests.activations.test_recompute import WAYS
+from tests.activations.zoo import batch, build
+from tests.training import (
+    Numbers,
+    assert_same_bits,
+    assert_same_history,
+    bits,
+    moved,
+    on_disk,
+    weights,
+)
+from tests.weights.support import (
+    EACH_THAT_KEEPS_GRADIENTS,
+    Regions,
+    adamw,
+    compare,
+    loss,
+    nearly_all_left,
+    net,
+    open_turns,
+    overlapping,
+    step,
+    train,
+)
+from tests.weights.test_streaming import away, streaming
+
+# ---------------------------------------------------------------------- errors
+Fail = Callable[..., None]
+
+PLACES: dict[str, Callable[[Any, Fail], Any]] = {
+    "before the model": lambda m, fail: m.register_forward_pre_hook(fail, prepend=True),
+    "before a block": lambda m, fail: m.blocks[1].register_forward_pre_hook(fail, prepend=True),
+    "at the start of a block": lambda m, fail: m.blocks[1].register_forward_pre_hook(fail),
+    "in a block": lambda m, fail: m.blocks[1].down.register_forward_pre_hook(fail),
+    "at the end of a block": lambda m, f: m.blocks[1].register_forward_hook(f, prepend=True),
+    "after a block": lambda m, fail: m.blocks[1].register_forward_hook(fail),
+    "after the model": lambda m, fail: m.register_forward_hook(fail),
+    "before the backward of a block": lambda m, fail: m.blocks[1].register_full_backward_pre_hook(
+        fail
+    ),
+    "after the backward of a layer": lambda m, fail: m.blocks[1].down.register_full_backward_hook(
+        fail
+    ),
+    "at the gradient of a weight": lambda m, fail: m.blocks[1].up.weight.register_hook(fail),
+    "when a gradient is complete": lambda m, fail: m.blocks[
+        1
+    ].up.weight.register_post_accumulate_grad_hook(fail),
+}
+ERRORS = [LookupError, KeyboardInterrupt]
+
+
+def failing(error: type[BaseException], when: Callable[[], bool] = lambda: True) -> Fail:
+    def fail(*args: Any) -> None:
+        if when():
+            raise error
+
+    return fail
+
+
+@EACH_THAT_KEEPS_GRADIENTS
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("place", PLACES)
+def test_an_error_leaves_no_turn_open(
+    disk: Path, place: str, error: type[BaseException], overlap: str
+) -> None:
+    plain = net()
+    expected = [*train(plain, adamw(plain)), weights(plain)]
+    with streaming(disk, **overlapping(overlap)) as engine:
+        model = net()
+        optimizer = engine.attach(model, adamw(model))
+        handle = PLACES[place](model, failing(error))
+        for _ in range(2):
+            with pytest.raises(error):
+                step(model, optimizer)
+            optimizer.zero_grad()
+            if error is LookupError:
+                assert open_turns(engine) == []
+        handle.remove()
+        history = train(model, optimizer)
+        assert open_turns(engine) == []
+        assert nearly_all_left(model)
+    assert_same_history([*history, weights(model)], expected)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("way", ["reentrant", "non-reentrant", "two reentrant"])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
+def test_an_error_in_what_is_computed_again(
+    disk: Path, way: str, error: type[BaseException]
+) -> None:
+    def make() -> Any:
+        return net(lambda: Regions(WAYS[way]))
+
+    plain = make()
+    expected = [*train(plain, adamw(plain)), weights(plain)]
+    with streaming(disk, **overlapping("off")) as engine:
+        model = make()
+        optimizer = engine.attach(model, adamw(model))
+        fail = failing(error, lambda: torch._C._current_graph_task_id() != -1)
+        handle = model.blocks[1].down.register_forward_pre_hook(fail)
+        for _ in range(2):
+            with pytest.raises(error):
+                step(model, optimizer)
+            optimizer.zero_grad()
+            if error is LookupError:
+                assert open_turns(engine) == []
+        handle.remove()
+        history = train(model, optimizer)
+        assert open_turns(engine) == []
+        assert nearly_all_left(model)
+    assert_same_history([*history, weights(model)], expected)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_in_evaluation_and_no_step_after_it(
+    disk: Path, error: type[BaseException]
+) -> None:
+    expected = weights(net())
+    with streaming(disk) as engine:
+        model = net()
+        engine.attach(model)
+        handle = model.blocks[1].up.register_forward_pre_hook(failing(error))
+        model.eval()
+        with torch.no_grad(), pytest.raises(error):
+            loss(model)
+        handle.remove()
+        with torch.no_grad():
+            for number in range(3):
+                loss(model, number)
+        assert open_turns(engine) == []
+        assert nearly_all_left(model)
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert_same_bits(weights(model), expected)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_and_then_the_end(disk: Path, error: type[BaseException]) -> None:
+    expected = weights(net())
+    with streaming(disk) as engine:
+        model = net()
+        engine.attach(model)
+        model.blocks[1].up.register_forward_pre_hook(failing(error))
+        with pytest.raises(error):
+            loss(model)
+        assert torch.equal(model.head.weight, expected["head.weight"])
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert_same_bits(weights(model), expected)
+
+
+def test_a_touch_that_fails_leaves_no_turn_open(disk: Path) -> None:
+    with streaming(disk) as engine:
+        model = net()
+        engine.attach(model)
+        for parameter in model.parameters():
+            with pytest.raises(RuntimeError):
+                parameter @ torch.ones(77)
+            with pytest.raises((RuntimeError, IndexError)):
+                parameter[999]
+            with pytest.raises(RuntimeError, match="leaf Variable"):
+                parameter.mul_(2)
+        assert open_turns(engine) == []
+        with torch.no_grad():
+            loss(model)
+        assert nearly_all_left(model)
+    assert_same_bits(weights(model), weights(net()))
+
+
+# ---------------------------------------------------------------------- threads
+@pytest.fixture
+def impatient_threads() -> Iterator[None]:
+    """So that threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("impatient_threads")
+@pytest.mark.parametrize("kind", ["GPT-2", "Llama", "net"])
+def test_two_threads_infer_with_one_model(disk: Path, kind: str) -> None:
+    model = net() if kind == "net" else build(kind)
+    model.eval()
+
+    def infer(number: int) -> torch.Tensor:
+        with torch.no_grad():
+            if kind == "net":
+                output: torch.Tensor = model(noise(4, 8, seed=number))
+            else:
+                output = model(batch(kind, number)["input_ids"]).logits
+            return output.clone()
+
+    expected = [infer(number) for number in range(16)]
+    with streaming(disk) as engine, ThreadPoolExecutor(2) as pool:
+        engine.attach(model)
+        got = list(pool.map(infer, range(16)))
+        assert open_turns(engine) == []
+        infer(0)
+        infer(1)
+        assert nearly_all_left(model)
+    assert [bits(value) for value in got] == [bits(value) for value in expected]
+
+
+@pytest.mark.usefixtures("impatient_threads")
+def test_threads_that_touch_the_same_weights(disk: Path) -> None:
+    model = net()
+    expected = [float(p.sum()) for p in model.parameters()]
+    with streaming(disk) as engine, ThreadPoolExecutor(2) as pool:
+        engine.attach(model)
+
+        def look(number: int) -> list[float]:
+            return [float(p.sum()) for p in model.parameters()]
+
+        assert list(pool.map(look, range(16))) == [expected] * 16
+        assert open_turns(engine) == []
+    assert all(type(p) is not GuardedParameter for p in model.parameters())
+
+
+def test_a_touch_is_seen_while_another_thread_touches_the_same_weight(disk: Path) -> None:
+    """Each keeps the weight in memory by itself, whichever is over first."""
+    model = net()
+    expected = float(model.scale.sum())
+    with streaming(disk) as engine, ThreadPoolExecutor(1) as pool:
+        engine.attach(model)
+        assert engine._stream is not None
+        weight = engine._stream._weights[model.scale]
+        touches = engine._stream.touches
+        weight.begin_touch()  # as this thread does, before a long operation
+        assert pool.submit(lambda: float(model.scale.sum())).result() == expected
+        assert engine._stream.touches == touches + 2
+        weight.begin_touch()  # as another does, beside it
+        weight.end_touch()
+        assert weight.here
+        assert not weight.may_go()
+        weight.end_touch()
+        assert weight.may_go()
+
+
+@pytest.mark.usefixtures("impatient_threads")
+def test_a_thread_that_watches_while_another_trains(disk: Path) -> None:
+    """As one that logs norms does: what it sees is of one step or another, and never NaN."""
+    plain = net()
+    expected = [*train(plain, adamw(plain), 15), weights(plain)]
+    with streaming(disk) as engine:
+        model = net()
+        optimizer = engine.attach(model, adamw(model))
+        over, seen = threading.Event(), []
+
+        def watch() -> None:
+            while not over.is_set():
+                for parameter in model.parameters():
+                    seen.append(bool(torch.isfinite(parameter.detach().clone()).all()))
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            history = train(model, optimizer, 15)
+        finally:
+            over.set()
+            watcher.join()
+        assert seen
+        assert all(seen)
+        assert open_turns(engine) == []
+    assert_same_history([*history, weights(model)], expected)
+
+
+def test_backward_on_another_thread(disk: Path) -> None:
+    def use(model: Any, optimizer: Any) -> list[Numbers]:
+        history = []
+        for number in range(3):
+            value = loss(model, number)
+            thread = threading.Thread(target=value.backward)
+            thread.start()
+            thread.join()
+            optimizer.step()
+            optimizer.zero_grad()
+            history.append({"loss": value.detach().clone()})
+        return history
+
+    compare(disk, use)
+
+
+def test_weights_are_read_only_as_often_as_blocks_need_them(disk: Path) -> None:
+    """A whole pass reads each weight once."""
+    with streaming(disk) as engine:
+        model = net()
+        engine.attach(model)
+        total = sum(p.nbytes for p in model.parameters())
+        with torch.no_grad():
+            loss(model)
+            on_disk(engine)
+            before = moved(engine, "parameters", "read")
+            loss(model)
+        assert moved(engine, "parameters", "read") - before <= total
+        assert away(model)

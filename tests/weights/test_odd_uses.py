@@ -1,0 +1,384 @@
+"""Streamed weights in the hands of code that was not written for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.optim import swa_utils
+
+from tests.activations.support import noise
+from tests.training import (
+    Numbers,
+    assert_same_bits,
+    gradients,
+    weights,
+)
+from tests.weights.support import (
+    EACH_OVERLAP,
+    EACH_THAT_KEEPS_GRADIENTS,
+    adamw,
+    compare,
+    loss,
+    nearly_all_left,
+    net,
+    overlapping,
+    step,
+    train,
+)
+from tests.weights.test_streaming import streaming
+
+
+# ---------------------------------------------------------------------- parametrizations
+class Same(nn.Module):
+    """A parametrization that gives the weight itself."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight
+
+
+class Symmetric(nn.Module):
+    """Of a square weight."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        square = weight[: weight.shape[1]]
+        return torch.cat([square.triu() + square.triu(1).T, weight[weight.shape[1] :]])
+
+
+PARAMETRISED: dict[str, Callable[[nn.Module], Any]] = {
+    "weight norm": parametrizations.weight_norm,
+    "spectral norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "orthogonal, Cayley": partial(parametrizations.orthogonal, orthogonal_map="cayley"),
+    "orthogonal, Householder": partial(
+        parametrizations.orthogonal, orthogonal_map="householder", use_trivialization=False
+    ),
+    "the weight itself": lambda m: parametrize.register_parametrization(m, "weight", Same()),
+    "symmetric": lambda m: parametrize.register_parametrization(m, "weight", Symmetric()),
+    "weight norm of old": nn.utils.weight_norm,
+    "spectral norm of old": nn.utils.spectral_norm,
+    "pruned": lambda m: prune.l1_unstructured(m, "weight", amount=0.3),
+}
+
+
+def parametrise(model: Any, way: str) -> Any:
+    torch.manual_seed(4)
+    for block in model.blocks:
+        PARAMETRISED[way](block.up)
+    PARAMETRISED[way](model.head)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@EACH_OVERLAP
+@pytest.mark.parametrize("way", PARAMETRISED)
+def test_parametrised_weights(disk: Path, way: str, overlap: str) -> None:
+    compare(disk, train, lambda: parametrise(net(), way), **overlapping(overlap))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("way", PARAMETRISED)
+def test_weights_that_are_parametrised_when_they_are_streamed(disk: Path, way: str) -> None:
+    def use(model: Any, optimizer: Any) -> list[Numbers]:
+        history = train(model, optimizer)
+        parametrise(model, way)
+        return [*history, *train(model, optimizer)]
+
+    compare(disk, use)
+
+
+def test_parametrizations_are_cached_and_removed(disk: Path) -> None:
+    def use(model: Any, optimizer: Any) -> list[Numbers]:
+        with parametrize.cached():
+            history = train(model, optimizer, 1)
+        for block in (*model.blocks, model):
+            layer = block.up if block is not model else model.head
+            parametrize.remove_parametrizations(layer, "weight")
+        return [*history, *train(model, optimizer)]
+
+    compare(disk, use, lambda: parametrise(net(), "symmetric"))
+
+
+# ---------------------------------------------------------------------- averages and vectors
+AVERAGES: dict[str, dict[str, Any]] = {
+    "equal": {},
+    "exponential": {"avg_fn": swa_utils.get_ema_avg_fn(0.9)},
+    "exponential, all at once": {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9)},
+}
+
+
+@pytest.mark.parametrize("average", AVERAGES)
+@EACH_OVERLAP
+def test_an_average_of_the_weights(disk: Path, average: str, overlap: str) -> None:
+    def use(model: Any, optimizer: Any) -> list[Numbers]:
+        averaged: Any = swa_utils.AveragedModel(model, **AVERAGES[average])
+        history = []
+        for number in range(4):
+            history.append(step(model, optimizer, number))
+            averaged.update_parameters(model)
+            with torch.no_grad():
+                history.append({"averaged": loss(averaged, number).clone()})
+        assert all(type(p) is nn.Parameter for p in averaged.parameters())
+        return [*history, weights(averaged)]
+
+    compare(disk, use, **overlapping(overlap))
+
+
+def test_an_average_by_hand(disk: Path) -> None:
+    def use(model: Any, optimizer: Any) -> list[Numbers]:
+        shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
+        history = []
+        for number in range(3):
+            history.append(step(model, optimizer, number))
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    shadow[name].lerp_(parameter, 0.1)
+        kept = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(shadow[name])
+        with torch.no_grad():
+            history.append({"averaged": loss(model).clone()})
+        for name, parameter in model.named_parameters():
+            parameter.data = kept[name]
+        return [*history, step(model, optimizer), shadow]
+
+    compare(disk, use)
+
+
+@EACH_OVERLAP
+def test_all_weights_as_a_vector(disk: Path, overlap: str) -> None:
+    def use(model: Any, optimizer: Any) -> list[Numbers]:
+        history = []
+        for number in range(3):
+            history.append(step(model, optimizer, number))
+            with torch.no_grad():
+                vector = nn.utils.parameters_to_vector(model.parameters())
+                history.append({"vector": vector.clone()})
+                nn.utils.vector_to_parameters(vector * 0.9, model.parameters())
+            del vector
+        return [*history, *train(model, optimizer)]
+
+    compare(disk, use, **overlapping(overlap))
+
+
+def test_slices_of_a_vector_that_have_each_their_version(disk: Path) -> None:
+    """One storage has all weights then, and each weight counts its changes for itself."""
+
+    def use(model: Any, optimizer: Any) -> list[Numbers]:
+        vector = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+        nn.utils.vector_to_parameters(vector, model.parameters())
+        with torch.no_grad():
+            for number, parameter in enumerate(model.parameters()):
+                for _ in range(number):
+                    parameter.mul_(0.99)
+        return [*train(model, optimizer), {"vector": vector}]
+
+    compare(disk, use)
+
+
+def test_a_vector_with_gradients(disk: Path) -> None:
+    def use(model: Any, optimizer: Any) -> list[Numbers]:
+        history = []
+        for number in range(3):
+            value = loss(model, number)
+            value = value + nn.utils.parameters_to_vector(model.parameters()).pow(2).sum()
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            history.append({"loss": value.detach().clone()})
+        return history
+
+    compare(disk, use)
+
+
+# ---------------------------------------------------------------------- gradients
+CLIPS: dict[str, Callable[[Any], Any]] = {
+    "norm": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.01),
+    "norm, one by one": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.01, foreach=False),
+    "value": lambda m: nn.utils.clip_grad_value_(m.parameters(), 1e-4),
+    "of the weights": lambda m: nn.utils.get_total_norm(list(m.parameters())),
+}
+
+
+@EACH_THAT_KEEPS_GRADIENTS
+@pytest.mark.parametrize("clip", CLIPS)
+def test_clipped_gradients(disk: Path, clip: str, overlap: str) -> None:
+    def use(model: Any, optimizer: Any) -> list[Numbers]:
+        history = []
+        for number in range(4):
+            value = loss(model, number)
+            value.backward()
+            norm = CLIPS[clip](model)
+            history.append({"loss": value.detach().clone(), **gradients(model)})
+            if norm is not None:
+                history.append({"norm": norm.detach().clone()})
+            optimizer.step()
+            optimizer.zero_grad()
+        return history
+
+    compare(disk, use, **overlapping(overlap))
+
+
+def descend(model: Any, slopes: Any) -> Numbers:
+    """A step of gradient descent; its gradients."""
+    with torch.no_grad():
+        for parameter, slope in zip(model.parameters(), slopes, strict=True):
+            parameter -= 0.1 * slope
+    return {str(number): slope.detach().clone() for number, slope in enumerate(slopes)}
+
+
+def test_gradients_as_values_of_a_function(disk: Path) -> None:
+    def use(model: Any, _: Any) -> list[Numbers]:
+        return [
+            descend(model, torch.autograd.grad(loss(model, n), list(model.parameters())))
+            for n in range(3)
+        ]
+
+    compare(disk, use, optimizer_of=None)
+
+
+def test_gradients_as_values_of_a_function_by_name(disk: Path) -> None:
+    def use(model: Any, _: Any) -> list[Numbers]:
+        slopes: Any = torch.autograd.grad(
+            loss(model), dict(model.named_parameters()), materialize_grads=True
+        )
+        return [{name: slope.clone() for name, slope in slopes.items()}]
+
+    compare(disk, use, optimizer_of=None)
+
+
+@pytest.mark.parametrize("how", ["grad", "inputs of backward"])
+def test_asking_for_gradients_brings_no_weights(disk: Path, how: str) -> None:
+    with streaming(disk) as engine:
+        model = net()
+        engine.attach(model)
+        assert engine._stream is not None
+        value = loss(model)
+        touches = engine._stream.touches
+        if how == "grad":
+            torch.autograd.grad(value, list(model.parameters()))
+        else:
+            value.backward(inputs=list(model.parameters()))
+        assert engine._stream.touches == touches
+        assert nearly_all_left(model)
+
+
+def test_a_backward_hook_sees_weights_whichever_gradients_are_asked_for(disk: Path) -> None:
+    def use(model: Any, _: Any) -> list[Numbers]:
+        seen: list[Numbers] = []
+
+        def look(module: Any, *gradients: Any) -> None:
+            seen.append({n: p.detach().norm().clone() for n, p in module.named_parameters()})
+
+        handles = [b.register_full_backward_hook(look) for b in (*model.blocks, model.head)]
+        model(noise(4, 8).requires_grad_()).sum().backward()
+        assert model.stem.weight.grad is not None
+        torch.autograd.grad(model(noise(4, 8).requires_grad_()).sum(), [model.stem.weight])
+        for handle in handles:
+            handle.remove()
+        assert len(seen) == 8
+        return seen
+
+    compare(disk, use, optimizer_of=None)
+
+
+@EACH_THAT_KEEPS_GRADIENTS
+def test_a_penalty_on_the_gradient_of_the_input(disk: Path, overlap: str) -> None:
+    def use(model: Any, optimizer: Any) -> list[Numbers]:
+        history = []
+        for number in range(3):
+            x = noise(4, 8, seed=number).requires_grad_()
+            (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+            value = (slope.norm(dim=1) - 1).pow(2).mean() + model(x.detach()).mean()
+            value.backward()
+            history.append({"loss": value.detach().clone(), **gradients(model)})
+            optimizer.step()
+            optimizer.zero_grad()
+        return history
+
+    compare(disk, use, **overlapping(overlap))
+
+
+@EACH_THAT_KEEPS_GRADIENTS
+def test_a_penalty_on_the_gradients_of_the_weights(disk: Path, overlap: str) -> None:
+    def use(model: Any, optimizer: Any) -> list[Numbers]:
+        history = []
+        for number in range(3):
+            value = loss(model, number)
+            slopes = torch.autograd.grad(value, list(model.parameters()), create_graph=True)
+            value = value + torch.stack([slope.pow(2).sum() for slope in slopes]).sum()
+            value.backward()
+            history.append({"loss": value.detach().clone(), **gradients(model)})
+            del value, slopes
+            optimizer.step()
+            optimizer.zero_grad()
+        return history
+
+    compare(disk, use, **overlapping(overlap))
+
+
+def test_sharpness_aware_minimisation(disk: Path) -> None:
+    """Two passes a step, with the weights moved in between and back again."""
+
+    def use(model: Any, optimizer: Any) -> list[Numbers]:
+        history = []
+        for number in range(3):
+            loss(model, number).backward()
+            moved_by = [0.05 * p.grad / (p.grad.norm() + 1e-6) for p in model.parameters()]
+            with torch.no_grad():
+                for parameter, distance in zip(model.parameters(), moved_by, strict=True):
+                    parameter.add_(distance)
+            optimizer.zero_grad()
+            value = loss(model, number)
+            value.backward()
+            with torch.no_grad():
+                for parameter, distance in zip(model.parameters(), moved_by, strict=True):
+                    parameter.sub_(distance)
+            optimizer.step()
+            optimizer.zero_grad()
+            history.append({"loss": value.detach().clone()})
+        return history
+
+    compare(disk, use, optimizer_of=adamw, **overlapping("off"))
+
+
+def test_second_order_optimizer_with_a_closure(disk: Path) -> None:
+    def use(model: Any, _: Any) -> list[Numbers]:
+        optimizer = torch.optim.LBFGS(
+            model.parameters(), max_iter=4, history_size=3, line_search_fn="strong_wolfe"
+        )
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            value = loss(model)
+            value.backward()
+            return value
+
+        return [{"loss": optimizer.step(closure).detach().clone()} for _ in range(2)]
+
+    compare(disk, use, optimizer_of=None)
+
+
+def test_an_own_optimizer_that_is_not_attached_lets_weights_go(disk: Path) -> None:
+    with streaming(disk) as engine:
+        model, plain = net(), net()
+        engine.attach(model)
+        for each in (model, plain):
+            optimizer = adamw(each)
+            for number in range(3):
+                value = loss(each, number) + 0.1 * sum(p.pow(2).sum() for p in each.parameters())
+                value.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                del value
+        with torch.no_grad():
+            for number in range(2):
+                loss(model, number)
+        assert nearly_all_left(model), "a penalty of long ago holds them"
+        assert_same_bits(weights(model), weights(plain))
