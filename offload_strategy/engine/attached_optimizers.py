@@ -1,4 +1,4 @@
-"""The optimizers of an engine whose states are swapped: checked, wrapped, let go."""
+"""The optimizers attached to an engine: checking, wrapping and releasing them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from offload_strategy.weights.parameter_registry import ParameterRegistry
 from offload_strategy.weights.weight_stream import WeightStream
 
 
-class SwappedOptimizers:
-    """What an engine does with optimizers; iterates over those that are wrapped and alive.
+class AttachedOptimizers:
+    """The optimizers of an engine; iterates over those that are wrapped and alive.
 
     Args:
-        resources: of the engine.
-        section: of its config.
-        registry: knows whose parameters are whose.
-        residence: where streamed weights live; None if they are not.
+        resources: the engine's open resources.
+        section: the ``optimizer`` section of the config.
+        registry: knows which parameters have an owner already.
+        residence: the stream of streamed weights, or None without ``parameters.enabled``.
     """
 
     def __init__(
@@ -57,22 +57,22 @@ class SwappedOptimizers:
 
     @property
     def state_bytes(self) -> int:
-        """Of all of them."""
+        """Bytes of the optimizer states of all attached optimizers."""
         return sum(optimizer.state_bytes for optimizer in self._wrapped)
 
     def note(self, model: nn.Module) -> None:
-        """A model was attached, whose ranks may share states."""
+        """Register an attached model whose ranks may shard optimizer states."""
         self._teams.note(model)
 
     def wrap(self, optimizer: Optimizer, is_last: Callable[[], bool]) -> Optimizer:
-        """Swap the states of an optimizer, if the config says so.
+        """Offload the states of an optimizer, if the config enables it.
 
         Args:
-            optimizer: a user's.
-            is_last: whether a step follows the backward pass that is under way.
+            optimizer: the user's optimizer.
+            is_last: returns whether a step follows the current backward pass.
 
         Raises:
-            ConfigError: it cannot be swapped, is attached already, or the tiers are too small.
+            ConfigError: it is not supported, is attached already, or the tiers are too small.
         """
         if isinstance(optimizer, OffloadedOptimizer):
             raise ConfigError("attach: this optimizer is attached already. Attach it once.")
@@ -107,36 +107,36 @@ class SwappedOptimizers:
         self._registry.claim_states(parameters, wrapped)
         self._wrapped.add(wrapped)
         self._guard(optimizer)
-        # Only now: what was refused has no say in what memory stays.
+        # Only an accepted optimizer may change how much idle memory is kept.
         self._expect(parameters, state_bytes, subgroups)
         return wrapped
 
     def unwrap(self, optimizer: OffloadedOptimizer) -> None:
-        """Give up the states of one, and all that it holds."""
+        """Release an optimizer's states and everything it holds."""
         optimizer.close()
         self._registry.release_states(optimizer.parameters(), optimizer)
         self._wrapped.discard(optimizer)
         self._unguard(optimizer.inner)
 
     def close(self) -> None:
-        """Give up the states of all of them. Idempotent."""
+        """Release all optimizers. Idempotent."""
         for optimizer in self:
             self.unwrap(optimizer)
         for inner in list(self._guards):
             self._unguard(inner)
 
     def _guard(self, inner: Optimizer) -> None:
-        """Have the user's own optimizer refuse to step beside the one that wraps it.
+        """Make the user's own optimizer refuse to step while the engine holds its states.
 
-        It would make states of its own in memory, or find gradients that were used up. This also
-        holds when whoever attached it has let go of what `attach` returned.
+        It would create new states in memory, or find gradients that were consumed. This holds even
+        after the optimizer that `attach` returned was freed.
         """
         self._unguard(inner)
         engine, own = weakref.ref(self), weakref.ref(inner)
 
         def refuse(optimizer: Optimizer, *_: object) -> None:
-            # The wrapping one runs these hooks, too, and calls them with itself; so does a class
-            # whose step() calls that of its base, on a shadow that has a subgroup.
+            # The wrapping optimizer runs these hooks with itself as argument, and so does a class
+            # whose step() calls its base class on the stand-in for one subgroup.
             if optimizer is own() and engine() is not None:
                 name = type(optimizer).__name__
                 raise OffloadError(
@@ -156,7 +156,7 @@ class SwappedOptimizers:
     def _subgroup_size(
         self, parameters: Sequence[nn.Parameter], state_bytes: int
     ) -> Callable[[int], int]:
-        """Parameters of a subgroup, given how many there are in all."""
+        """Return a function from the number of parameters to the parameters per subgroup."""
         size = self._section.subgroup_size
         if size != "auto":
             fixed = int(size)
@@ -174,10 +174,10 @@ class SwappedOptimizers:
         state_bytes: int,
         subgroup_size: Callable[[int], int],
     ) -> None:
-        """Tell the store that updates during backward need buffers of a subgroup's states in turns.
+        """Keep idle buffers for one subgroup's states, which updates during backward reuse.
 
-        Without that they are mapped and zeroed anew again and again, which takes longer than to
-        read into them.
+        Otherwise they are mapped and zeroed for every subgroup, which takes longer than reading
+        into them.
         """
         if self._section.overlap != "off":
             count = max(1, sum(local_part(p).numel() for p in parameters))
@@ -185,7 +185,7 @@ class SwappedOptimizers:
             self._resources.store.idle_may_exceed(state_bytes * size // count)
 
     def _check_room(self, parameters: Sequence[nn.Parameter], state_bytes: int) -> int:
-        """Bytes of the states that this rank has, once it is sure that the tiers take them."""
+        """Return this rank's bytes of states, after checking that the tiers have room for them."""
         section = self._section
         weights_bytes = sum(local_part(p).nbytes for p in parameters)
         team = self._teams.team_of(parameters)

@@ -1,4 +1,4 @@
-"""The figures of an engine, flat: what moved, how fast, who waited, what is held."""
+"""Metrics of an engine as one flat dictionary."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ logger = get_logger(__name__)
 
 
 class Metrics:
-    """Reads the figures of one engine, from now on.
+    """Reads the metrics of one engine.
 
     Args:
-        config: of the engine.
-        resources: likewise.
-        recorder: likewise.
+        config: the engine's config.
+        resources: the engine's open resources.
+        recorder: the record of all transfers and stalls.
     """
 
     def __init__(self, config: OffloadConfig, resources: Resources, recorder: Recorder) -> None:
@@ -34,7 +34,7 @@ class Metrics:
         self._resources = resources
         self._recorder = recorder
         self._started_at = time.perf_counter()
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def read(
         self,
@@ -42,15 +42,15 @@ class Metrics:
         activations: Mapping[str, float],
         optimizers: Sequence[Mapping[str, float]],
     ) -> dict[str, float]:
-        """The figures of this moment; see `OffloadEngine.metrics`.
+        """Return the current metrics; see `OffloadEngine.metrics`.
 
         Args:
-            device: that computes.
-            activations: figures of their own.
-            optimizers: likewise, of each.
+            device: the device that computes.
+            activations: metrics of activation offloading.
+            optimizers: metrics of each attached optimizer.
         """
         recorder, resources = self._recorder, self._resources
-        _ = resources.store.live_tickets  # takes notice of tickets that were dropped since
+        _ = resources.store.live_tickets  # also frees tickets that were garbage-collected
         metrics: dict[str, float] = {}
         for client in CLIENTS:
             prefix = f"offload/{client}"
@@ -80,16 +80,16 @@ class Metrics:
         metrics.update(self._endurance())
         return metrics
 
-    def warn_of_wear(self) -> None:
-        """Say once of each tier that this run has written much of what its drives are rated for."""
+    def warn_about_endurance(self) -> None:
+        """Warn once per tier when this run has written much of its drives' rated endurance."""
         for tier in self._config.tiers:
-            if tier.endurance_tbw is None or tier.name in self._told:
+            if tier.endurance_tbw is None or tier.name in self._warned:
                 continue
             written = self._recorder.tier_bytes(tier.name, Direction.WRITE)
             rated = tier.endurance_tbw * 1e12
             if written < tier.endurance_share * rated:
                 continue
-            self._told.add(tier.name)
+            self._warned.add(tier.name)
             elapsed = time.perf_counter() - self._started_at
             logger.warning(
                 "tier %s: this run has written %s in %.1f h, %.2g of the %.4g TB that its drives "
@@ -123,7 +123,7 @@ class Metrics:
 
 
 def _years(endurance_tbw: float, written: int, seconds: float) -> float:
-    """How long drives last that are written to at this rate."""
+    """Return the lifetime in years of drives that are written to at this rate."""
     return endurance_tbw * 1e12 / (written / seconds) / _SECONDS_PER_YEAR
 
 

@@ -1,4 +1,4 @@
-"""The weights of an engine's models: made, loaded, streamed, saved, given back."""
+"""The weights of attached models: building, loading, streaming, saving, restoring."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from offload_strategy.weights.weight_stream import WeightStream
 
 logger = get_logger(__name__)
 
-#: Weights come back at the end if they take no more than this share of the memory that is free.
+#: Weights are restored at close if they take at most this share of the free memory.
 _RESTORED_SHARE = 0.8
 
 
 class ModelWeights:
-    """What an engine does with weights; without ``parameters.enabled`` they stay where they are.
+    """The weights of an engine's models; without ``parameters.enabled`` they stay in memory.
 
     Args:
-        resources: of the engine.
-        section: of its config.
-        is_block: says of a module, by its name, whether it is a block.
+        resources: the engine's open resources.
+        section: the ``parameters`` section of the config.
+        is_block: returns for a module and its name whether it is a block.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class ModelWeights:
 
     # ------------------------------------------------------------------ models
     def expect(self, model: nn.Module, device: torch.device) -> None:
-        """A model will be attached: there must be room for it, and values in it.
+        """Check the room for a model that will be attached, and materialize its meta parameters.
 
         Args:
-            model: with some parameters on the meta device, maybe.
-            device: where those are to be.
+            model: may have parameters on the meta device.
+            device: the device for those.
 
         Raises:
-            ConfigError: the tiers are too small, or something cannot be filled.
+            ConfigError: the tiers are too small, or a parameter cannot be initialized.
         """
         if self.stream is not None:
             self._check_room("attach", self.stream.bytes_to_come(model))
@@ -75,8 +75,8 @@ class ModelWeights:
         elif any(p.is_meta for p in model.parameters()):
             raise ConfigError(
                 f"attach: parameters of this {type(model).__name__} are on the meta device. Load "
-                f"them first (engine.load_weights(model, directory)), materialise them "
-                f"(model.to_empty(device=...)), or have them streamed (parameters.enabled: true)."
+                f"them first (engine.load_weights(model, directory)), materialize them "
+                f"(model.to_empty(device=...)), or stream them (parameters.enabled: true)."
             )
 
     def _check_room(self, doing: str, nbytes: int) -> None:
@@ -128,14 +128,14 @@ class ModelWeights:
         self, model: nn.Module, directory: str | os.PathLike[str], shard_bytes: int
     ) -> list[Path]:
         """See `OffloadEngine.save_weights`."""
-        read = _as_it_is if self.stream is None else self.stream.read
+        read = _unchanged if self.stream is None else self.stream.read
         return save_shards(named_tensors(model), Path(directory), shard_bytes, read)
 
     def plan(self, states_share: float, *, updates: bool) -> StepPlan:
         """See `OffloadEngine.plan`.
 
         Args:
-            states_share: bytes of optimizer states for each byte of a weight that is trained.
+            states_share: bytes of optimizer states per byte of trained weights.
             updates: whether updates run during backward.
         """
         if self.stream is None:
@@ -149,12 +149,12 @@ class ModelWeights:
         )
 
     def blocks(self) -> list[int]:
-        """Bytes of each block, in the order in which they compute."""
+        """Return the bytes of each block, in the order in which they compute."""
         assert self.stream is not None
         return [block.nbytes for block, backward in self.stream.turns() if not backward]
 
     def process_bytes(self) -> int:
-        """Host memory that the process has beside buffers, while nothing moves."""
+        """Return the host memory of the process without buffers, while nothing moves."""
         self._resources.store.wait_for_writes()
         self._resources.store.trim()
         buffers = self._resources.pool.usage().held_bytes
@@ -162,7 +162,7 @@ class ModelWeights:
 
     # ------------------------------------------------------------------ life
     def close(self) -> None:
-        """Bring streamed weights back, if they fit."""
+        """Restore streamed weights in memory, if they fit."""
         stream = self.stream
         if stream is None:
             return
@@ -170,8 +170,8 @@ class ModelWeights:
         fits = missing < _RESTORED_SHARE * free
         if not fits:
             logger.warning(
-                "close: %s of weights are on tiers and would not fit into the %s of memory that "
-                "are free; they are given up, and the model's parameters are NaN from now on.",
+                "close: %s of weights are on tiers and do not fit in the %s of free memory; they "
+                "are discarded, and the model's parameters are NaN from now on.",
                 format_size(missing),
                 format_size(free),
             )
@@ -179,5 +179,5 @@ class ModelWeights:
 
 
 @contextmanager
-def _as_it_is(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def _unchanged(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     yield tensor.detach()

@@ -1,4 +1,4 @@
-"""The engine: what the three lines of the public contract do."""
+"""`OffloadEngine`: attaching models and optimizers, micro-batch hints, closing."""
 
 from __future__ import annotations
 
@@ -21,24 +21,19 @@ from offload_strategy.activations.planned_budget import MemoryLimit
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload, Packed
 from offload_strategy.config import ConfigSource, OffloadConfig
 from offload_strategy.engine import profile_run as dry_run
-from offload_strategy.engine.attached_optimizers import SwappedOptimizers
-from offload_strategy.engine.memory_prediction import predict_memory
+from offload_strategy.engine.attached_optimizers import AttachedOptimizers
 from offload_strategy.engine.metrics import Metrics
 from offload_strategy.engine.model_weights import ModelWeights
+from offload_strategy.engine.reports import EngineReports
 from offload_strategy.engine.resources import Resources
-from offload_strategy.engine.step_log import StepLog, follow_step
-from offload_strategy.engine.step_profiler import profile_step
+from offload_strategy.engine.step_log import StepLog
 from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.host_memory.peak_memory import PeakMeter
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from offload_strategy.optimizer.ranks.data_parallel_group import check_parallel, local_processes
-from offload_strategy.plan_runtime.host_memory_prediction import MemoryForecast
-from offload_strategy.plan_runtime.predicted_and_measured import FollowUp
-from offload_strategy.plan_runtime.profile import Profile
 from offload_strategy.plan_runtime.space_requirements import spare_memory_advice
-from offload_strategy.plan_runtime.weight_schedule import StepPlan
-from offload_strategy.telemetry import Recorder, get_logger, write_trace
+from offload_strategy.telemetry import Recorder, get_logger
 from offload_strategy.torch_support.weak_callbacks import weakly
 from offload_strategy.units import MiB
 from offload_strategy.weights.checkpoint_loading import LoadedWeights
@@ -46,23 +41,23 @@ from offload_strategy.weights.parameter_registry import ParameterRegistry
 
 logger = get_logger(__name__)
 
-#: Forward passes between looks at how much was written.
-_LOOK_EVERY = 32
+#: Forward passes between two checks of how much was written to each drive.
+_ENDURANCE_CHECK_INTERVAL = 32
 
 
-class OffloadEngine:
-    """Moves activations and optimizer states of attached models to tiers, while they train.
+class OffloadEngine(EngineReports):
+    """Offloads activations, optimizer states and weights of attached models while they train.
 
-    Use it as a context manager, or call `close`; an engine that is forgotten closes itself when it
-    is collected and when the process ends, and leaves nothing on disk either way.
+    Use it as a context manager, or call `close`. An engine that is not closed closes itself when it
+    is garbage-collected and when the process ends; nothing is left on disk either way.
 
     Args:
         config: an `OffloadConfig`, a mapping, a path to YAML or JSON, JSON text, a preset's name,
             or None for ``$SSD_OFFLOAD_CONFIG`` and else the defaults.
-        is_block: with ``parameters.enabled`` says of a module, by its name, whether its weights
-            come and go together; None to find layers that repeat.
-        processes: that train on this machine with this config; the capacities of tiers are for all
-            of them together. None for as many as torchrun started.
+        is_block: with ``parameters.enabled``, returns for a module and its name whether it is a
+            block whose weights are loaded and freed together; None to use the repeated layers.
+        processes: number of training processes on this machine that share the tiers' capacities;
+            None for the number that torchrun started.
 
     Raises:
         ConfigError: the config is wrong, or a tier's directory cannot be used.
@@ -78,8 +73,8 @@ class OffloadEngine:
         self.config = OffloadConfig.load(config)
         self._limit = MemoryLimit.configured(self.config.planning)
         self._recorder = Recorder()
-        among = local_processes() if processes is None else processes
-        self._resources = Resources.open(self.config.divided(among), self._recorder, among)
+        processes = local_processes() if processes is None else processes
+        self._resources = Resources.open(self.config.divided(processes), self._recorder, processes)
         self._finalizer = weakref.finalize(self, self._resources.close)
         self._registry = ParameterRegistry()
         self._weights = ModelWeights(self._resources, self.config.parameters, is_block)
@@ -88,7 +83,7 @@ class OffloadEngine:
         if self._stream is not None and self._activations is not None:
             self._stream.saving = self._activations.saving_weights
         self._hooks: dict[int, tuple[weakref.ref[nn.Module], ForwardHooks]] = {}
-        self._optimizers = SwappedOptimizers(
+        self._optimizers = AttachedOptimizers(
             self._resources, self.config.optimizer, self._registry, self._stream
         )
         self._last_microbatch = True
@@ -126,22 +121,23 @@ class OffloadEngine:
         *,
         device: torch.device | None = None,
     ) -> Optimizer | None:
-        """Hook a model in place, and wrap its optimizer.
+        """Hook a model in place and wrap its optimizer.
 
         Args:
-            model: its saved tensors are offloaded (``activations.enabled``). May be given again
-                with another optimizer. None to swap an optimizer's states only.
-            optimizer: one that updates every parameter by itself, as most of `torch.optim` do;
-                its states are swapped (``optimizer.enabled``). None to offload activations only.
-            device: where parameters are to be that are on the meta device; None for where the
-                others are, else torch's default.
+            model: the model whose saved tensors are offloaded (``activations.enabled``). It may be
+                passed again with another optimizer. None offloads only an optimizer's states.
+            optimizer: an optimizer that updates every parameter independently, as most of
+                `torch.optim` do; its states are offloaded (``optimizer.enabled``). None offloads
+                activations only.
+            device: the device for parameters that are on the meta device; None for the device of
+                the other parameters, else torch's default device.
 
         Returns:
-            The optimizer to use from now on, or None if none was given.
+            The optimizer to use from now on, or None if none was passed.
 
         Raises:
-            ConfigError: model or parameters are attached already; there are no parameters; the
-                optimizer cannot be swapped; the tiers are too small for its states.
+            ConfigError: the model or the parameters are attached already, there are no parameters,
+                the optimizer is not supported, or the tiers are too small for its states.
             OffloadError: the engine is closed.
         """
         self._check_open()
@@ -167,7 +163,7 @@ class OffloadEngine:
             wrapped.register_step_post_hook(lambda *_: stream.start_over())
         try:
             if model is not None:
-                self._hook(model, again_is_fine=optimizer is not None)
+                self._hook(model, may_be_attached=optimizer is not None)
         except BaseException:
             if isinstance(wrapped, OffloadedOptimizer):
                 self._optimizers.unwrap(wrapped)
@@ -175,11 +171,11 @@ class OffloadEngine:
         self._log.follow(wrapped)
         return wrapped
 
-    def _hook(self, model: nn.Module, *, again_is_fine: bool) -> None:
-        # Ids of models that died are given to others.
+    def _hook(self, model: nn.Module, *, may_be_attached: bool) -> None:
+        # The id of a model that was freed may be reused by another one.
         for known in [key for key, (alive, _) in self._hooks.items() if alive() is None]:
             del self._hooks[known]
-        if again_is_fine and id(model) in self._hooks:
+        if may_be_attached and id(model) in self._hooks:
             return
         if self.config.activations.enabled:
             refuse_checkpoints_that_offload(model)
@@ -205,7 +201,7 @@ class OffloadEngine:
                 self._limit.meter = PeakMeter(first.device)
 
     def detach_model(self, model: nn.Module) -> None:
-        """Take the hooks off a model again; what left already comes back for its backward."""
+        """Remove the hooks from a model; what is offloaded is still loaded for its backward."""
         entry = self._hooks.pop(id(model), None)
         if entry is not None:
             entry[1].remove()
@@ -216,14 +212,14 @@ class OffloadEngine:
         self._registry.remove_module(model)
 
     def save_weights_by(self, save: Callable[[torch.Tensor], Packed | None]) -> None:
-        """Have autograd hold something else in place of weights that it saves.
+        """Replace saved weights by handles of a framework that partitions weights itself.
 
-        For frameworks that take weights apart between forward and backward, as DeepSpeed's ZeRO-3
-        does: only they know where the bytes are when backward needs them.
+        DeepSpeed's ZeRO-3 frees gathered weights between forward and backward, so only DeepSpeed
+        knows where the bytes are when backward needs them.
 
         Args:
-            save: given what autograd saves, returns what it shall hold instead; None for a tensor
-                that is no weight.
+            save: returns for a tensor that autograd saves the handle to keep instead, or None for
+                a tensor that is not a weight.
 
         Raises:
             ConfigError: weights are streamed by this engine.
@@ -231,7 +227,7 @@ class OffloadEngine:
         self._check_open()
         if self._stream is not None:
             raise ConfigError(
-                "save_weights_by: the weights are streamed by this engine, and have one owner. Set "
+                "save_weights_by: this engine streams the weights already. Set "
                 "parameters.enabled: false."
             )
         if self._activations is not None:
@@ -239,10 +235,10 @@ class OffloadEngine:
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Make a model inside that need not fit: its weights leave as soon as others are made.
+        """Build a model that need not fit in memory: finished weights are offloaded meanwhile.
 
-        With ``parameters.enabled``; without it, a model is made as ever. The weights are those of
-        a plain build, to the last bit.
+        The weights are bit-identical to those of a plain build. Without ``parameters.enabled`` the
+        context does nothing.
         """
         self._check_open()
         with self._weights.building():
@@ -256,26 +252,26 @@ class OffloadEngine:
         adopt: bool = False,
         strict: bool = True,
     ) -> LoadedWeights:
-        """Load a model from safetensors, a few tensors in memory at a time.
+        """Load a model from safetensors with a few tensors in memory at a time.
 
-        Names are those of the model's state_dict. The model may be attached or not; what it has on
-        the meta device is made, so that nothing need fit that is streamed.
+        Names are those of the model's state_dict. The model may be attached or not; parameters on
+        the meta device are materialized, so streamed weights need not fit in memory.
 
         Args:
-            model: to load into.
-            source: a file of safetensors, or a directory with one, or with shards and their index.
-            adopt: leave the bytes of streamed weights in these files and read them from there, as
-                long as they are not updated. The files must not be written to meanwhile; they may
-                be renamed or unlinked.
-            strict: names that are missing here or there are errors, as in `load_state_dict`.
+            model: the model to load into.
+            source: a safetensors file, or a directory with one file or with shards and an index.
+            adopt: keep the bytes of streamed weights in these files and read them from there until
+                they are updated. The files must not be modified meanwhile; they may be renamed or
+                unlinked.
+            strict: missing and unexpected names are errors, as in `load_state_dict`.
 
         Returns:
             Missing and unexpected names.
 
         Raises:
-            ConfigError: the files, or the names or shapes in them, are not the model's; safetensors
-                are not installed. Nothing was changed.
-            StorageError: a file cannot be read; the model has some of its values.
+            ConfigError: names or shapes in the files do not match the model, or safetensors is not
+                installed. Nothing was changed.
+            StorageError: a file cannot be read; the model has been loaded partly.
         """
         self._check_open()
         return self._weights.load(model, source, _device_for(model), adopt=adopt, strict=strict)
@@ -283,115 +279,30 @@ class OffloadEngine:
     def save_weights(
         self, model: nn.Module, directory: str | os.PathLike[str], shard_bytes: int = 256 * MiB
     ) -> list[Path]:
-        """Save a model as safetensors, without ever having more than a shard of it in memory.
+        """Save a model as safetensors with at most one shard of it in memory.
 
-        Transformers' `from_pretrained` takes the directory as it is (with the `config.json` of its
-        own). A file is replaced when the new one is on the disk.
+        Transformers' `from_pretrained` reads the directory (together with its own `config.json`).
+        An existing file is replaced once the new one is on disk.
 
         Args:
-            model: attached or not.
-            directory: is made if it is not there.
-            shard_bytes: of one file at most, unless one tensor is larger.
+            model: the model to save, attached or not.
+            directory: the target directory; it is created if it does not exist.
+            shard_bytes: maximum size of a file in bytes, unless one tensor is larger.
 
         Returns:
-            The files with tensors.
+            The files that hold tensors.
 
         Raises:
-            ConfigError: safetensors are not installed.
+            ConfigError: safetensors is not installed.
             StorageError: a file cannot be written.
         """
         self._check_open()
         return self._weights.save(model, directory, shard_bytes)
 
-    def plan(self) -> StepPlan:
-        """What one step moves of streamed weights and states, block by block; print it.
-
-        In the order of the last step; before there was one, in that of the model's modules.
-
-        Raises:
-            ConfigError: weights are not streamed.
-        """
-        self._check_open()
-        trained = sum(
-            p.nbytes for optimizer in self._optimizers for p in optimizer.parameters()
-            if p.requires_grad
-        )  # fmt: skip
-        share = self._optimizers.state_bytes / trained if trained else 0.0
-        return self._weights.plan(share, updates=self.config.optimizer.overlap != "off")
-
-    def profile(self) -> Profile:
-        """What the last step saved, used and left idle, and when; and when it updated what.
-
-        For `planning.plan_lifetimes`, for `planning.simulation.replay`, or as a file (its `save`)
-        for ``ssd-offload plan --profile``. Time in which training waited is left out.
-
-        Raises:
-            ConfigError: nothing was trained yet, or activations are not offloaded.
-        """
-        self._check_open()
-        found = None
-        if self._activations is not None:
-            shared = self._device.type == "cpu"
-            found = profile_step(self._activations, list(self._optimizers), shared_cores=shared)
-        if found is None:
-            raise ConfigError(
-                "profile: no pass was seen whose backward is over. Train a step first, with "
-                "activations.enabled: true."
-            )
-        return found
-
-    def follow_up(self) -> FollowUp:
-        """A step as it was foretold beside the step as it was, part by part; print it.
-
-        Foretold is what a replay says of the last step's profile, on paths as they were known when
-        the engine was made (from earlier runs, or a probe). Observed is the middle one of the last
-        five steps. Its `save` writes a file for ``ssd-offload report``.
-
-        Raises:
-            ConfigError: fewer than four steps were trained, or activations are not offloaded.
-        """
-        profile, found = self.profile(), None
-        if self._activations is not None:
-            optimizers = list(self._optimizers)
-            found = follow_step(profile, self._activations, optimizers, self._resources, self._log)
-        if found is None:
-            raise ConfigError(
-                "follow_up: too few steps were seen. Train four at least, and more for figures "
-                "that mean something."
-            )
-        return found
-
-    def predict_memory(
-        self, model: nn.Module, optimizer: Optimizer, *inputs: Any, **named_inputs: Any
-    ) -> MemoryForecast:
-        """How much host memory a step of streamed training takes at most, before the first one.
-
-        The step is gone through without data; nothing is computed or moved.
-
-        Args:
-            model: attached.
-            optimizer: as `attach` returned it.
-            inputs: of the model's forward, with the shapes and dtypes of a step's; what it returns
-                must be, or have, a loss.
-            named_inputs: likewise.
-
-        Raises:
-            ConfigError: weights are not streamed; the model cannot be gone through without values.
-        """
-        self._check_open()
-        if self._stream is None or id(model) not in self._hooks:
-            raise ConfigError(
-                "predict_memory: the model's weights are not streamed. Attach it to an engine with "
-                "parameters.enabled: true first."
-            )
-        return predict_memory(
-            self.config, self._weights, self._device, model, optimizer, inputs, named_inputs
-        )
-
     # ------------------------------------------------------------------ the loop
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Offload what autograd saves inside: for work outside of `model.forward`, like a loss."""
+        """Offload tensors saved in this context, such as those of a loss outside `forward`."""
         if self._activations is None or self.closed or not torch.is_grad_enabled():
             yield
             return
@@ -399,12 +310,12 @@ class OffloadEngine:
             yield
 
     def microbatch(self, index: int, *, last: bool) -> None:
-        """Hint, before a micro-batch's forward.
+        """Announce a micro-batch before its forward pass.
 
         Args:
-            index: number of the micro-batch within its step, from 0.
-            last: whether `optimizer.step()` follows its backward. Without hints every backward is
-                taken for the last; that is never wrong, but work may be done twice.
+            index: index of the micro-batch within its step, from 0.
+            last: whether `optimizer.step()` follows its backward. Without this hint every backward
+                is treated as the last one: results are the same, but work may be done twice.
         """
         if index < 0:
             raise ConfigError(f"microbatch: index must be 0 or more, got {index}")
@@ -422,11 +333,11 @@ class OffloadEngine:
         self._forwards += 1
         if self._forwards == 2:
             self._advise()
-        if self._forwards % _LOOK_EVERY == 0:
-            self._metrics.warn_of_wear()
+        if self._forwards % _ENDURANCE_CHECK_INTERVAL == 0:
+            self._metrics.warn_about_endurance()
 
     def _advise(self) -> None:
-        """After one whole step, say so if all of this was not needed."""
+        """After the first step, log it if everything would have fit in memory."""
         moved = sum(
             self._recorder.client_bytes("activations", verb) for verb in ("written", "forwarded")
         )
@@ -439,25 +350,6 @@ class OffloadEngine:
         if advice is not None:
             logger.info(advice)
 
-    # ------------------------------------------------------------------ metrics
-    def metrics(self) -> dict[str, float]:
-        """Figures of this moment, flat; bytes, seconds, GB/s (1e9 bytes per second) and shares.
-
-        `offload/endurance/projected_years` is NaN while no tier has a rating
-        (``tiers[].endurance_tbw``) or nothing was written.
-        """
-        activations = {} if self._activations is None else self._activations.figures()
-        optimizers = [optimizer.figures() for optimizer in self._optimizers]
-        return self._metrics.read(self._device, activations, optimizers)
-
-    def export_trace(self, file: str | os.PathLike[str]) -> None:
-        """Write the latest moves and waits as a trace for Perfetto or chrome://tracing.
-
-        Args:
-            file: to write; JSON.
-        """
-        write_trace(file, list(self._recorder.moves), list(self._recorder.stalls))
-
     # ------------------------------------------------------------------ life
     @property
     def closed(self) -> bool:
@@ -465,9 +357,9 @@ class OffloadEngine:
         return not self._finalizer.alive
 
     def close(self) -> None:
-        """Detach every hook, end the threads, give all memory and disk space back. Idempotent.
+        """Remove every hook, end the threads, and free all memory and disk space. Idempotent.
 
-        Optimizer states are gone after this: take `optimizer.state_dict()` before it.
+        Optimizer states are lost: save `optimizer.state_dict()` before.
         """
         if self._activations is not None:
             self._activations.enabled = False
@@ -496,12 +388,15 @@ class OffloadEngine:
     ) -> None:
         self.close()
 
+    def _is_attached(self, model: nn.Module) -> bool:
+        return id(model) in self._hooks
+
     def _check_open(self) -> None:
         if self.closed:
-            raise OffloadError("this offload engine is closed; make a new one.")
+            raise OffloadError("this offload engine is closed; create a new one.")
         if os.getpid() != self._resources.pid:
             raise OffloadError(
-                "a forked process cannot use its parent's offload engine. Make an engine in the "
+                "a forked process cannot use its parent's offload engine. Create an engine in the "
                 "process that trains."
             )
 
@@ -527,7 +422,7 @@ class OffloadEngine:
 
 
 def _device_for(model: nn.Module) -> torch.device:
-    """Where parameters are to be that are on the meta device: with the others, or the default."""
+    """Return the device for parameters on the meta device."""
     for parameter in model.parameters():
         if not parameter.is_meta:
             return parameter.device

@@ -1,4 +1,4 @@
-"""What an engine opens, and must give back: spaces, backends, queues, the pool and the store."""
+"""What an engine opens and must close: regions, backends, queues, the pool and the store."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from offload_strategy.store.tiers import HostTier, PathTier, Quota, Tier
 from offload_strategy.telemetry import CLIENTS, Recorder
 from offload_strategy.units import MiB, format_size
 
-#: As `io.block_size`, for files that are read where they are.
+#: Block size in bytes for reads of external files.
 _FILE_BLOCK_BYTES = 32 * MiB
 
 
 class _OpenFiles:
-    """Files that are only read, each once, by threads of their own.
+    """External files that are opened once each and read by a backend of their own.
 
     Args:
-        recorder: notes what is read.
+        recorder: records the reads.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -46,10 +46,10 @@ class _OpenFiles:
         self._queues: dict[Path, PathQueue] = {}
 
     def queue(self, file: Path) -> PathQueue:
-        """What reads a file.
+        """Return the queue that reads a file.
 
         Raises:
-            ConfigError: it cannot be opened.
+            ConfigError: the file cannot be opened.
         """
         if file not in self._queues:
             if self._backend is None:
@@ -59,7 +59,7 @@ class _OpenFiles:
         return self._queues[file]
 
     def close(self) -> None:
-        """Close them; nothing may be under way."""
+        """Close all files; no read may be in flight."""
         for queue in self._queues.values():
             queue.close()
         if self._backend is not None:
@@ -72,11 +72,11 @@ class _OpenFiles:
 
 @dataclass
 class Resources:
-    """What must be given back, in order; holds no reference to the engine."""
+    """Everything that must be closed, in order; holds no reference to the engine."""
 
     store: TensorStore
     pool: BufferPool
-    #: Of the pool's memory what dram tiers do not have.
+    #: Bytes of the pool that do not belong to dram tiers.
     pinned_bytes: int
     host_tiers: dict[str, HostTier] = field(default_factory=dict)
     queues: dict[str, list[PathQueue]] = field(default_factory=dict)
@@ -84,30 +84,30 @@ class Resources:
     backends: list[Backend] = field(default_factory=list)
     regions: list[Region] = field(default_factory=list)
     turns: list[PathLock] = field(default_factory=list)
-    #: On paths that other machines use too.
+    #: Directories of this process on paths that other machines share.
     folders: list[Path] = field(default_factory=list)
     clients: dict[Client, list[Tier]] = field(default_factory=dict)
-    #: Where new weights wait for `step()`: they are read again within the step.
+    #: Tier for new weights that wait for `step()`.
     waiting_room: list[Tier] = field(default_factory=list)
     paths: dict[Client, list[Path]] = field(default_factory=dict)
     pid: int = field(default_factory=os.getpid)
-    #: What earlier runs, or a probe, found out about the paths, and what this run adds to it.
+    #: Bandwidth of the paths from earlier runs or a probe, updated by this run.
     known: KnownPaths = field(default_factory=lambda: KnownPaths(1))
-    #: Files of somebody else's whose bytes are read where they are.
+    #: External files whose bytes are read in place.
     _files: list[_OpenFiles] = field(default_factory=list)
     _recorder: Recorder = field(default_factory=Recorder)
 
     @classmethod
     def open(cls, config: OffloadConfig, recorder: Recorder, processes: int = 1) -> Resources:
-        """Open the tiers that an enabled section uses.
+        """Open the tiers that enabled sections use.
 
         Args:
-            config: of this process: with its part of every capacity.
-            recorder: notes every move.
-            processes: that use the tiers together.
+            config: the config of this process, with its share of every capacity.
+            recorder: records every transfer.
+            processes: number of processes that share the tiers.
 
         Raises:
-            ConfigError: a tier cannot be used, or is too small for its capacity.
+            ConfigError: a tier cannot be used, or its disk is smaller than its capacity.
         """
         wanted = {
             cast("Client", client): config.tiers_for(cast("Client", client))
@@ -117,7 +117,7 @@ class Resources:
         used = {tier.name for tiers in wanted.values() for tier in tiers}
         tiers = [tier for tier in config.tiers if tier.name in used]
         host = sum(tier.capacity or 0 for tier in tiers if tier.kind == "dram")
-        # Tickets of a device that stay in a dram tier lie in buffers, too.
+        # Tickets from a device that stay in a dram tier are held in buffers too.
         pool = BufferPool(config.memory.pinned + host)
         store = TensorStore(pool, recorder, write_behind=config.memory.pinned)
         resources = cls(
@@ -149,11 +149,11 @@ class Resources:
         return resources
 
     def scratch_directories(self, client: Client) -> list[Path]:
-        """Where files of a client may lie that have no place in its tiers, best first."""
+        """Return directories for a client's temporary files outside its tiers, best first."""
         return scratch_directories(self.paths.get(client, []))
 
     def tier_used_bytes(self) -> dict[str, int]:
-        """Bytes in use by the name of the configured tier."""
+        """Return the bytes in use per configured tier."""
         used = {name: tier.used_bytes for name, tier in self.host_tiers.items()}
         for region in self.regions:
             used[region.tier] = used.get(region.tier, 0) + region.used_bytes
@@ -161,10 +161,10 @@ class Resources:
 
     @contextmanager
     def files(self, *, keep: bool) -> Iterator[Callable[[Path], PathQueue]]:
-        """Queues that read files of somebody else's.
+        """Yield a function that returns the queue that reads an external file.
 
         Args:
-            keep: they stay open until `close`; else they are closed behind the context.
+            keep: keep the files open until `close`; otherwise they are closed with the context.
         """
         files = _OpenFiles(self._recorder)
         try:
@@ -178,9 +178,9 @@ class Resources:
             files.close()
 
     def close(self) -> None:
-        """Give everything back. Idempotent; does nothing in a forked child."""
+        """Close everything. Idempotent; does nothing in a forked child."""
         if os.getpid() != self.pid:
-            return  # threads and files are the parent's
+            return  # threads and files belong to the parent
         self.store.close()
         for queue in itertools.chain.from_iterable(self.queues.values()):
             queue.close()
@@ -193,7 +193,7 @@ class Resources:
         for region in self.regions:
             region.close()
         for folder in self.folders:
-            with contextlib.suppress(OSError):  # somebody else has put something there
+            with contextlib.suppress(OSError):  # another process has put a file there
                 folder.rmdir()
         self.pool.close()
         self.known.end()
@@ -244,7 +244,7 @@ class Resources:
             self.quotas.update(dict.fromkeys(queues, quota))
 
     def _tiers_of(self, tiers: list[TierConfig]) -> list[Tier]:
-        """The tiers of a client: ssd tiers that follow each other work as one."""
+        """Return the tiers of a client; consecutive ssd tiers work as one."""
         found: list[Tier] = []
         for kind, group in itertools.groupby(tiers, key=lambda tier: tier.kind):
             names = [tier.name for tier in group]
@@ -256,7 +256,7 @@ class Resources:
         return found
 
     def _measure(self) -> None:
-        """A short probe of each path that is not known, where work must be dealt to several."""
+        """Probe unknown paths briefly where a tier must divide its bytes over several paths."""
         together = {
             queue
             for tiers in self.clients.values()

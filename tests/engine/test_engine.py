@@ -349,7 +349,7 @@ def test_the_last_step_can_be_profiled(disk: Path, tmp_path: Path) -> None:
     with OffloadEngine(settings(disk, optimizer={"enabled": False})) as engine:
         net = model()
         engine.attach(net)
-        with pytest.raises(ConfigError, match="profile: no pass was seen"):
+        with pytest.raises(ConfigError, match="profile: no backward pass has finished"):
             engine.profile()
         train(engine, net, AdamW(net.parameters()))
         profile = engine.profile()
@@ -426,7 +426,7 @@ def test_a_closed_engine_says_so(disk: Path) -> None:
     net = model()
     optimizer = engine.attach(net, AdamW(net.parameters()))
     engine.close()
-    with pytest.raises(OffloadError, match="engine is closed; make a new one"):
+    with pytest.raises(OffloadError, match="engine is closed; create a new one"):
         engine.attach(model())
     with pytest.raises(OffloadError, match="closed"):
         optimizer.step()
