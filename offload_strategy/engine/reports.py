@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload
 from offload_strategy.config import OffloadConfig
-from offload_strategy.engine.attached_optimizers import SwappedOptimizers
+from offload_strategy.engine.attached_optimizers import AttachedOptimizers
 from offload_strategy.engine.memory_prediction import predict_memory
 from offload_strategy.engine.metrics import Metrics
 from offload_strategy.engine.model_weights import ModelWeights
@@ -35,7 +35,7 @@ class EngineReports(ABC):
     _recorder: Recorder
     _weights: ModelWeights
     _activations: ActivationOffload | None
-    _optimizers: SwappedOptimizers
+    _optimizers: AttachedOptimizers
     _metrics: Metrics
     _log: StepLog
     _device: torch.device
