@@ -40,8 +40,8 @@ class PacedBackend(PosixBackend):
         super().move(request)
         self._spend(request.write, request.nbytes)
 
-    def moved_together(self, requests: Sequence[BlockRequest]) -> bool:
-        moved = super().moved_together(requests)
+    def move_adjacent(self, requests: Sequence[BlockRequest]) -> bool:
+        moved = super().move_adjacent(requests)
         if moved:
             self._spend(requests[0].write, sum(request.nbytes for request in requests))
         return moved

@@ -24,8 +24,7 @@ import torch
 from benchmarks.disks import loop_disk
 from benchmarks.faults.subject import BEFORE, STEPS, Outcome, observed, settings, train
 from offload_strategy import OffloadEngine
-from offload_strategy.io.queues.path_lock import PathLock
-from offload_strategy.io.queues.path_lock_holder import TurnKeeper
+from offload_strategy.io.queues.path_lock import PathLock, PathLockHolder
 from offload_strategy.units import MiB
 
 #: What a process does: train to its end, stop between two steps, or stop when it has the turn.
@@ -63,11 +62,11 @@ def killed(place: Path) -> Outcome:
                     outcome.weights = f"of another process: {came_out}"
                 other.wait(_ANSWER_SECONDS)
             outcome.whole_steps = STEPS
-        turns = PathLock(disk.directory)
-        if turns.others():
+        lock = PathLock(disk.directory)
+        if lock.others():
             outcome.left.append("the name of a process that uses the path")
-        turns.acquire()
-        turns.close()
+        lock.acquire()
+        lock.close()
     return outcome
 
 
@@ -110,7 +109,7 @@ def _main(directory: Path, mode: str) -> None:
         engine = OffloadEngine(settings(directory))
         sys.stdin.readline()
         if mode == HOLDS:
-            mock.patch.object(TurnKeeper, "grant", partial(_stop, HOLDS)).start()
+            mock.patch.object(PathLockHolder, "acquired", partial(_stop, HOLDS)).start()
         happen = {(1, BEFORE): lambda engine: _stop(PAUSES)} if mode == PAUSES else None
         train(engine, outcome, happen)
     came_out = {

@@ -155,14 +155,14 @@ Actions = dict[str, Callable[..., dict[str, Any]]]
 
 @contextlib.contextmanager
 def ours(
-    directory: str, count: int, nbytes: int, ahead: int = 4, taking_turns: bool = False
+    directory: str, count: int, nbytes: int, ahead: int = 4, with_path_lock: bool = False
 ) -> Iterator[Actions]:
     """This package: tickets written with `put`, read with `prefetch` and `get`."""
     from benchmarks.io.ours import OurStore
 
     budget = (count + ahead + 1) * nbytes
     with OurStore(
-        [Path(directory)], budget=budget, capacity=2 * count * nbytes, taking_turns=taking_turns
+        [Path(directory)], budget=budget, capacity=2 * count * nbytes, with_path_lock=with_path_lock
     ) as store:
         sources = store.buffers(count, nbytes)
         tickets = store.write(sources)

@@ -34,7 +34,7 @@ class OurStore:
         budget: bytes of host buffers.
         write_behind: bytes that may wait to be written.
         capacity: bytes of each path, or None for what is free.
-        taking_turns: whether processes that share a path lock it.
+        with_path_lock: whether reads take the path lock, which processes share.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class OurStore:
         budget: int = 4 * GiB,
         write_behind: int = 4 * GiB,
         capacity: int | None = None,
-        taking_turns: bool = False,
+        with_path_lock: bool = False,
     ) -> None:
         io = OffloadConfig().io
         self._undo = ExitStack()
@@ -57,19 +57,20 @@ class OurStore:
             for directory in directories:
                 region = Region(directory, "disk", capacity, direct=True)
                 undo.callback(region.close)
-                turns = PathLock(region.path) if taking_turns else None
-                if turns is not None:
-                    undo.callback(turns.close)
+                path_lock = PathLock(region.path) if with_path_lock else None
+                if path_lock is not None:
+                    undo.callback(path_lock.close)
                 backend = create_backend(
                     io.backend, threads=io.threads_to_use(), block_size=io.block_size
                 )
                 undo.callback(backend.close)
-                queue = PathQueue(region, backend, self.recorder, turns=turns)
+                queue = PathQueue(region, backend, self.recorder, path_lock=path_lock)
                 undo.callback(queue.close)
                 queues.append(queue)
                 if len(directories) > 1:
                     measured = probe(region, backend)
-                    queue.bandwidth.seed(read=measured.read, write=measured.write)
+                    rates = {str(way): one.rate for way, one in measured.items()}
+                    queue.bandwidth.seed(**rates)
             self.tier = PathTier("disk", queues)
             undo.callback(self.store.close)
             self._undo = undo.pop_all()

@@ -76,7 +76,7 @@ def _on_path(
                         count=_TICKETS,
                         nbytes=TICKET_BYTES,
                         ahead=1,
-                        taking_turns=kind == _IN_TURNS,
+                        with_path_lock=kind == _IN_TURNS,
                     )
                 )
                 for _ in range(_PROCESSES)

@@ -66,7 +66,7 @@ class _NoTurns:
     """Nobody knows of other processes on a path."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        setattr(PathLock, "others", lambda turns: 0)  # noqa: B010
+        setattr(PathLock, "others", lambda lock: 0)  # noqa: B010
 
     def attached(self, engine: OffloadEngine) -> None:
         """See `Part`."""

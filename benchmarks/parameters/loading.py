@@ -75,7 +75,7 @@ def loading(job: LoadJob, directory: Path, rounds: int, say: Callable[[str], Non
             files = sorted(shards.glob("*.safetensors"))
             found.path.append(sum(read_and_write(files, directory)))
             path = bandwidth(directory)
-            found.probed.append(nbytes / path.read + nbytes / path.write)
+            found.probed.append(sum(nbytes / rate.rate for rate in path.values()))
             for phase in (COPY, ADOPT):
                 _forget_cached(shards)
                 last = number == rounds - 1

@@ -17,7 +17,8 @@ from typing import Any
 from benchmarks.memory_group import memory_group
 from benchmarks.parameters.job import Job
 from offload_strategy.io.backends.protocol import create_backend
-from offload_strategy.io.bandwidth.probe import PathBandwidth, probe
+from offload_strategy.io.bandwidth.history import Rates
+from offload_strategy.io.bandwidth.probe import probe
 from offload_strategy.io.regions.region import Region
 from offload_strategy.units import GiB, MiB, format_size
 
@@ -148,7 +149,7 @@ def last_words(text: str) -> str:
     return lines[-1][:_MOST_CHARACTERS] if lines else ""
 
 
-def bandwidth(directory: Path) -> PathBandwidth:
+def bandwidth(directory: Path) -> Rates:
     """What a path gives now.
 
     Args:

@@ -20,7 +20,8 @@ from benchmarks.io.results import Result, Skipped
 from benchmarks.memory_group import why_not
 from benchmarks.parameters.job import Job
 from benchmarks.parameters.running import bandwidth, run
-from offload_strategy.io.bandwidth.probe import PathBandwidth
+from offload_strategy.io.bandwidth.history import Rates
+from offload_strategy.telemetry import Direction
 from offload_strategy.units import GiB, format_size
 
 #: Of the bound, in the median of all steps but the first.
@@ -90,7 +91,7 @@ def training(
     ]
 
 
-def _table(steps: list[dict[str, Any]], compute: float, path: PathBandwidth) -> list[float]:
+def _table(steps: list[dict[str, Any]], compute: float, path: Rates) -> list[float]:
     """Print a row a step; the least seconds that each can take.
 
     Args:
@@ -98,15 +99,16 @@ def _table(steps: list[dict[str, Any]], compute: float, path: PathBandwidth) -> 
         compute: seconds of computing alone.
         path: what it reads and writes.
     """
+    read, write = path[Direction.READ].rate, path[Direction.WRITE].rate
     print(
-        f"\ncomputing alone {compute:.2f} s a step; the path reads {path.read / 1e9:.2f} and "
-        f"writes {path.write / 1e9:.2f} GB/s\n\n"
+        f"\ncomputing alone {compute:.2f} s a step; the path reads {read / 1e9:.2f} and "
+        f"writes {write / 1e9:.2f} GB/s\n\n"
         "| step | loss | s | compute | read | write | stall | read GiB | written GiB | of bound |\n"
         "|---|---|---|---|---|---|---|---|---|---|"
     )
     bounds = []
     for step in steps:
-        reading, writing = step["read_bytes"] / path.read, step["written_bytes"] / path.write
+        reading, writing = step["read_bytes"] / read, step["written_bytes"] / write
         bounds.append(max(compute, reading + writing))
         stall = sum(value for name, value in step.items() if name.endswith("_stall"))
         print(

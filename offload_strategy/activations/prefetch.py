@@ -189,7 +189,7 @@ class Prefetcher:
             if ahead and ahead + ticket.nbytes > limit:
                 return ahead, False
             begun = not item.still_to_load
-            along = 0 < begun_now <= together - ticket.nbytes and ticket.entry.calm
+            along = 0 < begun_now <= together - ticket.nbytes and ticket.entry.one_block_at_a_time
             if ahead and not (begun or along) and occasion is not None and plan.due is not None:
                 seconds = self._speed.seconds(loading + ticket.nbytes)
                 if seconds is not None and plan.due[later] - self._with_margin(seconds) > occasion:

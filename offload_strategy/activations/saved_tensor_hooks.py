@@ -352,7 +352,7 @@ class ActivationOffload:
             self._tiers,
             next_use=next_use,
             whole_pages=True,
-            calm=payload.device.type == "cpu",
+            one_block_at_a_time=payload.device.type == "cpu",
         )
         slot.storage.entry = slot.ticket.entry
         slot.payload = None

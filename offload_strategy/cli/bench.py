@@ -20,8 +20,11 @@ from offload_strategy.cli.mounts import file_system_of
 from offload_strategy.config import OffloadConfig
 from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.io.backends.protocol import Backend, create_backend
-from offload_strategy.io.bandwidth.probe import MOST_BYTES, PathBandwidth, probe, write_latencies
+from offload_strategy.io.bandwidth.estimator import round_trip_rate
+from offload_strategy.io.bandwidth.history import Rates
+from offload_strategy.io.bandwidth.probe import MAX_BYTES, probe, write_latencies
 from offload_strategy.io.regions.region import Region
+from offload_strategy.telemetry import Direction
 from offload_strategy.units import PAGE_BYTES, MiB, format_size, parse_size
 
 #: Size of the writes whose latency is measured: a small tensor of a training step.
@@ -39,9 +42,9 @@ class _Result:
     path: str
     file_system: str = "unknown"
     direct: bool = False
-    bandwidth: PathBandwidth | None = None
+    rates: Rates = field(default_factory=dict)
     latencies: list[float] = field(default_factory=list)
-    sweep: list[tuple[int, int, PathBandwidth]] = field(default_factory=list)
+    sweep: list[tuple[int, int, Rates]] = field(default_factory=list)
     share: float = 0.0
     error: str | None = None
 
@@ -69,7 +72,7 @@ def add_parser(commands: Any) -> None:
     bench.add_argument(
         "--size",
         type=_size,
-        default=MOST_BYTES,
+        default=MAX_BYTES,
         help="bytes of a path to use, a quarter of what is free at most (default: 1GiB)",
     )
     bench.add_argument("--threads", type=_count, help="as io.threads of the config")
@@ -151,7 +154,7 @@ def _measure(result: _Result, options: argparse.Namespace, bar: _Bar, part: int)
             result.file_system = system.kind
         result.direct = region.direct
         with _backend(options.backend, options.threads, options.block_size) as backend:
-            result.bandwidth = probe(
+            result.rates = probe(
                 region,
                 backend,
                 seconds=options.seconds,
@@ -187,11 +190,15 @@ def _backend(name: str, threads: int, block_size: int) -> Iterator[Backend]:
 
 def _share(results: Sequence[_Result]) -> None:
     """Deal as a tier does: in proportion to the rate of a round trip on each path."""
-    measured = [result for result in results if result.bandwidth is not None]
-    total = sum(result.bandwidth.round_trip for result in measured if result.bandwidth is not None)
+    measured = [result for result in results if result.rates]
+    total = sum(_round_trip(result) for result in measured)
     for result in measured:
-        assert result.bandwidth is not None
-        result.share = result.bandwidth.round_trip / total
+        result.share = _round_trip(result) / total
+
+
+def _round_trip(result: _Result) -> float:
+    rates = result.rates
+    return round_trip_rate(rates[Direction.READ].rate, rates[Direction.WRITE].rate)
 
 
 # ---------------------------------------------------------------------------- showing
@@ -205,15 +212,15 @@ def _print_tables(results: Sequence[_Result], options: argparse.Namespace) -> No
         ("path", "on", "I/O", "write GB/s", "read GB/s", "2 MiB write, ms: median", "99 %", "share")
     ]
     for result in results:
-        if result.bandwidth is None or not result.latencies:
+        if not result.latencies:
             continue
         rows.append(
             (
                 result.path,
                 result.file_system,
                 "direct" if result.direct else "buffered",
-                f"{result.bandwidth.write / 1e9:.2f}",
-                f"{result.bandwidth.read / 1e9:.2f}",
+                f"{result.rates[Direction.WRITE].rate / 1e9:.2f}",
+                f"{result.rates[Direction.READ].rate / 1e9:.2f}",
                 f"{statistics.median(result.latencies) * 1e3:.2f}",
                 f"{_percentile(result.latencies, 0.99) * 1e3:.2f}",
                 f"{result.share:.0%}",
@@ -231,9 +238,10 @@ def _print_tables(results: Sequence[_Result], options: argparse.Namespace) -> No
             print(_table(_sweep_rows(result.sweep), left=1))
 
 
-def _sweep_rows(sweep: Sequence[tuple[int, int, PathBandwidth]]) -> list[tuple[str, ...]]:
+def _sweep_rows(sweep: Sequence[tuple[int, int, Rates]]) -> list[tuple[str, ...]]:
     cells = {
-        (threads, block): f"{found.write / 1e9:.2f} / {found.read / 1e9:.2f}"
+        (threads, block): f"{found[Direction.WRITE].rate / 1e9:.2f} / "
+        f"{found[Direction.READ].rate / 1e9:.2f}"
         for threads, block, found in sweep
     }
     blocks = sorted({block for _, block in cells})
@@ -267,16 +275,16 @@ def _as_json(results: Sequence[_Result], options: argparse.Namespace) -> dict[st
 
 
 def _path_as_json(result: _Result) -> dict[str, Any]:
-    if result.bandwidth is None or not result.latencies:
+    if not result.latencies:
         return {"path": result.path, "error": result.error}
     return {
         "path": result.path,
         "file_system": result.file_system,
         "direct": result.direct,
-        "write_bytes_per_second": result.bandwidth.write,
-        "read_bytes_per_second": result.bandwidth.read,
-        "written_bytes": result.bandwidth.written_bytes,
-        "read_bytes": result.bandwidth.read_bytes,
+        "write_bytes_per_second": result.rates[Direction.WRITE].rate,
+        "read_bytes_per_second": result.rates[Direction.READ].rate,
+        "written_bytes": result.rates[Direction.WRITE].nbytes,
+        "read_bytes": result.rates[Direction.READ].nbytes,
         "write_latency": {
             "bytes": _LATENCY_BYTES,
             "count": len(result.latencies),
@@ -288,8 +296,8 @@ def _path_as_json(result: _Result) -> dict[str, Any]:
             {
                 "threads": threads,
                 "block_size": block,
-                "write_bytes_per_second": found.write,
-                "read_bytes_per_second": found.read,
+                "write_bytes_per_second": found[Direction.WRITE].rate,
+                "read_bytes_per_second": found[Direction.READ].rate,
             }
             for threads, block, found in result.sweep
         ],

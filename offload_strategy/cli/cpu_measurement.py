@@ -26,6 +26,7 @@ from offload_strategy.io.regions.region import Region
 from offload_strategy.planner.hardware import Drive, Drives
 from offload_strategy.planner.search.cores import Cores
 from offload_strategy.planner.transformer_shape import TransformerShape
+from offload_strategy.telemetry import Direction
 from offload_strategy.units import MiB
 
 #: Wider products are no faster, longer sequences need no less memory.
@@ -90,7 +91,8 @@ def measured_path(directory: Path) -> Drives:
             found = probe(region, backend, seconds=_PROBE_SECONDS)
         finally:
             backend.close()
-        return path_of(found.read, found.write, region.free_bytes, f"measured on {directory}")
+        read, write = found[Direction.READ].rate, found[Direction.WRITE].rate
+        return path_of(read, write, region.free_bytes, f"measured on {directory}")
 
 
 def path_of(read: float, write: float, capacity: int, source: str) -> Drives:

@@ -8,7 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from offload_strategy.io.bandwidth.history import Figures, PathIdentity, cache_directory, recall_all
+from offload_strategy.io.bandwidth.history import (
+    PathIdentity,
+    Rates,
+    cache_directory,
+    load_all_rates,
+)
 from offload_strategy.plan_runtime.predicted_and_measured import FollowUp
 from offload_strategy.units import format_size
 
@@ -32,15 +37,15 @@ def _run(options: argparse.Namespace) -> None:
         found = FollowUp.load(options.file)
         print(json.dumps(found.as_dict(), indent=2) if options.json else found)
         return
-    kept = recall_all()
+    kept = load_all_rates()
     print(json.dumps([_as_dict(*one) for one in kept], indent=2) if options.json else _text(kept))
 
 
-def _as_dict(of: PathIdentity, figures: Figures) -> dict[str, Any]:
+def _as_dict(of: PathIdentity, figures: Rates) -> dict[str, Any]:
     return asdict(of) | {str(way): asdict(figure) for way, figure in figures.items()}
 
 
-def _text(kept: list[tuple[PathIdentity, Figures]]) -> str:
+def _text(kept: list[tuple[PathIdentity, Rates]]) -> str:
     folder = cache_directory()
     if folder is None:
         return "Nothing is kept of paths: $SSD_OFFLOAD_CACHE is empty, or there is no place for it."

@@ -16,7 +16,7 @@ from offload_strategy.config import Client, OffloadConfig, TierConfig
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.io.backends.protocol import Backend, create_backend
-from offload_strategy.io.bandwidth.path_rates import KnownPaths
+from offload_strategy.io.bandwidth.measured_paths import MeasuredPaths
 from offload_strategy.io.queues.checksums import Checksum, create_checksum
 from offload_strategy.io.queues.path_lock import PathLock
 from offload_strategy.io.queues.path_queue import PathQueue
@@ -83,7 +83,7 @@ class Resources:
     quotas: dict[PathQueue, Quota] = field(default_factory=dict)
     backends: list[Backend] = field(default_factory=list)
     regions: list[Region] = field(default_factory=list)
-    turns: list[PathLock] = field(default_factory=list)
+    path_locks: list[PathLock] = field(default_factory=list)
     #: Directories of this process on paths that other machines share.
     folders: list[Path] = field(default_factory=list)
     clients: dict[Client, list[Tier]] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class Resources:
     paths: dict[Client, list[Path]] = field(default_factory=dict)
     pid: int = field(default_factory=os.getpid)
     #: Bandwidth of the paths from earlier runs or a probe, updated by this run.
-    known: KnownPaths = field(default_factory=lambda: KnownPaths(1))
+    measured_paths: MeasuredPaths = field(default_factory=lambda: MeasuredPaths(1))
     #: External files whose bytes are read in place.
     _files: list[_OpenFiles] = field(default_factory=list)
     _recorder: Recorder = field(default_factory=Recorder)
@@ -121,7 +121,11 @@ class Resources:
         pool = BufferPool(config.memory.pinned + host)
         store = TensorStore(pool, recorder, write_behind=config.memory.pinned)
         resources = cls(
-            store, pool, config.memory.pinned, known=KnownPaths(processes), _recorder=recorder
+            store,
+            pool,
+            config.memory.pinned,
+            measured_paths=MeasuredPaths(processes),
+            _recorder=recorder,
         )
         check_capacities(
             [
@@ -188,15 +192,15 @@ class Resources:
             files.close()
         for backend in self.backends:
             backend.close()
-        for turns in self.turns:
-            turns.close()
+        for path_lock in self.path_locks:
+            path_lock.close()
         for region in self.regions:
             region.close()
         for folder in self.folders:
             with contextlib.suppress(OSError):  # another process has put a file there
                 folder.rmdir()
         self.pool.close()
-        self.known.end()
+        self.measured_paths.save()
 
     def _open_paths(
         self,
@@ -225,10 +229,10 @@ class Resources:
                 block_size=config.io.block_size,
             )
             self.backends.append(backend)
-            turns = PathLock(region.path)
-            self.turns.append(turns)
-            queue = PathQueue(region, backend, recorder, turns=turns, checksum=checksum)
-            self.known.begin(queue, place)
+            path_lock = PathLock(region.path)
+            self.path_locks.append(path_lock)
+            queue = PathQueue(region, backend, recorder, path_lock=path_lock, checksum=checksum)
+            self.measured_paths.add(queue, place)
             queues.append(queue)
         if several and tier.capacity is not None:
             room = sum(
@@ -265,4 +269,4 @@ class Resources:
             for queue in tier.queues
         }
         for queue in sorted(together, key=lambda queue: str(queue.path)):
-            self.known.measure(queue)
+            self.measured_paths.probe(queue)

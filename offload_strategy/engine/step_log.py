@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload
 from offload_strategy.engine.resources import Resources
-from offload_strategy.io.bandwidth.path_rates import PathStanding
+from offload_strategy.io.bandwidth.measured_paths import RateComparison
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from offload_strategy.plan_runtime.predicted_and_measured import (
@@ -200,7 +200,7 @@ def follow_step(
         profile,
         predicted,
         observed,
-        [_path(standing) for standing in resources.known.standings()],
+        [_path(comparison) for comparison in resources.measured_paths.comparisons()],
         remarks=remarks,
         about={"passes_in_a_step": passes},
     )
@@ -235,7 +235,7 @@ def _rates_before(resources: Resources, profile: Profile) -> tuple[PathRates, bo
     seen = profile.paths[0]
     rates = {Direction.READ: seen.read, Direction.WRITE: seen.write}
     for direction in Direction:
-        found = [resources.known.rate_before(queue, direction) for queue in queues]
+        found = [resources.measured_paths.expected(queue, direction) for queue in queues]
         some = [rate for rate in found if rate]
         known = known and len(some) == len(found)
         if some:
@@ -266,8 +266,8 @@ def _host_tiers(tiers: Sequence[Tier]) -> list[HostTier]:
     return found
 
 
-def _path(standing: PathStanding) -> PathFollowUp:
-    before, observed = standing.before, standing.observed
+def _path(comparison: RateComparison) -> PathFollowUp:
+    before, observed = comparison.expected, comparison.observed
     if before is None:
         origin = "nothing was known of it"
     elif before.source == "probe":
@@ -277,11 +277,11 @@ def _path(standing: PathStanding) -> PathFollowUp:
     over = (
         "was too rarely busy to tell"
         if observed is None
-        else f"seen over {format_size(standing.sustained.nbytes)}"
+        else f"seen over {format_size(observed.nbytes)}"
     )
     return PathFollowUp(
-        f"{standing.path} {standing.direction}",
+        f"{comparison.path} {comparison.direction}",
         None if before is None else before.rate,
-        observed,
+        None if observed is None else observed.rate,
         f"{origin}; {over}",
     )

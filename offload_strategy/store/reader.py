@@ -8,7 +8,8 @@ from functools import partial
 
 import torch
 
-from offload_strategy.io.queues.moves import Move, MoveState, Priority
+from offload_strategy.io.queues.moves import Move
+from offload_strategy.io.queues.request_queue import MoveState, Priority
 from offload_strategy.io.regions.external_file import ExternalFile
 from offload_strategy.store import error_messages as reports
 from offload_strategy.store.buffer_supply import BufferSupply
@@ -74,7 +75,7 @@ class Reader:
             StorageError: it failed.
         """
         begin = time.perf_counter()
-        move.hurry()
+        move.raise_priority()
         self.wait(entry, move)
         self._recorder.stalled(entry.client, begin, reading=True)
         if move.state is MoveState.FAILED:
@@ -84,7 +85,7 @@ class Reader:
         """Wait until a move is over; says so when a path does not answer."""
         begin = time.perf_counter()
         patience = reports.PATIENCE_SECONDS
-        move.help()
+        move.run_queued()
         while not move.ended.wait(patience):
             reports.still_waiting(entry, move, time.perf_counter() - begin)
             patience *= 2
@@ -129,7 +130,7 @@ class Reader:
                     nbytes=entry.begin + entry.nbytes,
                     priority=priority,
                     keep_alive=memory,
-                    calm=entry.calm,
+                    one_block_at_a_time=entry.one_block_at_a_time,
                     whole_pages=whole_pages,
                     on_end=partial(on_end, entry),
                 )

@@ -10,8 +10,9 @@ import torch
 
 from offload_strategy.errors import OffloadError
 from offload_strategy.host_memory.pool import BufferPool
-from offload_strategy.io.queues.moves import Priority, Stripe
+from offload_strategy.io.queues.moves import Stripe
 from offload_strategy.io.queues.path_queue import PathQueue
+from offload_strategy.io.queues.request_queue import Priority
 from offload_strategy.io.regions.external_file import ExternalFile
 from offload_strategy.store import error_messages as reports
 from offload_strategy.store.buffer_supply import POLL_SECONDS, BufferSupply
@@ -68,7 +69,7 @@ class TensorStore:
         *,
         next_use: float | None = None,
         whole_pages: bool = False,
-        calm: bool = False,
+        one_block_at_a_time: bool = False,
         instead_of: Ticket | None = None,
     ) -> Ticket:
         """Give bytes to the store: they stay in the first tier if it has room, else they leave.
@@ -82,8 +83,8 @@ class TensorStore:
                 leave nor leaves for them.
             whole_pages: write the payload with what lies around it in its pages, where direct I/O
                 would else need a copy. `read_into` then cannot do without one.
-            calm: move it one block at a time while nobody waits for it: threads that move bytes
-                take cores away from a host that computes.
+            one_block_at_a_time: while nobody waits for it, as threads that move bytes take cores
+                from a host that computes.
             instead_of: a ticket of one of these tiers that will be freed, or this one in its place:
                 what is in host memory stays there, and the tier holds both for that long.
 
@@ -100,7 +101,7 @@ class TensorStore:
         with UninterruptedSection():
             replaced = None if instead_of is None else instead_of.entry
             entry = self._writer.place(
-                payload, client, tiers, next_use, whole_pages, calm, replaced
+                payload, client, tiers, next_use, whole_pages, one_block_at_a_time, replaced
             )
             move = entry.move
             ticket = self._ledger.ticket(entry)
@@ -347,7 +348,7 @@ class TensorStore:
             for move in moves:
                 if move is not None and move.direction is Direction.WRITE:
                     if len(moves) == 1:
-                        move.help()
+                        move.run_queued()
                     move.ended.wait(10 * POLL_SECONDS)
         self._ledger.let_go()
         self._check_usable()

@@ -44,7 +44,6 @@ class Entry:
 
     __slots__ = (
         "begin",
-        "calm",
         "client",
         "copied",
         "device",
@@ -53,6 +52,7 @@ class Entry:
         "move",
         "nbytes",
         "next_use",
+        "one_block_at_a_time",
         "payload",
         "reference",
         "source",
@@ -95,8 +95,8 @@ class Entry:
         self.load_times: tuple[float, float] | None = None
         #: Whether what lies around the payload in its pages may be written along.
         self.whole_pages = False
-        #: Whether it moves one block at a time; see `Move`.
-        self.calm = False
+        #: See `Move`.
+        self.one_block_at_a_time = False
         #: Under which the ledger knows the ticket.
         self.reference = 0
 

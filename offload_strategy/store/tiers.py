@@ -146,7 +146,7 @@ class PathTier:
     @property
     def device_memory(self) -> bool:
         """Whether all paths read and write device memory themselves."""
-        return all(getattr(queue.backend, "device_memory", False) for queue in self.queues)
+        return all(queue.backend.device_memory for queue in self.queues)
 
     @property
     def checks(self) -> bool:

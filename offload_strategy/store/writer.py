@@ -9,7 +9,8 @@ from functools import partial
 import torch
 
 from offload_strategy.errors import OffloadError
-from offload_strategy.io.queues.moves import Move, MoveState, Priority
+from offload_strategy.io.queues.moves import Move
+from offload_strategy.io.queues.request_queue import MoveState, Priority
 from offload_strategy.store import error_messages as reports
 from offload_strategy.store.buffer_supply import POLL_SECONDS, BufferSupply
 from offload_strategy.store.device_copies import DeviceCopies
@@ -87,7 +88,7 @@ class Writer:
         tiers: Sequence[Tier],
         next_use: float | None,
         whole_pages: bool,
-        calm: bool,
+        one_block_at_a_time: bool,
         replaced: Entry | None = None,
     ) -> Entry:
         """Give bytes a place; an entry whose `move` is set has yet to be submitted.
@@ -106,7 +107,7 @@ class Writer:
             return entry
         for position, tier in enumerate(tiers):
             entry = Entry(client, nbytes, payload.device, tier, next_use)
-            entry.whole_pages, entry.calm = whole_pages, calm
+            entry.whole_pages, entry.one_block_at_a_time = whole_pages, one_block_at_a_time
             if isinstance(tier, HostTier):
                 entry.lower = [t for t in tiers[position + 1 :] if isinstance(t, PathTier)]
                 heir = replaced is not None and replaced.tier is tier
@@ -206,7 +207,7 @@ class Writer:
             priority=Priority.WRITE_BACK,
             keep_alive=memory,
             before=before,
-            calm=entry.calm,
+            one_block_at_a_time=entry.one_block_at_a_time,
             on_end=partial(self._ended, entry),
         )
         entry.state, entry.move = TicketState.WRITING, move

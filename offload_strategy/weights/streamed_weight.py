@@ -256,7 +256,7 @@ class StreamedWeight:
                 _CLIENT,
                 self._tiers,
                 whole_pages=True,
-                calm=self.device.type == "cpu",
+                one_block_at_a_time=self.device.type == "cpu",
             )
             if self._ticket is not None:
                 self._store.free(self._ticket)

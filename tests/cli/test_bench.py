@@ -17,8 +17,9 @@ import pytest
 
 from offload_strategy.cli import main
 from offload_strategy.cli.bench import _percentile, _Result, _share
-from offload_strategy.io.bandwidth.probe import PathBandwidth
-from tests.io.loop_disk import loop_disk, slow_disk
+from offload_strategy.io.bandwidth.history import MeasuredRate
+from offload_strategy.telemetry import Direction
+from tests.io.loop_devices import loop_device, slow_disk
 
 QUICK = ["--seconds", "0.1", "--size", "16MiB", "--threads", "2"]
 MBps = 1_000_000
@@ -93,7 +94,10 @@ def test_a_sweep_tries_threads_and_block_sizes(
 def test_paths_get_their_share_by_the_rate_of_a_round_trip() -> None:
     results = [_Result("a"), _Result("b"), _Result("c", error="broken")]
     for result, read, write in zip(results, (3e9, 2e9), (6e9, 1e9), strict=False):
-        result.bandwidth = PathBandwidth(read, write, 1, 1, 1, 1)
+        result.rates = {
+            Direction.READ: MeasuredRate(read, "probe", 1),
+            Direction.WRITE: MeasuredRate(write, "probe", 1),
+        }
     _share(results)
     assert [result.share for result in results] == pytest.approx([0.75, 0.25, 0])
 
@@ -118,16 +122,17 @@ def test_two_paths_of_different_speed(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_block_device_is_measured_unless_something_is_on_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with loop_disk(tmp_path / "empty", 64 << 20, mounted=False) as disk:
-        assert main(["bench", str(disk.device), *QUICK]) == 0
+    with loop_device(tmp_path / "empty.img", 64 << 20) as device:
+        assert main(["bench", str(device), *QUICK]) == 0
         assert "block device" in capsys.readouterr().out
-    with loop_disk(tmp_path / "full", 64 << 20, mounted=False) as disk:
-        subprocess.run(["mkfs.ext4", "-q", str(disk.device)], check=True)
-        before = disk.file.read_bytes()
-        assert main(["bench", str(disk.device), *QUICK]) == 1
+    file = tmp_path / "full.img"
+    with loop_device(file, 64 << 20) as device:
+        subprocess.run(["mkfs.ext4", "-q", str(device)], check=True)
+        before = file.read_bytes()
+        assert main(["bench", str(device), *QUICK]) == 1
         assert "ext4" in capsys.readouterr().err
-        assert disk.file.read_bytes() == before
-        assert main(["bench", str(disk.device), "--overwrite", *QUICK]) == 0
+        assert file.read_bytes() == before
+        assert main(["bench", str(device), "--overwrite", *QUICK]) == 0
 
 
 def test_a_path_that_fails_does_not_hide_the_others(

@@ -22,7 +22,7 @@ from offload_strategy.cli.path_checks import (
 from offload_strategy.config import OffloadConfig
 from offload_strategy.host_memory.memory_limits import memory_cgroup_limit
 from offload_strategy.units import GiB, MiB
-from tests.io.loop_disk import loop_disk
+from tests.io.loop_devices import loop_device, loop_disk
 
 OK, WARNING, PROBLEM = Status.OK, Status.WARNING, Status.PROBLEM
 
@@ -363,7 +363,6 @@ def test_file_systems(system: FileSystem | None, status: Status, word: str) -> N
 
 def test_two_paths_on_one_file_system_are_worth_a_warning(disk: Path, tmp_path: Path) -> None:
     with loop_disk(tmp_path / "other", 16 * MiB) as other:
-        assert other.directory is not None
         assert check_devices([disk, other.directory]) == []
         (found,) = check_devices([disk, tmp_path, other.directory])
     assert found.status is WARNING
@@ -371,10 +370,10 @@ def test_two_paths_on_one_file_system_are_worth_a_warning(disk: Path, tmp_path: 
 
 
 def test_a_block_device_is_ok_when_it_is_empty_and_a_problem_when_it_is_not(tmp_path: Path) -> None:
-    with loop_disk(tmp_path / "empty", 16 * MiB, mounted=False) as disk:
-        found = by_name(check_path(disk.device, "raw"))
+    with loop_device(tmp_path / "empty.img", 16 * MiB) as device:
+        found = by_name(check_path(device, "raw"))
         assert {check.status for check in found.values()} == {OK}
-        assert f"{disk.device}: device" in found
+        assert f"{device}: device" in found
     with loop_disk(tmp_path / "used", 16 * MiB) as disk:
         (used,) = check_path(disk.device, "raw")
         assert used.status is PROBLEM
@@ -382,7 +381,6 @@ def test_a_block_device_is_ok_when_it_is_empty_and_a_problem_when_it_is_not(tmp_
 
 def test_a_read_only_file_system_is_a_problem(tmp_path: Path) -> None:
     with loop_disk(tmp_path, 16 * MiB) as disk:
-        assert disk.directory is not None
         status = os.system(f"mount -o remount,ro {disk.directory}")
         assert status == 0
         found = check_path(disk.directory, "nvme")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from offload_strategy.cli.mounts import FileSystem, file_system_of, find_mount, is_rotational
-from tests.io.loop_disk import loop_disk
+from tests.io.loop_devices import loop_disk
 
 TABLE = r"""
 22 27 0:21 / /proc rw,relatime - proc proc rw
@@ -50,7 +50,6 @@ def test_network_file_systems_are_known() -> None:
 
 def test_a_real_mount_is_found_through_a_symbolic_link(tmp_path: Path) -> None:
     with loop_disk(tmp_path, 16 << 20) as disk:
-        assert disk.directory is not None
         link = tmp_path / "link"
         link.symlink_to(disk.directory)
         found = file_system_of(link)

@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 from offload_strategy.cli import main
-from offload_strategy.io.bandwidth.history import CACHE_VARIABLE, Figure, PathIdentity, keep
+from offload_strategy.io.bandwidth.history import (
+    CACHE_VARIABLE,
+    MeasuredRate,
+    PathIdentity,
+    save_rates,
+)
 from offload_strategy.plan_runtime.predicted_and_measured import FollowUp, Part
 from offload_strategy.telemetry import Direction
 
@@ -47,11 +52,11 @@ def test_without_a_file_it_prints_what_is_known_of_paths(
     assert f"Nothing is known of any path yet. It will be kept in {cache}." in (
         capsys.readouterr().out
     )
-    keep(
+    save_rates(
         PathIdentity("node7", "/mnt/nvme0", 1, 4, "PosixBackend", 4),
         {
-            Direction.READ: Figure(3.25e9, "observed", 2**40, 7, "2026-01-02T03:04:05+00:00"),
-            Direction.WRITE: Figure(1.5e9, "probe", 2**30),
+            Direction.READ: MeasuredRate(3.25e9, "observed", 2**40, 7, "2026-01-02T03:04:05+00:00"),
+            Direction.WRITE: MeasuredRate(1.5e9, "probe", 2**30),
         },
     )
     assert main(["report"]) == 0

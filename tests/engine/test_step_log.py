@@ -17,15 +17,15 @@ from torch.optim import SGD, AdamW
 
 import offload_strategy.engine.resources
 from offload_strategy import ConfigError, OffloadEngine, OffloadError
-from offload_strategy.io.bandwidth.history import CACHE_VARIABLE, recall_all
-from offload_strategy.io.bandwidth.path_rates import KnownPaths
+from offload_strategy.io.bandwidth.history import CACHE_VARIABLE, load_all_rates
+from offload_strategy.io.bandwidth.measured_paths import MeasuredPaths
 from offload_strategy.plan_runtime.predicted_and_measured import FollowUp
 from offload_strategy.telemetry import Direction
 from offload_strategy.units import KiB, MiB
 from tests.paced import PacedBackend
 from tests.training import settings
 
-known_paths = sys.modules[KnownPaths.__module__]
+measured_paths = sys.modules[MeasuredPaths.__module__]
 PARTS = ("computing", "updates", "waiting for reads", "waiting for room", "waiting for updates")
 
 
@@ -33,8 +33,8 @@ PARTS = ("computing", "updates", "waiting for reads", "waiting for room", "waiti
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Tiny models keep a path busy for a moment only: let that count."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(known_paths, "_LEAST_SECONDS", 0.02)
-    monkeypatch.setattr(known_paths, "_LEAST_BYTES", 96 * KiB)
+    monkeypatch.setattr(measured_paths, "_MIN_SECONDS", 0.02)
+    monkeypatch.setattr(measured_paths, "_MIN_BYTES", 96 * KiB)
     return tmp_path / "cache"
 
 
@@ -209,12 +209,12 @@ def test_what_a_slow_path_carries_is_seen_and_the_next_engine_begins_with_it(
         train(engine)
         second = engine.follow_up()
         (queue,) = engine._resources.queues["nvme"]
-        assert engine._resources.known.rate_before(queue, Direction.WRITE) is not None
+        assert engine._resources.measured_paths.expected(queue, Direction.WRITE) is not None
     again = second.part(f"{disk} write")
     assert again.predicted == pytest.approx(write.observed, rel=0.2)
     assert again.ratio == pytest.approx(1.0, abs=0.3), "the path is as it was"
     assert again.remark.startswith("foretold by 1 earlier run;")
-    ((_, figures),) = recall_all()
+    ((_, figures),) = load_all_rates()
     assert figures[Direction.WRITE].runs == 2
 
 
@@ -224,7 +224,7 @@ def test_a_path_that_has_nothing_to_do_is_not_judged(disk: Path) -> None:
         found = engine.follow_up()
     assert found.part(f"{disk} write").observed is None
     assert "was too rarely busy to tell" in found.part(f"{disk} write").remark
-    assert recall_all() == []
+    assert load_all_rates() == []
 
 
 @pytest.mark.alone
@@ -242,7 +242,9 @@ def test_a_probe_that_was_wrong_is_corrected_by_half(
         train(engine, net=nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))))
         found = engine.follow_up()
         queues = engine._resources.queues["nvme"]
-        shares = [engine._resources.known.rate_before(queue, Direction.WRITE) for queue in queues]
+        shares = [
+            engine._resources.measured_paths.expected(queue, Direction.WRITE) for queue in queues
+        ]
     assert shares == [pytest.approx(20e6, rel=0.3)] * 2
     for place in places:
         part = found.part(f"{place} write")
@@ -252,7 +254,7 @@ def test_a_probe_that_was_wrong_is_corrected_by_half(
     def probe(*_: Any) -> None:
         raise AssertionError("what is known must not be measured again")
 
-    monkeypatch.setattr(known_paths, "probe", probe)
+    monkeypatch.setattr(measured_paths, "probe", probe)
     with engine_on(*places) as engine:
         for queue in engine._resources.queues["nvme"]:
             assert queue.bandwidth.rate(Direction.WRITE) == pytest.approx(10e6, rel=0.4)
@@ -271,7 +273,7 @@ def test_figures_that_are_garbage_are_measured_anew(
         (queue,) = engine._resources.queues["nvme"]
         assert queue.bandwidth.rate(Direction.WRITE) is None
         train(engine)
-    ((_, figures),) = recall_all()
+    ((_, figures),) = load_all_rates()
     assert figures[Direction.WRITE].runs == 1
 
 

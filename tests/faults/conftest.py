@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.disks import why_not
-from tests.io.loops import detached
+from tests.io.loop_devices import detached
 
 
 @pytest.fixture

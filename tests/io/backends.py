@@ -8,16 +8,17 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from offload_strategy.io.backends.protocol import BlockRequest
-from offload_strategy.io.queues.moves import Move, Priority, Stripe
+from offload_strategy.io.backends.protocol import Backend, BlockRequest
+from offload_strategy.io.queues.moves import Move, Stripe
 from offload_strategy.io.queues.path_queue import PathQueue
+from offload_strategy.io.queues.request_queue import Priority
 from offload_strategy.io.regions.extents import Extent
 from offload_strategy.io.regions.region import Region
 from offload_strategy.telemetry import Direction
 from offload_strategy.units import PAGE_BYTES
 
 
-class ManualBackend:
+class ManualBackend(Backend):
     """Holds every request until it is told to complete it; really moves the bytes then.
 
     Args:
@@ -67,7 +68,7 @@ class ManualBackend:
             self.complete()
 
 
-def plain_space(directory: Path, capacity: int) -> Region:
+def plain_region(directory: Path, capacity: int) -> Region:
     """A space for `ManualBackend`, which does not align its memory."""
     return Region(directory, "nvme", capacity, direct=False)
 

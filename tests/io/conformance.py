@@ -20,7 +20,7 @@ from offload_strategy.io.backends.protocol import Backend, BlockRequest, create_
 from offload_strategy.io.regions.region import Region
 from offload_strategy.units import PAGE_BYTES, KiB, MiB, round_up
 from tests.conftest import our_threads
-from tests.io.loops import loop_device, mounted, need, run, tmpfs
+from tests.io.loop_devices import loop_device, mounted, need, run, tmpfs
 
 BLOCK = 64 * PAGE_BYTES
 SIZES = [

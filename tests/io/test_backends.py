@@ -72,7 +72,7 @@ def test_a_package_that_is_not_installed_is_named(
     real = importlib.util.find_spec
     module = {"deepspeed": "deepnvme"}.get(package, package)
     monkeypatch.setattr(
-        f"offload_strategy.io.{module}.find_spec",
+        f"offload_strategy.io.backends.{module}.find_spec",
         lambda name: None if name == package else real(name),
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -104,7 +104,7 @@ def test_what_deepspeed_compiles_with_is_named_if_missing(
 def test_choosing_a_backend_imports_nothing_of_the_others() -> None:
     code = (
         "import sys\n"
-        "from offload_strategy.io import create_backend\n"
+        "from offload_strategy.io.backends.protocol import create_backend\n"
         "create_backend('auto', threads=1, block_size=4096).close()\n"
         "print(sorted({'deepspeed', 'kvikio', 'cupy'} & set(sys.modules)))"
     )
@@ -154,7 +154,8 @@ def test_deepspeeds_first_writes_may_come_from_many_threads(disk: Path) -> None:
         pytest.skip(f"deepnvme: {TRIED['deepnvme']}")
     code = (
         "import sys, pathlib\n"
-        "from offload_strategy.io import Region, create_backend\n"
+        "from offload_strategy.io.backends.protocol import create_backend\n"
+        "from offload_strategy.io.regions.region import Region\n"
         "from tests.io.conformance import BLOCK, HostMemory, begin\n"
         "sys.setswitchinterval(1e-6)\n"
         "space = Region(pathlib.Path(sys.argv[1]), 'nvme', 64 * BLOCK)\n"

@@ -15,21 +15,21 @@ import pytest
 
 from offload_strategy.io.bandwidth.history import (
     CACHE_VARIABLE,
-    Figure,
+    MeasuredRate,
     PathIdentity,
     cache_directory,
-    corrected,
-    keep,
-    recall,
-    recall_all,
+    load_all_rates,
+    load_rates,
+    save_rates,
+    updated_rate,
 )
 from offload_strategy.telemetry import Direction
 
 READ, WRITE = Direction.READ, Direction.WRITE
 IDENTITY = PathIdentity("node7", "/mnt/nvme0", 12345, 2, "PosixBackend", 4)
 FIGURES = {
-    READ: Figure(3e9, "observed", 10**12, 7, "2026-01-02T03:04:05+00:00"),
-    WRITE: Figure(2e9, "probe", 10**9),
+    READ: MeasuredRate(3e9, "observed", 10**12, 7, "2026-01-02T03:04:05+00:00"),
+    WRITE: MeasuredRate(2e9, "probe", 10**9),
 }
 
 
@@ -46,18 +46,18 @@ def file_of(cache: Path) -> Path:
 
 # ---------------------------------------------------------------------- keeping
 def test_nothing_is_known_at_first_and_no_folder_is_made(cache: Path) -> None:
-    assert recall(IDENTITY) == {}
-    assert recall_all() == []
+    assert load_rates(IDENTITY) == {}
+    assert load_all_rates() == []
     assert not cache.exists()
 
 
 def test_what_was_kept_is_recalled_and_the_latest_counts() -> None:
-    assert keep(IDENTITY, FIGURES)
-    assert recall(IDENTITY) == FIGURES
+    assert save_rates(IDENTITY, FIGURES)
+    assert load_rates(IDENTITY) == FIGURES
     slower = {**FIGURES, READ: replace(FIGURES[READ], rate=1e9)}
-    keep(IDENTITY, slower)
-    assert recall(IDENTITY) == slower
-    assert recall_all() == [(IDENTITY, slower)]
+    save_rates(IDENTITY, slower)
+    assert load_rates(IDENTITY) == slower
+    assert load_all_rates() == [(IDENTITY, slower)]
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,8 @@ def test_what_was_kept_is_recalled_and_the_latest_counts() -> None:
     ],
 )
 def test_figures_of_something_else_do_not_count(field: str, other: Any) -> None:
-    keep(IDENTITY, FIGURES)
-    assert recall(replace(IDENTITY, **{field: other})) == {}
+    save_rates(IDENTITY, FIGURES)
+    assert load_rates(replace(IDENTITY, **{field: other})) == {}
 
 
 def test_a_path_is_known_by_what_lies_there(tmp_path: Path) -> None:
@@ -90,32 +90,32 @@ def test_a_path_is_known_by_what_lies_there(tmp_path: Path) -> None:
 
 
 def test_only_the_owner_may_look(cache: Path) -> None:
-    keep(IDENTITY, FIGURES)
+    save_rates(IDENTITY, FIGURES)
     assert stat.S_IMODE(file_of(cache).stat().st_mode) == 0o600
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
     assert [file.name for file in cache.iterdir()] == [IDENTITY.file_name]
 
 
 def test_a_symbolic_link_is_not_followed(cache: Path, tmp_path: Path) -> None:
-    keep(IDENTITY, FIGURES)
+    save_rates(IDENTITY, FIGURES)
     file = file_of(cache)
     moved = file.rename(tmp_path / "elsewhere.json")
     file.symlink_to(moved)
-    assert recall(IDENTITY) == {}
+    assert load_rates(IDENTITY) == {}
     before = moved.read_text()
-    keep(IDENTITY, {READ: FIGURES[READ]})
+    save_rates(IDENTITY, {READ: FIGURES[READ]})
     assert moved.read_text() == before
-    assert recall(IDENTITY) == {READ: FIGURES[READ]}
+    assert load_rates(IDENTITY) == {READ: FIGURES[READ]}
 
 
 def test_what_was_not_used_for_half_a_year_goes(cache: Path) -> None:
-    keep(IDENTITY, FIGURES)
+    save_rates(IDENTITY, FIGURES)
     stale = cache / "stale.json"
     left = cache / "of-a-killed-process.partial"
     for file in (stale, left):
         file.write_text("{}")
         os.utime(file, (time.time() - 200 * 24 * 3600,) * 2)
-    keep(IDENTITY, FIGURES)
+    save_rates(IDENTITY, FIGURES)
     assert [file.name for file in cache.iterdir()] == [IDENTITY.file_name]
 
 
@@ -123,9 +123,9 @@ def test_what_was_not_used_for_half_a_year_goes(cache: Path) -> None:
 def test_an_empty_variable_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, " ")
     assert cache_directory() is None
-    assert not keep(IDENTITY, FIGURES)
-    assert recall(IDENTITY) == {}
-    assert recall_all() == []
+    assert not save_rates(IDENTITY, FIGURES)
+    assert load_rates(IDENTITY) == {}
+    assert load_all_rates() == []
 
 
 def test_else_it_is_the_users_cache_directory(
@@ -148,9 +148,9 @@ def test_where_nothing_can_be_written_nothing_happens(
 ) -> None:
     cache.parent.mkdir()
     cache.write_text("a file where the folder should be")
-    assert not keep(IDENTITY, FIGURES)
-    assert recall(IDENTITY) == {}
-    assert recall_all() == []
+    assert not save_rates(IDENTITY, FIGURES)
+    assert load_rates(IDENTITY) == {}
+    assert load_all_rates() == []
 
 
 # ---------------------------------------------------------------------- what is not ours
@@ -190,54 +190,54 @@ def test_garbage_counts_as_nothing_and_is_replaced(
     cache.mkdir(parents=True)
     file_of(cache).write_text(GARBAGE[kind])
     with caplog.at_level(logging.WARNING):
-        assert recall(IDENTITY) == {}
+        assert load_rates(IDENTITY) == {}
     assert kind == "somebody else's" or "is ignored, and may be removed" in caplog.text
-    assert keep(IDENTITY, FIGURES)
-    assert recall(IDENTITY) == FIGURES
+    assert save_rates(IDENTITY, FIGURES)
+    assert load_rates(IDENTITY) == FIGURES
 
 
 def test_bytes_that_are_no_text_count_as_nothing(cache: Path) -> None:
     cache.mkdir(parents=True)
     file_of(cache).write_bytes(bytes(range(256)))
-    assert recall(IDENTITY) == {}
+    assert load_rates(IDENTITY) == {}
 
 
 def test_a_pipe_in_place_of_a_file_does_not_hang(cache: Path) -> None:
     cache.mkdir(parents=True)
     os.mkfifo(file_of(cache))
-    assert recall(IDENTITY) == {}
+    assert load_rates(IDENTITY) == {}
 
 
 def test_good_files_are_found_beside_bad_ones(cache: Path) -> None:
-    keep(IDENTITY, FIGURES)
+    save_rates(IDENTITY, FIGURES)
     (cache / "bad.json").write_text("{")
-    assert recall_all() == [(IDENTITY, FIGURES)]
+    assert load_all_rates() == [(IDENTITY, FIGURES)]
 
 
 # ---------------------------------------------------------------------- corrections
 def test_of_what_was_not_known_the_first_figure_counts() -> None:
-    found = corrected(None, 2e9, 5)
+    found = updated_rate(None, 2e9, 5)
     assert (found.rate, found.source, found.nbytes, found.runs) == (2e9, "observed", 5, 1)
     assert found.date.endswith("+00:00")
 
 
 @pytest.mark.parametrize(("observed", "after"), [(2.25e9, 1.5e9), (0.25e9, 0.5e9), (1e9, 1e9)])
 def test_a_run_moves_a_figure_half_of_the_way(observed: float, after: float) -> None:
-    before = Figure(1e9, "observed", 100, 3)
-    found = corrected(before, observed, 50)
+    before = MeasuredRate(1e9, "observed", 100, 3)
+    found = updated_rate(before, observed, 50)
     assert found.rate == pytest.approx(after)
     assert (found.nbytes, found.runs) == (150, 4)
 
 
 @pytest.mark.parametrize(("observed", "after"), [(1e12, 2e9), (1e3, 0.5e9)])
 def test_one_odd_run_changes_it_twofold_at_most(observed: float, after: float) -> None:
-    assert corrected(Figure(1e9, "observed", 1), observed, 1).rate == pytest.approx(after)
+    assert updated_rate(MeasuredRate(1e9, "observed", 1), observed, 1).rate == pytest.approx(after)
 
 
 def test_runs_that_agree_win(tmp_path: Path) -> None:
-    figure = Figure(4e9, "probe", 10**9)
+    figure = MeasuredRate(4e9, "probe", 10**9)
     for run in range(8):
-        figure = corrected(figure, 1e9, 1000)
+        figure = updated_rate(figure, 1e9, 1000)
         assert figure.runs == run + 1, "a probe is no run"
     assert figure.rate == pytest.approx(1e9, rel=0.01)
     assert figure.nbytes == 8000

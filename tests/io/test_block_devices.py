@@ -22,7 +22,7 @@ from offload_strategy.io.backends.protocol import BlockRequest, create_backend
 from offload_strategy.io.regions.disk_signatures import recognise
 from offload_strategy.io.regions.region import Region
 from offload_strategy.units import GiB, KiB, MiB
-from tests.io.loops import loop_device, mounted, need, run
+from tests.io.loop_devices import loop_device, mounted, need, run
 
 SIZE = 32 * MiB
 
@@ -193,7 +193,7 @@ def test_a_second_user_of_a_device_is_refused_and_told_about_local_rank(device: 
             sys.executable,
             "-c",
             "import sys, pathlib\n"
-            "from offload_strategy.io import Region\n"
+            "from offload_strategy.io.regions.region import Region\n"
             "from offload_strategy.errors import ConfigError\n"
             "try:\n    Region(pathlib.Path(sys.argv[1]), 'raw')\n"
             "except ConfigError as error:\n    print(error)",

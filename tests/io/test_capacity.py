@@ -12,7 +12,7 @@ import pytest
 from offload_strategy.errors import ConfigError
 from offload_strategy.io.regions.capacity import check_capacities
 from offload_strategy.units import GiB, MiB, format_size
-from tests.io.loops import loop_device, mounted, need, run
+from tests.io.loop_devices import loop_device, mounted, need, run
 
 
 class Disks(NamedTuple):

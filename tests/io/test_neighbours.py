@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from offload_strategy.io.backends.protocol import BlockRequest, create_backend
-from offload_strategy.io.queues.moves import Move, MoveState, Priority
+from offload_strategy.io.queues.moves import Move
 from offload_strategy.io.queues.path_queue import PathQueue
+from offload_strategy.io.queues.request_queue import MoveState, Priority
 from offload_strategy.io.regions.region import Region
 from offload_strategy.telemetry import Direction, Recorder
 from offload_strategy.units import PAGE_BYTES
-from tests.io.backends import ManualBackend, extent, make_move, plain_space
+from tests.io.backends import ManualBackend, extent, make_move, plain_region
 
 PAGES = 256
 
@@ -27,13 +28,13 @@ class JoiningBackend(ManualBackend):
 
     def __init__(self, most: int = 8, depth: int = 1) -> None:
         super().__init__(depth, block_size=16 * PAGE_BYTES)
-        self.most_neighbours = most
+        self.max_adjacent = most
         self.together: list[list[int]] = []
 
     def submit(self, request: BlockRequest) -> None:
-        self.submit_neighbours([request])
+        self.submit_adjacent([request])
 
-    def submit_neighbours(self, requests: Sequence[BlockRequest]) -> None:
+    def submit_adjacent(self, requests: Sequence[BlockRequest]) -> None:
         if self.closed:
             raise RuntimeError("the backend is closed")
         end = None
@@ -47,7 +48,7 @@ class JoiningBackend(ManualBackend):
 
 @pytest.fixture
 def region(disk: Path) -> Iterator[Region]:
-    made = plain_space(disk, PAGES * PAGE_BYTES)
+    made = plain_region(disk, PAGES * PAGE_BYTES)
     made.allocate(PAGES * PAGE_BYTES)
     yield made
     made.close()
@@ -76,7 +77,7 @@ def aligned(
     move = make_move(queue, extent(page, pages), nbytes, **options)  # type: ignore[arg-type]
     memory = (ctypes.c_char * ((pages + 2) * PAGE_BYTES))()
     begin = ctypes.addressof(memory)
-    move.legs[0].address = begin + -begin % PAGE_BYTES + misalignment
+    move.parts[0].address = begin + -begin % PAGE_BYTES + misalignment
     move.keep_alive = memory
     return move
 
@@ -239,7 +240,7 @@ def test_many_moves_of_any_size_come_back_as_they_were(disk: Path) -> None:
             )
             data = random_.randbytes(nbytes)
             memory = move.keep_alive
-            ctypes.memmove(move.legs[0].address, data, nbytes)
+            ctypes.memmove(move.parts[0].address, data, nbytes)
             move.submit()
             written.append((move, place, data, memory))
         for move, _, _, _ in written:
@@ -254,7 +255,7 @@ def test_many_moves_of_any_size_come_back_as_they_were(disk: Path) -> None:
                 whole_pages=True,
                 priority=Priority.PREFETCH,
             )
-            address, memory = move.legs[0].address, move.keep_alive
+            address, memory = move.parts[0].address, move.keep_alive
             move.submit()
             read.append((move, address, memory, data))
         for move, address, _, data in read:
@@ -289,10 +290,10 @@ def test_what_fails_together_is_tried_one_by_one(
     queue = PathQueue(region, backend, Recorder())
     moves = [aligned(queue, page, write=call == "pwritev") for page in (3, 4, 5)]
     ends: list[BaseException | None] = []
-    requests = [queue._request(move.legs[0], 0, PAGE_BYTES, ends.append) for move in moves]
+    requests = [queue._request(move.parts[0], 0, PAGE_BYTES, ends.append) for move in moves]
     monkeypatch.setattr(os, call, broken)
     try:
-        backend.submit_neighbours(requests)  # type: ignore[attr-defined]
+        backend.submit_adjacent(requests)  # type: ignore[attr-defined]
     finally:
         backend.close()
         region.close()

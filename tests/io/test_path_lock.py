@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="turns need floc
 HOLD = """
 import sys, time
 from pathlib import Path
-from offload_strategy.io import PathLock
+from offload_strategy.io.queues.path_lock import PathLock
 turns = PathLock(Path(sys.argv[1]))
 print("there", flush=True)
 for line in sys.stdin:

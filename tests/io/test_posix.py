@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from offload_strategy.errors import ConfigError
 from offload_strategy.io.backends.posix import PosixBackend
 from offload_strategy.io.backends.protocol import BlockRequest, create_backend
-from offload_strategy.io.backends.thread_pool import Workers
+from offload_strategy.io.backends.thread_pool import ThreadPool
 from offload_strategy.io.regions.region import Region
 from offload_strategy.units import PAGE_BYTES, MiB
 from tests.conftest import our_threads
@@ -222,7 +222,7 @@ def test_closing_finishes_what_was_submitted_and_ends_the_threads(region: Region
 
 
 def test_no_more_threads_come_than_asked_for() -> None:
-    workers = Workers("ssd-offload-test", 3)
+    pool = ThreadPool("ssd-offload-test", 3)
     gate, running = threading.Event(), threading.Semaphore(0)
 
     def job() -> None:
@@ -230,34 +230,34 @@ def test_no_more_threads_come_than_asked_for() -> None:
         gate.wait(30)
 
     for _ in range(10):
-        workers.submit(job)
+        pool.submit(job)
     for _ in range(3):
         assert running.acquire(timeout=30)
     assert len(our_threads()) == 3
     gate.set()
-    workers.close()
+    pool.close()
 
 
 def test_threads_leave_when_there_is_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload_strategy.io.backends.thread_pool.IDLE_SECONDS", 0.01)
-    workers = Workers("ssd-offload-test", 1)
+    pool = ThreadPool("ssd-offload-test", 1)
     ran = threading.Event()
-    workers.submit(ran.set)
+    pool.submit(ran.set)
     assert ran.wait(30)
     for thread in threading.enumerate():
         if thread.name.startswith("ssd-offload-test"):
             thread.join(30)
     assert our_threads() == set()
     again = threading.Event()
-    workers.submit(again.set)
+    pool.submit(again.set)
     assert again.wait(30)
-    workers.close()
+    pool.close()
 
 
 def test_a_system_that_starts_no_thread_is_an_error_and_the_job_never_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    workers = Workers("ssd-offload-test", 2)
+    pool = ThreadPool("ssd-offload-test", 2)
     ran: list[str] = []
 
     def refuse(self: threading.Thread) -> None:
@@ -266,28 +266,28 @@ def test_a_system_that_starts_no_thread_is_an_error_and_the_job_never_runs(
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="can't start"):
-            workers.submit(lambda: ran.append("refused"))
-    workers.submit(lambda: ran.append("accepted"))
-    workers.close()
+            pool.submit(lambda: ran.append("refused"))
+    pool.submit(lambda: ran.append("accepted"))
+    pool.close()
     assert ran == ["accepted"]
 
 
 def test_one_thread_is_enough_where_the_system_gives_no_second(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    workers = Workers("ssd-offload-test", 2)
+    pool = ThreadPool("ssd-offload-test", 2)
     gate, ran = threading.Event(), threading.Event()
-    workers.submit(lambda: gate.wait(30) and None)
+    pool.submit(lambda: gate.wait(30) and None)
 
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        workers.submit(ran.set)
+        pool.submit(ran.set)
     gate.set()
     assert ran.wait(30)
-    workers.close()
+    pool.close()
 
 
 def test_a_backend_that_does_not_exist_is_refused_with_those_that_do() -> None:

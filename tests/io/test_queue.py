@@ -9,19 +9,20 @@ from pathlib import Path
 import pytest
 
 from offload_strategy.io.backends.protocol import create_backend
-from offload_strategy.io.queues.moves import Latch, Move, MoveState, Priority
+from offload_strategy.io.queues.moves import Latch, Move
 from offload_strategy.io.queues.path_queue import PathQueue
+from offload_strategy.io.queues.request_queue import MoveState, Priority
 from offload_strategy.io.regions.region import Region
 from offload_strategy.telemetry import Direction, Recorder
 from offload_strategy.units import PAGE_BYTES
-from tests.io.backends import ManualBackend, extent, make_move, plain_space
+from tests.io.backends import ManualBackend, extent, make_move, plain_region
 
 PAGES = 64
 
 
 @pytest.fixture
 def region(disk: Path) -> Iterator[Region]:
-    made = plain_space(disk, PAGES * PAGE_BYTES)
+    made = plain_region(disk, PAGES * PAGE_BYTES)
     made.allocate(PAGES * PAGE_BYTES)
     yield made
     made.close()
@@ -55,7 +56,7 @@ def test_a_move_is_cut_into_blocks_that_cover_it_once(
 ) -> None:
     move = make_move(queue, extent(3, 5), 4 * PAGE_BYTES + 10)
     move.submit()
-    begin, seen = move.legs[0].address, []
+    begin, seen = move.parts[0].address, []
     while backend.waiting:
         request = backend.complete()
         seen.append((request.offset, request.address - begin, request.nbytes))
@@ -96,9 +97,9 @@ def test_a_prefetch_that_is_hurried_overtakes_what_is_queued(
     )
     first.submit()
     second.submit()
-    second.hurry()
-    second.hurry()
-    second.hurry(Priority.WRITE_BACK)  # never slower than before
+    second.raise_priority()
+    second.raise_priority()
+    second.raise_priority(Priority.WRITE_BACK)  # never slower than before
     assert order(backend) == [0, 10, 20, 21, 11]
 
 
@@ -111,7 +112,7 @@ def test_a_move_may_be_hurried_between_two_of_its_blocks(
         queue, extent(10, 2), 2 * PAGE_BYTES, write=False, priority=Priority.PREFETCH
     ).submit()
     assert backend.complete().offset == 0
-    slow.hurry()
+    slow.raise_priority()
     assert order(backend) == [10 * 1, 1, 2, 3, 11]
 
 
@@ -121,7 +122,7 @@ def test_hurrying_a_move_that_is_over_changes_nothing(
     move = make_move(queue, extent(0), PAGE_BYTES)
     move.submit()
     backend.complete_all()
-    move.hurry()
+    move.raise_priority()
     assert not backend.waiting
     make_move(queue, extent(1), PAGE_BYTES).submit()
     assert order(backend) == [1]
@@ -309,7 +310,7 @@ def test_many_threads_may_submit_hurry_and_cancel_at_once(disk: Path) -> None:
             all_moves.append(move)
             move.submit()
             if index % 4 == 0:
-                move.hurry()
+                move.raise_priority()
             if index % 5 == 0:
                 move.cancel()
 

@@ -14,18 +14,18 @@ from pathlib import Path
 import pytest
 
 from offload_strategy.errors import StorageError
-from offload_strategy.io.backends import thread_pool as workers_module
+from offload_strategy.io.backends import thread_pool as pool_module
 from offload_strategy.io.backends.posix import PosixBackend
 from offload_strategy.io.backends.protocol import BlockRequest
-from offload_strategy.io.backends.thread_pool import Workers
+from offload_strategy.io.backends.thread_pool import ThreadPool
 from offload_strategy.io.regions.region import Region
 from offload_strategy.units import PAGE_BYTES, MiB
 from tests.conftest import our_threads
 
 
 @pytest.fixture
-def workers() -> Iterator[Workers]:
-    made = Workers("ssd-offload-test", 1)
+def pool() -> Iterator[ThreadPool]:
+    made = ThreadPool("ssd-offload-test", 1)
     yield made
     made.close(30)
 
@@ -73,20 +73,20 @@ def region(disk: Path) -> Iterator[Region]:
     made.close()
 
 
-def test_a_thread_that_is_ended_while_it_sleeps_is_replaced(workers: Workers) -> None:
+def test_a_thread_that_is_ended_while_it_sleeps_is_replaced(pool: ThreadPool) -> None:
     ran = threading.Event()
-    workers.submit(ran.set)
+    pool.submit(ran.set)
     assert ran.wait(30)
     first = the_thread()
     end_thread(first)
     again = threading.Event()
-    workers.submit(again.set)  # wakes it up, to its end
+    pool.submit(again.set)  # wakes it up, to its end
     assert again.wait(30)
     first.join(30)
     assert first not in our_threads()
 
 
-def test_a_job_that_raises_ends_its_thread_and_the_next_one_runs(workers: Workers) -> None:
+def test_a_job_that_raises_ends_its_thread_and_the_next_one_runs(pool: ThreadPool) -> None:
     died: list[BaseException] = []
     gate, ran = threading.Event(), threading.Event()
 
@@ -94,9 +94,9 @@ def test_a_job_that_raises_ends_its_thread_and_the_next_one_runs(workers: Worker
         gate.wait(30)
         raise SystemExit(3)
 
-    workers.submit(job, died.append)
+    pool.submit(job, died.append)
     first = the_thread()
-    workers.submit(ran.set)
+    pool.submit(ran.set)
     gate.set()
     assert ran.wait(30)
     assert [type(error) for error in died] == [SystemExit]
@@ -105,7 +105,7 @@ def test_a_job_that_raises_ends_its_thread_and_the_next_one_runs(workers: Worker
 
 
 def test_where_no_fresh_thread_is_to_be_had_the_old_one_goes_on(
-    workers: Workers, monkeypatch: pytest.MonkeyPatch
+    pool: ThreadPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, ran = threading.Event(), threading.Event()
 
@@ -116,8 +116,8 @@ def test_where_no_fresh_thread_is_to_be_had_the_old_one_goes_on(
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    workers.submit(job)
-    workers.submit(ran.set)
+    pool.submit(job)
+    pool.submit(ran.set)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         gate.set()
@@ -127,7 +127,7 @@ def test_where_no_fresh_thread_is_to_be_had_the_old_one_goes_on(
 # One that is ended on its way out, after its last job, has nobody left to tell.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_threads_that_are_ended_at_random_lose_no_job() -> None:
-    workers = Workers("ssd-offload-test", 2)
+    pool = ThreadPool("ssd-offload-test", 2)
     ran: list[int] = []
     died: list[int] = []
     settled: set[threading.Thread] = set()
@@ -146,7 +146,7 @@ def test_threads_that_are_ended_at_random_lose_no_job() -> None:
         def fail(error: BaseException, number: int = number) -> None:
             died.append(number)
 
-        workers.submit(job, fail)
+        pool.submit(job, fail)
         if number % 7 == 0:
             for thread in our_threads():
                 # One that is ended while it starts would leave `Thread.start` waiting for ever,
@@ -157,7 +157,7 @@ def test_threads_that_are_ended_at_random_lose_no_job() -> None:
                     set_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
                     set_exception(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
                     time.sleep(0.001)
-    workers.close(30)
+    pool.close(30)
     assert set(ran) | set(died) == set(range(count))
     assert died, "no thread was ended while it had a job: the test shows nothing"
     assert our_threads() == set()
@@ -297,7 +297,7 @@ def test_buffered_io_does_not_fill_the_page_cache(disk: Path) -> None:
 
 
 # ---------------------------------------------------------------------- helping
-def test_a_caller_that_waits_may_do_the_work_itself(workers: Workers) -> None:
+def test_a_caller_that_waits_may_do_the_work_itself(pool: ThreadPool) -> None:
     gate, begun = threading.Event(), threading.Event()
     ran: list[str] = []
 
@@ -305,17 +305,17 @@ def test_a_caller_that_waits_may_do_the_work_itself(workers: Workers) -> None:
         begun.set()
         assert gate.wait(30)
 
-    workers.submit(busy)
+    pool.submit(busy)
     assert begun.wait(30)
-    assert not workers.help("path"), "what has begun is not begun again"
-    workers.submit(lambda: ran.append(threading.current_thread().name))
-    assert workers.help("path")
+    assert not pool.run_queued("path"), "what has begun is not begun again"
+    pool.submit(lambda: ran.append(threading.current_thread().name))
+    assert pool.run_queued("path")
     assert ran == [threading.current_thread().name]
-    assert not workers.help("path")
+    assert not pool.run_queued("path")
     gate.set()
 
 
-def test_a_helper_that_fails_tells_the_owner_of_the_job(workers: Workers) -> None:
+def test_a_helper_that_fails_tells_the_owner_of_the_job(pool: ThreadPool) -> None:
     gate, begun = threading.Event(), threading.Event()
     died: list[BaseException] = []
 
@@ -326,11 +326,11 @@ def test_a_helper_that_fails_tells_the_owner_of_the_job(workers: Workers) -> Non
     def fail() -> None:
         raise SystemExit
 
-    workers.submit(busy)
+    pool.submit(busy)
     assert begun.wait(30)
-    workers.submit(fail, died.append)
+    pool.submit(fail, died.append)
     with pytest.raises(SystemExit):
-        workers.help("path")
+        pool.run_queued("path")
     assert [type(error) for error in died] == [SystemExit]
     gate.set()
 
@@ -338,9 +338,9 @@ def test_a_helper_that_fails_tells_the_owner_of_the_job(workers: Workers) -> Non
 def test_a_helper_that_stays_away_is_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(workers_module, "IDLE_SECONDS", 0.02)
-    monkeypatch.setattr(workers_module, "SILENT_SECONDS", 0.05)
-    workers = Workers("ssd-offload-test", 2)
+    monkeypatch.setattr(pool_module, "IDLE_SECONDS", 0.02)
+    monkeypatch.setattr(pool_module, "SILENT_SECONDS", 0.05)
+    pool = ThreadPool("ssd-offload-test", 2)
     gate, begun = threading.Event(), threading.Event()
 
     def busy() -> None:
@@ -348,7 +348,7 @@ def test_a_helper_that_stays_away_is_reported(
         assert gate.wait(30)
 
     told = threading.Event()
-    monkeypatch.setattr(workers_module.logger, "warning", lambda *args: told.set())
+    monkeypatch.setattr(pool_module.logger, "warning", lambda *args: told.set())
     both, second, away = threading.Event(), threading.Event(), threading.Event()
 
     def until_both() -> None:
@@ -359,13 +359,13 @@ def test_a_helper_that_stays_away_is_reported(
         away.set()
         assert told.wait(30)
 
-    workers.submit(busy)
+    pool.submit(busy)
     assert begun.wait(30)
-    workers.submit(until_both)
+    pool.submit(until_both)
     assert second.wait(30)
-    workers.submit(silent)  # nobody but the helper is there for it
+    pool.submit(silent)  # nobody but the helper is there for it
     helped = []
-    helper = threading.Thread(target=lambda: helped.append(workers.help("/mnt/nvme0")))
+    helper = threading.Thread(target=lambda: helped.append(pool.run_queued("/mnt/nvme0")))
     helper.start()
     assert away.wait(30)
     both.set()  # idle from here on, it watches
@@ -373,4 +373,4 @@ def test_a_helper_that_stays_away_is_reported(
     helper.join(30)
     assert helped == [True]
     gate.set()
-    workers.close(30)
+    pool.close(30)

@@ -18,7 +18,7 @@ from offload_strategy.store.ticket import Ticket
 from offload_strategy.store.tiers import HostTier, PathTier, Tier
 from offload_strategy.telemetry import Recorder
 from offload_strategy.units import PAGE_BYTES, MiB
-from tests.io.backends import ManualBackend, plain_space
+from tests.io.backends import ManualBackend, plain_region
 
 CLIENT = "activations"
 
@@ -59,7 +59,7 @@ class Rig:
         self.backends: list[ObedientBackend] = []
         self.queues: list[PathQueue] = []
         for _ in range(self.paths):
-            self.regions.append(plain_space(self.directory, self.disk_bytes))
+            self.regions.append(plain_region(self.directory, self.disk_bytes))
             self.backends.append(ObedientBackend(block_size=self.block_size))
             self.queues.append(
                 PathQueue(self.regions[-1], self.backends[-1], self.recorder, checksum=check)

@@ -57,13 +57,13 @@ def test_whoever_waits_for_a_load_is_told_of_the_closing(rig: Rig) -> None:
     ticket = rig.stored(noise(PAGE))
     errors: list[BaseException] = []
     waits = threading.Event()
-    hurry = rig.queue.hurry
+    raise_priority = rig.queue.raise_priority
 
     def note(*args: object) -> None:
-        hurry(*args)  # type: ignore[arg-type]
+        raise_priority(*args)  # type: ignore[arg-type]
         waits.set()
 
-    rig.queue.hurry = note  # type: ignore[method-assign]
+    rig.queue.raise_priority = note  # type: ignore[method-assign]
 
     def read() -> None:
         try:

@@ -1,4 +1,4 @@
-"""Whole pages, writes that are stopped, memory that is given up, and calm moves."""
+"""Whole pages, writes that are stopped, memory that is freed, and moves of one block at a time."""
 
 from __future__ import annotations
 
@@ -159,8 +159,10 @@ def test_calm_moves_have_one_block_under_way_unless_many_wait(make_rig: MakeRig)
     backend.depth = 4
     tiers = [rig.disk]
 
-    def put(calm: bool) -> object:
-        return rig.store.put(noise(2 * PAGE), "activations", tiers, calm=calm)
+    def put(one_block_at_a_time: bool) -> object:
+        return rig.store.put(
+            noise(2 * PAGE), "activations", tiers, one_block_at_a_time=one_block_at_a_time
+        )
 
     tickets = [put(True)]
     assert len(backend.waiting) == 1

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from offload_strategy.errors import CorruptDataError, StorageError, TierFullError
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.io.backends.protocol import create_backend
-from offload_strategy.io.bandwidth.estimator import Bandwidth
+from offload_strategy.io.bandwidth.estimator import BandwidthEstimator
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.regions.external_file import ExternalFile
 from offload_strategy.io.regions.region import Region
@@ -47,7 +47,7 @@ class HeapAgainstADictionary(RuleBasedStateMachine):
         self.patch.setattr(dealing, "STRIPE_UNIT", PAGE)
         self.patch.setattr(tiers, "STRIPE_UNIT", PAGE)
         # Shares that follow the clock would deal a replay otherwise than the run before.
-        self.patch.setattr(Bandwidth, "completed", lambda *args, **options: None)
+        self.patch.setattr(BandwidthEstimator, "completed", lambda *args, **options: None)
         self.foreign_bytes = noise(5 * PAGE + 123, seed=12345)
         shard = Path(self.folder.name, "shard")
         shard.write_bytes(self.foreign_bytes.numpy().tobytes())

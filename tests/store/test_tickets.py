@@ -188,13 +188,13 @@ def test_a_get_waits_for_a_load_that_is_under_way_and_hurries_it(make_rig: MakeR
         assert rig.store.prefetch(ticket)
     got: list[torch.Tensor] = []
     hurried = threading.Event()
-    hurry = rig.queue.hurry
+    raise_priority = rig.queue.raise_priority
 
     def note(*args: object) -> None:
-        hurry(*args)  # type: ignore[arg-type]
+        raise_priority(*args)  # type: ignore[arg-type]
         hurried.set()
 
-    rig.queue.hurry = note  # type: ignore[method-assign]
+    rig.queue.raise_priority = note  # type: ignore[method-assign]
     reader = threading.Thread(target=lambda: got.append(rig.store.get(tickets[2])))
     reader.start()
     assert hurried.wait(30)

@@ -24,7 +24,7 @@ def check_nvme(sections: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: They move something to NVMe, and DeepSpeed's asynchronous I/O cannot be built.
     """
-    reason = deepnvme.why_not() if uses_nvme(sections) else None
+    reason = deepnvme.unavailable_reason() if uses_nvme(sections) else None
     if reason is not None:
         zero = sections["zero_optimization"]
         places = [each["nvme_path"] for each in zero.values() if isinstance(each, Mapping)]

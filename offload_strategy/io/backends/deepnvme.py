@@ -1,14 +1,14 @@
-"""The deepnvme backend: DeepSpeed's asynchronous I/O (`aio_handle`), for those who have it tuned.
+"""The deepnvme backend: DeepSpeed's asynchronous I/O (`aio_handle`).
 
-[Note: results that DeepSpeed does not look at]
-`aio_handle` reaps the events of its requests without looking at their results: a read or write that
-failed, or was short, looks like one that went well, and a failed read may leave anything in memory.
-So the config wants `checksum: true` with this backend. A block that is not checked after reading
-(of somebody else's file, which has no checksums) is read by a system call. So is one whose check
-failed, a second time: that brings the bytes, or the error that DeepSpeed did not tell.
+[Note: DeepSpeed ignores results]
+`aio_handle` does not check the results of its requests: a read or write that failed or was short
+looks successful, and a failed read may leave anything in memory. So the config requires
+`checksum: true` with this backend. A block that is not verified after reading (of an external file,
+which has no checksums) is read by a system call. A block whose checksum differs is read again by a
+system call, which returns the bytes or the error that DeepSpeed ignored.
 
-Some conditions end the process in an assertion of DeepSpeed's: a range beyond the end of the file,
-a signal on its thread, no room for its events. They are looked for before.
+Some conditions end the process in an assertion of DeepSpeed: a range beyond the end of the file, a
+signal on its thread, too many asynchronous requests in the system. They are checked beforehand.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from offload_strategy.units import PAGE_BYTES, MiB
 
 #: Bytes of one request to the kernel.
 _IO_BYTES = 1 * MiB
-#: DeepSpeed compiles its code at the first use; a build that was interrupted leaves a lock, for
-#: which the next one waits for ever.
+#: DeepSpeed compiles its code at the first use. An interrupted build leaves a lock file, and the
+#: next build would wait for it forever.
 _BUILD_SECONDS = 1200.0
 
 _INSTALL = (
@@ -44,7 +44,7 @@ _INSTALL = (
 )
 
 
-def why_not() -> str | None:
+def unavailable_reason() -> str | None:
     """Why this backend cannot run here, or None if it can; compiles nothing."""
     if find_spec("deepspeed") is None:
         return f"the package deepspeed is not installed: {_INSTALL}"
@@ -66,36 +66,36 @@ def why_not() -> str | None:
 
 
 class DeepNvmeBackend(PosixBackend):
-    """`aio_handle` on files that were opened for direct I/O; the rest as the posix backend does.
+    """`aio_handle` for files opened for direct I/O; otherwise as the posix backend.
 
-    Only for bytes whose checksums are kept: see [Note: results that DeepSpeed does not look at].
+    Only for bytes with checksums; see [Note: DeepSpeed ignores results].
 
     Raises:
         ConfigError: DeepSpeed, libaio or a compiler is missing, or the code cannot be compiled.
     """
 
-    most_neighbours = 1
+    max_adjacent = 1
 
     def __init__(self, *, threads: int, block_size: int) -> None:
         self._aio = _load()
         super().__init__(threads=threads, block_size=block_size)
-        self._way = _Way()
-        self._handles: deque[_Handle] = deque()  # those that no thread uses
+        self._current = _CurrentRequest()
+        self._idle_handles: deque[_Handle] = deque()
 
     def run(self, request: BlockRequest) -> None:
-        """Do all of a request but `on_done`, on the calling thread."""
-        self._way.checked = request.after is not None
+        """Perform all of a request except `on_done`."""
+        self._current.verified = request.after is not None
         try:
             super().run(request)
         except CorruptDataError:
             if request.write or request.after is None:
                 raise
-            self._way.checked = False
+            self._current.verified = False
             self.move(request)
             request.after()
 
     def write_pages(self, fd: int, view: memoryview, offset: int) -> None:
-        """Write every byte, as far as one can know."""
+        """Write whole pages; an error of DeepSpeed's stays unknown until they are read."""
         if is_buffered(fd):
             super().write_pages(fd, view, offset)
             return
@@ -103,49 +103,49 @@ class DeepNvmeBackend(PosixBackend):
         try:
             handle.write(fd, view, offset)
         finally:
-            self._handles.append(handle)
+            self._idle_handles.append(handle)
 
     def read_pages(self, fd: int, view: memoryview, offset: int, needed: int) -> None:
-        """Read until `needed` bytes have come; the end of the file before that is an error."""
-        inside = offset + len(view) <= os.fstat(fd).st_size  # never on a block device
-        if not self._way.checked or not inside or is_buffered(fd):
+        """Read into page-aligned memory; the file may end after `needed` bytes."""
+        inside = offset + len(view) <= os.fstat(fd).st_size  # False on a block device
+        if not self._current.verified or not inside or is_buffered(fd):
             super().read_pages(fd, view, offset, needed)
             return
         handle = self._borrow()
         try:
             handle.read(fd, view, offset)
         finally:
-            self._handles.append(handle)
+            self._idle_handles.append(handle)
 
     def close(self) -> None:
-        """Finish what was submitted, end the threads, and give the locked memory back."""
+        """Finish what was submitted, end the threads and free the locked memory."""
         super().close()
         with suppress(IndexError):
             while True:
-                self._handles.pop().release()
+                self._idle_handles.pop().release()
 
     def _borrow(self) -> _Handle:
         try:
-            return self._handles.pop()
+            return self._idle_handles.pop()
         except IndexError:
             return _Handle(self._aio, self.block_size)
 
 
-class _Way(threading.local):
-    """Whether what the thread reads now is checked afterwards."""
+class _CurrentRequest(threading.local):
+    """Whether the request that a thread runs is verified afterwards."""
 
-    checked = False
+    verified = False
 
 
 class _Handle:
-    """One `aio_handle` and the locked memory without which it would lock some for each request."""
+    """One `aio_handle` with page-locked memory, which it would else lock for each request."""
 
     def __init__(self, aio: Any, block_size: int) -> None:
         import torch
 
         depth = -(-block_size // _IO_BYTES)
         _check_room_for_events(4 * depth)
-        # The thread that it starts inherits the mask: a signal would end the process there.
+        # Its thread inherits the mask; a signal on that thread would end the process.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             self._aio = aio.aio_handle(_IO_BYTES, depth, False, True, 1)
@@ -156,7 +156,7 @@ class _Handle:
         )
 
     def write(self, fd: int, view: memoryview, offset: int) -> None:
-        """Write memory; nobody knows whether it arrived."""
+        """Write memory, with an unknown result."""
         import torch
 
         memory = torch.frombuffer(view, dtype=torch.uint8)
@@ -166,7 +166,7 @@ class _Handle:
             raise OSError(errno.EIO, f"DeepSpeed's aio refuses to write at offset {offset}")
 
     def read(self, fd: int, view: memoryview, offset: int) -> None:
-        """Read into memory; nobody knows whether it arrived."""
+        """Read into memory, with an unknown result."""
         import torch
 
         target = torch.frombuffer(view, dtype=torch.uint8)
@@ -177,7 +177,7 @@ class _Handle:
             target.copy_(memory)
 
     def release(self) -> None:
-        """Give the locked memory back."""
+        """Free the locked memory."""
         self._aio.free_cpu_locked_tensor(self._locked)
 
 
@@ -191,7 +191,7 @@ def _check_room_for_events(wanted: int) -> None:
         raise OSError(
             errno.EAGAIN,
             f"the system has no room for {wanted} more asynchronous requests ({used} of {most} are "
-            f"taken). Raise fs.aio-max-nr (sysctl), or use io.backend: posix",
+            f"in use). Raise fs.aio-max-nr (sysctl), or use io.backend: posix",
         )
 
 
@@ -200,28 +200,28 @@ _loading = threading.Lock()
 
 
 def _load() -> Any:
-    """Import, and at the first use compile, DeepSpeed's code."""
+    """Import DeepSpeed's code, which compiles it at the first use."""
     global _loaded
     with _loading:
         if _loaded is None:
-            reason = why_not()
+            reason = unavailable_reason()
             if reason is not None:
                 raise ConfigError(f"io.backend: deepnvme cannot run here: {reason}. Or use 'auto'.")
             _loaded = _build()
-            _write_once(_loaded)
+            _write_first(_loaded)
         return _loaded
 
 
-def _write_once(aio: Any) -> None:
-    """Make DeepSpeed's first write while no other thread makes one.
+def _write_first(aio: Any) -> None:
+    """Make DeepSpeed's first write on one thread.
 
-    In the first it calls Python from within `std::call_once`. A second thread that came to the same
-    place meanwhile would wait there with the interpreter lock in its hands, for ever.
+    The first write calls Python from within `std::call_once`. A second thread that got there
+    meanwhile would wait forever while it holds the interpreter lock.
     """
     handle = _Handle(aio, PAGE_BYTES)
     try:
         page = mmap.mmap(-1, PAGE_BYTES)
-        # The file system may not take direct I/O: that is as good.
+        # An error is fine, for instance if the file system does not support direct I/O.
         with tempfile.TemporaryFile() as file, suppress(OSError):
             handle.write(file.fileno(), memoryview(page), 0)
     finally:
@@ -252,7 +252,7 @@ def _build() -> Any:
         raise ConfigError(
             f"io.backend: deepnvme cannot run here: DeepSpeed's aio was not compiled within "
             f"{_BUILD_SECONDS:.0f} s. If no other process is compiling it, remove the file 'lock' "
-            f"that an earlier one left in torch's folder of extensions "
+            f"that an earlier build left in torch's extensions directory "
             f"(~/.cache/torch_extensions/*/async_io). Or use 'auto'."
         )
     return outcome[0]

@@ -1,6 +1,6 @@
 """The kvikio backend: GPUDirect Storage, between a file and device memory without a host copy.
 
-Host memory goes the same way as in the posix backend: cuFile has no faster one.
+Host memory moves as in the posix backend, because cuFile is no faster there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from offload_strategy.telemetry import get_logger
 
 try:
     from fcntl import F_GETFL, fcntl
-except ImportError:  # `why_not` says that there is no kvikio there
+except ImportError:  # `unavailable_reason` says that kvikio is not there
     fcntl = None  # type: ignore[assignment]
 
 logger = get_logger(__name__)
@@ -30,7 +30,7 @@ _MEMORY_TYPE_ATTRIBUTE = 2  # cuda.h: CU_POINTER_ATTRIBUTE_MEMORY_TYPE
 _DEVICE_MEMORY = 2  # cuda.h: CU_MEMORYTYPE_DEVICE
 
 
-def why_not() -> str | None:
+def unavailable_reason() -> str | None:
     """Why this backend cannot run here, or None if it can."""
     import torch
 
@@ -40,20 +40,20 @@ def why_not() -> str | None:
         return "the package kvikio is not installed: pip install 'offload-strategy[kvikio]'"
     try:
         _cufile()
-    except Exception as error:  # a library that does not load, a driver that does not answer
+    except Exception as error:  # a library that does not load, a missing driver
         return f"kvikio does not work here: {error}"
     return None
 
 
 def is_direct() -> bool:
-    """Whether cuFile reaches the disk by itself, not through kvikio's compatibility mode."""
-    if why_not() is not None:
+    """Whether cuFile reaches the disk itself rather than through kvikio's compatibility mode."""
+    if unavailable_reason() is not None:
         return False
     try:
         if _cufile().defaults.is_compat_mode_preferred():
             return False
         return bool(import_module("kvikio.cufile_driver").get("is_gds_available"))
-    except Exception as error:  # cuFile raises errors of many kinds where its driver is missing
+    except Exception as error:  # cuFile raises many kinds of errors without its driver
         logger.debug("cuFile does not answer: %r", error)
         return False
 
@@ -65,28 +65,28 @@ class KvikioBackend(PosixBackend):
         ConfigError: there is no GPU, or kvikio is missing or does not work.
     """
 
-    most_neighbours = 1  # cuFile takes one piece of memory
+    max_adjacent = 1  # cuFile takes one piece of memory
 
     def __init__(self, *, threads: int, block_size: int) -> None:
-        reason = why_not()
+        reason = unavailable_reason()
         if reason is not None:
             raise ConfigError(f"io.backend: kvikio cannot run here: {reason}. Use 'auto'.")
         super().__init__(threads=threads, block_size=block_size)
         kvikio = _cufile()
         self.device_memory = not kvikio.defaults.is_compat_mode_preferred()
-        # kvikio moves the bytes on threads of its own, one for the whole process by default, and
-        # starts them again when their number changes.
+        # kvikio moves the bytes on its own threads, by default one for the whole process, and
+        # restarts them when their number changes.
         if kvikio.defaults.get("num_threads") < 2 * threads:
             kvikio.defaults.set("num_threads", 2 * threads)
-        # Below its threshold kvikio copies through the page cache, where a write that fails later
-        # is an error of nobody's.
+        # Below its threshold kvikio copies through the page cache, where a later write error is
+        # reported to nobody.
         kvikio.defaults.set("gds_threshold", 0)
         self._open = kvikio.CuFile
         self._files: dict[tuple[int, int, int], Any] = {}
         self._lock = threading.Lock()
 
     def move(self, request: BlockRequest) -> None:
-        """Move a request's bytes on the calling thread."""
+        """Move a request's bytes, device memory through cuFile."""
         if not _is_device_memory(request.address):
             super().move(request)
             return
@@ -96,7 +96,7 @@ class KvikioBackend(PosixBackend):
         try:
             future = transfer(memory, request.nbytes, request.offset, task_size=self.block_size)
             done = future.get()
-        except RuntimeError as error:  # what becomes of cuFile's own errors
+        except RuntimeError as error:  # kvikio's type for errors of cuFile
             raise OSError(errno.EIO, f"cuFile: {error}") from error
         if done < request.nbytes:
             verb = "wrote" if request.write else "read"
@@ -106,7 +106,7 @@ class KvikioBackend(PosixBackend):
             )
 
     def close(self) -> None:
-        """Finish what was submitted, end the threads, and let go of the files."""
+        """Finish what was submitted, end the threads and close the files."""
         super().close()
         with self._lock:
             files, self._files = list(self._files.values()), {}
@@ -114,23 +114,23 @@ class KvikioBackend(PosixBackend):
             file.close()
 
     def _file(self, fd: int) -> Any:
-        """The file behind a descriptor, registered with cuFile once."""
+        """Return the file behind a descriptor, registered with cuFile once."""
         status = os.fstat(fd)
-        # The number of a descriptor is used again when it was closed; the file's is not, yet.
+        # A closed descriptor's number is reused; an open file's inode is not.
         device = status.st_rdev if stat.S_ISBLK(status.st_mode) else status.st_dev
         key = (fd, device, status.st_ino)
         with self._lock:
             file = self._files.get(key)
             if file is None:
                 writable = fcntl(fd, F_GETFL) & os.O_ACCMODE != os.O_RDONLY
-                # The files of spaces have no name; this is their path all the same.
+                # The files of regions are unnamed; this path reaches them.
                 file = self._open(f"/proc/self/fd/{fd}", "r+" if writable else "r")
                 self._files[key] = file
             return file
 
 
 class _DeviceMemory:
-    """Device memory in the form in which libraries hand it to each other."""
+    """Device memory as the CUDA array interface describes it."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -143,7 +143,7 @@ class _DeviceMemory:
 
 
 def _is_device_memory(address: int) -> bool:
-    """Ask CUDA whose an address is; it does not know pageable host memory at all."""
+    """Ask CUDA about an address; for pageable host memory it returns an error."""
     kind = ctypes.c_uint()
     error = _libcuda().cuPointerGetAttribute(
         ctypes.byref(kind), ctypes.c_int(_MEMORY_TYPE_ATTRIBUTE), ctypes.c_uint64(address)
@@ -156,6 +156,6 @@ def _libcuda() -> ctypes.CDLL:
 
 
 def _cufile() -> Any:
-    """The package kvikio, with its settings imported."""
+    """Import kvikio and its settings."""
     import_module("kvikio.defaults")
     return import_module("kvikio")

@@ -1,4 +1,4 @@
-"""The posix backend: positioned I/O on threads, direct where the file was opened so.
+"""The posix backend: positioned I/O on threads, direct where the file was opened for direct I/O.
 
 Plain threads reach the disk's limit because `os.preadv` and `os.pwritev` release the interpreter
 lock for the whole call; no compiled code is needed.
@@ -7,15 +7,18 @@ lock for the whole call; no compiled code is needed.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import mmap
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from offload_strategy.io.backends.protocol import BlockRequest
-from offload_strategy.io.backends.threaded import ThreadedBackend, view_of
+from offload_strategy.errors import StorageError
+from offload_strategy.io.backends.protocol import Backend, BlockRequest
+from offload_strategy.io.backends.thread_pool import ThreadPool
 from offload_strategy.units import PAGE_BYTES, round_up
 
 try:
@@ -23,40 +26,114 @@ try:
 except ImportError:  # not a POSIX system: `inspect_directory` refuses ssd tiers there
     fcntl = None  # type: ignore[assignment]
 
-#: A system call that answers "try again" is repeated for this long.
+#: A system call that fails with EAGAIN is repeated for this long.
 RETRY_SECONDS = 30.0
-_LONGEST_PAUSE_SECONDS = 0.1
-#: A written block is still being written out when the call returns; so many blocks later it is
-#: clean and leaves the page cache when it is advised again.
+_MAX_PAUSE_SECONDS = 0.1
+#: A written block is still being written out when the call returns. This many blocks later it is
+#: clean, and advising the kernel again drops it from the page cache.
 _BLOCKS_UNTIL_CLEAN = 4
-#: Far fewer than a system call takes (IOV_MAX): each has to end on its own.
-_MOST_NEIGHBOURS = 64
+#: Far below IOV_MAX, because each of them has to be completed on its own.
+_MAX_ADJACENT = 64
+
+# A direct pointer type: calls through it release the interpreter lock while copying.
+_memmove = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+)
 
 
-def why_not() -> str | None:
+def unavailable_reason() -> str | None:
     """Why this backend cannot run here, or None if it can."""
     if hasattr(os, "preadv") and hasattr(os, "pwritev"):
         return None
     return "this system has no positioned file I/O (os.preadv, os.pwritev)"
 
 
-class PosixBackend(ThreadedBackend):
-    """`os.preadv` and `os.pwritev` on a few threads that leave when idle.
+class PosixBackend(Backend):
+    """`os.preadv` and `os.pwritev` on a few threads that end when they are idle.
 
-    Where a file was opened without direct I/O, what was moved is dropped from the page cache: it
-    is read once, and the memory is better used by the training.
+    Blocks in page-aligned memory move without a copy. Others, and a partial last page that is
+    read, pass through one block-sized buffer per thread. A partial last page that is written
+    includes the rest of its page: memory and extents consist of whole pages.
+
+    Where a file was not opened for direct I/O, the moved blocks are dropped from the page cache:
+    they are read only once.
+
+    Args:
+        threads: requests in flight in each direction.
+        block_size: bytes that a request may carry at most, a multiple of the page size.
     """
 
-    most_neighbours = _MOST_NEIGHBOURS
+    max_adjacent = _MAX_ADJACENT
 
     def __init__(self, *, threads: int, block_size: int) -> None:
-        super().__init__(threads=threads, block_size=block_size)
+        self.depth = threads
+        self.block_size = block_size
+        # One pool for both directions: a caller that submits at most `depth` requests of each, or
+        # twice as many small ones, finds a thread for a read even when every write is stuck.
+        self._threads = ThreadPool("ssd-offload-io", 4 * threads)
+        self._bounce = _BounceBuffer(block_size)
         self._cached = _CachedBlocks()
 
-    def moved_together(self, requests: Sequence[BlockRequest]) -> bool:
-        """Move neighbours by one system call; False where not every byte moved."""
+    def submit(self, request: BlockRequest) -> None:
+        """Begin a request; `on_done` is called on one of the backend's threads."""
+        self.submit_adjacent([request])
+
+    def submit_adjacent(self, requests: Sequence[BlockRequest]) -> None:
+        """Begin adjacent requests, if possible with one system call."""
+        batch = _Batch(self, requests)
+        self._threads.submit(batch, batch.fail)
+
+    @property
+    def queued(self) -> int:
+        """Requests that no thread has begun."""
+        return self._threads.queued
+
+    def run_queued(self, what: str) -> bool:
+        """Run one queued request on the calling thread; False if there is none."""
+        return self._threads.run_queued(what)
+
+    def close(self) -> None:
+        """Finish what was submitted and end the threads."""
+        self._threads.close()
+
+    # ------------------------------------------------------------------ on the threads
+    def run(self, request: BlockRequest) -> None:
+        """Perform all of a request except `on_done`."""
+        if request.before is not None:
+            request.before()
+        self.move(request)
+        if request.after is not None:
+            request.after()
+
+    def move(self, request: BlockRequest) -> None:
+        """Move a request's bytes."""
+        whole = request.nbytes // PAGE_BYTES * PAGE_BYTES
+        if request.address % PAGE_BYTES:
+            whole = 0
+        elif request.write or request.whole_pages:
+            whole = round_up(request.nbytes, PAGE_BYTES)
+        if whole:
+            view = _view_of(request.address, whole)
+            if request.write:
+                self.write_pages(request.fd, view, request.offset)
+            else:
+                needed = min(whole, request.nbytes)
+                self.read_pages(request.fd, view, request.offset, needed)
+        rest = request.nbytes - whole
+        if rest > 0:
+            bounce = self._bounce
+            padded = bounce.view[: round_up(rest, PAGE_BYTES)]
+            if request.write:
+                _memmove(bounce.address, request.address + whole, rest)
+                self.write_pages(request.fd, padded, request.offset + whole)
+            else:
+                self.read_pages(request.fd, padded, request.offset + whole, rest)
+                _memmove(request.address + whole, bounce.address, rest)
+
+    def move_adjacent(self, requests: Sequence[BlockRequest]) -> bool:
+        """Move adjacent blocks with one system call; False unless every byte moved."""
         first = requests[0]
-        views = [view_of(r.address, round_up(r.nbytes, PAGE_BYTES)) for r in requests]
+        views = [_view_of(r.address, round_up(r.nbytes, PAGE_BYTES)) for r in requests]
         nbytes = sum(map(len, views))
         self._cached.will_move(first.fd, first.offset, nbytes)
         call = os.pwritev if first.write else os.preadv
@@ -68,92 +145,148 @@ class PosixBackend(ThreadedBackend):
         return done == nbytes
 
     def write_pages(self, fd: int, view: memoryview, offset: int) -> None:
-        """Write every byte; short writes go on where they stopped."""
+        """Write whole pages of page-aligned memory at a page-aligned offset."""
         self._cached.will_move(fd, offset, len(view))
         write_all(fd, view, offset)
         self._cached.drop()
 
     def read_pages(self, fd: int, view: memoryview, offset: int, needed: int) -> None:
-        """Read until `needed` bytes have come; the end of the file before that is an error."""
+        """Read into page-aligned memory; the file may end after `needed` bytes."""
         self._cached.will_move(fd, offset, len(view))
         read_all(fd, view, offset, needed)
         self._cached.drop()
 
 
+class _Batch:
+    """Adjacent requests as one job of a thread; see [Note: threads that die] in thread_pool.py."""
+
+    __slots__ = ("_backend", "_completed", "_requests")
+
+    def __init__(self, backend: PosixBackend, requests: Sequence[BlockRequest]) -> None:
+        self._backend = backend
+        self._requests = requests
+        self._completed = 0
+
+    def __call__(self) -> None:
+        requests, backend = self._requests, self._backend
+        moved = len(requests) > 1 and backend.move_adjacent(requests)
+        for request in requests:
+            error: BaseException | None = None
+            try:
+                if not moved:  # an error of all together may be the error of only one
+                    backend.run(request)
+            except Exception as caught:
+                error = caught
+            self._complete(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Complete the remaining requests with what ended the thread."""
+        for request in self._requests[self._completed :]:
+            reason = error
+            if not isinstance(error, Exception):
+                # A SystemExit or KeyboardInterrupt that was meant for this thread must not be
+                # raised again in the one that waits for the bytes.
+                reason = StorageError(
+                    f"the thread that moved {request.nbytes} bytes at offset {request.offset} was "
+                    f"ended by {type(error).__name__}"
+                )
+                reason.__cause__ = error
+            self._complete(reason)
+
+    def _complete(self, error: BaseException | None) -> None:
+        request = self._requests[self._completed]
+        self._completed += 1
+        request.on_done(error)
+
+
+class _BounceBuffer(threading.local):
+    """One page-aligned buffer per thread, for memory that direct I/O cannot use."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory = mmap.mmap(-1, round_up(nbytes, PAGE_BYTES))
+        self.view = memoryview(self.memory)
+        self._anchor = ctypes.c_char.from_buffer(self.memory)
+        self.address = ctypes.addressof(self._anchor)
+
+
 class _CachedBlocks(threading.local):
-    """The last blocks that a thread moved through the page cache."""
+    """The blocks that a thread last moved through the page cache."""
 
     def __init__(self) -> None:
         self._blocks: deque[tuple[int, int, int]] = deque()
         self._pending = False
 
     def will_move(self, fd: int, offset: int, nbytes: int) -> None:
-        """Note a block if the page cache is used for its file."""
+        """Record a block if its file uses the page cache."""
         self._pending = is_buffered(fd)
         if self._pending:
             self._blocks.append((fd, offset, nbytes))
 
     def drop(self) -> None:
-        """Start the write-out of the block just moved, and let go of an earlier one."""
+        """Start the write-out of the block just moved, and drop an earlier one from the cache."""
         if not self._pending:
             return
-        _forget(*self._blocks[-1])
+        _drop_from_cache(*self._blocks[-1])
         while len(self._blocks) > _BLOCKS_UNTIL_CLEAN:
-            _forget(*self._blocks.popleft())
+            _drop_from_cache(*self._blocks.popleft())
+
+
+def _view_of(address: int, nbytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * nbytes).from_address(address))
 
 
 def is_buffered(fd: int) -> bool:
-    """Whether I/O on a file goes through the page cache, and can be told to leave it."""
+    """Whether I/O on a file goes through the page cache and the kernel takes advice about it."""
     if not hasattr(os, "posix_fadvise"):
         return False
     try:
         return not fcntl(fd, F_GETFL) & getattr(os, "O_DIRECT", 0)
     except OSError:
-        return False  # the move itself will tell
+        return False  # the transfer itself reports the error
 
 
-def _forget(fd: int, offset: int, nbytes: int) -> None:
-    # Advice only. For dirty pages the call starts the write-out; clean ones leave the page cache.
-    # The file may have been closed since, and its number may be another's: no harm but a page.
+def _drop_from_cache(fd: int, offset: int, nbytes: int) -> None:
+    # For dirty pages the call starts the write-out; clean pages leave the page cache. If the file
+    # was closed and its descriptor reused, another file loses a few cached pages, nothing more.
     with contextlib.suppress(OSError):
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def write_all(fd: int, view: memoryview, offset: int) -> None:
-    """Write every byte; short writes go on where they stopped.
+    """Write every byte; short writes are continued.
 
     Raises:
-        OSError: the disk is full, fails, or takes nothing.
+        OSError: the disk is full, fails, or accepts nothing.
     """
     while view:
-        done = _persist(os.pwritev, fd, view, offset)
+        done = _retry(os.pwritev, fd, view, offset)
         if done == 0:
             raise OSError(errno.EIO, f"wrote nothing at offset {offset}, {len(view)} bytes left")
         view, offset = view[done:], offset + done
 
 
 def read_all(fd: int, view: memoryview, offset: int, needed: int) -> None:
-    """Read until `needed` bytes have come; the view may be longer, up to its last page's end.
+    """Read at least `needed` bytes; the view may be longer, up to the end of its last page.
 
     Raises:
         OSError: the disk fails, or the file ends before that.
     """
     while needed > 0:
         try:
-            done = _persist(os.preadv, fd, view, offset)
+            done = _retry(os.preadv, fd, view, offset)
         except OSError as error:
             if error.errno != errno.EINVAL or offset % PAGE_BYTES == 0:
                 raise
-            done = 0  # direct I/O cannot go on where the file ended within a page
+            done = 0  # direct I/O cannot continue where the file ended within a page
         if done == 0:
             raise OSError(errno.EIO, f"end of file at offset {offset}, {needed} bytes missing")
         view, offset, needed = view[done:], offset + done, needed - done
 
 
-def _persist(
+def _retry(
     call: Callable[[int, list[memoryview], int], int], fd: int, view: memoryview, offset: int
 ) -> int:
-    """Make a system call; repeat it, with pauses, while the answer is to try again.
+    """Repeat a system call, with pauses, while it fails with EAGAIN.
 
     Python itself repeats calls that a signal interrupted.
     """
@@ -167,4 +300,4 @@ def _persist(
             if now >= deadline:
                 raise
         time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        pause = min(2 * pause, _MAX_PAUSE_SECONDS)

@@ -1,11 +1,11 @@
-"""The protocol of backends, and their registry: adding one is one file and one entry."""
+"""The interface of all backends and their registry: adding one is one module and one entry."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Protocol
 
 from offload_strategy.errors import ConfigError
 
@@ -18,17 +18,17 @@ class BlockRequest:
         write: True to write memory to the file, False to read.
         fd: the file.
         offset: byte offset in the file, a multiple of the page size.
-        address: where the bytes are in this process's memory; any alignment. Whoever `on_done`
-            belongs to keeps the memory alive until it is called.
-        nbytes: how many. The file's range is rounded up to the page; for a read it may end beyond
-            the end of the file, as long as these bytes are there.
+        address: where the bytes are in this process's memory, with any alignment. The caller keeps
+            the memory alive until `on_done` is called.
+        nbytes: how many bytes. The file's range is rounded up to the page; a read may end beyond
+            the end of the file as long as these bytes exist.
         on_done: called once, on a thread of the backend, with None or the error. Must not raise.
         before: called first, on the backend's thread, for instance to wait until a device copy
-            has filled the memory. If it raises, nothing is moved and that is the error.
-        whole_pages: a read may also fill what follows in the memory's last page: then bytes that
-            are no whole number of pages need not be read apart from the others.
-        after: called on the backend's thread when the bytes have moved and before `on_done`, for
-            instance to verify them. If it raises, that is the error.
+            has filled the memory. If it raises, nothing moves and `on_done` gets that error.
+        after: called on the backend's thread between the transfer and `on_done`, for instance to
+            verify the bytes. If it raises, `on_done` gets that error.
+        whole_pages: a read may overwrite its memory up to the end of the last page, so that a
+            partial last page needs no separate read.
     """
 
     write: bool
@@ -42,26 +42,55 @@ class BlockRequest:
     whole_pages: bool = False
 
 
-class Backend(Protocol):
-    """Moves blocks; completes them in any order."""
+class Backend(ABC):
+    """Moves blocks between files and memory; requests complete in any order."""
 
-    #: How many requests are worth having under way at once in each direction: reads and writes
-    #: have slots of their own.
+    #: How many requests are worth having in flight in each direction. Reads and writes do not take
+    #: each other's slots.
     depth: int
-    #: Largest block that a request may carry, in bytes.
+    #: Bytes that one request may carry at most.
     block_size: int
-    #: Whether a request's `address` may be memory of a device.
-    device_memory: bool
+    #: Whether `BlockRequest.address` may be device memory.
+    device_memory: bool = False
+    #: How many requests `submit_adjacent` takes at most.
+    max_adjacent: int = 1
 
+    @abstractmethod
     def submit(self, request: BlockRequest) -> None:
         """Begin a request; returns at once."""
 
+    def submit_adjacent(self, requests: Sequence[BlockRequest]) -> None:
+        """Begin requests of one direction whose page-aligned ranges follow each other in one file.
+
+        If there are several, their memory is page-aligned too. Each `on_done` is called as if the
+        requests had been submitted one by one.
+        """
+        for request in requests:
+            self.submit(request)
+
+    @property
+    def queued(self) -> int:
+        """Requests that no thread has begun."""
+        return 0
+
+    def run_queued(self, what: str) -> bool:
+        """Run one queued request on the calling thread, which waits for it anyway.
+
+        Args:
+            what: named in the warning if the path does not answer.
+
+        Returns:
+            False if nothing was queued.
+        """
+        return False
+
+    @abstractmethod
     def close(self) -> None:
-        """Wait for what is under way, then release threads and buffers. Idempotent."""
+        """Wait for requests in flight, then release threads and buffers. Idempotent."""
 
 
-#: name in the config -> "module:class"; imported on demand so that optional ones cost nothing.
-#: Each module has `why_not() -> str | None`: why the backend cannot run here.
+#: Name in the config -> "module:class", imported on demand: an optional backend that is not used
+#: costs nothing. Each module has `unavailable_reason() -> str | None`.
 _BACKENDS = {
     "posix": "offload_strategy.io.backends.posix:PosixBackend",
     "kvikio": "offload_strategy.io.backends.kvikio:KvikioBackend",
@@ -70,37 +99,33 @@ _BACKENDS = {
 
 
 def create_backend(name: str, *, threads: int, block_size: int) -> Backend:
-    """Make the backend that `io.backend` names.
+    """Create the backend that `io.backend` names.
 
     Args:
         name: as in the config; ``"auto"`` is kvikio where cuFile has a working driver, else posix.
-        threads: requests under way at once in each direction.
-        block_size: bytes a request may carry at most, a multiple of the page size.
+        threads: requests in flight in each direction.
+        block_size: bytes that a request may carry at most, a multiple of the page size.
 
     Raises:
         ConfigError: there is no such backend, or it cannot run here.
     """
     if name == "auto":
-        name = (
-            "kvikio"
-            if import_module("offload_strategy.io.backends.kvikio").is_direct()
-            else "posix"
-        )
+        kvikio = import_module("offload_strategy.io.backends.kvikio")
+        name = "kvikio" if kvikio.is_direct() else "posix"
     target = _BACKENDS.get(name)
     if target is None:
         raise ConfigError(
             f"io.backend: there is no backend {name!r}; choose one of {sorted(_BACKENDS)} or auto"
         )
-    module, _, attribute = target.partition(":")
-    backend: Backend = getattr(import_module(module), attribute)(
-        threads=threads, block_size=block_size
-    )
+    module, _, class_name = target.partition(":")
+    create = getattr(import_module(module), class_name)
+    backend: Backend = create(threads=threads, block_size=block_size)
     return backend
 
 
 def available_backends() -> dict[str, str | None]:
-    """The backends by name, each with None if it can run here, else the reason and what to do."""
+    """Map each backend's name to None if it can run here, else to the reason and what to do."""
     return {
-        name: import_module(target.partition(":")[0]).why_not()
+        name: import_module(target.partition(":")[0]).unavailable_reason()
         for name, target in _BACKENDS.items()
     }

@@ -1,11 +1,11 @@
-"""A few threads that come when there is work and leave when there is none.
+"""A thread pool whose threads start when there is work and end when there is none.
 
 [Note: threads that die]
 A thread may be ended from outside (an exception set asynchronously) or from inside (a SystemExit,
-no memory). Its job is then told so and a fresh thread takes its place; no job is lost. An
-asynchronous exception arrives after any call, so between taking a job and remembering it there is
-no call, and nothing here waits on a `Condition`: its `__enter__` may be ended after it took the
-lock. Idle threads sleep on a lock of their own instead, their bell.
+no memory). Its job's owner is then told, and a new thread replaces it; no job is lost. An
+asynchronous exception arrives after any call, so there is no call between taking a job and storing
+it, and nothing here waits on a `Condition`: its `__enter__` may be ended after it took the lock.
+Each idle thread sleeps on a lock of its own instead.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from offload_strategy.telemetry import get_logger
 
 logger = get_logger(__name__)
 
-#: A thread without work for this long ends: a forgotten `close()` leaves no thread behind.
+#: A thread without work for this long ends, so a forgotten `close()` leaves no thread running.
 IDLE_SECONDS = 2.0
-#: A helper that has been away for this long is reported.
+#: A warning is logged when a job on the calling thread (`run_queued`) takes longer than this.
 SILENT_SECONDS = 30.0
 
 
-class Workers:
+class ThreadPool:
     """Run callables on at most `count` threads, first in, first out.
 
     Threads are daemons: an interpreter that exits does not wait for them, and the files that they
-    write have no name and vanish with the process.
+    write are unnamed and vanish with the process.
 
     Args:
         name: prefix of the threads' names.
@@ -42,15 +42,16 @@ class Workers:
         self._count = count
         self._jobs: deque[tuple[Callable[[], None], Callable[[BaseException], None] | None]]
         self._jobs = deque()
-        self._bells: deque[threading.Lock] = deque()  # those of the threads that sleep
+        #: One locked lock per sleeping thread; releasing it wakes the thread.
+        self._sleeping: deque[threading.Lock] = deque()
         self._threads: set[threading.Thread] = set()
         self._started = 0
         self._lock = threading.Lock()
         self._own = threading.local()
         self._closed = False
-        # What a helper does, and since when: it cannot tell by itself that a path is silent.
-        self._helped: tuple[str, float] | None = None
-        self._told_at = 0.0
+        # What a caller of `run_queued` runs and since when: it cannot report a silent path itself.
+        self._caller_runs: tuple[str, float] | None = None
+        self._warned_at = 0.0
         self._pid = os.getpid()
 
     def submit(
@@ -58,12 +59,12 @@ class Workers:
     ) -> None:
         """Queue a job.
 
-        The first that a job submits, as its last act, is taken by its own thread: to wake another
-        one for it, only to fall asleep, would cost more than a small job.
+        The first job that a job submits, as its last act, is taken by its own thread: waking
+        another thread for it, only to fall asleep, would cost more than a small job.
 
         Args:
-            job: runs on one of the threads. What it raises ends that thread.
-            died: called on that thread with what ended it.
+            job: runs on one of the threads. An exception from it ends that thread.
+            died: called on that thread with the exception that ended it.
 
         Raises:
             RuntimeError: after `close`, or in a forked child, where the threads do not exist.
@@ -72,35 +73,35 @@ class Workers:
             raise RuntimeError("a forked process cannot use its parent's offload engine")
         with self._lock:
             if self._closed:
-                raise RuntimeError("the workers are closed")
+                raise RuntimeError("the thread pool is closed")
             self._jobs.append((job, died))
             if getattr(self._own, "is_free_next", False):
                 self._own.is_free_next = False
-            elif self._bells:
-                self._bells.pop().release()  # the last to sleep; the others may leave
+            elif self._sleeping:
+                self._sleeping.pop().release()  # the last to sleep; the others may end
             elif len(self._threads) < self._count:
                 try:
                     self._start_thread()
                 except BaseException as error:
-                    # Out of threads, or the interpreter ends. Those that run will do; a job that
-                    # is refused must not stay behind, as its owner counts it as failed.
+                    # Out of threads, or the interpreter exits. Running threads will do; a refused
+                    # job must not stay queued, as its owner counts it as failed.
                     if self._threads and isinstance(error, RuntimeError):
                         return
                     self._jobs.pop()
                     raise
 
     @property
-    def not_begun(self) -> int:
+    def queued(self) -> int:
         """Jobs that no thread has begun."""
         return len(self._jobs)
 
-    def help(self, what: str) -> bool:
+    def run_queued(self, what: str) -> bool:
         """Run one queued job on the calling thread, which has nothing else to do.
 
         A thread that was woken for a job takes longer to begin than a small job takes.
 
         Args:
-            what: for the message, if it takes long.
+            what: named in the warning if it takes long.
 
         Returns:
             False if nothing was queued.
@@ -108,7 +109,7 @@ class Workers:
         with self._lock:
             if not self._jobs:
                 return False
-            self._helped = (what, time.monotonic())
+            self._caller_runs = (what, time.monotonic())
             job, died = self._jobs[0]
             del self._jobs[0]
         try:
@@ -118,7 +119,7 @@ class Workers:
                 died(error)
             raise
         finally:
-            self._helped = None
+            self._caller_runs = None
         return True
 
     def close(self, timeout: float = 60.0) -> None:
@@ -128,10 +129,10 @@ class Workers:
         deadline = time.monotonic() + timeout
         with self._lock:
             self._closed = True
-            while self._bells:
-                self._bells.popleft().release()
+            while self._sleeping:
+                self._sleeping.popleft().release()
         while True:
-            with self._lock:  # a thread that died may have left another in its place
+            with self._lock:  # a thread that died may have been replaced
                 threads = self._threads - {threading.current_thread()}
             if not threads or time.monotonic() >= deadline:
                 return
@@ -139,7 +140,7 @@ class Workers:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     def _start_thread(self) -> None:
-        """Start one more; the caller holds the lock."""
+        """Start one more thread; the caller holds the lock."""
         name = f"{self._name}-{self._started}"
         thread = threading.Thread(target=self._main, name=name, daemon=True)
         thread.start()
@@ -149,19 +150,19 @@ class Workers:
     def _main(self) -> None:
         while True:
             try:
-                self._serve()
+                self._run_jobs()
                 return
             except BaseException as error:
                 logger.warning("a thread of %s ended: %r", self._name, error)
-                if self._replaced():
+                if self._may_end():
                     return
 
-    def _serve(self) -> None:
-        """Run jobs until there are none for a while."""
+    def _run_jobs(self) -> None:
+        """Run jobs until there have been none for a while."""
         job = died = None
-        bell = threading.Lock()
-        bell.acquire()
-        rested = False
+        wake = threading.Lock()
+        wake.acquire()
+        timed_out = False
         try:
             while True:
                 with self._lock:
@@ -169,41 +170,41 @@ class Workers:
                         # No call between these two: see [Note: threads that die].
                         job, died = self._jobs[0]
                         del self._jobs[0]
-                    elif (rested and self._helped is None) or self._closed:
+                    elif (timed_out and self._caller_runs is None) or self._closed:
                         self._threads.discard(threading.current_thread())
                         return
                     else:
-                        self._bells.append(bell)
+                        self._sleeping.append(wake)
                 if job is None:
-                    rested = not bell.acquire(timeout=IDLE_SECONDS)
-                    if rested:
-                        self._watch_helper()
+                    timed_out = not wake.acquire(timeout=IDLE_SECONDS)
+                    if timed_out:
+                        self._warn_if_caller_waits()
                         with self._lock:
-                            if bell in self._bells:
-                                self._bells.remove(bell)
-                            else:  # it rang just now
-                                bell.acquire(blocking=False)
+                            if wake in self._sleeping:
+                                self._sleeping.remove(wake)
+                            else:  # it was woken just now
+                                wake.acquire(blocking=False)
                     continue
                 self._own.is_free_next = True
                 job()
                 self._own.is_free_next = False
-                rested = False
-                job = died = None  # what they hold must not live until the next one comes
+                timed_out = False
+                job = died = None  # what they hold must not live until the next job comes
         except BaseException as error:
             with self._lock:
-                if bell in self._bells:
-                    self._bells.remove(bell)
+                if wake in self._sleeping:
+                    self._sleeping.remove(wake)
             if died is not None:
                 died(error)
             raise
 
-    def _watch_helper(self) -> None:
-        helped, now = self._helped, time.monotonic()
-        if helped is None:
+    def _warn_if_caller_waits(self) -> None:
+        running, now = self._caller_runs, time.monotonic()
+        if running is None:
             return
-        what, since = helped
-        if now - max(since, self._told_at) > SILENT_SECONDS:
-            self._told_at = now
+        what, since = running
+        if now - max(since, self._warned_at) > SILENT_SECONDS:
+            self._warned_at = now
             logger.warning(
                 "waiting for %s for %.0f s; the path does not answer, training resumes when it "
                 "does",
@@ -211,15 +212,15 @@ class Workers:
                 now - since,
             )
 
-    def _replaced(self) -> bool:
-        """Whether this thread may end: if jobs wait for it, a fresh one takes its place."""
+    def _may_end(self) -> bool:
+        """Whether this thread may end; a new one replaces it if jobs are queued."""
         with self._lock:
             me = threading.current_thread()
             self._threads.discard(me)
             try:
                 if self._jobs:
                     self._start_thread()
-            except RuntimeError:  # out of threads: then this one goes on
+            except RuntimeError:  # out of threads: this one continues
                 self._threads.add(me)
                 return False
             return True

@@ -1,15 +1,15 @@
-"""What paths carried in earlier runs: a small file for each, in the user's cache directory.
+"""Rates of paths that earlier runs measured: a small file for each path in the cache directory.
 
-[Note: where figures of paths are kept]
-Nothing is ever left on a path itself, so its figures lie elsewhere: in $SSD_OFFLOAD_CACHE, else in
-`offload-strategy` in the user's cache directory ($XDG_CACHE_HOME, else ~/.cache). A variable
-$SSD_OFFLOAD_CACHE that is empty keeps nothing. Home directories are shared between machines, disks
-are replaced, and a path that several processes use gives each of them a part: figures count only
-for the same machine, the same file system, as many processes, and the same way of moving blocks.
+[Note: where rates are saved]
+Nothing is ever left on a path itself, so its rates are saved elsewhere: in $SSD_OFFLOAD_CACHE, else
+in `offload-strategy` in the user's cache directory ($XDG_CACHE_HOME, else ~/.cache). An empty
+$SSD_OFFLOAD_CACHE saves nothing. Home directories are shared between machines, disks are replaced,
+and processes that share a path get a part of it each: rates hold only for the same machine, file
+system, number of processes, backend and depth.
 
 [Note: one odd run]
-What a run has seen moves a figure half of the way, by ratio, and by no more than a factor of two.
-A file that cannot be read, or is not ours, counts as none; one that cannot be written is let be.
+A run moves a saved rate half of the way, by ratio, and by no more than a factor of two. A file that
+is unreadable or of another kind is ignored; a file that cannot be written is not an error.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ import platform
 import stat
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic.dataclasses import dataclass
 
 from offload_strategy.config.default_directory import expand_path
 from offload_strategy.io.regions.block_devices import is_block_device
@@ -37,26 +40,26 @@ logger = get_logger(__name__)
 
 CACHE_VARIABLE = "SSD_OFFLOAD_CACHE"
 _FOLDER = "offload-strategy"
-_FORMAT = 1
-#: A file of ours has a few hundred bytes.
-_MOST_BYTES = 64 * 1024
-#: Figures of paths that were not used for so long are removed.
-_KEPT_SECONDS = 180 * 24 * 3600
-#: By how much one run may change a figure at most.
-_MOST_CHANGE = 2.0
+#: Our files have a few hundred bytes.
+_MAX_FILE_BYTES = 64 * 1024
+#: Files that were not written for this long are removed.
+_MAX_AGE_SECONDS = 180 * 24 * 3600
+#: By how much one run may change a rate at most.
+_MAX_CHANGE = 2.0
+_STRICT = ConfigDict(strict=True)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, config=_STRICT)
 class PathIdentity:
-    """Of what figures are: the same path, used in the same way.
+    """What rates belong to: the same path, used in the same way.
 
     Args:
-        machine: its name.
+        machine: its host name.
         path: directory or block device.
-        device: what lies there: the file system's number, or the bytes of a block device.
+        device: the file system's number, or the size of a block device in bytes.
         processes: that use the path together.
-        backend: what moves the blocks.
-        depth: blocks under way at a time.
+        backend: class name of what moves the blocks.
+        depth: blocks in flight at a time.
     """
 
     machine: str
@@ -66,24 +69,9 @@ class PathIdentity:
     backend: str
     depth: int
 
-    def __post_init__(self) -> None:
-        # What was read from a file is anything that JSON can be.
-        if not all(type(text) is str for text in (self.machine, self.path, self.backend)):
-            raise ValueError("names must be text")
-        if not all(type(count) is int for count in (self.device, self.processes, self.depth)):
-            raise ValueError("counts must be whole numbers")
-
     @classmethod
     def of(cls, path: Path, fd: int, *, processes: int, backend: str, depth: int) -> PathIdentity:
-        """Look at a path.
-
-        Args:
-            path: directory or block device, as it is used by all processes.
-            fd: a file there, or the device.
-            processes: see above, as the others.
-            backend: likewise.
-            depth: likewise.
-        """
+        """Identify a path; `fd` is a file there, or the device."""
         device = 0
         with contextlib.suppress(OSError):
             if is_block_device(path):
@@ -94,62 +82,68 @@ class PathIdentity:
 
     @property
     def file_name(self) -> str:
-        """Of its figures."""
+        """Name of the file with its rates."""
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32] + ".json"
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """Bytes per second of one direction of a path.
+@dataclass(frozen=True, config=_STRICT)
+class MeasuredRate:
+    """Bytes per second of one direction of a path, and how they were measured.
 
     Args:
         rate: bytes per second.
-        source: whether training has seen it, or a probe when an engine started.
-        nbytes: that were moved to find it out, in all runs.
-        runs: that it rests on.
-        date: when it was last corrected, or measured (ISO 8601, UTC).
+        source: whether training observed it, or a probe at the start of an engine.
+        nbytes: bytes that were moved to measure it, in all runs.
+        runs: how many runs it is based on.
+        date: of the last run that changed it (ISO 8601, UTC).
     """
 
-    rate: float
+    rate: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     source: Literal["observed", "probe"]
-    nbytes: int
-    runs: int = 1
+    nbytes: Annotated[int, Field(ge=0)]
+    runs: Annotated[int, Field(ge=0)] = 1
     date: str = ""
 
-    def __post_init__(self) -> None:
-        if isinstance(self.rate, bool) or not isinstance(self.rate, int | float):
-            raise ValueError(f"rate must be a number, got {self.rate!r}")
-        if not (math.isfinite(self.rate) and self.rate > 0):
-            raise ValueError(f"rate must be above 0, got {self.rate}")
-        if self.source not in ("observed", "probe"):
-            raise ValueError(f"source is {self.source!r}")
-        if not all(type(count) is int and count >= 0 for count in (self.nbytes, self.runs)):
-            raise ValueError("bytes and runs must be whole numbers")
-        if not isinstance(self.date, str):
-            raise ValueError(f"date is {self.date!r}")
+
+Rates = Mapping[Direction, MeasuredRate]
+"""The known directions of a path."""
 
 
-Figures = Mapping[Direction, Figure]
-"""Of the directions of a path that are known."""
+@dataclass(frozen=True, config=_STRICT)
+class _SavedRates:
+    """Content of one file."""
+
+    format: Literal[1]
+    of: PathIdentity
+    read: MeasuredRate | None = None
+    write: MeasuredRate | None = None
+
+    @property
+    def rates(self) -> Rates:
+        known = {Direction.READ: self.read, Direction.WRITE: self.write}
+        return {direction: rate for direction, rate in known.items() if rate is not None}
 
 
-def corrected(before: Figure | None, rate: float, nbytes: int) -> Figure:
-    """A figure, after a run has seen another one; see [Note: one odd run].
+_FILE = TypeAdapter(_SavedRates)
+
+
+def updated_rate(before: MeasuredRate | None, rate: float, nbytes: int) -> MeasuredRate:
+    """The rate to save after a run has observed another one; see [Note: one odd run].
 
     Args:
         before: with which the run began; None if nothing was known.
-        rate: bytes per second that the run has seen.
-        nbytes: that it rests on.
+        rate: bytes per second that the run observed.
+        nbytes: bytes over which it did.
     """
     date = datetime.now(UTC).isoformat(timespec="seconds")
     if before is None:
-        return Figure(rate, "observed", nbytes, 1, date)
+        return MeasuredRate(rate, "observed", nbytes, 1, date)
     change = math.sqrt(rate / before.rate)
-    change = min(max(change, 1 / _MOST_CHANGE), _MOST_CHANGE)
-    # A probe is no run, and its bytes tell little beside those of one.
+    change = min(max(change, 1 / _MAX_CHANGE), _MAX_CHANGE)
+    # A probe is not a run, and its few bytes do not count.
     observed = before.source == "observed"
-    return Figure(
+    return MeasuredRate(
         before.rate * change,
         "observed",
         nbytes + (before.nbytes if observed else 0),
@@ -159,100 +153,80 @@ def corrected(before: Figure | None, rate: float, nbytes: int) -> Figure:
 
 
 def cache_directory() -> Path | None:
-    """Where figures are kept, or None if nowhere; see [Note: where figures of paths are kept]."""
+    """Where rates are saved, or None if nowhere; see [Note: where rates are saved]."""
     try:
         given = os.environ.get(CACHE_VARIABLE)
         if given is not None:
             return Path(expand_path(given)) if given.strip() else None
         usual = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
         return usual / _FOLDER if usual.is_absolute() else None
-    except (ValueError, RuntimeError) as error:  # an unset variable in it; nobody's home
-        logger.info("figures of paths are not kept: %s", error)
+    except (ValueError, RuntimeError) as error:  # an unset variable in it; no home directory
+        logger.info("rates of paths are not saved: %s", error)
         return None
 
 
-def recall(identity: PathIdentity) -> Figures:
-    """What earlier runs found out about a path; empty if nothing is known."""
+def load_rates(identity: PathIdentity) -> Rates:
+    """The rates of a path that earlier runs saved; empty if nothing is known."""
     folder = cache_directory()
-    if folder is None:
-        return {}
-    found = _read(folder / identity.file_name)
-    if found is None:
-        return {}
-    of, figures = found
-    return figures if of == identity else {}
+    saved = None if folder is None else _read(folder / identity.file_name)
+    return saved.rates if saved is not None and saved.of == identity else {}
 
 
-def recall_all() -> list[tuple[PathIdentity, Figures]]:
-    """Everything that is kept, by path."""
+def load_all_rates() -> list[tuple[PathIdentity, Rates]]:
+    """All saved rates, sorted by path."""
     folder = cache_directory()
     files = sorted(folder.glob("*.json")) if folder is not None and folder.is_dir() else []
-    found = [kept for file in files if (kept := _read(file)) is not None]
-    return sorted(found, key=lambda kept: (kept[0].machine, kept[0].path, kept[0].processes))
+    saved = [one for file in files if (one := _read(file)) is not None]
+    saved.sort(key=lambda one: (one.of.machine, one.of.path, one.of.processes))
+    return [(one.of, one.rates) for one in saved]
 
 
-def keep(identity: PathIdentity, figures: Figures) -> bool:
-    """Keep figures of a path for the next run; whether that went well."""
+def save_rates(identity: PathIdentity, rates: Rates) -> bool:
+    """Save rates of a path for the next run; returns whether that worked."""
     folder = cache_directory()
     if folder is None:
         return False
-    text = json.dumps(
-        {
-            "format": _FORMAT,
-            "of": asdict(identity),
-            **{str(direction): asdict(figure) for direction, figure in figures.items()},
-        },
-        indent=1,
-    )
+    content = _SavedRates(1, identity, rates.get(Direction.READ), rates.get(Direction.WRITE))
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Readable for its owner alone, under a name that nobody has; then it takes its place.
+        # Readable for its owner alone, under a new name; then it replaces the old file.
         fd, partial = tempfile.mkstemp(".partial", "", folder)
         try:
-            with os.fdopen(fd, "w", encoding="utf-8") as stream:
-                stream.write(text + "\n")
+            with os.fdopen(fd, "wb") as stream:
+                stream.write(_FILE.dump_json(content, indent=1, exclude_none=True) + b"\n")
             os.replace(partial, folder / identity.file_name)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(partial)
             raise
-        _forget_old(folder)
+        _remove_old(folder)
     except OSError as error:
-        logger.info("figures of %s are not kept in %s: %s", identity.path, folder, error)
+        logger.info("rates of %s are not saved in %s: %s", identity.path, folder, error)
         return False
     return True
 
 
-def _read(file: Path) -> tuple[PathIdentity, Figures] | None:
-    """What a file says; None if there is none, or it is not one of ours."""
+def _read(file: Path) -> _SavedRates | None:
+    """Read a file; None if there is none, or it is not one of ours."""
     try:
         flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-        with os.fdopen(os.open(file, flags), encoding="utf-8") as stream:
-            about = os.fstat(stream.fileno())
-            if not stat.S_ISREG(about.st_mode) or about.st_size > _MOST_BYTES:
-                raise ValueError("it is no small file")
-            if hasattr(os, "geteuid") and about.st_uid != os.geteuid():
-                raise ValueError("it belongs to somebody else")
-            found = json.loads(stream.read())
-        if not isinstance(found, dict) or found.get("format") != _FORMAT:
-            raise ValueError(f"it is not of format {_FORMAT}")
-        return PathIdentity(**found["of"]), dict(_figures(found))
+        with os.fdopen(os.open(file, flags), "rb") as stream:
+            status = os.fstat(stream.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_FILE_BYTES:
+                raise ValueError("it is not a small file")
+            if hasattr(os, "geteuid") and status.st_uid != os.geteuid():
+                raise ValueError("it belongs to another user")
+            return _FILE.validate_json(stream.read())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         logger.warning("%s is ignored, and may be removed: %s", file, error)
         return None
 
 
-def _figures(found: Mapping[str, Any]) -> Iterator[tuple[Direction, Figure]]:
-    for direction in Direction:
-        if str(direction) in found:
-            yield direction, Figure(**found[str(direction)])
-
-
-def _forget_old(folder: Path) -> None:
-    """Remove what was not used for long, and what a killed process has left."""
-    oldest = time.time() - _KEPT_SECONDS
+def _remove_old(folder: Path) -> None:
+    """Remove files that were not written for long, and what a killed process left."""
+    oldest = time.time() - _MAX_AGE_SECONDS
     for file in (*folder.glob("*.json"), *folder.glob("*.partial")):
         with contextlib.suppress(OSError):
             if file.lstat().st_mtime < oldest:

@@ -1,12 +1,12 @@
 """A short measurement of a path: how fast it reads and writes, before training relies on it.
 
-[Note: who owns the memory of a probe]
-A request that was handed to a backend cannot be called back, and writes to, or reads from, memory
-until it is done. So every request carries the memory itself in its `on_done`: whatever happens to
-the probe (an error, a device that stops answering), the memory stays until the last request is
-over. Extents go back to the space only when nothing is under way on them any more. And requests are
-made and waited for on a thread of its own, which Ctrl-C cannot end half-way: Python delivers it to
-the main thread alone, which then asks the other to stop.
+[Note: memory of a probe]
+A request that was submitted to a backend cannot be cancelled, and uses its memory until it is done.
+So each request's `on_done` refers to the memory: whatever happens to the probe (an error, a device
+that stops answering), the memory lives until the last request is over. The extent is freed only
+when nothing is in flight on it any more. Requests are submitted and waited for on a separate
+thread, where Ctrl-C cannot arrive between two steps: Python delivers it to the main thread, which
+then tells the other to stop.
 """
 
 from __future__ import annotations
@@ -18,61 +18,35 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from offload_strategy.errors import OffloadError, StorageError
 from offload_strategy.io.backends.protocol import Backend, BlockRequest
+from offload_strategy.io.bandwidth.history import MeasuredRate, Rates
 from offload_strategy.io.regions.extents import Extent
 from offload_strategy.io.regions.region import Region
+from offload_strategy.telemetry import Direction
 from offload_strategy.units import PAGE_BYTES, GiB, KiB, MiB, format_size
 
 #: A probe never takes more of a path than this, nor more than this share of what is free.
-MOST_BYTES = 1 * GiB
+MAX_BYTES = 1 * GiB
 _SHARE_OF_FREE = 0.25
-#: Below this many bytes there is nothing to measure.
-_LEAST_BYTES = 64 * KiB
-#: The first requests are small, so that a slow path tells its speed before much is asked of it.
-_OPENING_BYTES = 256 * KiB
-#: A probe is made of at least about this many requests.
-_FEW = 8
+#: Smallest extent and smallest request.
+_MIN_BYTES = 64 * KiB
+#: The first requests are small, so that a slow path shows its rate early.
+_FIRST_REQUEST_BYTES = 256 * KiB
+#: Requests get no larger than allows about this many of them in the given time.
+_MIN_REQUESTS = 8
 #: A request that takes longer than this counts as lost.
 STALLED_SECONDS = 60.0
-#: Who gives a measurement up waits this long for what is under way.
+#: After Ctrl-C or an error in the progress report, requests in flight are awaited for this long.
 _GRACE_SECONDS = 5.0
 
-
-@dataclass(frozen=True, slots=True)
-class PathBandwidth:
-    """What `probe` measured.
-
-    Args:
-        read, write: bytes per second.
-        read_seconds, write_seconds: how long each direction was measured.
-        read_bytes, written_bytes: bytes moved in each direction.
-    """
-
-    read: float
-    write: float
-    read_seconds: float
-    write_seconds: float
-    read_bytes: int
-    written_bytes: int
-
-    @property
-    def round_trip(self) -> float:
-        """Bytes per second for bytes that are written once and read once; work is dealt by it."""
-        return round_trip(self.read, self.write)
-
-
-def round_trip(*rates: float) -> float:
-    """Bytes per second of a way there and back at the given rates: their harmonic mean.
-
-    MLP-Offload (section 3.3) deals by the smaller of the two rates. What is written here is read
-    here, so the time that a byte costs its path is the sum of both ways.
-    """
-    return len(rates) / sum(1 / rate for rate in rates)
+#: Seconds; tests replace it.
+_clock: Callable[[], float] = time.perf_counter
+_T = TypeVar("_T")
+_Report = Callable[[float], None]
 
 
 def probe(
@@ -80,18 +54,17 @@ def probe(
     backend: Backend,
     *,
     seconds: float = 0.25,
-    nbytes: int = MOST_BYTES,
-    on_progress: Callable[[float], None] | None = None,
-) -> PathBandwidth:
-    """Write to, then read from, a part of a space for a moment, and tell how fast that went.
+    nbytes: int = MAX_BYTES,
+    on_progress: _Report | None = None,
+) -> Rates:
+    """Write to, then read from, an extent of a region, and measure how fast that is.
 
     Takes about `seconds` in each direction, also on a slow path: no request begins that would not
-    be over in time. Buffered spaces are measured with what they keep in the page cache written out.
-    The extent goes back to the space.
+    be over in time. For buffered regions the write-out of the page cache is measured too.
 
     Args:
         region: the path.
-        backend: what moves the blocks; `backend.depth` of them are under way at a time.
+        backend: moves the blocks, `backend.depth` of them at a time.
         seconds: length of the measurement in each direction.
         nbytes: bytes of the path to use at most; a quarter of what is free, if that is less.
         on_progress: called now and then with the share that is done, 0 to 1. If it raises, the
@@ -102,25 +75,21 @@ def probe(
             not answer for a minute.
     """
 
-    def measure(report: Callable[[float], None]) -> PathBandwidth:
-        run = _Run(region, backend, _allocate(region, nbytes))
-        try:
-            written = run.stream(True, run.extent.nbytes, seconds, lambda done: report(done / 2))
-            # What was never written reads as zeros without touching the disk: read no further.
-            run.drop_cached()
-            read = run.stream(False, written.reach, seconds, lambda done: report(0.5 + done / 2))
-        finally:
-            run.finish()
-        return PathBandwidth(
-            read=read.nbytes / read.seconds,
-            write=written.nbytes / written.seconds,
-            read_seconds=read.seconds,
-            write_seconds=written.seconds,
-            read_bytes=read.nbytes,
-            written_bytes=written.nbytes,
-        )
+    def measure(run: _Measurement, report: _Report) -> Rates:
+        written = run.stream(True, run.extent.nbytes, seconds, lambda done: report(done / 2))
+        # What was never written reads as zeros without touching the disk: read no further.
+        run.drop_cached()
+        read = run.stream(False, written.reach, seconds, lambda done: report(0.5 + done / 2))
+        return {
+            Direction.READ: MeasuredRate(read.nbytes / read.seconds, "probe", read.nbytes),
+            Direction.WRITE: MeasuredRate(
+                written.nbytes / written.seconds, "probe", written.nbytes
+            ),
+        }
 
-    return _on_own_thread(measure, region, on_progress)
+    return _on_own_thread(
+        region, lambda: _Measurement(region, backend, nbytes), measure, on_progress
+    )
 
 
 def write_latencies(
@@ -130,13 +99,13 @@ def write_latencies(
     nbytes: int = 2 * MiB,
     seconds: float = 0.25,
     most: int = 1000,
-    on_progress: Callable[[float], None] | None = None,
+    on_progress: _Report | None = None,
 ) -> list[float]:
     """Write tensors of `nbytes` one at a time, and return how many seconds each took.
 
     Args:
         region: the path.
-        backend: what moves the blocks; a tensor larger than its `block_size` goes in several.
+        backend: moves the blocks; a tensor larger than its `block_size` needs several.
         nbytes: size of each write.
         seconds: stop after this long, with at least one write done.
         most: stop after this many.
@@ -146,69 +115,70 @@ def write_latencies(
         StorageError: as for `probe`.
     """
 
-    def measure(report: Callable[[float], None]) -> list[float]:
+    def measure(run: _Measurement, report: _Report) -> list[float]:
         latencies: list[float] = []
-        run = _Run(region, backend, _allocate(region, 64 * nbytes, at_least=nbytes))
-        try:
-            slots = run.extent.nbytes // nbytes
-            started = time.perf_counter()
-            spent = 0.0
-            while not latencies or (len(latencies) < most and spent < seconds):
-                latencies.append(run.write_once(len(latencies) % slots * nbytes, nbytes))
-                spent = time.perf_counter() - started
-                report(min(1.0, spent / seconds))
-        finally:
-            run.finish()
+        slots, started, spent = run.extent.nbytes // nbytes, _clock(), 0.0
+        while not latencies or (len(latencies) < most and spent < seconds):
+            latencies.append(run.write_once(len(latencies) % slots * nbytes, nbytes))
+            spent = _clock() - started
+            report(min(1.0, spent / seconds))
         return latencies
 
-    return _on_own_thread(measure, region, on_progress)
-
-
-_T = TypeVar("_T")
+    return _on_own_thread(
+        region,
+        lambda: _Measurement(region, backend, 64 * nbytes, at_least=nbytes),
+        measure,
+        on_progress,
+    )
 
 
 class _Stopped(Exception):
-    """The caller does not want to know any more."""
+    """Ends a measurement whose caller no longer waits for it."""
 
 
 def _on_own_thread(
-    measure: Callable[[Callable[[float], None]], _T],
     region: Region,
-    on_progress: Callable[[float], None] | None,
+    make: Callable[[], _Measurement],
+    measure: Callable[[_Measurement, _Report], _T],
+    on_progress: _Report | None,
 ) -> _T:
-    """Run a measurement on a thread of its own, and pass its progress on from this one."""
-    # Written in C: a put from any thread and a get that is interrupted leave no lock behind.
-    news: queue.SimpleQueue[float | None] = queue.SimpleQueue()
+    """Run a measurement on its own thread, and report its progress on the calling one."""
+    # Implemented in C: a put from any thread and an interrupted get leave no lock behind.
+    progress: queue.SimpleQueue[float | None] = queue.SimpleQueue()
     results: list[_T] = []
     errors: list[BaseException] = []
-    stop = threading.Lock()  # taken: stop. Unlike an event's, its `acquire` is one step.
+    stop: list[bool] = []
 
     def report(share: float) -> None:
-        if stop.locked():
+        if stop:
             raise _Stopped
-        news.put(share)
+        progress.put(share)
 
-    def run() -> None:
+    def main() -> None:
         try:
-            results.append(measure(report))
+            run = make()
+            try:
+                results.append(measure(run, report))
+            finally:
+                run.finish()
         except BaseException as error:
             errors.append(error)
-        news.put(None)
+        progress.put(None)
 
-    thread = threading.Thread(target=run, name="ssd-offload-probe", daemon=True)
+    thread = threading.Thread(target=main, name="ssd-offload-probe", daemon=True)
     try:
         thread.start()
-        # The other thread gives a silent path up sooner, unless the system keeps it in a call.
-        while (share := news.get(timeout=3 * STALLED_SECONDS)) is not None:
+        # The thread detects a silent path itself, unless it hangs in a system call.
+        while (share := progress.get(timeout=3 * STALLED_SECONDS)) is not None:
             if on_progress is not None:
                 on_progress(share)
     except queue.Empty:
-        stop.acquire(blocking=False)
+        stop.append(True)
         raise _no_answer(region, 3 * STALLED_SECONDS) from None
     except BaseException:
-        stop.acquire(blocking=False)
-        if thread.ident is not None:  # else it never began
-            thread.join(_GRACE_SECONDS)  # for what is under way; on a dead path it goes on alone
+        stop.append(True)
+        if thread.ident is not None:  # otherwise it was never started
+            thread.join(_GRACE_SECONDS)  # for what is in flight; on a dead path it goes on alone
         raise
     thread.join(_GRACE_SECONDS)
     try:
@@ -226,8 +196,8 @@ def _no_answer(region: Region, seconds: float) -> StorageError:
     )
 
 
-def _allocate(region: Region, nbytes: int, at_least: int = _LEAST_BYTES) -> Extent:
-    """An extent of `nbytes`, or of what the space can spare, down to `at_least`."""
+def _allocate(region: Region, nbytes: int, at_least: int) -> Extent:
+    """Allocate `nbytes`, or what the region can spare, but no less than `at_least`."""
     spare = max(int(region.free_bytes * _SHARE_OF_FREE), at_least)
     size = min(max(nbytes, at_least), spare) // PAGE_BYTES * PAGE_BYTES
     while size >= at_least:
@@ -241,104 +211,109 @@ def _allocate(region: Region, nbytes: int, at_least: int = _LEAST_BYTES) -> Exte
     )
 
 
-@dataclass(slots=True)
-class _Stream:
-    """What one direction came to; `reach` is the end of the part that was touched in full."""
+class _Stream(NamedTuple):
+    """What was moved in one direction; `reach` is the end of the part that was touched."""
 
-    nbytes: int = 0
-    seconds: float = 0.0
-    reach: int = 0
+    nbytes: int
+    seconds: float
+    reach: int
 
 
-@dataclass(slots=True)
-class _Done:
+class _Completed(NamedTuple):
     slot: int
     nbytes: int
     error: BaseException | None
-    at: float = field(default_factory=time.perf_counter)
+    at: float
 
 
-class _Run:
-    """The memory and the requests of one measurement."""
+class _Measurement:
+    """The extent, the memory and the requests of one measurement."""
 
-    def __init__(self, region: Region, backend: Backend, extent: Extent) -> None:
-        self.extent = extent
+    def __init__(
+        self, region: Region, backend: Backend, nbytes: int, at_least: int = _MIN_BYTES
+    ) -> None:
+        self.extent = _allocate(region, nbytes, at_least)
         self._region = region
         self._backend = backend
         self._slots = max(1, backend.depth)
-        self._block = min(backend.block_size, extent.nbytes) // PAGE_BYTES * PAGE_BYTES
-        self._under_way = self._bytes_under_way = 0
+        self._block = min(backend.block_size, self.extent.nbytes) // PAGE_BYTES * PAGE_BYTES
+        self._in_flight = self._bytes_in_flight = 0
         self._over = False
-        self._done: queue.SimpleQueue[_Done] = queue.SimpleQueue()
+        self._completed: queue.SimpleQueue[_Completed] = queue.SimpleQueue()
         try:
             self._memory = _incompressible(self._slots, self._block)
             self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         except BaseException:
-            region.free(extent)
+            region.free(self.extent)
             raise
 
-    # ------------------------------------------------------------------ measurements
-    def stream(
-        self, write: bool, reach: int, seconds: float, report: Callable[[float], None]
-    ) -> _Stream:
+    def stream(self, write: bool, reach: int, seconds: float, report: _Report) -> _Stream:
         """Move blocks through the first `reach` bytes of the extent, again and again."""
-        cached_path = not self._region.direct
+        buffered = not self._region.direct
         free = list(range(self._slots))
-        result = _Stream()
-        size = min(_OPENING_BYTES, self._block)
-        position = uncounted = 0
-        started = time.perf_counter()
+        size = min(_FIRST_REQUEST_BYTES, self._block)
+        position = moved = uncounted = 0
+        elapsed, started = 0.0, _clock()
         while True:
-            while free and not (position >= reach and cached_path and not write):
-                # A second round of buffered reads would be served by the page cache.
-                if result.nbytes:
-                    pace = result.seconds / result.nbytes
-                    ahead = (self._bytes_under_way + uncounted + size) * pace
-                    if time.perf_counter() - started + ahead > seconds:
+            # A second round of buffered reads would be served by the page cache.
+            while free and not (position >= reach and buffered and not write):
+                if moved:
+                    ahead = (self._bytes_in_flight + uncounted + size) * elapsed / moved
+                    if _clock() - started + ahead > seconds:
                         break
                 begin = position % reach
                 nbytes = min(size, reach - begin)
                 self._submit(write, begin, free.pop(), nbytes)
                 position += nbytes
-            if not self._under_way:
-                break
-            done = self._next()
-            free.append(done.slot)
-            uncounted += done.nbytes
-            finished = done.at
-            if write and cached_path:
-                if self._under_way and uncounted < self._slots * size:
-                    continue  # a few at a time
+            if not self._in_flight:
+                return _Stream(moved, elapsed, min(position, reach))
+            completed = self._next()
+            free.append(completed.slot)
+            uncounted += completed.nbytes
+            finished = completed.at
+            if write and buffered:
+                if self._in_flight and uncounted < self._slots * size:
+                    continue  # a few per fdatasync
                 os.fdatasync(self._region.fd)
-                finished = time.perf_counter()
-            result.nbytes, uncounted = result.nbytes + uncounted, 0
-            result.seconds = finished - started
-            fits = int(result.nbytes / result.seconds * seconds / _FEW)
-            size = min(self._block, max(_LEAST_BYTES, fits // PAGE_BYTES * PAGE_BYTES))
-            report(min(1.0, result.seconds / seconds))
-        result.reach = min(position, reach)
-        return result
+                finished = _clock()
+            moved, uncounted = moved + uncounted, 0
+            elapsed = finished - started
+            fits = int(moved / elapsed * seconds / _MIN_REQUESTS)
+            size = min(self._block, max(_MIN_BYTES, fits // PAGE_BYTES * PAGE_BYTES))
+            report(min(1.0, elapsed / seconds))
 
     def write_once(self, offset: int, nbytes: int) -> float:
         """Write one tensor; returns how many seconds it took."""
-        started = finished = time.perf_counter()
+        started = finished = _clock()
         position = 0
-        while position < nbytes or self._under_way:
-            while position < nbytes and self._under_way < self._slots:
-                # The memory is only read here: two blocks may share it.
+        while position < nbytes or self._in_flight:
+            while position < nbytes and self._in_flight < self._slots:
+                # The memory is only read here: blocks may share it.
                 step = min(self._block, nbytes - position)
                 self._submit(True, offset + position, 0, step)
                 position += step
             finished = self._next().at
         if not self._region.direct:
             os.fdatasync(self._region.fd)
-            finished = time.perf_counter()
+            finished = _clock()
         return finished - started
 
     def drop_cached(self) -> None:
-        """Empty the page cache of a buffered file, or reads would not reach the disk."""
+        """Drop a buffered file from the page cache, so that reads reach the disk."""
         if not self._region.direct and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._region.fd, *self.extent, os.POSIX_FADV_DONTNEED)
+
+    def finish(self) -> None:
+        """Wait for what is in flight, and free the extent; see [Note: memory of a probe]."""
+        self._over = True
+        deadline = time.monotonic() + STALLED_SECONDS
+        while self._in_flight:
+            try:
+                self._completed.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                return  # a late write may still reach the extent: it is not freed
+            self._in_flight -= 1
+        self._region.free(self.extent)
 
     # ------------------------------------------------------------------ requests
     def _submit(self, write: bool, begin: int, slot: int, nbytes: int) -> None:
@@ -350,64 +325,45 @@ class _Run:
                 address=self._address + slot * self._block,
                 nbytes=nbytes,
                 before=self._check,
-                on_done=partial(_report, self._done, self._memory, slot, nbytes),
+                on_done=partial(self._complete, slot, nbytes),
             )
         )
-        self._under_way += 1
-        self._bytes_under_way += nbytes
+        self._in_flight += 1
+        self._bytes_in_flight += nbytes
 
     def _check(self) -> None:
-        """First on the backend's thread: what was still queued at the end stays undone."""
+        """Keep requests that are still queued at the end from beginning."""
         if self._over:
             raise _Stopped
 
-    def _next(self) -> _Done:
-        """Wait for the next request that is over."""
+    def _complete(self, slot: int, nbytes: int, error: BaseException | None) -> None:
+        self._completed.put(_Completed(slot, nbytes, error, _clock()))
+
+    def _next(self) -> _Completed:
+        """Wait for the next completed request."""
+        region = self._region
         try:
-            done = self._done.get(timeout=STALLED_SECONDS)
+            completed = self._completed.get(timeout=STALLED_SECONDS)
         except queue.Empty:
-            raise _no_answer(self._region, STALLED_SECONDS) from None
-        self._under_way -= 1
-        self._bytes_under_way -= done.nbytes
-        if isinstance(done.error, OffloadError):
-            raise done.error
-        if done.error is not None:
+            raise _no_answer(region, STALLED_SECONDS) from None
+        self._in_flight -= 1
+        self._bytes_in_flight -= completed.nbytes
+        if isinstance(completed.error, OffloadError):
+            raise completed.error
+        if completed.error is not None:
             raise StorageError(
-                f"tier {self._region.tier!r}: measuring {self._region.path} failed on a block of "
-                f"{format_size(done.nbytes)}: {done.error}. Check the disk and the kernel's log, "
-                f"or name another path."
-            ) from done.error
-        return done
-
-    def finish(self) -> None:
-        """Wait for what is under way, and give the extent back. See the note at the top."""
-        self._over = True
-        deadline = time.monotonic() + STALLED_SECONDS
-        while self._under_way:
-            try:
-                self._done.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                return  # something may still be written there: the extent is not given back
-            self._under_way -= 1
-        self._region.free(self.extent)
-
-
-def _report(
-    done: queue.SimpleQueue[_Done],
-    memory: mmap.mmap,
-    slot: int,
-    nbytes: int,
-    error: BaseException | None,
-) -> None:
-    """End of a request; takes the memory along only to keep it alive until here."""
-    done.put(_Done(slot, nbytes, error))
+                f"tier {region.tier!r}: measuring {region.path} failed on a block of "
+                f"{format_size(completed.nbytes)}: {completed.error}. Check the disk and the "
+                f"kernel's log, or name another path."
+            ) from completed.error
+        return completed
 
 
 def _incompressible(slots: int, nbytes: int) -> mmap.mmap:
     """Private memory of `slots` times `nbytes` random bytes.
 
-    Random once, and rotated for each slot: no page is the same as another, so that a drive which
-    compresses or deduplicates has nothing to gain.
+    The random bytes are made once and rotated for each slot. No two pages are equal, so a drive
+    that compresses or deduplicates gains nothing.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, slots * nbytes, flags=flags)
@@ -416,11 +372,11 @@ def _incompressible(slots: int, nbytes: int) -> mmap.mmap:
             try:
                 memory.madvise(advice)
             except OSError:
-                continue  # advice only: kernels built without it go on unadvised
+                continue  # kernels built without it
     block = os.urandom(nbytes)
     for slot in range(slots):
-        turn = slot * 61 % nbytes
+        shift = slot * 61 % nbytes
         memory.seek(slot * nbytes)
-        memory.write(block[turn:])
-        memory.write(block[:turn])
+        memory.write(block[shift:])
+        memory.write(block[:shift])
     return memory

@@ -1,13 +1,17 @@
-"""One process per path at a time: a lock that the kernel frees when its holder dies.
+"""The path lock: of several processes that share a path, one reads at a time.
 
-Several processes that read and write one disk at once get its bandwidth in sum, but each request
-takes as many times longer as there are processes. Taking turns keeps the sum and gives each turn
-the whole disk (MLP-Offload, section on concurrency control for the storage tiers).
+[Note: the path lock is for reads]
+Processes that read one disk at the same time get its bandwidth in sum, but each read takes as many
+times longer as there are processes. With a lock the sum is the same, and each read has the whole
+disk (MLP-Offload, section on concurrency control for the storage tiers). Nobody waits for a write,
+so writes gain nothing from the lock. And a path that reads and writes at once has more bandwidth
+than in either direction alone; a lock for both would leave it unused while its holder has nothing
+to write.
 
-[Note: why these two locks]
-The turn is `flock` on the directory itself: nothing is created that could be left behind, and the
-kernel lets go of it when the process dies. Who else uses the path is told by names of abstract
-sockets, which the kernel lists and which vanish with their process, too.
+[Note: flock and abstract sockets]
+The lock is `flock` on the directory itself: no file is created that could remain, and the kernel
+releases it when the process dies. Who else uses the path is known from abstract sockets, which the
+kernel lists and which vanish with their process, too.
 """
 
 from __future__ import annotations
@@ -19,18 +23,27 @@ import socket
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+
+from offload_strategy.io.backends.thread_pool import ThreadPool
+from offload_strategy.telemetry import get_logger
+from offload_strategy.units import MiB
 
 try:
     import fcntl
-except ImportError:  # Windows: no turns there
+except ImportError:  # Windows: no path locks there
     fcntl = None  # type: ignore[assignment]
 
-#: How long an answer about other processes is good for, in seconds.
+logger = get_logger(__name__)
+
+#: While a queue holds the lock, the moves that begin before this many bytes may be read.
+BYTES_PER_HOLD = 64 * MiB
+#: The number of other processes is looked up again after this many seconds.
 _FRESH_SECONDS = 0.5
-#: Given to others between two turns: the kernel wakes all who wait, and this process, which is
-#: running already, would win the race for the next turn every time.
-_COURTESY_SECONDS = 0.0003
+#: Pause before acquiring the lock again: the kernel wakes all waiters, and this process, which is
+#: already running, would win every time.
+_REACQUIRE_PAUSE_SECONDS = 0.0003
 _SOCKET_TABLE = "/proc/net/unix"
 
 _counter = itertools.count()
@@ -38,10 +51,10 @@ _open: weakref.WeakSet[PathLock] = weakref.WeakSet()
 
 
 class PathLock:
-    """This process's part in taking turns on a path.
+    """A lock that processes share, one per path.
 
     Args:
-        path: directory or block device; processes that name the same one take turns.
+        path: directory or block device; processes that name the same one share a lock.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,36 +64,36 @@ class PathLock:
         self._prefix = f"offload-strategy/{stat.st_dev}:{stat.st_rdev}:{stat.st_ino}/"
         self._pid = os.getpid()
         self._others = 0
-        self._asked_at = -1.0
+        self._counted_at = -1.0
         self._released_at = 0.0
         self._presence = self._announce()
-        # Taking and giving back are rare, and may come from different threads.
+        # `release` and `close` are rare and may come from different threads.
         self._lock = threading.Lock()
         self.works = self._try_lock()
         _open.add(self)
 
     def others(self) -> int:
-        """How many other processes on this machine use the path (the answer is up to 0.5 s old)."""
+        """How many other processes on this machine use the path (up to 0.5 s ago)."""
         now = time.monotonic()
-        if self.works and now - self._asked_at > _FRESH_SECONDS:
-            self._asked_at = now
+        if self.works and now - self._counted_at > _FRESH_SECONDS:
+            self._counted_at = now
             self._others = self._count_others()
         return self._others
 
     def acquire(self) -> None:
-        """Wait for the turn; ends when its holder gives it back or dies.
+        """Wait for the lock, until its holder releases it or dies.
 
         Raises:
             OSError: the file system cannot lock, or this object was closed.
         """
         assert fcntl is not None
-        pause = self._released_at + _COURTESY_SECONDS - time.monotonic()
+        pause = self._released_at + _REACQUIRE_PAUSE_SECONDS - time.monotonic()
         if pause > 0:
             time.sleep(pause)
         fcntl.flock(self._fd, fcntl.LOCK_EX)
 
     def release(self) -> None:
-        """Give the turn back. Harmless without it, and after `close`."""
+        """Release the lock. Harmless if it is not held, and after `close`."""
         assert fcntl is not None
         with self._lock:
             self._released_at = time.monotonic()
@@ -88,7 +101,7 @@ class PathLock:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Leave the circle of those who use the path. Idempotent."""
+        """Release the lock and no longer count as a user of the path. Idempotent."""
         with self._lock:
             fd, self._fd = self._fd, -1
         if fd >= 0:
@@ -133,16 +146,86 @@ class PathLock:
         return len(pids)
 
 
-def _forget_in_child() -> None:
+def _close_in_child() -> None:
     # A forked child shares the lock's file description: the lock would outlive its holder there.
-    for turns in list(_open):
-        fd, turns._fd = turns._fd, -1
+    for lock in list(_open):
+        fd, lock._fd = lock._fd, -1
         if fd >= 0:
             with contextlib.suppress(OSError):
                 os.close(fd)
-        if turns._presence is not None:
-            turns._presence.close()
+        if lock._presence is not None:
+            lock._presence.close()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_in_child)
+    os.register_at_fork(after_in_child=_close_in_child)
+
+
+class PathLockHolder:
+    """One queue's use of a path lock: not needed, waited for, or held.
+
+    All methods but `close` are called under the queue's lock.
+
+    Args:
+        lock: shared with other processes.
+        on_acquired: called on a thread of this object, without the queue's lock, when the path
+            lock is acquired; it must call `acquired` under the queue's lock.
+    """
+
+    def __init__(self, lock: PathLock, on_acquired: Callable[[], None]) -> None:
+        self._lock = lock
+        self._on_acquired = on_acquired
+        self._thread = ThreadPool("ssd-offload-path-lock", 1)
+        self._waiting = False
+        self._closed = False
+        self.held = False
+        self._bytes_left = 0
+
+    def may_begin(self, *, first_block: bool) -> bool:
+        """Whether a block may begin; begins to wait for the lock if it is needed.
+
+        Args:
+            first_block: of its move. A move that has begun is never interrupted.
+        """
+        if self.held:
+            return self._bytes_left > 0 or not first_block
+        if not self._lock.others():
+            return True
+        if not self._waiting and not self._closed:
+            self._waiting = True
+            self._thread.submit(self._acquire)
+        return False
+
+    def count(self, nbytes: int) -> None:
+        """Count bytes that begin to be read."""
+        self._bytes_left -= nbytes
+
+    def acquired(self) -> None:
+        """The lock is held from now on."""
+        self._waiting = False
+        self.held = True
+        self._bytes_left = BYTES_PER_HOLD
+
+    def release(self) -> None:
+        """Release the lock if it is held; no read may be in flight."""
+        if self.held:
+            self.held = False
+            self._lock.release()
+
+    def close(self) -> None:
+        """End the thread; one that waits for another process ends when that releases the lock."""
+        self._closed = True
+        self._thread.close(timeout=5.0)
+        self.release()
+
+    def _acquire(self) -> None:
+        try:
+            self._lock.acquire()
+        except (OSError, ValueError) as error:  # ValueError: closed meanwhile
+            if not self._closed:
+                logger.warning(
+                    "%s: the path lock does not work there (%s); continuing without it",
+                    self._lock.path,
+                    error,
+                )
+        self._on_acquired()

@@ -11,79 +11,87 @@ from pathlib import Path
 from typing import Protocol
 
 from offload_strategy.io.backends.protocol import Backend, BlockRequest
-from offload_strategy.io.bandwidth.estimator import Bandwidth
-from offload_strategy.io.queues.checksums import Checksum, check_block
-from offload_strategy.io.queues.moves import SMALL_BYTES, Leg, MoveState, Priority
-from offload_strategy.io.queues.path_lock import PathLock
-from offload_strategy.io.queues.path_lock_holder import TurnKeeper
-from offload_strategy.io.queues.pending import Carried, Lane
+from offload_strategy.io.bandwidth.estimator import BandwidthEstimator
+from offload_strategy.io.queues.checksums import Checksum, add_checksum
+from offload_strategy.io.queues.path_lock import PathLock, PathLockHolder
+from offload_strategy.io.queues.request_queue import (
+    InFlight,
+    MoveState,
+    Priority,
+    RequestQueue,
+    StripeMove,
+)
 from offload_strategy.io.regions.extents import Extent
 from offload_strategy.telemetry import Direction, MoveRecord, Recorder
 from offload_strategy.torch_support.deferred_interrupts import UninterruptedSection
 from offload_strategy.units import PAGE_BYTES, MiB
 
-#: Where blocks take less than this, a thread that waits for one had better move it itself.
-_SOON_SECONDS = 0.002
+#: A move of no more than this is small: whoever waits for it polls before falling asleep.
+SMALL_BYTES = 2 * MiB
+#: Where a request takes less than this, a waiting thread runs a queued one itself.
+_SHORT_REQUEST_SECONDS = 0.002
 
-#: The requests under way carry together what the path moves in about this time: larger ones cost
-#: less CPU time per byte, but whoever needs something now waits until they are over.
-_UNDER_WAY_SECONDS = 0.020
-_LEAST_REQUEST_BYTES = 4 * MiB
+#: All requests in flight together carry what the path moves in about this time. Larger requests
+#: cost less CPU time per byte, but an urgent move waits until they are over.
+_IN_FLIGHT_SECONDS = 0.020
+_MIN_REQUEST_BYTES = 4 * MiB
 
-#: Calm moves have one block under way while no more than this many legs wait.
-_FEW_LEGS = 8
+#: `Move.one_block_at_a_time` holds while no more than this many parts of moves wait.
+_FEW_WAITING = 8
 
 
-class Place(Protocol):
-    """What a queue needs to know of a space or a foreign file."""
+class PathFile(Protocol):
+    """What a queue needs to know of a `Region` or an `ExternalFile`."""
 
     tier: str
     path: Path
     fd: int
 
     def free(self, extent: Extent) -> None:
-        """Take an extent back."""
+        """Free an extent."""
 
 
 class PathQueue:
     """Feeds one backend with the blocks of many moves.
 
-    Only as many blocks are under way in each direction as the backend can use, so an urgent move
-    waits for a few blocks at most, never for a queue of write-backs. Within a priority, first in is
-    first out. Writes wait while a read is needed now, and make room while others are read ahead.
+    Only as many blocks are in flight in each direction as the backend can use, so an urgent move
+    waits for a few blocks at most, never for a queue of write-backs. Within a priority it is first
+    in, first out. Writes wait while a read is needed now, and take half of the slots at most while
+    reads are prefetched.
 
     Args:
-        region: the path: a `Region`, or a `ExternalFile` to read from.
-        backend: what moves its blocks; may be shared with other queues.
-        recorder: where every move is noted.
-        turns: share the path with other processes turn by turn.
-        checksum: what to check every block with that is read.
+        region: the path: a `Region`, or an `ExternalFile` to read from.
+        backend: moves the blocks; may be shared with other queues.
+        recorder: records every move.
+        path_lock: shared with other processes that use the path.
+        checksum: verifies every block that is read.
     """
 
     def __init__(
         self,
-        region: Place,
+        region: PathFile,
         backend: Backend,
         recorder: Recorder,
         *,
-        turns: PathLock | None = None,
+        path_lock: PathLock | None = None,
         checksum: Checksum | None = None,
     ) -> None:
         self.region = region
         self.backend = backend
-        self.bandwidth = Bandwidth()
+        self.bandwidth = BandwidthEstimator()
         self.checksum = checksum
         self._recorder = recorder
+        self._where = f"tier {region.tier!r} at {region.path}"
         self._lock = threading.Lock()
-        self._reads = Lane()
-        self._writes = Lane()
+        self._reads = RequestQueue()
+        self._writes = RequestQueue()
         self._sequence = 0
         self._dispatching = False
-        # What a block takes at present, from when the backend gets it; 0 while nothing is known.
-        self._usual_seconds = 0.0
-        self._turn: TurnKeeper | None = None
-        if turns is not None and turns.works:
-            self._turn = TurnKeeper(turns, self._turn_granted)
+        # Running mean of a request's time in the backend; 0 while nothing is known.
+        self._request_seconds = 0.0
+        self._path_lock: PathLockHolder | None = None
+        if path_lock is not None and path_lock.works:
+            self._path_lock = PathLockHolder(path_lock, self._path_lock_acquired)
 
     @property
     def path(self) -> Path:
@@ -95,255 +103,259 @@ class PathQueue:
         """Name of the tier that it belongs to."""
         return self.region.tier
 
-    def submit(self, leg: Leg) -> None:
-        """Queue a leg of a move; returns at once. For `Move.submit`, which holds Ctrl-C back."""
+    def submit(self, part: StripeMove) -> None:
+        """Queue a part of a move; for `Move.submit`, which defers Ctrl-C."""
         with self._lock:
-            if leg.state is not MoveState.QUEUED:
-                return  # another leg of its move failed before this one was queued
-            self._push(leg)
+            if part.state is not MoveState.QUEUED:
+                return  # another part of its move failed before this one was queued
+            self._push(part)
         self._dispatch()
-        if leg.stripe.nbytes <= SMALL_BYTES and getattr(self.backend, "not_begun", 0) > 1:
-            # Threads that were woken to begin wait for the interpreter, and a caller that gives
-            # away one small tensor after the other would keep it for milliseconds.
+        if part.nbytes <= SMALL_BYTES and self.backend.queued > 1:
+            # Woken threads wait for the interpreter lock, and a caller that offloads one small
+            # tensor after the other would keep it for milliseconds.
             time.sleep(0)
 
-    def hurry(self, leg: Leg, priority: Priority = Priority.NEEDED_NOW) -> None:
-        """Let a queued leg overtake others from now on."""
+    def raise_priority(self, part: StripeMove, priority: Priority = Priority.NEEDED_NOW) -> None:
+        """Let a queued part overtake others from now on."""
         with self._lock:
-            if priority < leg.priority:
-                leg.priority = priority
-                self._push(leg)
+            if priority < part.priority:
+                part.priority = priority
+                self._push(part)
 
-    def cancel(self, leg: Leg) -> None:
-        """Give a leg up: blocks under way finish, the others never start. For `Move.cancel`."""
+    def cancel(self, part: StripeMove) -> None:
+        """Cancel a part: blocks in flight finish, the others never start. For `Move.cancel`."""
         with self._lock:
-            if leg.state not in (MoveState.QUEUED, MoveState.RUNNING):
+            if part.is_over:
                 return
-            started = leg.state is MoveState.RUNNING
-            leg.state = MoveState.CANCELLED
-            over = leg.blocks_under_way == 0
+            started = part.state is MoveState.RUNNING
+            part.state = MoveState.CANCELLED
+            over = part.blocks_in_flight == 0
         if over:
-            self._end(leg, started=started)
+            self._end(part, started=started)
         # Writes may have been waiting for it.
         self._dispatch()
 
-    def help(self) -> bool:
-        """Move a block on the calling thread, which waits anyway; False if there is none.
+    def run_queued(self) -> bool:
+        """Run a queued request on the calling thread, which waits anyway; False if there is none.
 
-        Only where blocks are over soon: Ctrl-C waits until it is.
+        Only where requests are short: Ctrl-C is deferred until the end.
         """
-        if not 0 < self._usual_seconds < _SOON_SECONDS:
-            return False
-        helper = getattr(self.backend, "help", None)
-        if helper is None:
+        if not 0 < self._request_seconds < _SHORT_REQUEST_SECONDS:
             return False
         with UninterruptedSection():
-            return bool(helper(str(self.path)))
+            return self.backend.run_queued(str(self.path))
 
     def close(self) -> None:
-        """Give the turn back, if one is held; call it when nothing is under way any more."""
-        if self._turn is not None:
-            self._turn.close()
+        """Release the path lock if it is held; nothing may be in flight any more."""
+        if self._path_lock is not None:
+            self._path_lock.close()
 
-    # ------------------------------------------------------------------ choosing
-    def _push(self, leg: Leg) -> None:
+    # ------------------------------------------------------------------ scheduling
+    def _push(self, part: StripeMove) -> None:
         self._sequence += 1
-        heapq.heappush(self._lane(leg).waiting, (int(leg.priority), self._sequence, leg))
+        heapq.heappush(self._queue(part).waiting, (int(part.priority), self._sequence, part))
 
-    def _lane(self, leg: Leg) -> Lane:
-        return self._writes if leg.move.direction is Direction.WRITE else self._reads
+    def _queue(self, part: StripeMove) -> RequestQueue:
+        return self._writes if part.move.direction is Direction.WRITE else self._reads
 
-    def _next_leg(self) -> Leg | None:
+    def _next(self) -> StripeMove | None:
         depth = self.backend.depth
-        reading = self._reads.head()
-        if reading is not None and not self._may_read(reading):
-            reading = None  # another process reads: nothing of ours that a write would hold up
-        if reading is not None and self._reads.has_slot(
-            self._slots(self._reads, reading), self._request_bytes(reading)
+        read = self._reads.head()
+        if read is not None and not self._may_read(read):
+            read = None  # another process holds the path lock: writes need not make room
+        if read is not None and self._reads.has_slot(
+            self._slots(self._reads, read), self._request_bytes(read)
         ):
-            return reading
-        writing = self._writes.head()
-        if writing is None:
+            return read
+        write = self._writes.head()
+        if write is None:
             return None
-        slots = self._slots(self._writes, writing)
-        urgent = reading is not None and reading.priority is Priority.NEEDED_NOW
-        if writing.priority is not Priority.NEEDED_NOW:
-            if urgent or self._reads.urgent_under_way:
+        slots = self._slots(self._writes, write)
+        if write.priority is not Priority.NEEDED_NOW:
+            read_is_urgent = read is not None and read.priority is Priority.NEEDED_NOW
+            if read_is_urgent or self._reads.urgent_in_flight:
                 slots = 0
-            elif reading is not None or self._reads.under_way:
+            elif read is not None or self._reads.in_flight:
                 slots = min(slots, max(1, depth // 2))
-        return writing if self._writes.has_slot(slots, self._request_bytes(writing)) else None
+        return write if self._writes.has_slot(slots, self._request_bytes(write)) else None
 
-    def _request_bytes(self, leg: Leg) -> int:
-        """How much of a leg the next request carries at most."""
+    def _request_bytes(self, part: StripeMove) -> int:
+        """How much of a part the next request carries at most."""
         most = self.backend.block_size
-        if leg.stripe.digests is not None:
-            return most  # each block has a checksum of its own
-        rate = self.bandwidth.rate(leg.move.direction)
-        wanted = most // 2 if rate is None else int(rate * _UNDER_WAY_SECONDS / self.backend.depth)
-        wanted = max(wanted, _LEAST_REQUEST_BYTES)
+        if part.digests is not None:
+            return most  # each block has its own checksum
+        rate = self.bandwidth.rate(part.move.direction)
+        wanted = most // 2 if rate is None else int(rate * _IN_FLIGHT_SECONDS / self.backend.depth)
+        wanted = max(wanted, _MIN_REQUEST_BYTES)
         return min(most, wanted // PAGE_BYTES * PAGE_BYTES)
 
-    def _slots(self, lane: Lane, head: Leg) -> int:
-        """How many blocks of a lane may be under way."""
-        calm = head.move.calm and head.priority is not Priority.NEEDED_NOW
-        return 1 if calm and len(lane.waiting) <= _FEW_LEGS else self.backend.depth
+    def _slots(self, queue: RequestQueue, head: StripeMove) -> int:
+        """How many blocks of a direction may be in flight."""
+        one = head.move.one_block_at_a_time and head.priority is not Priority.NEEDED_NOW
+        return 1 if one and len(queue.waiting) <= _FEW_WAITING else self.backend.depth
 
     def _dispatch(self) -> None:
         with self._lock:
             if self._dispatching:
-                return  # whoever does it now looks again before it stops
+                return  # the thread that dispatches looks again before it stops
             self._dispatching = True
         while True:
             with self._lock:
-                leg = self._next_leg()
-                if leg is None:
+                part = self._next()
+                if part is None:
                     self._dispatching = False
-                    self._end_turn_if_idle()
+                    self._release_path_lock_if_idle()
                     return
-                carried = self._take(leg)
+                in_flight = self._take(part)
             requests = [
-                self._request(leg, begin, nbytes, partial(self._block_done, carried, leg))
-                for leg, begin, nbytes in carried.blocks
+                self._request(part, begin, nbytes, partial(self._block_done, in_flight, part))
+                for part, begin, nbytes in in_flight.blocks
             ]
             try:
-                if len(requests) == 1:
-                    self.backend.submit(requests[0])
-                else:
-                    self.backend.submit_neighbours(requests)  # type: ignore[attr-defined]
+                self.backend.submit_adjacent(requests)
             except BaseException as error:
-                for leg, _, _ in carried.blocks:
-                    self._count_block(carried, leg, error)
+                for part, _, _ in in_flight.blocks:
+                    self._count_block(in_flight, part, error)
 
-    def _take(self, leg: Leg) -> Carried:
-        """What the next request carries, which begins with a leg; with the lock held."""
-        lane, room, begin = self._lane(leg), self._request_bytes(leg), leg.next_block
-        nbytes = min(room, leg.stripe.nbytes - begin)
-        lane.take(leg, nbytes)
-        self._begins(leg, nbytes)
-        urgent = leg.priority is Priority.NEEDED_NOW
-        if urgent or nbytes < leg.stripe.nbytes:
-            blocks = [(leg, begin, nbytes)]
+    def _take(self, part: StripeMove) -> InFlight:
+        """The next request, which begins with a part; the caller holds the lock."""
+        queue, room, begin = self._queue(part), self._request_bytes(part), part.next_block
+        nbytes = min(room, part.nbytes - begin)
+        queue.take(part, nbytes)
+        self._begins(part, nbytes)
+        urgent = part.priority is Priority.NEEDED_NOW
+        if urgent or nbytes < part.nbytes:
+            blocks = [(part, begin, nbytes)]
         else:
-            most = getattr(self.backend, "most_neighbours", 1)
-            legs = lane.neighbours(leg, room - nbytes, most, self._may_join)
-            blocks = [(leg, 0, leg.stripe.nbytes) for leg in legs]
-        carried = Carried(lane, blocks, urgent, time.perf_counter())
-        carried.mark = self.bandwidth.begins(carried.begun, saturated=self._saturated())
-        return carried
+            most = self.backend.max_adjacent
+            parts = queue.take_adjacent(part, room - nbytes, most, self._may_join)
+            blocks = [(part, 0, part.nbytes) for part in parts]
+        in_flight = InFlight(queue, blocks, urgent, time.perf_counter())
+        in_flight.busy_before = self.bandwidth.begins(
+            in_flight.begun, saturated=self._is_saturated()
+        )
+        return in_flight
 
-    def _saturated(self) -> bool:
-        """Whether all slots are taken."""
-        return self._reads.under_way + self._writes.under_way >= self.backend.depth
+    def _is_saturated(self) -> bool:
+        return self._reads.in_flight + self._writes.in_flight >= self.backend.depth
 
-    def _may_join(self, leg: Leg) -> bool:
-        if leg.move.direction is Direction.READ and not self._may_read(leg):
+    def _may_join(self, part: StripeMove) -> bool:
+        if part.move.direction is Direction.READ and not self._may_read(part):
             return False
-        self._begins(leg, leg.stripe.nbytes)
+        self._begins(part, part.nbytes)
         return True
 
-    def _begins(self, leg: Leg, nbytes: int) -> None:
-        """Note that a block of a leg begins."""
-        if leg.state is MoveState.QUEUED:
-            leg.state = MoveState.RUNNING
-            leg.started_at = self._recorder.move_started(self.tier, leg.move.direction)
-        if self._turn is not None and leg.move.direction is Direction.READ:
-            self._turn.began(nbytes)
+    def _begins(self, part: StripeMove, nbytes: int) -> None:
+        """Record that a block of a part begins."""
+        if part.state is MoveState.QUEUED:
+            part.state = MoveState.RUNNING
+            part.started_at = self._recorder.move_started(self.tier, part.move.direction)
+        if self._path_lock is not None and part.move.direction is Direction.READ:
+            self._path_lock.count(nbytes)
 
     def _request(
-        self, leg: Leg, begin: int, nbytes: int, done: Callable[[BaseException | None], None]
+        self,
+        part: StripeMove,
+        begin: int,
+        nbytes: int,
+        done: Callable[[BaseException | None], None],
     ) -> BlockRequest:
-        move, stripe = leg.move, leg.stripe
-        write = move.direction is Direction.WRITE
+        move = part.move
         request = BlockRequest(
-            write=write,
+            write=move.direction is Direction.WRITE,
             fd=self.region.fd,
-            offset=stripe.extent.offset + begin,
-            address=leg.address + begin,
+            offset=part.offset + begin,
+            address=part.address + begin,
             nbytes=nbytes,
             before=move.before,
             whole_pages=move.whole_pages,
             on_done=done,
         )
-        if stripe.digests is not None and self.checksum is not None:
-            check_block(request, self, stripe.digests, begin // self.backend.block_size)
+        if part.digests is not None and self.checksum is not None:
+            number = begin // self.backend.block_size
+            add_checksum(request, self.checksum, part.digests, number, self._where)
         return request
 
-    # ------------------------------------------------------------------ ends
-    def _block_done(self, carried: Carried, leg: Leg, error: BaseException | None) -> None:
-        over = self._count_block(carried, leg, error)
-        if over and (self._reads.waiting or self._writes.waiting or self._turn is not None):
+    # ------------------------------------------------------------------ completion
+    def _block_done(
+        self, in_flight: InFlight, part: StripeMove, error: BaseException | None
+    ) -> None:
+        over = self._count_block(in_flight, part, error)
+        if over and (self._reads.waiting or self._writes.waiting or self._path_lock is not None):
             self._dispatch()
 
-    def _count_block(self, carried: Carried, leg: Leg, error: BaseException | None) -> bool:
-        """A leg's block is over; whether all of its request is."""
+    def _count_block(
+        self, in_flight: InFlight, part: StripeMove, error: BaseException | None
+    ) -> bool:
+        """Count a block as over; returns whether its whole request is."""
         with self._lock:
             now = time.perf_counter()
-            saturated = self._saturated()
-            if all_over := carried.ended():
-                self._usual_seconds += (now - carried.begun - self._usual_seconds) / 4
-                direction, lane, nbytes = leg.move.direction, carried.lane, carried.nbytes
+            was_saturated = self._is_saturated()
+            if request_over := in_flight.block_ended():
+                self._request_seconds += (now - in_flight.begun - self._request_seconds) / 4
+                direction, queue, nbytes = part.move.direction, in_flight.queue, in_flight.nbytes
                 self.bandwidth.completed(
                     direction,
                     nbytes,
                     now,
-                    begun=carried.begun,
-                    mark=carried.mark,
-                    saturated=self._saturated(),
+                    begun=in_flight.begun,
+                    busy_before=in_flight.busy_before,
+                    saturated=self._is_saturated(),
                 )
-                waiting, under_way = bool(lane.waiting), lane.under_way
-                idle = not (self._reads.under_way or self._writes.under_way)
-                self.bandwidth.carried(
+                waiting, others = bool(queue.waiting), queue.in_flight
+                idle = not (self._reads.in_flight or self._writes.in_flight)
+                self.bandwidth.add_sustained(
                     direction,
                     nbytes,
                     now,
-                    full=saturated and (waiting or under_way + 1 >= self.backend.depth),
-                    goes_on=under_way > 0 or (idle and waiting),
+                    full=was_saturated and (waiting or others + 1 >= self.backend.depth),
+                    continues=others > 0 or (idle and waiting),
                 )
-            leg.blocks_under_way -= 1
-            if error is not None and leg.state is MoveState.RUNNING:
-                leg.state = MoveState.FAILED
-                leg.error = error
-            over = leg.blocks_under_way == 0 and (
-                leg.state is not MoveState.RUNNING or leg.next_block >= leg.stripe.nbytes
+            part.blocks_in_flight -= 1
+            if error is not None and part.state is MoveState.RUNNING:
+                part.state = MoveState.FAILED
+                part.error = error
+            part_over = part.blocks_in_flight == 0 and (
+                part.state is not MoveState.RUNNING or part.next_block >= part.nbytes
             )
-            if over and leg.state is MoveState.RUNNING:
-                leg.state = MoveState.DONE
-        if over:
-            self._end(leg, started=True)
-        return all_over
+            if part_over and part.state is MoveState.RUNNING:
+                part.state = MoveState.DONE
+        if part_over:
+            self._end(part, started=True)
+        return request_over
 
-    def _end(self, leg: Leg, *, started: bool) -> None:
-        move = leg.move
+    def _end(self, part: StripeMove, *, started: bool) -> None:
+        move = part.move
         if started:
             record = MoveRecord(
                 move.client,
                 self.tier,
                 str(self.path),
                 move.direction,
-                leg.stripe.nbytes,
+                part.nbytes,
                 move.queued_at,
-                leg.started_at,
+                part.started_at,
                 time.perf_counter(),
             )
-            self._recorder.move_finished(record, completed=leg.state is MoveState.DONE)
-        move.leg_ended(leg)
+            self._recorder.move_finished(record, completed=part.state is MoveState.DONE)
+        move.stripe_ended(part)
 
-    # ------------------------------------------------------------------ turns
-    def _may_read(self, leg: Leg) -> bool:
-        """Whether another block of a leg that reads may begin: see [Note: turns are for reads]."""
-        return self._turn is None or self._turn.may_begin(new=leg.state is MoveState.QUEUED)
+    # ------------------------------------------------------------------ path lock
+    def _may_read(self, part: StripeMove) -> bool:
+        """Whether a block may be read now: see [Note: the path lock is for reads]."""
+        first_block = part.state is MoveState.QUEUED
+        return self._path_lock is None or self._path_lock.may_begin(first_block=first_block)
 
-    def _end_turn_if_idle(self) -> None:
-        turn = self._turn
-        if turn is None or not turn.held or self._reads.under_way:
+    def _release_path_lock_if_idle(self) -> None:
+        lock = self._path_lock
+        if lock is None or not lock.held or self._reads.in_flight:
             return
-        turn.give_back()
+        lock.release()
         if self._reads.head() is not None:
-            turn.may_begin(new=True)
+            lock.may_begin(first_block=True)
 
-    def _turn_granted(self) -> None:
+    def _path_lock_acquired(self) -> None:
         with self._lock:
-            assert self._turn is not None
-            self._turn.grant()
+            assert self._path_lock is not None
+            self._path_lock.acquired()
         self._dispatch()

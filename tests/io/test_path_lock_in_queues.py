@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from offload_strategy.io.queues import path_lock_holder as turn_keeper
-from offload_strategy.io.queues.moves import Move, MoveState, Priority
+from offload_strategy.io.queues import path_lock
+from offload_strategy.io.queues.moves import Move
 from offload_strategy.io.queues.path_queue import PathQueue
+from offload_strategy.io.queues.request_queue import MoveState, Priority
 from offload_strategy.io.regions.extents import Extent
 from offload_strategy.io.regions.region import Region
 from offload_strategy.telemetry import Recorder
 from offload_strategy.units import PAGE_BYTES
-from tests.io.backends import ManualBackend, make_move, plain_space
+from tests.io.backends import ManualBackend, make_move, plain_region
 
 
 class FakeTurns:
@@ -48,7 +49,7 @@ class FakeTurns:
 
 @pytest.fixture
 def region(disk: Path) -> Iterator[Region]:
-    made = plain_space(disk, 64 * PAGE_BYTES)
+    made = plain_region(disk, 64 * PAGE_BYTES)
     made.allocate(64 * PAGE_BYTES)
     yield made
     made.close()
@@ -66,7 +67,7 @@ def backend() -> ManualBackend:
 
 @pytest.fixture
 def queue(region: Region, backend: ManualBackend, turns: FakeTurns) -> Iterator[PathQueue]:
-    made = PathQueue(region, backend, Recorder(), turns=turns)  # type: ignore[arg-type]
+    made = PathQueue(region, backend, Recorder(), path_lock=turns)  # type: ignore[arg-type]
     yield made
     turns.grants.release()  # nobody must wait for ever
     made.close()
@@ -162,7 +163,7 @@ def test_a_turn_ends_after_its_bytes_but_not_within_a_move(
     turns: FakeTurns,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(turn_keeper, "TURN_BYTES", 2 * PAGE_BYTES)
+    monkeypatch.setattr(path_lock, "BYTES_PER_HOLD", 2 * PAGE_BYTES)
     first = move(queue, 0, 4)
     second = move(queue, 10, 1)
     turns.grants.release()

@@ -1,0 +1,206 @@
+"""The queue of one direction of a path, and what is queued in it: moves, one part per stripe.
+
+[Note: adjacent stripes]
+A system call, and waking the thread that makes it, cost the same for a small tensor as for a large
+one. Tensors that are offloaded one after the other get adjacent extents, and a backward pass loads
+them in reverse order. So parts of moves that follow each other in the queue and are adjacent on
+the path go in one request (`pwritev`, `preadv`), up to the size of a request. Each still completes,
+or fails, on its own.
+"""
+
+from __future__ import annotations
+
+import heapq
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+
+from offload_strategy.telemetry import Direction
+from offload_strategy.units import PAGE_BYTES, round_up
+
+
+class Priority(IntEnum):
+    """Which queued block goes next; lower overtakes higher."""
+
+    NEEDED_NOW = 0
+    PREFETCH = 1
+    WRITE_BACK = 2
+
+
+class MoveState(Enum):
+    """QUEUED -> RUNNING -> DONE | FAILED | CANCELLED; a queued one may be cancelled directly."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class QueuedMove(ABC):
+    """What path queues know of a move; see `Move` for the attributes."""
+
+    __slots__ = ("before", "client", "direction", "one_block_at_a_time", "queued_at", "whole_pages")
+
+    client: str
+    direction: Direction
+    before: Callable[[], None] | None
+    one_block_at_a_time: bool
+    whole_pages: bool
+    queued_at: float
+
+    @abstractmethod
+    def stripe_ended(self, part: StripeMove) -> None:
+        """One of the move's parts is done, failed or cancelled."""
+
+
+@dataclass(eq=False, slots=True)
+class StripeMove:
+    """The part of a move that concerns one stripe; the path's queue is its only writer.
+
+    Args:
+        move: the whole.
+        offset: byte offset on the path.
+        nbytes: how many bytes.
+        address: where they are in memory.
+        digests: a checksum per block, on paths with checksums.
+        priority: of its blocks.
+    """
+
+    move: QueuedMove
+    offset: int
+    nbytes: int
+    address: int
+    digests: list[int] | None
+    priority: Priority
+    state: MoveState = MoveState.QUEUED
+    error: BaseException | None = None
+    started_at: float = 0.0
+    next_block: int = 0
+    blocks_in_flight: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is done, failed or cancelled."""
+        return self.state is not MoveState.QUEUED and self.state is not MoveState.RUNNING
+
+
+class RequestQueue:
+    """One direction of a path: what waits, and how much is in flight."""
+
+    def __init__(self) -> None:
+        # (priority, sequence, part). A part whose priority was raised has a second entry; the
+        # stale one is recognised by its priority and skipped.
+        self.waiting: list[tuple[int, int, StripeMove]] = []
+        self.in_flight = 0
+        self.bytes_in_flight = 0
+        self.urgent_in_flight = 0
+
+    def has_slot(self, slots: int, block_size: int) -> bool:
+        """Whether another block may begin: `slots` full ones, or twice as many small ones."""
+        most = 2 * slots if slots > 1 else slots
+        return self.in_flight < most and self.bytes_in_flight < slots * block_size
+
+    def head(self) -> StripeMove | None:
+        """The most urgent part with a block that has not begun."""
+        while self.waiting:
+            priority, _, part = self.waiting[0]
+            if not part.is_over and priority == part.priority and part.next_block < part.nbytes:
+                return part
+            heapq.heappop(self.waiting)
+        return None
+
+    def take(self, part: StripeMove, nbytes: int) -> None:
+        """Begin the next block of a part; once all have begun, `head` returns another part."""
+        part.next_block += nbytes
+        part.blocks_in_flight += 1
+
+    def take_adjacent(
+        self, first: StripeMove, room: int, most: int, may_begin: Callable[[StripeMove], bool]
+    ) -> list[StripeMove]:
+        """Take the parts that come next and can share a request with one that was taken whole.
+
+        Args:
+            first: the part that was taken.
+            room: bytes that the others may have.
+            most: how many parts in one request, the first included.
+            may_begin: asked before each is taken.
+
+        Returns:
+            All parts of the request, in the order of their offsets on the path.
+        """
+        parts = [first]
+        if most <= 1 or not _can_join(first):
+            return parts
+        low, high = first.offset, _end(first)
+        while len(parts) < most:
+            part = self.head()
+            if part is None or part.priority is not first.priority or part.nbytes > room:
+                break
+            if part.state is not MoveState.QUEUED or not _can_join(part):
+                break
+            end = _end(part)
+            if part.offset != high and end != low:
+                break
+            if not may_begin(part):
+                break
+            if part.offset == high:
+                parts.append(part)
+                high = end
+            else:
+                parts.insert(0, part)
+                low = part.offset
+            room -= part.nbytes
+            self.take(part, part.nbytes)
+        return parts
+
+
+def _can_join(part: StripeMove) -> bool:
+    """Whether its bytes can share a request: whole pages and no call before or after the block."""
+    move = part.move
+    whole = move.direction is Direction.WRITE or move.whole_pages or not part.nbytes % PAGE_BYTES
+    alone = move.before is not None or part.digests is not None
+    return whole and not alone and part.address % PAGE_BYTES == 0
+
+
+def _end(part: StripeMove) -> int:
+    return part.offset + round_up(part.nbytes, PAGE_BYTES)
+
+
+@dataclass(eq=False, slots=True)
+class InFlight:
+    """One request of the backend: a block of one part, or several whole adjacent parts.
+
+    Args:
+        queue: its direction.
+        blocks: parts, each with the begin of its block within the part and the block's bytes.
+        urgent: whether somebody waits for it.
+        begun: when it was taken for the backend (`time.perf_counter`).
+        busy_before: what `BandwidthEstimator.begins` returned for it.
+    """
+
+    queue: RequestQueue
+    blocks: list[tuple[StripeMove, int, int]]
+    urgent: bool
+    begun: float
+    busy_before: float = 0.0
+    nbytes: int = 0
+    left: int = 0
+
+    def __post_init__(self) -> None:
+        self.nbytes = sum(nbytes for _, _, nbytes in self.blocks)
+        self.left = len(self.blocks)
+        self.queue.in_flight += 1
+        self.queue.bytes_in_flight += self.nbytes
+        self.queue.urgent_in_flight += self.urgent
+
+    def block_ended(self) -> bool:
+        """Count one of its blocks as over; returns whether it was the last."""
+        self.left -= 1
+        if self.left:
+            return False
+        self.queue.in_flight -= 1
+        self.queue.bytes_in_flight -= self.nbytes
+        self.queue.urgent_in_flight -= self.urgent
+        return True
