@@ -31,7 +31,7 @@ from benchmarks.faults.subject import (
 )
 from offload_strategy import OffloadEngine
 from offload_strategy.errors import StorageError
-from offload_strategy.optimizer.subgroup_update import Speculation, Updater
+from offload_strategy.optimizer.subgroup_update import AheadUpdate, Updater
 from offload_strategy.units import KiB, MiB
 
 #: The package leaves 64 MiB of a file system to others.
@@ -219,8 +219,8 @@ def read_error_in_step(place: Path) -> Outcome:
         small = {"optimizer": {"subgroup_size": 5_000}, "memory": {"pinned": "64KiB"}}
         engine = OffloadEngine(settings(disk.directory, **small))
 
-        def commit_and_fail(updater: Updater, speculation: Speculation) -> bool:
-            held = commit(updater, speculation)
+        def commit_and_fail(updater: Updater, ahead_update: AheadUpdate) -> bool:
+            held = commit(updater, ahead_update)
             if disk.image.stat().st_size:
                 cut(disk)
             return held

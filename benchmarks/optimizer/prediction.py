@@ -23,7 +23,7 @@ from benchmarks.optimizer.contenders import PLAIN, plain_options
 from benchmarks.optimizer.lineup import FIRST, OURS, SECOND, THIRD, Choice
 from benchmarks.optimizer.session import Outcome, start
 from benchmarks.optimizer.table import session_of
-from offload_strategy.optimizer.user_class.chunked_update import PART_ELEMENTS
+from offload_strategy.optimizer.user_class.inner_step import CHUNK_ELEMENTS
 from offload_strategy.planner.step_time import Rates, StepProfile, StepTime, predict_step
 from offload_strategy.units import MiB, parse_size
 
@@ -54,7 +54,7 @@ class HostRates:
         narrow = source.bfloat16()
 
         def convert() -> None:
-            for part in narrow.split(PART_ELEMENTS):
+            for part in narrow.split(CHUNK_ELEMENTS):
                 wide = target[: part.numel()].copy_(part)
                 part.copy_(wide)
 

@@ -16,7 +16,7 @@ from offload_strategy.engine.resources import Resources
 from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from offload_strategy.optimizer.ranks.data_parallel_group import TeamBook
-from offload_strategy.optimizer.states.dtensor_shards import local_part
+from offload_strategy.optimizer.states.parameter_slices import local_tensor
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.user_class.compatibility import check_supported
 from offload_strategy.plan_runtime.space_requirements import optimizer_need, shortfall
@@ -80,9 +80,9 @@ class AttachedOptimizers:
         if not section.enabled:
             return optimizer
         precision = Precision(
-            narrow=torch.bfloat16 if section.state_dtype == "bfloat16" else None,
-            stochastic=section.stochastic_rounding,
-            masters=section.master_weights,
+            state_dtype=torch.bfloat16 if section.state_dtype == "bfloat16" else None,
+            stochastic_rounding=section.stochastic_rounding,
+            master_weights=section.master_weights,
         )
         state_bytes = check_supported(optimizer, precision)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -98,10 +98,10 @@ class AttachedOptimizers:
             is_last=is_last,
             state_bytes=own_bytes,
             precision=precision,
-            waiting_room=self._resources.waiting_room,
+            new_weight_tiers=self._resources.waiting_room,
             gradient_memory=section.gradient_memory,
             directories=self._resources.scratch_directories("optimizer"),
-            residence=self._residence,
+            residency=self._residence,
             teams=self._teams,
         )
         self._registry.claim_states(parameters, wrapped)
@@ -163,9 +163,9 @@ class AttachedOptimizers:
             return lambda _: fixed
         moved, memory = state_bytes, self._resources.pinned_bytes
         if self._section.overlap == "commit":  # new weights wait in the rest
-            moved += sum(local_part(p).nbytes for p in parameters)
+            moved += sum(local_tensor(p).nbytes for p in parameters)
             memory -= sum(tier.capacity for tier in self._resources.waiting_room)
-        each = moved / max(1, sum(local_part(p).numel() for p in parameters))
+        each = moved / max(1, sum(local_tensor(p).numel() for p in parameters))
         return partial(subgroup_size, each=each, memory=memory)
 
     def _expect(
@@ -180,14 +180,14 @@ class AttachedOptimizers:
         into them.
         """
         if self._section.overlap != "off":
-            count = max(1, sum(local_part(p).numel() for p in parameters))
+            count = max(1, sum(local_tensor(p).numel() for p in parameters))
             size = min(count, subgroup_size(count))
             self._resources.store.idle_may_exceed(state_bytes * size // count)
 
     def _check_room(self, parameters: Sequence[nn.Parameter], state_bytes: int) -> int:
         """Return this rank's bytes of states, after checking that the tiers have room for them."""
         section = self._section
-        weights_bytes = sum(local_part(p).nbytes for p in parameters)
+        weights_bytes = sum(local_tensor(p).nbytes for p in parameters)
         team = self._teams.team_of(parameters)
         if team is not None and team.shares:
             state_bytes = -(-state_bytes // team.size)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
-from offload_strategy.optimizer.update_timings import UpdateTiming
+from offload_strategy.optimizer.subgroup_update import UpdateTiming
 from offload_strategy.plan_runtime.profile import Profile, Update
 
 

@@ -1,8 +1,7 @@
-"""The optimizer that the user gets back: theirs, with its states elsewhere."""
+"""The optimizer that `engine.attach` returns: the user's own, with its states in the store."""
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
@@ -22,53 +21,55 @@ from offload_strategy.optimizer.overlap.eager import EagerUpdates
 from offload_strategy.optimizer.ranks.data_parallel_group import TeamBook
 from offload_strategy.optimizer.ranks.rank_shards import Shares
 from offload_strategy.optimizer.state_dicts import (
-    absorb_states,
-    sealed,
-    unsealed,
+    StateView,
+    replace_all_states,
+    unwrap_tensors,
+    wrap_tensors,
 )
-from offload_strategy.optimizer.state_view import StateView
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.states.subgroups import Subgroup, plan_subgroups
-from offload_strategy.optimizer.subgroup_update import Updater
-from offload_strategy.optimizer.update_timings import Timings
-from offload_strategy.optimizer.user_class.compatibility import check_group
-from offload_strategy.optimizer.user_class.compatibility_trial import can_be_cut, edits_gradients
-from offload_strategy.optimizer.weight_residency import Residence
+from offload_strategy.optimizer.subgroup_update import Updater, UpdateTimings, WeightResidency
+from offload_strategy.optimizer.user_class.compatibility import (
+    changes_gradients,
+    check_group,
+    is_elementwise,
+)
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.tiers import Tier
 from offload_strategy.telemetry import get_logger
 from offload_strategy.torch_support.grad_mode import keeps_grad_mode
+from offload_strategy.torch_support.weak_callbacks import weakly
 
 logger = get_logger(__name__)
 
-# Attributes of the inner optimizer that must not be seen through the wrapper. GradScaler hands
-# unscaling over to optimizers that say they support it inside step(); gradients here may have been
-# used before, so it must do it itself.
+# Attributes of the inner optimizer that must not be seen through the wrapper. GradScaler leaves
+# unscaling to optimizers that say they support it inside step(); gradients here may have been used
+# before, so GradScaler must unscale them itself.
 _HIDDEN = frozenset({"inner", "_step_supports_amp_scaling"})
 
 
 class OffloadedOptimizer(Optimizer):
-    """A `torch.optim.Optimizer` around the user's own, whose states live in the store.
+    """A `torch.optim.Optimizer` around the user's own, whose states are in the store.
 
     Groups, defaults, hooks and hyper-parameters are the inner optimizer's; nothing is copied, as
     frameworks replace them when they load a state.
 
     Args:
         inner: the user's optimizer.
-        store: where states go.
-        tiers: where they may go, in order.
+        store: keeps the states.
+        tiers: where states may be put, in order.
         overlap: ``"commit"`` updates during backward, ``"off"`` at `step()`; both show nothing
             before `step()`. ``"eager"`` updates weights as gradients are complete.
-        subgroup_size: parameters per subgroup, given how many there are in all.
-        is_last: whether the backward that runs is the last before `step()`.
-        state_bytes: what the states will take, once every parameter was updated.
-        precision: of states; None for what a plain optimizer has.
-        waiting_room: where new weights wait for `step()`, as long as there is room.
+        subgroup_size: elements of a subgroup, given the number of all elements.
+        is_last: whether the running backward is the last before `step()`.
+        state_bytes: bytes of the states once every parameter has been updated.
+        precision: of states; None for that of the plain optimizer.
+        new_weight_tiers: where new weights wait for `step()` before they go to `tiers`.
         gradient_memory: bytes of host memory in which gradients wait for `step()`, with
             ``"commit"``; others wait in the tiers.
-        directories: where state dicts may lie; none for ordinary memory.
-        residence: of the weights; None if they never leave.
-        teams: knows which ranks train which parameters; None if this process trains by itself.
+        directories: where state dicts may be; none for ordinary memory.
+        residency: of streamed weights; None if weights are never offloaded.
+        teams: knows which ranks train which parameters; None for a single process.
     """
 
     def __init__(
@@ -82,44 +83,48 @@ class OffloadedOptimizer(Optimizer):
         is_last: Callable[[], bool],
         state_bytes: int = 0,
         precision: Precision | None = None,
-        waiting_room: Sequence[Tier] = (),
+        new_weight_tiers: Sequence[Tier] = (),
         gradient_memory: int,
         directories: Sequence[Path] = (),
-        residence: Residence | None = None,
+        residency: WeightResidency | None = None,
         teams: TeamBook | None = None,
     ) -> None:
         # Not Optimizer.__init__: it would make groups, defaults and hooks of its own.
         self.inner = inner
         self.state_bytes = state_bytes
         self._updater = Updater(
-            inner, store, tiers, waiting_room, precision, residence, self._can_be_cut
+            inner, store, tiers, new_weight_tiers, precision, residency, self._is_elementwise
         )
         self._subgroup_size = subgroup_size
         self._shares = Shares(teams, self._updater, directories)
         self._overlap: BackwardOverlap | None = None
-        if overlap == "commit" and self._edits_gradients():
+        if overlap == "eager":
+            self._overlap = EagerUpdates(self._updater, is_last)
+        elif overlap == "commit" and any(
+            changes_gradients(inner, group, self._updater.precision)
+            for group in inner.param_groups
+            if group["params"]
+        ):
             logger.info(
-                "%s changes gradients while it updates, so it updates at step() and not during "
+                "%s changes gradients in its update, so the update runs at step() and not during "
                 "backward.",
                 type(inner).__name__,
             )
-        elif overlap == "eager":
-            self._overlap = EagerUpdates(self._updater, is_last)
         elif overlap == "commit":
             waiting = WaitingGradients(store, tiers, gradient_memory)
             self._overlap = CommittedUpdates(self._updater, is_last, waiting)
-        self._may_cut: dict[int, bool] = {}
-        self._numbered = 0
+        self._elementwise: dict[int, bool] = {}
+        self._next_number = 1
         self._subgroups: list[Subgroup] = []
         self._planned_parameters = 0
         self._hooks: dict[int, Any] = {}
         self._closed = False
-        self._state = StateView(self._updater, self._planned_as_of_now, self._shares)
-        self._watch_parameters()
+        self._state = StateView(self._updater, self._current_subgroups, self._shares)
+        self._register_hooks()
         if any(inner.state.values()):
             self._absorb_inner_state()
 
-    # ------------------------------------------------------------------ what the inner one has
+    # ------------------------------------------------------------------ the inner optimizer
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The inner optimizer's groups themselves."""
@@ -140,7 +145,7 @@ class OffloadedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """Parameter -> state dict; every look loads copies."""
+        """Parameter -> state dict; reading loads copies."""
         return self._state
 
     @state.setter
@@ -149,8 +154,8 @@ class OffloadedOptimizer(Optimizer):
         self._absorb_inner_state()
 
     @property
-    def timings(self) -> Timings:
-        """Of the latest updates, for profiles."""
+    def timings(self) -> UpdateTimings:
+        """Timings of the latest updates, for profiles."""
         return self._updater.timings
 
     def __getattr__(self, name: str) -> Any:
@@ -184,7 +189,7 @@ class OffloadedOptimizer(Optimizer):
         """
         self._check_open()
         own = self.inner
-        # As torch calls them: the arguments include the optimizer, which has the states to look at.
+        # Like torch, which passes the optimizer as the first argument.
         arguments = (self,) if closure is None else (self, closure)
         for hook in chain(
             torch_optimizer._global_optimizer_pre_hooks.values(),
@@ -198,11 +203,11 @@ class OffloadedOptimizer(Optimizer):
         phase = f"OffloadedOptimizer.step#{type(own).__name__}"
         with torch.autograd.profiler.record_function(phase):
             self._shares.states_change()
-            subgroups = self._planned_as_of_now()
-            here = self._shares.own(subgroups)
-            run_step(subgroups, here, self._updater, self._overlap, self._shares.team)
-        self._updater.step_over()
-        # A scheduler that was made with the inner optimizer asks whether it has stepped.
+            subgroups = self._current_subgroups()
+            own_subgroups = self._shares.own(subgroups)
+            run_step(subgroups, own_subgroups, self._updater, self._overlap, self._shares.team)
+        self._updater.step_ended()
+        # Schedulers that were made with the inner optimizer check whether it has stepped.
         own._opt_called = True  # type: ignore[attr-defined]
         for hook in chain(
             own._optimizer_step_post_hooks.values(),
@@ -212,28 +217,29 @@ class OffloadedOptimizer(Optimizer):
         return loss
 
     def figures(self) -> dict[str, float]:
-        """Counts since it was attached: steps that ran ahead, and how many of them in vain."""
-        ahead = self._overlap if isinstance(self._overlap, CommittedUpdates) else None
+        """Steps since attach whose updates ran ahead, and those of which some had to run again."""
+        if not isinstance(self._overlap, CommittedUpdates):
+            return {"speculated_steps": 0.0, "redone_steps": 0.0}
         return {
-            "speculated_steps": 0.0 if ahead is None else float(ahead.speculated_steps),
-            "redone_steps": 0.0 if ahead is None else float(ahead.redone_steps),
+            "speculated_steps": float(self._overlap.speculated_steps),
+            "redone_steps": float(self._overlap.redone_steps),
         }
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, as the plain optimizer does.
+        """Clear the gradients, like the plain optimizer.
 
         Raises:
             OffloadError: with ``overlap: eager``, weights were updated and no `step()` followed.
         """
         if self._overlap is not None:
-            self._overlap.cleared()
+            self._overlap.gradients_cleared()
         self.inner.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as the plain optimizer does.
+        """Add a group, like the plain optimizer.
 
         Raises:
-            ConfigError: with the settings of this group the optimizer cannot be swapped.
+            ConfigError: with the settings of this group its states cannot be offloaded.
         """
         self._check_open()
         self.inner.add_param_group(param_group)
@@ -243,30 +249,30 @@ class OffloadedOptimizer(Optimizer):
         except ConfigError:
             groups.pop()
             raise
-        self._watch_parameters()
+        self._register_hooks()
 
     # ------------------------------------------------------------------ state dicts
     def state_dict(self) -> dict[str, Any]:
         """The plain optimizer's state dict: same keys, shapes, dtypes and values.
 
         Where ranks share updates, all of them must call it, as each has a part; or all of them
-        `consolidate_state_dict` before.
+        call `consolidate_state_dict` before.
 
-        Large tensors are ordinary ones over private maps of an unlinked file beside the tier, so
+        Large tensors are ordinary ones over private maps of an unlinked file next to the tier, so
         that saving them streams; the file is gone with the last of them.
 
         Raises:
-            OffloadError: the engine is closed, and the states with it; other ranks did not call
-                it, or have the states that were consolidated.
+            OffloadError: the engine is closed; other ranks did not call it, or the states were
+                consolidated on another rank.
             TierFullError: there is no room for the file.
             StorageError: states could not be read.
         """
         self._check_open()
-        subgroups = self._planned_as_of_now()
+        subgroups = self._current_subgroups()
         states = self._shares.states(subgroups, "optimizer.state_dict()")
         own = self.inner.state
         try:
-            # In the order of the groups, as the plain optimizer would have made them.
+            # In the order of the groups, like the plain optimizer.
             own.update((p, states[p]) for p in self.parameters() if states[p])
             return self.inner.state_dict()
         finally:
@@ -274,11 +280,11 @@ class OffloadedOptimizer(Optimizer):
                 own.pop(parameter, None)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Collect the states of all ranks on one, which alone can take `state_dict` then.
+        """Collect the states of all ranks on one rank, where `state_dict` can then be called.
 
-        Until the next step or load. For code that saves on one rank and asks only that one, as
-        with torch's `ZeroRedundancyOptimizer`. All ranks have to call it. Without shares it does
-        nothing.
+        They are kept until the next step or load. For code that calls `state_dict` on the saving
+        rank only, as with torch's `ZeroRedundancyOptimizer`. All ranks have to call this. Without
+        sharding it does nothing.
 
         Args:
             to: the rank among those that train these parameters.
@@ -290,19 +296,19 @@ class OffloadedOptimizer(Optimizer):
         """
         self._check_open()
         where = "optimizer.consolidate_state_dict()"
-        self._shares.consolidate(self._planned_as_of_now(), to, where)
+        self._shares.consolidate(self._current_subgroups(), to, where)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict, of a plain optimizer or of this one."""
+        """Load a state dict of a plain optimizer or of an offloaded one."""
         self._check_open()
         states = state_dict.get("state")
-        if isinstance(states, Mapping) and not self._looks_into_states():
-            state_dict = {**state_dict, "state": sealed(states)}
+        if isinstance(states, Mapping) and not self._users_code_sees_states():
+            state_dict = {**state_dict, "state": wrap_tensors(states)}
         self.inner.load_state_dict(state_dict)
         self._absorb_inner_state()
 
-    def _looks_into_states(self) -> bool:
-        """Whether code that is not torch's sees states while they are loaded."""
+    def _users_code_sees_states(self) -> bool:
+        """Whether code outside of torch sees states while they are loaded."""
         inner = self.inner
         methods = (type(inner).load_state_dict, type(inner).__setstate__)
         return bool(
@@ -313,36 +319,32 @@ class OffloadedOptimizer(Optimizer):
 
     def _absorb_inner_state(self) -> None:
         if self._overlap is not None:
-            self._overlap.forget()
+            self._overlap.reset()
         self._shares.states_change()
-        subgroups = self._planned_as_of_now()
-        absorb_states(self.inner.state, self._shares.own(subgroups), self._updater)
+        subgroups = self._current_subgroups()
+        replace_all_states(self.inner.state, self._shares.own(subgroups), self._updater)
         own = self.inner.state
         for parameter in self.parameters():
             own.pop(parameter, None)
-        # Of parameters that are not there: kept, as by a plain optimizer.
-        own.update((k, unsealed(state)) for k, state in own.items() if isinstance(state, dict))
+        # States of unknown parameters are kept, as by a plain optimizer.
+        own.update(
+            (k, unwrap_tensors(state)) for k, state in own.items() if isinstance(state, dict)
+        )
 
-    # ------------------------------------------------------------------ parameters and life
+    # ------------------------------------------------------------------ parameters and subgroups
     def parameters(self) -> list[torch.Tensor]:
         """Every parameter of every group."""
         return [p for group in self.inner.param_groups for p in group["params"]]
 
-    def _watch_parameters(self) -> None:
+    def _register_hooks(self) -> None:
         if self._overlap is None:
             return
         # Weak: the parameters' hooks must not keep the engine alive.
-        notify = weakref.WeakMethod(self._gradient_ready)
-
-        def gradient_ready(parameter: torch.Tensor) -> None:
-            if (method := notify()) is not None:
-                method(parameter)
-
+        hook = weakly(self._gradient_ready)
         for parameter in self.parameters():
             if parameter.requires_grad and id(parameter) not in self._hooks:
-                self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(
-                    gradient_ready
-                )
+                handle = parameter.register_post_accumulate_grad_hook(hook)
+                self._hooks[id(parameter)] = handle
 
     def _gradient_ready(self, parameter: torch.Tensor) -> None:
         if self._overlap is None or self._closed:
@@ -353,84 +355,74 @@ class OffloadedOptimizer(Optimizer):
             self._overlap.gradient_ready(parameter)
 
     def _planned(self) -> list[Subgroup]:
-        """The subgroups; made when first needed, as a model may move to its device before that."""
+        """The subgroups, planned when first needed: the model may move to its device before."""
         count = sum(len(group["params"]) for group in self.inner.param_groups)
         if self._shares.join(self.parameters, self._overlap) and self._subgroups:
-            # Each rank had all states; from now on it has its share.
+            # Each rank had all states; from now on it has those of its own subgroups.
             for subgroup in self._subgroups:
                 self._shares.deal(subgroup)
-            absorb_states({}, self._shares.others(self._subgroups), self._updater)
-            if self._overlap is not None:
-                self._overlap.watch(self._shares.own(self._subgroups))
+            replace_all_states({}, self._shares.others(self._subgroups), self._updater)
+            self._overlap_own_subgroups()
         if self._planned_parameters < count:
             self._planned_parameters = count
-            known = {id(p.parameter) for subgroup in self._subgroups for p in subgroup.pieces}
+            known = {id(p.parameter) for subgroup in self._subgroups for p in subgroup.slices}
             self._subgroups.extend(self._plan(known))
-            if self._overlap is not None:
-                self._overlap.watch(self._shares.own(self._subgroups))
+            self._overlap_own_subgroups()
         return self._subgroups
 
     def largest_subgroup_bytes(self) -> int:
-        """Bytes of the weights that are updated at a time, at most."""
-        return max(
-            (
-                sum(piece.numel * piece.parameter.element_size() for piece in subgroup.pieces)
-                for subgroup in self._planned()
-            ),
-            default=0,
+        """Bytes of the weights of the largest subgroup."""
+        sizes = (
+            sum(each.numel * each.parameter.element_size() for each in subgroup.slices)
+            for subgroup in self._planned()
         )
-
-    def _edits_gradients(self) -> bool:
-        groups = [group for group in self.inner.param_groups if group["params"]]
-        return any(edits_gradients(self.inner, group, self._updater.precision) for group in groups)
+        return max(sizes, default=0)
 
     def _plan(self, known: Collection[int]) -> Iterator[Subgroup]:
-        planned = plan_subgroups(self.inner, known, self._subgroup_size, self._can_be_cut)
-        for subgroup in planned:
-            self._numbered += 1
-            subgroup.number = self._numbered
+        size = self._subgroup_size
+        for subgroup in plan_subgroups(self.inner, known, size, self._is_elementwise):
+            subgroup.number = self._next_number
+            self._next_number += 1
             self._shares.deal(subgroup)
             yield subgroup
 
-    def _can_be_cut(self, group_index: int) -> bool:
-        if group_index not in self._may_cut:
+    def _is_elementwise(self, group_index: int) -> bool:
+        if group_index not in self._elementwise:
             group = self.inner.param_groups[group_index]
-            self._may_cut[group_index] = can_be_cut(self.inner, group, self._updater.precision)
-        return self._may_cut[group_index]
+            self._elementwise[group_index] = is_elementwise(
+                self.inner, group, self._updater.precision
+            )
+        return self._elementwise[group_index]
 
-    def _planned_as_of_now(self) -> list[Subgroup]:
-        """The subgroups, planned anew if somebody has edited the groups' lists since."""
+    def _current_subgroups(self) -> list[Subgroup]:
+        """The subgroups, planned again if the groups' lists were edited since."""
         subgroups = self._planned()
         groups = [{id(p) for p in group["params"]} for group in self.inner.param_groups]
-        in_place = all(
-            subgroup.group_index < len(groups)
-            and all(
-                id(piece.parameter) in groups[subgroup.group_index] for piece in subgroup.pieces
-            )
-            for subgroup in subgroups
-        )
-        planned = {id(piece.parameter) for subgroup in subgroups for piece in subgroup.pieces}
-        if in_place and len(planned) == sum(map(len, groups)):
+        planned = {(s.group_index, id(each.parameter)) for s in subgroups for each in s.slices}
+        if planned == {(index, key) for index, keys in enumerate(groups) for key in keys}:
             return subgroups
         if self._overlap is not None:
-            self._overlap.forget()
+            self._overlap.reset()
         self._shares.states_change()
         states = self._shares.states(subgroups, "optimizer.step() with other parameters")
-        absorb_states({}, self._shares.own(subgroups), self._updater)
-        self._may_cut.clear()
+        replace_all_states({}, self._shares.own(subgroups), self._updater)
+        self._elementwise.clear()
         self._shares.deal_anew()
         subgroups[:] = self._plan(())
         self._planned_parameters = sum(map(len, groups))
-        absorb_states(states, self._shares.own(subgroups), self._updater)
+        replace_all_states(states, self._shares.own(subgroups), self._updater)
         for gone in self._hooks.keys() - set().union(*groups):
             self._hooks.pop(gone).remove()
-        self._watch_parameters()
-        if self._overlap is not None:
-            self._overlap.watch(self._shares.own(self._subgroups))
+        self._register_hooks()
+        self._overlap_own_subgroups()
         return subgroups
 
+    def _overlap_own_subgroups(self) -> None:
+        if self._overlap is not None:
+            self._overlap.set_subgroups(self._shares.own(self._subgroups))
+
     def close(self) -> None:
-        """Take every hook off the parameters and forget the states. Idempotent."""
+        """Remove all hooks from the parameters and free the states. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -439,9 +431,9 @@ class OffloadedOptimizer(Optimizer):
             handle.remove()
         self._hooks.clear()
         if self._overlap is not None:
-            self._overlap.forget()
-            self._overlap.watch([])
-        absorb_states({}, self._shares.own(self._subgroups), self._updater)
+            self._overlap.reset()
+            self._overlap.set_subgroups([])
+        replace_all_states({}, self._shares.own(self._subgroups), self._updater)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -1,16 +1,17 @@
-"""What happens at `step()`: what ran ahead is committed, the rest is updated, the team is told."""
+"""`step()`: commits updates that ran ahead, runs the others, and sends new weights to all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from offload_strategy.optimizer.overlap.ahead_update import with_gradient
 from offload_strategy.optimizer.overlap.backward_overlap import (
     PREFETCHED_SUBGROUPS,
     BackwardOverlap,
 )
 from offload_strategy.optimizer.ranks.data_parallel_group import Deliveries, Team
 from offload_strategy.optimizer.states.subgroups import Subgroup
-from offload_strategy.optimizer.subgroup_update import Updater, with_gradient
+from offload_strategy.optimizer.subgroup_update import Updater
 
 
 def run_step(
@@ -24,39 +25,40 @@ def run_step(
 
     Args:
         subgroups: of all ranks, in the same order on each.
-        own: those of them that this rank updates.
-        updater: updates these.
-        overlap: what ran ahead; None if nothing does.
-        team: the ranks that share the work; None if there is no other.
+        own: those that this rank updates.
+        updater: updates them.
+        overlap: has run updates during backward; None without overlap.
+        team: the data-parallel ranks; None if there is only this one.
     """
     deliveries = None
-    concerned: list[Subgroup] = []
+    to_update: list[Subgroup] = []
     done: set[int] = set()
     try:
         if team is not None and team.shares:
-            # Before what was done in backward is tidied away.
-            marks = team.agreed([_took_part(subgroup) for subgroup in subgroups])
-            deliveries = Deliveries(
-                team, [s for s, mark in zip(subgroups, marks, strict=True) if mark]
+            # Before `finish` frees the gradients that updates during backward have used.
+            has_gradient = team.agreed(
+                [any(each.parameter.grad is not None for each in s.slices) for s in subgroups]
             )
-        ahead = overlap.finish() if overlap is not None else []
-        concerned = [s for s in own if with_gradient(s)]
-        waiting = set(map(id, concerned)) | {id(speculation.subgroup) for speculation in ahead}
-        if deliveries is not None:  # what `eager` has updated already
-            deliveries.ready(*[s for s in own if id(s) not in waiting])
-        for position, speculation in enumerate(ahead):
-            for coming in ahead[position + 1 : position + 1 + PREFETCHED_SUBGROUPS]:
-                updater.fetch_weights(coming)
-            if updater.commit(speculation):
-                done.add(id(speculation.subgroup))
+            changing = [s for s, has in zip(subgroups, has_gradient, strict=True) if has]
+            deliveries = Deliveries(team, changing)
+        ahead_updates = overlap.finish() if overlap is not None else []
+        to_update = [s for s in own if with_gradient(s)]
+        if deliveries is not None:  # send what `eager` has updated already
+            pending = {id(s) for s in to_update} | {id(a.subgroup) for a in ahead_updates}
+            deliveries.ready(*[s for s in own if id(s) not in pending])
+        for position, ahead_update in enumerate(ahead_updates, start=1):
+            for coming in ahead_updates[position : position + PREFETCHED_SUBGROUPS]:
+                updater.prefetch_weights(coming)
+            if updater.commit(ahead_update):
+                done.add(id(ahead_update.subgroup))
                 if deliveries is not None:
-                    deliveries.ready(speculation.subgroup)
+                    deliveries.ready(ahead_update.subgroup)
         if overlap is not None:
-            overlap.settled(len(done))
-        rest = [s for s in concerned if id(s) not in done]
-        for position, subgroup in enumerate(rest):
-            for next_one in rest[position + 1 : position + 1 + PREFETCHED_SUBGROUPS]:
-                updater.fetch(next_one)
+            overlap.note_commits(len(done))
+        remaining = [s for s in to_update if id(s) not in done]
+        for position, subgroup in enumerate(remaining, start=1):
+            for next_one in remaining[position : position + PREFETCHED_SUBGROUPS]:
+                updater.prefetch_states(next_one)
             updater.update_in_place(subgroup)
             done.add(id(subgroup))
             if deliveries is not None:
@@ -72,12 +74,7 @@ def run_step(
         if done or deliveries is not None:
             received = "" if deliveries is None else ", and may have some of other ranks"
             error.add_note(
-                f"optimizer.step() had updated {len(done)} of {len(concerned)} subgroups{received}:"
+                f"optimizer.step() had updated {len(done)} of {len(to_update)} subgroups{received}:"
                 f" the weights are not those of any one step. Go on from the last checkpoint."
             )
         raise
-
-
-def _took_part(subgroup: Subgroup) -> bool:
-    """Whether any of its parameters has a gradient, one that an update has used included."""
-    return any(piece.parameter.grad is not None for piece in subgroup.pieces)

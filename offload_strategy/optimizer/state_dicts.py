@@ -1,32 +1,33 @@
-"""States by parameter, as everybody outside sees them, of states that are kept by subgroup."""
+"""States by parameter, as users see them, of states that are stored by subgroup."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from offload_strategy.checkpoints import ScratchFile, Slot
-from offload_strategy.optimizer.states.dtensor_shards import like_parameter, local_part
 from offload_strategy.optimizer.states.flat_layout import packable
-from offload_strategy.optimizer.states.parameter_slices import Piece, joined
-from offload_strategy.optimizer.states.precision import Precision
-from offload_strategy.optimizer.states.subgroups import Subgroup
-from offload_strategy.optimizer.subgroup_update import Outline, Updater
+from offload_strategy.optimizer.states.parameter_slices import (
+    ParameterSlice,
+    join_states,
+    local_tensor,
+    shard_like,
+)
+from offload_strategy.optimizer.states.subgroups import State, Subgroup
+from offload_strategy.optimizer.subgroup_update import StateMetadata, Updater
 
-State = dict[str, Any]
 
+class OpaqueTensor:
+    """A tensor of a state dict that `Optimizer.load_state_dict` does not recognise as a tensor.
 
-class Sealed:
-    """A tensor of a state dict, not looked into by whoever hands it on.
-
-    `Optimizer.load_state_dict` would bring every tensor into the dtype and to the device of its
-    parameter, all at once; in the dtype of a narrow weight its master would lose what it is for.
+    It would move every tensor to the device of its parameter and cast it to the parameter's dtype,
+    all of them at once; a master weight would lose its precision.
 
     Args:
-        tensor: of a parameter's state.
+        tensor: a dense state.
     """
 
     __slots__ = ("tensor",)
@@ -35,140 +36,187 @@ class Sealed:
         self.tensor = tensor
 
 
-def sealed(states: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The states of a state dict, with all tensors sealed that go to a tier."""
+def wrap_tensors(states: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Wrap the dense tensors of a state dict's states; step counters have rules of their own."""
     return {
-        key: {name: _seal(name, value) for name, value in state.items()}
+        key: {
+            name: OpaqueTensor(value) if name != "step" and packable(value) else value
+            for name, value in state.items()
+        }
         if isinstance(state, dict)
         else state
         for key, state in states.items()
     }
 
 
-def unsealed(state: State) -> State:
+def unwrap_tensors(state: State) -> State:
     """The same state with its tensors."""
     return {
-        name: value.tensor if isinstance(value, Sealed) else value for name, value in state.items()
+        name: value.tensor if isinstance(value, OpaqueTensor) else value
+        for name, value in state.items()
     }
 
 
-def _seal(name: str, value: Any) -> Any:
-    # Step counters have rules of their own.
-    return Sealed(value) if name != "step" and packable(value) else value
-
-
-def state_of(
-    parameter: torch.Tensor, subgroups: Sequence[Subgroup], updater: Updater
-) -> State | None:
-    """A copy of a parameter's state in ordinary memory; None if it is in none of the subgroups."""
-    pieces: list[tuple[Piece, State]] = []
-    for subgroup, indices in _homes(parameter, subgroups):
-        copies = updater.copies(subgroup)
-        pieces += [(subgroup.pieces[index], copies[index]) for index in indices]
-    if not pieces:
-        return None
-    pieces.sort(key=lambda entry: entry[0].rows or (0, 0))
-    state = joined([piece for piece, _ in pieces], [state for _, state in pieces])
-    return {name: like_parameter(value, parameter) for name, value in state.items()}
-
-
-def replace_state(
-    parameter: torch.Tensor, state: State, subgroups: Sequence[Subgroup], updater: Updater
-) -> bool:
-    """Give a parameter another state; False if it is in none of the subgroups."""
-    found = False
-    for subgroup, indices in _homes(parameter, subgroups):
-        states = updater.copies(subgroup)
-        for index in indices:
-            states[index] = subgroup.pieces[index].cut(state)
-        updater.absorb(subgroup, states)
-        found = True
-    return found
-
-
-def absorb_states(
+def replace_all_states(
     states: Mapping[torch.Tensor, State], subgroups: Sequence[Subgroup], updater: Updater
 ) -> None:
-    """Replace the states of all parameters, subgroup by subgroup."""
+    """Replace the states of all parameters, subgroup by subgroup; missing ones are cleared."""
     for subgroup in subgroups:
-        cut = []
-        for piece in subgroup.pieces:
-            given = states.get(piece.parameter, {})
-            own = piece.cut(unsealed(given))
+        slice_states = []
+        for param_slice in subgroup.slices:
+            parameter = param_slice.parameter
+            given = states.get(parameter, {})
+            own = param_slice.slice_state(unwrap_tensors(given))
             for name, value in given.items():
-                if isinstance(value, Sealed):
-                    own[name] = _as_loaded(own[name], piece.parameter, updater.precision)
+                if isinstance(value, OpaqueTensor):
+                    # As `Optimizer.load_state_dict` casts it.
+                    dtype = own[name].dtype
+                    if parameter.is_floating_point():
+                        dtype = updater.precision.compute_dtype(parameter.dtype)
+                    own[name] = own[name].to(parameter.device, dtype)
                 elif isinstance(own[name], torch.Tensor) and not packable(own[name]):
-                    own[name] = own[name].clone()  # not a part of some file that is mapped
-            cut.append(own)
-        updater.absorb(subgroup, cut)
-
-
-def _as_loaded(value: torch.Tensor, parameter: torch.Tensor, precision: Precision) -> torch.Tensor:
-    """A tensor of a state dict, as `Optimizer.load_state_dict` makes it a parameter's."""
-    dtype = precision.computed(parameter.dtype) if parameter.is_floating_point() else value.dtype
-    return value.to(parameter.device, dtype)
+                    own[name] = own[name].clone()  # not a view of a memory-mapped file
+            slice_states.append(own)
+        updater.replace_states(subgroup, slice_states)
 
 
 class StateReader(Protocol):
     """Reads the states of subgroups."""
 
-    def outline(self, subgroup: Subgroup) -> Outline:
-        """What states a subgroup has, without the values of large ones."""
+    def metadata(self, subgroup: Subgroup) -> StateMetadata:
+        """What states a subgroup has, without the values of stored tensors."""
 
-    def values(self, subgroup: Subgroup, outline: Outline) -> Iterator[torch.Tensor]:
-        """The values of what is stored, one after the other; not to be changed or kept."""
+    def values(self, subgroup: Subgroup, metadata: StateMetadata) -> Iterator[torch.Tensor]:
+        """Yield the stored tensors of a subgroup in order, not to be changed or kept."""
 
 
 def streamed_states(
     subgroups: Sequence[Subgroup], reader: StateReader, directories: Sequence[Path]
 ) -> dict[torch.Tensor, State]:
-    """The states of all parameters, of which large tensors lie in an unlinked file.
+    """The states of all parameters, with large tensors in an unlinked file.
 
-    One subgroup's states are in memory at a time. The tensors are ordinary ones over private maps
-    of the file, which is gone with the last of them.
+    The states of one subgroup are in memory at a time. The tensors are ordinary ones over private
+    maps of the file, which is gone with the last of them.
 
     Args:
         subgroups: all of them.
         reader: reads their states.
-        directories: where the file may lie; none for ordinary memory.
+        directories: where the file may be; none for ordinary memory.
 
     Raises:
         TierFullError: no directory has room.
         StorageError: states could not be read, or the file not be written.
     """
-    found: dict[torch.Tensor, State] = {}
-    outlines = [reader.outline(subgroup) for subgroup in subgroups]
+    states: dict[torch.Tensor, State] = {}
+    all_metadata = [reader.metadata(subgroup) for subgroup in subgroups]
     with ScratchFile(directories) as scratch:
         slots: dict[torch.Tensor, dict[str, Slot]] = {}
-        for subgroup, outline in zip(subgroups, outlines, strict=True):
-            for piece, small in zip(subgroup.pieces, outline.small, strict=True):
-                found.setdefault(piece.parameter, small)
-            for index, name, segment, dtype in outline.stored:
-                piece = subgroup.pieces[index]
-                own = slots.setdefault(piece.parameter, {})
-                if name not in own:
-                    shape = local_part(piece.parameter).shape
-                    whole = segment.shape if piece.rows is None else shape
-                    strides = segment.strides if piece.rows is None else None
-                    own[name] = scratch.reserve(whole, dtype, strides)
-        for subgroup, outline in zip(subgroups, outlines, strict=True):
-            read = reader.values(subgroup, outline)
-            for (index, name, _, _), values in zip(outline.stored, read, strict=True):
-                piece = subgroup.pieces[index]
-                start = 0 if piece.rows is None else piece.rows[0]
-                slots[piece.parameter][name].fill(start, values)
+        for subgroup, metadata in zip(subgroups, all_metadata, strict=True):
+            for param_slice, small in zip(subgroup.slices, metadata.small, strict=True):
+                states.setdefault(param_slice.parameter, small)
+            for index, name, segment, dtype in metadata.stored:
+                param_slice = subgroup.slices[index]
+                own = slots.setdefault(param_slice.parameter, {})
+                if name not in own and param_slice.rows is None:
+                    own[name] = scratch.reserve(segment.shape, dtype, segment.strides)
+                elif name not in own:
+                    shape = local_tensor(param_slice.parameter).shape
+                    own[name] = scratch.reserve(shape, dtype, None)
+        for subgroup, metadata in zip(subgroups, all_metadata, strict=True):
+            read = reader.values(subgroup, metadata)
+            for (index, name, _, _), values in zip(metadata.stored, read, strict=True):
+                param_slice = subgroup.slices[index]
+                start = 0 if param_slice.rows is None else param_slice.rows[0]
+                slots[param_slice.parameter][name].fill(start, values)
         for parameter, own in slots.items():
-            found[parameter].update(
-                (name, like_parameter(slot.tensor(), parameter)) for name, slot in own.items()
+            states[parameter].update(
+                (name, shard_like(slot.tensor(), parameter)) for name, slot in own.items()
             )
-    return found
+    return states
 
 
-def _homes(
-    parameter: torch.Tensor, subgroups: Sequence[Subgroup]
-) -> Iterator[tuple[Subgroup, list[int]]]:
-    for subgroup in subgroups:
-        indices = [i for i, piece in enumerate(subgroup.pieces) if piece.parameter is parameter]
-        if indices:
-            yield subgroup, indices
+class SubgroupOwnership(Protocol):
+    """Knows which subgroups this rank has the states of."""
+
+    def own(self, subgroups: list[Subgroup]) -> list[Subgroup]:
+        """Those of this rank."""
+
+    def check_here(self, parameter: torch.Tensor, subgroups: Sequence[Subgroup]) -> None:
+        """Raise `OffloadError` if another rank has the state of a parameter."""
+
+
+class StateView(MutableMapping[torch.Tensor, State]):
+    """`optimizer.state`: parameter -> state dict, loaded when it is read.
+
+    Reading gives copies: change a state by assigning the whole dict back
+    (``optimizer.state[p] = {...}``) or through `load_state_dict`.
+
+    Args:
+        updater: loads and stores states.
+        subgroups: returns the current subgroups.
+        ownership: tells which of them this rank has.
+    """
+
+    def __init__(
+        self,
+        updater: Updater,
+        subgroups: Callable[[], list[Subgroup]],
+        ownership: SubgroupOwnership,
+    ) -> None:
+        self._updater = updater
+        self._subgroups = subgroups
+        self._ownership = ownership
+
+    def __getitem__(self, parameter: torch.Tensor) -> State:
+        subgroups = self._subgroups()
+        self._ownership.check_here(parameter, subgroups)
+        states: list[tuple[ParameterSlice, State]] = []
+        for subgroup in self._ownership.own(subgroups):
+            indices = _indices_of(parameter, subgroup)
+            if indices:
+                copies = self._updater.state_copies(subgroup)
+                states += [(subgroup.slices[index], copies[index]) for index in indices]
+        if not states:
+            return {}  # like the defaultdict of a plain optimizer
+        states.sort(key=lambda entry: entry[0].rows or (0, 0))
+        state = join_states([each for each, _ in states], [state for _, state in states])
+        return {name: shard_like(value, parameter) for name, value in state.items()}
+
+    def __setitem__(self, parameter: torch.Tensor, state: State) -> None:
+        subgroups = self._subgroups()
+        if not any(_indices_of(parameter, subgroup) for subgroup in subgroups):
+            raise KeyError("this parameter does not belong to the optimizer")
+        for subgroup in self._ownership.own(subgroups):
+            indices = _indices_of(parameter, subgroup)
+            if indices:
+                states = self._updater.state_copies(subgroup)
+                for index in indices:
+                    states[index] = subgroup.slices[index].slice_state(state)
+                self._updater.replace_states(subgroup, states)
+
+    def __delitem__(self, parameter: torch.Tensor) -> None:
+        self[parameter] = {}
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        subgroups = self._subgroups()
+        own = self._ownership.own(subgroups)
+        here = set(map(id, own))
+        elsewhere = (subgroup for subgroup in subgroups if id(subgroup) not in here)
+        seen = {id(each.parameter) for subgroup in elsewhere for each in subgroup.slices}
+        for subgroup in own:
+            stored = {index for index, _ in subgroup.states.names}
+            for index, param_slice in enumerate(subgroup.slices):
+                has_state = index in stored or subgroup.states.small[index]
+                if has_state and id(param_slice.parameter) not in seen:
+                    seen.add(id(param_slice.parameter))
+                    yield param_slice.parameter
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, parameter: object) -> bool:
+        return any(parameter is own for own in self)
+
+
+def _indices_of(parameter: torch.Tensor, subgroup: Subgroup) -> list[int]:
+    return [i for i, each in enumerate(subgroup.slices) if each.parameter is parameter]

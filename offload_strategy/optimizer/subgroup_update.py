@@ -1,97 +1,130 @@
 """The update of one subgroup: in place, or ahead of `step()` and committed there.
 
-[Note: commit]
-Ahead of `step()` nothing visible may change. So the update runs on copies of the weights and
-states, which become new tickets; the old states stay where they are. `step()` checks that what
-went in is still what is there (gradients, hyper-parameters, weights). If so, states are swapped by
-swapping tickets, and weights are copied into the existing storage (never `p.data = ...`: aliases
-would go stale). If not, the new tickets are dropped and the update runs again, in place.
+See [Note: commit] in overlap/ahead_update.py.
 """
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 
-from offload_strategy.optimizer.gradients.gradient_access import has_gradient, values_of
-from offload_strategy.optimizer.overlap.weight_versions import WeightsMark
-from offload_strategy.optimizer.states.dtensor_shards import is_sharded, local_part
+from offload_strategy.optimizer.gradients.gradient_access import values_of
+from offload_strategy.optimizer.overlap.ahead_update import (
+    AheadUpdate,
+    WeightVersions,
+    hyper_parameters,
+    with_gradient,
+)
 from offload_strategy.optimizer.states.flat_layout import Layout, Segment, packable
-from offload_strategy.optimizer.states.master_weights import masters_of
-from offload_strategy.optimizer.states.precision import Precision, seed
-from offload_strategy.optimizer.states.subgroups import StateSet, Subgroup, Unpacked, pack_states
-from offload_strategy.optimizer.update_timings import Timings, UpdateTiming
-from offload_strategy.optimizer.user_class.chunked_update import can_go_by_parts, run_by_parts
-from offload_strategy.optimizer.user_class.inner_step import run_update
-from offload_strategy.optimizer.weight_residency import Always, Residence
+from offload_strategy.optimizer.states.parameter_slices import is_sharded, local_tensor
+from offload_strategy.optimizer.states.precision import Precision, master_weights_of
+from offload_strategy.optimizer.states.subgroups import (
+    State,
+    StateSet,
+    Subgroup,
+    UnpackedStates,
+    pack_states,
+)
+from offload_strategy.optimizer.user_class.inner_step import (
+    can_update_in_chunks,
+    run_update,
+    update_in_chunks,
+)
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, TicketState
 from offload_strategy.store.tiers import HostTier, Tier
 
 
-@dataclass(eq=False)
-class Speculation:
-    """An update that ran ahead of `step()`; see [Note: commit]."""
+class WeightResidency(Protocol):
+    """Loads weights that are streamed, for their update."""
 
-    subgroup: Subgroup
-    indices: list[int]
-    mark: WeightsMark
-    hyper: dict[str, Any]
-    old_states: StateSet
-    states: StateSet
-    layout: Layout
-    weights: Ticket
+    def held(
+        self, parameters: Iterable[torch.Tensor], *, changes: bool
+    ) -> AbstractContextManager[None]:
+        """Keep weights in memory within the context; `changes`: whether they are written there."""
 
-    def may_hold(self, group: dict[str, Any]) -> bool:
-        """Whether `step()` would compute the very same thing, as far as PyTorch itself knows.
+    def ahead(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Prefetch weights."""
 
-        To be asked before any other update is committed: pieces of one parameter have one version.
-        """
-        return (
-            self.indices == with_gradient(self.subgroup)
-            and self.subgroup.states is self.old_states
-            and _same(self.hyper, hyper_parameters(group))
-            and self.mark.has_versions_of(self.parameters())
-        )
 
-    def parameters(self) -> list[torch.Tensor]:
-        """Of the pieces that it updated, whole."""
-        return [self.subgroup.pieces[index].parameter for index in self.indices]
+class AlwaysResident:
+    """The residency of weights that are not streamed."""
 
-    def weights_now(self) -> list[torch.Tensor]:
-        """Of the pieces that it updated."""
-        return [self.subgroup.pieces[index].values for index in self.indices]
+    def held(
+        self, parameters: Iterable[torch.Tensor], *, changes: bool
+    ) -> AbstractContextManager[None]:
+        """Do nothing."""
+        return nullcontext()
+
+    def ahead(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Do nothing."""
+
+
+@dataclass(slots=True)
+class UpdateTiming:
+    """When one update ran (`time.perf_counter`), how long it waited for states, and its I/O."""
+
+    begin: float
+    end: float = 0.0
+    waited: float = 0.0
+    read_bytes: int = 0
+    written_bytes: int = 0
+
+
+class UpdateTimings:
+    """The latest updates, in order: a few steps of many subgroups."""
+
+    def __init__(self) -> None:
+        self._latest: deque[UpdateTiming] = deque(maxlen=4096)
+        #: Seconds of all updates so far, waiting included.
+        self.seconds = 0.0
+
+    @contextmanager
+    def measure(self) -> Iterator[UpdateTiming]:
+        """Time an update; one that raises is not recorded."""
+        timing = UpdateTiming(time.perf_counter())
+        yield timing
+        timing.end = time.perf_counter()
+        self.seconds += timing.end - timing.begin
+        self._latest.append(timing)
+
+    def since(self, moment: float) -> list[UpdateTiming]:
+        """The updates that began at or after a moment."""
+        return [timing for timing in self._latest if timing.begin >= moment]
 
 
 @dataclass(frozen=True)
-class Outline:
-    """What states a subgroup has, piece by piece.
+class StateMetadata:
+    """What states a subgroup has, without the values of stored tensors.
 
     Args:
-        small: for each piece what stays in memory (step counters and the like).
-        stored: index of the piece, name, place and dtype in an update, of each that is on a tier.
+        small: for each slice, the values that stay in memory (step counters and the like).
+        stored: index of the slice, name, segment and compute dtype of each stored tensor.
     """
 
-    small: list[dict[str, Any]]
+    small: list[State]
     stored: list[tuple[int, str, Segment, torch.dtype]]
 
 
 class Updater:
-    """Runs updates of subgroups, with states in the store.
+    """Runs updates of subgroups whose states are in the store.
 
     Args:
         optimizer: the user's; its class does the arithmetic.
         store: where states are between updates.
-        tiers: where they may go, in order.
-        waiting_room: where new weights wait for `step()`, as long as there is room.
+        tiers: where states may be put, in order.
+        new_weight_tiers: where new weights wait for `step()` before they go to `tiers`.
         precision: of states.
-        residence: of the weights; None if they never leave.
-        may_cut: whether weights of the group of this index may be updated part by part.
+        residency: of the weights; None if they are never offloaded.
+        is_elementwise: whether weights of the group of this index may be updated in chunks.
     """
 
     def __init__(
@@ -99,362 +132,305 @@ class Updater:
         optimizer: Optimizer,
         store: TensorStore,
         tiers: Sequence[Tier],
-        waiting_room: Sequence[Tier] = (),
+        new_weight_tiers: Sequence[Tier] = (),
         precision: Precision | None = None,
-        residence: Residence | None = None,
-        may_cut: Callable[[int], bool] = lambda group_index: False,
+        residency: WeightResidency | None = None,
+        is_elementwise: Callable[[int], bool] = lambda group_index: False,
     ) -> None:
-        self._may_cut = may_cut
-        self._residence: Residence = residence or Always()
         self._optimizer = optimizer
         self._store = store
         self._tiers = list(tiers)
-        self._waiting_room = list(waiting_room)
+        self._new_weight_tiers = list(new_weight_tiers)
+        self._residency: WeightResidency = residency or AlwaysResident()
+        self._is_elementwise = is_elementwise
+        self._generators: dict[torch.device, torch.Generator] = {}
         self.precision = precision or Precision()
-        #: Of the latest updates, for profiles.
-        self.timings = Timings()
-        self._generators: dict[torch.device, torch.Generator] | None = (
-            {} if self.precision.stochastic else None
-        )
-
-    def put(self, flat: torch.Tensor, instead_of: Ticket | None = None) -> Ticket:
-        """Give a flat buffer of the optimizer's to the store; see `TensorStore.put`."""
-        return self._store.put(flat, "optimizer", self._tiers, instead_of=instead_of)
+        self.timings = UpdateTimings()
 
     def group_of(self, subgroup: Subgroup) -> dict[str, Any]:
-        """The parameter group of a subgroup; looked up anew, as loading a state replaces it."""
+        """The parameter group of a subgroup, looked up again as loading a state replaces it."""
         group: dict[str, Any] = self._optimizer.param_groups[subgroup.group_index]
         return group
 
+    # ------------------------------------------------------------------ updates
     @torch.no_grad()
     def update_in_place(
         self, subgroup: Subgroup, gradients: Mapping[int, torch.Tensor] | None = None
     ) -> None:
-        """Update the weights and states of the pieces that have a gradient.
+        """Update the weights and states of the slices that have a gradient.
 
         Args:
             subgroup: to be updated.
-            gradients: whole gradients of parameters, by the index of their piece; None to take
-                what is in ``.grad`` of all.
+            gradients: gradients of whole parameters, by the index of their slice; None to take
+                those in ``.grad``.
         """
         if gradients is None:
-            parameters = [piece.parameter for piece in subgroup.pieces]
-            gradients = {i: values_of(parameters[i]) for i in with_gradient(subgroup)}
-        if gradients:
-            with self.timings.update() as timing:
-                self._update_in_place(subgroup, gradients, timing)
-
-    def _update_in_place(
-        self, subgroup: Subgroup, gradients: Mapping[int, torch.Tensor], timing: UpdateTiming
-    ) -> None:
-        old = subgroup.states
-        flat = None
-        if old.ticket is not None:
-            timing.read_bytes = old.ticket.nbytes
-            with self.timings.waiting(timing):
-                flat = self._store.writable(old.ticket)
-        unpacked = Unpacked.of(old, flat, as_kept=self._may_go_by_parts(subgroup))
-        # Nothing may be lost if the update is interrupted or refused, or cannot be put back: until
-        # it is back on a tier the subgroup has it in memory.
-        subgroup.states = old.in_memory(unpacked.states)
-        if old.ticket is not None:
-            self._store.free(old.ticket)
-        parameters = [subgroup.pieces[index].parameter for index in gradients]
-        with self._residence.held(parameters, changes=True):
-            weights = []
-            for index, gradient in gradients.items():
-                piece = subgroup.pieces[index]
-                weight = piece.values
-                if weight.grad is not gradient:  # else the parameter itself, as in a plain update
-                    weight = weight.detach()
-                    weight.grad = piece.of(gradient)
-                weights.append(weight)
-            self._run(subgroup, weights, unpacked, gradients)
-            del weight, weights  # what has their memory keeps them in it
-        subgroup.states = self._packed(subgroup, unpacked)
-        timing.written_bytes = _bytes_of(subgroup.states)
+            gradients = {
+                index: values_of(subgroup.slices[index].parameter)
+                for index in with_gradient(subgroup)
+            }
+        if not gradients:
+            return
+        with self.timings.measure() as timing:
+            old = subgroup.states
+            unpacked = self._load_states(subgroup, self._store.writable, timing)
+            # Keep the states in memory until the new ones are stored, so that nothing is lost if
+            # the update is interrupted or fails.
+            subgroup.states = unpacked.in_memory()
+            if old.ticket is not None:
+                self._store.free(old.ticket)
+            parameters = [subgroup.slices[index].parameter for index in gradients]
+            with self._residency.held(parameters, changes=True):
+                weights = []
+                for index, gradient in gradients.items():
+                    param_slice = subgroup.slices[index]
+                    weight = param_slice.values
+                    if weight.grad is not gradient:  # else the parameter itself
+                        weight = weight.detach()
+                        weight.grad = param_slice.of(gradient)
+                    weights.append(weight)
+                self._run(subgroup, weights, unpacked, gradients)
+                del weight, weights  # references keep streamed weights in memory
+            subgroup.states = self._pack(subgroup, unpacked)
+            timing.written_bytes = subgroup.states.nbytes
 
     @torch.no_grad()
-    def speculate(self, subgroup: Subgroup, gradients: Mapping[int, torch.Tensor]) -> Speculation:
-        """Run the update ahead of `step()`.
+    def update_ahead(
+        self, subgroup: Subgroup, gradients: Mapping[int, torch.Tensor]
+    ) -> AheadUpdate:
+        """Run the update ahead of `step()`, on copies of weights and states.
 
         Args:
             subgroup: to be updated.
-            gradients: of the pieces that have one, as they are expected to be at `step()`, by
-                index; each as large as its piece.
+            gradients: expected gradients of slices at `step()`, by index.
         """
-        with self.timings.update() as timing:
-            return self._speculate(subgroup, gradients, timing)
+        with self.timings.measure() as timing:
+            indices = list(gradients)
+            hyper = hyper_parameters(self.group_of(subgroup))
+            parameters = [subgroup.slices[index].parameter for index in indices]
+            with self._residency.held(parameters, changes=False):
+                current = [subgroup.slices[index].values for index in indices]
+                versions = WeightVersions(current)
+                layout = Layout.of(current)
+                flat = self._store.borrow("optimizer", layout.nbytes, current[0].device)
+                weights = layout.views(flat)
+                for copy, weight, gradient in zip(
+                    weights, current, gradients.values(), strict=True
+                ):
+                    copy.copy_(weight)
+                    copy.grad = gradient
+                del current, weight
+            old = subgroup.states
+            unpacked = self._load_states(subgroup, self._store.private, timing)
+            self._run(subgroup, weights, unpacked, indices)
+            for copy in weights:
+                copy.grad = None
+            new = self._pack(subgroup, unpacked)
+            timing.written_bytes = new.nbytes
+            ticket = self._store.put(flat, "optimizer", [*self._new_weight_tiers, *self._tiers])
+            return AheadUpdate(subgroup, indices, versions, hyper, old, new, layout, ticket)
 
-    def _speculate(
-        self, subgroup: Subgroup, gradients: Mapping[int, torch.Tensor], timing: UpdateTiming
-    ) -> Speculation:
-        indices = list(gradients)
-        group = self.group_of(subgroup)
-        hyper = hyper_parameters(group)
-        parameters = [subgroup.pieces[index].parameter for index in indices]
-        with self._residence.held(parameters, changes=False):
-            chosen = [subgroup.pieces[index].values for index in indices]
-            mark = WeightsMark(chosen)
-            layout = Layout.of(chosen)
-            flat_weights = self._store.borrow("optimizer", layout.nbytes, chosen[0].device)
-            weights = layout.views(flat_weights)
-            for copy, weight, gradient in zip(weights, chosen, gradients.values(), strict=True):
-                copy.copy_(weight)
-                copy.grad = gradient
-            del chosen, weight
-        old = subgroup.states
-        flat = None
-        if old.ticket is not None:
-            timing.read_bytes = old.ticket.nbytes
-            with self.timings.waiting(timing):
-                flat = self._store.private(old.ticket)
-        unpacked = Unpacked.of(old, flat, as_kept=self._may_go_by_parts(subgroup))
-        self._run(subgroup, weights, unpacked, indices)
-        for copy in weights:
-            copy.grad = None
-        new = self._packed(subgroup, unpacked)
-        timing.written_bytes = _bytes_of(new)
-        ticket = self._store.put(flat_weights, "optimizer", [*self._waiting_room, *self._tiers])
-        return Speculation(subgroup, indices, mark, hyper, old, new, layout, ticket)
-
-    def expect(self, subgroups: Sequence[Subgroup]) -> None:
-        """Keep the buffers in which new weights of these wait for `step()`, as far as they may.
-
-        They are needed in every step, and to map them anew takes longer than to fill them.
+    @torch.no_grad()
+    def commit(self, ahead_update: AheadUpdate) -> bool:
+        """Make an update visible: copy the weights, swap the tickets of the states.
 
         Args:
-            subgroups: all that will be updated ahead; none to forget them.
+            ahead_update: one that `may_be_valid`.
+
+        Returns:
+            False if the weights have changed since; then the update is dropped.
         """
-        sizes = []
-        for subgroup in subgroups:
-            forms = [piece.form for piece in subgroup.pieces]
-            on_host = subgroup.pieces[0].parameter.device.type == "cpu"
-            if on_host and all(packable(local_part(p.parameter)) for p in subgroup.pieces):
-                sizes.append(Layout.of(forms).nbytes)
-        room = sum(tier.capacity for tier in self._waiting_room)
-        self._store.plan(self, sizes, room)
+        with self.timings.measure():
+            # Check and copy one subgroup at a time: its weights are still in the processor's
+            # caches when they are overwritten.
+            with self._residency.held(ahead_update.parameters(), changes=True):
+                weights = ahead_update.current_weights()
+                if not ahead_update.versions.bits_match(weights):
+                    self.drop(ahead_update)
+                    return False
+                flat = self._store.take(ahead_update.weights)
+                for weight, new in zip(weights, ahead_update.layout.views(flat), strict=True):
+                    weight.copy_(new)
+                del weight, weights
+            self._set_states(ahead_update.subgroup, ahead_update.states)
+            return True
+
+    def drop(self, ahead_update: AheadUpdate) -> None:
+        """Free an update that will not be committed."""
+        self._store.free(ahead_update.weights)
+        if ahead_update.states.ticket is not None:
+            self._store.free(ahead_update.states.ticket)
+
+    def prefetch_states(self, subgroup: Subgroup) -> None:
+        """Begin to load a subgroup's states, and its weights if they are streamed."""
+        ticket = subgroup.states.ticket
+        if ticket is not None and ticket.state is TicketState.STORED:
+            self._store.prefetch(ticket)
+        self._residency.ahead(param_slice.parameter for param_slice in subgroup.slices)
+
+    def prefetch_weights(self, ahead_update: AheadUpdate) -> None:
+        """Begin to load the new weights of an update that is about to be committed."""
+        self._store.prefetch(ahead_update.weights)
+        self._residency.ahead(ahead_update.parameters())
+
+    def reserve_new_weights(self, subgroups: Sequence[Subgroup]) -> None:
+        """Keep buffers for the new weights of these subgroups mapped, within the budget.
+
+        They are needed in every step, and mapping them again takes longer than filling them.
+
+        Args:
+            subgroups: all that will be updated ahead; none to release the buffers.
+        """
+        sizes = [
+            Layout.of([param_slice.meta for param_slice in subgroup.slices]).nbytes
+            for subgroup in subgroups
+            if subgroup.slices[0].parameter.device.type == "cpu"
+            and all(packable(local_tensor(each.parameter)) for each in subgroup.slices)
+        ]
+        self._store.plan(self, sizes, sum(tier.capacity for tier in self._new_weight_tiers))
         if sizes:
-            # Of states that stay in memory, step() gives the old ones back together.
+            # When states stay in memory, step() frees all old ones at once.
             host_tiers = [tier for tier in self._tiers if isinstance(tier, HostTier)]
             self._store.keep_idle_beyond(sum(tier.capacity for tier in host_tiers))
 
-    def _may_go_by_parts(self, subgroup: Subgroup) -> bool:
-        """Whether something of a subgroup is computed in another precision than it is kept in."""
-        masters = any(self.precision.has_master(piece.parameter) for piece in subgroup.pieces)
-        return (masters or any(subgroup.states.narrow())) and self._may_cut(subgroup.group_index)
+    def step_ended(self) -> None:
+        """Tell the store that all subgroups are updated and a forward pass comes next."""
+        self._store.pass_begins()
+
+    # ------------------------------------------------------------------ running the user's class
+    def _load_states(
+        self, subgroup: Subgroup, load: Callable[[Ticket], torch.Tensor], timing: UpdateTiming
+    ) -> UnpackedStates:
+        states = subgroup.states
+        flat = None
+        if states.ticket is not None:
+            timing.read_bytes = states.ticket.nbytes
+            begin = time.perf_counter()
+            flat = load(states.ticket)
+            timing.waited += time.perf_counter() - begin
+        masters = any(self.precision.has_master(each.parameter) for each in subgroup.slices)
+        in_chunks = (masters or any(states.upcast_dtypes())) and self._is_elementwise(
+            subgroup.group_index
+        )
+        return UnpackedStates.of(states, flat, upcast=not in_chunks)
 
     def _run(
         self,
         subgroup: Subgroup,
         weights: Sequence[torch.Tensor],
-        unpacked: Unpacked,
+        unpacked: UnpackedStates,
         indices: Iterable[int],
     ) -> None:
-        """Update weights that have a gradient, and their states, by the user's class.
+        """Update weights that have gradients, and their states.
 
         Args:
-            subgroup: whose pieces they are.
+            subgroup: whose slices they are.
             weights: leaf tensors with gradients.
-            unpacked: states of all pieces of the subgroup.
-            indices: of the pieces of the weights.
+            unpacked: states of all slices of the subgroup.
+            indices: of the slices of the weights.
         """
         states = [unpacked.states[index] for index in indices]
-        run = partial(self._run_kernel, subgroup)
-        if not unpacked.as_kept:
-            run(weights, states)
-            return
+        run = partial(self._run_inner_step, subgroup)
         source = unpacked.source
-        if can_go_by_parts(weights, states):
-            narrow = source.narrow()
-            named_anew = run_by_parts(
+        if unpacked.upcast:
+            run(weights, states)
+        elif can_update_in_chunks(weights, states):
+            upcast_dtypes = source.upcast_dtypes()
+            has_new_states = update_in_chunks(
                 run,
                 weights,
                 states,
-                [narrow[index] for index in indices],
+                [upcast_dtypes[index] for index in indices],
                 partial(self._store.borrow, "optimizer"),
                 self._generator(subgroup, source),
             )
-            if named_anew:  # all are laid out anew, from what is computed
-                source.widen(unpacked.states)
+            if has_new_states:  # the layout changes: everything is packed again
+                source.upcast(unpacked.states)
         else:
-            source.widen(unpacked.states)
+            source.upcast(unpacked.states)
             run(weights, states)
 
-    def _run_kernel(
-        self,
-        subgroup: Subgroup,
-        weights: Sequence[torch.Tensor],
-        states: Sequence[dict[str, Any]],
+    def _run_inner_step(
+        self, subgroup: Subgroup, weights: Sequence[torch.Tensor], states: Sequence[State]
     ) -> None:
         group = self.group_of(subgroup)
-        if is_sharded(subgroup.pieces[0].parameter) and group.get("fused") is None:
-            # As for DTensors, for which the user's instance would not choose it by itself.
+        if is_sharded(subgroup.slices[0].parameter) and group.get("fused") is None:
+            # The user's instance would not select foreach by itself for DTensors.
             group = {"foreach": None, **group}
             group["foreach"] = bool(group["foreach"])
-        if self.precision.masters:
-            with masters_of(weights, states, self.precision) as weights:
+        if self.precision.master_weights:
+            with master_weights_of(weights, states, self.precision) as weights:
                 run_update(self._optimizer, group, weights, states)
         else:
             run_update(self._optimizer, group, weights, states)
 
-    @torch.no_grad()
-    def commit(self, speculation: Speculation) -> bool:
-        """Make an update visible: weights by copying, states by swapping tickets.
+    def _pack(self, subgroup: Subgroup, updated: UnpackedStates) -> StateSet:
+        old = updated.source
 
-        Args:
-            speculation: one that may hold.
+        def put(flat: torch.Tensor) -> Ticket:
+            return self._store.put(flat, "optimizer", self._tiers, instead_of=old.ticket)
 
-        Returns:
-            Whether it was. If the weights are others than it began with it is dropped.
-        """
-        with self.timings.update():
-            return self._commit(speculation)
+        generator = self._generator(subgroup, old)
+        return pack_states(self._store, updated, put, self.precision, generator)
 
-    def _commit(self, speculation: Speculation) -> bool:
-        subgroup = speculation.subgroup
-        # Not all weights of all subgroups first: these are still in the processor's caches when
-        # they are overwritten.
-        with self._residence.held(speculation.parameters(), changes=True):
-            weights = speculation.weights_now()
-            if not speculation.mark.has_bits_of(weights):
-                self.drop(speculation)
-                return False
-            flat = self._store.take(speculation.weights)
-            views = speculation.layout.views(flat)
-            for weight, view in zip(weights, views, strict=True):
-                weight.copy_(view)
-            del weight, weights
-        self._replace_states(subgroup, speculation.states)
-        return True
-
-    def drop(self, speculation: Speculation) -> None:
-        """Forget an update that will not be committed."""
-        self._store.free(speculation.weights)
-        if speculation.states.ticket is not None:
-            self._store.free(speculation.states.ticket)
-
-    def fetch(self, subgroup: Subgroup) -> None:
-        """Begin to load a subgroup's states."""
-        ticket = subgroup.states.ticket
-        if ticket is not None and ticket.state is TicketState.STORED:
-            self._store.prefetch(ticket)
-        self._residence.ahead(piece.parameter for piece in subgroup.pieces)
-
-    def fetch_weights(self, speculation: Speculation) -> None:
-        """Begin to load the weights of an update that is about to be committed."""
-        self._store.prefetch(speculation.weights)
-        self._residence.ahead(speculation.parameters())
-
-    def step_over(self) -> None:
-        """All subgroups are updated: a forward pass comes next, of which the store is to know."""
-        self._store.pass_begins()
+    def _generator(self, subgroup: Subgroup, old: StateSet) -> torch.Generator | None:
+        """The generator for stochastic rounding of the next states, seeded anew at each call."""
+        if not self.precision.stochastic_rounding:
+            return None
+        device = subgroup.slices[0].parameter.device
+        generator = self._generators.setdefault(device, torch.Generator(device))
+        generator.manual_seed(subgroup.number << 32 | old.updates)
+        return generator
 
     # ------------------------------------------------------------------ states as a whole
-    def absorb(self, subgroup: Subgroup, states: list[dict[str, Any]]) -> None:
-        """Replace a subgroup's states by the given ones (a loaded checkpoint), a dict a piece."""
-        for piece, state in zip(subgroup.pieces, states, strict=True):
-            wide = self.precision.has_master(piece.parameter)
+    def replace_states(self, subgroup: Subgroup, states: list[State]) -> None:
+        """Replace a subgroup's states by those of a loaded checkpoint, one dict for each slice."""
+        for param_slice, state in zip(subgroup.slices, states, strict=True):
+            has_master = self.precision.has_master(param_slice.parameter)
             for name, value in list(state.items()):
                 if packable(value):
-                    dtype = self.precision.computed(value.dtype) if wide else value.dtype
-                    state[name] = value.to(piece.parameter.device, dtype)
-        new = self._packed(subgroup, Unpacked(StateSet([]), None, states, []))
-        self._replace_states(subgroup, new)
+                    dtype = value.dtype
+                    if has_master:
+                        dtype = self.precision.compute_dtype(dtype)
+                    state[name] = value.to(param_slice.parameter.device, dtype)
+        unpacked = UnpackedStates(StateSet([]), None, states, [])
+        self._set_states(subgroup, self._pack(subgroup, unpacked))
 
-    def copies(self, subgroup: Subgroup) -> list[dict[str, Any]]:
-        """Copies of a subgroup's states in ordinary host memory, one dict a piece.
+    def state_copies(self, subgroup: Subgroup) -> list[State]:
+        """Copies of a subgroup's states in ordinary host memory, one dict for each slice.
 
-        On the host also for parameters of an accelerator, where all states at once may not fit.
+        Also for parameters of an accelerator, where all states at once may not fit.
         """
         states = subgroup.states
         if states.ticket is None:
             return states.unpack(None)
-        flat = self._store.get(states.ticket)
-        loaded = states.unpack(flat)
+        loaded = states.unpack(self._store.get(states.ticket))
         for index, name in states.names:
             value = loaded[index][name]
             loaded[index][name] = value.clone() if value.device.type == "cpu" else value.cpu()
         self._store.evict(states.ticket)
         return loaded
 
-    def outline(self, subgroup: Subgroup) -> Outline:
-        """What states a subgroup has, without the values of large ones."""
+    def metadata(self, subgroup: Subgroup) -> StateMetadata:
+        """What states a subgroup has, without the values of stored tensors."""
         states = subgroup.states
-        if states.ticket is None:
-            return Outline(states.unpack(None), [])
         stored = [
             (index, name, segment, dtype)
             for (index, name), segment, dtype in zip(
-                states.names, states.layout.segments, states.dtypes, strict=True
+                states.names, states.layout.segments, states.compute_dtypes, strict=True
             )
+            if states.ticket is not None
         ]
-        return Outline(states.unpack_as_kept(None), stored)
+        return StateMetadata(states.unpack(None, upcast=not stored), stored)
 
-    def values(self, subgroup: Subgroup, outline: Outline) -> Iterator[torch.Tensor]:
-        """The values of what is stored, one after the other; not to be changed or kept.
-
-        Args:
-            subgroup: whose states they are.
-            outline: of it.
-        """
+    def values(self, subgroup: Subgroup, metadata: StateMetadata) -> Iterator[torch.Tensor]:
+        """Yield the stored tensors of a subgroup in order, not to be changed or kept."""
         ticket = subgroup.states.ticket
-        if ticket is not None and outline.stored:
+        if ticket is not None and metadata.stored:
             yield from subgroup.states.layout.views(self._store.get(ticket))
             self._store.evict(ticket)
 
-    def _packed(self, subgroup: Subgroup, updated: Unpacked) -> StateSet:
-        old = updated.source
-        put = partial(self.put, instead_of=old.ticket)
-        generator = self._generator(subgroup, old)
-        return pack_states(self._store, updated, put, self.precision, generator)
-
-    def _generator(self, subgroup: Subgroup, old: StateSet) -> torch.Generator | None:
-        """Of the random numbers by which the next states are rounded; the same if asked again."""
-        if self._generators is None:
-            return None
-        device = subgroup.pieces[0].parameter.device
-        generator = self._generators.setdefault(device, torch.Generator(device))
-        seed(generator, subgroup.number, old.updates)
-        return generator
-
-    def _replace_states(self, subgroup: Subgroup, new: StateSet) -> None:
+    def _set_states(self, subgroup: Subgroup, new: StateSet) -> None:
         old, subgroup.states = subgroup.states, new
         if old.ticket is not None:
             self._store.free(old.ticket)
-
-
-def _bytes_of(states: StateSet) -> int:
-    """On tiers."""
-    return 0 if states.ticket is None else states.ticket.nbytes
-
-
-def with_gradient(subgroup: Subgroup) -> list[int]:
-    """Indices of the pieces that have a gradient now, which no update has used yet."""
-    return [i for i, piece in enumerate(subgroup.pieces) if has_gradient(piece.parameter)]
-
-
-def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    """A snapshot of a parameter group's settings (tensor learning rates by value)."""
-    return {
-        name: value.clone() if isinstance(value, torch.Tensor) else value
-        for name, value in group.items()
-        if name != "params"
-    }
-
-
-def _same(before: dict[str, Any], now: dict[str, Any]) -> bool:
-    if before.keys() != now.keys():
-        return False
-    for name, value in before.items():
-        other = now[name]
-        if isinstance(value, torch.Tensor) or isinstance(other, torch.Tensor):
-            if not (
-                isinstance(value, torch.Tensor)
-                and isinstance(other, torch.Tensor)
-                and torch.equal(value, other)
-            ):
-                return False
-        elif value != other:
-            return False
-    return True

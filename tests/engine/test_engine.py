@@ -51,7 +51,7 @@ def engine(disk: Path) -> Any:
 REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "LBFGS": (
         lambda m: LBFGS(m.parameters()),
-        "LBFGS cannot be swapped: it needs a closure.*optimizer.enabled to false",
+        "LBFGS cannot be offloaded: it needs a closure.*optimizer.enabled to false",
     ),
     "differentiable": (
         lambda m: Adam(m.parameters(), differentiable=True), "differentiable=True"

@@ -13,9 +13,12 @@ import torch
 from torch.optim import ASGD, SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from offload_strategy.optimizer import subgroup_update as updates
-from offload_strategy.optimizer.user_class import chunked_update as parts
-from offload_strategy.optimizer.user_class.chunked_update import can_go_by_parts, run_by_parts
-from offload_strategy.optimizer.user_class.inner_step import run_update
+from offload_strategy.optimizer.user_class import inner_step as parts
+from offload_strategy.optimizer.user_class.inner_step import (
+    can_update_in_chunks,
+    run_update,
+    update_in_chunks,
+)
 from offload_strategy.units import round_up
 from tests.optimizer.runs import Run, offloading
 from tests.optimizer.test_master_weights import backward, make_model
@@ -80,8 +83,8 @@ def test_the_same_bits_as_all_at_once(name: str) -> None:
     kept, narrow = _narrowed(kept)
     for step in range(1, 5):
         _give_gradients(by_parts, step)
-        assert can_go_by_parts(by_parts, kept)
-        assert not run_by_parts(run, by_parts, kept, narrow, _borrow, None)
+        assert can_update_in_chunks(by_parts, kept)
+        assert not update_in_chunks(run, by_parts, kept, narrow, _borrow, None)
         for state, names in zip(states, narrow, strict=True):
             state.update({n: state[n].bfloat16().float() for n in names})
         _give_gradients(whole, step)
@@ -111,7 +114,7 @@ def test_scratch_is_as_large_as_a_part() -> None:
         return _borrow(nbytes)
 
     states, narrow = _narrowed(states)
-    run_by_parts(run, weights, states, narrow, borrow, None)
+    update_in_chunks(run, weights, states, narrow, borrow, None)
     # 40 rows of 33 elements cannot be cut at a multiple of 64, and are the largest part.
     assert asked == [2 * 4 * round_up(40 * 33, 64)]
 
@@ -137,25 +140,25 @@ def test_states_that_come_later() -> None:
     _give_gradients(weights, 0)
     run(weights, states)
     states, narrow = _narrowed(states)
-    assert run_by_parts(run, weights, states, narrow, _borrow, None)
+    assert update_in_chunks(run, weights, states, narrow, _borrow, None)
     for weight, state in zip(weights, states, strict=True):
         assert state["updates"] == 2
         assert torch.equal(state["late"], 2 * weight)
-    assert not run_by_parts(run, weights, states, narrow, _borrow, None)
+    assert not update_in_chunks(run, weights, states, narrow, _borrow, None)
 
 
 def test_what_cannot_go_by_parts() -> None:
     weight = torch.ones(4, 6)
     weight.grad = torch.ones(4, 6)
-    assert can_go_by_parts([weight], [{"a": torch.ones(4, 6).bfloat16(), "step": 1}])
-    assert not can_go_by_parts([weight], [{"a": torch.ones(6, 4).T.bfloat16()}])
-    assert not can_go_by_parts([weight], [{"a": torch.ones(1).bfloat16()}])
+    assert can_update_in_chunks([weight], [{"a": torch.ones(4, 6).bfloat16(), "step": 1}])
+    assert not can_update_in_chunks([weight], [{"a": torch.ones(6, 4).T.bfloat16()}])
+    assert not can_update_in_chunks([weight], [{"a": torch.ones(1).bfloat16()}])
     weight.grad = torch.ones(6, 4).T
-    assert not can_go_by_parts([weight], [{}])
+    assert not can_update_in_chunks([weight], [{}])
     weight.grad = torch.ones(4, 6).to_sparse(1)
-    assert not can_go_by_parts([weight], [{}])
+    assert not can_update_in_chunks([weight], [{}])
     weight.grad = None
-    assert not can_go_by_parts([weight], [{}])
+    assert not can_update_in_chunks([weight], [{}])
 
 
 @pytest.mark.parametrize("stochastic", [False, True])
@@ -182,7 +185,7 @@ def test_training_in_parts_is_as_in_one(
             return [*losses, *(p.detach() for p in run.model.parameters()), *averages]
 
     # With noise the order of the draws counts, which depends on the parts.
-    one = trained(parts.PART_ELEMENTS if stochastic else 1 << 20)
+    one = trained(parts.CHUNK_ELEMENTS if stochastic else 1 << 20)
     for value, expected in zip(trained(256), one, strict=True):
         assert torch.equal(value, expected)
 

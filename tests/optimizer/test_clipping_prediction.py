@@ -4,42 +4,42 @@ from __future__ import annotations
 
 import pytest
 
-from offload_strategy.optimizer.overlap.clipping_prediction import Prediction
+from offload_strategy.optimizer.overlap.commit import ScalingPrediction
 
 
-def told(*scalings: float | None) -> Prediction[float]:
-    prediction = Prediction(1.0)
+def told(*scalings: float | None) -> ScalingPrediction[float]:
+    prediction = ScalingPrediction(1.0)
     for scaling in scalings:
-        prediction.note(scaling)
+        prediction.record(scaling)
     return prediction
 
 
 def test_nothing_is_expected_to_happen_at_first() -> None:
     prediction = told()
-    assert prediction.expected == 1.0
-    assert prediction.pays
+    assert prediction.predicted == 1.0
+    assert prediction.is_worthwhile
 
 
 def test_what_happened_last_is_expected_next() -> None:
-    assert told(0.5).expected == 0.5
-    assert told(1.0, 1.0, 0.5, 0.5).expected == 0.5
+    assert told(0.5).predicted == 0.5
+    assert told(1.0, 1.0, 0.5, 0.5).predicted == 0.5
 
 
 def test_an_exception_is_not_expected_again() -> None:
-    assert told(1.0, 1.0, 0.83).expected == 1.0
-    assert told(1.0, 1.0, 0.83, 0.4, 0.7).expected == 1.0
+    assert told(1.0, 1.0, 0.83).predicted == 1.0
+    assert told(1.0, 1.0, 0.83, 0.4, 0.7).predicted == 1.0
 
 
 def test_what_cannot_be_told_changes_nothing_but_the_odds() -> None:
-    assert told(1.0, 1.0, None).expected == 1.0
-    assert not told(None).pays
+    assert told(1.0, 1.0, None).predicted == 1.0
+    assert not told(None).is_worthwhile
 
 
 def test_one_miss_at_the_start_stops_it_until_it_was_right_often_enough() -> None:
     prediction = told(0.5)
     right = 0
-    while not prediction.pays:
-        prediction.note(0.5)
+    while not prediction.is_worthwhile:
+        prediction.record(0.5)
         right += 1
     assert right == 3
 
@@ -48,22 +48,22 @@ def test_one_miss_at_the_start_stops_it_until_it_was_right_often_enough() -> Non
 def test_it_pays_while_three_of_four_are_right(misses: int, pays: bool) -> None:
     prediction = told(*[1.0] * 40)
     for number in range(misses):
-        prediction.note(0.5 + number / 100)
-    assert prediction.pays is pays
+        prediction.record(0.5 + number / 100)
+    assert prediction.is_worthwhile is pays
 
 
 def test_old_misses_are_forgotten() -> None:
     prediction = told(*[0.1 + number / 100 for number in range(50)])
-    assert not prediction.pays
+    assert not prediction.is_worthwhile
     for _ in range(16):
-        prediction.note(1.0)
-    assert prediction.pays
+        prediction.record(1.0)
+    assert prediction.is_worthwhile
 
 
 def test_a_loss_scale_that_doubles_costs_one_step() -> None:
     prediction = told(*[1 / 1024] * 20)
-    prediction.note(1 / 2048)
-    assert prediction.expected == 1 / 1024  # it may have been an exception
-    prediction.note(1 / 2048)
-    assert prediction.expected == 1 / 2048
-    assert prediction.pays
+    prediction.record(1 / 2048)
+    assert prediction.predicted == 1 / 1024  # it may have been an exception
+    prediction.record(1 / 2048)
+    assert prediction.predicted == 1 / 2048
+    assert prediction.is_worthwhile

@@ -26,8 +26,7 @@ from torch.optim import (
 from offload_strategy.errors import ConfigError
 from offload_strategy.optimizer.states.flat_layout import packable
 from offload_strategy.optimizer.states.precision import Precision
-from offload_strategy.optimizer.user_class.compatibility import check_supported
-from offload_strategy.optimizer.user_class.compatibility_trial import edits_gradients
+from offload_strategy.optimizer.user_class.compatibility import changes_gradients, check_supported
 from tests.optimizer.others import UNFIT, Lion
 from tests.optimizer.runs import Run, compare, offloading
 
@@ -40,19 +39,21 @@ def _parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) ->
 @pytest.mark.parametrize("kind", UNFIT, ids=lambda kind: kind.__name__)
 def test_what_cannot_be_swapped_is_refused_with_the_reason(kind: type[Optimizer]) -> None:
     optimizer = kind(_parameters((3, 4), (4,)))
-    with pytest.raises(ConfigError, match=rf"{kind.__name__} cannot be swapped: it.*{UNFIT[kind]}"):
+    with pytest.raises(
+        ConfigError, match=rf"{kind.__name__} cannot be offloaded: it.*{UNFIT[kind]}"
+    ):
         check_supported(optimizer)
 
 
 def test_an_optimizer_of_sparse_gradients_is_refused() -> None:
-    with pytest.raises(ConfigError, match="SparseAdam cannot be swapped: it failed on two small"):
+    with pytest.raises(ConfigError, match="SparseAdam cannot be offloaded: it failed on two small"):
         check_supported(SparseAdam(_parameters((3, 4))))
 
 
 def test_a_group_that_is_unlike_the_first_is_tried_as_well() -> None:
     first, second = _parameters((3, 4), (4,))
     groups = [{"params": [first]}, {"params": [second], "lr": None}]
-    with pytest.raises(ConfigError, match="AdamW cannot be swapped: it failed on two small"):
+    with pytest.raises(ConfigError, match="AdamW cannot be offloaded: it failed on two small"):
         check_supported(AdamW(groups))
 
 
@@ -60,7 +61,7 @@ def test_a_group_that_comes_later_is_tried_as_well(disk: Path) -> None:
     first, second, third = _parameters((3, 4), (4,), (2, 2))
     with offloading(disk) as engine:
         optimizer = engine.attach(None, AdamW([first]))
-        with pytest.raises(ConfigError, match="AdamW cannot be swapped: it failed on two small"):
+        with pytest.raises(ConfigError, match="AdamW cannot be offloaded: it failed on two small"):
             optimizer.add_param_group({"params": [second], "lr": None})
         assert len(optimizer.param_groups) == 1
         optimizer.add_param_group({"params": [third], "lr": 0.1})
@@ -152,7 +153,7 @@ def test_an_optimizer_that_changes_gradients_is_noticed() -> None:
     parameters = [torch.nn.Parameter(torch.ones(3, 3))]
     for kind, edits in ((Impolite, True), (SGD, False), (AdamW, False)):
         optimizer = kind(parameters, lr=0.1)
-        assert edits_gradients(optimizer, optimizer.param_groups[0], Precision()) is edits
+        assert changes_gradients(optimizer, optimizer.param_groups[0], Precision()) is edits
 
 
 @pytest.mark.parametrize("overlap", ["commit", "off"])

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from offload_strategy.optimizer.states.precision import MASTER, Precision
+from offload_strategy.optimizer.states.precision import MASTER_WEIGHT, Precision
 from offload_strategy.optimizer.user_class.compatibility import check_supported
 from tests.optimizer.runs import offloading
 from tests.training import Numbers, assert_same_bits
@@ -62,10 +62,10 @@ class Reference:
     def numbers(self) -> Numbers:
         states = [self.optimizer.state[master] for master in self.masters]
         for state, master in zip(states, self.masters, strict=True):
-            state[MASTER] = master.detach()
+            state[MASTER_WEIGHT] = master.detach()
         found = numbers(self.model, states)
         for state in states:
-            del state[MASTER]
+            del state[MASTER_WEIGHT]
         return found
 
 
@@ -178,7 +178,7 @@ def test_checkpoints_go_to_plain_optimizers_and_come_from_them(disk: Path) -> No
         for parameter in model.parameters():
             state = optimizer.state[parameter]
             kinds = {name: v.dtype for name, v in state.items() if v.dim() > 0}
-            assert kinds == dict.fromkeys(("exp_avg", "exp_avg_sq", MASTER), torch.float32)
+            assert kinds == dict.fromkeys(("exp_avg", "exp_avg_sq", MASTER_WEIGHT), torch.float32)
 
 
 def test_weights_of_float32_have_none(disk: Path) -> None:
@@ -213,8 +213,8 @@ def test_what_the_states_take() -> None:
     parameters = [nn.Parameter(torch.zeros(30, 8, dtype=torch.bfloat16))]
     optimizer = AdamW(parameters)
     assert check_supported(optimizer) == 240 * 4
-    assert check_supported(optimizer, Precision(masters=True)) == 240 * 12
-    narrow = Precision(narrow=torch.bfloat16, masters=True)
+    assert check_supported(optimizer, Precision(master_weights=True)) == 240 * 12
+    narrow = Precision(state_dtype=torch.bfloat16, master_weights=True)
     assert check_supported(optimizer, narrow) == 240 * 8
 
 
@@ -233,12 +233,12 @@ def test_an_update_that_fails_loses_no_master(disk: Path) -> None:
         optimizer = engine.attach(None, inner)
         backward(model, 0)
         optimizer.step()
-        before = [optimizer.state[p][MASTER] for p in model.parameters()]
+        before = [optimizer.state[p][MASTER_WEIGHT] for p in model.parameters()]
         inner.raises = True  # type: ignore[attr-defined]
         backward(model, 1)
         with pytest.raises(LookupError):
             optimizer.step()
-        after = [optimizer.state[p][MASTER] for p in model.parameters()]
+        after = [optimizer.state[p][MASTER_WEIGHT] for p in model.parameters()]
         assert all(map(torch.equal, before, after))
 
 

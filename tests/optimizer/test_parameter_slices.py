@@ -26,9 +26,13 @@ from torch.optim import (
 )
 
 from offload_strategy import OffloadEngine
-from offload_strategy.optimizer.states.parameter_slices import Piece, cut_into_pieces, joined
+from offload_strategy.optimizer.states.parameter_slices import (
+    ParameterSlice,
+    join_states,
+    slice_parameter,
+)
 from offload_strategy.optimizer.states.precision import Precision
-from offload_strategy.optimizer.user_class.compatibility_trial import can_be_cut
+from offload_strategy.optimizer.user_class.compatibility import is_elementwise
 from tests.training import Numbers, assert_same_history, settings
 
 SHAPES = [(1000,), (64, 3), (7, 64), (33, 5, 2), (129,), (1, 4096), (130, 1), (64,)]
@@ -40,34 +44,37 @@ def test_pieces_cover_the_parameter_and_begin_where_cuts_may_lie(
     shape: tuple[int, ...], limit: int
 ) -> None:
     parameter = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
-    pieces = cut_into_pieces(parameter, limit)
-    assert torch.equal(torch.cat([piece.values for piece in pieces]), parameter)
-    assert all(piece.values.storage_offset() % 64 == 0 for piece in pieces)
-    assert all(piece.numel == piece.values.numel() > 0 for piece in pieces)
+    slices = slice_parameter(parameter, limit)
+    assert torch.equal(torch.cat([param_slice.values for param_slice in slices]), parameter)
+    assert all(param_slice.values.storage_offset() % 64 == 0 for param_slice in slices)
+    assert all(param_slice.numel == param_slice.values.numel() > 0 for param_slice in slices)
     if parameter.numel() <= limit:
-        assert pieces[0].rows is None
+        assert slices[0].rows is None
     # Never larger than asked for, unless no cut is possible within.
     unit = next(rows for rows in range(1, 65) if rows * parameter[0].numel() % 64 == 0)
-    assert max(piece.numel for piece in pieces) <= max(limit, unit * parameter[0].numel()) * 2
+    assert (
+        max(param_slice.numel for param_slice in slices)
+        <= max(limit, unit * parameter[0].numel()) * 2
+    )
 
 
 @pytest.mark.parametrize(
     "parameter", [torch.tensor(1.0), torch.zeros(300, 200).t(), torch.zeros(0, 3)], ids=str
 )
 def test_what_has_no_rows_in_a_row_stays_whole(parameter: torch.Tensor) -> None:
-    (piece,) = cut_into_pieces(parameter, 10)
-    assert piece.rows is None
-    assert piece.values is parameter
+    (param_slice,) = slice_parameter(parameter, 10)
+    assert param_slice.rows is None
+    assert param_slice.values is parameter
 
 
 def test_states_are_cut_and_joined() -> None:
     parameter = torch.zeros(200, 64)
-    pieces = cut_into_pieces(parameter, 64 * 60)
-    assert len(pieces) > 2
+    slices = slice_parameter(parameter, 64 * 60)
+    assert len(slices) > 2
     state = {"step": torch.tensor(3.0), "average": torch.randn(200, 64), "kind": "x"}
-    cut = [piece.cut(state) for piece in pieces]
-    assert len({id(each["step"]) for each in cut}) == len(pieces)
-    whole = joined(pieces, cut)
+    cut = [param_slice.slice_state(state) for param_slice in slices]
+    assert len({id(each["step"]) for each in cut}) == len(slices)
+    whole = join_states(slices, cut)
     assert whole.keys() == state.keys()
     assert torch.equal(whole["average"], state["average"])
     assert torch.equal(whole["step"], state["step"])
@@ -76,10 +83,10 @@ def test_states_are_cut_and_joined() -> None:
 
 def test_a_piece_sees_changes_of_its_parameter() -> None:
     parameter = nn.Parameter(torch.zeros(128, 2))
-    piece = Piece(parameter, (64, 128))
+    param_slice = ParameterSlice(parameter, (64, 128))
     version = parameter._version
     with torch.no_grad():
-        piece.values.fill_(1)
+        param_slice.values.fill_(1)
     assert parameter[:64].sum() == 0
     assert parameter[64:].sum() == 128
     assert parameter._version > version
@@ -109,7 +116,7 @@ ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_optimizers_may_be_cut(name: str) -> None:
     optimizer = ELEMENTWISE[name]([nn.Parameter(torch.ones(3))])
-    assert can_be_cut(optimizer, optimizer.param_groups[0], Precision())
+    assert is_elementwise(optimizer, optimizer.param_groups[0], Precision())
 
 
 class WholeNorm(SGD):
@@ -135,14 +142,14 @@ class OddBlocks(SGD):
 @pytest.mark.parametrize("kind", [Adafactor, WholeNorm, OddBlocks])
 def test_others_are_not_cut(kind: Callable[..., Optimizer]) -> None:
     optimizer = kind([nn.Parameter(torch.ones(3))], lr=0.1)
-    assert not can_be_cut(optimizer, optimizer.param_groups[0], Precision())
+    assert not is_elementwise(optimizer, optimizer.param_groups[0], Precision())
 
 
 def test_the_trial_leaves_no_trace() -> None:
     parameter = nn.Parameter(torch.ones(3))
     optimizer = AdamW([parameter], lr=torch.tensor(0.1), foreach=False)
     before = torch.get_rng_state()
-    can_be_cut(optimizer, optimizer.param_groups[0], Precision())
+    is_elementwise(optimizer, optimizer.param_groups[0], Precision())
     assert torch.equal(torch.get_rng_state(), before)
     assert not optimizer.state
     assert torch.equal(parameter, torch.ones(3))
@@ -203,7 +210,7 @@ def test_cut_parameters_train_to_the_same_bits(name: str, overlap: str, disk: Pa
     with OffloadEngine(config) as engine:
         offloaded = _train(ELEMENTWISE[name], engine)
         (optimizer,) = engine._optimizers
-        assert sum(p.rows is not None for s in optimizer._subgroups for p in s.pieces) > 20
+        assert sum(p.rows is not None for s in optimizer._subgroups for p in s.slices) > 20
     assert_same_history(offloaded, plain)
 
 

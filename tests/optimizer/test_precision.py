@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW
 
-from offload_strategy.optimizer.states.precision import Precision, round_into, seed
+from offload_strategy.optimizer.states.precision import Precision, copy_rounded
 from offload_strategy.optimizer.user_class.compatibility import check_supported
 from tests.optimizer.runs import MakeOptimizer, Run, offloading
 from tests.training import Numbers, assert_same_history
@@ -21,7 +21,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "Adagrad": lambda m: Adagrad(m.parameters(), 1e-2),
 }
 NARROW = {"state_dtype": "bfloat16"}
-BF16 = Precision(narrow=torch.bfloat16)
+BF16 = Precision(state_dtype=torch.bfloat16)
 
 
 def _round(run: Run) -> None:
@@ -129,9 +129,9 @@ def test_a_state_dict_goes_from_one_precision_to_the_other(from_plain: bool, dis
 
 def _rounded(value: float, update: int, count: int = 4096) -> torch.Tensor:
     generator = torch.Generator()
-    seed(generator, 1, update)
+    generator.manual_seed(1 << 32 | update)
     kept = torch.empty(count, dtype=torch.bfloat16)
-    round_into(kept, torch.full((count,), value), generator)
+    copy_rounded(kept, torch.full((count,), value), generator)
     return kept
 
 

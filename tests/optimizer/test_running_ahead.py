@@ -26,7 +26,7 @@ from tests.training import assert_same_bits, bits
 
 # ---------------------------------------------------------------------- running ahead
 def _spy(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    counts = {"speculate": 0, "commit": 0, "drop": 0, "update_in_place": 0}
+    counts = {"update_ahead": 0, "commit": 0, "drop": 0, "update_in_place": 0}
     for name in counts:
         real = getattr(Updater, name)
 
@@ -62,7 +62,7 @@ def test_updates_run_during_backward_and_are_committed_at_the_step(
             optimizer.zero_grad()
             before = snapshot(model)
             model().backward()
-            assert counts["speculate"] == 4 * step
+            assert counts["update_ahead"] == 4 * step
             after = snapshot(model)
             assert_same_bits({k: after[k] for k in before}, before)
             assert counts["commit"] == 4 * (step - 1)
@@ -80,13 +80,13 @@ def test_running_ahead_stops_while_gradients_are_changed_and_comes_back(
         optimizer = engine.attach(None, AdamW(model.parameters()))
 
         def step(clip: bool) -> int:
-            before = counts["speculate"]
+            before = counts["update_ahead"]
             optimizer.zero_grad()
             model().backward()
             if clip:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.01)
             optimizer.step()
-            return counts["speculate"] - before
+            return counts["update_ahead"] - before
 
         assert step(clip=True) > 0
         assert [step(clip=True) for _ in range(4)] == [0] * 4
@@ -108,9 +108,9 @@ def test_hints_keep_updates_back_until_the_last_micro_batch(
             optimizer.zero_grad()
             for index in range(3):
                 engine.microbatch(index, last=index == 2)
-                before = counts["speculate"]
+                before = counts["update_ahead"]
                 model().backward()
-                assert (counts["speculate"] > before) == (index == 2)
+                assert (counts["update_ahead"] > before) == (index == 2)
             optimizer.step()
         assert counts["drop"] == 0
 
@@ -125,7 +125,7 @@ def test_nothing_runs_ahead_with_overlap_off(disk: Path, monkeypatch: pytest.Mon
             model().backward()
             optimizer.step()
         assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
-    assert counts == {"speculate": 0, "commit": 0, "drop": 0, "update_in_place": 8}
+    assert counts == {"update_ahead": 0, "commit": 0, "drop": 0, "update_in_place": 8}
 
 
 def test_weights_are_written_into_their_own_storage(disk: Path) -> None:

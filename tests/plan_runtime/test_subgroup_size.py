@@ -52,5 +52,8 @@ def test_the_engine_looks_at_the_buffers_that_states_may_take(
         optimizer = engine.attach(model, torch.optim.AdamW(model.parameters()))
         model(torch.ones(2, 1024)).sum().backward()
         optimizer.step()
-        sizes = {sum(piece.numel for piece in subgroup.pieces) for subgroup in optimizer._subgroups}
+        sizes = {
+            sum(param_slice.numel for param_slice in subgroup.slices)
+            for subgroup in optimizer._subgroups
+        }
     assert sizes == {expected}

@@ -1,8 +1,17 @@
-"""``overlap: commit``: updates run ahead of `step()`, which makes them visible."""
+"""``overlap: commit``: updates run ahead of `step()`, which makes them visible.
+
+[Note: predicted scaling]
+An update ahead of `step()` must know how gradients will be scaled after backward: not at all
+without clipping or where the limit is not reached, by the inverse loss scale under GradScaler. An
+update that predicted wrongly is dropped and runs again, so running ahead is worthwhile only if
+predictions are right most of the time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Sequence
+from typing import Generic, TypeVar
 
 import torch
 
@@ -11,23 +20,60 @@ from offload_strategy.optimizer.gradients.gradient_sources import Held
 from offload_strategy.optimizer.gradients.offloaded_gradient import GradientStandIn
 from offload_strategy.optimizer.gradients.recorded_edits import Recipe
 from offload_strategy.optimizer.gradients.retained_gradients import WaitingGradients
+from offload_strategy.optimizer.overlap.ahead_update import AheadUpdate
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
-from offload_strategy.optimizer.overlap.clipping_prediction import Prediction
-from offload_strategy.optimizer.states.dtensor_shards import local_part
+from offload_strategy.optimizer.states.parameter_slices import local_tensor
 from offload_strategy.optimizer.states.subgroups import Subgroup
-from offload_strategy.optimizer.subgroup_update import Speculation, Updater
+from offload_strategy.optimizer.subgroup_update import Updater
+
+#: Steps from which the next one is predicted.
+_WINDOW = 16
+#: Share of them that must have been predicted right for running ahead to be worthwhile.
+_WORTHWHILE = 0.75
+
+Scaling = TypeVar("Scaling", bound=Hashable)
+
+
+class ScalingPrediction(Generic[Scaling]):
+    """Predicts the scaling of gradients from the last steps; see [Note: predicted scaling].
+
+    Args:
+        unscaled: the scaling that leaves gradients as they are; predicted at first.
+    """
+
+    def __init__(self, unscaled: Scaling) -> None:
+        self._scalings: deque[Scaling | None] = deque(maxlen=_WINDOW)
+        self._right: deque[bool] = deque(maxlen=_WINDOW)
+        self.predicted: Scaling = unscaled
+
+    @property
+    def is_worthwhile(self) -> bool:
+        """Whether enough of the last predictions were right."""
+        return sum(self._right) >= _WORTHWHILE * len(self._right)
+
+    def record(self, scaling: Scaling | None) -> None:
+        """Learn the scaling of a step; None for a change that cannot be predicted."""
+        self._right.append(scaling is not None and scaling == self.predicted)
+        self._scalings.append(scaling)
+        known = [each for each in self._scalings if each is not None]
+        if known:
+            counts = Counter(known)
+            # The latest, unless others come back and this one does not: a clipping limit that is
+            # exceeded now and then scales by another factor each time.
+            repeated = [each for each in known if counts[each] > 1]
+            self.predicted = repeated[-1] if repeated else known[-1]
 
 
 class CommittedUpdates(BackwardOverlap):
     """``overlap: commit``: updates run ahead on copies, and `step()` makes them current.
 
-    Clipping or scaling gradients after backward makes what ran ahead worthless, unless it was
-    foreseen. It is noticed at `step()`, and while it happens often updates run at `step()`.
+    Gradients that are clipped or scaled after backward in another way than predicted invalidate the
+    updates. `step()` detects it, and while it happens often updates run at `step()`.
 
     Args:
         updater: runs the updates.
-        is_last: whether the backward that runs is the last before `step()`.
-        waiting: where gradients are that `step()` may still need.
+        is_last: whether the running backward is the last before `step()`.
+        waiting: keeps gradients that `step()` may still need.
     """
 
     def __init__(
@@ -36,27 +82,27 @@ class CommittedUpdates(BackwardOverlap):
         super().__init__(updater, is_last)
         self._gradients = waiting
         self._stand_ins: dict[int, tuple[torch.Tensor, GradientStandIn]] = {}
-        self._done: dict[int, Speculation] = {}
-        self._prediction: Prediction[Recipe] = Prediction(Recipe())
-        self._asked: set[tuple[Recipe, float]] = set()
-        self._disturbed = False
+        self._done: dict[int, AheadUpdate] = {}
+        self._prediction: ScalingPrediction[Recipe] = ScalingPrediction(Recipe())
+        self._asked_norms: set[tuple[Recipe, float]] = set()
+        #: Whether another backward came after the one that was said to be the last.
+        self._accumulates = False
         self._ran_ahead = 0
         self.redone_steps = 0
         self.speculated_steps = 0
 
-    def watch(self, subgroups: Sequence[Subgroup]) -> None:
-        """See `BackwardOverlap.watch`."""
-        super().watch(subgroups)
-        self._updater.expect(subgroups)
+    def set_subgroups(self, subgroups: Sequence[Subgroup]) -> None:
+        """See `BackwardOverlap.set_subgroups`."""
+        super().set_subgroups(subgroups)
+        self._updater.reserve_new_weights(subgroups)
 
     def _runs_ahead(self) -> bool:
-        return self._prediction.pays
+        return self._prediction.is_worthwhile
 
     def _begin_backward(self) -> None:
-        # A second backward before step(): gradients go on accumulating, although the last one was
-        # said to be the last. What ran ahead is void.
-        self._disturbed = bool(self._stand_ins)
-        self._forget_ahead()
+        # In a second backward before step() gradients go on accumulating: drop what ran ahead.
+        self._accumulates = bool(self._stand_ins)
+        self._drop_all()
         super()._begin_backward()
 
     def _collect(self, parameter: torch.Tensor) -> bool:
@@ -64,91 +110,89 @@ class CommittedUpdates(BackwardOverlap):
         if gradient is None:
             return False
         stand_in = GradientStandIn.of(Held(gradient), gradient)
-        for recipe, order in self._asked:
+        for recipe, order in self._asked_norms:
             if recipe == Recipe():
                 stand_in.note_norm(recipe, order, norm_of(gradient, order))
-        self._place(parameter, stand_in)
+        self._set_gradient(parameter, stand_in)
         self._stand_ins[id(parameter)] = (parameter, stand_in)
         del gradient
-        if self._prediction.pays and not self._disturbed:
+        if self._prediction.is_worthwhile and not self._accumulates:
             return True
         self._gradients.put(stand_in)
         return False
 
     def _update(self, subgroup: Subgroup) -> None:
-        gradients = self._expected_gradients(subgroup)
-        self._done[id(subgroup)] = self._updater.speculate(subgroup, gradients)
+        gradients = self._predicted_gradients(subgroup)
+        self._done[id(subgroup)] = self._updater.update_ahead(subgroup, gradients)
         gradients.clear()
-        for key in {id(subgroup.pieces[index].parameter) for index in subgroup.ready}:
-            # A parameter that was cut may have pieces in subgroups that are still to be updated.
-            if all(id(home) in self._done for home, _ in self._homes[key]):
+        for key in {id(subgroup.slices[index].parameter) for index in subgroup.ready}:
+            # A sliced parameter may have slices in subgroups that are still to be updated.
+            if all(id(other) in self._done for other, _ in self._subgroups_of[key]):
                 self._gradients.put(self._stand_ins[key][1])
 
-    def _expected_gradients(self, subgroup: Subgroup) -> dict[int, torch.Tensor]:
-        """The gradients of the pieces that have one, as they will be at `step()`."""
-        recipe = self._prediction.expected
+    def _predicted_gradients(self, subgroup: Subgroup) -> dict[int, torch.Tensor]:
+        """The gradients of the slices that have one, as they are predicted to be at `step()`."""
+        recipe = self._prediction.predicted
         gradients = {}
-        for index, piece in enumerate(subgroup.pieces):
+        for index, param_slice in enumerate(subgroup.slices):
             if index in subgroup.ready:
-                _, stand_in = self._stand_ins[id(piece.parameter)]
-                gradient = piece.of(stand_in.raw())
+                _, stand_in = self._stand_ins[id(param_slice.parameter)]
+                gradient = param_slice.of(stand_in.raw())
                 if recipe != Recipe():
                     gradient = gradient.clone()
                     recipe.apply_(gradient)
                 gradients[index] = gradient
         return gradients
 
-    def finish(self) -> list[Speculation]:
-        """What ran ahead with the gradients as they are; everything else is dropped."""
-        recipes = {self._scaling(key) for key in self._stand_ins}
-        done, right = self._done, []
-        for speculation in done.values():
-            if self._may_hold(speculation):
-                right.append(speculation)
+    def finish(self) -> list[AheadUpdate]:
+        """Return the updates that are still valid for the gradients as they are; drop the rest."""
+        scalings = {self._scaling(key) for key in self._stand_ins}
+        done, valid = self._done, []
+        for ahead_update in done.values():
+            if self._may_be_valid(ahead_update):
+                valid.append(ahead_update)
             else:
-                self._updater.drop(speculation)
+                self._updater.drop(ahead_update)
         if self._stand_ins:
-            scaling = recipes.pop() if len(recipes) == 1 and not self._disturbed else None
-            self._prediction.note(scaling)
-            self._asked = set()
+            scaling = scalings.pop() if len(scalings) == 1 and not self._accumulates else None
+            self._prediction.record(scaling)
+            self._asked_norms = set()
             for _, stand_in in self._stand_ins.values():
-                self._asked.update(stand_in.asked_norms)
+                self._asked_norms.update(stand_in.asked_norms)
         self._ran_ahead = len(done)
         self._done = {}
-        self.forget()
-        return right
+        self.reset()
+        return valid
 
-    def settled(self, committed: int) -> None:
-        """See `BackwardOverlap.settled`."""
+    def note_commits(self, count: int) -> None:
+        """See `BackwardOverlap.note_commits`."""
         self.speculated_steps += self._ran_ahead > 0
-        self.redone_steps += committed < self._ran_ahead
+        self.redone_steps += count < self._ran_ahead
         self._ran_ahead = 0
 
     def _scaling(self, key: int) -> Recipe | None:
-        """What was done to a gradient since backward; None for what cannot be foreseen."""
+        """The scaling of a gradient since backward; None for any other change."""
         parameter, stand_in = self._stand_ins[key]
         gradient = parameter.grad
-        there = gradient is not None and local_part(gradient) is stand_in
-        untouched = there and not stand_in.edited
-        return stand_in.recipe if untouched else None
+        in_place = gradient is not None and local_tensor(gradient) is stand_in
+        return stand_in.recipe if in_place and not stand_in.edited else None
 
-    def _may_hold(self, speculation: Speculation) -> bool:
-        pieces = speculation.subgroup.pieces
-        expected = self._prediction.expected
+    def _may_be_valid(self, ahead_update: AheadUpdate) -> bool:
+        predicted = self._prediction.predicted
         return all(
-            self._scaling(id(pieces[index].parameter)) == expected for index in speculation.indices
-        ) and speculation.may_hold(self._updater.group_of(speculation.subgroup))
+            self._scaling(id(parameter)) == predicted for parameter in ahead_update.parameters()
+        ) and ahead_update.may_be_valid(self._updater.group_of(ahead_update.subgroup))
 
-    def forget(self) -> None:
-        """Drop everything that ran ahead or waits to; the next backward starts anew."""
-        self._forget_ahead()
-        self._disturbed = False
+    def reset(self) -> None:
+        """See `BackwardOverlap.reset`."""
+        self._drop_all()
+        self._accumulates = False
         self._backward = -1
 
-    def _forget_ahead(self) -> None:
-        for speculation in self._done.values():
-            self._updater.drop(speculation)
+    def _drop_all(self) -> None:
+        for ahead_update in self._done.values():
+            self._updater.drop(ahead_update)
         self._done = {}
         self._stand_ins.clear()
         self._gradients.start_over()
-        self._start_over()
+        self._expect_all()

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.optimizer.ranks.forced_exit import abandon
 from offload_strategy.optimizer.ranks.rank_directory import Roll
-from offload_strategy.optimizer.states.dtensor_shards import is_sharded
+from offload_strategy.optimizer.states.parameter_slices import is_sharded
 from offload_strategy.optimizer.states.subgroups import Subgroup
 from offload_strategy.units import KiB
 
@@ -236,7 +236,7 @@ class Deliveries:
             subgroup = self._upcoming[0]
             if subgroup.owner == team.rank and id(subgroup) not in self._ready:
                 return
-            weights = [piece.values for piece in subgroup.pieces]
+            weights = [param_slice.values for param_slice in subgroup.slices]
             self._sendings.append(team.send(weights, subgroup.owner))
             self._upcoming.popleft()
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from offload_strategy.optimizer.overlap.backward_overlap import is_within_another
+from offload_strategy.optimizer.overlap.backward_overlap import is_nested_backward
 from offload_strategy.optimizer.ranks.data_parallel_group import Team
 
 #: A static graph's first pass reduces in a callback, which queues the one that ends the reduction.
@@ -82,7 +82,7 @@ class ReducedBackward:
         graph_task = torch._C._current_graph_task_id()
         if graph_task != self._pass:
             self._pass = graph_task
-            within = is_within_another()
+            within = is_nested_backward()
             another = not within and self._outermost not in (-1, graph_task)
             if self._is_over or another or id(parameter) in self._noticed:
                 self._is_over, self._outermost = False, -1

@@ -13,8 +13,8 @@ from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
 from offload_strategy.optimizer.ranks.data_parallel_group import Team, TeamBook
 from offload_strategy.optimizer.ranks.gradient_reductions import ReducedBackward
 from offload_strategy.optimizer.ranks.rank_states import TeamStates
-from offload_strategy.optimizer.state_dicts import State, streamed_states
-from offload_strategy.optimizer.states.subgroups import Subgroup
+from offload_strategy.optimizer.state_dicts import streamed_states
+from offload_strategy.optimizer.states.subgroups import State, Subgroup
 from offload_strategy.optimizer.subgroup_update import Updater
 
 
@@ -81,7 +81,9 @@ class Shares:
     def deal(self, subgroup: Subgroup) -> None:
         """Give a new subgroup an owner."""
         if self.team is not None:
-            subgroup.owner = self.team.deal(sum(piece.numel for piece in subgroup.pieces))
+            subgroup.owner = self.team.deal(
+                sum(param_slice.numel for param_slice in subgroup.slices)
+            )
 
     def deal_anew(self) -> None:
         """All subgroups will be planned again."""
@@ -110,7 +112,7 @@ class Shares:
         if team is None or not team.shares:
             return
         for subgroup in subgroups:
-            there = any(piece.parameter is parameter for piece in subgroup.pieces)
+            there = any(param_slice.parameter is parameter for param_slice in subgroup.slices)
             if there and subgroup.owner != team.rank:
                 raise OffloadError(
                     f"the state of this parameter of shape {tuple(parameter.shape)} is on rank "

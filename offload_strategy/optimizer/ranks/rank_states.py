@@ -8,7 +8,7 @@ import torch
 
 from offload_strategy.optimizer.ranks.data_parallel_group import Team
 from offload_strategy.optimizer.states.subgroups import Subgroup
-from offload_strategy.optimizer.subgroup_update import Outline, Updater
+from offload_strategy.optimizer.subgroup_update import StateMetadata, Updater
 
 
 class TeamStates:
@@ -25,27 +25,27 @@ class TeamStates:
 
     def serve(self, subgroups: Sequence[Subgroup]) -> None:
         """Help another rank to read all of these, as `streamed_states` does."""
-        outlines = [self.outline(subgroup) for subgroup in subgroups]
-        for subgroup, outline in zip(subgroups, outlines, strict=True):
-            for _ in self.values(subgroup, outline):
+        all_metadata = [self.metadata(subgroup) for subgroup in subgroups]
+        for subgroup, metadata in zip(subgroups, all_metadata, strict=True):
+            for _ in self.values(subgroup, metadata):
                 pass
 
-    def outline(self, subgroup: Subgroup) -> Outline:
+    def metadata(self, subgroup: Subgroup) -> StateMetadata:
         """See `Updater.outline`."""
         owner = subgroup.owner
-        own = self._updater.outline(subgroup) if owner == self._team.rank else None
+        own = self._updater.metadata(subgroup) if owner == self._team.rank else None
         return self._team.tell(own, owner)
 
-    def values(self, subgroup: Subgroup, outline: Outline) -> Iterator[torch.Tensor]:
+    def values(self, subgroup: Subgroup, metadata: StateMetadata) -> Iterator[torch.Tensor]:
         """See `Updater.values`."""
         owner = subgroup.owner
         if owner == self._team.rank:
-            for values in self._updater.values(subgroup, outline):
+            for values in self._updater.values(subgroup, metadata):
                 self._bring(values.contiguous(), owner)
                 yield values
             return
-        for _, _, segment, _ in outline.stored:
-            device = subgroup.pieces[0].parameter.device
+        for _, _, segment, _ in metadata.stored:
+            device = subgroup.slices[0].parameter.device
             values = torch.empty(segment.shape, dtype=segment.dtype, device=device)
             self._bring(values, owner)
             yield values

@@ -1,7 +1,7 @@
-"""How the tensors of one subgroup lie in one flat buffer.
+"""Layout of the tensors of one subgroup in one flat buffer.
 
-Packing concerns the disk only: kernels see each tensor by itself, in its own shape and strides,
-because a kernel that is given packed or cut tensors rounds differently at the seams.
+Only I/O sees packed tensors. Kernels get each tensor by itself, in its own shape and strides,
+because a kernel that runs over packed tensors rounds differently where they meet.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import torch
 
 from offload_strategy.units import round_up
 
-#: Start of each tensor: at least what allocators give, so that vector loads stay aligned.
+#: Alignment of each tensor: that of PyTorch's allocators at least, so that vector loads stay
+#: aligned.
 _ALIGNMENT_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Where one tensor lies in a flat buffer, and how to see it there."""
+    """Place of one tensor in a flat buffer, with its dtype, shape and strides."""
 
     offset: int
     nbytes: int
@@ -28,7 +29,7 @@ class Segment:
     strides: tuple[int, ...]
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """The tensor, as a view of a flat uint8 buffer."""
+        """Return the tensor as a view of a flat uint8 buffer."""
         return (
             flat[self.offset : self.offset + self.nbytes]
             .view(self.dtype)
@@ -51,12 +52,7 @@ class Layout:
     def of(
         cls, tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype] | None = None
     ) -> Layout:
-        """Lay out tensors one behind the other; each must be `packable`.
-
-        Args:
-            tensors: to be laid out.
-            dtypes: in which each lies there; None for its own.
-        """
+        """Lay out `packable` tensors one after the other, in `dtypes` (default: their own)."""
         segments = []
         offset = 0
         for tensor, dtype in zip(tensors, dtypes or [t.dtype for t in tensors], strict=True):
@@ -66,12 +62,12 @@ class Layout:
         return cls(tuple(segments), offset)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Every tensor, as a view of a flat uint8 buffer of this layout."""
+        """Return every tensor as a view of a flat uint8 buffer of this layout."""
         return [segment.view(flat) for segment in self.segments]
 
 
 def packable(tensor: object) -> bool:
-    """Whether a value is a dense strided tensor that fills its own memory without gaps."""
+    """Whether a value is a plain strided tensor without gaps between its elements."""
     return (
         isinstance(tensor, torch.Tensor)
         and is_plain(type(tensor))
@@ -83,7 +79,7 @@ def packable(tensor: object) -> bool:
 
 
 def is_plain(kind: type) -> bool:
-    """Whether tensors of a class are plain ones; those that are guarded say so."""
+    """Whether a class is a plain tensor class, or declares that it behaves like one."""
     return kind in (torch.Tensor, torch.nn.Parameter) or getattr(kind, "stands_for_plain", False)
 
 

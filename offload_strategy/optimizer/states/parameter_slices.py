@@ -1,16 +1,20 @@
-"""Pieces: what of a parameter is updated at once; all of it, or some of its rows.
+"""What of a parameter is updated at once: the local shard of a DTensor, or a slice of its rows.
 
-[Note: where a parameter may be cut]
-Vector instructions and the plain loop that finishes what is left after them round differently, and
-so do kernels that hand their threads blocks of 64 elements. A cut changes no bits if it lies where
-the whole tensor's update would begin a block as well: at multiples of 64 elements. Whether that is
-enough is tried out on the user's optimizer (`trial.can_be_cut`); one whose update of an element
-depends on other elements is never cut.
+With `fully_shard` (FSDP2) and tensor parallelism, parameters, gradients and states are `DTensor`s.
+An elementwise update of the whole is the same update of every shard, so subgroups, kernels and
+tiers only see local tensors. Users see DTensors, as plain optimizers make them.
+
+[Note: where a parameter may be sliced]
+Vector instructions and the scalar loop that handles the remainder round differently, and some
+kernels hand blocks of 64 elements to their threads. A slice changes no bits if it begins where the
+whole tensor's update would begin a block as well: at multiples of 64 elements. Whether that is
+enough is checked on the user's optimizer (`compatibility.is_elementwise`); an optimizer whose
+update of an element depends on other elements is never sliced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd
@@ -19,69 +23,116 @@ from typing import Any
 import torch
 
 from offload_strategy.errors import OffloadError
-from offload_strategy.optimizer.states.dtensor_shards import is_sharded, local_part
 
-#: Cuts lie at multiples of so many elements; see [Note: where a parameter may be cut].
-CUT_ELEMENTS = 64
+try:
+    from torch.distributed.tensor import DTensor
+except ImportError:  # torch was built without distributed training
+    DTensor = None  # type: ignore[assignment,misc]
+
+#: Slices begin at multiples of so many elements; see [Note: where a parameter may be sliced].
+SLICE_ALIGNMENT = 64
 
 
+# ---------------------------------------------------------------------- DTensor shards
+def is_sharded(tensor: object) -> bool:
+    """Whether a tensor is a DTensor."""
+    return DTensor is not None and isinstance(tensor, DTensor)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a DTensor, which shares its memory; any other tensor itself."""
+    if not is_sharded(tensor):
+        return tensor
+    local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    return local
+
+
+def shard_like(value: Any, parameter: torch.Tensor) -> Any:
+    """A state as the user sees it: a DTensor if it has the shape of a DTensor parameter's shard."""
+    if not (is_sharded(parameter) and isinstance(value, torch.Tensor)) or is_sharded(value):
+        return value
+    if value.shape != local_tensor(parameter).shape:
+        return value
+    sharded: Any = parameter
+    return DTensor.from_local(
+        value,
+        sharded.device_mesh,
+        sharded.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def wrap_like(tensor: torch.Tensor | None, local: torch.Tensor) -> torch.Tensor:
+    """`local` as a DTensor with the sharding of `tensor`; `local` itself if that is not sharded."""
+    if tensor is None or not is_sharded(tensor):
+        return local
+    sharded: Any = tensor
+    # Not `from_local`, which reads the values.
+    return DTensor(local, sharded._spec, requires_grad=False)
+
+
+# ---------------------------------------------------------------------- slices
 @dataclass(frozen=True, eq=False, slots=True)
-class Piece:
-    """A parameter, or rows of it (of its first dimension).
+class ParameterSlice:
+    """A parameter, or some rows of it (of the first dimension of its local tensor).
 
     Args:
         parameter: the whole parameter.
-        rows: first row and the row behind the last; None for all of it.
+        rows: first row, and the row after the last; None for the whole parameter.
     """
 
     parameter: torch.Tensor
     rows: tuple[int, int] | None = None
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same rows of a tensor with as many of them (a view of a dense one)."""
-        tensor = local_part(tensor)
+        """The same rows of a tensor with as many rows (a view, if the tensor is dense)."""
+        tensor = local_tensor(tensor)
         if self.rows is None:
             return tensor
-        first, behind = self.rows
-        return _sparse_rows(tensor, first, behind) if tensor.is_sparse else tensor[first:behind]
+        begin, end = self.rows
+        return _sparse_rows(tensor, begin, end) if tensor.is_sparse else tensor[begin:end]
 
     @property
     def values(self) -> torch.Tensor:
-        """The parameter itself, or a view of its rows, or of what is here, that is a leaf too."""
-        whole = self.parameter
-        if self.rows is None and not is_sharded(whole):
-            return whole
-        return self.of(local_part(whole).detach())
+        """The parameter itself, or a view of its local rows; a leaf in either case."""
+        if self.rows is None and not is_sharded(self.parameter):
+            return self.parameter
+        return self.of(local_tensor(self.parameter).detach())
 
     @property
-    def form(self) -> torch.Tensor:
+    def meta(self) -> torch.Tensor:
         """A tensor on the meta device with the shape, strides and dtype of `values`."""
-        whole = local_part(self.parameter)
+        local = local_tensor(self.parameter)
         return self.of(
-            torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device="meta")
+            torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
         )
 
     @property
     def numel(self) -> int:
-        """Elements of it."""
-        whole = local_part(self.parameter)
+        """Number of elements."""
+        local = local_tensor(self.parameter)
         if self.rows is None:
-            return whole.numel()
-        first, behind = self.rows
-        return whole.numel() // whole.size(0) * (behind - first)
+            return local.numel()
+        return local.numel() // local.size(0) * (self.rows[1] - self.rows[0])
 
-    def cut(self, state: dict[str, Any]) -> dict[str, Any]:
-        """What of a whole parameter's state is this piece's."""
-        state = {name: self._here(value) for name, value in state.items()}
+    def slice_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """This slice's part of a whole parameter's state."""
+        state = {name: self._local_state(value) for name, value in state.items()}
         if self.rows is None:
             return state
-        return {name: self._cut(value) for name, value in state.items()}
+        shape = local_tensor(self.parameter).shape
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                # Step counters are copied: every slice increments its own.
+                state[name] = self.of(value) if value.shape == shape else value.clone()
+        return state
 
-    def _here(self, value: Any) -> Any:
-        """What of a state is on this rank."""
+    def _local_state(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not is_sharded(self.parameter):
             return value
-        whole, local = self.parameter.shape, local_part(self.parameter).shape
+        whole, local = self.parameter.shape, local_tensor(self.parameter).shape
         if not is_sharded(value) and value.shape == whole != local:
             raise OffloadError(
                 f"the state of a parameter of shape {tuple(whole)}, of which this rank has "
@@ -89,69 +140,50 @@ class Piece:
                 f"checkpoint.state_dict.set_optimizer_state_dict(..., options=StateDictOptions("
                 f"full_state_dict=True)), which gives every rank its part."
             )
-        return local_part(value)
-
-    def _cut(self, value: Any) -> Any:
-        shape = local_part(self.parameter).shape
-        whole = isinstance(value, torch.Tensor) and value.shape == shape
-        if isinstance(value, torch.Tensor):
-            # A copy of small ones: every piece counts its own steps.
-            return self.of(value) if whole else value.clone()
-        return value
+        return local_tensor(value)
 
 
-def cut_into_pieces(parameter: torch.Tensor, limit: int) -> list[Piece]:
-    """Cut a parameter into pieces of about equal size, of `limit` elements at most.
+def slice_parameter(parameter: torch.Tensor, limit: int) -> list[ParameterSlice]:
+    """Slice a parameter into parts of about equal size, of `limit` elements at most.
 
-    Where rows are longer than that a piece is as small as cuts allow. What is not contiguous, and
-    what has no rows, stays whole.
-
-    Args:
-        parameter: of any shape.
-        limit: elements a piece.
+    Where `limit` is smaller than what [Note: where a parameter may be sliced] allows, slices are
+    as small as possible. Tensors that are not contiguous, or have no dimension, stay whole.
     """
-    local = local_part(parameter)
+    local = local_tensor(parameter)
     total = local.numel()
     if total <= limit or local.dim() == 0 or not local.is_contiguous():
-        return [Piece(parameter)]
+        return [ParameterSlice(parameter)]
     rows = local.size(0)
     per_row = total // rows
-    unit = CUT_ELEMENTS // gcd(CUT_ELEMENTS, per_row)  # rows between two places for a cut
+    unit = SLICE_ALIGNMENT // gcd(SLICE_ALIGNMENT, per_row)  # rows between two possible cuts
     units = -(-rows // unit)
     count = min(units, -(-total // max(limit, unit * per_row)))
-    cuts = [min(rows, unit * (units * number // count)) for number in range(count)] + [rows]
     if count == 1:
-        return [Piece(parameter)]
-    return [Piece(parameter, (a, b)) for a, b in pairwise(cuts)]
+        return [ParameterSlice(parameter)]
+    cuts = [min(rows, unit * (units * number // count)) for number in range(count)] + [rows]
+    return [ParameterSlice(parameter, (begin, end)) for begin, end in pairwise(cuts)]
 
 
-def joined(pieces: Sequence[Piece], states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The state of a whole parameter, of the states of all of its pieces in order."""
-    if pieces[0].rows is None:
+def join_states(
+    slices: Sequence[ParameterSlice], states: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """The state of a whole parameter, given the states of all its slices in order."""
+    if slices[0].rows is None:
         return states[0]
-    state = {}
+    joined = {}
     for name, first in states[0].items():
-        cut = isinstance(first, torch.Tensor) and first.shape == pieces[0].form.shape
-        state[name] = torch.cat([each[name] for each in states]) if cut else first
-    return state
+        sliced = isinstance(first, torch.Tensor) and first.shape == slices[0].meta.shape
+        joined[name] = torch.cat([state[name] for state in states]) if sliced else first
+    return joined
 
 
-def by_parameter(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Pieces of the same parameter together, in the order of their rows."""
-    together: dict[int, list[Piece]] = {}
-    for piece in pieces:
-        together.setdefault(id(piece.parameter), []).append(piece)
-    for group in together.values():
-        yield sorted(group, key=lambda piece: piece.rows or (0, 0))
-
-
-def _sparse_rows(tensor: torch.Tensor, first: int, behind: int) -> torch.Tensor:
-    """Rows of a sparse gradient, what was given for each still in the same order."""
+def _sparse_rows(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """Rows of a sparse gradient, with the values of each row in the same order."""
     indices = tensor._indices()
-    chosen = (indices[0] >= first) & (indices[0] < behind)
-    moved = indices[:, chosen]
-    moved[0] -= first
-    size = (behind - first, *tensor.shape[1:])
+    selected = (indices[0] >= begin) & (indices[0] < end)
+    shifted = indices[:, selected]
+    shifted[0] -= begin
+    size = (end - begin, *tensor.shape[1:])
     return torch.sparse_coo_tensor(
-        moved, tensor._values()[chosen], size, is_coalesced=tensor.is_coalesced()
+        shifted, tensor._values()[selected], size, is_coalesced=tensor.is_coalesced()
     )

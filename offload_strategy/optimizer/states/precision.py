@@ -1,88 +1,134 @@
-"""Precisions: of what states are computed in, and of what they are kept in.
+"""Precision of optimizer states: compute dtype, stored dtype, stochastic rounding, master weights.
 
 [Note: stochastic rounding]
-Rounding to the nearest loses every change that is smaller than half a step of the narrow type: with
-bfloat16, an average that changes by less than one part in 256 stands still. Rounding up with a
-probability as large as what is cut off keeps the average right in the mean. The random numbers come
-from a generator of our own, seeded by subgroup and update: PyTorch's own are as without offload,
-and an update that is run again rounds in the same way.
+Rounding to nearest loses every change smaller than half a step of the stored dtype: in bfloat16, an
+average that changes by less than one part in 256 stands still. Rounding up with a probability equal
+to the discarded fraction keeps the expected value. The random numbers come from generators of our
+own, seeded by subgroup and update: PyTorch's global generators are left alone, and an update that
+is run again rounds in the same way.
+
+[Note: master weights]
+An update smaller than half a step of bfloat16 or float16 is lost when it is added to the weight
+itself, and most updates are (Mixed Precision Training, Micikevicius et al. 2018, section 3.1). So a
+float32 copy is kept among the states of the weight, under `MASTER_WEIGHT`. The user's class updates
+the copy, with the gradient in float32, and the result is rounded to nearest into the weight. Where
+somebody else has changed the weight since (a loaded model, a clamp), the weight counts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 
-#: Bits of float32 that bfloat16 does not have.
-_CUT_OFF = 16
-#: The state's name of a weight in float32; see [Note: master weights] in masters.py.
-MASTER = "master_weight"
-_NARROW = frozenset({torch.bfloat16, torch.float16})
+#: Mantissa bits of float32 that bfloat16 does not have.
+_DISCARDED_BITS = 16
+#: Name of the state that is a master weight; see [Note: master weights].
+MASTER_WEIGHT = "master_weight"
+_HALF_DTYPES = frozenset({torch.bfloat16, torch.float16})
 
 
 @dataclass(frozen=True)
 class Precision:
-    """What states are computed in, and what they are kept in between updates.
+    """In which dtypes states are computed, and stored between updates.
 
     Args:
-        narrow: the dtype in which states of float32 are kept; None for their own.
-        stochastic: whether rounding to it goes up or down by chance, instead of to the nearest.
-        masters: whether weights of bfloat16 and float16 are updated in float32, in copies that are
-            kept with their states.
+        state_dtype: dtype in which float32 states are stored; None for float32.
+        stochastic_rounding: whether they are rounded stochastically, instead of to nearest.
+        master_weights: whether weights of bfloat16 and float16 are updated in float32 copies.
     """
 
-    narrow: torch.dtype | None = None
-    stochastic: bool = False
-    masters: bool = False
+    state_dtype: torch.dtype | None = None
+    stochastic_rounding: bool = False
+    master_weights: bool = False
 
     def has_master(self, weight: torch.Tensor) -> bool:
-        """Whether a weight is updated in a copy of float32."""
-        return self.masters and weight.dtype in _NARROW
+        """Whether a weight is updated in a float32 copy."""
+        return self.master_weights and weight.dtype in _HALF_DTYPES
 
-    def computed(self, dtype: torch.dtype) -> torch.dtype:
-        """In which dtype weights of a dtype, their gradients and their states are computed."""
-        return torch.float32 if self.masters and dtype in _NARROW else dtype
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype in which weights of `dtype`, their gradients and their states are computed."""
+        return torch.float32 if self.master_weights and dtype in _HALF_DTYPES else dtype
 
-    def kept(self, dtype: torch.dtype, name: str = "") -> torch.dtype:
-        """In which dtype a state is kept.
-
-        Args:
-            dtype: that it is computed in.
-            name: of the state; a master weight loses nothing.
-        """
-        if self.narrow is None or dtype != torch.float32 or name == MASTER:
+    def stored_dtype(self, dtype: torch.dtype, name: str = "") -> torch.dtype:
+        """Dtype in which a state of this compute dtype and name is stored."""
+        if self.state_dtype is None or dtype != torch.float32 or name == MASTER_WEIGHT:
             return dtype
-        return self.narrow
+        return self.state_dtype
 
     def master_bytes(self, weight: torch.Tensor) -> int:
-        """Bytes of the copy in float32, if there is one."""
+        """Bytes of the weight's float32 copy; 0 if it has none."""
         return prod(weight.shape) * torch.float32.itemsize if self.has_master(weight) else 0
 
 
-def round_into(
-    kept: torch.Tensor, computed: torch.Tensor, generator: torch.Generator | None
+def copy_rounded(
+    stored: torch.Tensor, computed: torch.Tensor, generator: torch.Generator | None
 ) -> None:
-    """Write a state into the precision in which it is kept.
+    """Copy a computed state into its stored dtype.
 
     Args:
-        kept: is written; of any dtype.
-        computed: has the values; of the same shape and strides.
-        generator: for stochastic rounding from float32 to bfloat16; None for the nearest, and for
-            all other dtypes.
+        stored: destination, of any dtype.
+        computed: source, of the same shape and strides.
+        generator: for stochastic rounding from float32 to bfloat16; None to round to nearest.
     """
-    if generator is None or (computed.dtype, kept.dtype) != (torch.float32, torch.bfloat16):
-        kept.copy_(computed)
+    if generator is None or (computed.dtype, stored.dtype) != (torch.float32, torch.bfloat16):
+        stored.copy_(computed)
         return
     bits = computed.view(torch.int32)
-    noise = torch.randint_like(bits, 1 << _CUT_OFF, generator=generator)
-    # Carries over into what is kept with the probability that is wanted. What is not finite has
-    # no room above.
-    cut = (bits + noise) >> _CUT_OFF << _CUT_OFF
-    kept.copy_(torch.where(computed.isfinite(), cut.view(torch.float32), computed))
+    noise = torch.randint_like(bits, 1 << _DISCARDED_BITS, generator=generator)
+    # The addition carries into the kept bits with the desired probability. Infinities and NaNs
+    # must not be carried into.
+    rounded = (bits + noise) >> _DISCARDED_BITS << _DISCARDED_BITS
+    stored.copy_(torch.where(computed.isfinite(), rounded.view(torch.float32), computed))
 
 
-def seed(generator: torch.Generator, subgroup: int, update: int) -> None:
-    """Make a generator ready for one update of one subgroup."""
-    generator.manual_seed(subgroup << 32 | update)
+@contextmanager
+def master_weights_of(
+    weights: Sequence[torch.Tensor], states: Sequence[dict[str, Any]], precision: Precision
+) -> Iterator[list[torch.Tensor]]:
+    """Give master weights to be updated instead of their weights; copy them back at the end.
+
+    Args:
+        weights: leaf tensors whose `.grad` is set.
+        states: of each weight; master weights are taken out for the update and put back after it.
+        precision: says which weights have a master weight.
+
+    Yields:
+        master weights with float32 gradients, and the other weights as they are.
+    """
+    updated = [
+        _master_weight(weight, state) if precision.has_master(weight) else weight
+        for weight, state in zip(weights, states, strict=True)
+    ]
+    masters = [
+        (weight, state, master)
+        for weight, state, master in zip(weights, states, updated, strict=True)
+        if master is not weight
+    ]
+    try:
+        yield updated
+    finally:  # a failing update loses no state
+        for _, state, master in masters:
+            master.grad = None
+            state[MASTER_WEIGHT] = master
+    for weight, _, master in masters:
+        weight.detach().copy_(master)
+
+
+def _master_weight(weight: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+    """Take a weight's master weight with its gradient out of its state, or make one."""
+    weight, gradient = weight.detach(), weight.grad
+    master: torch.Tensor | None = state.pop(MASTER_WEIGHT, None)
+    if master is None:
+        master = weight.float()
+    else:
+        unchanged = master.to(weight.dtype) == weight
+        if not bool(unchanged.all()):
+            master.copy_(torch.where(unchanged, master, weight.float()))
+    assert gradient is not None
+    master.grad = gradient.float()
+    return master

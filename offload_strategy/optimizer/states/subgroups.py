@@ -1,4 +1,4 @@
-"""Subgroups: the unit in which states are read, updated and written."""
+"""Subgroups: the unit in which optimizer states are read, updated and written."""
 
 from __future__ import annotations
 
@@ -10,141 +10,149 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from offload_strategy.optimizer.states.dtensor_shards import local_part
 from offload_strategy.optimizer.states.flat_layout import Layout, packable
-from offload_strategy.optimizer.states.parameter_slices import Piece, cut_into_pieces
-from offload_strategy.optimizer.states.precision import Precision, round_into
+from offload_strategy.optimizer.states.parameter_slices import (
+    ParameterSlice,
+    local_tensor,
+    slice_parameter,
+)
+from offload_strategy.optimizer.states.precision import Precision, copy_rounded
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket
+
+State = dict[str, Any]
 
 
 @dataclass(eq=False)
 class StateSet:
-    """The states of one subgroup at one moment: a ticket for the tensors, the rest in memory.
+    """The states of one subgroup: a ticket for dense tensors, everything else in memory.
 
     Args:
-        small: for each parameter what stays in memory (step counters and the like).
-        names: for each segment of the layout, (index of the parameter, name of the state).
-        layout: how the tensors lie in the ticket.
-        ticket: their bytes; None when there are none.
-        dtypes: what each tensor is computed in, where it lies in another in the ticket.
-        updates: how often they were updated or replaced.
+        small: for each slice, the values that stay in memory (step counters and the like).
+        names: for each segment of the layout, (index of the slice, name of the state).
+        layout: where the tensors lie in the ticket.
+        ticket: bytes of the tensors; None if there are none.
+        compute_dtypes: compute dtype of each segment, which may differ from its stored dtype.
+        updates: how often these states were updated or replaced.
     """
 
-    small: list[dict[str, Any]]
+    small: list[State]
     names: list[tuple[int, str]] = field(default_factory=list)
     layout: Layout = field(default_factory=lambda: Layout((), 0))
     ticket: Ticket | None = None
-    dtypes: list[torch.dtype] = field(default_factory=list)
+    compute_dtypes: list[torch.dtype] = field(default_factory=list)
     updates: int = 0
 
-    def unpack(self, flat: torch.Tensor | None) -> list[dict[str, Any]]:
-        """One state dict a parameter: copies of the small values, views of `flat` for the rest.
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the ticket."""
+        return 0 if self.ticket is None else self.ticket.nbytes
 
-        What lies there in another precision than it is computed in is a copy as well.
+    def unpack(self, flat: torch.Tensor | None, *, upcast: bool = True) -> list[State]:
+        """Return the state of each slice: copies of small values, views of `flat` for the rest.
+
+        Args:
+            flat: the ticket's bytes; None to leave the stored tensors out.
+            upcast: whether to upcast stored states to their compute dtype, which copies them.
         """
-        states = self.unpack_as_kept(flat)
-        self.widen(states)
-        return states
-
-    def unpack_as_kept(self, flat: torch.Tensor | None) -> list[dict[str, Any]]:
-        """As `unpack`, with all that is in `flat` in the precision in which it lies there."""
-        states = [{name: _copy(value) for name, value in small.items()} for small in self.small]
+        states = [
+            {
+                name: value.clone() if isinstance(value, torch.Tensor) else deepcopy(value)
+                for name, value in small.items()
+            }
+            for small in self.small
+        ]
         if flat is not None:
             for (index, name), view in zip(self.names, self.layout.views(flat), strict=True):
                 states[index][name] = view
+        if upcast:
+            self.upcast(states)
         return states
 
-    def widen(self, states: list[dict[str, Any]]) -> None:
-        """Bring what is as it is kept into the dtype in which it is computed."""
-        for state, narrow in zip(states, self.narrow(), strict=True):
-            known = {name: dtype for name, dtype in narrow.items() if name in state}
-            state.update({name: state[name].to(dtype) for name, dtype in known.items()})
+    def upcast(self, states: list[State]) -> None:
+        """Upcast states to their compute dtype, where the stored dtype differs."""
+        for state, dtypes in zip(states, self.upcast_dtypes(), strict=True):
+            state.update(
+                {name: state[name].to(dtype) for name, dtype in dtypes.items() if name in state}
+            )
 
-    def narrow(self) -> list[dict[str, torch.dtype]]:
-        """For each parameter what is kept in another dtype than it is computed in, and that one."""
-        found: list[dict[str, torch.dtype]] = [{} for _ in self.small]
-        for (index, name), segment, dtype in zip(
-            self.names, self.layout.segments, self.dtypes, strict=True
-        ):
+    def upcast_dtypes(self) -> list[dict[str, torch.dtype]]:
+        """For each slice, the compute dtype of every state that is stored in another dtype."""
+        dtypes: list[dict[str, torch.dtype]] = [{} for _ in self.small]
+        segments = zip(self.names, self.layout.segments, self.compute_dtypes, strict=True)
+        for (index, name), segment, dtype in segments:
             if segment.dtype != dtype:
-                found[index][name] = dtype
-        return found
-
-    def in_memory(self, states: list[dict[str, Any]]) -> StateSet:
-        """A set of the same states that has them itself, and no ticket.
-
-        Args:
-            states: unpacked, or unpacked as kept.
-        """
-        return replace(self, small=states, ticket=None)
+                dtypes[index][name] = dtype
+        return dtypes
 
 
 @dataclass(eq=False)
 class Subgroup:
-    """Pieces of one parameter group, dtype and device that are updated together.
+    """Slices of one parameter group, dtype and device that are updated together.
 
     Args:
-        group_index: of their parameter group.
-        pieces: have no state so far.
-        number: among all subgroups.
-        owner: rank of the team that updates it.
+        group_index: index of the parameter group.
+        slices: without any state yet.
+        number: unique among the subgroups of an optimizer.
+        owner: data-parallel rank that updates it.
     """
 
     group_index: int
-    pieces: list[Piece]
+    slices: list[ParameterSlice]
     number: int = 0
     owner: int = 0
     states: StateSet = field(init=False)
+    #: Indices of the slices whose gradient is final in this backward pass.
     ready: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.states = StateSet([{} for _ in self.pieces])
+        self.states = StateSet([{} for _ in self.slices])
 
-    def waits_for(self) -> int:
-        """How many of its pieces take gradients."""
-        return sum(piece.parameter.requires_grad for piece in self.pieces)
+    @property
+    def is_complete(self) -> bool:
+        """Whether the gradients of all its trainable parameters are final."""
+        trainable = sum(param_slice.parameter.requires_grad for param_slice in self.slices)
+        return len(self.ready) >= trainable
 
 
 @dataclass(frozen=True)
-class Unpacked:
-    """States for an update, and what is needed to put them back.
+class UnpackedStates:
+    """The states of a subgroup during an update.
 
     Args:
-        source: the set that they come from.
+        source: the set that they were unpacked from.
         flat: the buffer that its tensors lie in; None if it has none.
-        states: one dict a parameter, to be changed.
-        tensors: of the layout's segments, as they are in `states` at first.
-        as_kept: whether they are in the precision in which they are kept.
+        states: one dict for each slice, to be changed.
+        tensors: the tensor of each segment, as it was unpacked into `states`.
+        upcast: whether `states` are in their compute dtypes, not in their stored dtypes.
     """
 
     source: StateSet
     flat: torch.Tensor | None
-    states: list[dict[str, Any]]
+    states: list[State]
     tensors: list[torch.Tensor]
-    as_kept: bool = False
+    upcast: bool = True
 
     @classmethod
-    def of(cls, source: StateSet, flat: torch.Tensor | None, *, as_kept: bool = False) -> Unpacked:
-        """States of a set, whose bytes are in a buffer.
-
-        Args:
-            source: the set.
-            flat: the buffer.
-            as_kept: leave what is in the buffer in the precision in which it is there.
-        """
-        as_kept = as_kept and flat is not None
-        states = source.unpack_as_kept(flat) if as_kept else source.unpack(flat)
+    def of(
+        cls, source: StateSet, flat: torch.Tensor | None, *, upcast: bool = True
+    ) -> UnpackedStates:
+        """Unpack a set whose bytes are in `flat`; see `StateSet.unpack`."""
+        states = source.unpack(flat, upcast=upcast)
         tensors = [] if flat is None else [states[index][name] for index, name in source.names]
-        return cls(source, flat, states, tensors, as_kept)
+        return cls(source, flat, states, tensors, upcast or flat is None)
 
-    def small_if_in_place(self) -> list[dict[str, Any]] | None:
-        """What is not in the buffer, if all that was there has been updated right there."""
+    def in_memory(self) -> StateSet:
+        """A set of the same states that keeps them in memory, without a ticket."""
+        return replace(self.source, small=self.states, ticket=None)
+
+    def small_if_in_place(self) -> list[State] | None:
+        """The values outside the buffer, if all tensors in it were updated in place; else None."""
         source = self.source
         if self.flat is None:
             return None
-        places = zip(source.names, self.tensors, source.layout.segments, strict=True)
-        for (index, name), tensor, segment in places:
+        segments = zip(source.names, self.tensors, source.layout.segments, strict=True)
+        for (index, name), tensor, segment in segments:
             if self.states[index].get(name) is not tensor or tensor.dtype != segment.dtype:
                 return None
         packed = set(source.names)
@@ -152,68 +160,64 @@ class Unpacked:
             {name: value for name, value in state.items() if (index, name) not in packed}
             for index, state in enumerate(self.states)
         ]
-        return None if any(packable(v) for rest in small for v in rest.values()) else small
+        return None if any(packable(v) for state in small for v in state.values()) else small
 
 
 def pack_states(
     store: TensorStore,
-    updated: Unpacked,
+    updated: UnpackedStates,
     put: Callable[[torch.Tensor], Ticket],
     precision: Precision,
     generator: torch.Generator | None = None,
 ) -> StateSet:
-    """Make a new state set of updated states.
+    """Pack updated states into a new set.
 
     Args:
-        store: lends the buffer when a new one is needed.
-        updated: the states; their buffer is used again if every tensor still has its place there.
+        store: lends a buffer if the old one cannot be used again.
+        updated: the states; their buffer is used again if every tensor still fits its segment.
         put: gives a flat buffer to the store and returns the ticket.
-        precision: in which tensors are kept.
-        generator: for stochastic rounding; None to round to the nearest.
+        precision: stored dtypes.
+        generator: for stochastic rounding; None to round to nearest.
     """
     old, states, flat = updated.source, updated.states, updated.flat
     updates = old.updates + 1
     in_place = updated.small_if_in_place()
-    if in_place is not None:  # as nearly always; what follows is for everything else
+    if in_place is not None:  # the usual case
         assert flat is not None
-        return StateSet(in_place, old.names, old.layout, put(flat), old.dtypes, updates)
+        return StateSet(in_place, old.names, old.layout, put(flat), old.compute_dtypes, updates)
+    small = [{name: v for name, v in state.items() if not packable(v)} for state in states]
     names = [
         (index, name)
         for index, state in enumerate(states)
         for name, value in state.items()
         if packable(value)
     ]
-    small = [
-        {name: value for name, value in state.items() if not packable(value)} for state in states
-    ]
     if not names:
         return StateSet(small, updates=updates)
-    has_places = flat is not None and sorted(names) == sorted(old.names)
-    if has_places:
+    same_names = flat is not None and sorted(names) == sorted(old.names)
+    if same_names:
         names = old.names
     tensors = [states[index][name] for index, name in names]
-    dtypes = [tensor.dtype for tensor in tensors]
-    kept = [
-        precision.kept(tensor.dtype, name) for tensor, (_, name) in zip(tensors, names, strict=True)
+    compute_dtypes = [tensor.dtype for tensor in tensors]
+    stored_dtypes = [
+        precision.stored_dtype(dtype, name)
+        for dtype, (_, name) in zip(compute_dtypes, names, strict=True)
     ]
-    if has_places:
-        assert flat is not None
-        views = old.layout.views(flat)
-        if all(map(_has_place, tensors, views, kept)):
-            for view, tensor in zip(views, tensors, strict=True):
-                if view.dtype != tensor.dtype:
-                    round_into(view, tensor, generator)
-            return StateSet(small, names, old.layout, put(flat), dtypes, updates)
-    layout = Layout.of(tensors, kept)
-    fresh = store.borrow("optimizer", layout.nbytes, tensors[0].device)
-    for view, tensor in zip(layout.views(fresh), tensors, strict=True):
-        round_into(view, tensor, generator)
-    return StateSet(small, names, layout, put(fresh), dtypes, updates)
+    layout = old.layout
+    views = layout.views(flat) if same_names and flat is not None else []
+    if flat is None or not (views and all(map(_fits, tensors, views, stored_dtypes))):
+        layout = Layout.of(tensors, stored_dtypes)
+        flat = store.borrow("optimizer", layout.nbytes, tensors[0].device)
+        views = layout.views(flat)
+    for view, tensor in zip(views, tensors, strict=True):
+        if view.dtype != tensor.dtype or view.data_ptr() != tensor.data_ptr():
+            copy_rounded(view, tensor, generator)
+    return StateSet(small, names, layout, put(flat), compute_dtypes, updates)
 
 
-def _has_place(tensor: torch.Tensor, view: torch.Tensor, kept: torch.dtype) -> bool:
-    """Whether a state is where it was unpacked, or can be rounded to where it came from."""
-    if view.dtype != kept:
+def _fits(tensor: torch.Tensor, view: torch.Tensor, stored_dtype: torch.dtype) -> bool:
+    """Whether a state is where it was unpacked, or can be rounded into that place."""
+    if view.dtype != stored_dtype:
         return False
     if view.dtype == tensor.dtype:
         return view.data_ptr() == tensor.data_ptr()
@@ -222,45 +226,43 @@ def _has_place(tensor: torch.Tensor, view: torch.Tensor, kept: torch.dtype) -> b
 
 def plan_subgroups(
     optimizer: Optimizer,
-    known: Collection[int],
+    planned: Collection[int],
     size: Callable[[int], int],
-    may_cut: Callable[[int], bool],
+    is_elementwise: Callable[[int], bool],
 ) -> Iterator[Subgroup]:
-    """Cut the parameters that are not `known` yet into subgroups, last registered first.
+    """Divide parameters into subgroups, last registered first.
 
     That is about the order in which backward completes gradients, so the first update can begin
     early.
 
     Args:
         optimizer: the user's.
-        known: ids of parameters that have a subgroup already.
-        size: how many parameters a subgroup has at most, given how many there are in all.
-        may_cut: whether large parameters of the group of this index may be cut. Else one that is
-            larger than that is a subgroup by itself.
+        planned: ids of parameters that already have a subgroup.
+        size: maximum number of elements of a subgroup, given the number of all elements.
+        is_elementwise: whether large parameters of the group of this index may be sliced.
+            Otherwise one that exceeds the maximum is a subgroup by itself.
     """
-    seen = set(known)
-    total = sum(local_part(p).numel() for group in optimizer.param_groups for p in group["params"])
-    limit = size(total)
-    for group_index in reversed(range(len(optimizer.param_groups))):
-        batch: list[Piece] = []
+    seen = set(planned)
+    groups = optimizer.param_groups
+    limit = size(sum(local_tensor(p).numel() for group in groups for p in group["params"]))
+    for group_index in reversed(range(len(groups))):
+        batch: list[ParameterSlice] = []
         elements = 0
-        for parameter in reversed(optimizer.param_groups[group_index]["params"]):
+        for parameter in reversed(groups[group_index]["params"]):
             if id(parameter) in seen:
                 continue
-            cut = local_part(parameter).numel() > limit and may_cut(group_index)
-            for piece in cut_into_pieces(parameter, limit) if cut else [Piece(parameter)]:
+            slices = [ParameterSlice(parameter)]
+            if local_tensor(parameter).numel() > limit and is_elementwise(group_index):
+                slices = slice_parameter(parameter, limit)
+            for param_slice in slices:
                 if batch and (
-                    elements + piece.numel > limit
+                    elements + param_slice.numel > limit
                     or parameter.dtype != batch[0].parameter.dtype
                     or parameter.device != batch[0].parameter.device
                 ):
                     yield Subgroup(group_index, batch)
                     batch, elements = [], 0
-                batch.append(piece)
-                elements += piece.numel
+                batch.append(param_slice)
+                elements += param_slice.numel
         if batch:
             yield Subgroup(group_index, batch)
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else deepcopy(value)

@@ -1,27 +1,94 @@
-"""Which optimizers can be swapped, why the others cannot, and what the states will take."""
+"""Whether an optimizer's states can be offloaded exactly, and how many bytes they take.
+
+Subgroups are updated one after the other, by the user's own class, in an order of our own. That
+gives exactly the same numbers if the update of a parameter depends on that parameter alone: on no
+other, on nothing that the optimizer keeps elsewhere, and on no random numbers, which would be drawn
+in another order. The check runs the optimizer on two small tensors, together and one by one.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from offload_strategy.errors import ConfigError
-from offload_strategy.optimizer.states.dtensor_shards import local_part
-from offload_strategy.optimizer.states.precision import Precision
-from offload_strategy.optimizer.user_class.compatibility_trial import Kept, Unfit, try_out
+from offload_strategy.optimizer.states.flat_layout import is_plain, packable
+from offload_strategy.optimizer.states.parameter_slices import (
+    SLICE_ALIGNMENT,
+    is_sharded,
+    local_tensor,
+)
+from offload_strategy.optimizer.states.precision import MASTER_WEIGHT, Precision
+from offload_strategy.optimizer.user_class.inner_step import copy_with_parameters, unhooked_step
+
+#: Maximum size of each dimension of a small parameter.
+_LONGEST = 8
+_STEPS = 2
+#: Attributes that a copy of an optimizer has of its own. The last one caches a check of devices.
+_OWN = frozenset({"param_groups", "state", "step", "_need_device_dtype_check_for_fused"})
+
+#: Size and slices of the tensor on which `is_elementwise` tries an optimizer: enough for several
+#: threads, and no multiple of any block.
+_ELEMENTS = 2 * 65536 + 1237
+_SLICE_EDGES = (
+    0,
+    SLICE_ALIGNMENT,
+    3 * SLICE_ALIGNMENT,
+    1025 * SLICE_ALIGNMENT,
+    1500 * SLICE_ALIGNMENT,
+    _ELEMENTS,
+)
+
+
+class UnsupportedOptimizerError(Exception):
+    """Why the states of an optimizer cannot be offloaded; completes a sentence "it ..."."""
+
+
+@dataclass(frozen=True)
+class StateFormat:
+    """The dense states that an optimizer keeps for a parameter.
+
+    Args:
+        parameter_shape: shape of the small parameter that was tried.
+        tensors: shape and dtype of each dense state.
+    """
+
+    parameter_shape: torch.Size
+    tensors: tuple[tuple[torch.Size, torch.dtype], ...]
+
+    def bytes_for(self, parameter: torch.Tensor, precision: Precision) -> int:
+        """Stored bytes for a parameter with as many dimensions, of any size."""
+        return precision.master_bytes(parameter) + sum(
+            precision.stored_dtype(dtype).itemsize * prod(self._sizes(shape, parameter))
+            for shape, dtype in self.tensors
+        )
+
+    def _sizes(self, shape: torch.Size, parameter: torch.Tensor) -> Iterable[int]:
+        small = self.parameter_shape
+        if len(shape) != len(small) or parameter.dim() != len(small):
+            return [parameter.numel()] if shape == small else shape
+        sizes = zip(shape, small, parameter.shape, strict=True)
+        return [size if size != tried else real for size, tried, real in sizes]
 
 
 def check_supported(optimizer: Optimizer, precision: Precision | None = None) -> int:
-    """Refuse what cannot be swapped without changing numbers.
+    """Refuse optimizers whose states cannot be offloaded without changing numbers.
 
     Args:
         optimizer: the user's.
-        precision: of its states; None for what a plain one has.
+        precision: of its states; None for that of the plain optimizer.
 
     Returns:
-        bytes of state that the optimizer will keep once every parameter was updated.
+        bytes of its states once every parameter has been updated.
 
     Raises:
         ConfigError: an unsupported optimizer or option, or no parameters.
@@ -35,47 +102,310 @@ def check_supported(optimizer: Optimizer, precision: Precision | None = None) ->
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ConfigError(
             "attach: differentiable=True needs the whole history of the states in memory, so they "
-            "cannot be swapped. Set it to False, or set optimizer.enabled to false."
+            "cannot be offloaded. Set it to False, or set optimizer.enabled to false."
         )
     if not any(group["params"] for group in optimizer.param_groups):
-        raise ConfigError("attach: the optimizer has no parameters, so there is nothing to swap.")
+        raise ConfigError(
+            "attach: the optimizer has no parameters, so there is nothing to offload."
+        )
     precision = precision or Precision()
     return sum(check_group(optimizer, group, precision) for group in optimizer.param_groups)
 
 
 def check_group(optimizer: Optimizer, group: dict[str, Any], precision: Precision) -> int:
-    """As `check_supported`, for one parameter group of an optimizer that it has approved."""
-    if not group["params"]:
+    """`check_supported` for one parameter group of an otherwise supported optimizer."""
+    parameters = group["params"]
+    if not parameters:
         return 0
-    _check_parameters(group["params"])
-    try:
-        kept = try_out(optimizer, group, precision)
-    except Unfit as reason:
-        kind = type(optimizer)
-        raise ConfigError(
-            f"attach: {kind.__module__}.{kind.__qualname__} cannot be swapped: it {reason}. Use an "
-            f"optimizer that updates every parameter by itself (most of torch.optim do), or set "
-            f"optimizer.enabled to false and offload activations only."
-        ) from reason.__cause__
-    parts = map(local_part, group["params"])
-    return sum(_bytes_for(part, kept, precision) for part in parts)
-
-
-def _check_parameters(parameters: list[torch.Tensor]) -> None:
-    odd = next((p for p in parameters if p.layout is not torch.strided), None)
-    if odd is not None:
-        raise ConfigError(
-            f"attach: a parameter of layout {odd.layout} cannot be swapped; only dense ones can."
-        )
-    if any(p.is_meta for p in parameters):
+    for parameter in parameters:
+        if parameter.layout is not torch.strided:
+            raise ConfigError(
+                f"attach: the states of a parameter of layout {parameter.layout} cannot be "
+                f"offloaded; only those of dense parameters can."
+            )
+    if any(parameter.is_meta for parameter in parameters):
         raise ConfigError(
             "attach: the optimizer has parameters on the meta device. Materialise the model first "
             "(model.to_empty(device=...) and load weights), and make the optimizer after that."
         )
+    try:
+        formats = try_group(optimizer, group, precision)
+    except UnsupportedOptimizerError as reason:
+        kind = type(optimizer)
+        raise ConfigError(
+            f"attach: the states of {kind.__module__}.{kind.__qualname__} cannot be offloaded: it "
+            f"{reason}. Use an optimizer that updates every parameter by itself (most of "
+            f"torch.optim do), or set optimizer.enabled to false and offload activations only."
+        ) from reason.__cause__
+    total = 0
+    for parameter in map(local_tensor, parameters):
+        same_dim = [each for each in formats if len(each.parameter_shape) == parameter.dim()]
+        total += (same_dim or formats)[-1].bytes_for(parameter, precision)
+    return total
 
 
-def _bytes_for(parameter: torch.Tensor, kept: list[Kept], precision: Precision) -> int:
-    """Bytes of state, by the stand-in with as many dimensions."""
-    same = [each for each in kept if len(each.like) == parameter.dim()]
-    states = (same or kept)[-1].bytes_for(parameter, precision)
-    return states + precision.master_bytes(parameter)
+def try_group(
+    optimizer: Optimizer, group: dict[str, Any], precision: Precision
+) -> list[StateFormat]:
+    """Update two small parameters like those of a group, together and one by one.
+
+    Neither the optimizer nor its parameters change, nor does the state of torch's random numbers.
+
+    Args:
+        optimizer: the user's.
+        group: one of its parameter groups, with parameters.
+        precision: of the update.
+
+    Returns:
+        the format of the states of both.
+
+    Raises:
+        UnsupportedOptimizerError: its numbers would not be the same.
+    """
+    kind = type(optimizer)
+    closure = inspect.signature(unhooked_step(kind)).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UnsupportedOptimizerError(
+            "needs a closure, which it may call several times in a step"
+        )
+    inner = next((n for n, v in vars(optimizer).items() if isinstance(v, Optimizer)), None)
+    if inner is not None:
+        raise UnsupportedOptimizerError(
+            f"wraps another optimizer ({inner}); attach that one before it is wrapped"
+        )
+    plain = _plain_parameters(group)
+    if not plain:
+        raise UnsupportedOptimizerError(
+            "updates parameters of a tensor subclass only, on which it was not tried"
+        )
+    models = (min(plain, key=torch.Tensor.dim), max(plain, key=torch.Tensor.dim))
+    together, apart = (
+        [_SmallParameter(optimizer, model, precision, seed) for seed, model in enumerate(models)]
+        for _ in range(2)
+    )
+    devices = _cuda_devices(*models)
+    with torch.random.fork_rng(devices=devices):
+        before = _fingerprint(_shared_attributes(optimizer, group))
+        random = _random_states(devices)
+        changed = _run_steps(optimizer, group, together)
+        for small in apart:
+            changed |= _run_steps(optimizer, group, [small])
+        drew = not all(map(torch.equal, random, _random_states(devices)))
+        after = _fingerprint(_shared_attributes(optimizer, group))
+    changed |= {name for name, value in after.items() if before.get(name) != value}
+    if changed:
+        raise UnsupportedOptimizerError(
+            f"keeps something for all parameters together, outside of their states "
+            f"({', '.join(sorted(changed))})"
+        )
+    if drew:
+        raise UnsupportedOptimizerError(
+            "draws random numbers, which subgroups would draw in another order"
+        )
+    if not all(one.same_bits(other) for one, other in zip(together, apart, strict=True)):
+        raise UnsupportedOptimizerError(
+            f"updates a parameter in another way when others are there ({kind.__name__} was tried "
+            f"on two small tensors, together and one by one)"
+        )
+    if any(map(is_sharded, group["params"])) and not is_elementwise(optimizer, group, precision):
+        raise UnsupportedOptimizerError(
+            "does not update every element by itself, and there are sharded parameters, of which "
+            "each rank updates its part"
+        )
+    return [small.state_format() for small in together]
+
+
+def changes_gradients(optimizer: Optimizer, group: dict[str, Any], precision: Precision) -> bool:
+    """Whether an update changes the gradients that it is given.
+
+    Then it cannot run ahead of `step()`: until then gradients must be as backward left them, and
+    after it as the update left them.
+
+    Args:
+        optimizer: a supported optimizer; it is not changed.
+        group: one of its parameter groups, with parameters.
+        precision: of the update.
+    """
+    model = _plain_parameters(group)[0]
+    small = _SmallParameter(optimizer, model, precision, 0)
+    with torch.random.fork_rng(devices=_cuda_devices(model)):
+        _run_steps(optimizer, group, [small])
+    assert small.parameter.grad is not None
+    return not torch.equal(small.parameter.grad, small.gradients[-1])
+
+
+def is_elementwise(optimizer: Optimizer, group: dict[str, Any], precision: Precision) -> bool:
+    """Whether slices of a parameter can be updated one after the other, with the same bits.
+
+    Tried on a tensor of the group's dtype and device, whole and sliced at multiples of
+    `SLICE_ALIGNMENT`; see [Note: where a parameter may be sliced]. A state must have the shape of
+    the parameter, or be the same for every slice.
+
+    Args:
+        optimizer: the user's; it is not changed.
+        group: one of its parameter groups.
+        precision: of the update.
+    """
+    model = next(iter(_plain_parameters(group)), None)
+    if model is None or not model.dtype.is_floating_point:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    dtype = precision.compute_dtype(model.dtype)
+    values, *gradients = (
+        torch.randn(_ELEMENTS, generator=generator).to(model.device, dtype)
+        for _ in range(1 + _STEPS)
+    )
+    whole = _SlicedUpdates(values, [slice(None)])
+    sliced = _SlicedUpdates(values, [slice(*edges) for edges in pairwise(_SLICE_EDGES)])
+    with torch.random.fork_rng(devices=_cuda_devices(model)):
+        try:
+            for gradient in gradients:
+                whole.step(optimizer, group, gradient)
+                sliced.step(optimizer, group, gradient)
+        except Exception:
+            return False
+    return sliced.matches(whole)
+
+
+# ---------------------------------------------------------------------- small parameters
+class _SmallParameter:
+    """A small parameter like one of the user's, with its state and a gradient for each step."""
+
+    def __init__(
+        self, optimizer: Optimizer, model: torch.Tensor, precision: Precision, seed: int
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        shape = [min(size, _LONGEST) for size in model.shape]
+        drawn = torch.complex64 if model.dtype.is_complex else torch.float32
+
+        def random() -> torch.Tensor:
+            values = torch.randn(shape, generator=generator, dtype=drawn)
+            return values.to(device=model.device, dtype=precision.compute_dtype(model.dtype))
+
+        def small(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return deepcopy(value)
+            if value.dim() == model.dim():
+                value = value[tuple(slice(0, _LONGEST) for _ in model.shape)]
+            copy = value.detach().clone()
+            return copy.to(precision.compute_dtype(value.dtype)) if packable(value) else copy
+
+        self.parameter = nn.Parameter(random())
+        self.gradients = [random() for _ in range(_STEPS)]
+        state = optimizer.state.get(model, {})
+        self.state = {n: small(value) for n, value in state.items() if n != MASTER_WEIGHT}
+
+    def same_bits(self, other: _SmallParameter) -> bool:
+        """Whether values and states are the same."""
+        mine, theirs = self._numbers(), other._numbers()
+        return mine.keys() == theirs.keys() and all(
+            value.shape == theirs[name].shape
+            and torch.allclose(value, theirs[name], rtol=0, atol=0, equal_nan=True)
+            for name, value in mine.items()
+        )
+
+    def _numbers(self) -> dict[str, torch.Tensor]:
+        tensors = {n: v for n, v in self.state.items() if isinstance(v, torch.Tensor)}
+        return {**tensors, "the parameter itself": self.parameter.detach()}
+
+    def state_format(self) -> StateFormat:
+        tensors = [value for value in self.state.values() if packable(value)]
+        return StateFormat(self.parameter.shape, tuple((t.shape, t.dtype) for t in tensors))
+
+
+def _plain_parameters(group: dict[str, Any]) -> list[torch.Tensor]:
+    """Local tensors of a group that are plain ones; without empty ones, if there are others."""
+    plain = [p for p in map(local_tensor, group["params"]) if is_plain(type(p))]
+    return [p for p in plain if p.numel()] or plain
+
+
+def _cuda_devices(*tensors: torch.Tensor) -> list[torch.device]:
+    return list({tensor.device for tensor in tensors if tensor.device.type == "cuda"})
+
+
+def _random_states(devices: Iterable[torch.device]) -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+
+
+def _run_steps(
+    optimizer: Optimizer, group: dict[str, Any], parameters: Sequence[_SmallParameter]
+) -> set[str]:
+    """Run a few steps on a copy; return the attributes outside of states that it has changed."""
+    changed = set()
+    for number in range(_STEPS):
+        for small in parameters:
+            small.parameter.grad = small.gradients[number].clone()
+        copy = copy_with_parameters(
+            optimizer, group, [s.parameter for s in parameters], [s.state for s in parameters]
+        )
+        try:
+            unhooked_step(type(optimizer))(copy)
+        except Exception as error:
+            raise UnsupportedOptimizerError(
+                f"failed on two small tensors: {type(error).__name__}: {error}"
+            ) from error
+        for small in parameters:
+            small.state = dict(copy.state[small.parameter])
+        before = _shared_attributes(optimizer, group)
+        now = _shared_attributes(copy, copy.param_groups[0])
+        changed |= {name for name in now if now[name] is not before.get(name, _OWN)}
+    return changed
+
+
+def _shared_attributes(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
+    """Attributes and settings that all parameters of a group share."""
+    own = {name: value for name, value in vars(optimizer).items() if name not in _OWN}
+    return {**own, **{name: value for name, value in group.items() if name != "params"}}
+
+
+def _fingerprint(attributes: dict[str, Any]) -> dict[str, Any]:
+    """What tells whether mutable values were changed in place, one level deep."""
+    prints: dict[str, Any] = {}
+    for name, value in attributes.items():
+        if isinstance(value, torch.Tensor):
+            prints[name] = value._version
+        elif isinstance(value, dict):
+            prints[name] = [(key, id(item)) for key, item in value.items()]
+        elif isinstance(value, list | set | tuple):
+            prints[name] = [id(item) for item in value]
+    return prints
+
+
+class _SlicedUpdates:
+    """Slices of a tensor, each with a state, that are updated one after the other."""
+
+    def __init__(self, values: torch.Tensor, slices: list[slice]) -> None:
+        self._values = values.clone()
+        self._slices = slices
+        self._states: list[dict[str, Any]] = [{} for _ in slices]
+
+    @torch.no_grad()
+    def step(self, optimizer: Optimizer, group: dict[str, Any], gradient: torch.Tensor) -> None:
+        """Update every slice."""
+        for rows, state in zip(self._slices, self._states, strict=True):
+            values = self._values[rows]
+            values.grad = gradient[rows]
+            copy = copy_with_parameters(optimizer, group, [values], [state])
+            unhooked_step(type(optimizer))(copy)
+            state.update(copy.state[values])
+
+    def matches(self, whole: _SlicedUpdates) -> bool:
+        """Whether values and states have the same bits as those of the whole tensor."""
+        if not torch.equal(self._values.view(torch.uint8), whole._values.view(torch.uint8)):
+            return False
+        return all(
+            self._state_matches([state.get(name) for state in self._states], value)
+            for name, value in whole._states[0].items()
+        )
+
+    def _state_matches(self, of_slices: list[Any], of_whole: Any) -> bool:
+        if not isinstance(of_whole, torch.Tensor):
+            return all(value == of_whole for value in of_slices)
+        if not all(isinstance(value, torch.Tensor) for value in of_slices):
+            return False
+        if of_whole.shape != self._values.shape:
+            return not packable(of_whole) and all(torch.equal(v, of_whole) for v in of_slices)
+        shapes = [self._values[rows].shape for rows in self._slices]
+        return [value.shape for value in of_slices] == shapes and torch.equal(
+            torch.cat(of_slices), of_whole
+        )

@@ -1,0 +1,146 @@
+"""An update that ran ahead of `step()`, and whether it is still valid there.
+
+[Note: commit]
+Ahead of `step()` nothing visible may change. So the update runs on copies of weights and states,
+which become new tickets; the old states stay where they are. `step()` checks that the inputs of the
+update are still the same (gradients, hyper-parameters, weights). If so, states are replaced by
+swapping tickets, and weights are copied into the existing storage (never `p.data = ...`: aliases
+would become stale). If not, the new tickets are dropped and the update runs again, in place.
+
+[Note: what version counters do not see]
+Weights may change between backward and `step()` without their version counters: `p.data.clamp_`,
+NumPy, fused optimizers of others. So in addition to the versions, the sums of the raw bits are
+compared: wrapping integer sums, which any clipping, scaling or overwriting changes. They run at
+memory bandwidth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload_strategy.optimizer.gradients.gradient_access import has_gradient
+from offload_strategy.optimizer.states.flat_layout import Layout, packable
+from offload_strategy.optimizer.states.subgroups import StateSet, Subgroup
+from offload_strategy.store.ticket import Ticket
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def with_gradient(subgroup: Subgroup) -> list[int]:
+    """Indices of the slices that have a gradient that no update has used yet."""
+    return [i for i, each in enumerate(subgroup.slices) if has_gradient(each.parameter)]
+
+
+def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    """Copy a parameter group's settings (tensor learning rates by value)."""
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+class WeightVersions:
+    """Version counters and sums of bits of dense weights at one moment.
+
+    Args:
+        weights: parameters, or views of their rows.
+    """
+
+    __slots__ = ("_bits", "_versions")
+
+    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
+        self._versions = [weight._version for weight in weights]
+        self._bits = _sums_of_bits(weights)
+
+    def versions_match(self, weights: Sequence[torch.Tensor]) -> bool:
+        """Whether the version counters of the same weights are still the same."""
+        return self._versions == [weight._version for weight in weights]
+
+    def bits_match(self, weights: Sequence[torch.Tensor]) -> bool:
+        """Whether the bits of the same weights are still the same."""
+        return all(map(packable, weights)) and torch.equal(self._bits, _sums_of_bits(weights))
+
+
+@dataclass(eq=False)
+class AheadUpdate:
+    """A finished update ahead of `step()`; see [Note: commit].
+
+    Args:
+        subgroup: whose update it is.
+        indices: of the slices that had a gradient.
+        versions: of the weights that went into it.
+        hyper: hyper-parameters that went into it.
+        old_states: states that went into it.
+        states: new states.
+        layout: of the new weights.
+        weights: ticket of the new weights.
+    """
+
+    subgroup: Subgroup
+    indices: list[int]
+    versions: WeightVersions
+    hyper: dict[str, Any]
+    old_states: StateSet
+    states: StateSet
+    layout: Layout
+    weights: Ticket
+
+    def may_be_valid(self, group: dict[str, Any]) -> bool:
+        """Whether `step()` would compute the same, as far as version counters tell.
+
+        To be asked before any other update is committed: slices of one parameter share a version.
+        """
+        return (
+            self.indices == with_gradient(self.subgroup)
+            and self.subgroup.states is self.old_states
+            and _same(self.hyper, hyper_parameters(group))
+            and self.versions.versions_match(self.parameters())
+        )
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Whole parameters of the slices that it updated."""
+        return [self.subgroup.slices[index].parameter for index in self.indices]
+
+    def current_weights(self) -> list[torch.Tensor]:
+        """Current weights of the slices that it updated."""
+        return [self.subgroup.slices[index].values for index in self.indices]
+
+
+def _same(before: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether hyper-parameters are equal; a tensor never equals a number."""
+    if before.keys() != now.keys():
+        return False
+    for name, value in before.items():
+        other = now[name]
+        if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+            if not torch.equal(value, other):
+                return False
+        elif isinstance(value, torch.Tensor) or isinstance(other, torch.Tensor) or value != other:
+            return False
+    return True
+
+
+@torch.no_grad()
+def _sums_of_bits(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([_sum_of_bits(weight) for weight in weights])
+
+
+def _sum_of_bits(weight: torch.Tensor) -> torch.Tensor:
+    """The sum of a dense tensor's 8-byte words as integers, and of the elements at both ends."""
+    flat = weight.detach().as_strided((weight.numel(),), (1,), weight.storage_offset())
+    itemsize = flat.element_size()
+    if itemsize >= 8:
+        return flat.view(torch.int64).sum()
+    per_word = 8 // itemsize
+    begin = min(flat.numel(), -flat.storage_offset() % per_word)
+    end = begin + (flat.numel() - begin) // per_word * per_word
+    total = flat[begin:end].view(torch.int64).sum()
+    for rest in (flat[:begin], flat[end:]):
+        if rest.numel():
+            total = total + rest.view(_INTEGERS[itemsize]).sum()
+    return total
