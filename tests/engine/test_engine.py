@@ -79,7 +79,7 @@ def test_an_optimizer_that_cannot_be_swapped_is_refused_as_a_whole(
 def test_an_optimizer_that_emptied_is_refused(engine: OffloadEngine) -> None:
     optimizer = SGD([nn.Parameter(torch.ones(2))], 0.1)
     optimizer.param_groups[0]["params"].clear()
-    with pytest.raises(ConfigError, match="no parameters, so there is nothing to swap"):
+    with pytest.raises(ConfigError, match="no parameters, so there is nothing to offload"):
         engine.attach(None, optimizer)
 
 

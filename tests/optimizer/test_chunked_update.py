@@ -42,7 +42,7 @@ SHAPES = ((7, 64), (5,), (40, 33), (), (3, 8, 16), (1000,))
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PART_ELEMENTS", 256)
+    monkeypatch.setattr(parts, "CHUNK_ELEMENTS", 256)
 
 
 def _weights() -> list[torch.Tensor]:
@@ -167,7 +167,7 @@ def test_training_in_parts_is_as_in_one(
     overlap: str, stochastic: bool, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def trained(elements: int) -> list[torch.Tensor]:
-        monkeypatch.setattr(parts, "PART_ELEMENTS", elements)
+        monkeypatch.setattr(parts, "CHUNK_ELEMENTS", elements)
         narrow = {
             "state_dtype": "bfloat16",
             "stochastic_rounding": stochastic,
@@ -250,7 +250,7 @@ def test_masters_in_parts_are_as_in_one(
     monkeypatch.setattr(updates, "run_update", noted)
 
     def trained(elements: int) -> list[torch.Tensor]:
-        monkeypatch.setattr(parts, "PART_ELEMENTS", elements)
+        monkeypatch.setattr(parts, "CHUNK_ELEMENTS", elements)
         options = {"state_dtype": state_dtype, "master_weights": True, "subgroup_size": 10_000}
         with offloading(disk, overlap, optimizer=options) as engine:
             model = make_model(torch.bfloat16)

@@ -138,9 +138,10 @@ class UnpackedStates:
         cls, source: StateSet, flat: torch.Tensor | None, *, upcast: bool = True
     ) -> UnpackedStates:
         """Unpack a set whose bytes are in `flat`; see `StateSet.unpack`."""
+        upcast = upcast or flat is None  # states in memory may be in their stored dtype
         states = source.unpack(flat, upcast=upcast)
         tensors = [] if flat is None else [states[index][name] for index, name in source.names]
-        return cls(source, flat, states, tensors, upcast or flat is None)
+        return cls(source, flat, states, tensors, upcast)
 
     def in_memory(self) -> StateSet:
         """A set of the same states that keeps them in memory, without a ticket."""
