@@ -22,7 +22,7 @@ from offload_strategy.config import default_directory
 from offload_strategy.errors import ConfigError, OffloadError, StorageError, TierFullError
 from offload_strategy.host_memory.buffers import HostBuffer
 from offload_strategy.io.regions.block_devices import is_block_device
-from offload_strategy.io.regions.region import RESERVE_BYTES
+from offload_strategy.io.regions.directory_check import RESERVE_BYTES
 from offload_strategy.io.regions.unnamed_files import (
     PageFile,
     create_unnamed,

@@ -20,10 +20,8 @@ from offload_strategy.io.bandwidth.measured_paths import MeasuredPaths
 from offload_strategy.io.queues.checksums import Checksum, create_checksum
 from offload_strategy.io.queues.path_lock import PathLock
 from offload_strategy.io.queues.path_queue import PathQueue
-from offload_strategy.io.regions.capacity import check_capacities
-from offload_strategy.io.regions.directory_check import own_folder
-from offload_strategy.io.regions.external_file import ExternalFile
-from offload_strategy.io.regions.region import Region
+from offload_strategy.io.regions.directory_check import check_capacities, make_process_directory
+from offload_strategy.io.regions.region import ExternalFile, Region
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.tiers import HostTier, PathTier, Quota, Tier
 from offload_strategy.telemetry import CLIENTS, Recorder
@@ -212,7 +210,7 @@ class Resources:
         several = len(tier.paths) > 1
         queues = self.queues[tier.name] = []
         for place in tier.paths:
-            path = own_folder(place) if tier.shared else place
+            path = make_process_directory(place) if tier.shared else place
             if tier.shared:
                 self.folders.append(path)
             region = Region(

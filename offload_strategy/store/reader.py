@@ -10,7 +10,7 @@ import torch
 
 from offload_strategy.io.queues.moves import Move
 from offload_strategy.io.queues.request_queue import MoveState, Priority
-from offload_strategy.io.regions.external_file import ExternalFile
+from offload_strategy.io.regions.region import ExternalFile
 from offload_strategy.store import error_messages as reports
 from offload_strategy.store.buffer_supply import BufferSupply
 from offload_strategy.store.device_copies import DeviceCopies

@@ -13,7 +13,7 @@ from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.io.queues.moves import Stripe
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.queues.request_queue import Priority
-from offload_strategy.io.regions.external_file import ExternalFile
+from offload_strategy.io.regions.region import ExternalFile
 from offload_strategy.store import error_messages as reports
 from offload_strategy.store.buffer_supply import POLL_SECONDS, BufferSupply
 from offload_strategy.store.device_copies import DeviceCopies

@@ -90,7 +90,7 @@ def test_a_directory_that_cannot_be_reached_is_refused() -> None:
 
 
 def test_more_capacity_than_the_disk_has_is_refused(disk: Path) -> None:
-    with pytest.raises(ConfigError, match=r"capacity is 100000 TiB, but .* has only .* to give"):
+    with pytest.raises(ConfigError, match=r"capacity is 100000 TiB, but .* has only .* available"):
         OffloadEngine(tier(disk, capacity="100000TiB"))
 
 

@@ -140,7 +140,7 @@ def test_a_forked_child_that_closes_its_copy_discards_nothing(device: Path) -> N
 
 
 def test_a_capacity_beyond_the_device_is_refused(device: Path) -> None:
-    assert "only 31 MiB to give" in refusal(device, capacity=SIZE)
+    assert "only 31 MiB available" in refusal(device, capacity=SIZE)
     assert descriptors_of(device) == []
     Region(device, "raw", capacity=SIZE - 1 * MiB).close()
 

@@ -72,8 +72,8 @@ class ExtentsAgainstAPageMap(RuleBasedStateMachine):
 
     @invariant()
     def bookkeeping_is_bounded(self) -> None:
-        assert self.allocator.free_ranges <= len(self.allocator._out)
-        assert entries(self.allocator) <= 5 * len(self.allocator._out)
+        assert self.allocator.free_ranges <= len(self.allocator._allocated)
+        assert entries(self.allocator) <= 5 * len(self.allocator._allocated)
 
     def last_page(self) -> int:
         return max((page + 1 for page, taken in enumerate(self.taken) if taken), default=0)
@@ -107,7 +107,7 @@ class LargeExtentsAgainstAPageMap(ExtentsAgainstAPageMap):
 def entries(allocator: ExtentAllocator) -> int:
     """Everything that the allocator keeps, counted."""
     listed = sum(len(holes) for holes in allocator._by_class.values())
-    kept = (allocator._out, allocator._holes, allocator._ends, allocator._large)
+    kept = (allocator._allocated, allocator._holes, allocator._ends, allocator._large)
     assert len(allocator._by_class) <= listed
     return listed + sum(len(collection) for collection in kept)
 

@@ -18,8 +18,7 @@ from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.io.backends.protocol import create_backend
 from offload_strategy.io.bandwidth.estimator import BandwidthEstimator
 from offload_strategy.io.queues.path_queue import PathQueue
-from offload_strategy.io.regions.external_file import ExternalFile
-from offload_strategy.io.regions.region import Region
+from offload_strategy.io.regions.region import ExternalFile, Region
 from offload_strategy.store import striping as dealing
 from offload_strategy.store import tiers
 from offload_strategy.store.tensor_store import TensorStore

@@ -12,8 +12,7 @@ from offload_strategy.errors import CorruptDataError, StorageError, TierFullErro
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.io.backends.protocol import create_backend
 from offload_strategy.io.queues.path_queue import PathQueue
-from offload_strategy.io.regions.external_file import ExternalFile
-from offload_strategy.io.regions.region import Region
+from offload_strategy.io.regions.region import ExternalFile, Region
 from offload_strategy.store.striping import STRIPE_BYTES
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import TicketState
@@ -314,7 +313,7 @@ def test_a_foreign_file_is_never_written(
 
 def test_a_file_that_is_too_short_is_refused(library: tuple[TensorStore, PathQueue]) -> None:
     store, queue = library
-    with pytest.raises(StorageError, match="It may be cut short"):
+    with pytest.raises(StorageError, match="It may be truncated"):
         store.adopt(queue, 3 * MiB, 78, "parameters")
 
 

@@ -1,4 +1,4 @@
-"""A raw block device as the path of a tier: opened for us alone, and only if nothing is lost."""
+"""A raw block device as the path of a tier: opened exclusively, and only if no data is lost."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _READ_ONLY = (
 
 @dataclass(frozen=True, slots=True)
 class OpenDevice:
-    """A block device that is ours until it is closed.
+    """A block device that is opened exclusively.
 
     Args:
         path: the device, with symbolic links resolved.
         fd: opened exclusively for reading and writing.
         direct: whether the page cache is bypassed.
-        begin: first byte that may be written; what lies before is left as it is.
+        begin: first byte that may be written.
         capacity: bytes from there to the end, in whole pages.
     """
 
@@ -47,7 +47,7 @@ class OpenDevice:
     capacity: int
 
     def discard(self, nbytes: int) -> None:
-        """Tell the device that the first `nbytes` are no longer needed, where it can be told."""
+        """Discard the first `nbytes` of the usable part, if the device supports it."""
         from fcntl import ioctl
 
         if nbytes:
@@ -66,16 +66,16 @@ def is_block_device(path: Path) -> bool:
 def open_device(
     path: Path, tier: str, *, overwrite: bool, direct: bool | Literal["auto"]
 ) -> OpenDevice:
-    """Open a block device for us alone, and make sure that nobody's data is on it.
+    """Open a block device exclusively, and check that there is no data on it.
 
     Args:
         path: as the config names it; links such as those in /dev/disk/by-id are followed first.
         tier: the tier's name, for messages.
-        overwrite: take it although it carries something.
+        overwrite: use it although there is data on it.
         direct: False to go through the page cache.
 
     Raises:
-        ConfigError: it is in use, read-only, not permitted, too small, or carries data.
+        ConfigError: it is in use, read-only, not permitted, too small, or has data on it.
     """
     where = f"tier {tier!r} (tiers[].path)"
     resolved = path.resolve()
@@ -84,35 +84,35 @@ def open_device(
     try:
         fd = os.open(resolved, flags)
     except OSError as error:
-        raise ConfigError(f"{where}: {_why_not(resolved, error)}") from error
+        raise ConfigError(f"{where}: {_open_error(resolved, error)}") from error
     try:
         if not stat.S_ISBLK(os.fstat(fd).st_mode):
-            raise ConfigError(f"{where}: {resolved} was a block device and is none any more.")
-        if _ask(fd, _BLKROGET):  # some are opened for writing all the same
+            raise ConfigError(f"{where}: {resolved} is no longer a block device.")
+        if _query(fd, _BLKROGET):  # some can be opened for writing nevertheless
             raise ConfigError(f"{where}: {_READ_ONLY.format(path=resolved)}")
         size = os.lseek(fd, 0, os.SEEK_END)
         capacity = (size - HEAD_BYTES) // PAGE_BYTES * PAGE_BYTES
         if capacity < PAGE_BYTES:
             raise ConfigError(
                 f"{where}: the device {resolved} has {format_size(size)}, of which the first "
-                f"{format_size(HEAD_BYTES)} are not used: nothing is left. Name a larger one."
+                f"{format_size(HEAD_BYTES)} are never used: nothing is left. Name a larger one."
             )
-        sector = _ask(fd, _BLKSSZGET)
+        sector = _query(fd, _BLKSSZGET)
         if sector > PAGE_BYTES:
             raise ConfigError(
                 f"{where}: the device {resolved} has sectors of {sector} bytes; at most "
                 f"{PAGE_BYTES} are supported. Put a file system on it and name a directory there."
             )
-        found = _look(fd, size, resolved, where)
+        found = _inspect(fd, size, resolved, where)
         if found is not None and not overwrite:
             raise ConfigError(
-                f"{where}: the device {resolved} ({format_size(size)}) carries {found}. Everything "
-                f"on it would be lost. Name another device, or, if nobody needs what is there, set "
+                f"{where}: the device {resolved} ({format_size(size)}) has {found} on it. It "
+                f"would be lost. Name another device, or, if nobody needs what is there, set "
                 f"overwrite: true for this tier or run `wipefs --all {resolved}`."
             )
         if found is not None:
             logger.warning(
-                "tier %r: %s carries %s, which is being overwritten", tier, resolved, found
+                "tier %r: %s has %s on it, which is being overwritten", tier, resolved, found
             )
     except BaseException:
         os.close(fd)
@@ -120,8 +120,8 @@ def open_device(
     return OpenDevice(resolved, fd, direct is not False, HEAD_BYTES, capacity)
 
 
-def _look(fd: int, size: int, path: Path, where: str) -> str | None:
-    """What the device carries, from its first and last megabyte."""
+def _inspect(fd: int, size: int, path: Path, where: str) -> str | None:
+    """Name what is on the device, by its first and last megabyte."""
     tail_at = max(0, (size - TAIL_BYTES) // PAGE_BYTES * PAGE_BYTES)
     try:
         return recognise(_read(fd, 0, HEAD_BYTES), _read(fd, tail_at, size - tail_at), size)
@@ -145,19 +145,19 @@ def _read(fd: int, offset: int, nbytes: int) -> bytes:
         return buffer[:done]
 
 
-def _ask(fd: int, question: int) -> int:
-    """The device's answer to an ioctl that gives an int; 0 if it does not know."""
+def _query(fd: int, request: int) -> int:
+    """Return the result of an ioctl that yields an int; 0 if the device does not support it."""
     from fcntl import ioctl
 
     try:
-        (answer,) = struct.unpack("=i", ioctl(fd, question, bytes(4)))
+        (answer,) = struct.unpack("=i", ioctl(fd, request, bytes(4)))
     except OSError:
         return 0
     return int(answer)
 
 
-def _why_not(path: Path, error: OSError) -> str:
-    """Say why a device could not be opened, and what to do."""
+def _open_error(path: Path, error: OSError) -> str:
+    """Explain why a device could not be opened, and what to do."""
     if error.errno == errno.EBUSY:
         return (
             f"the device {path} is in use: it, or a partition of it, is mounted, is swap space, "

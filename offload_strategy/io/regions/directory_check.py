@@ -1,25 +1,32 @@
-"""What a directory is worth as a tier: is it there, may we write, how much room, which kind."""
+"""Checks of the paths that a config names: is a directory usable, and do all capacities fit."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
+import stat
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from offload_strategy.config import is_memory_filesystem
 from offload_strategy.errors import ConfigError
+from offload_strategy.units import MiB, format_size
+
+#: Kept free on a file system: neither the default capacity nor growth uses it.
+RESERVE_BYTES = 64 * MiB
 
 
 @dataclass(frozen=True, slots=True)
 class DirectoryReport:
-    """What `inspect_directory` found.
+    """Result of `inspect_directory`.
 
     Args:
         path: the directory, with symbolic links resolved.
         free_bytes: bytes that the file system offers to this user.
-        in_memory: whether it lives in main memory (tmpfs, ramfs).
+        in_memory: whether it is in main memory (tmpfs, ramfs).
     """
 
     path: Path
@@ -27,14 +34,11 @@ class DirectoryReport:
     in_memory: bool
 
 
-def own_folder(path: Path) -> Path:
-    """Make a folder of this process's own in a directory that other machines use too.
-
-    Args:
-        path: the directory.
+def make_process_directory(path: Path) -> Path:
+    """Create a directory for this process in one that other machines use too.
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: it cannot be created.
     """
     rank = os.environ.get("RANK", "0")
     folder = path / f"{platform.node()}-rank{rank}-{os.getpid()}"
@@ -42,21 +46,21 @@ def own_folder(path: Path) -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)  # of an earlier process with this number
     except OSError as error:
         raise ConfigError(
-            f"tiers[].path: with shared: true each process has a folder of its own, and {folder} "
-            f"cannot be made: {error.strerror}. Check the mount and your permissions there."
+            f"tiers[].path: with shared: true each process has its own directory, and {folder} "
+            f"cannot be created: {error.strerror}. Check the mount and your permissions there."
         ) from error
     return folder
 
 
 def inspect_directory(path: Path, tier: str) -> DirectoryReport:
-    """Check that a directory can hold an ssd tier, without leaving anything in it.
+    """Check that a directory can be the path of an ssd tier, without leaving anything in it.
 
     Args:
         path: the directory that the config names.
         tier: the tier's name, for messages.
 
     Raises:
-        ConfigError: it does not exist, is not a directory, or may not be written.
+        ConfigError: it does not exist, is not a directory, or is not writable.
     """
     where = f"tier {tier!r} (tiers[].path)"
     if not hasattr(os, "pread"):
@@ -66,10 +70,10 @@ def inspect_directory(path: Path, tier: str) -> DirectoryReport:
         )
     try:
         nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
-    except OSError as error:  # a directory above it that this user may not enter, a dead mount
+    except OSError as error:  # a parent that this user may not enter, a dead mount
         raise ConfigError(
             f"{where}: the directory {str(path)!r} cannot be reached: {error.strerror}. "
-            f"Check the mount and the permissions of what lies above it, or name another."
+            f"Check the mount and the permissions of its parents, or name another."
         ) from error
     if nearest != path and path.is_relative_to("/dev"):
         raise ConfigError(
@@ -83,12 +87,12 @@ def inspect_directory(path: Path, tier: str) -> DirectoryReport:
     if not path.is_dir():
         raise ConfigError(
             f"{where}: {str(path)!r} is not a directory. Name a directory on the disk to use; "
-            f"the files in it are made, and removed, by this package."
+            f"this package creates and removes its own files there."
         )
     if hasattr(os, "statvfs") and os.statvfs(path).f_flag & os.ST_RDONLY:
         raise ConfigError(
-            f"{where}: the file system of {str(path)!r} is mounted read-only. Mount it again for "
-            f"writing (the system's log tells if an error of the disk made it so), or name another "
+            f"{where}: the file system of {str(path)!r} is mounted read-only. Remount it for "
+            f"writing (the system's log shows whether a disk error made it so), or name another "
             f"directory."
         )
     if not os.access(path, os.W_OK | os.X_OK):
@@ -102,3 +106,102 @@ def inspect_directory(path: Path, tier: str) -> DirectoryReport:
         free_bytes=shutil.disk_usage(resolved).free,
         in_memory=is_memory_filesystem(resolved),
     )
+
+
+def check_capacities(tiers: Sequence[tuple[str, Path, int | None]]) -> None:
+    """Check sums of capacities: of all tiers on one file system, for all processes.
+
+    Opening a region checks each tier alone. Several tiers may be on one file system, and every
+    process that a launcher started here (``LOCAL_WORLD_SIZE``) has its own files.
+
+    Args:
+        tiers: for each path of an ssd tier the tier's name, the path, and the bytes that it may
+            take there, or None for what is free.
+
+    Raises:
+        ConfigError: together they need more than the file system has, or two tiers name the same
+            block device.
+    """
+    on: dict[int, list[tuple[str, Path, int | None]]] = {}
+    devices: dict[int, str] = {}
+    for name, path, capacity in tiers:
+        try:
+            status = path.stat()
+        except OSError:
+            continue  # opening its region says more
+        if stat.S_ISBLK(status.st_mode):
+            if status.st_rdev in devices:
+                raise ConfigError(
+                    f"tiers {devices[status.st_rdev]!r} and {name!r} (tiers[].path) are the same "
+                    f"block device ({path.resolve()}), which can hold only one. Name a device for "
+                    f"each."
+                )
+            devices[status.st_rdev] = name
+        else:
+            on.setdefault(status.st_dev, []).append((name, path, capacity))
+    for number, here in on.items():
+        _check_file_system(number, here)
+
+
+def _check_file_system(number: int, here: list[tuple[str, Path, int | None]]) -> None:
+    asked = [
+        (name, capacity, 1 + sum(device == number for device in _devices_of_others(path)))
+        for name, path, capacity in here
+        if capacity is not None
+    ]
+    processes = max((count for _, _, count in asked), default=1)
+    if len(asked) < 2 and processes == 1:
+        return  # opening its region says more
+    wanted = sum(capacity * count for _, capacity, count in asked)
+    place = here[0][1]
+    free = shutil.disk_usage(place).free
+    usable = max(0, free - RESERVE_BYTES)
+    if wanted <= usable:
+        return
+    parts = " + ".join(
+        f"{name!r} {format_size(capacity)}" + (f" × {count} processes" if count > 1 else "")
+        for name, capacity, count in asked
+    )
+    share = usable // processes
+    advice = f"lower them to {format_size(share)} together"
+    if processes > 1:
+        advice += (
+            f" for each of the {processes} processes (LOCAL_WORLD_SIZE), or give each process its "
+            f"own disk with $LOCAL_RANK in the path"
+        )
+    raise ConfigError(
+        f"tiers[].capacity: {parts} = {format_size(wanted)}, but the file system of {place} has "
+        f"only {format_size(usable)} available ({format_size(free)} free, less a reserve of "
+        f"{format_size(RESERVE_BYTES)}). Free some space, {advice}, or name a directory on another "
+        f"disk for one of them."
+    )
+
+
+def _devices_of_others(path: Path) -> Iterator[int]:
+    """Yield the file systems of the same tier in the other processes of this machine.
+
+    If $LOCAL_RANK is part of the path, their paths follow from ours: our rank, where it appears,
+    becomes theirs. All processes share a path without our rank.
+    """
+    rank = os.environ.get("LOCAL_RANK", "")
+    try:
+        size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        own = int(rank or "0")
+    except ValueError:
+        return
+    ours, text = path.stat().st_dev, str(path)
+    found = [match.span() for match in re.finditer(rf"(?<!\d){own}(?!\d)", text)]
+    for other in range(size):
+        if other != own:
+            # Any of the numbers may be the rank, or all of them.
+            names = [text[:begin] + str(other) + text[end:] for begin, end in found]
+            names.append(re.sub(rf"(?<!\d){own}(?!\d)", str(other), text))
+            devices = (_device_of(name, ours) for name in names if rank)
+            yield next((device for device in devices if device != ours), ours)
+
+
+def _device_of(path: str, otherwise: int) -> int:
+    try:
+        return os.stat(path).st_dev
+    except OSError:
+        return otherwise

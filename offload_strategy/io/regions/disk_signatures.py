@@ -1,4 +1,4 @@
-"""What a block device carries, told from its first and last bytes, as `wipefs` tells it."""
+"""Recognise what is on a block device by its first and last bytes, as `wipefs` does."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 from offload_strategy.units import KiB, MiB
 
-#: Bytes at the start of a device that are looked at, and never written.
+#: Bytes at the start of a device that are inspected, and never written.
 HEAD_BYTES = 1 * MiB
-#: Bytes at its end that are looked at.
+#: Bytes at its end that are inspected.
 TAIL_BYTES = 1 * MiB
 
-_MD = b"\xfc\x4e\x2b\xa9"  # little-endian, as on everything that trains
+_MD = b"\xfc\x4e\x2b\xa9"  # little-endian
 
-#: (name, offset from the start, magic bytes), the more specific first. A boot sector, for one, is
-#: also found in front of NTFS and FAT.
+#: (name, offset from the start, magic bytes), the more specific first: NTFS and FAT, for example,
+#: begin with a boot sector, too.
 _AT_START: tuple[tuple[str, int, bytes], ...] = (
     ("an ext2, ext3 or ext4 file system", 0x438, b"\x53\xef"),
     ("an XFS file system", 0, b"XFSB"),
@@ -66,13 +66,13 @@ _AT_END: tuple[tuple[str, Callable[[int], int], bytes], ...] = (
     ("a member of a DDF RAID", lambda size: size - 512, b"\xde\x11\xde\x11"),
 )
 
-#: ZFS keeps a label of 256 KiB twice at either end; its second half is a ring of uberblocks.
+#: ZFS has a label of 256 KiB twice at either end; its second half is a ring of uberblocks.
 _ZFS_LABEL_BYTES = 256 * KiB
 _ZFS_MAGICS = (struct.pack("<Q", 0x00BAB10C), struct.pack(">Q", 0x00BAB10C))
 
 
 def recognise(head: bytes, tail: bytes, size: int) -> str | None:
-    """Name what a device carries.
+    """Name what is on a device.
 
     Args:
         head: its first bytes, up to `HEAD_BYTES`.
@@ -80,8 +80,8 @@ def recognise(head: bytes, tail: bytes, size: int) -> str | None:
         size: bytes of the device.
 
     Returns:
-        For instance "an XFS file system"; "data of an unknown kind" if nothing is known of it but
-        its head is not all zeros; None if it looks empty.
+        For instance "an XFS file system"; "data of an unknown kind" if the head is not recognised
+        but not all zeros; None if the device looks empty.
     """
     for name, offset, magic in _AT_START:
         if head[offset : offset + len(magic)] == magic:

@@ -1,4 +1,4 @@
-"""Page-aligned extents out of one region, with neighbours joined again when freed."""
+"""The allocator of a region: page-aligned extents, merged with adjacent free ones when freed."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ from typing import NamedTuple
 
 from offload_strategy.units import PAGE_BYTES, MiB, round_up
 
-#: From this size on the lowest address counts, below it the best fit.
+#: Extents of at least this size take the lowest address, smaller ones the best fit.
 LARGE_BYTES = 8 * MiB
-#: So many of the lowest large holes are tried before the best fit is taken there as well.
+#: After this many of the lowest large holes, a large extent takes the best fit, too.
 _HOLES_TRIED = 32
-#: Each doubling of the size has this many classes of holes (as a power of two).
+#: Each doubling of the size has two to this power classes of holes.
 _CLASS_BITS = 3
 
 
 class Extent(NamedTuple):
-    """A page-aligned range of a space: `offset` and `nbytes` are multiples of the page size."""
+    """A page-aligned range of a region: `offset` and `nbytes` are multiples of the page size."""
 
     offset: int
     nbytes: int
 
 
 class ExtentAllocator:
-    """Holes by size class and by address; not thread-safe (the space locks).
+    """Best fit for small extents, first fit for large ones; not thread-safe.
 
-    Small extents take the smallest hole that holds them, the lowest of those: they fill the gaps
-    that others left and never break up a large one. Large extents take a low address, so that the
-    tickets of a step, written one after the other, lie one after the other. A step's tickets, which
-    are written and freed in the same pattern every time, land in the same places again.
+    Small extents take the smallest hole that is large enough, and the lowest of those: they fill
+    gaps and never split a large hole. Large extents take a low address, so that the tickets of a
+    step, which are written one after the other, are adjacent. Steps that write and free in the same
+    pattern get the same extents again.
 
-    The holes of a class are a sorted list: finding one is a binary search, whatever their number.
-    The bookkeeping is one entry for each extent that is out and at most one hole before each.
+    The holes of a size class are a sorted list: finding one is a binary search. There is one entry
+    for each allocated extent and at most one hole before each.
 
     Args:
-        capacity: bytes that may be handed out in total; rounded down to the page.
+        capacity: bytes that may be allocated in total; rounded down to the page.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity // PAGE_BYTES * PAGE_BYTES
         self.used_bytes = 0
-        #: End of the highest extent that was ever handed out and not given back.
+        #: End of the highest allocated extent.
         self.high_water = 0
-        self._out: dict[int, int] = {}  # start -> size of what is handed out
+        self._allocated: dict[int, int] = {}  # start -> size
         self._holes: dict[int, int] = {}  # start -> size
         self._ends: dict[int, int] = {}  # end -> start, of the holes
         self._by_class: dict[int, list[tuple[int, int]]] = {}  # class -> sorted (size, start)
@@ -52,11 +52,11 @@ class ExtentAllocator:
 
     @property
     def free_ranges(self) -> int:
-        """How many separate free ranges lie below the high-water mark (its bookkeeping)."""
+        """How many separate free ranges are below the high-water mark."""
         return len(self._holes)
 
     def allocate(self, nbytes: int) -> Extent | None:
-        """Hand out an extent of at least `nbytes`, or None when no range is large enough."""
+        """Allocate an extent of at least `nbytes`, or None when no range is large enough."""
         size = max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES))
         start = self._find(size)
         if start is not None:
@@ -70,14 +70,14 @@ class ExtentAllocator:
         else:
             return None
         self.used_bytes += size
-        self._out[start] = size
+        self._allocated[start] = size
         return Extent(start, size)
 
     def free(self, extent: Extent) -> None:
-        """Take an extent back and join it with free neighbours."""
+        """Free an extent and merge it with adjacent free ranges."""
         start, size = extent
-        assert self._out.get(start) == size, "freed twice"
-        del self._out[start]
+        assert self._allocated.get(start) == size, "freed twice"
+        del self._allocated[start]
         self.used_bytes -= size
         end = start + size
         if end in self._holes:
@@ -94,7 +94,7 @@ class ExtentAllocator:
             self._add(start, end - start)
 
     def _find(self, size: int) -> int | None:
-        """The start of the hole to use."""
+        """Return the start of the hole to use."""
         if size >= LARGE_BYTES:
             for start in islice(self._large, _HOLES_TRIED):
                 if self._holes[start] >= size:
@@ -134,7 +134,7 @@ class ExtentAllocator:
 
 
 def _class_of(size: int) -> int:
-    """A number that grows with the size: its highest bits, and how many follow."""
+    """Number the class of a size: its highest bits and how many bits follow."""
     pages = size // PAGE_BYTES
     shift = max(0, pages.bit_length() - 1 - _CLASS_BITS)
     return (shift << _CLASS_BITS) + (pages >> shift)

@@ -1,6 +1,6 @@
-"""One region per path, and the extents handed out of it.
+"""What a path queue reads and writes: the region of a tier, or an external file that is only read.
 
-The region is an unlinked, owner-only, preallocated file, or a raw block device.
+A region is an unlinked, owner-only, preallocated file, or a raw block device.
 """
 
 from __future__ import annotations
@@ -14,34 +14,32 @@ from typing import Literal
 
 from offload_strategy.errors import ConfigError, StorageError, TierFullError
 from offload_strategy.io.regions.block_devices import OpenDevice, is_block_device, open_device
-from offload_strategy.io.regions.directory_check import inspect_directory
+from offload_strategy.io.regions.directory_check import RESERVE_BYTES, inspect_directory
 from offload_strategy.io.regions.extents import Extent, ExtentAllocator
-from offload_strategy.io.regions.unnamed_files import create_unnamed, grow, takes_direct_io
+from offload_strategy.io.regions.unnamed_files import create_unnamed, grow, supports_direct_io
 from offload_strategy.telemetry import get_logger
-from offload_strategy.units import PAGE_BYTES, GiB, MiB, format_size, round_up
+from offload_strategy.units import PAGE_BYTES, GiB, format_size, round_up
 
 logger = get_logger(__name__)
 
 #: The file grows in steps of this size: few metadata operations, large contiguous ranges.
 GROWTH_BYTES = 1 * GiB
-#: Left to others on the file system when no capacity is configured, and never taken by growth.
-RESERVE_BYTES = 64 * MiB
 
 
 class Region:
-    """The region of one ssd tier: a file without a name, so nothing outlives the process.
+    """The bytes of one path of an ssd tier: an unnamed file, so nothing outlives the process.
 
     The file is opened with ``O_TMPFILE`` where the file system offers it; elsewhere it is created
-    exclusively, mode 0600, and unlinked at once. Either way `kill -9` leaves nothing behind. A
-    block device is opened exclusively, its first megabyte is never written, and what was used is
+    exclusively with mode 0600 and unlinked at once. Either way `kill -9` leaves nothing behind. A
+    block device is opened exclusively, its first megabyte is never written, and the used part is
     discarded at the end; after `kill -9` the bytes stay on it until they are overwritten.
 
     Args:
         path: the directory where the file lives, or a block device.
         tier: the tier's name, for messages.
         capacity: bytes at most, or None for what the file system has free or the device has.
-        direct: True, False, or ``"auto"`` (direct I/O where the file system takes it).
-        overwrite: take a block device although it carries a file system or other data.
+        direct: True, False, or ``"auto"`` (direct I/O where the file system supports it).
+        overwrite: use a block device although it has a file system or other data.
 
     Raises:
         ConfigError: the path is unusable, has too little room for `capacity`, or refuses direct
@@ -62,10 +60,10 @@ class Region:
         self.fd: int
         self.direct: bool
         self.capacity: int
-        #: Why the file system itself gave no more, when it last was asked and did not.
+        #: Why the file system had no room for the last allocation, if that was the reason.
         self.shortage: str | None = None
         self._device: OpenDevice | None = None
-        self._begin = 0  # what lies before is not ours
+        self._begin = 0  # of the device; what is before it is never written
         self._used_end = 0
         if is_block_device(path):
             self._open_device(path, capacity, direct, overwrite=overwrite)
@@ -73,7 +71,7 @@ class Region:
             if overwrite:
                 raise ConfigError(
                     f"tier {tier!r}: overwrite: true is for block devices, and {str(path)!r} is "
-                    f"none. Leave it out: files in a directory never replace others."
+                    f"not one. Leave it out: files in a directory never replace others."
                 )
             self._open_file(path, capacity, direct)
         self._extents = ExtentAllocator(self.capacity)
@@ -83,10 +81,10 @@ class Region:
 
     # ------------------------------------------------------------------ extents
     def allocate(self, nbytes: int) -> Extent | None:
-        """Hand out an extent for `nbytes`; None when the capacity or the disk is used up."""
+        """Allocate an extent for `nbytes`; None when the capacity or the disk is full."""
         with self._lock:
             if self.fd < 0:
-                raise StorageError(f"tier {self.tier!r}: the space at {self.path} is closed")
+                raise StorageError(f"tier {self.tier!r}: the region at {self.path} is closed")
             self.shortage = None
             extent = self._extents.allocate(nbytes)
             if extent is None:
@@ -105,34 +103,34 @@ class Region:
             return Extent(self._begin + extent.offset, extent.nbytes)
 
     def free(self, extent: Extent) -> None:
-        """Take an extent back."""
+        """Free an extent."""
         with self._lock:
             self._extents.free(Extent(extent.offset - self._begin, extent.nbytes))
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in extents that are handed out."""
+        """Bytes in allocated extents."""
         return self._extents.used_bytes
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that could still be handed out (fragmentation aside)."""
+        """Bytes that could still be allocated (fragmentation aside)."""
         return self._extents.capacity - self._extents.used_bytes
 
     def close(self) -> None:
-        """Close the file; its space returns to the file system or the device. Idempotent."""
+        """Close the file, which frees its blocks, or discard the device. Idempotent."""
         with self._lock:
             fd, self.fd = self.fd, -1
         if fd < 0:
             return
         try:
-            # Not in a forked child, which closes its copy while its parent uses the device.
+            # Not in a forked child, which closes its copy while the parent uses the device.
             if self._device is not None and os.getpid() == self._pid:
                 self._device.discard(self._used_end)
         finally:
             os.close(fd)
 
-    # ------------------------------------------------------------------ the region
+    # ------------------------------------------------------------------ opening
     def _open_device(
         self,
         path: Path,
@@ -146,7 +144,7 @@ class Region:
             os.close(device.fd)
             raise ConfigError(
                 f"tier {self.tier!r}: capacity is {format_size(capacity)}, but the device "
-                f"{device.path} has only {format_size(device.capacity)} to give. Lower the "
+                f"{device.path} has only {format_size(device.capacity)} available. Lower the "
                 f"capacity, or name another device."
             )
         self._device = device
@@ -164,20 +162,20 @@ class Region:
         if capacity is not None and capacity > usable:
             raise ConfigError(
                 f"tier {tier!r}: capacity is {format_size(capacity)}, but {self.path} has only "
-                f"{format_size(usable)} to give ({format_size(report.free_bytes)} free, less "
-                f"{format_size(RESERVE_BYTES)} kept back). Lower the capacity, free some space, or "
-                f"name another directory."
+                f"{format_size(usable)} available ({format_size(report.free_bytes)} free, less a "
+                f"reserve of {format_size(RESERVE_BYTES)}). Lower the capacity, free some "
+                f"space, or name another directory."
             )
         if usable < PAGE_BYTES:
             raise ConfigError(
                 f"tier {tier!r}: {self.path} has too little free space "
-                f"({format_size(report.free_bytes)}): {format_size(RESERVE_BYTES)} are kept back "
+                f"({format_size(report.free_bytes)}): {format_size(RESERVE_BYTES)} are reserved "
                 f"for others. Free some, or name another directory."
             )
         if report.in_memory:
             logger.warning(
-                "tier %r: %s is a file system in main memory: what is written there still fills "
-                "the host's memory. Name a directory on a disk.",
+                "tier %r: %s is a file system in main memory: what is written there still uses "
+                "host memory. Name a directory on a disk.",
                 tier,
                 self.path,
             )
@@ -190,7 +188,7 @@ class Region:
             with contextlib.suppress(OSError):
                 fd = create_unnamed(self.path, direct_flag)
                 try:
-                    if takes_direct_io(fd):
+                    if supports_direct_io(fd):
                         return fd, True
                 except OSError as error:
                     os.close(fd)
@@ -207,8 +205,8 @@ class Region:
             )
         if direct == "auto":
             logger.warning(
-                "tier %r: %s does not take direct I/O; using buffered I/O, which also fills the "
-                "page cache.",
+                "tier %r: %s does not support direct I/O; using buffered I/O, which also fills "
+                "the page cache.",
                 self.tier,
                 self.path,
             )
@@ -221,7 +219,7 @@ class Region:
             ) from error
 
     def _reserve(self, end: int) -> None:
-        """Make sure that the file reaches to `end`, in large steps, within what is free."""
+        """Grow the file to at least `end`, in large steps, within what is free."""
         if end <= self._reserved:
             return
         stats = os.fstatvfs(self.fd)
@@ -229,8 +227,8 @@ class Region:
         missing = end - self._reserved
         if missing > free:
             raise TierFullError(
-                f"{self.path} has {format_size(free)} left to give ({format_size(RESERVE_BYTES)} "
-                f"are kept back), {format_size(missing)} more are needed"
+                f"{self.path} has {format_size(free)} available (besides a reserve of "
+                f"{format_size(RESERVE_BYTES)}), {format_size(missing)} more are needed"
             )
         step = min(round_up(missing, GROWTH_BYTES), free // PAGE_BYTES * PAGE_BYTES)
         target = max(end, min(self._reserved + step, round_up(self.capacity, PAGE_BYTES)))
@@ -242,6 +240,73 @@ class Region:
             raise StorageError(
                 f"tier {self.tier!r}: cannot grow the file in {self.path} to "
                 f"{format_size(target)}: {error.strerror}. Check the disk and the system's log; "
-                f"training cannot go on with this path."
+                f"training cannot continue with this path."
             ) from error
         self._reserved = target
+
+
+class ExternalFile:
+    """An existing file, for instance a shard of a checkpoint, whose ranges are read as extents.
+
+    Args:
+        path: a regular file. It must not change while ranges of it are in use.
+        tier: name under which reads are recorded.
+        direct: bypass the page cache where the file system supports it.
+
+    Raises:
+        ConfigError: it cannot be opened.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], tier: str, *, direct: bool = True) -> None:
+        self.path = Path(path)
+        self.tier = tier
+        self.direct = False
+        self.fd = -1
+        flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
+        try:
+            if direct and hasattr(os, "O_DIRECT"):
+                with contextlib.suppress(OSError):
+                    self.fd = os.open(self.path, flags | os.O_DIRECT)
+                    self.direct = True
+            if self.fd < 0:
+                self.fd = os.open(self.path, flags)
+        except OSError as error:
+            raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from error
+        self._status = os.fstat(self.fd)
+        self.nbytes = self._status.st_size
+
+    def cover(self, offset: int, nbytes: int) -> tuple[Extent, int]:
+        """Return the page-aligned extent around a range, and the range's begin within it.
+
+        Raises:
+            StorageError: the range is not inside the file.
+        """
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise StorageError(
+                f"{self.path}: bytes {offset} to {offset + nbytes} were requested, but the file "
+                f"has {format_size(self.nbytes)}. It may be truncated; fetch it again."
+            )
+        start = offset // PAGE_BYTES * PAGE_BYTES
+        return Extent(start, round_up(offset + nbytes - start, PAGE_BYTES)), offset - start
+
+    def check_unchanged(self) -> None:
+        """Check that the file was not written to; it may have been renamed or unlinked.
+
+        Raises:
+            StorageError: it was written to.
+        """
+        now = os.fstat(self.fd)
+        if (now.st_size, now.st_mtime_ns) != (self._status.st_size, self._status.st_mtime_ns):
+            raise StorageError(
+                f"{self.path} was written to while weights were still read from it. Load a "
+                f"checkpoint without adopt=True if its files may change."
+            )
+
+    def free(self, extent: Extent) -> None:
+        """Do nothing: the bytes belong to the file's owner."""
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)

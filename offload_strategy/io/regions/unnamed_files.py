@@ -1,4 +1,4 @@
-"""Files of ours on a disk: made without a name, grown in place, written past the page cache."""
+"""Unnamed files: created, preallocated and, where possible, accessed with direct I/O."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ try:
 except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
-#: Where direct I/O cannot be had, so many bytes are written to the page cache before they are
-#: waited for.
+#: Without direct I/O, a `PageFile` waits for the write-out after this many bytes.
 _DIRTY_BYTES = 32 * MiB
 
 
 def create_unnamed(directory: Path, extra_flags: int = 0) -> int:
-    """Make an owner-only file that ends with its last descriptor, `kill -9` included.
+    """Create an owner-only file that vanishes with its last descriptor, also after `kill -9`.
 
     Args:
         directory: on the file system to use.
-        extra_flags: for `os.open`, on top of those for reading and writing.
+        extra_flags: for `os.open`, besides those for reading and writing.
 
     Returns:
         A descriptor.
 
     Raises:
-        OSError: the file cannot be made there.
+        OSError: the file cannot be created there.
     """
     flags = os.O_RDWR | extra_flags | getattr(os, "O_CLOEXEC", 0)
     unnamed = getattr(os, "O_TMPFILE", 0)
@@ -41,7 +40,7 @@ def create_unnamed(directory: Path, extra_flags: int = 0) -> int:
         try:
             return os.open(directory, flags | unnamed | getattr(os, "O_EXCL", 0), 0o600)
         except OSError as error:
-            # File systems without unnamed files answer in one of these three ways.
+            # Errors of file systems that do not support unnamed files.
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
                 raise
     name = directory / f".ssd-offload-{os.getpid()}-{secrets.token_hex(8)}"
@@ -51,11 +50,11 @@ def create_unnamed(directory: Path, extra_flags: int = 0) -> int:
     return fd
 
 
-def takes_direct_io(fd: int) -> bool:
-    """Whether a page really goes out and comes back (some file systems only accept the flag).
+def supports_direct_io(fd: int) -> bool:
+    """Whether a page can be written and read (some file systems accept the flag but fail later).
 
     Args:
-        fd: of a file that is opened for direct I/O and is empty, as it is afterwards.
+        fd: of an empty file that is opened for direct I/O; it is empty afterwards, too.
 
     Raises:
         OSError: the disk fails.
@@ -76,7 +75,7 @@ def takes_direct_io(fd: int) -> bool:
 
 
 def switch_to_direct_io(fd: int) -> None:
-    """Go on with direct I/O on an empty file, if its file system takes it.
+    """Switch an empty file to direct I/O if its file system supports it.
 
     Raises:
         OSError: the disk fails.
@@ -89,18 +88,13 @@ def switch_to_direct_io(fd: int) -> None:
         fcntl(fd, F_SETFL, flags | direct)
     except OSError:
         return
-    if not takes_direct_io(fd):
+    if not supports_direct_io(fd):
         fcntl(fd, F_SETFL, flags)
         os.ftruncate(fd, 0)
 
 
 def grow(fd: int, begin: int, end: int) -> None:
-    """Make a file reach to `end`, with room on the disk where the file system can promise it.
-
-    Args:
-        fd: of the file.
-        begin: where the file ends now.
-        end: where it shall end.
+    """Grow a file from `begin` to `end` bytes, preallocated where the file system supports it.
 
     Raises:
         OSError: ENOSPC when the disk is full, others when it fails.
@@ -116,13 +110,13 @@ def grow(fd: int, begin: int, end: int) -> None:
 
 
 class PageFile:
-    """Moves whole pages of one file, and leaves at most 32 MiB of them in the page cache.
+    """Reads and writes whole pages of a file, with at most 32 MiB of them in the page cache.
 
-    The memory that a checkpoint takes while it is written would else be that of the whole: in a
-    memory cgroup written pages count until they are on the disk.
+    In a memory cgroup, written pages count until they are on the disk: writing a checkpoint would
+    otherwise take as much memory as the checkpoint has bytes.
 
     Args:
-        fd: of the file; stays the caller's.
+        fd: of the file; the caller closes it.
     """
 
     def __init__(self, fd: int) -> None:
@@ -134,8 +128,7 @@ class PageFile:
         """Write every byte.
 
         Args:
-            view: page-aligned memory, whole pages; the last one may be cut short only where direct
-                I/O is not used.
+            view: page-aligned memory, whole pages; the last may be partial without direct I/O.
             offset: in the file, page-aligned.
 
         Raises:
@@ -155,7 +148,7 @@ class PageFile:
         read_all(self._fd, view, offset, len(view))
 
     def drain(self) -> None:
-        """Wait until what was written is on the disk, and take it out of the page cache.
+        """Wait until what was written is on the disk, and drop it from the page cache.
 
         Raises:
             OSError: it could not be written.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from offload_strategy.errors import ConfigError
-from offload_strategy.io.regions.capacity import check_capacities
+from offload_strategy.io.regions.directory_check import check_capacities
 from offload_strategy.units import GiB, MiB, format_size
 from tests.io.loop_devices import loop_device, mounted, need, run
 
@@ -64,7 +64,7 @@ def test_tiers_on_one_disk_that_do_not_fit_together_are_named_with_the_sums(disk
     assert f"'a' {format_size(part)} + 'b' {format_size(part)} = {format_size(2 * part)}" in message
     assert "'c'" not in message
     assert str(disks.first) in message
-    assert f"only {format_size(disks.usable)} to give" in message
+    assert f"only {format_size(disks.usable)} available" in message
     assert f"lower them to {format_size(disks.usable)} together" in message
 
 
