@@ -338,7 +338,7 @@ def test_a_run_that_wears_its_drives_is_told_once(
         while written < 2e6:
             train(engine, net, optimizer)
             written = engine.metrics()["offload/endurance/written_bytes"]
-        engine._metrics.warn_of_wear()
+        engine._metrics.warn_about_endurance()
         assert engine.metrics()["offload/endurance/written_bytes_per_day"] > written
     told = [record.message for record in caplog.records if "rated for" in record.message]
     assert len(told) == 1
