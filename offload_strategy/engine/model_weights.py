@@ -20,8 +20,7 @@ from offload_strategy.plan_runtime.weight_schedule import StepPlan, Turn, step_p
 from offload_strategy.telemetry import get_logger
 from offload_strategy.units import format_size
 from offload_strategy.weights.checkpoint_loading import LoadedWeights, Loader
-from offload_strategy.weights.safetensors_index import read_index
-from offload_strategy.weights.safetensors_saving import named_tensors, save_shards
+from offload_strategy.weights.safetensors_files import named_tensors, read_index, save_shards
 from offload_strategy.weights.weight_stream import WeightStream
 
 logger = get_logger(__name__)
@@ -70,8 +69,8 @@ class ModelWeights:
             ConfigError: the tiers are too small, or a parameter cannot be initialized.
         """
         if self.stream is not None:
-            self._check_room("attach", self.stream.bytes_to_come(model))
-            self.stream.fill(model, device)
+            self._check_room("attach", self.stream.bytes_to_stream(model))
+            self.stream.materialize_meta(model, device)
         elif any(p.is_meta for p in model.parameters()):
             raise ConfigError(
                 f"attach: parameters of this {type(model).__name__} are on the meta device. Load "
@@ -114,7 +113,7 @@ class ModelWeights:
             moving: Iterable[nn.Parameter] = model.parameters()
             if adopt:
                 moving = (parameter for parameter in moving if parameter.requires_grad)
-            self._check_room("load_weights", self.stream.bytes_to_be_placed(moving))
+            self._check_room("load_weights", self.stream.unplaced_bytes(moving))
         loader = Loader(
             self._resources.store,
             self.stream,
@@ -141,7 +140,7 @@ class ModelWeights:
         if self.stream is None:
             raise ConfigError("plan: no weights are streamed. Set parameters.enabled: true.")
         turns = []
-        for block, backward in self.stream.turns():
+        for block, backward in self.stream.schedule():
             states = int(block.trained * states_share)
             turns.append(Turn(block.name, backward, block.nbytes, block.trained, states))
         return step_plan(
@@ -151,7 +150,7 @@ class ModelWeights:
     def blocks(self) -> list[int]:
         """Return the bytes of each block, in the order in which they compute."""
         assert self.stream is not None
-        return [block.nbytes for block, backward in self.stream.turns() if not backward]
+        return [block.nbytes for block, backward in self.stream.schedule() if not backward]
 
     def process_bytes(self) -> int:
         """Return the host memory of the process without buffers, while nothing moves."""
@@ -166,7 +165,7 @@ class ModelWeights:
         stream = self.stream
         if stream is None:
             return
-        missing, free = stream.nbytes_away(), available_bytes()
+        missing, free = stream.offloaded_bytes(), available_bytes()
         fits = missing < _RESTORED_SHARE * free
         if not fits:
             logger.warning(

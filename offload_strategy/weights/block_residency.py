@@ -1,10 +1,10 @@
-"""Turns: who needs which weights now, and what autograd keeps of them.
+"""Block residency: when the weights of a block must be in memory, and what autograd saves of them.
 
-[Note: who has its turn]
-A block's turn is its forward (again inside backward, where it is recomputed) and every update of
-its weights. What autograd saves of a weight is where it lies in it, so backward finds the bytes
-wherever they are by then. Between turns the weights stay while no other block needs the room: of
-the blocks in memory the one that is expected last goes first.
+[Note: block residency]
+A block's weights are acquired during its forward (again inside backward, where it is recomputed)
+and during every update. Autograd saves only the position of a tensor within its weight, so backward
+finds the bytes wherever they are by then. Released weights stay in memory until another block needs
+the room; of the resident blocks the one that is expected last is offloaded first.
 """
 
 from __future__ import annotations
@@ -16,78 +16,75 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from offload_strategy.torch_support.grad_mode import keeps_grad_mode
-from offload_strategy.weights.block_hooks import Attached
-from offload_strategy.weights.block_order import StreamedBlock
-from offload_strategy.weights.neutral_context import undisturbed
-from offload_strategy.weights.resident_weights import Residents
-from offload_strategy.weights.saved_weight import SavedWeight
-from offload_strategy.weights.streamed_weight import StreamedWeight
+from offload_strategy.torch_support.grad_mode import default_modes, keeps_grad_mode
+from offload_strategy.weights.resident_weights import ResidentWeights
+from offload_strategy.weights.streamed_block import AttachedModel, StreamedBlock
+from offload_strategy.weights.streamed_weight import SavedWeight, StreamedWeight
 
 
-class WeightTurns:
-    """Brings weights when their turn comes, and lets them go after it.
+class BlockResidency:
+    """Loads the weights of a block before it computes, and releases them afterwards.
 
     Args:
-        blocks_in_flight: in memory at a time, or on their way there.
+        blocks_in_flight: maximum number of blocks in memory or being loaded.
     """
 
     def __init__(self, blocks_in_flight: int) -> None:
-        self._residents = Residents(blocks_in_flight)
+        self._residents = ResidentWeights(blocks_in_flight)
         self._lock = threading.RLock()
         self._open = _Open()
         self._weights: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._homes: dict[StreamedWeight, list[StreamedBlock]] = {}
-        #: Puts hooks in force with which autograd finds weights; says whether there are some.
+        self._blocks_of: dict[StreamedWeight, list[StreamedBlock]] = {}
+        #: Context with the saved-tensor hooks that recognize weights; yields whether it has any.
         self.saving: Callable[[], AbstractContextManager[bool]] = without_hooks
-        #: Weights that were touched out of turn.
-        self.touches = 0
+        #: Number of accesses to weights outside their blocks.
+        self.accesses = 0
 
     @keeps_grad_mode
-    def begin(self, block: StreamedBlock) -> None:
-        """A block computes: its weights must be here."""
-        with self._lock, undisturbed():
-            self._residents.needed(block, backward=_in_backward())
-            self._residents.bring(block)
+    def enter_block(self, block: StreamedBlock) -> None:
+        """Load and acquire the weights of a block that is about to compute."""
+        with self._lock, default_modes():
+            self._residents.mark_needed(block, backward=_in_backward())
+            self._residents.load(block)
             begun = []
             try:
                 for weight in block.weights:
-                    weight.begin_turn()
+                    weight.acquire()
                     begun.append(weight)
             except BaseException:
                 for weight in begun:
-                    weight.end_turn()
+                    weight.release()
                 raise
             self._open.blocks.append((block, ExitStack()))
-            self._residents.fetch_ahead()
+            self._residents.prefetch_next()
         if torch.is_grad_enabled():
             found_again = self._open.blocks[-1][1].enter_context(self.saving())
             if not found_again:
                 for weight in block.weights:
-                    weight.bind()
+                    weight.pin()
 
     @keeps_grad_mode
-    def end(self, block: StreamedBlock) -> None:
-        """A block has computed, or raised; also when it never began."""
+    def exit_block(self, block: StreamedBlock) -> None:
+        """Release the weights of a block that computed or raised; a no-op if it was not entered."""
         open_blocks = self._open.blocks
         places = [place for place, (known, _) in enumerate(open_blocks) if known is block]
         if not places:
             return
         open_blocks.pop(places[-1])[1].close()
-        with self._lock, undisturbed():
+        with self._lock, default_modes():
             for weight in block.weights:
-                weight.end_turn()
-            if not self._residents.order.needed_again:
-                self._residents.send(block)
+                weight.release()
+            if not self._residents.order.is_needed_again:
+                self._residents.offload(block)
 
     @contextmanager
     def held(self, parameters: Iterable[torch.Tensor], *, changes: bool) -> Iterator[None]:
-        """The weights among some parameters are here.
+        """Keep the streamed weights among some parameters in memory within the context.
 
         Args:
-            parameters: also such that are not streamed.
-            changes: whether their bytes are changed within; version counters do not tell, as fused
-                kernels leave them alone.
+            parameters: parameters, streamed or not.
+            changes: whether the caller changes their values; version counters do not show it,
+                because fused kernels do not increment them.
         """
         weights = [weight for p in parameters if (weight := self._weights.get(p)) is not None]
         if not weights:
@@ -96,57 +93,57 @@ class WeightTurns:
         with self._lock:
             begun = []
             try:
-                with undisturbed():
+                with default_modes():
                     for weight in weights:
-                        for block in self._homes.get(weight, ())[:1]:
+                        for block in self._blocks_of.get(weight, ())[:1]:
                             self._residents.add(block)
-                        weight.begin_turn()
+                        weight.acquire()
                         begun.append(weight)
                         if changes:
-                            weight.note_change()
+                            weight.mark_changed()
                 yield
             finally:
-                with undisturbed():
+                with default_modes():
                     for weight in begun:
-                        weight.end_turn()
+                        weight.release()
                     self._residents.make_room()
 
     def ahead(self, parameters: Iterable[torch.Tensor]) -> None:
-        """The weights among some parameters will be held soon."""
+        """Prefetch the streamed weights among some parameters."""
         if self._weights:
             for parameter in parameters:
                 weight = self._weights.get(parameter)
                 if weight is not None:
-                    weight.fetch()
+                    weight.prefetch()
 
     @keeps_grad_mode
     def start_over(self) -> None:
-        """A step has ended, or a new pass begins: autograd saved nothing that is still needed."""
-        self._break_off(self._open.blocks)
-        with self._lock, undisturbed():
+        """End a step: nothing that autograd saved is needed any more."""
+        self._exit_blocks(self._open.blocks)
+        with self._lock, default_modes():
             self._residents.order.step_ended()
             for weight in list(self._weights.values()):
-                weight.bound = False
-            self._residents.send_strays()
+                weight.pinned = False
+            self._residents.offload_accessed()
             self._residents.make_room()
 
-    def begin_model(self, attached: Attached) -> None:
-        """A model is called, and no other call of it is under way on this thread."""
-        self._break_off([entry for entry in self._open.blocks if entry[0] in attached.blocks])
+    def enter_model(self, attached: AttachedModel) -> None:
+        """Note the outermost call of a model on this thread."""
+        self._exit_blocks([entry for entry in self._open.blocks if entry[0] in attached.blocks])
 
-    def _break_off(self, entries: list[tuple[StreamedBlock, ExitStack]]) -> None:
-        """End turns of a pass that Ctrl-C broke off: no hook came after it."""
+    def _exit_blocks(self, entries: list[tuple[StreamedBlock, ExitStack]]) -> None:
+        """Exit blocks of a pass that Ctrl-C interrupted before their forward hooks ran."""
         for block, _ in reversed(list(entries)):
-            self.end(block)
+            self.exit_block(block)
 
     @property
     def has_seen_a_step(self) -> bool:
-        """Whether the order of a step is known."""
+        """Whether the block order of a whole step is known."""
         return bool(self._residents.order.last_step)
 
     @contextmanager
     def read(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The values of any tensor, streamed or not, to be read within."""
+        """Yield the values of a tensor, streamed or not, for reading."""
         weight = self._weights.get(tensor)
         if weight is None:
             yield tensor.detach()
@@ -156,35 +153,35 @@ class WeightTurns:
 
     # ------------------------------------------------------------------ autograd
     def save(self, tensor: torch.Tensor) -> SavedWeight | None:
-        """What stands for a saved tensor, if it is a streamed weight or a view of one."""
+        """Return the handle autograd keeps for a streamed weight or a view of one, else None."""
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
             return None
-        weight = self._residents.whose(int(storage._cdata))
+        weight = self._residents.weight_in(int(storage._cdata))
         if weight is None or tensor.dtype != weight.form.dtype or not weight.covers(tensor):
-            return None  # another view of the bytes: while that lives they stay
-        with undisturbed():
-            return SavedWeight(tensor, weight, self._needed)
+            return None  # a view with another dtype or range keeps the storage alive
+        with default_modes():
+            return SavedWeight(tensor, weight, self._load_for_backward)
 
-    def _needed(self, weight: StreamedWeight) -> torch.Tensor:
-        with self._lock, undisturbed():
-            for block in self._homes.get(weight, ())[:1]:
-                self._residents.needed(block, backward=_in_backward())
-                if not weight.here:
-                    self._residents.bring(block, only=weight)
-                self._residents.fetch_ahead()
-            weight.bring()
+    def _load_for_backward(self, weight: StreamedWeight) -> torch.Tensor:
+        with self._lock, default_modes():
+            for block in self._blocks_of.get(weight, ())[:1]:
+                self._residents.mark_needed(block, backward=_in_backward())
+                if not weight.is_resident:
+                    self._residents.load(block, only=weight)
+                self._residents.prefetch_next()
+            weight.load()
             return weight.values()
 
-    def _touched(self, weight: StreamedWeight) -> None:
-        self.touches += 1
+    def _on_access(self, weight: StreamedWeight) -> None:
+        self.accesses += 1
         with self._lock:
-            self._residents.stray(weight)
+            self._residents.add_accessed(weight)
 
 
 class _Open(threading.local):
-    """The blocks that compute on a thread, outer ones first."""
+    """The blocks that are computing on this thread, outermost first."""
 
     def __init__(self) -> None:
         self.blocks: list[tuple[StreamedBlock, ExitStack]] = []
@@ -192,7 +189,7 @@ class _Open(threading.local):
 
 @contextmanager
 def without_hooks() -> Iterator[bool]:
-    """What `WeightTurns.saving` is where nothing else offers hooks."""
+    """The default of `BlockResidency.saving`: no saved-tensor hooks."""
     yield False
 
 

@@ -1,10 +1,10 @@
-"""Loading a checkpoint into a model whose weights are on tiers, a few tensors in memory at a time.
+"""Loading a checkpoint into a model with streamed weights, a few tensors in memory at a time.
 
-[Note: where loaded weights are]
-Each tensor is read from its file, and goes on to the tiers as soon as it is there; the files may go
-afterwards. Or the files are adopted: the bytes stay where they are, a weight is read from its shard
-whenever it is needed, and the first update of a weight is the first time that it is written, to the
-tiers. Frozen weights then never are.
+[Note: copied and adopted weights]
+By default each tensor is read from its file and written to the tiers at once; the files may be
+deleted afterwards. With `adopt` the bytes stay in the files: a weight is read from its shard
+whenever it is needed, and written to the tiers with its first update. Frozen weights are then never
+written.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket
 from offload_strategy.store.tiers import Tier
 from offload_strategy.units import MiB
-from offload_strategy.weights.model_building import materialise
-from offload_strategy.weights.safetensors_index import StoredTensor
-from offload_strategy.weights.safetensors_saving import named_tensors
+from offload_strategy.weights.model_building import materialize
+from offload_strategy.weights.safetensors_files import StoredTensor, named_tensors
 from offload_strategy.weights.weight_stream import WeightStream
 
 _CLIENT = "parameters"
-#: Bytes on their way in and out together, if no two tensors are larger.
+#: Bytes of reads and writes in flight together, unless two tensors are larger.
 _WINDOW_BYTES = 64 * MiB
 
 OpenFile = Callable[[Path], PathQueue]
@@ -38,11 +37,11 @@ OpenFile = Callable[[Path], PathQueue]
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """What `load_weights` found.
+    """Missing and unexpected names of a loaded checkpoint.
 
     Args:
-        missing: names in the model that the checkpoint has not; tied ones count as one tensor.
-        unexpected: names in the checkpoint that the model has not.
+        missing: names in the model that are not in the checkpoint; tied tensors count once.
+        unexpected: names in the checkpoint that are not in the model.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -51,7 +50,7 @@ class LoadedWeights:
 
 @dataclass(frozen=True)
 class _Match:
-    """A tensor of the model, and where its new values are."""
+    """A tensor of the model and its location in the checkpoint."""
 
     name: str
     tensor: torch.Tensor
@@ -63,9 +62,9 @@ class Loader:
 
     Args:
         store: reads the files.
-        stream: takes the weights; None where nothing is streamed.
-        tiers: where they may go, in order.
-        device: of parameters that are on the meta device so far.
+        stream: receives the weights; None if weights are not streamed.
+        tiers: tiers to use, in order.
+        device: device for parameters on the meta device.
     """
 
     def __init__(
@@ -89,19 +88,19 @@ class Loader:
         adopt: bool,
         strict: bool,
     ) -> LoadedWeights:
-        """Give a model the values of a checkpoint; nothing is changed before all of it is checked.
+        """Load a checkpoint into a model; nothing is changed before everything is checked.
 
         Args:
-            model: attached, not yet attached, or on the meta device.
-            checkpoint: its tensors by name.
-            open_file: a queue that reads a file. With `adopt` it must stay open for as long as the
+            model: a model, attached or not, possibly on the meta device.
+            checkpoint: the checkpoint's tensors by name.
+            open_file: returns the queue that reads a file; with `adopt` it must stay open while the
                 weights are streamed.
-            adopt: leave the bytes where they are, where weights are streamed and of one dtype.
+            adopt: keep the bytes of streamed weights with equal dtype in the files.
             strict: missing and unexpected names are errors.
 
         Raises:
             ConfigError: names or shapes differ.
-            StorageError: a file cannot be read; the model is in part as it was.
+            StorageError: a file cannot be read; the model has been loaded partly.
         """
         _tie(model)
         matches, found = match(model, checkpoint, strict=strict)
@@ -111,10 +110,10 @@ class Loader:
             (streamed if self._is_streamed(one) else rest).append(one)
         with torch.no_grad():
             for one in rest:
-                self._fill(model, one, open_file)
-            arriving = self._adopted if adopt else self._copied
+                self._copy_values(model, one, open_file)
+            arriving = self._adopt_from_files if adopt else self._copy_to_tiers
             for one, ticket in arriving(streamed, open_file):
-                self._receive(one, ticket)
+                self._take_ticket(one, ticket)
         return found
 
     def _is_streamed(self, one: _Match) -> bool:
@@ -122,23 +121,23 @@ class Loader:
             self._stream is not None
             and isinstance(one.tensor, nn.Parameter)
             and one.tensor.dtype == one.stored.dtype
-            and self._stream.takes(one.tensor)
+            and self._stream.is_streamed(one.tensor)
         )
 
-    def _receive(self, one: _Match, ticket: Ticket) -> None:
+    def _take_ticket(self, one: _Match, ticket: Ticket) -> None:
         assert self._stream is not None
         assert isinstance(one.tensor, nn.Parameter)
         if one.tensor.is_meta:
-            materialise(one.tensor, self._device)
-        self._stream.receive(one.name, one.tensor, ticket)
+            materialize(one.tensor, self._device)
+        self._stream.take_ticket(one.name, one.tensor, ticket)
 
-    # ------------------------------------------------------------------ ways in
-    def _fill(self, model: nn.Module, one: _Match, open_file: OpenFile) -> None:
-        """Copy values into a tensor where it is."""
+    # ------------------------------------------------------------------ reading
+    def _copy_values(self, model: nn.Module, one: _Match, open_file: OpenFile) -> None:
+        """Copy values into a tensor that is not streamed."""
         tensor = one.tensor
         if tensor.is_meta:
-            tensor = self._made(model, tensor)
-        ticket = self._at_its_place(one, open_file, torch.device("cpu"))
+            tensor = self._materialized(model, tensor)
+        ticket = self._file_ticket(one, open_file, torch.device("cpu"))
         flat = self._store.get(ticket)
         values = flat.view(one.stored.dtype).view(one.stored.shape)
         stream = self._stream
@@ -147,12 +146,12 @@ class Loader:
         del flat, values
         self._store.free(ticket)
         if stream is not None and isinstance(tensor, nn.Parameter):
-            stream.let_go(one.name, tensor)
+            stream.stream_parameter(one.name, tensor)
 
-    def _made(self, model: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
-        """A parameter or buffer of the meta device, with a place on another."""
+    def _materialized(self, model: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
+        """Allocate a meta parameter or buffer on the loader's device."""
         if isinstance(tensor, nn.Parameter):
-            materialise(tensor, self._device)
+            materialize(tensor, self._device)
             return tensor
         values = torch.empty_like(tensor, device=self._device)
         for module in model.modules():
@@ -161,13 +160,13 @@ class Loader:
                     module._buffers[key] = values
         return values
 
-    def _adopted(
+    def _adopt_from_files(
         self, matches: Iterable[_Match], open_file: OpenFile
     ) -> Iterator[tuple[_Match, Ticket]]:
         for one in matches:
-            yield one, self._at_its_place(one, open_file, self._home_of(one.tensor))
+            yield one, self._file_ticket(one, open_file, self._device_of(one.tensor))
 
-    def _copied(
+    def _copy_to_tiers(
         self, matches: Iterable[_Match], open_file: OpenFile
     ) -> Iterator[tuple[_Match, Ticket]]:
         matches = list(matches)
@@ -178,35 +177,35 @@ class Loader:
         while waiting or coming:
             while waiting and (not coming or ahead + waiting[0].stored.nbytes <= half):
                 one = waiting.popleft()
-                ticket = self._at_its_place(one, open_file, torch.device("cpu"))
+                ticket = self._file_ticket(one, open_file, torch.device("cpu"))
                 self._store.prefetch(ticket)
                 coming.append((one, ticket))
                 ahead += one.stored.nbytes
             one, ticket = coming.popleft()
             ahead -= one.stored.nbytes
-            yield one, self._sent_on(ticket, one.tensor, half)
+            yield one, self._offload_copy(ticket, one.tensor, half)
 
-    def _sent_on(self, ticket: Ticket, tensor: torch.Tensor, most: int) -> Ticket:
-        """A ticket of the tiers for what another one reads from a file; frees that one."""
-        store, home = self._store, self._home_of(tensor)
+    def _offload_copy(self, ticket: Ticket, tensor: torch.Tensor, most: int) -> Ticket:
+        """Write the bytes of a file's ticket to the tiers; return the new ticket, free the old."""
+        store, owner = self._store, self._device_of(tensor)
         payload = store.take(ticket)
         while store.writing_bytes and store.writing_bytes + payload.numel() > most:
             store.await_writes(_CLIENT, max(0, most - payload.numel()), seconds=1.0)
-        return store.put(payload.to(home), _CLIENT, self._tiers, whole_pages=home.type == "cpu")
+        return store.put(payload.to(owner), _CLIENT, self._tiers, whole_pages=owner.type == "cpu")
 
-    def _home_of(self, tensor: torch.Tensor) -> torch.device:
+    def _device_of(self, tensor: torch.Tensor) -> torch.device:
         return self._device if tensor.is_meta else tensor.device
 
-    def _at_its_place(self, one: _Match, open_file: OpenFile, device: torch.device) -> Ticket:
+    def _file_ticket(self, one: _Match, open_file: OpenFile, device: torch.device) -> Ticket:
         stored = one.stored
         queue = open_file(stored.file)
         return self._store.adopt(queue, stored.offset, stored.nbytes, _CLIENT, device)
 
 
 def _tie(model: nn.Module) -> None:
-    """Tie what contexts for empty models have torn apart, as Transformers' loaders do.
+    """Restore tied weights of a meta model, as Transformers' loaders do.
 
-    Such contexts make each parameter anew when a module registers it, also one that it shares.
+    Contexts for empty models create a new parameter at every registration, also for shared ones.
     """
     tie = getattr(model, "tie_weights", None)
     if callable(tie) and any(parameter.is_meta for parameter in model.parameters()):
@@ -216,11 +215,11 @@ def _tie(model: nn.Module) -> None:
 def match(
     model: nn.Module, checkpoint: Mapping[str, StoredTensor], *, strict: bool
 ) -> tuple[list[_Match], LoadedWeights]:
-    """Which tensor of a checkpoint is for which of a model, in the order of the files' bytes.
+    """Match the tensors of a model and a checkpoint, in the order of the files' bytes.
 
     Raises:
-        ConfigError: names (if `strict`) or shapes differ; of a module some tensors would stay on
-            the meta device, and some not.
+        ConfigError: names (if `strict`) or shapes differ, or a module would stay partly on the meta
+            device.
     """
     targets = named_tensors(model)
     names: dict[int, list[str]] = {}
@@ -238,7 +237,8 @@ def match(
         one = _Match(name, targets[name], checkpoint[name])
         if tuple(one.tensor.shape) != one.stored.shape:
             wrong.append(
-                f"{name} is {list(one.stored.shape)} there and {list(one.tensor.shape)} here"
+                f"{name} has shape {list(one.stored.shape)} in the checkpoint and "
+                f"{list(one.tensor.shape)} in the model"
             )
         matches.append(one)
     found = LoadedWeights(missing, [name for name in checkpoint if name not in targets])
@@ -248,7 +248,7 @@ def match(
         complaints += [f"the model has no {name}" for name in found.unexpected]
     if complaints:
         more = f"; and {len(complaints) - 8} more" if len(complaints) > 8 else ""
-        hint = "" if wrong else " Pass strict=False if that is meant."
+        hint = "" if wrong else " Pass strict=False if this is intended."
         if hasattr(model, "from_pretrained"):
             hint += (
                 f" {type(model).__name__}.from_pretrained within engine.building() translates "
@@ -260,7 +260,7 @@ def match(
 
 
 def _check_whole(model: nn.Module, loaded: set[int]) -> None:
-    """What the checkpoint has not is filled module by module, all of a module at once."""
+    """Check that no module on the meta device is loaded partly: it is initialized as a whole."""
     for name, module in model.named_modules():
         own = [p for p in module._parameters.values() if p is not None]
         if any(p.is_meta and id(p) not in loaded for p in own) and any(
@@ -268,6 +268,6 @@ def _check_whole(model: nn.Module, loaded: set[int]) -> None:
         ):
             raise ConfigError(
                 f"load_weights: the checkpoint has some of the parameters of {name!r} "
-                f"({type(module).__name__}), which is on the meta device, and not the others. Make "
+                f"({type(module).__name__}), which is on the meta device, but not all. Build "
                 f"the model within engine.building() instead, then load with strict=False."
             )

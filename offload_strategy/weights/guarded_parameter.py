@@ -1,14 +1,14 @@
-"""Parameters out of their block's turn: told apart by a class that sees every touch.
+"""Guarded parameters: a class that intercepts every access to a weight outside its block.
 
 [Note: guarded parameters]
-While a block computes, its parameters are plain `nn.Parameter`. At any other time they are of a
-class whose `__torch_function__` sees whatever touches them, because their bytes may be elsewhere.
-What only asks for shape, dtype, strides or the gradient is answered without them; everything else
-brings them back first. Where they are away, the parameter has one element of NaN, expanded to its
-shape: what gets past the class (C++ code, mostly) computes with NaN, never with plausible zeros.
+While a block computes, its parameters are plain `nn.Parameter`. At any other time their bytes may
+be offloaded, so they are of a class whose `__torch_function__` intercepts every access. Queries for
+shape, dtype, strides or the gradient are answered without the bytes; everything else loads them
+first. While the bytes are offloaded, the parameter's data is one NaN element expanded to its shape:
+code that bypasses the class (mostly C++) computes with NaN, never with plausible zeros.
 
-A touch may change the bytes, at once or through an alias it returns, so what was touched is taken
-for changed, and it is not taken away while anybody else holds its memory.
+An access may change the bytes, at once or through an alias that it returns. Accessed weights are
+therefore treated as changed, and they are not offloaded while anybody else holds their memory.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from torch.utils.weak import WeakTensorKeyDictionary
 _Tensor = torch.Tensor
 
 
-class Home(Protocol):
-    """Who has the bytes of a guarded parameter."""
+class ParameterOwner(Protocol):
+    """Manages the bytes of a guarded parameter."""
 
     @property
     def form(self) -> torch.Tensor:
-        """A tensor on the meta device with its shape, strides and dtype."""
+        """Meta tensor with the parameter's shape, strides and dtype."""
 
     @property
-    def here(self) -> bool:
-        """Whether the bytes are in memory, so that the parameter answers for itself."""
+    def is_resident(self) -> bool:
+        """Whether the bytes are in memory."""
 
-    def begin_touch(self) -> None:
-        """Bring the bytes back, and keep them; they may be changed from now on."""
+    def begin_access(self) -> None:
+        """Load the bytes and keep them until `end_access`; they may be changed."""
 
     def saving(self) -> AbstractContextManager[bool]:
-        """Within, what autograd saves is found again; False where that cannot be."""
+        """Context in which saved weights are recognized; yields False where that is impossible."""
 
-    def bind(self) -> None:
-        """Autograd has saved the parameter itself, and would find what stands for it."""
+    def pin(self) -> None:
+        """Keep the bytes until the step ends, because autograd saved the parameter itself."""
 
-    def end_touch(self) -> None:
-        """They need not be kept any more."""
+    def end_access(self) -> None:
+        """Undo `begin_access`."""
 
 
 _homes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -60,8 +60,8 @@ _GETTERS = (
 )
 _SETTERS = "_backward_hooks _post_accumulate_grad_hooks grad requires_grad"
 
-#: Need nothing of the bytes, and are the same for the stand-in of one element.
-_HARMLESS: frozenset[Any] = frozenset(
+#: Functions that need no bytes and give the same result for the NaN placeholder.
+_METADATA_FUNCTIONS: frozenset[Any] = frozenset(
     [
         *(getattr(_Tensor, name).__get__ for name in _GETTERS.split()),
         *(getattr(_Tensor, name).__set__ for name in _SETTERS.split()),
@@ -93,16 +93,16 @@ _HARMLESS: frozenset[Any] = frozenset(
     ]
 )
 
-#: Are answered by the form: the stand-in has other strides.
-_ABOUT_FORM: frozenset[Any] = frozenset(
+#: Functions that are answered by `form`, because the placeholder has other strides.
+_LAYOUT_QUERIES: frozenset[Any] = frozenset(
     [_Tensor.stride, _Tensor.is_contiguous, _Tensor.storage_offset, _Tensor.dim_order]
 )
 
 
 class GuardedParameter(nn.Parameter):
-    """A parameter of a streamed model out of its block's turn; see [Note: guarded parameters]."""
+    """A streamed parameter outside its block; see [Note: guarded parameters]."""
 
-    #: For whoever asks whether a tensor is a plain one: it is, but for where its bytes are.
+    #: Marks it as a plain parameter for checks that refuse tensor subclasses.
     stands_for_plain = True
 
     @classmethod
@@ -113,83 +113,83 @@ class GuardedParameter(nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Bring back the bytes of what is touched, then go on as with plain parameters."""
+        """Load the bytes of all guarded arguments, then call the function on plain parameters."""
         kwargs = kwargs or {}
         if func is torch.autograd.grad and not kwargs.get("materialize_grads"):
             return func(args[0], _edges(args[1]), **kwargs)
         if func is torch.autograd.backward and kwargs.get("inputs") is not None:
             return func(*args, **{**kwargs, "inputs": _edges(kwargs["inputs"])})
-        if func in _ABOUT_FORM:
-            home = _homes.get(args[0])
-            if home is not None and not home.here:
-                return func(home.form, *args[1:], **kwargs)
+        if func in _LAYOUT_QUERIES:
+            owner = _homes.get(args[0])
+            if owner is not None and not owner.is_resident:
+                return func(owner.form, *args[1:], **kwargs)
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in _HARMLESS:
+        if func in _METADATA_FUNCTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        touched: list[Home] = []
-        # nn.Parameter(parameter) wants one of the same class: it is plain until it leaves.
+        accessed: list[ParameterOwner] = []
+        # nn.Parameter(parameter) requires the same class, so the result is made plain.
         again = func is _Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__
         try:
-            # All that the call is given must be here at once, and until it is over.
+            # All arguments must be resident together until the call ends.
             for parameter in list(_guarded_in((args, kwargs))):
-                home = _homes.get(parameter)
-                if home is not None:
-                    home.begin_touch()
-                    touched.append(home)
-            if not touched:
+                owner = _homes.get(parameter)
+                if owner is not None:
+                    owner.begin_access()
+                    accessed.append(owner)
+            if not accessed:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
-            with touched[0].saving() as found_again, torch._C.DisableTorchFunctionSubclass():
+            with accessed[0].saving() as found_again, torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
             if not found_again and _is_in_graph(result):
-                for home in touched:
-                    home.bind()
+                for owner in accessed:
+                    owner.pin()
             if again:
                 with torch._C.DisableTorchFunctionSubclass():
                     result = _Tensor._make_subclass(nn.Parameter, result)
             return result
         finally:
-            for home in touched:
-                home.end_touch()
+            for owner in accessed:
+                owner.end_access()
             if again:
                 unguard(args[0])
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch's, which `__torch_function__` does not see."""
+        """Route a method that `__torch_function__` does not intercept."""
         function = GuardedParameter.__torch_function__
         return function(_Tensor.set_, (type(self),), (self, *args), kwargs)
 
     def as_subclass(self, cls: Any) -> Any:
-        """As torch's, which `__torch_function__` does not see."""
+        """Route a method that `__torch_function__` does not intercept."""
         function = GuardedParameter.__torch_function__
         return function(_Tensor.as_subclass, (type(self),), (self, cls))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A plain parameter with a copy of the values."""
+        """Return a plain parameter with a copy of the values."""
         if id(self) not in memo:
             copy = nn.Parameter(self.detach().clone(), self.requires_grad)
             memo[id(self)] = copy
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As the plain parameter that it stands for."""
+        """Behave like the plain parameter."""
         plain = self._plain()
         plain.__dict__.update(self.__dict__)
         return plain.__reduce_ex__(protocol)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """As the plain parameter that it stands for."""
+        """Behave like the plain parameter."""
         return repr(self._plain())
 
     def _plain(self) -> nn.Parameter:
-        """A plain parameter of the same memory."""
+        """Return a plain parameter that shares the memory."""
         return nn.Parameter(self.detach(), self.requires_grad)
 
 
 def _edges(inputs: Sequence[Any]) -> list[Any]:
-    """With respect to what `torch.autograd.grad` is asked for gradients: it needs no values."""
+    """Replace guarded inputs of `torch.autograd.grad` by gradient edges, which need no values."""
     with torch._C.DisableTorchFunctionSubclass():
         return [
             torch.autograd.graph.get_gradient_edge(each)
@@ -200,7 +200,7 @@ def _edges(inputs: Sequence[Any]) -> list[Any]:
 
 
 def _guarded_in(value: Any) -> Iterator[GuardedParameter]:
-    """The guarded parameters among arguments, also those in lists."""
+    """Yield the guarded parameters among nested arguments."""
     if type(value) is GuardedParameter:
         yield value
     elif isinstance(value, (list, tuple)):
@@ -212,15 +212,15 @@ def _guarded_in(value: Any) -> Iterator[GuardedParameter]:
 
 
 def _is_in_graph(result: Any) -> bool:
-    """Whether autograd may have saved something for what a function returned."""
+    """Whether autograd may have saved tensors for a function's result."""
     if isinstance(result, torch.Tensor):
         return result.grad_fn is not None
     return isinstance(result, (list, tuple)) and any(map(_is_in_graph, result))
 
 
-def guard(parameter: nn.Parameter, home: Home) -> None:
-    """See every touch of a parameter from now on."""
-    _homes[parameter] = home
+def guard(parameter: nn.Parameter, owner: ParameterOwner) -> None:
+    """Intercept every access to a parameter from now on."""
+    _homes[parameter] = owner
     parameter.__class__ = GuardedParameter
 
 
@@ -229,20 +229,20 @@ def unguard(parameter: nn.Parameter) -> None:
     parameter.__class__ = nn.Parameter
 
 
-def forget(parameter: nn.Parameter) -> None:
-    """Unguard it for good."""
+def remove_guard(parameter: nn.Parameter) -> None:
+    """Remove the guard for good."""
     unguard(parameter)
     _homes.pop(parameter, None)
 
 
-def place_bytes(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    """Let a parameter have its bytes elsewhere, whatever its class is."""
+def set_data(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    """Replace the data of a parameter, guarded or not."""
     with torch._C.DisableTorchFunctionSubclass():
         parameter.data = values
 
 
-def nothing_like(form: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """One element of NaN, or of what is nearest to it, expanded to a shape."""
+def nan_placeholder(form: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return one NaN element (for integers, a 0x55 pattern) expanded to a shape."""
     element = torch.empty(1, dtype=form.dtype, device=device)
     if form.is_floating_point() or form.is_complex():
         element.fill_(float("nan"))

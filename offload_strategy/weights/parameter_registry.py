@@ -1,4 +1,4 @@
-"""The registry of parameters: tells weights from activations, and refuses a second owner."""
+"""Registry of attached parameters: tells weights from activations, refuses a second owner."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from offload_strategy.weights.guarded_parameter import GuardedParameter
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
-# Across all engines of the process: two engines that swap the same parameter's state, or offload
-# the same module's activations, would each believe that the other's bytes are theirs.
-_swapped_by: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_offloaded_by: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# Shared by all engines of the process, so that no two engines offload the same parameter's states
+# or the same module's activations.
+_states_owner: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_module_owner: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class ParameterRegistry:
-    """What one engine knows of the models and parameters that were attached to it."""
+    """The modules and parameters that are attached to one engine."""
 
     def __init__(self) -> None:
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -35,66 +35,66 @@ class ParameterRegistry:
         """Claim a module for activation offload.
 
         Raises:
-            ConfigError: it has no parameters, or an engine has it already.
+            ConfigError: it has no parameters, or it is attached to an engine already.
         """
         if next(module.parameters(), None) is None:
             raise ConfigError(
                 f"attach: {type(module).__name__} has no parameters, so there is nothing to train. "
-                f"Attach the model itself (and after its layers are made)."
+                f"Attach the model itself, after its layers are created."
             )
-        if _owner(_offloaded_by, module) is not None:
+        if _owner(_module_owner, module) is not None:
             raise ConfigError(
                 f"attach: this {type(module).__name__} is attached already. Attach a model once, "
                 f"or close the engine that has it (engine.close()) first."
             )
-        _offloaded_by[module] = weakref.ref(self)
+        _module_owner[module] = weakref.ref(self)
         self._modules.add(module)
         for name, parameter in module.named_parameters():
             self._names[parameter] = name
 
     def remove_module(self, module: nn.Module) -> None:
-        """Give a module up. Idempotent."""
-        if _owner(_offloaded_by, module) is self:
-            del _offloaded_by[module]
+        """Release a module. Idempotent."""
+        if _owner(_module_owner, module) is self:
+            del _module_owner[module]
         self._modules.discard(module)
 
     def check_unclaimed(self, parameters: Iterable[torch.Tensor]) -> None:
-        """See to it that no optimizer swaps the states of these parameters already.
+        """Check that no attached optimizer has one of these parameters already.
 
         Raises:
-            ConfigError: one of them has an owner.
+            ConfigError: one of them belongs to another optimizer.
         """
         for parameter in parameters:
-            if _owner(_swapped_by, parameter) is not None:
+            if _owner(_states_owner, parameter) is not None:
                 raise ConfigError(
-                    f"attach: the parameter {self.name_of(parameter)!r} is swapped by another "
+                    f"attach: the parameter {self.name_of(parameter)!r} is attached with another "
                     f"optimizer already. Attach each parameter once; several optimizers are fine "
                     f"when they share none. Close the other engine first if it is a leftover."
                 )
 
     def claim_states(self, parameters: Iterable[torch.Tensor], owner: object) -> None:
-        """Give parameters to an optimizer, for as long as it lives."""
+        """Assign parameters to an optimizer for its lifetime."""
         for parameter in parameters:
-            _swapped_by[parameter] = weakref.ref(owner)
+            _states_owner[parameter] = weakref.ref(owner)
 
     def release_states(self, parameters: Iterable[torch.Tensor], owner: object) -> None:
-        """Take parameters from an optimizer again. Idempotent."""
+        """Release the parameters of an optimizer. Idempotent."""
         for parameter in parameters:
-            if _owner(_swapped_by, parameter) is owner:
-                del _swapped_by[parameter]
+            if _owner(_states_owner, parameter) is owner:
+                del _states_owner[parameter]
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        """Its name in the attached model, or its shape."""
+        """Return its name in the attached model, or its shape."""
         return str(self._names.get(parameter) or f"of shape {tuple(parameter.shape)}")
 
     # ------------------------------------------------------------------ weights
     def refresh(self) -> None:
-        """Read anew which storages hold weights; called at the start of each forward pass."""
+        """Update which storages hold weights; called at the start of each forward pass."""
         storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         for module in list(self._modules):
             for tensor in itertools.chain(module.parameters(), module.buffers()):
                 if type(tensor) is GuardedParameter:
-                    continue  # its bytes may be elsewhere; the stream knows what is saved of it
+                    continue  # its bytes may be offloaded; the stream recognizes it
                 for part in (tensor,) if type(tensor) in _PLAIN else _parts(tensor):
                     storage = _storage(part)
                     if storage is not None:
@@ -102,19 +102,19 @@ class ParameterRegistry:
         self._storages = storages
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor shares its storage with a parameter or buffer: itself, a view, a tie.
+        """Whether a tensor shares its storage with a parameter or buffer.
 
-        A tensor that consists of others (a quantized weight, of integers and scales) is one if any
-        of them is; and so is each of them.
+        A wrapper subclass (such as a quantized weight of integers and scales) is a weight if any of
+        its inner tensors is, and so is each inner tensor.
         """
         if type(tensor) in _PLAIN:
-            return self._is_stored(tensor)
-        return any(self._is_stored(part) for part in _parts(tensor))
+            return self._is_weight_storage(tensor)
+        return any(self._is_weight_storage(part) for part in _parts(tensor))
 
-    def _is_stored(self, tensor: torch.Tensor) -> bool:
+    def _is_weight_storage(self, tensor: torch.Tensor) -> bool:
         storage = _storage(tensor)
         reference = None if storage is None else self._storages.get(int(storage._cdata))
-        # Addresses are used again: one counts only while the storage that had it lives.
+        # Addresses are reused, so the storage must be the same living object.
         return reference is not None and reference() is storage
 
 
@@ -124,7 +124,7 @@ def _owner(owners: WeakTensorKeyDictionary | WeakIdKeyDictionary, key: object) -
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor, and what it consists of if it is a wrapper around others, however deep."""
+    """Yield a tensor and, for wrapper subclasses, its inner tensors recursively."""
     yield tensor
     if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()

@@ -1,123 +1,123 @@
-"""Which weights are in memory, and which go when others come.
+"""Which weights are in memory, and which are offloaded to make room.
 
-[Note: who goes]
-Between its turns a block stays while no other needs the room; of those in memory the one that was
-needed longest ago goes first, unless it is expected next. Weights that were touched out of turn are
-strays: a few of them may stay beside the one that is touched now.
+[Note: eviction of weights]
+A block stays in memory while no other block needs the room. The least recently used block is
+offloaded first, unless it is among the next blocks. Weights that are accessed outside their blocks
+are tracked apart: a few of them may stay besides the one that is accessed now.
 """
 
 from __future__ import annotations
 
 from offload_strategy.units import MiB
-from offload_strategy.weights.block_order import BlockOrder, StreamedBlock
+from offload_strategy.weights.streamed_block import BlockOrder, StreamedBlock
 from offload_strategy.weights.streamed_weight import StreamedWeight
 
-#: Strays that may stay beside the one that is touched now.
-_STRAY_BYTES = 64 * MiB
+#: Bytes of weights accessed outside their blocks that may stay besides the current one.
+_ACCESSED_BYTES = 64 * MiB
 
 
-class Residents:
-    """The weights in memory; its user holds a lock.
+class ResidentWeights:
+    """The weights in memory. The caller holds a lock.
 
     Args:
-        most: blocks in memory at a time, or on their way there.
+        most: maximum number of blocks in memory or being loaded.
     """
 
     def __init__(self, most: int) -> None:
         self.order = BlockOrder()
         self._most = most
-        # Blocks with weights in memory, the one that was needed longest ago first.
+        # Blocks with weights in memory, least recently used first.
         self._blocks: dict[StreamedBlock, None] = {}
-        # The one that was touched longest ago first.
-        self._strays: dict[StreamedWeight, None] = {}
+        # Weights accessed outside their blocks, least recently accessed first.
+        self._accessed: dict[StreamedWeight, None] = {}
         self._by_storage: dict[int, StreamedWeight] = {}
 
-    # ------------------------------------------------------------------ coming
-    def needed(self, block: StreamedBlock, *, backward: bool) -> None:
-        """A block has its turn now."""
-        self.order.needed(block, backward=backward)
+    # ------------------------------------------------------------------ loading
+    def mark_needed(self, block: StreamedBlock, *, backward: bool) -> None:
+        """Record that a block is needed now."""
+        self.order.record(block, backward=backward)
         self._blocks.pop(block, None)
         self._blocks[block] = None
 
     def add(self, block: StreamedBlock) -> None:
-        """Some of a block's weights are here, or will be."""
+        """Record that some of a block's weights are, or will be, in memory."""
         self._blocks[block] = None
 
-    def bring(self, block: StreamedBlock, only: StreamedWeight | None = None) -> None:
-        """Bring the weights of a block that is needed now, or one of them."""
+    def load(self, block: StreamedBlock, only: StreamedWeight | None = None) -> None:
+        """Load the weights of a block that is needed now, or one of them."""
         self.make_room(max(1, self._most - 1), keep=block)
         for weight in block.weights:
-            weight.fetch()
+            weight.prefetch()
         for weight in block.weights if only is None else [only]:
-            weight.bring()
+            weight.load()
         for weight in block.weights:
-            if weight.here:
+            if weight.is_resident:
                 self._by_storage[weight.storage_key] = weight
 
-    def fetch_ahead(self) -> None:
-        """Begin to load what is expected next, as far as there is memory for it."""
-        for block in self.order.following(self._most - 1):
+    def prefetch_next(self) -> None:
+        """Start loading the next blocks, as far as there is memory for them."""
+        for block in self.order.next_blocks(self._most - 1):
             for weight in block.weights:
-                if not weight.fetch():
+                if not weight.prefetch():
                     return
 
-    def stray(self, weight: StreamedWeight) -> None:
-        """A weight is touched out of turn, and others make room for it."""
-        self._strays.pop(weight, None)
-        self._strays[weight] = None
-        self.send_strays(weight)
+    def add_accessed(self, weight: StreamedWeight) -> None:
+        """Record an access to a weight outside its block, and make room for it."""
+        self._accessed.pop(weight, None)
+        self._accessed[weight] = None
+        self.offload_accessed(weight)
 
-    def whose(self, storage_key: int) -> StreamedWeight | None:
-        """The weight whose bytes are in a storage, if there is one."""
+    def weight_in(self, storage_key: int) -> StreamedWeight | None:
+        """Return the weight whose bytes are in a storage, or None."""
         weight = self._by_storage.get(storage_key)
         return weight if weight is not None and weight.lies_in(storage_key) else None
 
-    # ------------------------------------------------------------------ going
+    # ------------------------------------------------------------------ offloading
     def make_room(self, most: int | None = None, keep: StreamedBlock | None = None) -> None:
-        """Let blocks go until no more than so many are here, or as many as may."""
+        """Offload blocks until at most `most` are in memory, as far as possible."""
         most = self._most if most is None else most
-        soon = list(self.order.following(max(0, most - 1)))
+        soon = list(self.order.next_blocks(max(0, most - 1)))
         rest = [block for block in self._blocks if block is not keep and block not in soon]
         for block in rest:
             if len(self._blocks) <= most:
                 return
-            self.send(block)
+            self.offload(block)
 
-    def send(self, block: StreamedBlock) -> None:
-        """Let a block's weights go, as far as they may."""
+    def offload(self, block: StreamedBlock) -> None:
+        """Offload the weights of a block that can be offloaded."""
         gone = True
         for weight in block.weights:
-            # One that belongs to another block that is at work stays.
-            gone &= self._send(weight)
+            # A tied weight stays while another block computes with it.
+            gone &= self._offload_weight(weight)
         if gone:
             self._blocks.pop(block, None)
 
-    def send_strays(self, keep: StreamedWeight | None = None) -> None:
-        """Let weights go that came out of turn; beside one that is needed, some may stay."""
-        room = 0 if keep is None else max(keep.nbytes, _STRAY_BYTES)
-        held = sum(weight.nbytes for weight in self._strays)
-        for weight in list(self._strays):
+    def offload_accessed(self, keep: StreamedWeight | None = None) -> None:
+        """Offload weights accessed outside their blocks; some may stay besides `keep`."""
+        room = 0 if keep is None else max(keep.nbytes, _ACCESSED_BYTES)
+        held = sum(weight.nbytes for weight in self._accessed)
+        for weight in list(self._accessed):
             if held <= room:
                 return
-            if weight is not keep and self._send(weight):
+            if weight is not keep and self._offload_weight(weight):
                 held -= weight.nbytes
-                del self._strays[weight]
+                del self._accessed[weight]
 
-    def _send(self, weight: StreamedWeight) -> bool:
-        """Let a weight go if it may; whether it is away."""
+    def _offload_weight(self, weight: StreamedWeight) -> bool:
+        """Offload a weight if possible; return whether it is offloaded."""
         if weight.parameter is None:
             return True
-        if weight.here and weight.may_go():
+        if weight.is_resident and weight.can_be_offloaded():
             self._by_storage.pop(weight.storage_key, None)
-            weight.send()
-        return not weight.here
+            weight.offload()
+        return not weight.is_resident
 
     def forget_block(self, block: StreamedBlock) -> None:
-        """It is streamed no more."""
+        """Stop tracking it."""
         self._blocks.pop(block, None)
 
     def forget_weight(self, weight: StreamedWeight) -> None:
-        """It is streamed no more."""
-        self._strays.pop(weight, None)
+        """Stop tracking it."""
+        self._accessed.pop(weight, None)
         for key in [key for key, known in self._by_storage.items() if known is weight]:
             del self._by_storage[key]

@@ -1,7 +1,8 @@
-"""One streamed weight: where its bytes are, and whether they changed since they were written."""
+"""One streamed weight: where its bytes are, whether they changed, and how autograd saves it."""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -14,33 +15,32 @@ from offload_strategy.errors import OffloadError
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, TicketState
 from offload_strategy.store.tiers import Tier
-from offload_strategy.torch_support.grad_mode import keeps_grad_mode
+from offload_strategy.torch_support.grad_mode import default_modes, keeps_grad_mode
 from offload_strategy.torch_support.weak_callbacks import weakly
 from offload_strategy.weights.guarded_parameter import (
-    forget,
     guard,
-    nothing_like,
-    place_bytes,
+    nan_placeholder,
+    remove_guard,
+    set_data,
     unguard,
 )
-from offload_strategy.weights.neutral_context import undisturbed
 
 _CLIENT = "parameters"
-#: A storage that only the parameter has: its Python object, and the tensor's own reference.
-_ALONE = 2
+#: Use count of a storage that only the parameter holds: its Python object and its tensor.
+_UNSHARED_USE_COUNT = 2
 
 
 class StreamedWeight:
     """A parameter whose bytes are in the store while they are not in memory.
 
     Args:
-        name: in the model, for messages.
-        parameter: dense; it is not kept alive.
-        store: takes the bytes.
-        tiers: where they may go, in order.
-        touched: called when somebody touches the parameter out of its block's turn.
-        saving: see `Home.saving`.
-        lock: held while the bytes come and go.
+        name: name in the model, for messages.
+        parameter: a dense parameter; it is not kept alive.
+        store: receives the bytes.
+        tiers: tiers to use, in order.
+        accessed: called when the parameter is accessed outside its block.
+        saving: see `ParameterOwner.saving`.
+        lock: held while the bytes are loaded or offloaded.
     """
 
     def __init__(
@@ -49,27 +49,27 @@ class StreamedWeight:
         parameter: nn.Parameter,
         store: TensorStore,
         tiers: Sequence[Tier],
-        touched: Callable[[StreamedWeight], None],
+        accessed: Callable[[StreamedWeight], None],
         saving: Callable[[], AbstractContextManager[bool]],
         lock: AbstractContextManager[Any],
     ) -> None:
         self.name = name
         self._take_form(parameter)
-        #: How many turns and touches need it at present.
-        self.turns = 0
-        # How many turns; in a touch it stays guarded, so that another thread's touch is seen too.
+        #: Number of blocks and accesses that need the bytes now.
+        self.users = 0
+        # Blocks among them; during an access it stays guarded, to see other threads' accesses.
         self._unguarded = 0
-        #: Whether it must stay until the step ends: autograd may have saved it itself.
-        self.bound = False
-        self._parameter = weakref.ref(parameter, weakly(self._gone))
+        #: Whether it must stay until the step ends, because autograd may have saved it.
+        self.pinned = False
+        self._parameter = weakref.ref(parameter, weakly(self._on_parameter_freed))
         self._store = store
         self._tiers = list(tiers)
-        self._touched = touched
+        self._on_access = accessed
         self.saving = saving
         self._lock = lock
         self._ticket: Ticket | None = None
         self._here = True
-        # What the bytes in memory have beyond those of the ticket: a version, or a touch.
+        # Whether the values in memory differ from the ticket: by version, or by a marked change.
         self._version = -1
         self._maybe_changed = True
         guard(parameter, self)
@@ -77,27 +77,27 @@ class StreamedWeight:
     def _take_form(self, parameter: torch.Tensor) -> None:
         self.nbytes = parameter.numel() * parameter.element_size()
         self.device = parameter.device
-        #: On the meta device, with its shape, strides and dtype.
+        #: Meta tensor with its shape, strides and dtype.
         self.form = torch.empty_strided(
             parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta"
         )
-        self._nothing = nothing_like(self.form, parameter.device)
+        self._placeholder = nan_placeholder(self.form, parameter.device)
 
     # ------------------------------------------------------------------ state
     @property
     def parameter(self) -> nn.Parameter | None:
-        """The parameter, while it lives."""
+        """The parameter, or None after it was freed."""
         return self._parameter()
 
     @property
-    def here(self) -> bool:
+    def is_resident(self) -> bool:
         """Whether the bytes are in memory."""
         return self._here and self._parameter() is not None
 
     @property
     def storage_key(self) -> int:
-        """Of the storage in which the bytes are at present."""
-        parameter = self._alive()
+        """Key of the storage that holds the bytes now."""
+        parameter = self._live_parameter()
         with torch._C.DisableTorchFunctionSubclass():
             return int(parameter.untyped_storage()._cdata)
 
@@ -107,85 +107,84 @@ class StreamedWeight:
 
     @property
     def storage_offset(self) -> int:
-        """Where in that storage they begin, in elements."""
+        """Offset in that storage, in elements."""
         with torch._C.DisableTorchFunctionSubclass():
-            return int(self._alive().storage_offset())
+            return int(self._live_parameter().storage_offset())
 
     def covers(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor in that storage lies within the bytes."""
+        """Whether a tensor of that storage lies within this weight."""
         begin = tensor.storage_offset() - self.storage_offset
         strides = zip(tensor.shape, tensor.stride(), strict=True)
         last = begin + sum((size - 1) * stride for size, stride in strides)
         return begin >= 0 and last < self.form.numel()
 
     def values(self) -> torch.Tensor:
-        """The bytes as a plain tensor that shares the parameter's version; they must be here."""
+        """Return the resident values as a plain tensor that shares the version counter."""
         with torch._C.DisableTorchFunctionSubclass():
-            return self._alive().detach()
+            return self._live_parameter().detach()
 
-    def _gone(self, _: object) -> None:
-        """The parameter died."""
+    def _on_parameter_freed(self, _: object) -> None:
         self._ticket = None
 
-    def _alive(self) -> nn.Parameter:
+    def _live_parameter(self) -> nn.Parameter:
         parameter = self._parameter()
         if parameter is None:
-            raise OffloadError(f"the parameter {self.name!r} is gone; attach the model again.")
+            raise OffloadError(f"the parameter {self.name!r} was freed; attach the model again.")
         return parameter
 
-    # ------------------------------------------------------------------ turns
-    def begin_turn(self) -> None:
-        """The bytes are needed from now on: bring them, and lift the guard."""
+    # ------------------------------------------------------------------ users
+    def acquire(self) -> None:
+        """Load the bytes, keep them until `release`, and remove the guard meanwhile."""
         with self._lock:
-            self.bring()
-            self.turns += 1
+            self.load()
+            self.users += 1
             self._unguarded += 1
             parameter = self._parameter()
             if self._unguarded == 1 and parameter is not None:
                 unguard(parameter)
 
-    def end_turn(self) -> None:
-        """The end of what `begin_turn` began."""
+    def release(self) -> None:
+        """Undo one `acquire`."""
         with self._lock:
-            self.turns -= 1
+            self.users -= 1
             self._unguarded -= 1
             parameter = self._parameter()
             if self._unguarded == 0 and parameter is not None:
                 guard(parameter, self)
 
     @keeps_grad_mode
-    def begin_touch(self) -> None:
-        """Somebody needs, and may change, the bytes out of turn, until `end_touch`."""
-        with self._lock, undisturbed():
-            self._touched(self)
-            self.bring()
-            self.turns += 1
-            self.note_change()
+    def begin_access(self) -> None:
+        """Load the bytes for an access outside the block that may change them."""
+        with self._lock, default_modes():
+            self._on_access(self)
+            self.load()
+            self.users += 1
+            self.mark_changed()
 
-    def end_touch(self) -> None:
-        """The end of what `begin_touch` began."""
+    def end_access(self) -> None:
+        """Undo one `begin_access`."""
         with self._lock:
-            self.turns -= 1
+            self.users -= 1
 
-    def bind(self) -> None:
-        """See `Home.bind`: it stays until the step ends."""
-        self.bound = True
+    def pin(self) -> None:
+        """Keep the bytes in memory until the step ends."""
+        self.pinned = True
 
-    def note_change(self) -> None:
-        """The bytes may be others from now on than those of the ticket."""
+    def mark_changed(self) -> None:
+        """Record that the values may differ from those of the ticket."""
         self._maybe_changed = True
 
-    # ------------------------------------------------------------------ moving
-    def fetch(self) -> bool:
-        """Begin to bring the bytes; False for want of memory."""
+    # ------------------------------------------------------------------ transfers
+    def prefetch(self) -> bool:
+        """Start loading the bytes; return False if there is no memory for them."""
         ticket = self._ticket
         return self._here or ticket is None or self._store.prefetch(ticket)
 
-    def bring(self) -> None:
-        """Bring the bytes, if they are away.
+    def load(self) -> None:
+        """Load the bytes, if they are offloaded.
 
         Raises:
-            StorageError: they cannot be read; they are away as before.
+            StorageError: they cannot be read; they stay offloaded.
         """
         ticket = self._ticket
         if self._here or ticket is None or self._parameter() is None:
@@ -195,60 +194,60 @@ class StreamedWeight:
         )
         if stored:
             flat = self._store.private(ticket)
-        else:  # on its way out, or in a tier of host memory: as it is, without a copy
+        else:  # still being written, or in a host tier: take the buffer without a copy
             flat = self._store.take(ticket)
             self._ticket = None
-        parameter = self._alive()
-        place_bytes(parameter, self._seen_in(flat))
+        parameter = self._live_parameter()
+        set_data(parameter, self._with_form(flat))
         self._version = parameter._version
         self._maybe_changed = False
         self._here = True
 
-    def may_go(self) -> bool:
-        """Whether nobody else has the bytes."""
-        parameter = self._alive()
-        if not self._here or self.turns or self.bound:
+    def can_be_offloaded(self) -> bool:
+        """Whether nobody else holds the bytes."""
+        parameter = self._live_parameter()
+        if not self._here or self.users or self.pinned:
             return False
         with torch._C.DisableTorchFunctionSubclass():
             storage = parameter.untyped_storage()
             form = (parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
             if form != (self.form.shape, self.form.stride(), self.form.dtype, self.device):
-                self._take_form(parameter)  # model.to(...) has given it other values
+                self._take_form(parameter)  # model.to(...) has replaced its data
             if not parameter.is_contiguous():
                 return False
-        return int(torch._C._storage_Use_Count(storage._cdata)) <= _ALONE
+        return int(torch._C._storage_Use_Count(storage._cdata)) <= _UNSHARED_USE_COUNT
 
     @property
     def is_trained(self) -> bool:
-        """Whether the parameter takes gradients."""
+        """Whether the parameter requires gradients."""
         parameter = self._parameter()
         return parameter is not None and parameter.requires_grad
 
     @property
     def is_placed(self) -> bool:
-        """Whether it has a place on the tiers, not in a file of somebody else's or nowhere."""
+        """Whether its ticket is on a tier, and not in an external file."""
         return self._ticket is not None and self._ticket.entry.tier is not None
 
-    def receive(self, ticket: Ticket) -> None:
-        """Have the bytes of a ticket from now on, wherever it has them; takes the ticket over."""
-        if self._here and not self.may_go():  # others look at its memory
+    def take_ticket(self, ticket: Ticket) -> None:
+        """Take over a ticket as the new values of the parameter, without loading it."""
+        if self._here and not self.can_be_offloaded():  # others hold its memory
             with torch.no_grad():
-                self.values().copy_(self._seen_in(self._store.get(ticket)))
-            self.note_change()
+                self.values().copy_(self._with_form(self._store.get(ticket)))
+            self.mark_changed()
             self._store.free(ticket)
             return
-        parameter = self._alive()
-        torch.autograd.graph.increment_version(parameter)  # what a graph has saved is void
+        parameter = self._live_parameter()
+        torch.autograd.graph.increment_version(parameter)  # invalidates what a graph has saved
         if self._here:
-            place_bytes(parameter, self._nothing)
+            set_data(parameter, self._placeholder)
             self._here = False
         old, self._ticket = self._ticket, ticket
         if old is not None:
             self._store.free(old)
 
-    def send(self) -> None:
-        """Let the bytes go; what changed is written. To be called when they may."""
-        parameter = self._alive()
+    def offload(self) -> None:
+        """Offload the bytes, writing them if they changed; requires `can_be_offloaded`."""
+        parameter = self._live_parameter()
         changed = self._maybe_changed or parameter._version != self._version
         if changed or self._ticket is None:
             ticket = self._store.put(
@@ -262,7 +261,7 @@ class StreamedWeight:
                 self._store.free(self._ticket)
             self._ticket = ticket
         guard(parameter, self)
-        place_bytes(parameter, self._nothing)
+        set_data(parameter, self._placeholder)
         self._here = False
 
     def _bytes(self, parameter: nn.Parameter) -> torch.Tensor:
@@ -273,20 +272,20 @@ class StreamedWeight:
 
     @contextmanager
     def read(self) -> Iterator[torch.Tensor]:
-        """The values, which must not be changed; they stay where they are."""
+        """Yield the values for reading; residency does not change."""
         ticket = self._ticket
         if self._here or ticket is None:
             yield self.values()
             return
         flat = self._store.get(ticket)
         try:
-            yield self._seen_in(flat)
+            yield self._with_form(flat)
         finally:
             del flat
             self._store.evict(ticket)
 
-    def _seen_in(self, flat: torch.Tensor) -> torch.Tensor:
-        """Bytes as a tensor of the parameter's form."""
+    def _with_form(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return bytes as a tensor with the parameter's shape, strides and dtype."""
         return torch.empty(0, dtype=self.form.dtype, device=flat.device).set_(
             flat.untyped_storage(),
             flat.storage_offset() // self.form.element_size(),
@@ -295,16 +294,80 @@ class StreamedWeight:
         )
 
     def close(self, *, restore: bool) -> None:
-        """Give the ticket up.
+        """Free the ticket.
 
         Args:
-            restore: bring the bytes back before; else the parameter has NaN from now on.
+            restore: load the bytes first; otherwise the parameter is NaN from now on.
         """
         parameter = self._parameter()
         if parameter is not None:
             if restore:
-                self.bring()
-            forget(parameter)
+                self.load()
+            remove_guard(parameter)
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
             self._store.free(ticket)
+
+
+@functools.cache
+def _placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a shared tensor without elements."""
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+class SavedWeight:
+    """What autograd holds for a saved streamed weight or a view of one: position and version.
+
+    Args:
+        tensor: the tensor that autograd saves; it is not kept.
+        weight: the weight that it is a view of.
+        needed: loads a weight for backward.
+    """
+
+    __slots__ = (
+        "_alias",
+        "_load_for_backward",
+        "_offset",
+        "_parameter",
+        "_shape",
+        "_strides",
+        "_version",
+        "_weight",
+    )
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        weight: StreamedWeight,
+        needed: Callable[[StreamedWeight], torch.Tensor],
+    ) -> None:
+        self._weight = weight
+        self._parameter = weight.parameter  # a graph keeps its parameters alive
+        self._load_for_backward = needed
+        self._shape, self._strides = tensor.shape, tensor.stride()
+        self._offset = tensor.storage_offset() - weight.storage_offset
+        # Tensors that share the storage without being views (`.data`) count versions separately.
+        self._version = tensor._version
+        self._alias = tensor.detach()
+        self._alias.data = _placeholder(tensor.dtype, tensor.device)
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor on the bytes where they are now.
+
+        Raises:
+            RuntimeError: the weight was changed in place since, as in plain autograd.
+            StorageError: the bytes cannot be read.
+        """
+        values = self._load_for_backward(self._weight)
+        version = self._alias._version
+        if version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: [{values.type()} {list(self._shape)}] (the parameter "
+                f"{self._weight.name!r}) is at version {version}; expected version "
+                f"{self._version} instead. Hint: enable anomaly detection to find the operation "
+                "that failed to compute its gradient, with "
+                "torch.autograd.set_detect_anomaly(True)."
+            )
+        offset = values.storage_offset() + self._offset
+        return values.as_strided(self._shape, self._strides, offset)

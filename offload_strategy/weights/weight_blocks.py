@@ -1,7 +1,7 @@
-"""Cutting a model into the blocks whose weights come and go together.
+"""Partitioning a model into blocks whose weights are loaded and offloaded together.
 
-Layers that repeat are found by themselves (model_blocks.py). What lies outside of them, an
-embedding or a head, is a block of its own where it holds a large parameter itself.
+Repeated layers are found automatically (torch_support/repeated_blocks.py). A module outside of
+them, such as an embedding or a head, is a block if it holds a large parameter itself.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from offload_strategy.weights.guarded_parameter import GuardedParameter
 
 
 @dataclass(eq=False)
-class Block:
-    """Modules whose weights come and go together.
+class ModuleBlock:
+    """A module whose streamed parameters are loaded and offloaded together.
 
     Args:
-        name: of the module, as in `named_modules`.
-        module: during whose forward the weights are needed.
-        parameters: names, and the parameters that leave; tied ones are in several blocks.
+        name: name of the module, as in `named_modules`.
+        module: the module whose forward needs the weights.
+        parameters: its streamed parameters by name; tied parameters are in several blocks.
     """
 
     name: str
@@ -37,18 +37,18 @@ def cut_into_blocks(
     classes: Collection[str] = (),
     choose: Callable[[str, nn.Module], bool] | None = None,
     min_bytes: int = 0,
-) -> list[Block]:
-    """The blocks of a model, in the order in which its modules are registered.
+) -> list[ModuleBlock]:
+    """Return the blocks of a model in the order in which its modules are registered.
 
     Args:
-        model: on any device; meta is fine.
-        classes: names of module classes of which each instance is a block, besides what repeats.
-        choose: says of a module, by its name, whether it is a block; nothing is found by itself
-            then but what it leaves over.
+        model: a model on any device, including meta.
+        classes: names of module classes whose instances are blocks besides repeated layers.
+        choose: returns for a module and its name whether it is a block, instead of the search for
+            repeated layers.
         min_bytes: smaller parameters stay in memory.
 
     Raises:
-        ConfigError: a class is named that the model has not; a parameter cannot leave.
+        ConfigError: the model has no module of a named class.
     """
     known = {type(module).__name__ for module in model.modules()}
     for name in classes:
@@ -59,10 +59,10 @@ def cut_into_blocks(
             )
     roots = [("", model)] if isinstance(model, WHOLE) else outermost_blocks(model, classes, choose)
     blocks = [
-        Block(
+        ModuleBlock(
             name or type(module).__name__,
             module,
-            _leaving(module.named_parameters(prefix=name), min_bytes),
+            _streamable(module.named_parameters(prefix=name), min_bytes),
         )
         for name, module in roots
     ]
@@ -70,24 +70,26 @@ def cut_into_blocks(
     for name, module in model.named_modules():
         if id(module) not in covered:
             own = module.named_parameters(prefix=name, recurse=False)
-            blocks.append(Block(name or type(model).__name__, module, _leaving(own, min_bytes)))
+            blocks.append(
+                ModuleBlock(name or type(model).__name__, module, _streamable(own, min_bytes))
+            )
     for name, module in model.named_modules():
-        if isinstance(module, nn.TransformerEncoder):  # looks at its first layer likewise
+        if isinstance(module, nn.TransformerEncoder):  # its forward reads the first layer's weights
             first = next(iter(module.layers.children()), None)
             if first is not None:
                 own = first.named_parameters(prefix=f"{name}.layers.0".lstrip("."))
                 blocks.append(
-                    Block(name or type(module).__name__, module, _leaving(own, min_bytes))
+                    ModuleBlock(name or type(module).__name__, module, _streamable(own, min_bytes))
                 )
     order = {id(module): place for place, module in enumerate(model.modules())}
     blocks = [block for block in blocks if block.parameters]
     return sorted(blocks, key=lambda block: order[id(block.module)])
 
 
-def can_leave(parameter: torch.Tensor, min_bytes: int) -> bool:
-    """Whether a parameter is one that is streamed: plain, contiguous and large enough.
+def can_be_streamed(parameter: torch.Tensor, min_bytes: int) -> bool:
+    """Whether a parameter can be streamed: plain, contiguous and large enough.
 
-    Contiguous, because autograd lays gradients out as the parameter is.
+    It must be contiguous because autograd lays out gradients like their parameters.
     """
     return (
         type(parameter) in (nn.Parameter, GuardedParameter)
@@ -96,5 +98,7 @@ def can_leave(parameter: torch.Tensor, min_bytes: int) -> bool:
     )
 
 
-def _leaving(named: Iterator[tuple[str, nn.Parameter]], min_bytes: int) -> dict[str, nn.Parameter]:
-    return {name: parameter for name, parameter in named if can_leave(parameter, min_bytes)}
+def _streamable(
+    named: Iterator[tuple[str, nn.Parameter]], min_bytes: int
+) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in named if can_be_streamed(parameter, min_bytes)}

@@ -1,7 +1,7 @@
-"""Streaming: the weights of a block are in memory while it computes, and little longer.
+"""Streamed weights: a block's weights are in memory while it computes, and offloaded otherwise.
 
-Here is which models are streamed, and how their weights come to be; turns.py has what happens while
-they train.
+This file has which models are streamed and how their weights are created; block_residency.py has
+what happens during training.
 """
 
 from __future__ import annotations
@@ -17,27 +17,31 @@ from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket
 from offload_strategy.store.tiers import Tier
 from offload_strategy.torch_support.weak_callbacks import weakly
-from offload_strategy.weights.block_hooks import Attached, BlockHooks, ModelHook
-from offload_strategy.weights.block_order import StreamedBlock
-from offload_strategy.weights.block_residency import WeightTurns, without_hooks
+from offload_strategy.weights.block_residency import BlockResidency, without_hooks
 from offload_strategy.weights.model_building import (
-    fill_module,
-    modules_to_fill,
-    watched_registration,
+    materialize_module,
+    modules_to_materialize,
+    on_parameter_registration,
+)
+from offload_strategy.weights.streamed_block import (
+    AttachedModel,
+    BlockHooks,
+    ModelHook,
+    StreamedBlock,
 )
 from offload_strategy.weights.streamed_weight import StreamedWeight
-from offload_strategy.weights.weight_blocks import can_leave, cut_into_blocks
+from offload_strategy.weights.weight_blocks import can_be_streamed, cut_into_blocks
 
 
-class WeightStream(WeightTurns):
+class WeightStream(BlockResidency):
     """The streamed weights of one engine.
 
     Args:
-        store: takes the bytes.
-        tiers: where they may go, in order.
-        blocks_in_flight: in memory at a time, or on their way there.
-        classes: names of module classes of which each instance is a block; see `cut_into_blocks`.
-        is_block: likewise.
+        store: receives the bytes.
+        tiers: tiers to use, in order.
+        blocks_in_flight: maximum number of blocks in memory or being loaded.
+        classes: names of module classes whose instances are blocks; see `cut_into_blocks`.
+        is_block: returns for a module and its name whether it is a block.
         min_bytes: smaller parameters stay in memory.
     """
 
@@ -57,69 +61,69 @@ class WeightStream(WeightTurns):
         self._min_bytes = min_bytes
         self._classes = list(classes)
         self._is_block = is_block
-        self._models: list[Attached] = []
+        self._models: list[AttachedModel] = []
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Let weights leave while models are made inside; see building.py."""
+        """Offload weights while models are built within the context; see model_building.py."""
 
         def register(name: str, parameter: nn.Parameter) -> None:
             with self._lock:
-                self._residents.stray(self._stream(name, parameter))
+                self._residents.add_accessed(self._stream(name, parameter))
 
         try:
-            with watched_registration(register, self._min_bytes):
+            with on_parameter_registration(register, self._min_bytes):
                 yield
         finally:
             with self._lock:
-                self._residents.send_strays()
+                self._residents.offload_accessed()
 
-    def takes(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter is streamed, or would be if its model were attached."""
-        return parameter in self._weights or can_leave(parameter, self._min_bytes)
+    def is_streamed(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is streamed, or will be once its model is attached."""
+        return parameter in self._weights or can_be_streamed(parameter, self._min_bytes)
 
-    def bytes_to_come(self, model: nn.Module) -> int:
-        """Bytes of a model's weights that will need room on the tiers, beside what has some."""
-        # An adopted weight moves to the tiers when it is updated.
-        return self.bytes_to_be_placed(
+    def bytes_to_stream(self, model: nn.Module) -> int:
+        """Return the bytes of a model's weights that still need room on the tiers."""
+        # A weight in an external file moves to the tiers with its first update.
+        return self.unplaced_bytes(
             parameter
             for parameter in model.parameters()
             if parameter.requires_grad or parameter not in self._weights
         )
 
-    def bytes_to_be_placed(self, parameters: Iterable[torch.Tensor]) -> int:
-        """Bytes of the parameters that are streamed and have no place on the tiers."""
+    def unplaced_bytes(self, parameters: Iterable[torch.Tensor]) -> int:
+        """Return the bytes of streamed parameters that are not on the tiers."""
         return sum(
             parameter.nbytes
             for parameter in parameters
-            if self.takes(parameter)
+            if self.is_streamed(parameter)
             and ((weight := self._weights.get(parameter)) is None or not weight.is_placed)
         )
 
-    def fill(self, model: nn.Module, device: torch.device) -> None:
-        """Make the parameters of a model that are on the meta device, module by module.
+    def materialize_meta(self, model: nn.Module, device: torch.device) -> None:
+        """Materialize and initialize a model's meta parameters, module by module.
 
         Raises:
-            ConfigError: a module cannot initialise itself.
+            ConfigError: a module cannot initialize itself.
         """
-        for name, module in modules_to_fill(model):
-            fill_module(name, module, device, self.let_go)
+        for name, module in modules_to_materialize(model):
+            materialize_module(name, module, device, self.stream_parameter)
             with self._lock:
-                self._residents.send_strays()
+                self._residents.offload_accessed()
 
-    def let_go(self, name: str, parameter: nn.Parameter) -> None:
-        """Stream a parameter that is in memory; it leaves when others need the room."""
-        if can_leave(parameter, self._min_bytes):
+    def stream_parameter(self, name: str, parameter: nn.Parameter) -> None:
+        """Stream a resident parameter; it is offloaded when others need the room."""
+        if can_be_streamed(parameter, self._min_bytes):
             with self._lock:
-                self._residents.stray(self._stream(name, parameter))
+                self._residents.add_accessed(self._stream(name, parameter))
 
-    def receive(self, name: str, parameter: nn.Parameter, ticket: Ticket) -> None:
-        """Give a parameter the values that a ticket has, without bringing them."""
+    def take_ticket(self, name: str, parameter: nn.Parameter, ticket: Ticket) -> None:
+        """Set a parameter to the values of a ticket, without loading them."""
         with self._lock:
-            self._stream(name, parameter).receive(ticket)
+            self._stream(name, parameter).take_ticket(ticket)
 
     def _stream(self, name: str, parameter: nn.Parameter) -> StreamedWeight:
-        """The weight of a parameter, made when it is new."""
+        """Return the streamed weight of a parameter, creating it if needed."""
         weight: StreamedWeight | None = self._weights.get(parameter)
         if weight is None:
             weight = StreamedWeight(
@@ -127,7 +131,7 @@ class WeightStream(WeightTurns):
                 parameter,
                 self._store,
                 self._tiers,
-                weakly(self._touched),
+                weakly(self._on_access),
                 _saving(weakref.ref(self)),
                 self._lock,
             )
@@ -136,17 +140,17 @@ class WeightStream(WeightTurns):
         return weight
 
     def attach(self, model: nn.Module) -> None:
-        """Send a model's weights out, and bring them whenever a block computes."""
-        self._prune()
-        attached = Attached(weakref.ref(model))
+        """Offload a model's weights, and load them whenever a block computes."""
+        self._remove_freed_models()
+        attached = AttachedModel(weakref.ref(model))
         self._models.append(attached)
         try:
-            self._send_out(model, attached)
+            self._stream_model(model, attached)
         except BaseException:
             self.detach(model)
             raise
 
-    def _send_out(self, model: nn.Module, attached: Attached) -> None:
+    def _stream_model(self, model: nn.Module, attached: AttachedModel) -> None:
         hook = ModelHook(self, attached)
         attached.handles.append(model.register_forward_pre_hook(hook, prepend=True))
         for plan in cut_into_blocks(model, self._classes, self._is_block, self._min_bytes):
@@ -154,7 +158,7 @@ class WeightStream(WeightTurns):
             block = StreamedBlock(plan.name, weights)
             attached.blocks.append(block)
             for weight in weights:
-                self._homes.setdefault(weight, []).append(block)
+                self._blocks_of.setdefault(weight, []).append(block)
             with self._lock:
                 self._residents.add(block)
                 self._residents.make_room()
@@ -166,41 +170,40 @@ class WeightStream(WeightTurns):
             ]
         with self._lock:
             self._residents.make_room(0)
-            self._residents.send_strays()
+            self._residents.offload_accessed()
 
     def detach(self, model: nn.Module, *, restore: bool = True) -> None:
-        """Leave a model alone.
+        """Stop streaming a model.
 
         Args:
-            model: that was attached.
-            restore: bring its weights back, which must fit into memory then. Else it has NaN from
-                now on.
+            model: an attached model.
+            restore: load its weights, which must fit in memory; otherwise they are NaN from now on.
         """
         for attached in [known for known in self._models if known.model() is model]:
             self._models.remove(attached)
-            self._leave(attached, restore=restore)
+            self._detach_model(attached, restore=restore)
 
-    def _prune(self) -> None:
-        """Forget models of which no weight is alive; parts of one may outlive it."""
+    def _remove_freed_models(self) -> None:
+        """Remove models without living weights; parts of a model may outlive it."""
         with self._lock:
             for attached in list(self._models):
                 weights = [weight for block in attached.blocks for weight in block.weights]
                 if attached.model() is None and all(w.parameter is None for w in weights):
                     self._models.remove(attached)
-                    self._leave(attached, restore=False)
+                    self._detach_model(attached, restore=False)
 
-    def _leave(self, attached: Attached, *, restore: bool) -> None:
+    def _detach_model(self, attached: AttachedModel, *, restore: bool) -> None:
         with self._lock:
             for handle in attached.handles:
                 handle.remove()
             for block in attached.blocks:
                 self._residents.forget_block(block)
                 for weight in block.weights:
-                    homes = self._homes.get(weight, [])
+                    homes = self._blocks_of.get(weight, [])
                     if block in homes:
                         homes.remove(block)
-                        if not homes:  # else a part of another model as well
-                            del self._homes[weight]
+                        if not homes:  # it is not part of another model
+                            del self._blocks_of[weight]
                             self._close(weight, restore=restore)
 
     def _close(self, weight: StreamedWeight, *, restore: bool) -> None:
@@ -210,28 +213,28 @@ class WeightStream(WeightTurns):
             self._weights.pop(parameter, None)
         weight.close(restore=restore)
 
-    def nbytes_away(self) -> int:
-        """Bytes of all weights that are not in memory."""
-        return sum(weight.nbytes for weight in self._weights.values() if not weight.here)
+    def offloaded_bytes(self) -> int:
+        """Return the bytes of all offloaded weights."""
+        return sum(weight.nbytes for weight in self._weights.values() if not weight.is_resident)
 
     def close(self, *, restore: bool) -> None:
-        """Leave every parameter alone; see `detach`."""
+        """Stop streaming all parameters; see `detach`."""
         for attached in self._models:
-            self._leave(attached, restore=restore)
+            self._detach_model(attached, restore=restore)
         self._models.clear()
-        for weight in list(self._weights.values()):  # built, and never attached
+        for weight in list(self._weights.values()):  # built but never attached
             self._close(weight, restore=restore)
 
-    def turns(self) -> list[tuple[StreamedBlock, bool]]:
-        """Which blocks a step needs, in order, and whether for backward.
+    def schedule(self) -> list[tuple[StreamedBlock, bool]]:
+        """Return the blocks that a step needs in order, and whether each is for backward.
 
-        As in the last step; before there was one, as they are registered, and back again.
+        The order is that of the last step; before the first step, module order and its reverse.
         """
         with self._lock:
             learned = self._residents.order.last_step
         if learned:
             backward = {block for block, in_backward in learned if in_backward}
-            # Of a first layer no weight is needed in backward, where its input has no gradient.
+            # Backward does not need a first layer's weight if its input requires no gradient.
             rest = {block: None for block, _ in learned if block not in backward and block.trained}
             return [*learned, *((block, True) for block in rest)]
         blocks = [block for attached in self._models for block in attached.blocks]

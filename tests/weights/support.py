@@ -193,7 +193,7 @@ def pairs(disk: Path, stack: ExitStack, **sections: Any) -> list[tuple[Any, Any,
 def open_turns(engine: OffloadEngine) -> list[str]:
     """Names of the weights that something holds in memory as if their block still computed."""
     assert engine._stream is not None
-    return [weight.name for weight in engine._stream._weights.values() if weight.turns]
+    return [weight.name for weight in engine._stream._weights.values() if weight.users]
 
 
 def nearly_all_left(model: nn.Module) -> bool:

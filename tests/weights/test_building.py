@@ -43,9 +43,9 @@ def test_a_model_that_is_built_within_has_the_weights_of_a_plain_build(
         assert len(away(model)) > len(list(model.parameters())) // 2
         engine.attach(model)
         assert engine._stream is not None
-        touches = engine._stream.touches
+        touches = engine._stream.accesses
         loss_of(model, batch(kind, 0)).backward()
-        assert engine._stream.touches == touches, "its blocks do not bring them"
+        assert engine._stream.accesses == touches, "its blocks do not bring them"
     assert_same_bits(weights(model), expected)
 
 
