@@ -232,7 +232,7 @@ def test_what_stays_is_counted_and_each_kind_named_once(
     assert counts.nbytes[Stays.SUBCLASS] == 3 * (64 + 4)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 3
-    assert "test_policy.Quantized (68 B) stays in memory" in said[0]
+    assert "test_eligibility.Quantized (68 B) stays in memory" in said[0]
     assert "torch.sparse_coo" in said[1]
     assert "torch.sparse_csr" in said[2]
 

@@ -92,7 +92,7 @@ def lightning(family: str, stage: int, devices: int = 1) -> dict[str, Any]:
     import_deepspeed()
     pl = import_family(family)
     name = "lightning_pytorch" if family == "lightning.pytorch" else family
-    ours = importlib.import_module(f"offload_strategy.integrations.{name}")
+    ours = importlib.import_module(f"offload_strategy.integrations.lightning.for_{name}")
     strategy = ours.SSDOffloadDeepSpeedStrategy(OFFLOAD, config=zero(stage))
     module = make_module(pl)
     trainer = make_trainer(

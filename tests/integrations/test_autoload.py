@@ -57,7 +57,7 @@ print([name for name in ("pydantic", "yaml", "psutil", "lightning") if name in s
 BROKEN_HOOK = """
 import sys
 for name in ("lightning_pytorch", "pytorch_lightning"):
-    sys.modules["offload_strategy.integrations." + name] = None  # import raises ImportError
+    sys.modules["offload_strategy.integrations.lightning.for_" + name] = None  # import raises ImportError
 import torch
 import lightning.pytorch
 import pytorch_lightning
@@ -221,7 +221,7 @@ def test_a_script_may_import_our_module_before_the_framework(
     first: str, ours: str, theirs: str
 ) -> None:
     code = (
-        f"{first}from offload_strategy.integrations.{ours} import SSDOffloadStrategy\n"
+        f"{first}from offload_strategy.integrations.lightning.for_{ours} import SSDOffloadStrategy\n"
         f"from {theirs} import StrategyRegistry\n"
         f"assert StrategyRegistry['ssd_offload']['strategy'] is SSDOffloadStrategy\n"
     )
@@ -237,10 +237,10 @@ def test_a_script_may_import_our_module_before_the_framework(
 
 def test_a_script_may_import_our_modules_before_either_fabric() -> None:
     lines = [
-        "from offload_strategy.integrations import fabric_standalone, fabric_of_lightning",
+        "from offload_strategy.integrations.fabric import for_standalone_fabric, for_lightning_fabric",
         "import lightning.fabric.strategies, lightning_fabric.strategies",
         "for ours, theirs in (",
-        "    (fabric_of_lightning, lightning.fabric), (fabric_standalone, lightning_fabric)",
+        "    (for_lightning_fabric, lightning.fabric), (for_standalone_fabric, lightning_fabric)",
         "):",
         "    strategy = theirs.strategies.STRATEGY_REGISTRY['ssd_offload']['strategy']",
         "    assert strategy is ours.SSDOffloadStrategy",

@@ -17,8 +17,8 @@ from offload_strategy.engine.offload_engine import OffloadEngine
 from tests.integrations.lightning_runs import WIDTH, assert_equal, tiny_model
 
 FAMILIES = {
-    "lightning.fabric": "fabric_of_lightning",
-    "lightning_fabric": "fabric_standalone",
+    "lightning.fabric": "for_lightning_fabric",
+    "lightning_fabric": "for_standalone_fabric",
 }
 EVERYTHING: dict[str, Any] = {"activations": {"min_size": "1KiB", "budget": "100%"}}
 EAGER: dict[str, Any] = {**EVERYTHING, "optimizer": {"overlap": "eager"}}
@@ -48,7 +48,7 @@ def hints(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def offloading(family: str, config: Any = EVERYTHING) -> Any:
-    module = importlib.import_module(f"offload_strategy.integrations.{FAMILIES[family]}")
+    module = importlib.import_module(f"offload_strategy.integrations.fabric.{FAMILIES[family]}")
     return module.SSDOffloadStrategy(config=config)
 
 
@@ -334,7 +334,7 @@ def test_clipping_with_eager_updates_is_refused(clip: dict[str, Any]) -> None:
 
 def test_the_other_installs_strategy_is_refused_with_the_name_of_the_right_one() -> None:
     pytest.importorskip("lightning_fabric")
-    with pytest.raises(ValueError, match=r"fabric_of_lightning\.SSDOffloadStrategy"):
+    with pytest.raises(ValueError, match=r"for_lightning_fabric\.SSDOffloadStrategy"):
         make_fabric("lightning.fabric", offloading("lightning_fabric"))
 
 
