@@ -172,7 +172,6 @@ def assert_equal(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
 
 
 def strategy_class(family: str) -> Any:
-    module = "lightning_pytorch" if family == "lightning.pytorch" else family
-    return importlib.import_module(
-        f"offload_strategy.integrations.lightning.for_{module}"
-    ).SSDOffloadStrategy
+    name = family.replace(".", "_")
+    module = importlib.import_module(f"offload_strategy.integrations.lightning.for_{name}")
+    return module.SSDOffloadStrategy

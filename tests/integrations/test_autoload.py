@@ -57,7 +57,8 @@ print([name for name in ("pydantic", "yaml", "psutil", "lightning") if name in s
 BROKEN_HOOK = """
 import sys
 for name in ("lightning_pytorch", "pytorch_lightning"):
-    sys.modules["offload_strategy.integrations.lightning.for_" + name] = None  # import raises ImportError
+    # Importing it raises ImportError.
+    sys.modules["offload_strategy.integrations.lightning.for_" + name] = None
 import torch
 import lightning.pytorch
 import pytorch_lightning
@@ -221,7 +222,8 @@ def test_a_script_may_import_our_module_before_the_framework(
     first: str, ours: str, theirs: str
 ) -> None:
     code = (
-        f"{first}from offload_strategy.integrations.lightning.for_{ours} import SSDOffloadStrategy\n"
+        f"{first}from offload_strategy.integrations.lightning.for_{ours} "
+        f"import SSDOffloadStrategy\n"
         f"from {theirs} import StrategyRegistry\n"
         f"assert StrategyRegistry['ssd_offload']['strategy'] is SSDOffloadStrategy\n"
     )
@@ -237,7 +239,8 @@ def test_a_script_may_import_our_module_before_the_framework(
 
 def test_a_script_may_import_our_modules_before_either_fabric() -> None:
     lines = [
-        "from offload_strategy.integrations.fabric import for_standalone_fabric, for_lightning_fabric",
+        "from offload_strategy.integrations.fabric import for_lightning_fabric",
+        "from offload_strategy.integrations.fabric import for_standalone_fabric",
         "import lightning.fabric.strategies, lightning_fabric.strategies",
         "for ours, theirs in (",
         "    (for_lightning_fabric, lightning.fabric), (for_standalone_fabric, lightning_fabric)",
