@@ -1,8 +1,8 @@
-"""One plain file of a checkpoint that several ranks saved in parts.
+"""Consolidating a sharded checkpoint of several ranks into one plain file.
 
-`torch.distributed.checkpoint` saves a folder, in which states of an optimizer go by the names of
-parameters. What a plain `optimizer.load_state_dict` takes, and what a Trainer with one device
-loads, is one file in which they go by number.
+`torch.distributed.checkpoint` saves a directory in which optimizer states are keyed by parameter
+names. A plain `optimizer.load_state_dict` and a Trainer with one device expect one file in which
+they are keyed by parameter indices.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ import torch
 from offload_strategy.checkpoints.streaming_files import save
 from offload_strategy.errors import ConfigError, StorageError
 
-#: What Lightning adds to such a folder: everything but weights and states.
+#: The file that Lightning adds to the directory, with everything but weights and states.
 _LIGHTNING_FILE = "meta.pt"
 _LIGHTNING_OPTIMIZER = "optimizer_"
 
 
 def consolidate(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> list[str]:
-    """Write one file that `torch.load` reads, of a folder of torch.distributed.checkpoint.
+    """Convert a torch.distributed.checkpoint directory into one file for `torch.load`.
 
-    A folder of Lightning's becomes a checkpoint as Lightning saves it with one device. Needs as
-    much host memory as the checkpoint is large, and for a while twice its room on the disk.
+    Lightning's directories become checkpoints as Lightning saves them with one device. This needs
+    host memory for the whole checkpoint, and temporarily twice its size on disk.
 
     Args:
-        source: the folder.
-        target: the file; it is replaced when the new one is complete.
+        source: the checkpoint directory.
+        target: the file to write; it is replaced atomically.
 
     Returns:
-        The keys at its top.
+        The top-level keys of the file.
 
     Raises:
-        ConfigError: the folder is not such a checkpoint.
-        StorageError: it cannot be read, or the file not be written.
+        ConfigError: the directory is not a sharded checkpoint.
+        StorageError: the directory cannot be read, or the file cannot be written.
     """
     folder, file = Path(source), Path(target)
     if not (folder / ".metadata").is_file():
         raise ConfigError(
-            f"{folder}: not a checkpoint of torch.distributed.checkpoint, which is a folder with a "
-            f"file .metadata. Name the folder that was given as checkpoint_id, or that Lightning "
-            f"made."
+            f"{folder}: not a checkpoint of torch.distributed.checkpoint, which is a directory "
+            f"with a file .metadata. Pass the directory that was given as checkpoint_id, or that "
+            f"Lightning created."
         )
     if file.is_dir():
-        raise ConfigError(f"{file}: is a directory; name the file that is to be written")
+        raise ConfigError(f"{file}: is a directory; pass the path of the file to write")
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     try:
-        # Beside the file: there has to be room for it in any case.
+        # In the target's directory, which needs the room in any case.
         with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.") as between:
             whole = Path(between) / "whole.pt"
             dcp_to_torch_save(folder, whole)
@@ -76,7 +76,7 @@ def _as_lightning(content: dict[str, Any], rest: Path) -> dict[str, Any]:
 
 
 def _by_number(value: Any) -> Any:
-    """An optimizer's state dict with numbers for the names of parameters; all else as it is."""
+    """Replace parameter names by indices in an optimizer's state dict."""
     if not isinstance(value, Mapping) or not value.keys() >= {"state", "param_groups"}:
         return value
     groups = value["param_groups"]

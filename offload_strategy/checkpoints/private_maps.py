@@ -1,12 +1,12 @@
-"""Private maps of a file: memory that is brought in when it is read.
+"""Private memory maps of a file, whose pages are loaded when they are read.
 
 [Note: tensors over private maps]
-A tensor over a private map is an ordinary one. Reading it brings in pages that the kernel can take
-back at any time; writing to it copies the pages concerned, and the file stays as it is. The map
-keeps the file, and each tensor its map: both go with the last tensor.
-Several maps of limited size serve a large file, since kernels refuse a single one that is larger
-than all of their memory, as they might have to find room for copies of all its pages.
-A disk that fails while a page is brought in ends the process (SIGBUS), as with every memory map.
+A tensor over a private map is an ordinary tensor. Reading it loads pages that the kernel can drop
+at any time; writing to it copies the pages, and the file does not change. The map keeps the file
+open and each tensor keeps its map, so both are freed with the last tensor.
+Several maps of limited size serve a large file, because kernels refuse a single private map that is
+larger than the memory: they might need room for copies of all its pages.
+A disk that fails while a page is loaded ends the process (SIGBUS), as with every memory map.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import torch
 
 from offload_strategy.units import GiB
 
-#: What lies behind each other shares a map of about this size.
+#: Approximate size of a map that neighbouring tensors share.
 _MAP_BYTES = 1 * GiB
 
 
 class PrivateMaps:
-    """Maps of the places of a file; see [Note: tensors over private maps].
+    """Maps of byte ranges of a file; see [Note: tensors over private maps].
 
     Args:
-        fd: of the file; may be closed afterwards.
-        places: begin and end of each place in bytes, in order.
+        fd: file descriptor; may be closed afterwards.
+        places: begin and end of each range in bytes, in ascending order.
 
     Raises:
-        OSError: there is not enough address space, or promised memory.
+        OSError: not enough address space or committed memory.
     """
 
     def __init__(self, fd: int, places: Sequence[tuple[int, int]]) -> None:
@@ -39,7 +39,7 @@ class PrivateMaps:
         for begin, end in places:
             if end - begins[-1] > _MAP_BYTES and begin > begins[-1]:
                 begins.append(begin)
-        # A map may begin with the end of the place before: that costs nothing.
+        # A map may begin within the previous range, to align it.
         unit = mmap.ALLOCATIONGRANULARITY
         ends = [*begins[1:], *(end for _, end in places[-1:])]
         self._maps = [
@@ -48,7 +48,7 @@ class PrivateMaps:
         ]
 
     def tensor(self, offset: int, dtype: torch.dtype, count: int) -> torch.Tensor:
-        """A flat tensor of `count` elements, with a storage of its own, at `offset` in the file."""
+        """Return a flat tensor of `count` elements at byte `offset`, with its own storage."""
         number = bisect_right(self._maps, offset, key=lambda each: each[0]) - 1
         begin, part = self._maps[number]
         return torch.frombuffer(part, dtype=dtype, count=count, offset=offset - begin)

@@ -1,8 +1,8 @@
-"""A file without a name in which tensors lie until somebody reads them.
+"""An unnamed file that backs the tensors of a state dict until they are read.
 
-A state dict must be made of ordinary tensors, but all of them at once may not fit into memory. So
-each is written to a scratch file as soon as its values are known, and becomes a tensor over a map
-of the file: see [Note: tensors over private maps] in `maps`.
+A state dict must consist of ordinary tensors, but all of them together may not fit in memory. Each
+one is therefore written to a scratch file as soon as its values are known, and becomes a tensor
+over a memory map of the file; see [Note: tensors over private maps] in private_maps.py.
 """
 
 from __future__ import annotations
@@ -34,25 +34,23 @@ from offload_strategy.units import PAGE_BYTES, KiB, MiB, format_size, round_up
 
 logger = get_logger(__name__)
 
-#: Smaller tensors are made in ordinary memory: a map would cost more than it saves.
+#: Smaller tensors are created in ordinary memory, where a map would cost more than it saves.
 SMALL_BYTES = 64 * KiB
-#: Values pass through a buffer of this size on their way to the file.
+#: Size of the buffer through which values are written to the file.
 _BUFFER_BYTES = 8 * MiB
 
 
 def scratch_directories(tiers: Iterable[Path]) -> list[Path]:
-    """Where a scratch file may lie, best first, for something that uses ssd tiers.
+    """Return the directories in which a scratch file may be created, best first.
 
     Args:
-        tiers: paths of the ssd tiers: directories and block devices. A device holds no files; if
-            there are only devices, that leaves the default directory.
+        tiers: paths of the ssd tiers: directories and block devices. Devices hold no files.
 
     Returns:
-        The directories, and the default directory for the case that none of them has room; nothing
-        if there are no tiers.
+        The directories and the default directory as a fallback; nothing if there are no tiers.
 
     Raises:
-        ConfigError: there are only devices, and $SSD_OFFLOAD_DIR is wrong.
+        ConfigError: there are only devices, and $SSD_OFFLOAD_DIR is invalid.
     """
     tiers = list(tiers)
     if not tiers:
@@ -70,24 +68,24 @@ class ScratchFile:
     """Tensors in one unlinked, owner-only file; see [Note: tensors over private maps].
 
         with ScratchFile(directories) as scratch:
-            slots = [scratch.reserve(shape, dtype) for shape, dtype in wanted]
-            for slot in slots:
-                slot.fill(0, values)
-            tensors = [slot.tensor() for slot in slots]
+            reserved = [scratch.reserve(shape, dtype) for shape, dtype in wanted]
+            for each in reserved:
+                each.fill(0, values)
+            tensors = [each.tensor() for each in reserved]
 
-    First everything is reserved, then all is filled, then the tensors are taken: so the room on the
-    disk is known to be there before anything is written. Not for several threads at once.
+    All tensors are reserved first, then filled, then mapped, so the disk space is guaranteed before
+    anything is written. Not thread-safe.
 
     Args:
-        directories: where the file may lie: the first that has room is taken, and if that is the
-            last of several, with a warning. None at all: the tensors are made in ordinary memory.
-        what: is stored, for messages.
+        directories: candidate directories; the first with enough room is used, with a warning if it
+            is the last of several. Without directories tensors are created in ordinary memory.
+        what: what is stored, for messages.
     """
 
     def __init__(self, directories: Sequence[Path], what: str = "optimizer states") -> None:
         self._directories = list(directories)
         self._what = what
-        self._places: list[tuple[int, int]] = []  # of the tensors, in bytes
+        self._places: list[tuple[int, int]] = []  # byte ranges of the tensors
         self._end = 0
         self._allocated = 0
         self._handle: FileIO | None = None
@@ -97,16 +95,16 @@ class ScratchFile:
 
     def reserve(
         self, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None
-    ) -> Slot:
-        """Set a place aside for one tensor.
+    ) -> ScratchTensor:
+        """Reserve space for one tensor.
 
         Args:
-            shape: of the tensor.
-            dtype: of the tensor.
-            stride: of the tensor, in elements; None for contiguous, as is one with gaps or overlaps
-                (`torch.clone` does the same).
+            shape: shape of the tensor.
+            dtype: dtype of the tensor.
+            stride: strides in elements; None for contiguous. Strides with gaps or overlaps become
+                contiguous, as in `torch.clone`.
         """
-        assert self._maps is None, "reserve everything before the first tensor is taken"
+        assert self._maps is None, "reserve everything before the first tensor is mapped"
         shape = torch.Size(shape)
         stride = _contiguous(shape) if stride is None else tuple(stride)
         order = _memory_order(shape, stride)
@@ -114,21 +112,21 @@ class ScratchFile:
             stride, order = _contiguous(shape), list(range(len(shape)))
         nbytes = shape.numel() * dtype.itemsize
         if nbytes < SMALL_BYTES or not self._directories:
-            return Slot(self, torch.empty_strided(shape, stride, dtype=dtype), order)
+            return ScratchTensor(self, torch.empty_strided(shape, stride, dtype=dtype), order)
         offset = self._end
         self._places.append((offset, offset + nbytes))
         self._end = round_up(offset + nbytes)
-        # Its shape, dtype and strides, without memory.
+        # A meta tensor carries shape, dtype and strides.
         like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        return Slot(self, like, order, offset)
+        return ScratchTensor(self, like, order, offset)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the file takes when it is made."""
+        """Size of the file in bytes."""
         return self._end
 
     def close(self) -> None:
-        """Give back what filling needed. Idempotent; tensors that were taken stay."""
+        """Close the file and the buffer. Idempotent; mapped tensors stay valid."""
         handle, self._handle = self._handle, None
         buffer, self._buffer = self._buffer, None
         self._file = None
@@ -144,17 +142,16 @@ class ScratchFile:
         self.close()
 
     # ------------------------------------------------------------------ filling
-    def write(self, begin: int, end_of_slot: int, values: torch.Tensor, dtype: torch.dtype) -> None:
-        """Write values one behind the other, by whole pages. For slots.
+    def write(self, begin: int, tensor_end: int, values: torch.Tensor, dtype: torch.dtype) -> None:
+        """Write contiguous values in whole pages. Called by `ScratchTensor`.
 
         Args:
-            begin: in the file, in bytes.
-            end_of_slot: where the tensor ends that they belong to; to the end of that page nothing
-                else lies.
-            values: flat, on any device.
-            dtype: in which they are written.
+            begin: byte offset in the file.
+            tensor_end: byte offset of the tensor's end; the rest of that page is unused.
+            values: flat tensor on any device.
+            dtype: dtype in which they are written.
         """
-        assert self._maps is None, "fill everything before the first tensor is taken"
+        assert self._maps is None, "fill everything before the first tensor is mapped"
         end = begin + values.numel() * dtype.itemsize
         written = 0
         try:
@@ -165,7 +162,7 @@ class ScratchFile:
                 base = begin // PAGE_BYTES * PAGE_BYTES
                 stop = min(end, base + _BUFFER_BYTES)
                 nbytes = round_up(stop - base)
-                for edge in _shared_pages(begin - base, stop - base, stop == end_of_slot):
+                for edge in _shared_pages(begin - base, stop - base, stop == tensor_end):
                     file.read(view[edge : edge + PAGE_BYTES], base + edge)
                 count = (stop - begin) // dtype.itemsize
                 target = flat[begin - base : stop - base].view(dtype)
@@ -176,11 +173,11 @@ class ScratchFile:
             raise StorageError(
                 f"could not write {format_size(end - begin)} of {self._what} to the scratch file "
                 f"in {self._directories[0]}: {error.strerror or error}. Check the disk and the "
-                f"system's log, or name another directory for the tier."
+                f"system's log, or choose another directory for the tier."
             ) from error
 
     def _opened(self) -> tuple[PageFile, HostBuffer]:
-        """The file, made and grown to all that is reserved, and the buffer."""
+        """Return the file, grown to the reserved size, and the buffer."""
         if self._handle is None or self._file is None or self._buffer is None:
             self._handle = self._create()
             self._file = PageFile(self._handle.fileno())
@@ -193,13 +190,13 @@ class ScratchFile:
         return self._file, self._buffer
 
     def _create(self) -> FileIO:
-        """Make the file in the first directory that has room for all that is reserved."""
+        """Create the file in the first directory with room for all reserved tensors."""
         complaints: list[str] = []
         while self._directories:
             directory = self._directories[0]
             complaint: str | None
             try:
-                # Closed by its destructor, should nobody else do it.
+                # The destructor closes it at the latest.
                 handle = FileIO(create_unnamed(directory), "r+")
                 switch_to_direct_io(handle.fileno())
                 complaint = self._take_room(handle.fileno())
@@ -208,7 +205,7 @@ class ScratchFile:
             else:
                 if complaint is None:
                     if complaints:
-                        self._tell(complaints)
+                        self._log_fallback(complaints)
                     return handle
                 handle.close()
             complaints.append(f"{directory} {complaint}")
@@ -216,11 +213,11 @@ class ScratchFile:
         raise self._full(self._end, complaints)
 
     def _take_room(self, fd: int) -> str | None:
-        """Let the file grow to all that is reserved; what is wrong if it cannot."""
+        """Grow the file to the reserved size; return the reason if it cannot."""
         stats = os.fstatvfs(fd)
         free = max(0, stats.f_bavail * stats.f_frsize - RESERVE_BYTES)
         if self._end - self._allocated > free:
-            return f"has {format_size(free)} to give ({format_size(RESERVE_BYTES)} are kept back)"
+            return f"has {format_size(free)} free ({format_size(RESERVE_BYTES)} stay reserved)"
         try:
             grow(fd, self._allocated, self._end)
         except OSError as error:
@@ -230,8 +227,8 @@ class ScratchFile:
         self._allocated = self._end
         return None
 
-    def _tell(self, complaints: Sequence[str]) -> None:
-        # Another tier is a place that the user named for such things; the last one may not be.
+    def _log_fallback(self, complaints: Sequence[str]) -> None:
+        # The user named the other tiers for this purpose, but maybe not the last directory.
         level = logging.WARNING if len(self._directories) == 1 else logging.INFO
         logger.log(
             level,
@@ -244,14 +241,14 @@ class ScratchFile:
 
     def _full(self, nbytes: int, complaints: Sequence[str]) -> TierFullError:
         return TierFullError(
-            f"{format_size(nbytes)} of {self._what} must go to a scratch file, since all at once "
-            f"may not fit into memory, and no directory has the room: {'; '.join(complaints)}. "
+            f"{format_size(nbytes)} of {self._what} must go to a scratch file, since they may not "
+            f"fit in memory together, and no directory has the room: {'; '.join(complaints)}. "
             f"Free some space, or set $SSD_OFFLOAD_DIR to a directory that has it."
         )
 
-    # ------------------------------------------------------------------ taking
-    def taken(self) -> PrivateMaps:
-        """The maps of all tensors; from now on nothing can be reserved or filled. For slots.
+    # ------------------------------------------------------------------ mapping
+    def mapped(self) -> PrivateMaps:
+        """Map all tensors; afterwards nothing can be reserved or filled.
 
         Raises:
             OffloadError: the file cannot be mapped.
@@ -273,14 +270,14 @@ class ScratchFile:
         return self._maps
 
 
-class Slot:
-    """The place of one tensor in a scratch file, or in ordinary memory if it is small.
+class ScratchTensor:
+    """One tensor in a scratch file, or in ordinary memory if it is small.
 
     Args:
-        file: that it belongs to.
-        tensor: itself if it lies in memory, else one like it on the meta device.
-        order: the dimensions, that of the largest stride first.
-        offset: in the file, in bytes; None if it lies in memory.
+        file: the scratch file.
+        tensor: the tensor itself if it is in memory, else a meta tensor like it.
+        order: the dimensions by decreasing stride.
+        offset: byte offset in the file; None if it is in memory.
     """
 
     def __init__(
@@ -296,16 +293,16 @@ class Slot:
         self._offset = offset
 
     def fill(self, start_row: int, values: torch.Tensor) -> None:
-        """Give rows their values.
+        """Write rows of the tensor.
 
         Args:
-            start_row: the first row (of the first dimension) that is meant; 0 for a scalar.
-            values: of as many rows as are meant, on any device; of another dtype they are
-                converted. All rows at once if the tensor is not contiguous.
+            start_row: first row (index of the first dimension); 0 for a scalar.
+            values: the rows, on any device; they are converted to the tensor's dtype. If the tensor
+                is not contiguous, all its rows.
 
         Raises:
-            ValueError: the rows are not there, or are not all and do not lie together.
-            TierFullError: no directory has room for everything that was reserved.
+            ValueError: the rows do not exist, or only some rows of a non-contiguous tensor.
+            TierFullError: no directory has room for all reserved tensors.
             StorageError: the disk failed.
         """
         like, dtype = self._like, self._like.dtype
@@ -322,16 +319,16 @@ class Slot:
         if given < rows and self._order != list(range(like.dim())):
             raise ValueError(
                 f"a tensor of shape {tuple(like.shape)} and strides {like.stride()} must be filled "
-                f"at once: its rows do not lie one behind the other"
+                f"at once, because its rows are not contiguous"
             )
         row_bytes = like.shape[1:].numel() * dtype.itemsize
         end = self._offset + like.numel() * dtype.itemsize
-        # A view if the values lie in the same order.
+        # A view if the values have the same memory order.
         flat = values.detach().permute(self._order).reshape(-1)
         self._file.write(self._offset + start_row * row_bytes, end, flat, dtype)
 
     def tensor(self) -> torch.Tensor:
-        """The tensor, with a storage of its own. From now on nothing can be reserved or filled.
+        """Return the tensor with its own storage; afterwards nothing can be reserved or filled.
 
         Raises:
             OffloadError: the file cannot be mapped.
@@ -339,17 +336,17 @@ class Slot:
         if self._offset is None:
             return self._like
         like = self._like
-        flat = self._file.taken().tensor(self._offset, like.dtype, like.numel())
+        flat = self._file.mapped().tensor(self._offset, like.dtype, like.numel())
         return flat.as_strided(like.shape, like.stride())
 
 
 def _shared_pages(begin: int, end: int, is_last: bool) -> list[int]:
-    """Offsets of the pages at the edges of [begin, end) of which others have a part.
+    """Return the offsets of pages at the edges of [begin, end) that hold other data too.
 
     Args:
-        begin: in the first page.
-        end: counted from the start of the first page.
-        is_last: whether nothing lies between `end` and the end of its page.
+        begin: offset in the first page.
+        end: offset from the start of the first page.
+        is_last: whether the rest of the last page is unused.
     """
     pages = {0} if begin else set()
     if end % PAGE_BYTES and not is_last:
@@ -362,7 +359,7 @@ def _contiguous(shape: torch.Size) -> tuple[int, ...]:
 
 
 def _memory_order(shape: torch.Size, stride: tuple[int, ...]) -> list[int] | None:
-    """The order of the dimensions in which elements lie one behind the other, if there is one."""
+    """Return the order of dimensions in which elements are contiguous, or None."""
     order = sorted(range(len(shape)), key=lambda dim: stride[dim], reverse=True)
     expected = 1
     for dim in reversed(order):

@@ -1,17 +1,16 @@
-"""`torch.save` and `torch.load` that stream, and never leave half a checkpoint behind.
+"""Streaming `torch.save` and `torch.load` with atomic replacement of files.
 
-[Note: a file is there as a whole or not at all]
-What is saved goes to a temporary file beside its target, which takes the target's name when all of
-its bytes are on the disk. The system swaps the names in one step, so whoever looks, and whoever
-comes after a `kill -9` or a power cut, finds the old file or the new one.
-A process that was killed leaves its temporary file. The next save to the same target removes it:
-its writer held a lock on it, which ended with the writer.
+[Note: atomic saves]
+A checkpoint is written to a temporary file in the target's directory, which is renamed to the
+target when all of its bytes are on disk. The rename is atomic, so readers find the old file or the
+new one, also after `kill -9` or a power failure. A killed process leaves its temporary file; the
+next save to the same target removes it, because the writer's lock on it ended with the writer.
 
 [Note: errors while an archive is written]
-Between `torch.save` and the stream that it writes to lies C++, which never lets go of an exception
-that passes through it, of its frames, and of what they refer to. And it closes the archive after an
-error as well: more writes come. So what went wrong is kept aside, an exception that refers to
-nothing passes through, later writes are taken for done, and what torch makes of that is dropped.
+`torch.save` writes through C++ code that keeps every exception that passes through it alive, with
+its frames and everything they refer to. It also closes the archive after an error, with further
+writes. The original error is therefore stored, an empty exception passes through, later writes are
+ignored, and torch's own error is dropped.
 """
 
 from __future__ import annotations
@@ -44,35 +43,34 @@ except ImportError:  # not a POSIX system
 
 _BUFFER_BYTES = 8 * MiB
 _PARTIAL = ".partial"
-#: Longer names are replaced by a digest in that of the temporary file: 255 bytes is all there is.
+#: Longer names are replaced by a digest in the temporary file's name (the limit is 255 bytes).
 _LONGEST_NAME = 200
-#: What torch.save writes today begins with it; older formats cannot be mapped.
+#: Signature of the current torch.save format; older formats cannot be mapped.
 _ZIP_SIGNATURE = b"PK\x03\x04"
 
 
 def save(obj: Any, path: str | os.PathLike[str]) -> None:
-    """As `torch.save(obj, path)`, but whole or not at all, and without filling the page cache.
+    """Like `torch.save(obj, path)`, but atomic and without filling the page cache.
 
-    A process that is killed while it saves leaves the previous file as it was; see [Note: a file is
-    there as a whole or not at all]. As the file is a new one each time, a hard link to the previous
-    one keeps the old contents. A symbolic link is followed, and mode and owner of a previous file
-    are kept.
+    A process that is killed while saving leaves the previous file intact; see [Note: atomic saves].
+    The file is a new one each time, so a hard link to the previous file keeps the old contents.
+    Symbolic links are followed, and mode and owner of the previous file are kept.
 
     Args:
-        obj: what `torch.save` takes. Tensors are written one after the other, so what is in a
-            file, as the states of `optimizer.state_dict()` are, is not brought into memory.
-        path: of the file; its directory must exist.
+        obj: anything `torch.save` accepts. Tensors are written one after the other, so file-backed
+            tensors, such as those of `optimizer.state_dict()`, need not fit in memory.
+        path: path of the file; its directory must exist.
 
     Raises:
-        StorageError: the file cannot be written; the previous one is untouched.
+        StorageError: the file cannot be written; the previous one is intact.
     """
     target = Path(os.path.realpath(os.fspath(path)))
-    size, untouched = 0, " What was saved there before is untouched."
+    size, intact = 0, " The previous file is intact."
     try:
         previous = _previous(target)
         _remove_leftovers(target)
         with _partial_file(target, previous) as (fd, partial):
-            with contextlib.closing(_Stream(fd)) as stream:
+            with contextlib.closing(_ArchiveWriter(fd)) as stream:
                 try:
                     torch.save(obj, cast("Any", stream))
                     stream.finish()
@@ -84,26 +82,26 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
                     size = stream.size
             os.fsync(fd)
             os.replace(partial, target)
-            untouched = ""
+            intact = ""
         _sync_directory(target.parent)
     except OSError as error:
         raise StorageError(
             f"could not save to {str(path)!r}: {error.strerror or error} after "
-            f"{format_size(size)}. {_advice(error, target)}{untouched}"
+            f"{format_size(size)}. {_advice(error, target)}{intact}"
         ) from error
 
 
 def load(
     path: str | os.PathLike[str], map_location: Any = "cpu", weights_only: bool | None = True
 ) -> Any:
-    """As `torch.load`, but tensors on the CPU lie in the file until they are read.
+    """Like `torch.load`, but CPU tensors stay in the file until they are read.
 
-    The optimizer that `OffloadEngine.attach` returns takes its states from them one by one, so
+    The optimizer that `OffloadEngine.attach` returns copies its states one by one, so
     `optimizer.load_state_dict(load(path))` never has all of them in memory. While large tensors are
-    in use, the file must not be changed in place: `save` here does not, `torch.save` does.
+    in use, the file must not be modified in place; `save` replaces it, `torch.save` modifies it.
 
     Args:
-        path: of the file. One of the format before PyTorch 1.6 is read into memory.
+        path: path of the file. The format before PyTorch 1.6 is read into memory.
         map_location: as for `torch.load`.
         weights_only: as for `torch.load`.
     """
@@ -120,36 +118,36 @@ def load(
 
 
 def small_in_memory(map_location: Any) -> Any:
-    """A `map_location` with which a counter of a few bytes does not keep a whole file mapped.
+    """Return a `map_location` that copies small tensors, so that they do not keep a file mapped.
 
     Args:
-        map_location: of the user's. One that is None or names devices is left as it is.
+        map_location: the user's argument; None and device mappings are returned unchanged.
     """
     if callable(map_location):
         locate = map_location
     elif str(map_location) == "cpu":
-        locate = _stay
+        locate = _keep_on_cpu
     else:
         return map_location
 
     def small(storage: torch.UntypedStorage, location: str) -> Any:
         found = locate(storage, location)
-        # None is for torch to decide.
+        # torch handles a result of None.
         return found.clone() if found is storage and storage.nbytes() < SMALL_BYTES else found
 
     return small
 
 
-def _stay(storage: torch.UntypedStorage, _: str) -> torch.UntypedStorage:
+def _keep_on_cpu(storage: torch.UntypedStorage, _: str) -> torch.UntypedStorage:
     return storage
 
 
 # ---------------------------------------------------------------------- the temporary file
 def _previous(target: Path) -> os.stat_result | None:
-    """What lies there now, if anything does.
+    """Return the status of the existing file, or None.
 
     Raises:
-        OSError: it may not be replaced.
+        OSError: it cannot be replaced.
     """
     try:
         status = target.stat()
@@ -166,9 +164,9 @@ def _previous(target: Path) -> os.stat_result | None:
 
 @contextlib.contextmanager
 def _partial_file(target: Path, previous: os.stat_result | None) -> Iterator[tuple[int, Path]]:
-    """A locked, empty file beside the target, which is gone afterwards unless it was renamed.
+    """Yield a locked, empty file in the target's directory; it is deleted unless renamed.
 
-    As readable as the target is, or will be: the user's mask says for whom.
+    Its mode is that of the previous file, or the default of the user's umask.
     """
     mode = 0o666 if previous is None else stat.S_IMODE(previous.st_mode) & 0o777
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
@@ -176,13 +174,13 @@ def _partial_file(target: Path, previous: os.stat_result | None) -> Iterator[tup
     while True:
         partial = target.parent / f"{_prefix(target)}{secrets.token_hex(8)}{_PARTIAL}"
         fd = os.open(partial, flags, mode)
-        # Who looked for leftovers just now may have taken it for one, and removed it.
+        # Another process that removes leftovers may have deleted it before the lock.
         if not _lock(fd, wait=True) or os.fstat(fd).st_nlink:
             break
         os.close(fd)
     try:
         if previous is not None:
-            _resemble(fd, previous)
+            _copy_owner_and_mode(fd, previous)
         switch_to_direct_io(fd)
         yield fd, partial
     finally:
@@ -191,8 +189,8 @@ def _partial_file(target: Path, previous: os.stat_result | None) -> Iterator[tup
         os.close(fd)
 
 
-def _resemble(fd: int, previous: os.stat_result) -> None:
-    """Give a file another's owner and mode, as far as this user may."""
+def _copy_owner_and_mode(fd: int, previous: os.stat_result) -> None:
+    """Copy owner and mode of the previous file, as far as permitted."""
     now = os.fstat(fd)
     if (now.st_uid, now.st_gid) != (previous.st_uid, previous.st_gid):
         with contextlib.suppress(OSError):
@@ -202,12 +200,12 @@ def _resemble(fd: int, previous: os.stat_result) -> None:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove temporary files of this target whose writers are gone."""
+    """Remove temporary files of this target whose writers have ended."""
     name = re.compile(re.escape(_prefix(target)) + "[0-9a-f]{16}" + re.escape(_PARTIAL))
     with os.scandir(target.parent) as entries:
         found = [entry.path for entry in entries if name.fullmatch(entry.name)]
     for path in found:
-        with contextlib.suppress(OSError):  # it is another user's, or gone by now
+        with contextlib.suppress(OSError):  # it belongs to another user, or was removed meanwhile
             fd = os.open(path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
             try:
                 if _lock(fd, wait=False):
@@ -224,7 +222,7 @@ def _prefix(target: Path) -> str:
 
 
 def _lock(fd: int, *, wait: bool) -> bool:
-    """Lock a file until it is closed; False if another has it, or locks are not to be had."""
+    """Lock a file until it is closed; return False if it is locked or locks are unsupported."""
     if flock is None:
         return False
     try:
@@ -235,12 +233,12 @@ def _lock(fd: int, *, wait: bool) -> bool:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Wait until a new name is on the disk."""
+    """Flush a directory entry to disk."""
     fd = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # file systems that cannot, and need not
+        if error.errno != errno.EINVAL:  # the file system does not support it
             raise
     finally:
         os.close(fd)
@@ -248,28 +246,28 @@ def _sync_directory(directory: Path) -> None:
 
 def _advice(error: OSError, target: Path) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"Free some space on the disk of {target.parent}, or name another place."
+        return f"Free some space on the disk of {target.parent}, or choose another place."
     if error.errno == errno.ENOENT:
-        return f"Create the directory {target.parent}, or name another."
+        return f"Create the directory {target.parent}, or choose another."
     if error.errno == errno.EIO:
-        return "Check the disk and the system's log, or name another place."
-    return "Name another file, or change its permissions."
+        return "Check the disk and the system's log, or choose another place."
+    return "Choose another file, or change its permissions."
 
 
 class _Stopped(Exception):
     """Ends `torch.save`; see [Note: errors while an archive is written]."""
 
 
-class _Stream:
-    """What `torch.save` writes to: a file that grows at its end, past the page cache.
+class _ArchiveWriter:
+    """The file object that `torch.save` writes to: appends with direct I/O.
 
     Args:
-        fd: of an empty file; stays the caller's.
+        fd: file descriptor of an empty file; the caller closes it.
     """
 
     def __init__(self, fd: int) -> None:
         self.size = 0
-        #: What went wrong first.
+        #: The first error.
         self.error: BaseException | None = None
         self._fd = fd
         self._file = PageFile(fd)
@@ -279,10 +277,10 @@ class _Stream:
         self._filled = 0
 
     def write(self, data: Any) -> int:
-        """Take bytes; see [Note: errors while an archive is written].
+        """Append bytes; see [Note: errors while an archive is written].
 
         Raises:
-            _Stopped: the disk is full or fails, or Ctrl-C was pressed: `error` is what happened.
+            _Stopped: the disk is full or failed, or Ctrl-C was pressed; `error` has the cause.
         """
         length = memoryview(data).nbytes
         if self.error is None:
@@ -303,27 +301,27 @@ class _Stream:
                 self._write_out()
 
     def flush(self) -> None:
-        """Nothing yet: `finish` writes what is left."""
+        """Do nothing; `finish` writes the rest."""
 
     def finish(self) -> None:
-        """Write what is left, and end the file there.
+        """Write the rest and truncate the file to its size.
 
         Raises:
-            OSError: the disk is full, or fails.
+            OSError: the disk is full or failed.
         """
         self._write_out()
         os.ftruncate(self._fd, self.size)
         self._file.drain()
 
     def close(self) -> None:
-        """Give the buffer back."""
+        """Release the buffer."""
         self.error = None
         del self._window, self._exporter
         self._buffer.release()
         del self._buffer
 
     def _write_out(self) -> None:
-        # Whole pages, for direct I/O; the file is cut to its size in the end.
+        # Direct I/O writes whole pages; `finish` truncates the file.
         pages = round_up(self._filled)
         self._window[self._filled : pages] = bytes(pages - self._filled)
         begin = self.size - self._filled

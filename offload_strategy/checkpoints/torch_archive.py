@@ -1,10 +1,10 @@
-"""Loading an archive of `torch.save` that is too large for a single private map.
+"""Loading a `torch.save` archive that is too large for a single private map.
 
-`torch.load(mmap=True)` maps a file as a whole, which kernels refuse once it is larger than all of
-their memory. Here torch reads storage by storage, and each is at once replaced by the very same
-bytes in one of several maps of the file. Where they lie, the archive's directory tells: records
-`data/0`, `data/1` and so on are in the order in which loading meets them. The bytes are compared,
-so an archive that is laid out otherwise is loaded as well, into memory.
+`torch.load(mmap=True)` maps the whole file at once, which kernels refuse for files larger than the
+memory. Here torch reads storage by storage, and each storage is replaced at once by the same bytes
+in one of several maps. The archive's directory gives their positions: the records `data/0`,
+`data/1` and so on are in loading order. The bytes are compared, so an archive with another layout
+is loaded correctly too, into memory.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ def load_in_parts(
     locate: Callable[[torch.UntypedStorage, str], Any],
     weights_only: bool | None,
 ) -> Any:
-    """As `torch.load`, with one storage at a time in memory.
+    """Like `torch.load`, with one storage at a time in memory.
 
     Args:
-        path: of the archive.
-        locate: what the user gave for `map_location`.
+        path: path of the archive.
+        locate: the user's `map_location` function.
         weights_only: as for `torch.load`.
     """
     places = _places(path)
     with open(path, "rb") as file:
         maps = PrivateMaps(file.fileno(), sorted(places))
-    coming = iter(places)
+    remaining = iter(places)
 
     def replace(storage: Any, location: str) -> Any:
         nbytes = storage.nbytes()
         if nbytes:
-            begin, end = next(coming, (0, 0))
+            begin, end = next(remaining, (0, 0))
             if end - begin == nbytes:
                 flat = maps.tensor(begin, torch.uint8, nbytes)
                 if torch.equal(flat, torch.empty(0, dtype=torch.uint8).set_(storage)):
@@ -53,7 +53,7 @@ def load_in_parts(
 
 
 def _places(path: str | os.PathLike[str]) -> list[tuple[int, int]]:
-    """Begin and end of every storage that is not empty, in the order of their numbers."""
+    """Return the byte range of every non-empty storage, in the order of their numbers."""
     found: dict[int, tuple[int, int]] = {}
     with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
         for record in archive.infolist():

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from offload_strategy.checkpoints import ScratchFile, Slot
+from offload_strategy.checkpoints import ScratchFile, ScratchTensor
 from offload_strategy.optimizer.states.flat_layout import packable
 from offload_strategy.optimizer.states.parameter_slices import (
     ParameterSlice,
@@ -110,7 +110,7 @@ def streamed_states(
     states: dict[torch.Tensor, State] = {}
     all_metadata = [reader.metadata(subgroup) for subgroup in subgroups]
     with ScratchFile(directories) as scratch:
-        slots: dict[torch.Tensor, dict[str, Slot]] = {}
+        slots: dict[torch.Tensor, dict[str, ScratchTensor]] = {}
         for subgroup, metadata in zip(subgroups, all_metadata, strict=True):
             for param_slice, small in zip(subgroup.slices, metadata.small, strict=True):
                 states.setdefault(param_slice.parameter, small)

@@ -120,7 +120,7 @@ def test_the_same_model_twice_is_refused(engine: OffloadEngine, disk: Path) -> N
 def test_the_same_parameters_twice_are_refused_by_name(engine: OffloadEngine, disk: Path) -> None:
     net = model()
     optimizer = engine.attach(net, AdamW(net.parameters()))
-    with pytest.raises(ConfigError, match="swapped by another optimizer already"):
+    with pytest.raises(ConfigError, match="attached with another optimizer already"):
         engine.attach(net, SGD(net.parameters(), 0.1))
     with pytest.raises(ConfigError, match=r"'4.weight'.*Attach each parameter once"):
         engine.attach(net, SGD([torch.nn.Parameter(torch.ones(1)), net[4].weight], 0.1))
@@ -128,7 +128,7 @@ def test_the_same_parameters_twice_are_refused_by_name(engine: OffloadEngine, di
         engine.attach(None, optimizer)
     with (
         OffloadEngine(settings(disk)) as other,
-        pytest.raises(ConfigError, match="swapped by another optimizer already"),
+        pytest.raises(ConfigError, match="attached with another optimizer already"),
     ):
         other.attach(None, SGD(net.parameters(), 0.1))
     train(engine, net, optimizer)  # the first goes on as if nothing had been

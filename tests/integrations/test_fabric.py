@@ -348,7 +348,7 @@ def test_a_model_may_be_trained_again_once_its_earlier_training_is_over() -> Non
 
     earlier = set_up(fabric)
     go_on(earlier, 2)
-    with pytest.raises(ConfigError, match="swapped by another optimizer already") as raised:
+    with pytest.raises(ConfigError, match="attached with another optimizer already") as raised:
         set_up(fabric)
     assert "del optimizer" in raised.value.__notes__[0]
     earlier.optimizers.clear()

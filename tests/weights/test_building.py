@@ -20,7 +20,7 @@ from tests.weights.test_streaming import away, streaming
 @pytest.fixture(autouse=True)
 def no_room_for_strays(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that tiny models leave as large ones do."""
-    monkeypatch.setattr(residents, "_STRAY_BYTES", 0)
+    monkeypatch.setattr(residents, "_ACCESSED_BYTES", 0)
 
 
 def made(width: int = 16) -> nn.Module:

@@ -26,7 +26,7 @@ WAYS = pytest.mark.parametrize("adopt", [False, True], ids=["copied", "adopted"]
 @pytest.fixture(autouse=True)
 def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that tiny models leave, and are read a few tensors at a time, as large ones are."""
-    monkeypatch.setattr(residents, "_STRAY_BYTES", 0)
+    monkeypatch.setattr(residents, "_ACCESSED_BYTES", 0)
     monkeypatch.setattr(loading, "_WINDOW_BYTES", 1)
 
 
