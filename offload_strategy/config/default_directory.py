@@ -1,4 +1,4 @@
-"""Directories: where tensors go by default, and whether that place is really a disk."""
+"""The default directory of tiers, and whether a directory is really on a disk."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import re
 import tempfile
 from pathlib import Path
 
+from offload_strategy.config.file_systems import file_system_of
 from offload_strategy.errors import ConfigError
 
 DIRECTORY_VARIABLE = "SSD_OFFLOAD_DIR"
-
-_KEPT_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "rootfs"})
 
 
 def default_directory() -> Path:
     """Return the directory of the default tier.
 
-    That is $SSD_OFFLOAD_DIR, else the temporary directory, else /var/tmp: on many systems /tmp is
-    memory, and moving tensors from memory to memory helps nobody.
+    It is $SSD_OFFLOAD_DIR, else the temporary directory, or /var/tmp where the temporary directory
+    is kept in memory, as on many systems.
 
     Raises:
         ConfigError: If $SSD_OFFLOAD_DIR names a variable that is not set.
@@ -37,30 +36,19 @@ def default_directory() -> Path:
 
 
 def is_memory_filesystem(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a path lies in a file system that is kept in memory.
+    """Return whether a path is in a file system that is kept in memory.
 
     Args:
-        path: A file or directory; if it does not exist, the nearest folder above it is looked at.
+        path: A file or directory; if it does not exist, the nearest existing parent counts.
 
     Returns:
-        False also where it cannot be known, as on systems other than Linux.
+        False also where it is unknown, as on systems other than Linux.
     """
     place = Path(os.path.abspath(path))
     while not place.exists() and place != place.parent:
         place = place.parent
-    try:
-        device = place.stat().st_dev
-        mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    number = f"{os.major(device)}:{os.minor(device)}"
-    for line in mounts.splitlines():
-        # proc_pid_mountinfo(5): id, parent, major:minor, root, mount point, options, tags - type, …
-        before, _, after = line.partition(" - ")
-        fields = before.split(" ")
-        if len(fields) > 2 and fields[2] == number:
-            return after.split(" ")[0] in _KEPT_IN_MEMORY
-    return False
+    system = file_system_of(place)
+    return system is not None and system.is_memory
 
 
 def expand_path(path: str) -> str:

@@ -1,4 +1,4 @@
-"""The sections of the contract, as models that check what they are given."""
+"""The config schema: one pydantic model per section."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from offload_strategy.errors import ConfigError
 from offload_strategy.units import GiB, KiB, MiB
 
 Client = Literal["activations", "optimizer", "parameters"]
-"""A part of the package that moves tensors, by the name of its section."""
+"""A part of the package that offloads tensors, by the name of its config section."""
 
 ConfigSource: TypeAlias = "OffloadConfig | Mapping[str, Any] | str | os.PathLike[str] | None"
 """Anything that `OffloadConfig.load` reads."""
@@ -67,29 +67,29 @@ class _Client(_Section):
 
 
 class TierConfig(_Section):
-    """One place for tensors that have left the device. Tiers are listed fastest first."""
+    """One place for offloaded tensors. Tiers are listed fastest first."""
 
     name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")
     """Name of the tier, used in the sections below and in metric keys."""
     kind: Literal["dram", "ssd"]
     """'dram' is host memory, 'ssd' a directory on any disk or file system, or a block device."""
     path: Path | list[Path] | None = None
-    """Directory or raw block device of an ssd tier, or a list of them, which then work as one:
-    tensors are dealt to them in proportion to their bandwidth. '~' and '$VARIABLES' are expanded.
-    A dram tier has none. A block device belongs to one process: use $LOCAL_RANK in its name."""
+    """Directory or raw block device of an ssd tier, or a list of them that works as one tier:
+    tensors are distributed in proportion to bandwidth. '~' and '$VARIABLES' are expanded. A dram
+    tier has no path. A block device belongs to one process: use $LOCAL_RANK in its name."""
     capacity: PositiveSize | None = None
-    """Most bytes to hold there, on all paths together, and of all processes of a job on a machine
-    together. A dram tier needs it; for an ssd tier null means what the file systems have free."""
+    """Maximum bytes on all paths together and for all processes of a job on a machine together.
+    Required for a dram tier; for an ssd tier null means the free space of the file systems."""
     endurance_tbw: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Rated endurance of the drive in terabytes written (10^12 bytes), for its projected life."""
+    """Rated endurance of the drive in terabytes written (10^12 bytes), for its projected lifetime."""
     endurance_share: float = Field(default=0.05, gt=0, le=1)
-    """Share of that endurance after which a run is told what it has written."""
+    """Share of the rated endurance after which a run warns about what it has written."""
     shared: bool = False
-    """Whether other machines use the directories too (a parallel or network file system). Then
-    each process has a folder of its own there, named by its host and rank."""
+    """Whether other machines use the directories too (a parallel or network file system). Each
+    process then uses its own subdirectory, named after its host and rank."""
     overwrite: bool = False
-    """Whether a block device is used although it carries a file system or other data, which is
-    then lost. A mounted one is refused in any case."""
+    """Whether a block device is used even though it carries a file system or other data, which is
+    then lost. A mounted device is always refused."""
 
     @field_validator("path", mode="before")
     @classmethod
@@ -157,12 +157,12 @@ class ActivationsConfig(_Client):
     """Tensors that autograd saves for the backward pass."""
 
     enabled: bool = True
-    """Whether saved tensors are moved."""
+    """Whether saved tensors are offloaded."""
     tiers: _TierNames = None
     min_size: Size = 1 * MiB
-    """Storages below this many bytes stay on the device."""
+    """Storages below this many bytes are kept on the device."""
     budget: Budget = "auto"
-    """How much of a step's saved tensors may be moved: 'auto', bytes, or a share such as '70%'."""
+    """How much may be offloaded per forward pass: 'auto', bytes, or a share such as '70%'."""
     prefetch: AutoOrSize = "auto"
     """Bytes to read ahead of the backward pass: 'auto', or bytes."""
 
@@ -178,33 +178,33 @@ class ActivationsConfig(_Client):
 
 
 class OptimizerConfig(_Client):
-    """Optimizer states, and the gradients on their way to them."""
+    """Optimizer states, and the gradients of their updates."""
 
     enabled: bool = True
-    """Whether optimizer states are moved."""
+    """Whether optimizer states are offloaded."""
     tiers: _TierNames = None
     subgroup_size: AutoOrCount = "auto"
-    """Parameters that are updated at a time: 'auto', or a number such as 100000000 or '100M'."""
+    """Parameters per subgroup (updated together): 'auto', or a number such as '100M'."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision in which states of float32 are kept between updates; updates compute in float32.
-    'bfloat16' halves what is read and written, and rounds: numbers change. Master weights are kept
-    whole."""
+    """dtype in which float32 states are stored between updates; updates compute in float32.
+    'bfloat16' halves the bytes read and written, and rounds: numbers change. Master weights stay
+    in float32."""
     stochastic_rounding: bool = False
-    """Whether states are rounded to bfloat16 up or down by chance, so that small changes count in
-    the mean, instead of to the nearest."""
+    """Whether states are rounded stochastically to bfloat16, which keeps small changes on average,
+    instead of to the nearest value."""
     master_weights: bool = False
-    """Whether weights of bfloat16 and float16 are updated in float32: a copy of each is kept with
+    """Whether bfloat16 and float16 weights are updated in float32: a copy of each is stored with
     its states, and rounded into the weight after every update. Numbers change."""
     gradient_memory: PositiveSize = 4 * GiB
-    """Most host memory in which gradients wait for step(), with overlap: commit. Others wait in the
-    tiers, and are read again only where the update has to run once more."""
+    """Maximum host memory for gradients that wait for step() with overlap: commit. Others wait on
+    the tiers, and are read again only if the update must be repeated."""
     sharding: bool = True
-    """Whether the processes of data-parallel training share the updates: each has a part of the
-    states and sends the new weights to the others. Else every process has all states."""
+    """Whether data-parallel processes shard the optimizer states: each updates its shard and sends
+    the new weights to the others. Otherwise every process holds all states."""
     overlap: Literal["commit", "eager", "off"] = "commit"
     """When the update runs: 'commit' during backward, visible at step(); 'eager' during backward,
     visible at once, with the least memory, but gradients cannot be read, clipped or scaled, and
-    the last micro-batch must be told; 'off' in step()."""
+    the last micro-batch must be announced; 'off' in step()."""
 
     @field_validator("overlap", mode="before")
     @classmethod
@@ -217,13 +217,13 @@ class ParametersConfig(_Client):
     """The weights, streamed through the device block by block."""
 
     enabled: bool = False
-    """Whether weights are moved."""
+    """Whether weights are streamed."""
     tiers: _TierNames = None
     blocks_in_flight: int = Field(default=2, ge=1)
-    """Blocks of the model in memory at a time: the one that computes, and those on their way."""
+    """Blocks of the model in memory at a time: the one that computes and those being loaded."""
     blocks: list[str] = Field(default_factory=list)
-    """Names of module classes of which each instance is a block. Layers that repeat are found by
-    themselves, and so are large parameters outside of them."""
+    """Names of module classes whose instances are blocks. Repeated layers, and large parameters
+    outside of them, are found automatically."""
     min_size: Size = 256 * KiB
     """Bytes below which a parameter (a norm, a bias) stays in memory."""
 
@@ -237,14 +237,14 @@ class IOConfig(_Section):
     deepspeed, libaio and a compiler), which does not report errors and therefore needs
     checksum: true. 'auto' is kvikio where cuFile has a working driver, else posix."""
     threads: int = Field(default=4, ge=1, le=256)
-    """Threads for each path and direction. Where it is not given, a machine with fewer cores gets
-    fewer, two at least: more would only take turns on them."""
+    """Threads per path and direction. The default is lower on machines with fewer cores, but at
+    least two."""
     block_size: BlockSize = 32 * MiB
-    """Bytes moved by one system call at most, a multiple of 4096. Those under way on a path carry
-    together what it moves in about 20 ms, so that what is needed now never waits long for them."""
+    """Maximum bytes of one system call, a multiple of 4096. The requests in flight on a path carry
+    together what it moves in about 20 ms, so urgent requests never wait long."""
     direct: AutoOrBool = "auto"
-    """Whether to bypass the page cache: 'auto' does where the file system can, true refuses where
-    it cannot."""
+    """Whether to bypass the page cache: 'auto' does so where the file system supports it, true
+    refuses a file system that does not."""
     checksum: bool = False
     """Whether every read is checked against what was written (XXH3, package xxhash)."""
 
@@ -270,41 +270,41 @@ class MemoryConfig(_Section):
     """Host memory that the package takes for its own buffers."""
 
     pinned: PositiveSize = 4 * GiB
-    """Most bytes of staging buffers, pinned where there is a device. Dram tiers come on top."""
+    """Maximum bytes of staging buffers, pinned if there is a device. Dram tiers come on top."""
 
 
 class PlanningConfig(_Section):
-    """What the first steps are used for: to plan which saved tensors leave, and when."""
+    """Planning, in the first steps, which saved tensors are offloaded and when."""
 
     device_memory: Annotated[AutoOrSize | None, Field()] = None
-    """Most memory that training may take of the device, or of the process where it computes on
-    the CPU. Saved tensors leave by a plan that keeps to it, and no more of them than it takes.
-    'auto' is what is free when training begins, less a little; null means no limit and no plan."""
+    """Maximum memory of training on the device, or of the process when it computes on the CPU.
+    As many saved tensors are offloaded, by a plan, as this limit requires. 'auto' is the memory
+    that is free when training begins, minus a margin; null means no limit and no plan."""
     profile_steps: int = Field(default=3, ge=1, le=1000)
-    """Forward passes that are looked at before the plan is made; all that may leave does so."""
+    """Forward passes to profile before the plan is made; they offload everything they may."""
     recompute: Literal["auto"] | bool = "auto"
-    """Blocks of the model that the plan may have computed again in backward, where tiers take less
-    than would have to leave. 'auto': layers of Transformers that can be checkpointed, and blocks of
-    torch's own modules. true: all that repeat, as far as they are given and return tensors and
-    change no buffer; false: none. A plan that is given says itself which ones."""
+    """Blocks that the plan may recompute in backward where the tiers are too slow. 'auto':
+    checkpointable layers of Transformers and blocks of torch's own modules. true: all repeated
+    blocks that take and return tensors and change no buffer. false: none. A given plan names its
+    own blocks."""
     plan: Path | None = None
-    """A plan that `ssd-offload plan --write-plan` wrote, and perhaps somebody changed: what it
-    says of a saved tensor holds, as long as device_memory does. null means to find out."""
+    """Path of a plan written by `ssd-offload plan --write-plan`, possibly edited. It decides for
+    each saved tensor within device_memory; null means to make a plan."""
 
 
 class OffloadConfig(_Section):
-    """Everything that can be configured. Each section may be left out."""
+    """The whole configuration. Every section is optional."""
 
     tiers: list[TierConfig] = Field(
         default_factory=lambda: [TierConfig(name="ssd", kind="ssd", path=default_directory())],
         min_length=1,
     )
-    """Where tensors may go, fastest first. Default: one ssd tier named 'ssd' in $SSD_OFFLOAD_DIR,
-    else in the temporary directory unless that is memory, then in /var/tmp."""
+    """Tiers, fastest first. Default: one ssd tier named 'ssd' in $SSD_OFFLOAD_DIR, else in the
+    temporary directory, or in /var/tmp if the temporary directory is kept in memory."""
     activations: ActivationsConfig = ActivationsConfig()
     """Tensors that autograd saves for the backward pass."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """Optimizer states, and the gradients on their way to them."""
+    """Optimizer states, and the gradients of their updates."""
     parameters: ParametersConfig = ParametersConfig()
     """The weights themselves."""
     io: IOConfig = IOConfig()
@@ -312,7 +312,7 @@ class OffloadConfig(_Section):
     memory: MemoryConfig = MemoryConfig()
     """Host memory that the package takes for its own buffers."""
     planning: PlanningConfig = PlanningConfig()
-    """A limit of memory, and the plan that keeps to it."""
+    """A memory limit and the plan that respects it."""
 
     def __init__(self, /, **sections: Any) -> None:
         # One message here as well, for a config written in code.

@@ -12,7 +12,6 @@ import pytest
 from offload_strategy.cli import machine_checks as checks
 from offload_strategy.cli import main
 from offload_strategy.cli.machine_checks import Check, Status
-from offload_strategy.cli.mounts import FileSystem
 from offload_strategy.cli.path_checks import (
     check_devices,
     check_file_system,
@@ -20,6 +19,7 @@ from offload_strategy.cli.path_checks import (
     check_together,
 )
 from offload_strategy.config import OffloadConfig
+from offload_strategy.config.file_systems import FileSystem
 from offload_strategy.host_memory.memory_limits import memory_cgroup_limit
 from offload_strategy.units import GiB, MiB
 from tests.io.loop_devices import loop_device, loop_disk

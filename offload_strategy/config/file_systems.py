@@ -1,4 +1,4 @@
-"""Which file system a path lies on, and what is known about the disk below it."""
+"""The file system of a path, and whether its disk rotates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-#: Kinds of file systems whose data is on other machines.
+#: File systems whose data is on other machines.
 NETWORK = frozenset(
     [
         "nfs",
@@ -33,6 +33,8 @@ NETWORK = frozenset(
         "fuse.juicefs",
     ]
 )
+#: File systems that are kept in memory.
+_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "rootfs"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +43,8 @@ class FileSystem:
 
     Args:
         kind: such as ``ext4`` or ``nfs4``.
-        mount_point: the directory that it is mounted at.
-        rotational: True if it lies on a spinning disk, None where that is not known.
+        mount_point: the directory where it is mounted.
+        rotational: whether it is on a spinning disk; None where that is unknown.
     """
 
     kind: str
@@ -54,9 +56,14 @@ class FileSystem:
         """Whether the data is on another machine."""
         return self.kind in NETWORK
 
+    @property
+    def is_memory(self) -> bool:
+        """Whether the file system is kept in memory."""
+        return self.kind in _IN_MEMORY
+
 
 def file_system_of(path: str | os.PathLike[str]) -> FileSystem | None:
-    """The file system that a path lies on; None where the system does not tell."""
+    """Return the file system of a path; None where the operating system does not tell."""
     try:
         table = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -67,12 +74,12 @@ def file_system_of(path: str | os.PathLike[str]) -> FileSystem | None:
 def find_mount(
     path: str, table: str, rotational: Callable[[str], bool | None]
 ) -> FileSystem | None:
-    """Find the mount that a resolved path lies on.
+    """Find the mount of a resolved path.
 
     Args:
         path: absolute, without symbolic links.
         table: text of ``/proc/self/mountinfo``.
-        rotational: tells of a device number "8:0" whether it is a spinning disk.
+        rotational: returns for a device number such as "8:0" whether it is a spinning disk.
     """
     best: tuple[str, str, str] | None = None
     for line in table.splitlines():
@@ -90,14 +97,14 @@ def find_mount(
 
 
 def is_rotational(number: str, devices: Path = Path("/sys/dev/block")) -> bool | None:
-    """Whether a block device, named as "major:minor", is a spinning disk.
+    """Return whether a block device, given as "major:minor", is a spinning disk.
 
-    Virtual disks of a host, and loop devices, answer yes whatever is below them: None for those.
+    The result is None for virtual and loop devices, which always report a spinning disk.
     """
     folder = devices / number
     if re.match(r"(vd|xvd|loop)", folder.resolve().name):
         return None
-    for place in (folder, folder / ".."):  # a partition has its queue in the disk's folder
+    for place in (folder, folder / ".."):  # a partition's queue is in the disk's directory
         try:
             return (place / "queue" / "rotational").read_text().strip() == "1"
         except OSError:

@@ -4,7 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from offload_strategy.cli.mounts import FileSystem, file_system_of, find_mount, is_rotational
+from offload_strategy.config.file_systems import (
+    FileSystem,
+    file_system_of,
+    find_mount,
+    is_rotational,
+)
 from tests.io.loop_devices import loop_disk
 
 TABLE = r"""
