@@ -11,26 +11,9 @@ from pathlib import Path
 #: File systems whose data is on other machines.
 NETWORK = frozenset(
     [
-        "nfs",
-        "nfs4",
-        "cifs",
-        "smb3",
-        "lustre",
-        "beegfs",
-        "gpfs",
-        "ceph",
-        "glusterfs",
-        "fuse.glusterfs",
-        "fuse.sshfs",
-        "wekafs",
-        "9p",
-        "afs",
-        "orangefs",
-        "pvfs2",
-        "panfs",
-        "fuse.s3fs",
-        "fuse.gcsfuse",
-        "fuse.juicefs",
+        *("nfs", "nfs4", "cifs", "smb3", "lustre", "beegfs", "gpfs", "ceph", "glusterfs"),
+        *("fuse.glusterfs", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.juicefs"),
+        *("wekafs", "9p", "afs", "orangefs", "pvfs2", "panfs"),
     ]
 )
 #: File systems that are kept in memory.

@@ -81,7 +81,7 @@ class TierConfig(_Section):
     """Maximum bytes on all paths together and for all processes of a job on a machine together.
     Required for a dram tier; for an ssd tier null means the free space of the file systems."""
     endurance_tbw: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Rated endurance of the drive in terabytes written (10^12 bytes), for its projected lifetime."""
+    """Rated endurance in terabytes written (10^12 bytes), for the drive's projected lifetime."""
     endurance_share: float = Field(default=0.05, gt=0, le=1)
     """Share of the rated endurance after which a run warns about what it has written."""
     shared: bool = False
