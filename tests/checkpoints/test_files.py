@@ -182,13 +182,13 @@ def test_saving_and_loading_take_no_memory_but_a_buffer(disk: Path, target: Path
     level = status_bytes("RssAnon")
     peaks = []
 
-    class Watched(files._Stream):
+    class Watched(files._ArchiveWriter):
         def write(self, data: Any) -> int:
             peaks.append(status_bytes("RssAnon") - level)
             return super().write(data)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "_Stream", Watched)
+        patch.setattr(files, "_ArchiveWriter", Watched)
         save(tensors, target)
     assert max(peaks) < 24 * MiB
     found = load(target)
@@ -315,7 +315,7 @@ def test_a_disk_that_fails_leaves_the_previous_file(
         write(self, view, offset)
 
     monkeypatch.setattr(files.PageFile, "write", fail)
-    message = rf"could not save to '{target}': Input/output error after .*Check the disk.*untouched"
+    message = rf"could not save to '{target}': Input/output error after .*Check the disk.*intact"
     with pytest.raises(StorageError, match=message):
         save([torch.randn(5 * MiB) for _ in range(2)], target)
     monkeypatch.undo()

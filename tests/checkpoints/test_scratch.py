@@ -220,7 +220,7 @@ def test_too_little_room_is_an_error_before_anything_is_written(
     before = deleted_files()
     with ScratchFile([disk], "states of AdamW") as file:
         slot = file.reserve((1 << 32, 1 << 16), torch.float32)
-        message = rf"1024 TiB of states of AdamW .*{disk} has .*B to give.*Free some space"
+        message = rf"1024 TiB of states of AdamW .*{disk} has .*B free.*Free some space"
         with pytest.raises(TierFullError, match=message):
             slot.fill(0, torch.zeros(1, 1 << 16))
         assert deleted_files() == before
