@@ -262,7 +262,12 @@ class TestRefusals:
         tensors = load_file(file)
         tensors["0.weight"] = torch.zeros(4, 5)
         save_file(tensors, file)
-        self.refused(disk, model, file, r"0\.weight has shape \[4, 5\] in the checkpoint and \[4, 4\] in the model")
+        self.refused(
+            disk,
+            model,
+            file,
+            r"0\.weight has shape \[4, 5\] in the checkpoint and \[4, 4\] in the model",
+        )
 
     def test_half_of_a_module(self, disk: Path, file: Path) -> None:
         tensors = load_file(file)
@@ -284,7 +289,9 @@ class TestRefusals:
     def test_a_missing_shard(self, disk: Path, model: nn.Module, tmp_path: Path) -> None:
         index = {"weight_map": {"0.weight": "model-00001-of-00002.safetensors"}}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-        self.refused(disk, model, tmp_path, r"names model-00001-of-00002\.safetensors, which is missing")
+        self.refused(
+            disk, model, tmp_path, r"names model-00001-of-00002\.safetensors, which is missing"
+        )
 
     @pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": 3}'])
     def test_a_damaged_index(
