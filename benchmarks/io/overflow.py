@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.io.results import Context, Result, Skipped, in_turns, median_ratio
-from offload_strategy.optimizer.gradients.overflow import has_overflow
+from offload_strategy.optimizer.gradients.gradient_backing import has_overflow
 from offload_strategy.units import GiB, MiB
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from offload_strategy.errors import ConfigError, OffloadError
-from offload_strategy.optimizer.gradients.retained_gradients import WaitingGradients
+from offload_strategy.optimizer.gradients.gradient_backing import RetainedGradients
 from offload_strategy.optimizer.optimizer_step import run_step
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
 from offload_strategy.optimizer.overlap.commit import CommittedUpdates
@@ -111,8 +111,8 @@ class OffloadedOptimizer(Optimizer):
                 type(inner).__name__,
             )
         elif overlap == "commit":
-            waiting = WaitingGradients(store, tiers, gradient_memory)
-            self._overlap = CommittedUpdates(self._updater, is_last, waiting)
+            retained = RetainedGradients(store, tiers, gradient_memory)
+            self._overlap = CommittedUpdates(self._updater, is_last, retained)
         self._elementwise: dict[int, bool] = {}
         self._next_number = 1
         self._subgroups: list[Subgroup] = []

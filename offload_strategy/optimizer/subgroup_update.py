@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from offload_strategy.optimizer.gradients.gradient_access import values_of
+from offload_strategy.optimizer.gradients.offloaded_gradient import gradient_values
 from offload_strategy.optimizer.overlap.ahead_update import (
     AheadUpdate,
     WeightVersions,
@@ -166,7 +166,7 @@ class Updater:
         """
         if gradients is None:
             gradients = {
-                index: values_of(subgroup.slices[index].parameter)
+                index: gradient_values(subgroup.slices[index].parameter)
                 for index in with_gradient(subgroup)
             }
         if not gradients:

@@ -16,8 +16,8 @@ from torch.optim import AdamW, Optimizer
 
 from offload_strategy import OffloadEngine
 from offload_strategy.optimizer import offloaded_optimizer as offloaded
-from offload_strategy.optimizer.gradients import retained_gradients as waiting
-from offload_strategy.optimizer.gradients.retained_gradients import WaitingGradients
+from offload_strategy.optimizer.gradients import gradient_backing
+from offload_strategy.optimizer.gradients.gradient_backing import RetainedGradients
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.tiers import Tier
 from tests.training import Numbers, assert_same_history, settings
@@ -155,12 +155,12 @@ def offloading(
 
 def let_gradients_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every gradient of the engines to come wait for `step()` in the tiers, if any may."""
-    monkeypatch.setattr(waiting, "_SMALLEST_BYTES", 1)
+    monkeypatch.setattr(gradient_backing, "_SMALLEST_BYTES", 1)
 
-    def without_memory(store: TensorStore, tiers: Sequence[Tier], _: int) -> WaitingGradients:
-        return WaitingGradients(store, tiers, 0)
+    def without_memory(store: TensorStore, tiers: Sequence[Tier], _: int) -> RetainedGradients:
+        return RetainedGradients(store, tiers, 0)
 
-    monkeypatch.setattr(offloaded, "WaitingGradients", without_memory)
+    monkeypatch.setattr(offloaded, "RetainedGradients", without_memory)
 
 
 def compare(

@@ -1,40 +1,48 @@
-"""What is behind a stand-in and its aliases: a source, what is to be done to it, its norms.
+"""The values of an `OffloadedGradient` and its aliases: a source, recorded edits, cached norms.
 
-[Note: recorded, read, pinned]
-::
+[Note: recorded or materialized]
+A backing is in one of two states:
 
-    away     the source has the values. Steps are recorded; reading loads a copy and forgets it.
-    pinned   a plain tensor has them, recorded steps carried out: somebody has an alias of its
-             memory, or has changed it in another way than by a step. All happens to it from now on.
+    recorded      the source has the values. In-place edits are recorded; reading loads a copy,
+                  applies the edits to it and drops it.
+    materialized  a plain tensor has the values, recorded edits included, because somebody has an
+                  alias of its memory or has changed it otherwise than by a recordable edit.
+                  Everything happens to this tensor from now on.
 
-From pinned nothing leads back: nobody knows when the last alias is gone.
+A materialized backing stays so: nobody knows when the last alias is gone.
 
-[Note: one thread at a time]
-There are no locks. Gradients belong to whoever runs: to the thread of autograd that accumulates
-into them while backward runs, to the caller of backward and `step()` afterwards, as PyTorch has it
-for plain gradients. The last owner may die on any thread: a ticket can be dropped on all of them.
+[Note: no locks]
+A gradient is used by one thread at a time, as a plain one: by autograd's thread that accumulates
+into it while backward runs, and by the caller of backward and `step()` afterwards. The last owner
+may die on any thread: a ticket can be dropped on all of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from offload_strategy.optimizer.gradients.gradient_sources import (
-    Consumed,
-    Form,
-    Source,
-    Zeros,
-    lasting,
+    ConsumedGradient,
+    GradientSource,
+    StoredGradient,
+    TensorMetadata,
+    ZeroGradient,
+    outside_inference_mode,
 )
-from offload_strategy.optimizer.gradients.overflow import has_overflow
-from offload_strategy.optimizer.gradients.recorded_edits import Recipe, Step
+from offload_strategy.optimizer.gradients.recorded_edits import Edit, EditHistory
+from offload_strategy.store.tensor_store import TensorStore
+from offload_strategy.store.tiers import HostTier, Tier
+from offload_strategy.units import MiB
+
+#: Smaller gradients stay where they are: moving them costs more than their memory is worth.
+_SMALLEST_BYTES = 1 * MiB
 
 
 def norm_of(values: torch.Tensor, order: float = 2.0) -> torch.Tensor:
-    """The norm of one gradient as `torch.nn.utils.clip_grad_norm_` takes it.
+    """Compute the norm of one gradient with the kernel of `torch.nn.utils.clip_grad_norm_`.
 
     Args:
         values: a plain tensor.
@@ -48,198 +56,245 @@ def norm_of(values: torch.Tensor, order: float = 2.0) -> torch.Tensor:
     return norm
 
 
-class Backing:
-    """The values of one gradient, for all stand-ins that are aliases of each other.
+def has_overflow(tensor: torch.Tensor) -> bool:
+    """Whether any value is infinite or NaN, in one pass without temporary memory.
+
+    ``isinf().any() | isnan().any()`` writes masks of a quarter to a half of the tensor's size and
+    reads everything several times (MemAscend, section on the one-pass overflow check).
+    `torch.aminmax` propagates NaN, and infinities are the extremes, so both extremes are finite
+    exactly when every value is. No sum is formed that could overflow by itself.
 
     Args:
-        source: has the values.
-        form: shape, strides, dtype and device of the gradient.
+        tensor: real and dense, in any order of its dimensions. An empty one never overflows.
+    """
+    if tensor.numel() == 0:
+        return False
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    in_memory_order = tensor.detach().permute(order)
+    return not bool(torch.stack(torch.aminmax(in_memory_order)).isfinite().all())
+
+
+class GradientBacking:
+    """The values of one gradient, shared by all `OffloadedGradient`s that are aliases.
+
+    Args:
+        source: has the values, in the shape, strides and dtype of the metadata, on any device.
+        metadata: of the gradient.
     """
 
-    def __init__(self, source: Source, form: Form) -> None:
+    def __init__(self, source: GradientSource, metadata: TensorMetadata) -> None:
         self._source = source
-        self._form = form
-        self._pinned: torch.Tensor | None = None
-        self._recipe = Recipe()
-        #: How many of its steps were carried out on the data that the source exposes.
-        self._carried_out = 0
-        self._norms: dict[tuple[Recipe, float], torch.Tensor] = {}
-        self._asked: dict[tuple[Recipe, float], None] = {}
+        self.metadata = metadata
+        self._tensor: torch.Tensor | None = None
+        self._history = EditHistory()
+        #: How many of the edits were applied to the memory that the source shares.
+        self._applied = 0
+        # The latest norm of each order, and the edits after which it was taken.
+        self._norms: dict[float, tuple[EditHistory, torch.Tensor]] = {}
+        #: Orders of the norms that were requested of the gradient as backward left it.
+        self.requested_norms: set[float] = set()
         self._edited = False
-        self._version = self._version_of_source()
+        self._version = self._source_version()
 
     @classmethod
-    def pinned_on(cls, tensor: torch.Tensor) -> Backing:
-        """A backing whose values are a plain tensor that others know as well."""
-        form = Form.of(tensor)
-        backing = cls(Zeros(form), form)
-        backing._pin(tensor)
+    def materialized(cls, tensor: torch.Tensor) -> GradientBacking:
+        """Make a backing over a plain tensor that others know as well."""
+        metadata = TensorMetadata.of(tensor)
+        backing = cls(ZeroGradient(metadata), metadata)
+        backing.replace(tensor)
         return backing
 
-    # ------------------------------------------------------------------ what is known
+    # ------------------------------------------------------------------ state
     @property
-    def source(self) -> Source:
-        """Has the values, unless they are pinned."""
-        return self._source
+    def is_materialized(self) -> bool:
+        """Whether a plain tensor has the values; see [Note: recorded or materialized]."""
+        return self._tensor is not None
 
     @property
-    def is_pinned(self) -> bool:
-        """Whether a plain tensor has the values; see [Note: recorded, read, pinned]."""
-        return self._pinned is not None
+    def is_consumed(self) -> bool:
+        """Whether an update has used up the values."""
+        return isinstance(self._source, ConsumedGradient)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the store has the values."""
+        return isinstance(self._source, StoredGradient)
 
     @property
     def edited(self) -> bool:
-        """Whether the values may be others than the recipe makes of those given at first."""
-        return self._edited or self._version != self._version_of_source()
+        """Whether the values may differ from the source's original values after `history`.
+
+        They were changed otherwise than by recorded edits, or somebody has an alias of their memory
+        and may change them at any time.
+        """
+        return self._edited or self._version != self._source_version()
 
     @property
-    def recipe(self) -> Recipe:
-        """What was recorded."""
-        return self._recipe
-
-    @property
-    def asked_norms(self) -> list[tuple[Recipe, float]]:
-        """Every norm that was asked for, in that order: after which recipe, of which order."""
-        return list(self._asked)
+    def history(self) -> EditHistory:
+        """The recorded edits; empty once materialized."""
+        return self._history
 
     # ------------------------------------------------------------------ values
     def raw(self) -> torch.Tensor:
-        """The values before the recipe, from the source; see `GradientStandIn.raw`."""
-        if self._pinned is not None:
-            return self._pinned
-        assert not self._carried_out, "the recipe was carried out on the gradient itself"
+        """Return the values before the recorded edits, not to be changed, on the gradient's device.
+
+        Not after `values`, which may have applied the edits in place.
+
+        Raises:
+            OffloadError: they were consumed.
+            StorageError: they could not be read.
+        """
+        if self._tensor is not None:
+            return self._tensor
+        assert not self._applied, "the edits were applied to the gradient itself"
         return self._load()[0]
 
     def values(self) -> torch.Tensor:
-        """The values; see `GradientStandIn.values`."""
-        if self._pinned is not None:
-            return self._pinned
+        """Return the values as a plain tensor on the gradient's device, for an update at `step()`.
+
+        If the source shares its memory, that is what is returned, and the edits are applied to it,
+        once; `history` goes on to name them, so that they can still be compared. Else it is a copy.
+
+        Raises:
+            OffloadError: they were consumed.
+            StorageError: they could not be read.
+        """
+        if self._tensor is not None:
+            return self._tensor
         self._notice_changes()
-        data, exposed = self._load()
-        self._recipe.after(self._carried_out).apply_(data)
-        if exposed:
-            self._carried_out = len(self._recipe.steps)
-            self._version = self._version_of_source()  # this change is our own
+        data, shared = self._load()
+        self._history.after(self._applied).apply_(data)
+        if shared:
+            self._applied = len(self._history.edits)
+            self._version = self._source_version()  # this change is our own
         return data
 
     def read(self) -> torch.Tensor:
-        """The values for somebody who neither changes nor keeps them; nothing is different then."""
-        if self._pinned is not None:
-            return self._pinned
-        data, exposed = self._load()
-        pending = self._recipe.after(self._carried_out)
+        """Return the values to a caller who neither changes nor keeps them; the state stays."""
+        if self._tensor is not None:
+            return self._tensor
+        data, shared = self._load()
+        pending = self._history.after(self._applied)
         if pending:
-            data = pending.apply_(data.clone() if exposed else data)
+            data = pending.apply_(data.clone() if shared else data)
         return data
 
-    def pin(self) -> torch.Tensor:
-        """The values for somebody who changes them, or makes an alias."""
-        if self._pinned is None:
+    def materialize(self) -> torch.Tensor:
+        """Return the plain tensor that has the values from now on; see the note."""
+        if self._tensor is None:
             values = self.values()
-            if not self._source.exposes and values.untyped_storage().nbytes() != values.nbytes:
-                # A part of a buffer of ours: its storage is nothing that a user should see.
-                values = self._form.empty().copy_(values)
-            self._pin(values)
-        assert self._pinned is not None
-        return self._pinned
+            shared = self._source.shares_memory
+            if not shared and values.untyped_storage().nbytes() != values.nbytes:
+                # A part of a staging buffer: its storage is nothing that a user should see.
+                values = self.metadata.empty().copy_(values)
+            self.replace(values)
+        assert self._tensor is not None
+        return self._tensor
 
-    def _pin(self, values: torch.Tensor) -> None:
-        self._pinned = values
-        self._forget()
+    def zero_(self) -> None:
+        """Make all values zero, without loading them."""
+        if self._tensor is not None:
+            self._tensor.zero_()
+        else:
+            self._reset()
 
-    def zero(self) -> None:
-        """Make all values zero; nothing is loaded for that."""
-        if self._pinned is not None:
-            self._pinned.zero_()
-            return
-        self._forget()
-        self._source = Zeros(self._form)
+    def replace(self, values: torch.Tensor) -> None:
+        """Materialize with other values: a plain tensor of the same metadata."""
+        self._tensor = values
+        self._reset()
 
-    def overwrite(self, values: torch.Tensor) -> None:
-        """Put a plain tensor of the same form, that nobody else has, in the place of the values."""
-        assert self._pinned is None
-        self._pin(values)
-
-    def _forget(self) -> None:
-        self._source.drop()
-        self._source = Zeros(self._form)
+    def _reset(self) -> None:
+        self._source = ZeroGradient(self.metadata)
         self._edited = True
         self._version = 0
-        self._recipe = Recipe()
-        self._carried_out = 0
+        self._history = EditHistory()
+        self._applied = 0
         self._norms.clear()
 
     def _load(self) -> tuple[torch.Tensor, bool]:
-        """What the source has, on the gradient's device, and whether it is the data itself."""
-        with lasting():
+        """Return the source's values on the gradient's device, and whether it shares them."""
+        with outside_inference_mode():
             data = self._source.load()
-            placed = data.to(self._form.device)
-        return placed, placed is data and self._source.exposes
+            placed = data.to(self.metadata.device)
+        return placed, placed is data and self._source.shares_memory
 
-    def _version_of_source(self) -> int:
-        # Somebody may have kept the tensor from before it was held, and change it.
-        if not self._source.exposes:
+    def _source_version(self) -> int:
+        # Somebody may have kept the tensor that backward made, and change it.
+        if not self._source.shares_memory:
             return 0
         data = self._source.load()
         return 0 if data.is_inference() else data._version
 
-    # ------------------------------------------------------------------ moving
-    def relocate(self, put: Callable[[torch.Tensor], Source]) -> bool:
-        """Have another source give the same values; see `GradientStandIn.relocate`."""
-        if self._pinned is not None or self.edited or self._carried_out:
-            return False
-        if not self._source.exposes:
+    def relocate(self, put: Callable[[torch.Tensor], GradientSource]) -> bool:
+        """Move the values to another source, if nobody else has their memory.
+
+        Args:
+            put: takes the values and returns the source that has them.
+
+        Returns:
+            Whether they were moved. They stay if they were edited or somebody has an alias of their
+            memory, and if they are not in memory.
+
+        Raises:
+            TierFullError: there is no room for them.
+        """
+        shared = self._source.shares_memory
+        if not shared or self._tensor is not None or self.edited or self._applied:
             return False
         data = self._source.load()
         storage = data.untyped_storage()
         # An alias that somebody kept could be changed without anyone noticing. The two that may be
-        # there: the tensor that the source holds, and `storage`.
+        # there: the tensor that the source has, and `storage`.
         alone = torch._C._storage_Use_Count(storage._cdata) <= 2
         if not alone or storage.nbytes() != data.nbytes:
             return False
-        source = put(data)
-        self._source.drop()
-        self._source = source
+        self._source = put(data)
         self._version = 0
         return True
 
-    # ------------------------------------------------------------------ steps
-    def record(self, step: Step) -> None:
-        """Do something to all values, later.
+    # ------------------------------------------------------------------ edits and norms
+    def record(self, edit: Edit) -> None:
+        """Record an edit of all values.
 
         Raises:
             OffloadError: they were consumed.
         """
-        assert self._pinned is None
+        assert self._tensor is None
         self._check_not_consumed()
-        self._recipe = self._recipe.then(step)
+        self._history = self._history.then(edit)
 
-    def note_norm(self, recipe: Recipe, order: float, value: torch.Tensor) -> None:
-        """Remember a norm; see `GradientStandIn.note_norm`."""
-        if self._pinned is None:
-            self._norms[recipe, float(order)] = value.detach().clone()
+    def cache_norm(self, order: float, norm: torch.Tensor) -> None:
+        """Provide the norm of the values as they are now, so that a request does not load them.
+
+        Args:
+            order: of the norm.
+            norm: as `norm_of` computes it.
+        """
+        if self._tensor is None:
+            self._norms[float(order)] = self._history, norm.detach().clone()
 
     def norm(self, order: float) -> torch.Tensor:
-        """The norm as `norm_of` takes it; loads the values only if it is not known.
+        """Return the norm as `norm_of` computes it; the values are loaded only if it is not cached.
 
         Raises:
             OffloadError: the values were consumed.
         """
-        if self._pinned is not None:
-            return norm_of(self._pinned, order)
+        if self._tensor is not None:
+            return norm_of(self._tensor, order)
         self._check_not_consumed()
         self._notice_changes()
-        asked = (self._recipe, float(order))
-        self._asked[asked] = None
-        if asked not in self._norms:
-            self._norms[asked] = norm_of(self.read(), order)
-        return self._norms[asked].to(self._form.device, copy=True)
+        order = float(order)
+        if not self._history:
+            self.requested_norms.add(order)
+        if order not in self._norms or self._norms[order][0] != self._history:
+            self.cache_norm(order, norm_of(self.read(), order))
+        return self._norms[order][1].to(self.metadata.device, copy=True)
 
     def overflows(self) -> bool:
-        """Whether any value is infinite or not a number.
+        """Whether any value is infinite or NaN.
 
-        A finite norm says no; the norm of finite values may be infinite, and then they are looked
-        at. Norms of order zero and below are finite whatever the values are.
+        A finite norm says no; the norm of finite values may be infinite, and then the values are
+        read. Norms of order zero and below are finite whatever the values are.
 
         Raises:
             OffloadError: the values were consumed.
@@ -247,19 +302,57 @@ class Backing:
         self._check_not_consumed()
         self._notice_changes()
         finite = any(
-            order > 0 and recipe == self._recipe and math.isfinite(norm.item())
-            for (recipe, order), norm in self._norms.items()
+            order > 0 and history == self._history and math.isfinite(norm.item())
+            for order, (history, norm) in self._norms.items()
         )
         return not finite and has_overflow(self.read())
 
     def _notice_changes(self) -> None:
-        """Forget what is known of a tensor that somebody has changed behind the stand-in's back."""
-        version = self._version_of_source()
+        """Drop cached norms if somebody has changed the source's memory directly."""
+        version = self._source_version()
         if self._version != version:
             self._norms.clear()
             self._edited = True
             self._version = version
 
     def _check_not_consumed(self) -> None:
-        if isinstance(self._source, Consumed):
+        if self.is_consumed:
             self._source.load()
+
+
+class RetainedGradients:
+    """Gradients that are kept until `step()` although no update during backward needs them.
+
+    Gradients of an accelerator leave it for host memory; what does not fit there goes to the tiers.
+
+    Args:
+        store: takes them.
+        tiers: where they may go when host memory is used up, in order.
+        host_bytes: host memory in which they may be kept.
+    """
+
+    def __init__(self, store: TensorStore, tiers: Sequence[Tier], host_bytes: int) -> None:
+        self._store = store
+        self._host = HostTier("retained gradients", host_bytes)
+        self._tiers = list(tiers)
+        # Of gradients on the host, which are not in the store while they stay in memory.
+        self._in_memory_bytes = 0
+
+    def retain(self, backing: GradientBacking) -> None:
+        """Keep a gradient in memory if it fits, else move it to the tiers.
+
+        Raises:
+            TierFullError: there is no room anywhere; the gradient is still there.
+        """
+        metadata = backing.metadata
+        nbytes = metadata.shape.numel() * metadata.dtype.itemsize
+        on_host = metadata.device.type == "cpu"
+        if on_host and self._host.has_room(self._in_memory_bytes + nbytes):
+            self._in_memory_bytes += nbytes
+        elif nbytes >= _SMALLEST_BYTES:
+            tiers = self._tiers if on_host else [self._host, *self._tiers]
+            backing.relocate(lambda gradient: StoredGradient.put(self._store, gradient, tiers))
+
+    def clear(self) -> None:
+        """Count from zero: the gradients of the last backward are gone."""
+        self._in_memory_bytes = 0

@@ -1,10 +1,11 @@
-"""Where the values of a gradient are while a stand-in has its place."""
+"""Where the values of a gradient are while an `OffloadedGradient` is in `p.grad`."""
 
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -16,77 +17,61 @@ from offload_strategy.store.tiers import Tier
 from offload_strategy.torch_support.grad_mode import no_grad
 
 
-class Source(Protocol):
-    """Gives the values of one gradient."""
+class GradientSource(ABC):
+    """Loads the values of one gradient."""
 
-    @property
-    def exposes(self) -> bool:
-        """Whether `load` gives the data itself, so that to change it changes the gradient."""
+    #: Whether `load` returns the gradient's own memory, so that writing to it changes the gradient.
+    shares_memory = False
 
+    @abstractmethod
     def load(self) -> torch.Tensor:
-        """The values, as a plain tensor of the gradient's shape, strides and dtype.
+        """Return a plain tensor of the gradient's shape, strides and dtype.
 
-        May be asked any number of times. Unless the source `exposes` its data, each time for a
-        tensor that the caller may change.
+        Unless the source `shares_memory`, every call returns a tensor that the caller may change.
         """
 
-    def drop(self) -> None:
-        """Let the data go; it will not be loaded any more."""
 
-
-class Held:
+class InMemoryGradient(GradientSource):
     """A plain tensor in memory.
 
     Args:
         tensor: the values.
     """
 
-    exposes = True
+    shares_memory = True
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor: torch.Tensor | None = tensor.detach()
+        self._tensor = tensor.detach()
 
     def load(self) -> torch.Tensor:
-        """The tensor itself."""
-        assert self._tensor is not None, "a source was dropped, and loaded after that"
+        """Return the tensor itself."""
         return self._tensor
 
-    def drop(self) -> None:
-        """Let go of the tensor."""
-        self._tensor = None
 
-
-class Stored:
-    """A ticket, or a part of one, in the store.
+class StoredGradient(GradientSource):
+    """A ticket of the store, or a part of one.
 
     Args:
         store: has the ticket.
-        ticket: is freed when nobody has it any more; several gradients may share one.
-        segment: where in its bytes the gradient lies, and its shape, strides and dtype.
+        ticket: is freed when its last owner is gone; several gradients may share one.
+        segment: offset of the gradient in the ticket's bytes, its shape, strides and dtype.
     """
-
-    exposes = False
 
     def __init__(self, store: TensorStore, ticket: Ticket, segment: Segment) -> None:
         self._store = store
-        self._ticket: Ticket | None = ticket
+        self._ticket = ticket
         self._segment = segment
 
     @classmethod
     def put(
-        cls,
-        store: TensorStore,
-        gradient: torch.Tensor,
-        tiers: Sequence[Tier],
-        client: str = "optimizer",
-    ) -> Stored:
+        cls, store: TensorStore, gradient: torch.Tensor, tiers: Sequence[Tier]
+    ) -> StoredGradient:
         """Give a gradient to the store.
 
         Args:
             store: takes it.
             gradient: dense; it must not change any more.
             tiers: where it may go, in order.
-            client: whose it is, for metrics.
 
         Raises:
             ValueError: there are gaps between its elements.
@@ -99,28 +84,23 @@ class Stored:
                 f"strides {gradient.stride()}"
             )
         flat = in_order.view(-1).view(torch.uint8)
-        ticket = store.put(flat, client, tiers, whole_pages=True)
+        ticket = store.put(flat, "optimizer", tiers, whole_pages=True)
         return cls(store, ticket, Layout.of([gradient]).segments[0])
 
     def load(self) -> torch.Tensor:
-        """A copy in a buffer of the store's.
+        """Return a copy in a buffer of the store's.
 
         Raises:
             StorageError: the bytes could not be read.
         """
-        assert self._ticket is not None, "a source was dropped, and loaded after that"
         if self._segment.nbytes == self._ticket.nbytes:
             return self._segment.view(self._store.private(self._ticket))
         return self._segment.view(self._store.get(self._ticket)).clone()
 
-    def drop(self) -> None:
-        """Let go of the ticket."""
-        self._ticket = None
-
 
 @contextlib.contextmanager
-def lasting() -> Iterator[None]:
-    """Ordinary tensors are made herein: they may outlive an inference mode that is in force."""
+def outside_inference_mode() -> Iterator[None]:
+    """Make ordinary tensors, without history, even while inference mode is on."""
     with contextlib.ExitStack() as modes:
         if torch.is_inference_mode_enabled():
             modes.enter_context(torch.inference_mode(False))
@@ -128,8 +108,8 @@ def lasting() -> Iterator[None]:
         yield
 
 
-class Form(NamedTuple):
-    """What a tensor is like, apart from its values."""
+class TensorMetadata(NamedTuple):
+    """Everything about a strided tensor except its values."""
 
     shape: torch.Size
     strides: tuple[int, ...]
@@ -138,68 +118,53 @@ class Form(NamedTuple):
     device: torch.device
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Form:
-        """What this one is like."""
-        return cls(
-            tensor.shape,
-            tuple(tensor.stride()),
-            int(tensor.storage_offset()),
-            tensor.dtype,
-            tensor.device,
-        )
+    def of(cls, tensor: torch.Tensor) -> TensorMetadata:
+        """Return the metadata of a tensor."""
+        strides, offset = tuple(tensor.stride()), int(tensor.storage_offset())
+        return cls(tensor.shape, strides, offset, tensor.dtype, tensor.device)
 
     def empty(self, device: torch.device | None = None) -> torch.Tensor:
-        """A tensor of this shape, strides and dtype, with memory of its own."""
-        with lasting():
+        """Allocate a tensor of this shape, strides and dtype."""
+        with outside_inference_mode():
             return torch.empty_strided(
                 self.shape, self.strides, dtype=self.dtype, device=device or self.device
             )
 
 
-class Zeros:
+class ZeroGradient(GradientSource):
     """A gradient that was zeroed: nothing has to be kept.
 
     Args:
-        form: what it is like.
+        metadata: of the gradient.
     """
 
-    exposes = False
-
-    def __init__(self, form: Form) -> None:
-        self._form = form
+    def __init__(self, metadata: TensorMetadata) -> None:
+        self._metadata = metadata
 
     def load(self) -> torch.Tensor:
-        """Zeros."""
-        return self._form.empty().zero_()
-
-    def drop(self) -> None:
-        """There is nothing to let go."""
+        """Return new zeros."""
+        return self._metadata.empty().zero_()
 
 
-class Consumed:
+class ConsumedGradient(GradientSource):
     """A gradient that an update has used up already.
 
     Args:
-        what: the parameter whose gradient it was, as the user knows it: its name, or its shape.
+        parameter: name or shape of the parameter whose gradient it was, for the error.
     """
 
-    exposes = False
-
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, parameter: str) -> None:
+        self._parameter = parameter
 
     def load(self) -> torch.Tensor:
-        """Refuse.
+        """Refuse to load.
 
         Raises:
             OffloadError: always.
         """
         raise OffloadError(
-            f"the gradient of {self.what} is gone: with `optimizer.overlap: eager` the update has "
-            f"used it during backward, so it can neither be read, scaled or clipped, nor "
-            f"accumulated into by another backward before step(). Set `optimizer.overlap: commit`, "
-            f"which keeps gradients until step()."
+            f"the gradient of {self._parameter} is gone: with `optimizer.overlap: eager` the "
+            f"update has used it during backward, so it can neither be read, scaled or clipped, "
+            f"nor accumulated into by another backward before step(). Set `optimizer.overlap: "
+            f"commit`, which keeps gradients until step()."
         )
-
-    def drop(self) -> None:
-        """There is nothing to let go."""

@@ -1,9 +1,9 @@
-"""`p.grad` between backward and `step()`: the gradient to its users, wherever its values are.
+"""`p.grad` between backward and `step()` while the gradient's values are elsewhere.
 
-[Note: what a stand-in answers without its values]
-Shape, strides, dtype and device; norms that were noted in advance (clipping by norm, most logging);
-scaling, clipping by value and unscaling, which are recorded; zeroing. Everything else brings the
-values back, and gives what PyTorch gives for a plain gradient, bit by bit.
+[Note: what an offloaded gradient answers without its values]
+Shape, strides, dtype and device; norms that were cached in advance (clipping by norm, most
+logging); scaling, clipping by value and unscaling, which are recorded; zeroing. Everything else
+loads the values, and returns what PyTorch returns for a plain gradient, bit by bit.
 """
 
 from __future__ import annotations
@@ -13,116 +13,307 @@ from typing import Any, Self
 
 import torch
 from torch._ops import OpOverload
+from torch.autograd.graph import increment_version
 from torch.utils import _foreach_utils
 
-from offload_strategy.optimizer.gradients import dispatch as operations
-from offload_strategy.optimizer.gradients.gradient_backing import Backing
-from offload_strategy.optimizer.gradients.gradient_sources import Form, Source
-from offload_strategy.optimizer.gradients.recorded_edits import Recipe
-from offload_strategy.optimizer.gradients.tensor_wrapper import Wrapper
+from offload_strategy.optimizer.gradients.gradient_backing import GradientBacking
+from offload_strategy.optimizer.gradients.gradient_sources import GradientSource, TensorMetadata
+from offload_strategy.optimizer.gradients.recorded_edits import (
+    DTYPES,
+    FOR_LISTS,
+    FOR_ONE,
+    UNSCALE,
+    WITH_A_NUMBER_EACH,
+    Edit,
+    recordable,
+)
+from offload_strategy.optimizer.gradients.tensor_wrapper import (
+    TensorWrapper,
+    alias_of,
+    set_values,
+)
+from offload_strategy.optimizer.states.parameter_slices import local_tensor
+
+aten = torch.ops.aten
+
+Arguments = Sequence[Any]
+Options = Mapping[str, Any]
 
 
-class GradientStandIn(Wrapper):
-    """A tensor to be put into `p.grad`, whose values a source gives when they are asked for.
+class OffloadedGradient(TensorWrapper):
+    """A tensor for `p.grad` whose values a source loads when they are needed.
 
-    One thread at a time may use it, as a plain gradient: the one of autograd that accumulates into
-    it, and whoever called backward after that. When it and its aliases are gone, so is the source.
+    One thread at a time may use it, as a plain gradient. When it and its aliases are gone, so is
+    the source.
     """
 
     @classmethod
-    def of(cls, source: Source, like: torch.Tensor) -> Self:
-        """A stand-in for a gradient.
+    def of(cls, source: GradientSource, like: torch.Tensor) -> Self:
+        """Make an offloaded gradient.
 
         Args:
-            source: has its values, in the shape, strides and dtype of `like`, on any device.
-            like: the gradient, or any tensor like it.
+            source: has the values, in the shape, strides and dtype of `like`, on any device.
+            like: the gradient, or any tensor with the same metadata.
         """
-        form = Form.of(like)
-        if not source.exposes:
-            form = form._replace(offset=0)
-        return cls.over(Backing(source, form), form)
+        metadata = TensorMetadata.of(like)
+        if not source.shares_memory:
+            metadata = metadata._replace(offset=0)
+        return cls.over(GradientBacking(source, metadata), metadata)
 
-    # ------------------------------------------------------------------ for the optimizer
-    @property
-    def recipe(self) -> Recipe:
-        """What was done to the gradient and is not done to `raw`, since it was made."""
-        return self._backing.recipe
-
-    @property
-    def edited(self) -> bool:
-        """Whether the gradient may be another than what the recipe makes of the source's values.
-
-        It was changed otherwise than by steps of a recipe, or somebody has an alias of its memory
-        and may do so at any time. Then `recipe` is empty, and `raw` and `values` are the same.
-        """
-        return self._replaced or self._backing.edited
-
-    def raw(self) -> torch.Tensor:
-        """The values before the recipe, on whatever device the source has them.
-
-        Not to be changed. Not after `values`, which may have carried the recipe out on them.
-
-        Raises:
-            OffloadError: they were consumed.
-            StorageError: they could not be read.
-        """
-        return self._backing.raw()
-
-    def values(self) -> torch.Tensor:
-        """The values as a plain tensor on the gradient's device, for an update at `step()`.
-
-        If the source exposes its data, that is what is returned, and the recipe is carried out on
-        it, once; `recipe` goes on to name it, so that it can still be compared. Else it is a copy.
-
-        Raises:
-            OffloadError: they were consumed.
-            StorageError: they could not be read.
-        """
-        return self._backing.values()
-
-    def relocate(self, put: Callable[[torch.Tensor], Source]) -> bool:
-        """Have the values elsewhere from now on, if nobody else has their memory.
-
-        Args:
-            put: takes the values, and gives a source that has them.
-
-        Returns:
-            Whether they are there. They stay where they are if they were edited or somebody has an
-            alias of their memory, and if they are away already.
-
-        Raises:
-            TierFullError: there is no room for them.
-        """
-        return self._backing.relocate(put)
-
-    def note_norm(self, recipe: Recipe, order: float, value: torch.Tensor) -> None:
-        """Tell a norm in advance, so that asking for it does not load the values.
-
-        Args:
-            recipe: what will have been done to the gradient when the norm is asked for.
-            order: of the norm.
-            value: of the values of the source after the recipe, as `norm_of` takes it.
-        """
-        self._backing.note_norm(recipe, order, value)
-
-    @property
-    def asked_norms(self) -> list[tuple[Recipe, float]]:
-        """Recipe and order of every norm that was asked for, in that order; none twice."""
-        return self._backing.asked_norms
-
-    # ------------------------------------------------------------------ for PyTorch
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: OpOverload,
         types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: Arguments = (),
+        kwargs: Options | None = None,
     ) -> Any:
-        return operations.run(func, args, kwargs or {})
+        return _run(func, args, kwargs or {})
 
 
 # Clipping takes lists of gradients to PyTorch's kernels for lists if it knows their class, and else
-# every gradient by itself, which on accelerators rounds differently. DTensor has itself known in
+# every gradient by itself, which on accelerators rounds differently. DTensor registers itself in
 # the same way.
-_foreach_utils._foreach_supported_types.append(GradientStandIn)
+_foreach_utils._foreach_supported_types.append(OffloadedGradient)
+
+
+# ---------------------------------------------------------------------- gradients of parameters
+def has_gradient(parameter: torch.Tensor) -> bool:
+    """Whether a parameter has a gradient that no update has used."""
+    gradient = parameter.grad
+    if gradient is not None:
+        gradient = local_tensor(gradient)
+    if isinstance(gradient, OffloadedGradient):
+        return not gradient.backing.is_consumed
+    return gradient is not None
+
+
+def gradient_values(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the gradient that a parameter has, as a plain tensor for an update at `step()`."""
+    gradient = parameter.grad
+    assert gradient is not None
+    gradient = local_tensor(gradient)
+    return gradient.backing.values() if isinstance(gradient, OffloadedGradient) else gradient
+
+
+# ---------------------------------------------------------------------- any operator
+def _run(op: OpOverload, args: Arguments, options: Options) -> Any:
+    """Run an operator some of whose arguments are offloaded gradients.
+
+    Returns:
+        What it returns for plain tensors: results are plain, a gradient that was changed in place
+        is itself.
+
+    Raises:
+        OffloadError: the values that it needs were consumed.
+    """
+    handler = _HANDLERS.get(op)
+    result = NotImplemented if handler is None else handler(op, args, options)
+    if result is NotImplemented and torch.is_inference_mode_enabled():
+        # Without autograd composite operators arrive undecomposed; their parts come one by one.
+        result = op.decompose(*args, **options)
+    if result is NotImplemented:
+        result = _run_on_values(op, args, options)
+    if op._schema.is_mutable and op._opname.startswith("_foreach_"):
+        # Autograd must notice that saved tensors changed. Kernels for lists increment no version.
+        for each in args[0]:
+            if isinstance(each, TensorWrapper):
+                increment_version(each)
+    return result
+
+
+def _run_on_values(op: OpOverload, args: Arguments, options: Options) -> Any:
+    loaded = _LoadedArguments(op)
+    declared = op._schema.arguments
+    plain_args = [loaded.plain(a, d) for a, d in zip(args, declared, strict=False)]
+    by_name = {argument.name: argument for argument in declared}
+    plain_options = {name: loaded.plain(a, by_name[name]) for name, a in options.items()}
+    return loaded.restored(op(*plain_args, **plain_options))
+
+
+class _LoadedArguments:
+    """The values of the offloaded gradients among the arguments of one call.
+
+    What the operator declares to change, or to return an alias of, is materialized; the rest is
+    read.
+    """
+
+    def __init__(self, op: OpOverload) -> None:
+        # `x.set_(y)` makes an alias of y without declaring it.
+        self._aliases_all = op.overloadpacket is aten.set_
+        self._reshapes = self._aliases_all or torch.Tag.inplace_view in op.tags
+        self._read: dict[int, torch.Tensor] = {}
+        self._changed: list[tuple[torch.Tensor, TensorWrapper]] = []
+
+    def plain(self, value: Any, argument: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [self.plain(each, argument) for each in value]
+        if not isinstance(value, TensorWrapper):
+            return value
+        backing = value.backing
+        alias = argument.alias_info
+        if alias is None and not self._aliases_all:
+            if id(backing) not in self._read:
+                self._read[id(backing)] = backing.read()
+            return self._read[id(backing)]
+        values = backing.materialize()
+        if alias is not None and alias.is_write:
+            if self._reshapes:
+                values = values.detach()  # the shape of other aliases stays
+            self._changed.append((values, value))
+        return values
+
+    def restored(self, result: Any) -> Any:
+        """Put changed gradients into the result, with the metadata that their values have now."""
+        for values, gradient in self._changed:
+            if self._reshapes or TensorMetadata.of(values) != TensorMetadata.of(gradient):
+                set_values(gradient, values)
+        return self._with_gradients(result)
+
+    def _with_gradients(self, result: Any) -> Any:
+        if isinstance(result, list | tuple):
+            return type(result)(self._with_gradients(each) for each in result)
+        return next((gradient for values, gradient in self._changed if result is values), result)
+
+
+# ---------------------------------------------------------------------- recorded edits
+def _records(value: object) -> bool:
+    """Whether edits of this tensor are recorded."""
+    return (
+        isinstance(value, TensorWrapper)
+        and not value.backing.is_materialized
+        and value.dtype in DTYPES
+    )
+
+
+def _edit_one(op: OpOverload, args: Arguments, options: Options) -> Any:
+    gradient, *arguments = args
+    if options or not _records(gradient) or not all(map(recordable, arguments)):
+        return NotImplemented
+    gradient.backing.record(Edit.of(op, arguments, gradient.dtype, gradient.device))
+    return gradient
+
+
+def _edit_each(op: OpOverload, args: Arguments, options: Options) -> Any:
+    gradients, *rest = args
+    found = rest[0] if op is UNSCALE else None
+    arguments = rest[1:] if op is UNSCALE else rest
+    # One number for each gradient, or the same for all of them.
+    each = arguments[0] if op in WITH_A_NUMBER_EACH else None
+    numbers = arguments if each is None else each
+    if options or isinstance(found, TensorWrapper) or not all(map(recordable, numbers)):
+        return NotImplemented
+    if each is not None and len(each) != len(gradients):
+        return NotImplemented  # for PyTorch's error message
+    # Gradients with the same arguments share an edit, which is then compared once.
+    edits: dict[tuple[Any, ...], Edit] = {}
+    overflow = False
+    others = []
+    for index, gradient in enumerate(gradients):
+        if not _records(gradient):
+            others.append(index)
+            continue
+        if op is UNSCALE:
+            overflow = gradient.backing.overflows() or overflow
+        own = arguments if each is None else [each[index]]
+        key = (gradient.dtype, gradient.device, *map(id, own))
+        if key not in edits:
+            edits[key] = Edit.of(op, own, gradient.dtype, gradient.device)
+        gradient.backing.record(edits[key])
+    if others:
+        for_others = rest if each is None else [[each[index] for index in others]]
+        _run_on_values(op, [[gradients[index] for index in others], *for_others], options)
+    if found is not None and overflow:
+        found.fill_(1.0)
+    return None
+
+
+# ---------------------------------------------------------------------- norms
+def _norm_of_each(op: OpOverload, args: Arguments, options: Options) -> Any:
+    gradients = args[0]
+    order = args[1] if len(args) > 1 else options.get("ord", 2)
+    if len(args) > 2 or options.keys() - {"ord"}:
+        return NotImplemented
+    plain = [g for g in gradients if not isinstance(g, TensorWrapper)]
+    norms = iter(op(plain, order) if plain else ())
+    return [
+        g.backing.norm(order) if isinstance(g, TensorWrapper) else next(norms) for g in gradients
+    ]
+
+
+def _norm_of_one(op: OpOverload, args: Arguments, options: Options) -> Any:
+    gradient = args[0]
+    order = args[1] if len(args) > 1 else 2
+    same_kernel = gradient.device.type == "cpu"  # elsewhere kernels for lists sum in another order
+    if not same_kernel or gradient.backing.is_materialized or len(args) > 2 or options:
+        return NotImplemented
+    return gradient.backing.norm(order)
+
+
+# ---------------------------------------------------------------------- values that do not matter
+def _zero_one(op: OpOverload, args: Arguments, options: Options) -> Any:
+    args[0].backing.zero_()
+    return args[0]
+
+
+def _zero_each(op: OpOverload, args: Arguments, options: Options) -> Any:
+    plain = []
+    for gradient in args[0]:
+        if isinstance(gradient, TensorWrapper):
+            gradient.backing.zero_()
+        else:
+            plain.append(gradient)
+    if plain:
+        op(plain)
+
+
+def _overwrite(op: OpOverload, args: Arguments, options: Options) -> Any:
+    gradient, *arguments = args
+    if not isinstance(gradient, TensorWrapper) or gradient.backing.is_materialized:
+        return NotImplemented
+    values = TensorMetadata.of(gradient).empty()
+    _run_on_values(op, [values, *arguments], options)
+    gradient.backing.replace(values)
+    return gradient
+
+
+def _like(op: OpOverload, args: Arguments, options: Options) -> Any:
+    if not isinstance(args[0], TensorWrapper):
+        return NotImplemented
+    metadata = TensorMetadata.of(args[0])
+    like = metadata.empty(torch.device("meta"))
+    device = options.get("device") or metadata.device
+    return op(like, *args[1:], **{**options, "device": device})
+
+
+_HANDLERS: dict[OpOverload, Callable[[OpOverload, Arguments, Options], Any]] = {
+    **dict.fromkeys(FOR_ONE, _edit_one),
+    **dict.fromkeys(FOR_LISTS, _edit_each),
+    aten._foreach_norm.Scalar: _norm_of_each,
+    aten.linalg_vector_norm.default: _norm_of_one,
+    aten.norm.Scalar: _norm_of_one,
+    aten.zero_.default: _zero_one,
+    aten._foreach_zero_.default: _zero_each,
+    aten.copy_.default: _overwrite,
+    aten.fill_.Scalar: _overwrite,
+    aten.fill_.Tensor: _overwrite,
+    **dict.fromkeys(
+        (
+            aten.empty_like.default,
+            aten.zeros_like.default,
+            aten.ones_like.default,
+            aten.full_like.default,
+            aten.rand_like.default,
+            aten.randn_like.default,
+            aten.new_empty.default,
+            aten.new_empty_strided.default,
+            aten.new_zeros.default,
+            aten.new_ones.default,
+            aten.new_full.default,
+        ),
+        _like,
+    ),
+    aten.detach.default: lambda op, args, options: alias_of(args[0]),
+    aten.alias.default: lambda op, args, options: alias_of(args[0]),
+    aten.detach_.default: lambda op, args, options: args[0],
+}

@@ -1,27 +1,31 @@
-"""A tensor without memory: what is read of it past PyTorch's dispatcher.
+"""A tensor without memory: methods that bypass PyTorch's dispatcher.
 
 [Note: reads that bypass the dispatcher]
-Operators arrive in `__torch_dispatch__`. What looks at memory directly does not: it would find
+Operators arrive in `__torch_dispatch__`. What accesses memory directly does not: it would find
 none, and lose data or crash. Every such method is overridden here. Where one was overlooked, or
-called from C++, PyTorch raises an error when it asks for the address, as it does for its own
-tensors without memory.
+called from C++, PyTorch raises an error when it asks for the address, as for its own tensors
+without memory.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any, Self, TypeVar
 
 import torch
 
-from offload_strategy.optimizer.gradients.gradient_backing import Backing
-from offload_strategy.optimizer.gradients.gradient_sources import Consumed, Form, lasting
+from offload_strategy.optimizer.gradients.gradient_backing import GradientBacking
+from offload_strategy.optimizer.gradients.gradient_sources import (
+    TensorMetadata,
+    outside_inference_mode,
+)
 
-_Stands = TypeVar("_Stands", bound="Wrapper")
+_Wrapper = TypeVar("_Wrapper", bound="TensorWrapper")
 
 
 class _Absent:
-    """Hides what a class has inherited."""
+    """Hides an inherited attribute."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -30,12 +34,31 @@ class _Absent:
         raise AttributeError(self._name)
 
 
-class Wrapper(torch.Tensor):
-    """Shape, strides, dtype and device of a tensor; a `Backing` has the values."""
+def _on_memory(name: str) -> Callable[..., Any]:
+    """Make a method of the plain tensor, which gives out its memory."""
 
-    _backing: Backing
-    #: Whether other values were put in its place (`tensor.data = ...`).
-    _replaced: bool
+    def method(self: TensorWrapper, *args: Any, **options: Any) -> Any:
+        return getattr(self.backing.materialize(), name)(*args, **options)
+
+    return method
+
+
+def _in_place(name: str) -> Callable[..., Any]:
+    """Make a method that changes the plain tensor and returns the wrapper."""
+
+    def method(self: TensorWrapper, *args: Any) -> Any:
+        plain = [a.backing.read() if isinstance(a, TensorWrapper) else a for a in args]
+        getattr(self.backing.materialize(), name)(*plain)
+        return self
+
+    return method
+
+
+class TensorWrapper(torch.Tensor):
+    """Shape, strides, dtype and device of a tensor whose values a `GradientBacking` has."""
+
+    #: Shared by all aliases; `tensor.data = ...` puts another in its place.
+    backing: GradientBacking
 
     # What C code of other libraries would use to get at the memory. Without it they use __dlpack__.
     __dlpack_c_exchange_api__ = _Absent()
@@ -43,24 +66,22 @@ class Wrapper(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def over(cls, backing: Backing, form: Form) -> Self:
-        """A stand-in for the values of a backing."""
-        with lasting():
+    def over(cls, backing: GradientBacking, metadata: TensorMetadata) -> Self:
+        """Wrap a backing."""
+        with outside_inference_mode():
             made: Self = torch.Tensor._make_wrapper_subclass(
                 cls,
-                form.shape,
-                strides=form.strides,
-                storage_offset=form.offset,
-                dtype=form.dtype,
-                device=form.device,
+                metadata.shape,
+                strides=metadata.strides,
+                storage_offset=metadata.offset,
+                dtype=metadata.dtype,
+                device=metadata.device,
                 requires_grad=False,
             )
         torch._C._set_throw_on_mutable_data_ptr(made)
-        made._backing = backing
-        made._replaced = False
+        made.backing = backing
         return made
 
-    # ------------------------------------------------------------------ aliases of the memory
     @property
     def data(self) -> Self:
         """An alias, as of a plain tensor; see `alias_of`."""
@@ -68,56 +89,31 @@ class Wrapper(torch.Tensor):
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
-        adopt(self, values)
+        set_values(self, values)
 
-    def numpy(self, *args: Any, **options: Any) -> Any:
-        """As of a plain tensor: shares its memory."""
-        return self._backing.pin().numpy(*args, **options)
-
-    def data_ptr(self) -> int:
-        """As of a plain tensor."""
-        return self._backing.pin().data_ptr()
-
-    def const_data_ptr(self) -> int:
-        """As of a plain tensor."""
-        return self.data_ptr()
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """As of a plain tensor."""
-        return self._backing.pin().untyped_storage()
-
-    def __dlpack__(self, *args: Any, **options: Any) -> Any:
-        return self._backing.pin().__dlpack__(*args, **options)
-
-    def apply_(self, *args: Any) -> Self:
-        """As of a plain tensor."""
-        self._backing.pin().apply_(*args)
-        return self
-
-    def map_(self, *args: Any) -> Self:
-        """As of a plain tensor."""
-        self._backing.pin().map_(*map(_plain, args))
-        return self
-
-    def map2_(self, *args: Any) -> Self:
-        """As of a plain tensor."""
-        self._backing.pin().map2_(*map(_plain, args))
-        return self
+    # ------------------------------------------------------------------ as of the plain tensor
+    numpy = _on_memory("numpy")
+    data_ptr = _on_memory("data_ptr")
+    const_data_ptr = _on_memory("data_ptr")
+    untyped_storage = _on_memory("untyped_storage")
+    __dlpack__ = _on_memory("__dlpack__")
+    apply_ = _in_place("apply_")
+    map_ = _in_place("map_")
+    map2_ = _in_place("map2_")
 
     def __copy__(self) -> torch.Tensor:
-        return copy.copy(self._backing.pin())
+        return copy.copy(self.backing.materialize())
 
-    # ------------------------------------------------------------------ copies
     def tolist(self) -> Any:
-        """As of a plain tensor."""
-        return self._backing.read().tolist()
+        """Return the values as nested lists."""
+        return self.backing.read().tolist()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         known = memo.get(id(self))
         if known is None:
-            if self._backing.is_pinned:
+            if self.backing.is_materialized:
                 # With the memo, so that what shares its storage goes on to do so.
-                known = copy.deepcopy(self._backing.pin(), memo)
+                known = copy.deepcopy(self.backing.materialize(), memo)
             else:
                 known = self._own_copy()
             memo[id(self)] = known
@@ -125,41 +121,34 @@ class Wrapper(torch.Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        pinned = self._backing.is_pinned
-        return (self._backing.pin() if pinned else self._own_copy()).__reduce_ex__(protocol)
+        shared = self.backing.is_materialized
+        return (self.backing.materialize() if shared else self._own_copy()).__reduce_ex__(protocol)
 
     def _own_copy(self) -> torch.Tensor:
-        """A plain tensor with the values, and with memory of its own and no more than that."""
-        return Form.of(self).empty().copy_(self._backing.read())
+        """Copy the values to a plain tensor with no more memory than it needs."""
+        return TensorMetadata.of(self).empty().copy_(self.backing.read())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        if isinstance(self._backing.source, Consumed) and not self._backing.is_pinned:
+        if self.backing.is_consumed:
             return f"tensor(consumed, size={tuple(self.shape)}, dtype={self.dtype})"
-        return repr(self._backing.read())
+        return repr(self.backing.read())
 
 
-# Functions, as the names of methods would meet those of PyTorch's and of users' own attributes.
-def alias_of(stand_in: _Stands) -> _Stands:
-    """Another stand-in with the same values: a change of one is seen in both."""
-    made = stand_in.over(stand_in._backing, Form.of(stand_in))
-    made._replaced = stand_in._replaced
-    return made
+# Functions, as methods could collide with those of PyTorch and with attributes of users.
+def alias_of(wrapper: _Wrapper) -> _Wrapper:
+    """Make another wrapper of the same values: a change of one is seen in both."""
+    return wrapper.over(wrapper.backing, TensorMetadata.of(wrapper))
 
 
-def adopt(stand_in: Wrapper, values: torch.Tensor) -> None:
-    """Give it these values, whatever their shape and dtype, as ``tensor.data = values`` does."""
-    if isinstance(values, Wrapper):
-        backing = values._backing
-        if backing is stand_in._backing and Form.of(values) == Form.of(stand_in):
+def set_values(wrapper: TensorWrapper, values: torch.Tensor) -> None:
+    """Replace values, shape and dtype, as ``tensor.data = values`` does."""
+    metadata = TensorMetadata.of(values)
+    if isinstance(values, TensorWrapper):
+        backing = values.backing
+        if backing is wrapper.backing and metadata == TensorMetadata.of(wrapper):
             return
     else:
-        backing = Backing.pinned_on(values.detach())
-    # PyTorch's own setter: it has shape, strides, dtype and device changed.
-    looks = stand_in.over(backing, Form.of(values))
-    torch.Tensor.data.__set__(stand_in, looks)  # type: ignore[attr-defined]
-    stand_in._backing = backing
-    stand_in._replaced = True
-
-
-def _plain(value: Any) -> Any:
-    return value._backing.read() if isinstance(value, Wrapper) else value
+        backing = GradientBacking.materialized(values.detach())
+    # PyTorch's own setter changes shape, strides, dtype and device.
+    torch.Tensor.data.__set__(wrapper, wrapper.over(backing, metadata))  # type: ignore[attr-defined]
+    wrapper.backing = backing

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from offload_strategy.optimizer.gradients.gradient_access import has_gradient
+from offload_strategy.optimizer.gradients.offloaded_gradient import has_gradient
 from offload_strategy.optimizer.states.flat_layout import Layout, packable
 from offload_strategy.optimizer.states.subgroups import StateSet, Subgroup
 from offload_strategy.store.ticket import Ticket

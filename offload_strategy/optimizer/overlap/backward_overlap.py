@@ -20,9 +20,11 @@ from types import FrameType
 
 import torch
 
-from offload_strategy.optimizer.gradients.gradient_access import values_of
-from offload_strategy.optimizer.gradients.gradient_sources import Held
-from offload_strategy.optimizer.gradients.offloaded_gradient import GradientStandIn
+from offload_strategy.optimizer.gradients.gradient_sources import InMemoryGradient
+from offload_strategy.optimizer.gradients.offloaded_gradient import (
+    OffloadedGradient,
+    gradient_values,
+)
 from offload_strategy.optimizer.overlap.ahead_update import AheadUpdate
 from offload_strategy.optimizer.states.flat_layout import packable
 from offload_strategy.optimizer.states.parameter_slices import local_tensor, wrap_like
@@ -74,7 +76,7 @@ class BackwardOverlap(ABC):
         #: The argument of `gradient_reduced` while it runs.
         self._reduced_gradient: torch.Tensor | None = None
         #: Parameters whose `.grad` is set at the end of the pass, as DDP still writes there.
-        self._deferred: list[tuple[torch.Tensor, GradientStandIn]] = []
+        self._deferred: list[tuple[torch.Tensor, OffloadedGradient]] = []
 
     def set_subgroups(self, subgroups: Sequence[Subgroup]) -> None:
         """Update these subgroups from now on."""
@@ -122,22 +124,22 @@ class BackwardOverlap(ABC):
         Args:
             parameters: those that got a gradient, except those of `gradient_reduced`.
         """
-        for parameter, stand_in in self._deferred:
-            gradient = parameter.grad
-            if gradient is not None and not isinstance(gradient, GradientStandIn):
-                stand_in.relocate(lambda _, own=gradient: Held(own))  # type: ignore[misc]
-            parameter.grad = stand_in
+        for parameter, offloaded in self._deferred:
+            plain = parameter.grad
+            if plain is not None and not isinstance(plain, OffloadedGradient):
+                offloaded.backing.relocate(lambda _, own=plain: InMemoryGradient(own))  # type: ignore[misc]
+            parameter.grad = offloaded
         self._deferred.clear()
         if self._is_last():
             for parameter in parameters:
                 self._take(parameter)
 
-    def _set_gradient(self, parameter: torch.Tensor, stand_in: GradientStandIn) -> None:
-        """Put a stand-in into `p.grad` as soon as nobody else writes there any more."""
+    def _set_gradient(self, parameter: torch.Tensor, gradient: OffloadedGradient) -> None:
+        """Put an offloaded gradient into `p.grad` as soon as nobody else writes there any more."""
         if self._reduced_gradient is None:
-            parameter.grad = wrap_like(parameter.grad, stand_in)
+            parameter.grad = wrap_like(parameter.grad, gradient)
         else:
-            self._deferred.append((parameter, stand_in))
+            self._deferred.append((parameter, gradient))
 
     def _gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """A parameter's gradient as a plain tensor; None if it cannot be stored and sliced."""
@@ -145,7 +147,7 @@ class BackwardOverlap(ABC):
             return self._reduced_gradient
         if parameter.grad is None or not packable(local_tensor(parameter)):
             return None
-        gradient = values_of(parameter)
+        gradient = gradient_values(parameter)
         return gradient if packable(gradient) else None
 
     def _take(self, parameter: torch.Tensor) -> None:

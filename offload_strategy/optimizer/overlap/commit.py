@@ -15,11 +15,14 @@ from typing import Generic, TypeVar
 
 import torch
 
-from offload_strategy.optimizer.gradients.gradient_backing import norm_of
-from offload_strategy.optimizer.gradients.gradient_sources import Held
-from offload_strategy.optimizer.gradients.offloaded_gradient import GradientStandIn
-from offload_strategy.optimizer.gradients.recorded_edits import Recipe
-from offload_strategy.optimizer.gradients.retained_gradients import WaitingGradients
+from offload_strategy.optimizer.gradients.gradient_backing import (
+    GradientBacking,
+    RetainedGradients,
+    norm_of,
+)
+from offload_strategy.optimizer.gradients.gradient_sources import InMemoryGradient
+from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGradient
+from offload_strategy.optimizer.gradients.recorded_edits import EditHistory
 from offload_strategy.optimizer.overlap.ahead_update import AheadUpdate
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
 from offload_strategy.optimizer.states.parameter_slices import local_tensor
@@ -73,18 +76,18 @@ class CommittedUpdates(BackwardOverlap):
     Args:
         updater: runs the updates.
         is_last: whether the running backward is the last before `step()`.
-        waiting: keeps gradients that `step()` may still need.
+        retained: keeps gradients that `step()` may still need.
     """
 
     def __init__(
-        self, updater: Updater, is_last: Callable[[], bool], waiting: WaitingGradients
+        self, updater: Updater, is_last: Callable[[], bool], retained: RetainedGradients
     ) -> None:
         super().__init__(updater, is_last)
-        self._gradients = waiting
-        self._stand_ins: dict[int, tuple[torch.Tensor, GradientStandIn]] = {}
+        self._retained = retained
+        self._backings: dict[int, tuple[torch.Tensor, GradientBacking]] = {}
         self._done: dict[int, AheadUpdate] = {}
-        self._prediction: ScalingPrediction[Recipe] = ScalingPrediction(Recipe())
-        self._asked_norms: set[tuple[Recipe, float]] = set()
+        self._prediction: ScalingPrediction[EditHistory] = ScalingPrediction(EditHistory())
+        self._requested_norms: set[float] = set()
         #: Whether another backward came after the one that was said to be the last.
         self._accumulates = False
         self._ran_ahead = 0
@@ -101,7 +104,7 @@ class CommittedUpdates(BackwardOverlap):
 
     def _begin_backward(self) -> None:
         # In a second backward before step() gradients go on accumulating: drop what ran ahead.
-        self._accumulates = bool(self._stand_ins)
+        self._accumulates = bool(self._backings)
         self._drop_all()
         super()._begin_backward()
 
@@ -109,16 +112,15 @@ class CommittedUpdates(BackwardOverlap):
         gradient = self._gradient_of(parameter)
         if gradient is None:
             return False
-        stand_in = GradientStandIn.of(Held(gradient), gradient)
-        for recipe, order in self._asked_norms:
-            if recipe == Recipe():
-                stand_in.note_norm(recipe, order, norm_of(gradient, order))
-        self._set_gradient(parameter, stand_in)
-        self._stand_ins[id(parameter)] = (parameter, stand_in)
+        offloaded = OffloadedGradient.of(InMemoryGradient(gradient), gradient)
+        for order in self._requested_norms:
+            offloaded.backing.cache_norm(order, norm_of(gradient, order))
+        self._set_gradient(parameter, offloaded)
+        self._backings[id(parameter)] = (parameter, offloaded.backing)
         del gradient
         if self._prediction.is_worthwhile and not self._accumulates:
             return True
-        self._gradients.put(stand_in)
+        self._retained.retain(offloaded.backing)
         return False
 
     def _update(self, subgroup: Subgroup) -> None:
@@ -128,37 +130,35 @@ class CommittedUpdates(BackwardOverlap):
         for key in {id(subgroup.slices[index].parameter) for index in subgroup.ready}:
             # A sliced parameter may have slices in subgroups that are still to be updated.
             if all(id(other) in self._done for other, _ in self._subgroups_of[key]):
-                self._gradients.put(self._stand_ins[key][1])
+                self._retained.retain(self._backings[key][1])
 
     def _predicted_gradients(self, subgroup: Subgroup) -> dict[int, torch.Tensor]:
         """The gradients of the slices that have one, as they are predicted to be at `step()`."""
-        recipe = self._prediction.predicted
+        edits = self._prediction.predicted
         gradients = {}
         for index, param_slice in enumerate(subgroup.slices):
             if index in subgroup.ready:
-                _, stand_in = self._stand_ins[id(param_slice.parameter)]
-                gradient = param_slice.of(stand_in.raw())
-                if recipe != Recipe():
-                    gradient = gradient.clone()
-                    recipe.apply_(gradient)
+                _, backing = self._backings[id(param_slice.parameter)]
+                gradient = param_slice.of(backing.raw())
+                if edits:
+                    gradient = edits.apply_(gradient.clone())
                 gradients[index] = gradient
         return gradients
 
     def finish(self) -> list[AheadUpdate]:
         """Return the updates that are still valid for the gradients as they are; drop the rest."""
-        scalings = {self._scaling(key) for key in self._stand_ins}
+        scalings = {self._scaling(key) for key in self._backings}
         done, valid = self._done, []
         for ahead_update in done.values():
             if self._may_be_valid(ahead_update):
                 valid.append(ahead_update)
             else:
                 self._updater.drop(ahead_update)
-        if self._stand_ins:
+        if self._backings:
             scaling = scalings.pop() if len(scalings) == 1 and not self._accumulates else None
             self._prediction.record(scaling)
-            self._asked_norms = set()
-            for _, stand_in in self._stand_ins.values():
-                self._asked_norms.update(stand_in.asked_norms)
+            requested = (backing.requested_norms for _, backing in self._backings.values())
+            self._requested_norms = set().union(*requested)
         self._ran_ahead = len(done)
         self._done = {}
         self.reset()
@@ -170,12 +170,12 @@ class CommittedUpdates(BackwardOverlap):
         self.redone_steps += count < self._ran_ahead
         self._ran_ahead = 0
 
-    def _scaling(self, key: int) -> Recipe | None:
+    def _scaling(self, key: int) -> EditHistory | None:
         """The scaling of a gradient since backward; None for any other change."""
-        parameter, stand_in = self._stand_ins[key]
-        gradient = parameter.grad
-        in_place = gradient is not None and local_tensor(gradient) is stand_in
-        return stand_in.recipe if in_place and not stand_in.edited else None
+        parameter, backing = self._backings[key]
+        gradient = None if parameter.grad is None else local_tensor(parameter.grad)
+        in_place = isinstance(gradient, OffloadedGradient) and gradient.backing is backing
+        return backing.history if in_place and not backing.edited else None
 
     def _may_be_valid(self, ahead_update: AheadUpdate) -> bool:
         predicted = self._prediction.predicted
@@ -193,6 +193,6 @@ class CommittedUpdates(BackwardOverlap):
         for ahead_update in self._done.values():
             self._updater.drop(ahead_update)
         self._done = {}
-        self._stand_ins.clear()
-        self._gradients.start_over()
+        self._backings.clear()
+        self._retained.clear()
         self._expect_all()

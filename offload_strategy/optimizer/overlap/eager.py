@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from offload_strategy.errors import OffloadError
-from offload_strategy.optimizer.gradients.gradient_sources import Consumed
-from offload_strategy.optimizer.gradients.offloaded_gradient import GradientStandIn
+from offload_strategy.optimizer.gradients.gradient_sources import ConsumedGradient
+from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGradient
 from offload_strategy.optimizer.overlap.ahead_update import AheadUpdate
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
 from offload_strategy.optimizer.states.subgroups import Subgroup
@@ -44,7 +44,7 @@ class EagerUpdates(BackwardOverlap):
             return False
         self._gradients[id(parameter)] = (gradient, len(self._subgroups_of[id(parameter)]))
         what = f"a parameter of shape {tuple(parameter.shape)}"
-        self._set_gradient(parameter, GradientStandIn.of(Consumed(what), gradient))
+        self._set_gradient(parameter, OffloadedGradient.of(ConsumedGradient(what), gradient))
         return True
 
     def _update(self, subgroup: Subgroup) -> None:

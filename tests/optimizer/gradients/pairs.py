@@ -10,8 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from offload_strategy.optimizer.gradients.gradient_sources import Held, Source, Stored
-from offload_strategy.optimizer.gradients.offloaded_gradient import GradientStandIn
+from offload_strategy.optimizer.gradients.gradient_sources import (
+    GradientSource,
+    InMemoryGradient,
+    StoredGradient,
+)
+from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGradient
 from offload_strategy.optimizer.states.flat_layout import Layout
 from tests.store.rig import Rig
 
@@ -39,17 +43,19 @@ def gradient(
     return LAYOUTS[layout](values)
 
 
-def source_of(kind: str, values: torch.Tensor, rig: Rig) -> Source:
+def source_of(kind: str, values: torch.Tensor, rig: Rig) -> GradientSource:
     """The values, given to a source of this kind."""
     if kind == "held":
-        return Held(values.clone())
+        return InMemoryGradient(values.clone())
     rig.at_once()
     if kind == "stored":
-        return Stored.put(rig.store, values.clone(), [rig.disk])
+        return StoredGradient.put(rig.store, values.clone(), [rig.disk])
     layout = Layout.of([torch.ones(3), values, torch.ones(5)])
     flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
     layout.segments[1].view(flat).copy_(values)
-    return Stored(rig.store, rig.store.put(flat, "optimizer", [rig.disk]), layout.segments[1])
+    return StoredGradient(
+        rig.store, rig.store.put(flat, "optimizer", [rig.disk]), layout.segments[1]
+    )
 
 
 @dataclass
@@ -57,26 +63,34 @@ class Pair:
     """The same gradient twice."""
 
     plain: torch.Tensor
-    stand_in: GradientStandIn
+    offloaded: OffloadedGradient
+
+    def __post_init__(self) -> None:
+        self.backing = self.offloaded.backing
+
+    @property
+    def edited(self) -> bool:
+        """Whether an update cannot rely on the values that were there at first."""
+        return self.offloaded.backing is not self.backing or self.backing.edited
 
     @classmethod
     def of(cls, values: torch.Tensor, kind: str, rig: Rig) -> Pair:
         plain = values.clone()
-        return cls(plain, GradientStandIn.of(source_of(kind, values, rig), like=plain))
+        return cls(plain, OffloadedGradient.of(source_of(kind, values, rig), like=plain))
 
     def same(self, act: Callable[[Any], Any]) -> Any:
         """Do the same to both; returns what it gave for the stand-in."""
-        expected, result = outcome(act, self.plain), outcome(act, self.stand_in)
+        expected, result = outcome(act, self.plain), outcome(act, self.offloaded)
         assert_same(result, expected)
         return result
 
     def check(self) -> None:
         """Both still have the same values and looks; this loads them, and changes nothing."""
-        assert_same(torch.clone(self.stand_in), torch.clone(self.plain))
+        assert_same(torch.clone(self.offloaded), torch.clone(self.plain))
         for look in ("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn"):
-            assert getattr(self.stand_in, look) == getattr(self.plain, look), look
-        assert self.stand_in.stride() == self.plain.stride()
-        assert self.stand_in.is_contiguous() == self.plain.is_contiguous()
+            assert getattr(self.offloaded, look) == getattr(self.plain, look), look
+        assert self.offloaded.stride() == self.plain.stride()
+        assert self.offloaded.is_contiguous() == self.plain.is_contiguous()
 
 
 MakePair = Callable[..., Pair]
@@ -89,8 +103,8 @@ class Raised:
     kind: type[BaseException]
 
 
-def forbid_loading(stand_in: GradientStandIn, patch: pytest.MonkeyPatch) -> None:
-    backing = stand_in._backing
+def forbid_loading(offloaded: OffloadedGradient, patch: pytest.MonkeyPatch) -> None:
+    backing = offloaded.backing
 
     def loaded() -> Any:
         raise AssertionError("the values were loaded")

@@ -13,19 +13,19 @@ import torch
 from torch import nn
 
 from offload_strategy.errors import OffloadError
-from offload_strategy.optimizer.gradients.gradient_sources import Consumed
-from offload_strategy.optimizer.gradients.offloaded_gradient import GradientStandIn
+from offload_strategy.optimizer.gradients.gradient_sources import ConsumedGradient
+from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGradient
 
 WHAT = "parameter 'head.weight' (3 x 5)"
 
 
-def consumed(shape: tuple[int, ...] = (3, 5)) -> GradientStandIn:
-    return GradientStandIn.of(Consumed(WHAT), like=torch.empty(shape))
+def consumed(shape: tuple[int, ...] = (3, 5)) -> OffloadedGradient:
+    return OffloadedGradient.of(ConsumedGradient(WHAT), like=torch.empty(shape))
 
 
-def parameter_of(stand_in: GradientStandIn) -> nn.Parameter:
-    parameter = nn.Parameter(torch.ones(stand_in.shape))
-    parameter.grad = stand_in
+def parameter_of(offloaded: OffloadedGradient) -> nn.Parameter:
+    parameter = nn.Parameter(torch.ones(offloaded.shape))
+    parameter.grad = offloaded
     return parameter
 
 
@@ -56,8 +56,8 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
         [g], torch.zeros(()), torch.tensor(1.0)
     ),
     "to": lambda g: g.to(torch.float64),
-    "values": lambda g: g.values(),
-    "raw": lambda g: g.raw(),
+    "values": lambda g: g.backing.values(),
+    "raw": lambda g: g.backing.raw(),
     "clipped by norm": lambda g: nn.utils.clip_grad_norm_(parameter_of(g), 1.0),
     "clipped by value": lambda g: nn.utils.clip_grad_value_(parameter_of(g), 1.0),
     "compared": lambda g: g == 0,
@@ -77,13 +77,13 @@ def _model(g: torch.Tensor) -> nn.Module:
 def test_whatever_needs_the_values_names_parameter_reason_and_remedy(
     act: Callable[[Any], Any],
 ) -> None:
-    stand_in = consumed()
+    offloaded = consumed()
     with pytest.raises(OffloadError) as refused:
-        act(stand_in)
+        act(offloaded)
     for part in (WHAT, "overlap: eager", "overlap: commit", "step()"):
         assert part in str(refused.value)
-    assert not stand_in.edited
-    assert not stand_in.recipe.steps
+    assert not offloaded.backing.edited
+    assert not offloaded.backing.history.edits
 
 
 def test_another_backward_is_refused_with_our_error() -> None:
@@ -142,7 +142,6 @@ def test_zeroed_it_is_a_gradient_again(zeroed: Callable[[nn.Parameter], Any]) ->
     assert "consumed" not in repr(parameter.grad)
     (parameter * 2).sum().backward()
     assert torch.equal(parameter.grad, torch.full((3, 5), 2.0))
-    assert parameter.grad.edited  # type: ignore[attr-defined]
 
 
 def test_none_drops_it() -> None:

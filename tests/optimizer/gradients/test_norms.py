@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from offload_strategy.optimizer.gradients.gradient_backing import norm_of
-from offload_strategy.optimizer.gradients.gradient_sources import Held
-from offload_strategy.optimizer.gradients.offloaded_gradient import GradientStandIn
-from offload_strategy.optimizer.gradients.recorded_edits import Recipe
+from offload_strategy.optimizer.gradients.gradient_sources import InMemoryGradient
+from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGradient
 from tests.optimizer.gradients.acts import PREPARED, scaled, unscaled
 from tests.optimizer.gradients.pairs import (
     DTYPES,
@@ -56,17 +55,17 @@ def test_norms_are_those_of_the_plain_gradient_and_can_be_told_in_advance(
         for norm in NORMS.values():
             result = first.same(lambda g, norm=norm, order=order: norm(g, order))
             assert type(result) is torch.Tensor
-        assert first.stand_in.asked_norms == [(first.stand_in.recipe, float(order))]
-        # The next step: all that was asked is told.
-        for recipe, asked in first.stand_in.asked_norms:
-            told = norm_of(recipe.apply_(second.stand_in.raw().clone()), asked)
-            second.stand_in.note_norm(recipe, asked, told)
+        edits = second.backing.history
+        # Updates ahead of step() compute what was requested of the gradient as it came.
+        assert first.backing.requested_norms == (set() if edits else {float(order)})
+        values_now = edits.apply_(second.backing.raw().clone())
+        second.backing.cache_norm(order, norm_of(values_now, order))
         with monkeypatch.context() as patch:
-            forbid_loading(second.stand_in, patch)
+            forbid_loading(second.offloaded, patch)
             for norm in NORMS.values():
                 second.same(lambda g, norm=norm, order=order: norm(g, order))
                 # Whoever gets a norm may change it.
-                norm(second.stand_in, order).fill_(7)
+                norm(second.offloaded, order).fill_(7)
 
 
 def test_a_norm_is_forgotten_when_the_values_change(pair_of: MakePair) -> None:
@@ -103,25 +102,25 @@ def test_other_arguments_of_norms(pair_of: MakePair) -> None:
         pair = pair_of()
         pair.same(scaled)
         pair.same(act)
-        assert not pair.stand_in.edited
+        assert not pair.edited
 
 
 def test_a_norm_of_values_changed_behind_its_back_is_not_the_old_one() -> None:
     values = gradient()
-    stand_in = GradientStandIn.of(Held(values), like=values)
-    stand_in.norm()
-    assert not stand_in.edited
+    offloaded = OffloadedGradient.of(InMemoryGradient(values), like=values)
+    offloaded.norm()
+    assert not offloaded.backing.edited
     values.mul_(2)
-    assert stand_in.edited
-    assert_same(stand_in.norm(), values.norm())
-    assert stand_in.edited
-    another = GradientStandIn.of(Held(values), like=values)
+    assert offloaded.backing.edited
+    assert_same(offloaded.norm(), values.norm())
+    assert offloaded.backing.edited
+    another = OffloadedGradient.of(InMemoryGradient(values), like=values)
     another.mul_(0.5)
-    another.values()
-    assert not another.edited
+    another.backing.values()
+    assert not another.backing.edited
     values.add_(1)
-    another.values()
-    assert another.edited
+    another.backing.values()
+    assert another.backing.edited
 
 
 # ---------------------------------------------------------------------- unscaling
@@ -141,7 +140,7 @@ def test_unscaling_finds_every_value_that_is_not_finite(
     clamped = prepared == "with steps" and bad == -torch.inf
     assert found == float(bad is not None and not clamped)
     pair.check()
-    assert not pair.stand_in.edited
+    assert not pair.edited
 
 
 def test_unscaling_looks_at_the_values_only_if_the_norm_does_not_tell(
@@ -150,21 +149,21 @@ def test_unscaling_looks_at_the_values_only_if_the_norm_does_not_tell(
     pair = pair_of()
     for order in (2.0, float("inf"), 1.0):
         told = pair_of()
-        told.stand_in.note_norm(Recipe(), order, norm_of(pair.plain, order))
+        told.backing.cache_norm(order, norm_of(pair.plain, order))
         with monkeypatch.context() as patch:
-            forbid_loading(told.stand_in, patch)
+            forbid_loading(told.offloaded, patch)
             assert told.same(lambda g: unscaled(g, 0.5)) == 0
         told.check()
     # The norm of finite values can overflow.
     large = pair_of(torch.full((5, 5), 1e30))
-    large.stand_in.note_norm(Recipe(), 2.0, norm_of(large.plain))
-    assert large.stand_in.norm().isinf()
+    large.backing.cache_norm(2.0, norm_of(large.plain))
+    assert large.offloaded.norm().isinf()
     assert large.same(lambda g: unscaled(g, 0.5)) == 0
     # Some orders say nothing.
     values = gradient()
     values[1, 1] = torch.inf
     silent = pair_of(values)
     for order in (0.0, float("-inf"), -1.0):
-        silent.stand_in.note_norm(Recipe(), order, norm_of(values, order))
-        assert silent.stand_in._backing.norm(order).isfinite()
+        silent.backing.cache_norm(order, norm_of(values, order))
+        assert silent.offloaded.backing.norm(order).isfinite()
     assert silent.same(lambda g: unscaled(g, 0.5)) == 1

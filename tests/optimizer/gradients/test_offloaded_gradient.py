@@ -32,15 +32,15 @@ def test_reads_give_what_the_plain_gradient_gives(
     def check(name: str, act: Callable[[Any], Any]) -> None:
         pair = pair_of(gradient(dtype, layout, shape=(7, 5)))
         pair.same(PREPARED[prepared])
-        recipe = pair.stand_in.recipe
+        history = pair.backing.history
         result = pair.same(act)
         pair.check()
         for made in result if isinstance(result, list | tuple) else [result]:
             if type(made) is torch.Tensor:
                 made.zero_()  # whoever gets a copy may change it
         pair.check()
-        assert not pair.stand_in.edited
-        assert pair.stand_in.recipe == recipe
+        assert not pair.edited
+        assert pair.backing.history == history
 
     for_each(READS, check)
 
@@ -54,12 +54,12 @@ def test_writes_and_aliases_do_what_they_do_to_the_plain_gradient(
     def check(name: str, act: Callable[[Any], Any]) -> None:
         pair = pair_of(gradient(dtype, layout, shape=(7, 5)))
         pair.same(PREPARED[prepared])
-        expected, result = outcome(act, pair.plain), outcome(act, pair.stand_in)
-        assert (expected is pair.plain) == (result is pair.stand_in)
+        expected, result = outcome(act, pair.plain), outcome(act, pair.offloaded)
+        assert (expected is pair.plain) == (result is pair.offloaded)
         assert_same(result, expected)
         pair.check()
         if dtype is torch.float32 and not isinstance(result, Raised):
-            assert pair.stand_in.edited
+            assert pair.edited
         # Aliases see what comes later.
         pair.same(lambda g: g.mul_(3))
         assert_same(result, expected)
@@ -77,20 +77,20 @@ def test_steps_are_recorded_and_give_the_same_bits(
     def check(name: str, act: Callable[[Any], Any]) -> None:
         pair = pair_of(gradient(dtype, layout, shape=(7, 5)))
         pair.same(PREPARED[prepared])
-        expected, result = outcome(act, pair.plain), outcome(act, pair.stand_in)
-        assert (expected is pair.plain) == (result is pair.stand_in)
+        expected, result = outcome(act, pair.plain), outcome(act, pair.offloaded)
+        assert (expected is pair.plain) == (result is pair.offloaded)
         assert_same(result, expected)
         pair.check()
-        assert not pair.stand_in.edited
+        assert not pair.edited
         pair.same(lambda g: g._version)
         # The update gets them, once.
-        assert_same(pair.stand_in.values(), pair.plain)
-        assert_same(pair.stand_in.values(), pair.plain)
+        assert_same(pair.backing.values(), pair.plain)
+        assert_same(pair.backing.values(), pair.plain)
         pair.check()
         pair.same(lambda g: g.mul_(0.7))
-        assert_same(pair.stand_in.values(), pair.plain)
+        assert_same(pair.backing.values(), pair.plain)
         pair.same(lambda g: g.add_(1))
-        assert_same(pair.stand_in.values(), pair.plain)
+        assert_same(pair.backing.values(), pair.plain)
         pair.check()
 
     for_each(STEPS, check)
@@ -103,8 +103,8 @@ def test_an_alias_shares_the_values_both_ways(pair_of: MakePair, alias: str, pre
         for through_alias in (True, False):
             pair = pair_of(gradient(shape=(7, 5)))
             pair.same(PREPARED[prepared])
-            other = Pair(ALIASES[alias](pair.plain), ALIASES[alias](pair.stand_in))
-            assert other.stand_in is not pair.stand_in
+            other = Pair(ALIASES[alias](pair.plain), ALIASES[alias](pair.offloaded))
+            assert other.offloaded is not pair.offloaded
             (other if through_alias else pair).same(act)
             other.check()
             pair.check()
@@ -115,20 +115,20 @@ def test_an_alias_shares_the_values_both_ways(pair_of: MakePair, alias: str, pre
 
 def test_reading_leaves_the_values_where_they_are(pair_of: MakePair, rig: Rig) -> None:
     pair = pair_of()
-    scaled(pair.stand_in)
+    scaled(pair.offloaded)
     for act in READS.values():
-        outcome(act, pair.stand_in)
-        assert not pair.stand_in._backing.is_pinned
-    assert rig.store.live_tickets == (not pair.stand_in._backing.source.exposes)
+        outcome(act, pair.offloaded)
+        assert not pair.offloaded.backing.is_materialized
+    assert rig.store.live_tickets == pair.backing.is_stored
 
 
 def test_raw_is_from_before_the_steps(pair_of: MakePair) -> None:
     pair = pair_of()
     before = pair.plain.clone()
-    scaled(pair.stand_in)
-    assert_same(pair.stand_in.raw(), before)
-    assert len(pair.stand_in.recipe.steps) == 2
-    assert_same(pair.stand_in.recipe.apply_(before), pair.stand_in.values())
+    scaled(pair.offloaded)
+    assert_same(pair.backing.raw(), before)
+    assert len(pair.backing.history.edits) == 2
+    assert_same(pair.backing.history.apply_(before), pair.backing.values())
 
 
 # ---------------------------------------------------------------------- every method there is
@@ -175,7 +175,7 @@ def test_every_attribute_and_every_method_without_arguments(
             attribute = getattr(g, name)
             return attribute() if callable(attribute) else attribute
 
-        expected, result = outcome(act, pair.plain), outcome(act, pair.stand_in)
+        expected, result = outcome(act, pair.plain), outcome(act, pair.offloaded)
         try:
             if isinstance(expected, torch.Tensor | tuple | list | int | float | str | Raised):
                 assert_same(result, expected)

@@ -13,8 +13,7 @@ from torch.optim import AdamW
 
 from offload_strategy import OffloadEngine
 from offload_strategy.errors import ConfigError
-from offload_strategy.optimizer.gradients.gradient_sources import Stored
-from offload_strategy.optimizer.gradients.offloaded_gradient import GradientStandIn
+from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGradient
 from tests.optimizer.runs import Run, let_gradients_leave, offloading
 from tests.training import assert_same_history, moved, on_disk, settings
 
@@ -43,8 +42,8 @@ def _backward(model: nn.Module) -> None:
 def _stored(model: nn.Module) -> list[bool]:
     """Of each large gradient, whether it is on a tier."""
     gradients = [p.grad for p in model.parameters() if p.dim() == 2]
-    assert all(isinstance(gradient, GradientStandIn) for gradient in gradients)
-    return [isinstance(g._backing.source, Stored) for g in gradients if g is not None]
+    assert all(isinstance(gradient, OffloadedGradient) for gradient in gradients)
+    return [g.backing.is_stored for g in gradients]
 
 
 def test_what_memory_has_no_room_for_waits_on_the_disk(disk: Path) -> None:

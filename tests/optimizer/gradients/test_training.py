@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from offload_strategy.optimizer.gradients.gradient_backing import norm_of
-from offload_strategy.optimizer.gradients.offloaded_gradient import GradientStandIn
+from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGradient
 from tests.optimizer.gradients.pairs import assert_same, source_of
 from tests.store.rig import Rig
 
@@ -54,8 +54,8 @@ def replace_gradients(model: nn.Module, kind: str, rig: Rig) -> None:
         assert grad is not None
         if grad.requires_grad:
             return
-        values = grad.values() if isinstance(grad, GradientStandIn) else grad  # type: ignore
-        parameter.grad = GradientStandIn.of(source_of(kind, values, rig), like=values)
+        values = grad.backing.values() if isinstance(grad, OffloadedGradient) else grad
+        parameter.grad = OffloadedGradient.of(source_of(kind, values, rig), like=values)
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(leave)
@@ -75,7 +75,7 @@ class Run:
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 if self.kind is not None and not parameter.grad.requires_grad:
-                    assert type(parameter.grad) is GradientStandIn
+                    assert type(parameter.grad) is OffloadedGradient
                 yield parameter.grad
 
 
@@ -384,15 +384,15 @@ def test_norms_told_in_advance_keep_all_gradients_away_until_step(
         asked: dict[int, Any] = {}
         for step in range(3):
             run.model(batch(step)).backward()
-            stand_ins = [g for g in run.gradients() if isinstance(g, GradientStandIn)]
-            for index, g in enumerate(stand_ins):
-                for recipe, order in asked.get(index, ()):
-                    g.note_norm(recipe, order, norm_of(recipe.apply_(g.values()), order))
+            offloaded = [g for g in run.gradients() if isinstance(g, OffloadedGradient)]
+            for index, g in enumerate(offloaded):
+                for order in asked.get(index, ()):
+                    g.backing.cache_norm(order, norm_of(g.backing.values(), order))
                 if step:
-                    patch.setattr(g._backing, "_load", forbidden)
+                    patch.setattr(g.backing, "_load", forbidden)
             run.told.append(nn.utils.clip_grad_norm_(run.model.parameters(), 0.01))
             patch.undo()
-            asked = {index: g.asked_norms for index, g in enumerate(stand_ins)}
+            asked = {index: g.backing.requested_norms for index, g in enumerate(offloaded)}
             assert all(asked.values())
             optimizer.step()
             optimizer.zero_grad()
@@ -410,7 +410,9 @@ def test_the_same_recipe_step_after_step(rig: Rig) -> None:
     for limit in (1e9, 1e9, 1e-3, 1e-3):
         run.model(batch(0)).backward()
         nn.utils.clip_grad_norm_(run.model.parameters(), limit)
-        recipes.append({g.recipe for g in run.gradients() if isinstance(g, GradientStandIn)})
+        recipes.append(
+            {g.backing.history for g in run.gradients() if isinstance(g, OffloadedGradient)}
+        )
         run.model.zero_grad()
     # A limit that was not reached is no step; and all gradients were scaled alike.
     assert recipes[0] == recipes[1]
