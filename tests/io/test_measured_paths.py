@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.regions.region import Region
 from offload_strategy.telemetry import Direction, Recorder
 from offload_strategy.units import PAGE_BYTES, MiB
-from tests.io.backends import ManualBackend, extent, make_move, plain_region
+from tests.io.backends import ManualBackend, extent, make_move
 
 READ, WRITE = Direction.READ, Direction.WRITE
 PROBED = {READ: MeasuredRate(4e9, "probe", 10**9), WRITE: MeasuredRate(1e9, "probe", 10**8)}
@@ -46,14 +45,6 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return probed
 
 
-@pytest.fixture
-def region(disk: Path) -> Iterator[Region]:
-    made = plain_region(disk, 64 * PAGE_BYTES)
-    made.allocate(64 * PAGE_BYTES)
-    yield made
-    made.close()
-
-
 def run_on(region: Region, processes: int = 1) -> tuple[MeasuredPaths, PathQueue]:
     """A run with one path."""
     paths, queue = MeasuredPaths(processes), PathQueue(region, ManualBackend(depth=2), Recorder())
@@ -71,9 +62,9 @@ def load(queue: PathQueue, rate: float, seconds: float, direction: Direction = W
 
 
 @pytest.mark.parametrize("depth", [2, 4])
-def test_only_a_queue_with_more_than_the_path_takes_counts(region: Region, depth: int) -> None:
+def test_only_a_queue_with_more_than_the_path_takes_counts(plain: Region, depth: int) -> None:
     backend = ManualBackend(depth=depth)
-    queue = PathQueue(region, backend, Recorder())
+    queue = PathQueue(plain, backend, Recorder())
     if depth == 2:
         make_move(queue, extent(0, 8), 8 * PAGE_BYTES).submit()
         backend.complete_all()
@@ -89,47 +80,47 @@ def test_only_a_queue_with_more_than_the_path_takes_counts(region: Region, depth
     assert queue.bandwidth.sustained(READ) == Transferred()
 
 
-def test_the_next_run_begins_with_what_this_one_observed(region: Region) -> None:
-    paths, queue = run_on(region)
+def test_the_next_run_begins_with_what_this_one_observed(plain: Region) -> None:
+    paths, queue = run_on(plain)
     assert queue.bandwidth.rate(WRITE) is None
     load(queue, 200e6, 2.0)
     paths.save()
-    after, again = run_on(region)
+    after, again = run_on(plain)
     assert again.bandwidth.rate(WRITE) == pytest.approx(200e6, rel=0.02)
     assert again.bandwidth.rate(READ) is None, "nothing was read"
     assert after.expected(again, WRITE) == pytest.approx(200e6, rel=0.02)
     assert after.expected(again, READ) is None
-    _, of_four_processes = run_on(region, processes=4)
+    _, of_four_processes = run_on(plain, processes=4)
     assert of_four_processes.bandwidth.rate(WRITE) is None
 
 
 @pytest.mark.parametrize(("rate", "seconds"), [(200e6, 0.5), (20e6, 2.0)], ids=["short", "little"])
 def test_a_path_that_was_rarely_busy_has_no_observed_rate(
-    region: Region, rate: float, seconds: float
+    plain: Region, rate: float, seconds: float
 ) -> None:
-    paths, queue = run_on(region)
+    paths, queue = run_on(plain)
     load(queue, rate, seconds)
     assert [comparison.observed for comparison in paths.comparisons()] == [None, None]
     paths.save()
     assert load_all_rates() == []
 
 
-def test_a_probe_is_corrected_by_what_a_run_observes(region: Region, probes: list[Path]) -> None:
-    paths, queue = run_on(region)
+def test_a_probe_is_corrected_by_what_a_run_observes(plain: Region, probes: list[Path]) -> None:
+    paths, queue = run_on(plain)
     paths.probe(queue)
     assert queue.bandwidth.rate(WRITE) == pytest.approx(1e9)
     load(queue, 0.25e9, 2.0)
     compared = {comparison.direction: comparison for comparison in paths.comparisons()}
-    assert compared[WRITE].path == region.path
+    assert compared[WRITE].path == plain.path
     assert compared[WRITE].expected == PROBED[WRITE]
     assert compared[WRITE].observed is not None
     assert compared[WRITE].observed.rate == pytest.approx(0.25e9, rel=0.02)
     assert compared[READ].observed is None
     paths.save()
 
-    after, again = run_on(region)
+    after, again = run_on(plain)
     after.probe(again)
-    assert probes == [region.path], "a known path is not probed again"
+    assert probes == [plain.path], "a known path is not probed again"
     assert again.bandwidth.rate(WRITE) == pytest.approx(0.5e9, rel=0.02)
     assert again.bandwidth.rate(READ) == pytest.approx(4e9)
     expected = {comparison.direction: comparison.expected for comparison in after.comparisons()}
@@ -139,19 +130,19 @@ def test_a_probe_is_corrected_by_what_a_run_observes(region: Region, probes: lis
 
 
 def test_an_unknown_direction_is_probed_and_the_other_keeps_its_rate(
-    region: Region, probes: list[Path]
+    plain: Region, probes: list[Path]
 ) -> None:
-    paths, queue = run_on(region)
+    paths, queue = run_on(plain)
     load(queue, 300e6, 2.0)
     paths.save()
-    after, again = run_on(region)
+    after, again = run_on(plain)
     after.probe(again)
     assert again.bandwidth.rate(WRITE) == pytest.approx(300e6, rel=0.02)
     assert again.bandwidth.rate(READ) == pytest.approx(4e9)
 
 
-def test_saving_twice_corrects_once(region: Region) -> None:
-    paths, queue = run_on(region)
+def test_saving_twice_corrects_once(plain: Region) -> None:
+    paths, queue = run_on(plain)
     load(queue, 200e6, 2.0)
     paths.save()
     ((identity, rates),) = load_all_rates()

@@ -1,4 +1,4 @@
-"""Processes that share a path: who is there, whose turn it is, and what a death leaves behind."""
+"""Processes that share a path: who uses it, who holds the lock, and what a killed one leaves."""
 
 from __future__ import annotations
 
@@ -16,46 +16,47 @@ import pytest
 
 from offload_strategy.io.queues.path_lock import PathLock
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="turns need flock and /proc")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="path locks need flock and /proc")
 
-HOLD = """
-import sys, time
+PROGRAM = """
+import sys
 from pathlib import Path
 from offload_strategy.io.queues.path_lock import PathLock
-turns = PathLock(Path(sys.argv[1]))
-print("there", flush=True)
+lock = PathLock(Path(sys.argv[1]))
+print("ready", flush=True)
 for line in sys.stdin:
-    if line == "take\\n":
-        turns.acquire()
-    else:
-        turns.release()
+    getattr(lock, line.strip())()
     print(line.strip(), flush=True)
 """
 
 
 class Other:
-    """Another process on the same path, which does as it is told."""
+    """Another process that uses the path, and calls its lock's methods when told to."""
 
     def __init__(self, place: Path) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", HOLD, str(place)],
+            [sys.executable, "-c", PROGRAM, str(place)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.answer()
+        assert self.answer() == "ready"
 
     def answer(self) -> str:
         assert self.process.stdout is not None
         poll = select.poll()  # takes any descriptor, unlike select
         poll.register(self.process.stdout, select.POLLIN)
-        assert poll.poll(20_000), "the other process does not answer"
+        assert poll.poll(60_000), "the other process does not answer"
         return self.process.stdout.readline().strip()
 
-    def tell(self, word: str) -> None:
+    def begin(self, method: str) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(word + "\n")
+        self.process.stdin.write(method + "\n")
         self.process.stdin.flush()
+
+    def call(self, method: str) -> None:
+        self.begin(method)
+        assert self.answer() == method
 
     def end(self, how: signal.Signals = signal.SIGKILL) -> None:
         self.process.send_signal(how)
@@ -63,7 +64,7 @@ class Other:
 
 
 @pytest.fixture
-def turns(disk: Path) -> Iterator[PathLock]:
+def lock(disk: Path) -> Iterator[PathLock]:
     made = PathLock(disk)
     yield made
     made.close()
@@ -76,105 +77,96 @@ def other(disk: Path) -> Iterator[Other]:
     made.end()
 
 
-def eventually_others(turns: PathLock, count: int) -> None:
+def wait_for_others(lock: PathLock, count: int) -> None:
     deadline = time.monotonic() + 20
-    while turns.others() != count:
-        assert time.monotonic() < deadline, f"{turns.others()} others instead of {count}"
+    while lock.others() != count:
+        assert time.monotonic() < deadline, f"{lock.others()} others instead of {count}"
         time.sleep(0.02)
 
 
-def test_alone_there_are_no_others(turns: PathLock, disk: Path) -> None:
-    assert turns.works
+def acquire_in_background(lock: PathLock) -> threading.Event:
+    acquired = threading.Event()
+
+    def acquire() -> None:
+        lock.acquire()
+        acquired.set()
+
+    threading.Thread(target=acquire, daemon=True).start()
+    return acquired
+
+
+def test_a_process_alone_sees_no_others(lock: PathLock, disk: Path) -> None:
+    assert lock.works
     again = PathLock(disk)  # another engine of this process is not another process
-    assert turns.others() == again.others() == 0
+    assert lock.others() == again.others() == 0
     again.close()
 
 
-def test_others_are_seen_when_they_come_and_when_they_die(turns: PathLock, disk: Path) -> None:
-    assert turns.others() == 0
+def test_others_are_seen_when_they_start_and_when_they_end(
+    lock: PathLock, disk: Path, tmp_path: Path
+) -> None:
+    assert lock.others() == 0
+    (tmp_path / "elsewhere").mkdir()
+    elsewhere = Other(tmp_path / "elsewhere")  # of another path: it does not count
     first, second = Other(disk), Other(disk)
-    eventually_others(turns, 2)
+    wait_for_others(lock, 2)
     first.end()
-    eventually_others(turns, 1)
+    wait_for_others(lock, 1)
     second.end(signal.SIGTERM)
-    eventually_others(turns, 0)
+    wait_for_others(lock, 0)
+    elsewhere.end()
 
 
-def test_processes_on_other_paths_do_not_count(turns: PathLock, tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    stranger = Other(elsewhere)
-    time.sleep(0.6)
-    assert turns.others() == 0
-    stranger.end()
+def test_only_one_process_holds_the_lock(lock: PathLock, other: Other) -> None:
+    other.call("acquire")
+    acquired = acquire_in_background(lock)
+    assert not acquired.wait(0.2)
+    other.call("release")
+    assert acquired.wait(20)
+    other.begin("acquire")  # and the other way round
+    poll = select.poll()
+    assert other.process.stdout is not None
+    poll.register(other.process.stdout, select.POLLIN)
+    assert not poll.poll(100)
+    lock.release()
+    assert other.answer() == "acquire"
 
 
-def take_in_background(turns: PathLock) -> tuple[threading.Thread, threading.Event]:
-    got = threading.Event()
-
-    def take() -> None:
-        turns.acquire()
-        got.set()
-
-    thread = threading.Thread(target=take, daemon=True)
-    thread.start()
-    return thread, got
-
-
-def test_only_one_process_has_the_turn(turns: PathLock, other: Other) -> None:
-    other.tell("take")
-    assert other.answer() == "take"
-    thread, got = take_in_background(turns)
-    assert not got.wait(0.2)
-    other.tell("give")
-    assert other.answer() == "give"
-    assert got.wait(20)
-    thread.join(20)
-    other.tell("take")  # and the other way round
-    time.sleep(0.1)
-    turns.release()
-    assert other.answer() == "take"
-
-
-def test_the_turn_of_a_process_that_is_killed_goes_on(turns: PathLock, other: Other) -> None:
-    other.tell("take")
-    assert other.answer() == "take"
-    thread, got = take_in_background(turns)
-    assert not got.wait(0.1)
+def test_the_lock_of_a_process_that_is_killed_is_released(lock: PathLock, other: Other) -> None:
+    other.call("acquire")
+    acquired = acquire_in_background(lock)
+    assert not acquired.wait(0.1)
     other.end(signal.SIGKILL)
-    assert got.wait(20)
-    thread.join(20)
-    turns.release()
+    assert acquired.wait(20)
+    lock.release()
 
 
-def test_a_forked_child_does_not_keep_the_turn_of_its_parent(turns: PathLock, disk: Path) -> None:
-    turns.acquire()
+def test_a_forked_child_does_not_keep_the_lock_of_its_parent(lock: PathLock, disk: Path) -> None:
+    lock.acquire()
     begin, end = os.pipe()
     child = os.fork()
-    if child == 0:  # a data-loader worker, say, that outlives the turn
+    if child == 0:  # a data-loader worker, say, that outlives the lock
         os.close(end)
         os.read(begin, 1)
         os._exit(0)
     os.close(begin)
-    # The parent dies without giving back; here: its descriptor goes.
-    turns.close()
+    lock.close()  # as when the parent dies: its descriptor is closed, without a release
     late = Other(disk)
-    late.tell("take")
-    assert late.answer() == "take"
+    late.call("acquire")
     os.close(end)
     os.waitpid(child, 0)
     late.end()
 
 
-def test_nothing_lies_on_the_disk(turns: PathLock, other: Other, disk: Path) -> None:
-    turns.acquire()
+def test_no_file_is_created(lock: PathLock, other: Other, disk: Path) -> None:
+    lock.acquire()
     assert list(disk.iterdir()) == []
-    turns.release()
+    lock.release()
 
 
-def test_closing_twice_and_giving_back_late_is_harmless(turns: PathLock) -> None:
-    turns.acquire()
-    turns.close()
-    turns.close()
-    turns.release()
-    assert turns.others() == 0
+def test_closing_twice_and_releasing_late_is_harmless(lock: PathLock) -> None:
+    lock.acquire()
+    lock.close()
+    lock.close()
+    lock.release()
+    assert lock.others() == 0

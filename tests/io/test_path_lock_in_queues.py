@@ -1,63 +1,57 @@
-"""Queues that share their path with other processes, turn by turn."""
+"""Queues whose path other processes use too: reads need the path lock."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from offload_strategy.io.queues import path_lock
+from offload_strategy.io.queues import path_lock as path_lock_module
 from offload_strategy.io.queues.moves import Move
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.queues.request_queue import MoveState, Priority
-from offload_strategy.io.regions.extents import Extent
 from offload_strategy.io.regions.region import Region
 from offload_strategy.telemetry import Recorder
 from offload_strategy.units import PAGE_BYTES
-from tests.io.backends import ManualBackend, make_move, plain_region
+from tests.io.backends import ManualBackend, extent, make_move
 
 
-class FakeTurns:
-    """Turns that a test grants."""
+class FakePathLock:
+    """A path lock that the test grants."""
 
     works = True
     path = Path("/fake")
 
     def __init__(self) -> None:
-        self.others_there = 1
+        self.other_processes = 1
         self.grants = threading.Semaphore(0)
-        self.asked = threading.Semaphore(0)
+        self.requests = threading.Semaphore(0)
         self.held = False
         self.log: list[str] = []
 
     def others(self) -> int:
-        return self.others_there
+        return self.other_processes
 
     def acquire(self) -> None:
-        self.asked.release()
+        self.requests.release()
         assert self.grants.acquire(timeout=30)
         self.held = True
-        self.log.append("turn")
+        self.log.append("acquired")
 
     def release(self) -> None:
         self.held = False
-        self.log.append("given back")
+        self.log.append("released")
+
+
+ONCE = ["acquired", "released"]
 
 
 @pytest.fixture
-def region(disk: Path) -> Iterator[Region]:
-    made = plain_region(disk, 64 * PAGE_BYTES)
-    made.allocate(64 * PAGE_BYTES)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def turns() -> FakeTurns:
-    return FakeTurns()
+def lock() -> FakePathLock:
+    return FakePathLock()
 
 
 @pytest.fixture
@@ -66,145 +60,125 @@ def backend() -> ManualBackend:
 
 
 @pytest.fixture
-def queue(region: Region, backend: ManualBackend, turns: FakeTurns) -> Iterator[PathQueue]:
-    made = PathQueue(region, backend, Recorder(), path_lock=turns)  # type: ignore[arg-type]
+def queue(plain: Region, backend: ManualBackend, lock: FakePathLock) -> Iterator[PathQueue]:
+    made = PathQueue(plain, backend, Recorder(), path_lock=lock)  # type: ignore[arg-type]
     yield made
-    turns.grants.release()  # nobody must wait for ever
+    lock.grants.release()  # no thread must wait forever
     made.close()
-    assert not turns.held
+    assert not lock.held
 
 
 def move(queue: PathQueue, page: int, pages: int = 1, *, write: bool = False) -> Move:
-    made = make_move(
-        queue,
-        Extent(page * PAGE_BYTES, pages * PAGE_BYTES),
-        pages * PAGE_BYTES,
-        write=write,
-        priority=Priority.WRITE_BACK if write else Priority.PREFETCH,
-    )
+    priority = Priority.WRITE_BACK if write else Priority.PREFETCH
+    made = make_move(queue, extent(page, pages), pages * PAGE_BYTES, write=write, priority=priority)
     made.submit()
     return made
 
 
-def until(backend: ManualBackend, count: int) -> None:
+def until(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 20
-    while len(backend.waiting) < count:
+    while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
-def test_alone_no_turn_is_taken(queue: PathQueue, backend: ManualBackend, turns: FakeTurns) -> None:
-    turns.others_there = 0
+def grant(lock: FakePathLock, backend: ManualBackend, requests: int) -> None:
+    """Grant the lock, and wait until that many requests are in flight."""
+    lock.grants.release()
+    until(lambda: len(backend.waiting) >= requests)
+
+
+def test_a_process_that_is_alone_takes_no_lock(
+    queue: PathQueue, backend: ManualBackend, lock: FakePathLock
+) -> None:
+    lock.other_processes = 0
     done = move(queue, 0, 3)
     backend.complete_all()
     assert done.state is MoveState.DONE
-    assert turns.log == []
+    assert lock.log == []
 
 
-def test_writes_need_no_turn(queue: PathQueue, backend: ManualBackend, turns: FakeTurns) -> None:
+def test_reads_wait_for_the_lock_and_writes_do_not(
+    queue: PathQueue, backend: ManualBackend, lock: FakePathLock
+) -> None:
     reading = move(queue, 0, 3)
-    assert turns.asked.acquire(timeout=20)
+    assert lock.requests.acquire(timeout=20)
+    assert not backend.waiting
     writing = move(queue, 5, 3, write=True)
-    assert len(backend.waiting) == 2, "as many as the backend takes: no read is under way"
+    assert len(backend.waiting) == 2, "as many as the backend takes: no read is in flight"
     backend.complete_all()
     assert writing.state is MoveState.DONE
     assert reading.state is MoveState.QUEUED
-    assert turns.log == []
-    turns.grants.release()
-    until(backend, 2)
+    assert lock.log == []
+    grant(lock, backend, 2)
     backend.complete_all()
     assert reading.state is MoveState.DONE
+    assert lock.log == ONCE
+    assert not lock.requests.acquire(blocking=False), "requested once for all blocks"
 
 
-def test_a_turn_ends_with_its_reads_though_writes_are_under_way(
-    queue: PathQueue, backend: ManualBackend, turns: FakeTurns
+def test_the_lock_is_released_after_the_last_read_though_writes_are_in_flight(
+    queue: PathQueue, backend: ManualBackend, lock: FakePathLock
 ) -> None:
     reading = move(queue, 0)
-    turns.grants.release()
-    until(backend, 1)
+    grant(lock, backend, 1)
     writing = move(queue, 5, 4, write=True)
     backend.complete()
     assert reading.state is MoveState.DONE
-    assert turns.log == ["turn", "given back"]
+    assert lock.log == ONCE
     backend.complete_all()
     assert writing.state is MoveState.DONE
 
 
-def test_nothing_is_read_before_its_turn(
-    queue: PathQueue, backend: ManualBackend, turns: FakeTurns
-) -> None:
-    waiting = move(queue, 0, 3)
-    assert turns.asked.acquire(timeout=20)
-    assert not backend.waiting
-    assert waiting.state is MoveState.QUEUED
-    turns.grants.release()
-    until(backend, 2)
-    backend.complete_all()
-    assert waiting.state is MoveState.DONE
-    assert turns.log == ["turn", "given back"]
-    assert not turns.asked.acquire(blocking=False), "asked once for a batch of moves"
-
-
-def test_what_comes_during_a_turn_moves_in_it(
-    queue: PathQueue, backend: ManualBackend, turns: FakeTurns
+def test_reads_that_are_submitted_while_the_lock_is_held_use_it(
+    queue: PathQueue, backend: ManualBackend, lock: FakePathLock
 ) -> None:
     first = move(queue, 0, 2)
-    turns.grants.release()
-    until(backend, 2)
+    grant(lock, backend, 2)
     second = move(queue, 5)
     backend.complete_all()
     assert (first.state, second.state) == (MoveState.DONE, MoveState.DONE)
-    assert turns.log == ["turn", "given back"]
+    assert lock.log == ONCE
 
 
-def test_a_turn_ends_after_its_bytes_but_not_within_a_move(
-    queue: PathQueue,
-    backend: ManualBackend,
-    turns: FakeTurns,
-    monkeypatch: pytest.MonkeyPatch,
+def test_the_lock_is_released_after_its_bytes_but_not_within_a_move(
+    queue: PathQueue, backend: ManualBackend, lock: FakePathLock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(path_lock, "BYTES_PER_HOLD", 2 * PAGE_BYTES)
-    first = move(queue, 0, 4)
-    second = move(queue, 10, 1)
-    turns.grants.release()
-    until(backend, 2)
-    while backend.waiting:
-        backend.complete()
-    assert first.state is MoveState.DONE, "begun moves are finished"
+    monkeypatch.setattr(path_lock_module, "BYTES_PER_HOLD", 2 * PAGE_BYTES)
+    first, second = move(queue, 0, 4), move(queue, 10)
+    grant(lock, backend, 2)
+    backend.complete_all()
+    assert first.state is MoveState.DONE, "a move that has begun is finished"
     assert second.state is MoveState.QUEUED
-    assert turns.log == ["turn", "given back"]
-    assert turns.asked.acquire(timeout=20)
-    assert turns.asked.acquire(timeout=20), "asked again for what is left"
-    turns.grants.release()
-    until(backend, 1)
+    assert lock.log == ONCE
+    for _ in range(2):
+        assert lock.requests.acquire(timeout=20), "requested again for the rest"
+    grant(lock, backend, 1)
     backend.complete_all()
     assert second.state is MoveState.DONE
-    assert turns.log == ["turn", "given back"] * 2
+    assert lock.log == 2 * ONCE
 
 
-def test_a_move_that_is_cancelled_while_waiting_leaves_the_turn_to_others(
-    queue: PathQueue, backend: ManualBackend, turns: FakeTurns
+def test_a_read_that_is_cancelled_while_it_waits_leaves_the_lock_to_others(
+    queue: PathQueue, backend: ManualBackend, lock: FakePathLock
 ) -> None:
-    gone = move(queue, 0)
-    assert turns.asked.acquire(timeout=20)
-    gone.cancel()
-    assert gone.ended.is_set()
-    turns.grants.release()
-    deadline = time.monotonic() + 20
-    while turns.log != ["turn", "given back"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    waiting = move(queue, 0)
+    assert lock.requests.acquire(timeout=20)
+    waiting.cancel()
+    assert waiting.ended.is_set()
+    lock.grants.release()
+    until(lambda: lock.log == ONCE)
     assert not backend.waiting
 
 
-def test_going_on_without_when_turns_cannot_be_taken(
-    queue: PathQueue, backend: ManualBackend, turns: FakeTurns, monkeypatch: pytest.MonkeyPatch
+def test_a_lock_that_does_not_work_stops_nobody(
+    queue: PathQueue, backend: ManualBackend, lock: FakePathLock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse() -> None:
         raise OSError("no locks available")
 
-    monkeypatch.setattr(turns, "acquire", refuse)
+    monkeypatch.setattr(lock, "acquire", refuse)
     done = move(queue, 0)
-    until(backend, 1)
+    until(lambda: bool(backend.waiting))
     backend.complete_all()
     assert done.state is MoveState.DONE

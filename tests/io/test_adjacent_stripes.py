@@ -1,4 +1,4 @@
-"""Moves that lie next to each other go in one request; each ends on its own."""
+"""Moves of adjacent extents go in one request; each ends on its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 import errno
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,51 +17,40 @@ from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.queues.request_queue import MoveState, Priority
 from offload_strategy.io.regions.region import Region
 from offload_strategy.telemetry import Direction, Recorder
-from offload_strategy.units import PAGE_BYTES
-from tests.io.backends import ManualBackend, extent, make_move, plain_region
+from offload_strategy.units import PAGE_BYTES, round_up
+from tests.io.backends import ManualBackend, extent, make_move
 
 PAGES = 256
 
 
-class JoiningBackend(ManualBackend):
-    """Also takes neighbours, and says which came together."""
+class AdjacentBackend(ManualBackend):
+    """Takes adjacent requests, and records which came together."""
 
     def __init__(self, most: int = 8, depth: int = 1) -> None:
         super().__init__(depth, block_size=16 * PAGE_BYTES)
         self.max_adjacent = most
         self.together: list[list[int]] = []
 
-    def submit(self, request: BlockRequest) -> None:
-        self.submit_adjacent([request])
-
     def submit_adjacent(self, requests: Sequence[BlockRequest]) -> None:
         if self.closed:
             raise RuntimeError("the backend is closed")
         end = None
         for request in requests:
-            assert end is None or request.offset == end, "no neighbours"
+            assert end is None or request.offset == end, "not adjacent"
             assert request.address % PAGE_BYTES == 0 or len(requests) == 1
-            end = request.offset - -request.nbytes // PAGE_BYTES * PAGE_BYTES
+            end = request.offset + round_up(request.nbytes, PAGE_BYTES)
         self.together.append([request.offset // PAGE_BYTES for request in requests])
         self.waiting.extend(requests)
 
 
 @pytest.fixture
-def region(disk: Path) -> Iterator[Region]:
-    made = plain_region(disk, PAGES * PAGE_BYTES)
-    made.allocate(PAGES * PAGE_BYTES)
-    yield made
-    made.close()
+def backend() -> AdjacentBackend:
+    return AdjacentBackend()
 
 
 @pytest.fixture
-def backend() -> JoiningBackend:
-    return JoiningBackend()
-
-
-@pytest.fixture
-def queue(region: Region, backend: JoiningBackend) -> PathQueue:
-    return PathQueue(region, backend, Recorder())
+def queue(plain: Region, backend: AdjacentBackend) -> PathQueue:
+    return PathQueue(plain, backend, Recorder())
 
 
 def aligned(
@@ -82,7 +71,7 @@ def aligned(
     return move
 
 
-def submitted(queue: PathQueue, moves: Sequence[Move], backend: JoiningBackend) -> list[list[int]]:
+def submitted(queue: PathQueue, moves: Sequence[Move], backend: AdjacentBackend) -> list[list[int]]:
     """The pages that went together behind a first move that is alone under way."""
     write = moves[0].direction is Direction.WRITE
     aligned(queue, PAGES - 1, write=write, priority=Priority.PREFETCH).submit()
@@ -93,22 +82,35 @@ def submitted(queue: PathQueue, moves: Sequence[Move], backend: JoiningBackend) 
     return backend.together[1:]
 
 
-def test_what_follows_in_the_queue_and_on_the_path_goes_together(
-    queue: PathQueue, backend: JoiningBackend
+READ = {"write": False, "priority": Priority.PREFETCH}
+FILLS_PAGES = {"write": False, "whole_pages": True}
+
+
+TOGETHER: dict[str, tuple[list[tuple[int, float, dict[str, object]]], list[list[int]]]] = {
+    "writes": ([(3, 1, {}), (4, 1, {}), (5, 1, {})], [[3, 4, 5]]),
+    "reads in reverse": ([(page, 1, READ) for page in (7, 6, 8, 5)], [[5, 6, 7, 8]]),
+    "a partial page is written": ([(3, 1 + 1 / PAGE_BYTES, {}), (5, 1, {})], [[3, 5]]),
+    "a partial page may be filled": (
+        [(3, 1 - 1 / PAGE_BYTES, FILLS_PAGES), (4, 1, FILLS_PAGES)],
+        [[3, 4]],
+    ),
+    "as much as a block": ([(6 * n, 6, {}) for n in range(4)], [[0, 6], [12, 18]]),
+    "needed now": (
+        [(page, 1, {"write": False, "priority": Priority.NEEDED_NOW}) for page in (3, 4)],
+        [[3], [4]],
+    ),
+}
+
+
+@pytest.mark.parametrize(("moves", "expected"), TOGETHER.values(), ids=TOGETHER)
+def test_moves_that_follow_each_other_in_queue_and_on_the_path_go_together(
+    queue: PathQueue,
+    backend: AdjacentBackend,
+    moves: list[tuple[int, float, dict[str, object]]],
+    expected: list[list[int]],
 ) -> None:
-    moves = [aligned(queue, page) for page in (3, 4, 5)]
-    assert submitted(queue, moves, backend) == [[3, 4, 5]]
-
-
-def test_a_way_back_is_joined_as_well(queue: PathQueue, backend: JoiningBackend) -> None:
-    options = {"write": False, "priority": Priority.PREFETCH}
-    moves = [aligned(queue, page, **options) for page in (7, 6, 8, 5)]
-    assert submitted(queue, moves, backend) == [[5, 6, 7, 8]]
-
-
-def test_a_part_of_a_page_takes_the_page(queue: PathQueue, backend: JoiningBackend) -> None:
-    moves = [aligned(queue, 3, PAGE_BYTES + 1), aligned(queue, 5)]
-    assert submitted(queue, moves, backend) == [[3, 5]]
+    made = [aligned(queue, at, int(size * PAGE_BYTES), **more) for at, size, more in moves]
+    assert submitted(queue, made, backend) == expected
 
 
 @pytest.mark.parametrize(
@@ -116,63 +118,37 @@ def test_a_part_of_a_page_takes_the_page(queue: PathQueue, backend: JoiningBacke
     {
         "a gap": [[3], [5]],
         "another priority": [[4], [3]],
-        "not at a page's begin": [[3], [4]],
-        "something to do before": [[3], [4]],
-        "a read of a part of a page": [[3], [4]],
+        "unaligned memory": [[3], [4]],
+        "a call before": [[3], [4]],
+        "a partial page is read": [[3], [4]],
     }.items(),
 )
-def test_what_cannot_join_goes_alone(
-    queue: PathQueue, backend: JoiningBackend, what: str, expected: list[list[int]]
+def test_other_moves_go_alone(
+    queue: PathQueue, backend: AdjacentBackend, what: str, expected: list[list[int]]
 ) -> None:
     first = aligned(queue, 3)
     second = {
         "a gap": lambda: aligned(queue, 5),
         "another priority": lambda: aligned(queue, 4, priority=Priority.PREFETCH),
-        "not at a page's begin": lambda: aligned(queue, 4, misalignment=64),
-        "something to do before": lambda: aligned(queue, 4, before=lambda: None),
-        "a read of a part of a page": lambda: aligned(queue, 4, PAGE_BYTES - 1, write=False),
+        "unaligned memory": lambda: aligned(queue, 4, misalignment=64),
+        "a call before": lambda: aligned(queue, 4, before=lambda: None),
+        "a partial page is read": lambda: aligned(queue, 4, PAGE_BYTES - 1, write=False),
     }[what]()
     if second.direction is not first.direction:
         first = aligned(queue, 3, write=False)
     assert submitted(queue, [first, second], backend) == expected
 
 
-def test_a_read_of_a_part_of_a_page_joins_where_the_whole_page_may_be_filled(
-    queue: PathQueue, backend: JoiningBackend
-) -> None:
-    options = {"write": False, "whole_pages": True}
-    moves = [aligned(queue, 3, PAGE_BYTES - 1, **options), aligned(queue, 4, **options)]
-    assert submitted(queue, moves, backend) == [[3, 4]]
-
-
-def test_no_more_than_a_request_carries_go_together(
-    queue: PathQueue, backend: JoiningBackend
-) -> None:
-    moves = [aligned(queue, 6 * number, 6 * PAGE_BYTES) for number in range(4)]
-    # A block has 16 pages.
-    assert submitted(queue, moves, backend) == [[0, 6], [12, 18]]
-
-
-def test_no_more_legs_go_together_than_the_backend_takes(region: Region) -> None:
-    backend = JoiningBackend(most=2)
-    queue = PathQueue(region, backend, Recorder())
+def test_no_more_moves_go_together_than_the_backend_takes(plain: Region) -> None:
+    backend = AdjacentBackend(most=2)
+    queue = PathQueue(plain, backend, Recorder())
     moves = [aligned(queue, page) for page in (3, 4, 5)]
     assert submitted(queue, moves, backend) == [[3, 4], [5]]
 
 
-def test_what_is_needed_now_waits_for_no_neighbour(
-    queue: PathQueue, backend: JoiningBackend
-) -> None:
-    options = {"write": False, "priority": Priority.NEEDED_NOW}
-    assert submitted(queue, [aligned(queue, page, **options) for page in (3, 4)], backend) == [
-        [3],
-        [4],
-    ]
-
-
-def test_neighbours_take_one_slot_until_the_last_is_over(region: Region) -> None:
-    backend = JoiningBackend(depth=1)
-    queue = PathQueue(region, backend, Recorder())
+def test_adjacent_moves_take_one_slot_until_the_last_is_over(plain: Region) -> None:
+    backend = AdjacentBackend(depth=1)
+    queue = PathQueue(plain, backend, Recorder())
     first = aligned(queue, 100)
     first.submit()
     moves = [aligned(queue, page) for page in (3, 4, 9)]
@@ -189,7 +165,7 @@ def test_neighbours_take_one_slot_until_the_last_is_over(region: Region) -> None
     backend.complete_all()
 
 
-def test_each_fails_and_is_cancelled_on_its_own(queue: PathQueue, backend: JoiningBackend) -> None:
+def test_each_fails_and_is_cancelled_on_its_own(queue: PathQueue, backend: AdjacentBackend) -> None:
     aligned(queue, 100).submit()
     moves = [aligned(queue, page) for page in (3, 4, 5, 6)]
     for move in moves:
@@ -208,8 +184,8 @@ def test_each_fails_and_is_cancelled_on_its_own(queue: PathQueue, backend: Joini
     assert again.state is MoveState.DONE
 
 
-def test_a_backend_that_refuses_neighbours_fails_them_all(
-    queue: PathQueue, backend: JoiningBackend
+def test_a_backend_that_refuses_adjacent_moves_fails_them_all(
+    queue: PathQueue, backend: AdjacentBackend
 ) -> None:
     aligned(queue, 100).submit()
     moves = [aligned(queue, page) for page in (3, 4)]
@@ -221,7 +197,7 @@ def test_a_backend_that_refuses_neighbours_fails_them_all(
 
 
 def test_many_moves_of_any_size_come_back_as_they_were(disk: Path) -> None:
-    """Over the real backend, with what joins and what does not."""
+    """On the real backend, with moves that go together and others."""
     random_ = random.Random(5)
     region = Region(disk, "nvme", 1024 * PAGE_BYTES)
     backend = create_backend("posix", threads=2, block_size=32 * PAGE_BYTES)
@@ -269,10 +245,10 @@ def test_many_moves_of_any_size_come_back_as_they_were(disk: Path) -> None:
 
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])
 @pytest.mark.parametrize("how", ["fails", "short"])
-def test_what_fails_together_is_tried_one_by_one(
+def test_a_request_that_fails_is_tried_again_one_by_one(
     disk: Path, monkeypatch: pytest.MonkeyPatch, call: str, how: str
 ) -> None:
-    """An error within one of them is that one's; the others arrive."""
+    """The error of one move is its own; the others complete."""
     region = Region(disk, "nvme", 64 * PAGE_BYTES)
     region.allocate(64 * PAGE_BYTES)
     backend = create_backend("posix", threads=1, block_size=32 * PAGE_BYTES)
@@ -293,7 +269,7 @@ def test_what_fails_together_is_tried_one_by_one(
     requests = [queue._request(move.parts[0], 0, PAGE_BYTES, ends.append) for move in moves]
     monkeypatch.setattr(os, call, broken)
     try:
-        backend.submit_adjacent(requests)  # type: ignore[attr-defined]
+        backend.submit_adjacent(requests)
     finally:
         backend.close()
         region.close()

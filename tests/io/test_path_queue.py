@@ -1,0 +1,285 @@
+"""The order of blocks on a path, and how moves end."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from offload_strategy.io.backends.protocol import create_backend
+from offload_strategy.io.queues.moves import Latch, Move
+from offload_strategy.io.queues.path_queue import PathQueue
+from offload_strategy.io.queues.request_queue import MoveState, Priority
+from offload_strategy.io.regions.region import Region
+from offload_strategy.telemetry import Direction, Recorder
+from offload_strategy.units import PAGE_BYTES
+from tests.io.backends import ManualBackend, extent, make_move
+
+
+def submit(
+    queue: PathQueue,
+    page: int,
+    pages: int = 1,
+    priority: Priority = Priority.WRITE_BACK,
+    *,
+    write: bool | None = None,
+    ended: list[Move] | None = None,
+) -> Move:
+    """Submit a move of whole pages, a write if it is a write-back."""
+    move = make_move(
+        queue,
+        extent(page, pages),
+        pages * PAGE_BYTES,
+        write=priority is Priority.WRITE_BACK if write is None else write,
+        priority=priority,
+        on_end=(lambda move: None) if ended is None else ended.append,
+    )
+    move.submit()
+    return move
+
+
+def order(backend: ManualBackend) -> list[int]:
+    """Complete everything; the pages in the order in which they moved."""
+    pages = []
+    while backend.waiting:
+        pages.append(backend.complete().offset // PAGE_BYTES)
+    return pages
+
+
+# ---------------------------------------------------------------------- order
+def test_a_move_is_cut_into_blocks_that_cover_it_once(
+    queue: PathQueue, manual: ManualBackend
+) -> None:
+    move = make_move(queue, extent(3, 5), 4 * PAGE_BYTES + 10)
+    move.submit()
+    begin, seen = move.parts[0].address, []
+    while manual.waiting:
+        request = manual.complete()
+        seen.append((request.offset, request.address - begin, request.nbytes))
+    page = PAGE_BYTES
+    assert seen == [((3 + n) * page, n * page, page if n < 4 else 10) for n in range(5)]
+    assert move.state is MoveState.DONE
+    assert move.ended.is_set()
+
+
+def test_a_needed_read_overtakes_prefetches_and_those_overtake_writes(
+    queue: PathQueue, manual: ManualBackend
+) -> None:
+    submit(queue, 0, 3)
+    submit(queue, 10, 2)
+    submit(queue, 20, 2, Priority.PREFETCH)
+    submit(queue, 30, 2, Priority.NEEDED_NOW)
+    # The blocks in flight end first; then the most urgent, each in order.
+    assert order(manual) == [0, 20, 30, 31, 21, 1, 2, 10, 11]
+
+
+def test_a_prefetch_whose_priority_is_raised_overtakes_what_is_queued(
+    queue: PathQueue, manual: ManualBackend
+) -> None:
+    submit(queue, 0)
+    submit(queue, 10, 2, Priority.PREFETCH)
+    second = submit(queue, 20, 2, Priority.PREFETCH)
+    second.raise_priority()
+    second.raise_priority()
+    second.raise_priority(Priority.WRITE_BACK)  # never lower than before
+    assert order(manual) == [0, 10, 20, 21, 11]
+
+
+def test_priority_may_be_raised_between_two_blocks_of_a_move(
+    queue: PathQueue, manual: ManualBackend
+) -> None:
+    slow = submit(queue, 0, 4, write=False)
+    submit(queue, 10, 2, Priority.PREFETCH)
+    assert manual.complete().offset == 0
+    slow.raise_priority()
+    assert order(manual) == [10, 1, 2, 3, 11]
+    slow.raise_priority()  # it is over
+    assert not manual.waiting
+    submit(queue, 1)
+    assert order(manual) == [1]
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_no_more_blocks_are_in_flight_than_the_backend_can_use(plain: Region, depth: int) -> None:
+    backend = ManualBackend(depth=depth)
+    queue = PathQueue(plain, backend, Recorder())
+    for index in range(4):
+        submit(queue, 4 * index, 4)
+    while backend.waiting:
+        assert len(backend.waiting) <= depth
+        backend.complete(at=len(backend.waiting) - 1)  # in any order
+
+
+# ---------------------------------------------------------------------- cancelled and failed moves
+def test_a_cancelled_move_that_never_began_ends_at_once(
+    queue: PathQueue, manual: ManualBackend, recorder: Recorder
+) -> None:
+    ended: list[Move] = []
+    submit(queue, 0)
+    move = submit(queue, 1, ended=ended)
+    move.cancel()
+    assert ended == [move]
+    assert move.ended.is_set()
+    assert move.state is MoveState.CANCELLED
+    assert order(manual) == [0]
+    assert [record.nbytes for record in recorder.moves] == [PAGE_BYTES]
+    move.cancel()
+    assert ended == [move]
+
+
+def test_a_cancelled_move_ends_when_its_blocks_in_flight_have(
+    plain: Region, recorder: Recorder
+) -> None:
+    backend = ManualBackend(depth=2)
+    queue = PathQueue(plain, backend, recorder)
+    ended: list[Move] = []
+    move = submit(queue, 0, 5, ended=ended)
+    move.cancel()
+    backend.complete()
+    assert not ended
+    assert not move.ended.is_set()
+    backend.complete(error=OSError("too late to matter"))
+    assert ended == [move]
+    assert move.state is MoveState.CANCELLED
+    assert not backend.waiting
+    # A cancelled move does not count as moved.
+    assert recorder.client_bytes("activations", "written") == 0
+    assert recorder.busy_seconds() > 0
+
+
+def test_a_move_that_is_over_cannot_be_cancelled(queue: PathQueue, manual: ManualBackend) -> None:
+    ended: list[Move] = []
+    move = submit(queue, 0, ended=ended)
+    manual.complete_all()
+    move.cancel()
+    assert move.state is MoveState.DONE
+    assert ended == [move]
+
+
+def test_after_an_error_no_further_block_of_the_move_begins(
+    queue: PathQueue, manual: ManualBackend, recorder: Recorder
+) -> None:
+    ended: list[Move] = []
+    move, other = submit(queue, 0, 5, ended=ended), submit(queue, 10)
+    error = OSError("broken")
+    manual.complete()
+    manual.complete(error=error)
+    assert move.state is MoveState.FAILED
+    assert move.error is error
+    assert ended == [move]
+    assert order(manual) == [10]
+    assert other.state is MoveState.DONE
+    assert recorder.client_bytes("activations", "written") == PAGE_BYTES
+
+
+def test_the_first_of_several_errors_is_kept(plain: Region) -> None:
+    backend = ManualBackend(depth=3)
+    move = submit(PathQueue(plain, backend, Recorder()), 0, 3)
+    backend.complete(error=OSError("first"), at=1)
+    backend.complete(error=OSError("second"), at=1)
+    assert not move.ended.is_set()
+    backend.complete()
+    assert move.ended.is_set()
+    assert str(move.error) == "first"
+
+
+def test_a_backend_that_refuses_blocks_fails_all_queued_moves(
+    queue: PathQueue, manual: ManualBackend
+) -> None:
+    moves = [submit(queue, 0) for _ in range(3000)]
+    manual.close()
+    manual.complete()  # the block in flight ends, and the next is refused, and so on
+    moves.append(submit(queue, 0))
+    assert moves[0].state is MoveState.DONE
+    assert {move.state for move in moves[1:]} == {MoveState.FAILED}
+    assert all(move.ended.is_set() for move in moves)
+
+
+# ---------------------------------------------------------------------- memory and records
+def test_a_move_releases_its_memory_when_it_ends(queue: PathQueue, manual: ManualBackend) -> None:
+    move = make_move(queue, extent(0), PAGE_BYTES)
+    reference = weakref.ref(move.keep_alive)
+    move.submit()
+    manual.complete_all()
+    assert reference() is None
+
+
+def test_the_memory_is_free_before_waiting_threads_wake(
+    queue: PathQueue, manual: ManualBackend
+) -> None:
+    class Held:
+        pass
+
+    held = Held()
+    reference = weakref.ref(held)
+    found: list[object] = []
+
+    class WatchedLatch(Latch):
+        def set(self) -> None:
+            found.append(reference())
+            super().set()
+
+    def on_end(move: Move, held: Held) -> None:
+        return
+
+    move = make_move(queue, extent(0), PAGE_BYTES, on_end=partial(on_end, held=held))
+    del held
+    move.ended = WatchedLatch()
+    move.submit()
+    manual.complete_all()
+    assert found == [None]
+
+
+def test_every_move_is_recorded_with_its_times(
+    queue: PathQueue, manual: ManualBackend, recorder: Recorder
+) -> None:
+    make_move(queue, extent(0, 2), PAGE_BYTES + 1).submit()
+    make_move(queue, extent(4), 10, write=False, priority=Priority.PREFETCH).submit()
+    manual.complete_all()
+    read, written = sorted(recorder.moves, key=lambda record: record.nbytes)
+    assert (read.direction, read.nbytes, read.tier) == (Direction.READ, 10, "nvme")
+    assert (written.direction, written.nbytes) == (Direction.WRITE, PAGE_BYTES + 1)
+    for record in recorder.moves:
+        assert record.queued_at <= record.started_at <= record.finished_at
+    assert recorder.client_bytes("activations", "written") == PAGE_BYTES + 1
+    assert recorder.tier_bytes("nvme", Direction.READ) == 10
+
+
+def test_many_threads_may_submit_and_cancel_at_once(disk: Path, recorder: Recorder) -> None:
+    region = Region(disk, "nvme", 4096 * PAGE_BYTES)
+    backend = create_backend("posix", threads=3, block_size=PAGE_BYTES)
+    queue = PathQueue(region, backend, recorder)
+    ends: list[Move] = []
+    all_moves: list[Move] = []
+
+    def work(seed: int) -> None:
+        for index in range(60):
+            place = region.allocate(3 * PAGE_BYTES)
+            assert place is not None
+            move = make_move(
+                queue, place, 2 * PAGE_BYTES + 5, write=(seed + index) % 3 != 0, on_end=ends.append
+            )
+            all_moves.append(move)
+            move.submit()
+            if index % 4 == 0:
+                move.raise_priority()
+            if index % 5 == 0:
+                move.cancel()
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for move in all_moves:
+        assert move.ended.wait(60)
+    backend.close()
+    region.close()
+    assert sorted(map(id, ends)) == sorted(map(id, all_moves)), "each ended once"
+    done = [move for move in all_moves if move.state is MoveState.DONE]
+    moved = {way: sum(m.nbytes for m in done if m.direction is way) for way in Direction}
+    assert moved == {way: recorder.tier_bytes("nvme", way) for way in Direction}
+    assert len(done) >= len(all_moves) * 3 // 4
