@@ -25,6 +25,7 @@ from tests.training import Numbers, assert_same_history, settings
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 
 OVERLAPS = ["commit", "off"]
+EVERY_OVERLAP = ["commit", "eager", "off"]
 
 
 class Net(nn.Module):

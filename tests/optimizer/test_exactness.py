@@ -25,7 +25,7 @@ from torch.optim import (
     Rprop,
 )
 
-from tests.optimizer.others import Lion
+from tests.optimizer.custom_optimizers import Lion
 from tests.optimizer.runs import MakeOptimizer, Run, compare, loss_of, offloading
 
 OVERLAPS = ["commit", "off"]

@@ -1,4 +1,4 @@
-"""Where parameters are cut, and what becomes of their states."""
+"""Slices of parameters: where they begin, their states, and training with them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SHAPES = [(1000,), (64, 3), (7, 64), (33, 5, 2), (129,), (1, 4096), (130, 1), (6
 
 @pytest.mark.parametrize("limit", [1, 64, 100, 640, 10_000])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_pieces_cover_the_parameter_and_begin_where_cuts_may_lie(
+def test_slices_cover_the_parameter_and_begin_at_multiples_of_64_elements(
     shape: tuple[int, ...], limit: int
 ) -> None:
     parameter = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
@@ -61,13 +61,13 @@ def test_pieces_cover_the_parameter_and_begin_where_cuts_may_lie(
 @pytest.mark.parametrize(
     "parameter", [torch.tensor(1.0), torch.zeros(300, 200).t(), torch.zeros(0, 3)], ids=str
 )
-def test_what_has_no_rows_in_a_row_stays_whole(parameter: torch.Tensor) -> None:
+def test_parameters_without_contiguous_rows_stay_whole(parameter: torch.Tensor) -> None:
     (param_slice,) = slice_parameter(parameter, 10)
     assert param_slice.rows is None
     assert param_slice.values is parameter
 
 
-def test_states_are_cut_and_joined() -> None:
+def test_states_are_sliced_and_joined() -> None:
     parameter = torch.zeros(200, 64)
     slices = slice_parameter(parameter, 64 * 60)
     assert len(slices) > 2
@@ -81,7 +81,7 @@ def test_states_are_cut_and_joined() -> None:
     assert whole["kind"] == "x"
 
 
-def test_a_piece_sees_changes_of_its_parameter() -> None:
+def test_a_slice_sees_changes_of_its_parameter() -> None:
     parameter = nn.Parameter(torch.zeros(128, 2))
     param_slice = ParameterSlice(parameter, (64, 128))
     version = parameter._version
@@ -113,12 +113,6 @@ ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_elementwise_optimizers_may_be_cut(name: str) -> None:
-    optimizer = ELEMENTWISE[name]([nn.Parameter(torch.ones(3))])
-    assert is_elementwise(optimizer, optimizer.param_groups[0], Precision())
-
-
 class WholeNorm(SGD):
     """Scales by the norm of the whole tensor, as LARS and LAMB do."""
 
@@ -140,12 +134,12 @@ class OddBlocks(SGD):
 
 
 @pytest.mark.parametrize("kind", [Adafactor, WholeNorm, OddBlocks])
-def test_others_are_not_cut(kind: Callable[..., Optimizer]) -> None:
+def test_optimizers_that_are_not_elementwise_are_recognised(kind: Callable[..., Optimizer]) -> None:
     optimizer = kind([nn.Parameter(torch.ones(3))], lr=0.1)
     assert not is_elementwise(optimizer, optimizer.param_groups[0], Precision())
 
 
-def test_the_trial_leaves_no_trace() -> None:
+def test_checking_for_elementwise_updates_changes_nothing() -> None:
     parameter = nn.Parameter(torch.ones(3))
     optimizer = AdamW([parameter], lr=torch.tensor(0.1), foreach=False)
     before = torch.get_rng_state()
@@ -200,7 +194,7 @@ def _train(optimizer_of: Callable[[Any], Optimizer], engine: OffloadEngine | Non
 
 @pytest.mark.parametrize("overlap", ["commit", "eager", "off"])
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_cut_parameters_train_to_the_same_bits(name: str, overlap: str, disk: Path) -> None:
+def test_sliced_parameters_train_to_the_same_bits(name: str, overlap: str, disk: Path) -> None:
     config = settings(
         disk,
         optimizer={"overlap": overlap, "subgroup_size": 3000},
@@ -214,7 +208,9 @@ def test_cut_parameters_train_to_the_same_bits(name: str, overlap: str, disk: Pa
     assert_same_history(offloaded, plain)
 
 
-def test_a_checkpoint_of_cut_parameters_loads_into_a_plain_optimizer_and_back(disk: Path) -> None:
+def test_a_checkpoint_of_sliced_parameters_loads_into_a_plain_optimizer_and_back(
+    disk: Path,
+) -> None:
     config = settings(disk, optimizer={"subgroup_size": 3000}, activations={"enabled": False})
 
     def steps(model: Wide, optimizer: Optimizer, numbers: range) -> list[torch.Tensor]:

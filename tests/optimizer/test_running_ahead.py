@@ -1,4 +1,4 @@
-"""Updates run ahead of the step, or not; states and weights are where they should be."""
+"""When updates run ahead of `step()`, and where states and weights are between steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from tests.optimizer.runs import (
 from tests.training import assert_same_bits, bits
 
 
-# ---------------------------------------------------------------------- running ahead
 def _spy(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     counts = {"update_ahead": 0, "commit": 0, "drop": 0, "update_in_place": 0}
     for name in counts:
@@ -69,32 +68,6 @@ def test_updates_run_during_backward_and_are_committed_at_the_step(
             optimizer.step()
             assert counts["commit"] == 4 * step
         assert counts["drop"] == counts["update_in_place"] == 0
-
-
-def test_running_ahead_stops_while_gradients_are_changed_and_comes_back(
-    disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts = _spy(monkeypatch)
-    with offloading(disk) as engine:
-        model = Chain()
-        optimizer = engine.attach(None, AdamW(model.parameters()))
-
-        def step(clip: bool) -> int:
-            before = counts["update_ahead"]
-            optimizer.zero_grad()
-            model().backward()
-            if clip:
-                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-            optimizer.step()
-            return counts["update_ahead"] - before
-
-        assert step(clip=True) > 0
-        assert [step(clip=True) for _ in range(4)] == [0] * 4
-        assert step(clip=False) == 0
-        assert any(step(clip=False) for _ in range(16))
-        figures = engine.metrics()
-        assert figures["offload/optimizer/redone_steps"] == 1
-        assert figures["offload/optimizer/speculated_steps"] >= 2
 
 
 def test_hints_keep_updates_back_until_the_last_micro_batch(

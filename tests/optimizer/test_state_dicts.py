@@ -174,6 +174,18 @@ def test_states_that_an_optimizer_has_already_are_taken_over(disk: Path) -> None
         assert_same_bits(half.history[-1], plain.history[-1])
 
 
+def test_states_of_unknown_parameters_are_kept(disk: Path) -> None:
+    given = Run(adamw)
+    steps(given, 1)
+    saved = given.optimizer.state_dict()
+    saved["state"][170] = {"exp_avg": torch.ones(3)}
+    with offloading(disk) as engine:
+        run = Run(adamw, engine)
+        run.optimizer.load_state_dict(saved)
+        kept = run.optimizer.state_dict()["state"][170]["exp_avg"]
+        assert torch.equal(kept, torch.ones(3))
+
+
 # ---------------------------------------------------------------------- optimizer.state
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_the_state_reads_like_a_dictionary(overlap: str, disk: Path) -> None:

@@ -1,4 +1,4 @@
-"""What cannot be swapped is refused with the reason; a trial changes nothing and knows the size."""
+"""Unsupported optimizers are refused with the reason; the check changes nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from offload_strategy.errors import ConfigError
 from offload_strategy.optimizer.states.flat_layout import packable
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.user_class.compatibility import changes_gradients, check_supported
-from tests.optimizer.others import UNFIT, Lion
+from tests.optimizer.custom_optimizers import UNSUPPORTED, Lion
 from tests.optimizer.runs import Run, compare, offloading
 
 
@@ -36,11 +36,11 @@ def _parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) ->
     return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
 
 
-@pytest.mark.parametrize("kind", UNFIT, ids=lambda kind: kind.__name__)
-def test_what_cannot_be_swapped_is_refused_with_the_reason(kind: type[Optimizer]) -> None:
+@pytest.mark.parametrize("kind", UNSUPPORTED, ids=lambda kind: kind.__name__)
+def test_unsupported_optimizers_are_refused_with_the_reason(kind: type[Optimizer]) -> None:
     optimizer = kind(_parameters((3, 4), (4,)))
     with pytest.raises(
-        ConfigError, match=rf"{kind.__name__} cannot be offloaded: it.*{UNFIT[kind]}"
+        ConfigError, match=rf"{kind.__name__} cannot be offloaded: it.*{UNSUPPORTED[kind]}"
     ):
         check_supported(optimizer)
 
@@ -50,14 +50,14 @@ def test_an_optimizer_of_sparse_gradients_is_refused() -> None:
         check_supported(SparseAdam(_parameters((3, 4))))
 
 
-def test_a_group_that_is_unlike_the_first_is_tried_as_well() -> None:
+def test_every_group_is_checked() -> None:
     first, second = _parameters((3, 4), (4,))
     groups = [{"params": [first]}, {"params": [second], "lr": None}]
     with pytest.raises(ConfigError, match="AdamW cannot be offloaded: it failed on two small"):
         check_supported(AdamW(groups))
 
 
-def test_a_group_that_comes_later_is_tried_as_well(disk: Path) -> None:
+def test_a_group_that_is_added_later_is_checked(disk: Path) -> None:
     first, second, third = _parameters((3, 4), (4,), (2, 2))
     with offloading(disk) as engine:
         optimizer = engine.attach(None, AdamW([first]))
@@ -77,7 +77,7 @@ def test_parameters_without_memory_are_refused() -> None:
         check_supported(AdamW(net.parameters()))
 
 
-def test_a_trial_changes_nothing() -> None:
+def test_the_check_changes_nothing() -> None:
     parameters = _parameters((30, 40), (4,))
     optimizer = AdamW(parameters)
     for parameter in parameters:
@@ -118,7 +118,7 @@ SIZES: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", SIZES)
-def test_it_knows_how_large_the_states_will_be(kind: str, dtype: torch.dtype) -> None:
+def test_state_bytes_are_known_in_advance(kind: str, dtype: torch.dtype) -> None:
     parameters = _parameters((20, 30), (7, 3), (50,), (4, 20, 3), (), dtype=dtype)
     optimizer = SIZES[kind](parameters)
     expected = check_supported(optimizer)
@@ -137,7 +137,7 @@ def test_it_knows_how_large_the_states_will_be(kind: str, dtype: torch.dtype) ->
         assert expected == held
 
 
-class Impolite(SGD):
+class ChangesGradients(SGD):
     """Adds weight decay to the gradients themselves, as older optimizers do."""
 
     @torch.no_grad()
@@ -151,7 +151,7 @@ class Impolite(SGD):
 
 def test_an_optimizer_that_changes_gradients_is_noticed() -> None:
     parameters = [torch.nn.Parameter(torch.ones(3, 3))]
-    for kind, edits in ((Impolite, True), (SGD, False), (AdamW, False)):
+    for kind, edits in ((ChangesGradients, True), (SGD, False), (AdamW, False)):
         optimizer = kind(parameters, lr=0.1)
         assert changes_gradients(optimizer, optimizer.param_groups[0], Precision()) is edits
 
@@ -164,4 +164,4 @@ def test_gradients_that_the_update_changes_are_the_plain_ones(overlap: str, disk
             run.backward(number)
             run.step()
 
-    compare(script, lambda m: Impolite(m.parameters(), 0.05), disk, overlap)
+    compare(script, lambda m: ChangesGradients(m.parameters(), 0.05), disk, overlap)

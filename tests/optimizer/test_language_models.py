@@ -1,4 +1,4 @@
-"""Real architectures, 25 steps, every way to overlap: the same bits as without offload."""
+"""Language models and a GAN train for 25 steps with the same bits as without offload."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
 from offload_strategy import OffloadEngine
+from tests.optimizer.runs import EVERY_OVERLAP
 from tests.training import Numbers, assert_same_history, settings
 
 transformers = pytest.importorskip("transformers")
@@ -59,12 +58,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "Adam": lambda p: Adam(p, 1e-3, weight_decay=0.01),
     "SGD": lambda p: SGD(p, 1e-2, momentum=0.9, nesterov=True),
 }
-SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
-    "none": lambda o: None,
-    "one cycle": lambda o: OneCycleLR(o, 1e-2, total_steps=STEPS + 1),
-    "cosine": lambda o: CosineAnnealingLR(o, STEPS),
-    "warm-up": lambda o: LambdaLR(o, lambda step: min(1.0, (step + 1) / 10)),
-}
 
 
 def _train(
@@ -73,14 +66,11 @@ def _train(
     engine: OffloadEngine | None,
     *,
     accumulate: int = 1,
-    clip: Callable[[int], float] | None = None,
-    scheduler: str = "none",
 ) -> list[Numbers]:
     model = make_model()
     optimizer = make_optimizer(model.parameters())
     if engine is not None:
         optimizer = engine.attach(model, optimizer)
-    schedule = SCHEDULERS[scheduler](optimizer)
     numbers = itertools.count()
     history = []
     for step in range(STEPS):
@@ -92,11 +82,7 @@ def _train(
             loss = _loss(model, next(numbers)) / accumulate
             loss.backward()
             losses.append(loss.detach())
-        if clip is not None:
-            clip_grad_norm_(model.parameters(), clip(step))
         optimizer.step()
-        if schedule is not None:
-            schedule.step()
         history.append({"loss": torch.stack(losses)})
         if step % 8 == 0 or step == STEPS - 1:
             history[-1].update((name, p.detach().clone()) for name, p in model.named_parameters())
@@ -126,42 +112,15 @@ def _compare(disk: Path, overlap: str, model: str, optimizer: str, **options: An
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("overlap", ["commit", "eager", "off"])
+@pytest.mark.parametrize("overlap", EVERY_OVERLAP)
 def test_twenty_five_steps(
     overlap: str, model: str, optimizer: str, accumulate: int, disk: Path
 ) -> None:
     _compare(disk, overlap, model, optimizer, accumulate=accumulate)
 
 
-CLIPS: dict[str, Callable[[int], float]] = {
-    "never": lambda step: 1e6,
-    "always": lambda step: 0.1,
-    "sometimes": lambda step: 0.1 if step % 6 == 5 else 1e6,
-}
-
-
-@pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize("overlap", ["commit", "off"])
-def test_clipping(overlap: str, clip: str, accumulate: int, disk: Path) -> None:
-    _compare(
-        disk,
-        overlap,
-        "GPT with tied weights",
-        "AdamW fused",
-        accumulate=accumulate,
-        clip=CLIPS[clip],
-    )
-
-
-@pytest.mark.parametrize("scheduler", [name for name in SCHEDULERS if name != "none"])
-@pytest.mark.parametrize("overlap", ["commit", "eager", "off"])
-def test_schedulers(overlap: str, scheduler: str, disk: Path) -> None:
-    _compare(disk, overlap, "GPT", "AdamW fused", scheduler=scheduler)
-
-
-@pytest.mark.parametrize("overlap", ["commit", "eager", "off"])
-def test_two_optimizers_in_turns(overlap: str, disk: Path) -> None:
+@pytest.mark.parametrize("overlap", EVERY_OVERLAP)
+def test_two_optimizers_that_alternate(overlap: str, disk: Path) -> None:
     """A generator and a discriminator; backward of one reaches the parameters of the other."""
 
     def train(engine: OffloadEngine | None) -> list[Numbers]:

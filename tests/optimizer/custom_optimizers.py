@@ -1,4 +1,4 @@
-"""Optimizers as others write them: one that can be swapped, and one for each reason why not."""
+"""Optimizers outside of torch: one that is supported, and one for each reason why not."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ class Wrapping(_Descent):
         self.base = SGD(params, 0.1)
 
 
-#: Each with what its user is told.
-UNFIT: dict[type[Optimizer], str] = {
+#: Each with the reason in the error message.
+UNSUPPORTED: dict[type[Optimizer], str] = {
     GlobalNorm: "updates a parameter in another way when others are there",
     CountsInGroup: r"for all parameters together, outside of their states \(step\)",
     CountsInItself: r"for all parameters together, outside of their states \(count\)",
