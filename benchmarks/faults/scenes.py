@@ -31,7 +31,8 @@ from benchmarks.faults.subject import (
 )
 from offload_strategy import OffloadEngine
 from offload_strategy.errors import StorageError
-from offload_strategy.optimizer.subgroup_update import AheadUpdate, Updater
+from offload_strategy.optimizer.overlap.ahead_update import AheadUpdate
+from offload_strategy.optimizer.subgroup_update import Updater
 from offload_strategy.units import KiB, MiB
 
 #: The package leaves 64 MiB of a file system to others.

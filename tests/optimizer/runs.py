@@ -73,12 +73,12 @@ def loss_of(model: nn.Module, number: int, extra: bool = False) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten())
 
 
-def snapshot(model: nn.Module, *optimizers: Optimizer) -> Numbers:
-    """Copies of all parameters, gradients and states."""
+def snapshot(model: nn.Module, *optimizers: Optimizer, gradients: bool = True) -> Numbers:
+    """Copies of all parameters, states and, unless told otherwise, gradients."""
     numbers: Numbers = {}
     for name, parameter in model.named_parameters():
         numbers[name] = parameter.detach().clone()
-        if parameter.grad is not None:
+        if gradients and parameter.grad is not None:
             numbers[f"{name}.grad"] = parameter.grad.clone()
         for index, optimizer in enumerate(optimizers):
             for key, value in optimizer.state.get(parameter, {}).items():
@@ -89,10 +89,14 @@ def snapshot(model: nn.Module, *optimizers: Optimizer) -> Numbers:
 
 @dataclass
 class Run:
-    """One training run; the same script is run without an engine and with one."""
+    """One training run; the same script is run without an engine and with one.
+
+    With `eager`, gradients are not compared, nor is anything between backward and `step()`.
+    """
 
     make_optimizer: MakeOptimizer | None = None
     engine: OffloadEngine | None = None
+    eager: bool = False
     history: list[Numbers] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -110,7 +114,7 @@ class Run:
 
     def note(self, loss: torch.Tensor | None = None, *optimizers: Optimizer) -> None:
         """Remember everything that is to be compared at this moment."""
-        numbers = snapshot(self.model, *(optimizers or (self.optimizer,)))
+        numbers = snapshot(self.model, *(optimizers or (self.optimizer,)), gradients=not self.eager)
         if loss is not None:
             numbers["loss"] = loss.detach().clone()
         self.history.append(numbers)
@@ -122,7 +126,8 @@ class Run:
 
     def step(self) -> None:
         """Step; what is visible just before and after it is compared."""
-        self.note()
+        if not self.eager:
+            self.note()
         self.optimizer.step()
         self.note()
 
@@ -176,10 +181,11 @@ def compare(
     Returns:
         the engine's metrics.
     """
-    plain = Run(make_optimizer)
+    eager = overlap == "eager"
+    plain = Run(make_optimizer, eager=eager)
     script(plain)
     with offloading(directory, overlap, host) as engine:
-        offloaded = Run(make_optimizer, engine)
+        offloaded = Run(make_optimizer, engine, eager)
         script(offloaded)
         metrics = engine.metrics()
     assert_same_history(offloaded.history, plain.history)

@@ -26,9 +26,15 @@ from torch.optim import (
 )
 
 from tests.optimizer.custom_optimizers import Lion
-from tests.optimizer.runs import MakeOptimizer, Run, compare, loss_of, offloading
-
-OVERLAPS = ["commit", "off"]
+from tests.optimizer.runs import (
+    EVERY_OVERLAP,
+    OVERLAPS,
+    MakeOptimizer,
+    Run,
+    compare,
+    loss_of,
+    offloading,
+)
 
 
 def _groups(model: nn.Module) -> list[dict[str, object]]:
@@ -117,7 +123,7 @@ def early_loop(run: Run) -> None:
         run.step()
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("overlap", EVERY_OVERLAP)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_six_steps_of(name: str, overlap: str, disk: Path) -> None:
     # Torch itself fails where the first gradient of a parameter comes late.
@@ -128,7 +134,7 @@ def test_six_steps_of(name: str, overlap: str, disk: Path) -> None:
         assert metrics["offload/optimizer/written_bytes"] > 0
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("overlap", EVERY_OVERLAP)
 @pytest.mark.parametrize("host", ["1KiB", "3KiB", "1MiB"])
 @pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "SGD momentum"])
 def test_six_steps_partly_in_host_memory_of(name: str, host: str, overlap: str, disk: Path) -> None:
@@ -153,7 +159,7 @@ def _many_steps(run: Run) -> None:
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
-def test_forty_steps_while_speculation_comes_and_goes(overlap: str, disk: Path) -> None:
+def test_forty_steps_that_are_clipped_now_and_then(overlap: str, disk: Path) -> None:
     compare(_many_steps, OPTIMIZERS["AdamW groups"], disk, overlap)
 
 
@@ -246,7 +252,8 @@ def _accumulate(hints: bool, groups: tuple[int, ...] = (3, 3, 1, 3)) -> Callable
                     run.hint(index, last=index == micro_batches - 1)
                 (loss_of(run.model, number) / micro_batches).backward()
                 number += 1
-                run.note()
+                if not run.eager:
+                    run.note()
             run.step()
 
     return script
@@ -535,8 +542,22 @@ SCRIPTS: dict[str, Callable[[Run], None]] = {
 }
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
-@pytest.mark.parametrize("name", SCRIPTS)
+#: Scripts that neither read nor change gradients, and step after every last backward.
+EAGER_SCRIPTS = [
+    "accumulation with hints",
+    "non-reentrant checkpoints",
+    "closures",
+    "freezing and unfreezing",
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "overlap"),
+    [
+        *((name, overlap) for name in SCRIPTS for overlap in OVERLAPS),
+        *((name, "eager") for name in EAGER_SCRIPTS),
+    ],
+)
 def test_the_same_numbers_with(name: str, overlap: str, disk: Path) -> None:
     compare(SCRIPTS[name], OPTIMIZERS["AdamW fused"], disk, overlap)
 
