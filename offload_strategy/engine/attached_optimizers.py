@@ -15,7 +15,7 @@ from offload_strategy.config import OptimizerConfig
 from offload_strategy.engine.resources import Resources
 from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
-from offload_strategy.optimizer.ranks.data_parallel_group import TeamBook
+from offload_strategy.optimizer.ranks.data_parallel_group import GroupRegistry
 from offload_strategy.optimizer.states.parameter_slices import local_tensor
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.user_class.compatibility import check_supported
@@ -46,7 +46,7 @@ class AttachedOptimizers:
         self._section = section
         self._registry = registry
         self._residence = residence
-        self._teams = TeamBook(shares=section.sharding)
+        self._dp_groups = GroupRegistry(shards_states=section.sharding)
         self._wrapped: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
         self._guards: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = (
             weakref.WeakKeyDictionary()
@@ -62,7 +62,7 @@ class AttachedOptimizers:
 
     def note(self, model: nn.Module) -> None:
         """Register an attached model whose ranks may shard optimizer states."""
-        self._teams.note(model)
+        self._dp_groups.register(model)
 
     def wrap(self, optimizer: Optimizer, is_last: Callable[[], bool]) -> Optimizer:
         """Offload the states of an optimizer, if the config enables it.
@@ -102,7 +102,7 @@ class AttachedOptimizers:
             gradient_memory=section.gradient_memory,
             directories=self._resources.scratch_directories("optimizer"),
             residency=self._residence,
-            teams=self._teams,
+            dp_groups=self._dp_groups,
         )
         self._registry.claim_states(parameters, wrapped)
         self._wrapped.add(wrapped)
@@ -188,10 +188,10 @@ class AttachedOptimizers:
         """Return this rank's bytes of states, after checking that the tiers have room for them."""
         section = self._section
         weights_bytes = sum(local_tensor(p).nbytes for p in parameters)
-        team = self._teams.team_of(parameters)
-        if team is not None and team.shares:
-            state_bytes = -(-state_bytes // team.size)
-            weights_bytes = -(-weights_bytes // team.size)
+        dp_group = self._dp_groups.find_group(parameters)
+        if dp_group is not None and dp_group.shards_states:
+            state_bytes = -(-state_bytes // dp_group.size)
+            weights_bytes = -(-weights_bytes // dp_group.size)
         waiting_bytes = max(0, weights_bytes - section.gradient_memory)
         need = optimizer_need(state_bytes, weights_bytes, section.overlap, waiting_bytes)
         tiers = self._resources.clients["optimizer"]

@@ -18,8 +18,8 @@ from offload_strategy.optimizer.optimizer_step import run_step
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
 from offload_strategy.optimizer.overlap.commit import CommittedUpdates
 from offload_strategy.optimizer.overlap.eager import EagerUpdates
-from offload_strategy.optimizer.ranks.data_parallel_group import TeamBook
-from offload_strategy.optimizer.ranks.rank_shards import Shares
+from offload_strategy.optimizer.ranks.data_parallel_group import GroupRegistry
+from offload_strategy.optimizer.ranks.rank_shards import RankShards
 from offload_strategy.optimizer.state_dicts import (
     StateView,
     replace_all_states,
@@ -69,7 +69,7 @@ class OffloadedOptimizer(Optimizer):
             ``"commit"``; others wait in the tiers.
         directories: where state dicts may be; none for ordinary memory.
         residency: of streamed weights; None if weights are never offloaded.
-        teams: knows which ranks train which parameters; None for a single process.
+        dp_groups: knows which ranks train which parameters; None for a single process.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class OffloadedOptimizer(Optimizer):
         gradient_memory: int,
         directories: Sequence[Path] = (),
         residency: WeightResidency | None = None,
-        teams: TeamBook | None = None,
+        dp_groups: GroupRegistry | None = None,
     ) -> None:
         # Not Optimizer.__init__: it would make groups, defaults and hooks of its own.
         self.inner = inner
@@ -96,7 +96,7 @@ class OffloadedOptimizer(Optimizer):
             inner, store, tiers, new_weight_tiers, precision, residency, self._is_elementwise
         )
         self._subgroup_size = subgroup_size
-        self._shares = Shares(teams, self._updater, directories)
+        self._rank_shards = RankShards(dp_groups, self._updater, directories)
         self._overlap: BackwardOverlap | None = None
         if overlap == "eager":
             self._overlap = EagerUpdates(self._updater, is_last)
@@ -119,7 +119,7 @@ class OffloadedOptimizer(Optimizer):
         self._planned_parameters = 0
         self._hooks: dict[int, Any] = {}
         self._closed = False
-        self._state = StateView(self._updater, self._current_subgroups, self._shares)
+        self._state = StateView(self._updater, self._current_subgroups, self._rank_shards)
         self._register_hooks()
         if any(inner.state.values()):
             self._absorb_inner_state()
@@ -202,10 +202,12 @@ class OffloadedOptimizer(Optimizer):
                 loss = closure()
         phase = f"OffloadedOptimizer.step#{type(own).__name__}"
         with torch.autograd.profiler.record_function(phase):
-            self._shares.states_change()
+            self._rank_shards.discard_consolidated()
             subgroups = self._current_subgroups()
-            own_subgroups = self._shares.own(subgroups)
-            run_step(subgroups, own_subgroups, self._updater, self._overlap, self._shares.team)
+            own_subgroups = self._rank_shards.own(subgroups)
+            run_step(
+                subgroups, own_subgroups, self._updater, self._overlap, self._rank_shards.dp_group
+            )
         self._updater.step_ended()
         # Schedulers that were made with the inner optimizer check whether it has stepped.
         own._opt_called = True  # type: ignore[attr-defined]
@@ -269,7 +271,7 @@ class OffloadedOptimizer(Optimizer):
         """
         self._check_open()
         subgroups = self._current_subgroups()
-        states = self._shares.states(subgroups, "optimizer.state_dict()")
+        states = self._rank_shards.states(subgroups, "optimizer.state_dict()")
         own = self.inner.state
         try:
             # In the order of the groups, like the plain optimizer.
@@ -296,7 +298,7 @@ class OffloadedOptimizer(Optimizer):
         """
         self._check_open()
         where = "optimizer.consolidate_state_dict()"
-        self._shares.consolidate(self._current_subgroups(), to, where)
+        self._rank_shards.consolidate(self._current_subgroups(), to, where)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of a plain optimizer or of an offloaded one."""
@@ -320,9 +322,9 @@ class OffloadedOptimizer(Optimizer):
     def _absorb_inner_state(self) -> None:
         if self._overlap is not None:
             self._overlap.reset()
-        self._shares.states_change()
+        self._rank_shards.discard_consolidated()
         subgroups = self._current_subgroups()
-        replace_all_states(self.inner.state, self._shares.own(subgroups), self._updater)
+        replace_all_states(self.inner.state, self._rank_shards.own(subgroups), self._updater)
         own = self.inner.state
         for parameter in self.parameters():
             own.pop(parameter, None)
@@ -349,19 +351,19 @@ class OffloadedOptimizer(Optimizer):
     def _gradient_ready(self, parameter: torch.Tensor) -> None:
         if self._overlap is None or self._closed:
             return
-        self._shares.first_gradient()
+        self._rank_shards.first_gradient()
         self._planned()
-        if not self._shares.awaits_reduction(parameter):
+        if not self._rank_shards.awaits_reduction(parameter):
             self._overlap.gradient_ready(parameter)
 
     def _planned(self) -> list[Subgroup]:
         """The subgroups, planned when first needed: the model may move to its device before."""
         count = sum(len(group["params"]) for group in self.inner.param_groups)
-        if self._shares.join(self.parameters, self._overlap) and self._subgroups:
+        if self._rank_shards.join_group(self.parameters, self._overlap) and self._subgroups:
             # Each rank had all states; from now on it has those of its own subgroups.
             for subgroup in self._subgroups:
-                self._shares.deal(subgroup)
-            replace_all_states({}, self._shares.others(self._subgroups), self._updater)
+                self._rank_shards.assign_owner(subgroup)
+            replace_all_states({}, self._rank_shards.others(self._subgroups), self._updater)
             self._overlap_own_subgroups()
         if self._planned_parameters < count:
             self._planned_parameters = count
@@ -383,7 +385,7 @@ class OffloadedOptimizer(Optimizer):
         for subgroup in plan_subgroups(self.inner, known, size, self._is_elementwise):
             subgroup.number = self._next_number
             self._next_number += 1
-            self._shares.deal(subgroup)
+            self._rank_shards.assign_owner(subgroup)
             yield subgroup
 
     def _is_elementwise(self, group_index: int) -> bool:
@@ -403,14 +405,14 @@ class OffloadedOptimizer(Optimizer):
             return subgroups
         if self._overlap is not None:
             self._overlap.reset()
-        self._shares.states_change()
-        states = self._shares.states(subgroups, "optimizer.step() with other parameters")
-        replace_all_states({}, self._shares.own(subgroups), self._updater)
+        self._rank_shards.discard_consolidated()
+        states = self._rank_shards.states(subgroups, "optimizer.step() with other parameters")
+        replace_all_states({}, self._rank_shards.own(subgroups), self._updater)
         self._elementwise.clear()
-        self._shares.deal_anew()
+        self._rank_shards.reset_owners()
         subgroups[:] = self._plan(())
         self._planned_parameters = sum(map(len, groups))
-        replace_all_states(states, self._shares.own(subgroups), self._updater)
+        replace_all_states(states, self._rank_shards.own(subgroups), self._updater)
         for gone in self._hooks.keys() - set().union(*groups):
             self._hooks.pop(gone).remove()
         self._register_hooks()
@@ -419,21 +421,21 @@ class OffloadedOptimizer(Optimizer):
 
     def _overlap_own_subgroups(self) -> None:
         if self._overlap is not None:
-            self._overlap.set_subgroups(self._shares.own(self._subgroups))
+            self._overlap.set_subgroups(self._rank_shards.own(self._subgroups))
 
     def close(self) -> None:
         """Remove all hooks from the parameters and free the states. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        self._shares.states_change()
+        self._rank_shards.discard_consolidated()
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
         if self._overlap is not None:
             self._overlap.reset()
             self._overlap.set_subgroups([])
-        replace_all_states({}, self._shares.own(self._subgroups), self._updater)
+        replace_all_states({}, self._rank_shards.own(self._subgroups), self._updater)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -9,7 +9,8 @@ from offload_strategy.optimizer.overlap.backward_overlap import (
     PREFETCHED_SUBGROUPS,
     BackwardOverlap,
 )
-from offload_strategy.optimizer.ranks.data_parallel_group import Deliveries, Team
+from offload_strategy.optimizer.ranks.data_parallel_group import DataParallelGroup
+from offload_strategy.optimizer.ranks.weight_broadcasts import StepBroadcasts
 from offload_strategy.optimizer.states.subgroups import Subgroup
 from offload_strategy.optimizer.subgroup_update import Updater
 
@@ -19,7 +20,7 @@ def run_step(
     own: Sequence[Subgroup],
     updater: Updater,
     overlap: BackwardOverlap | None,
-    team: Team | None,
+    dp_group: DataParallelGroup | None,
 ) -> None:
     """Update every parameter that has a gradient.
 
@@ -28,31 +29,31 @@ def run_step(
         own: those that this rank updates.
         updater: updates them.
         overlap: has run updates during backward; None without overlap.
-        team: the data-parallel ranks; None if there is only this one.
+        dp_group: the data-parallel ranks; None if there is only this one.
     """
-    deliveries = None
+    broadcasts = None
     to_update: list[Subgroup] = []
     done: set[int] = set()
     try:
-        if team is not None and team.shares:
+        if dp_group is not None and dp_group.shards_states:
             # Before `finish` frees the gradients that updates during backward have used.
-            has_gradient = team.agreed(
+            has_gradient = dp_group.any_rank(
                 [any(each.parameter.grad is not None for each in s.slices) for s in subgroups]
             )
             changing = [s for s, has in zip(subgroups, has_gradient, strict=True) if has]
-            deliveries = Deliveries(team, changing)
+            broadcasts = StepBroadcasts(dp_group, changing)
         ahead_updates = overlap.finish() if overlap is not None else []
         to_update = [s for s in own if with_gradient(s)]
-        if deliveries is not None:  # send what `eager` has updated already
+        if broadcasts is not None:  # send what `eager` has updated already
             pending = {id(s) for s in to_update} | {id(a.subgroup) for a in ahead_updates}
-            deliveries.ready(*[s for s in own if id(s) not in pending])
+            broadcasts.ready(*[s for s in own if id(s) not in pending])
         for position, ahead_update in enumerate(ahead_updates, start=1):
             for coming in ahead_updates[position : position + PREFETCHED_SUBGROUPS]:
                 updater.prefetch_weights(coming)
             if updater.commit(ahead_update):
                 done.add(id(ahead_update.subgroup))
-                if deliveries is not None:
-                    deliveries.ready(ahead_update.subgroup)
+                if broadcasts is not None:
+                    broadcasts.ready(ahead_update.subgroup)
         if overlap is not None:
             overlap.note_commits(len(done))
         remaining = [s for s in to_update if id(s) not in done]
@@ -61,18 +62,18 @@ def run_step(
                 updater.prefetch_states(next_one)
             updater.update_in_place(subgroup)
             done.add(id(subgroup))
-            if deliveries is not None:
-                deliveries.ready(subgroup)
-        if deliveries is not None:
-            deliveries.ready(*own)
-            deliveries.wait()
+            if broadcasts is not None:
+                broadcasts.ready(subgroup)
+        if broadcasts is not None:
+            broadcasts.ready(*own)
+            broadcasts.wait()
     except BaseException as error:
-        if team is not None:
-            team.explain(error)
-        if deliveries is not None:
-            deliveries.abandon()
-        if done or deliveries is not None:
-            received = "" if deliveries is None else ", and may have some of other ranks"
+        if dp_group is not None:
+            dp_group.add_rank_note(error)
+        if broadcasts is not None:
+            broadcasts.allow_forced_exit()
+        if done or broadcasts is not None:
+            received = "" if broadcasts is None else ", and may have some of other ranks"
             error.add_note(
                 f"optimizer.step() had updated {len(done)} of {len(to_update)} subgroups{received}:"
                 f" the weights are not those of any one step. Go on from the last checkpoint."

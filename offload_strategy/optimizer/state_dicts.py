@@ -141,7 +141,7 @@ class SubgroupOwnership(Protocol):
     def own(self, subgroups: list[Subgroup]) -> list[Subgroup]:
         """Those of this rank."""
 
-    def check_here(self, parameter: torch.Tensor, subgroups: Sequence[Subgroup]) -> None:
+    def check_local(self, parameter: torch.Tensor, subgroups: Sequence[Subgroup]) -> None:
         """Raise `OffloadError` if another rank has the state of a parameter."""
 
 
@@ -169,7 +169,7 @@ class StateView(MutableMapping[torch.Tensor, State]):
 
     def __getitem__(self, parameter: torch.Tensor) -> State:
         subgroups = self._subgroups()
-        self._ownership.check_here(parameter, subgroups)
+        self._ownership.check_local(parameter, subgroups)
         states: list[tuple[ParameterSlice, State]] = []
         for subgroup in self._ownership.own(subgroups):
             indices = _indices_of(parameter, subgroup)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from offload_strategy import OffloadEngine
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
-from offload_strategy.optimizer.ranks.gradient_reductions import ReducedBackward
+from offload_strategy.optimizer.ranks.gradient_reductions import GradientReductions
 from tests.training import on_disk
 
 STEPS = 20
@@ -63,7 +63,7 @@ class Early:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        take, add = BackwardOverlap.gradient_reduced, ReducedBackward.add
+        take, add = BackwardOverlap.gradient_reduced, GradientReductions.add
 
         def taken(overlap: Any, *args: Any) -> None:
             self.count += 1
@@ -75,7 +75,7 @@ class Early:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(BackwardOverlap, "gradient_reduced", taken)
-            patch.setattr(ReducedBackward, "add", added)
+            patch.setattr(GradientReductions, "add", added)
             yield
 
     def pause(self, net: Net) -> None:

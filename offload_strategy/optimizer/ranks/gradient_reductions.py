@@ -14,8 +14,8 @@ the end of the pass. So there are two times at which gradients are final:
 A reentrant checkpoint runs a pass within the pass, with callbacks of its own, which come while most
 buckets still wait. Such an end counts only if all buckets were reduced before it.
 
-Reductions end on threads of the transport. What they bring is taken on the thread that runs
-backward, when its next gradient comes.
+Reductions end on threads of the transport. Their results are reported on the thread that runs
+backward, when it computes its next gradient.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from offload_strategy.optimizer.overlap.backward_overlap import is_nested_backward
-from offload_strategy.optimizer.ranks.data_parallel_group import Team
+from offload_strategy.optimizer.ranks.data_parallel_group import DataParallelGroup
 
 #: A static graph's first pass reduces in a callback, which queues the one that ends the reduction.
 _CALLBACKS_BEHIND = 3
@@ -38,24 +38,24 @@ _CALLBACKS_BEHIND = 3
 _Bucket = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-class ReducedBackward:
-    """Tells when a backward pass begins, and when the gradients that it gave are final.
+class GradientReductions:
+    """Reports when a backward pass begins, and when the gradients that it computes are final.
 
     Args:
         team: reduces them.
         begins: called at the pass's first gradient.
         reduced: called with a parameter and its final gradient, before it is in `p.grad`.
-        over: called at the end, with the other parameters that got one.
+        over: called at the end of a pass, with the other parameters that got a gradient.
     """
 
     def __init__(
         self,
-        team: Team,
+        dp_group: DataParallelGroup,
         begins: Callable[[], None],
         reduced: Callable[[torch.Tensor, torch.Tensor], None],
         over: Callable[[Sequence[torch.Tensor]], None],
     ) -> None:
-        self._team = team
+        self._dp_group = dp_group
         self._begins = begins
         self._reduced = reduced
         self._over = over
@@ -73,11 +73,11 @@ class ReducedBackward:
 
     def _listen(self) -> None:
         self._listens = True
-        _listen(self._team, self)
+        _listen(self._dp_group, self)
 
-    def notice(self, parameter: torch.Tensor) -> None:
-        """A parameter got a gradient of this rank's."""
-        if not self._team.reduces:
+    def gradient_computed(self, parameter: torch.Tensor) -> None:
+        """Handle a gradient of this rank that is not reduced yet."""
+        if not self._dp_group.reduces:
             return
         graph_task = torch._C._current_graph_task_id()
         if graph_task != self._pass:
@@ -96,15 +96,15 @@ class ReducedBackward:
             self._queue(_CALLBACKS_BEHIND, within)
         self._noticed.add(id(parameter))
         self._seen[id(parameter)] = parameter
-        self._take_what_is_there()
+        self._report_finished()
 
     def add(self, future: torch.futures.Future[Any], bucket: _Bucket, last: bool) -> None:
-        """The reduction of a bucket has begun, maybe of the last one."""
+        """Add a bucket whose reduction has begun, maybe the last one."""
         if not self._is_over:
             self._reducing.append((future, bucket))
             self._reduced_all = last
 
-    def _take_what_is_there(self) -> None:
+    def _report_finished(self) -> None:
         while self._reducing and self._reducing[0][0].done():
             future, bucket = self._reducing.popleft()
             future.wait()  # on an accelerator: its stream waits
@@ -124,7 +124,7 @@ class ReducedBackward:
 
     def _end(self) -> None:
         seen = self._seen
-        for parameter in self._team.late_parameters():
+        for parameter in self._dp_group.unused_parameters():
             seen.setdefault(id(parameter), parameter)
         self._pass, self._is_over, self._seen = -1, True, {}
         self._reducing.clear()
@@ -134,17 +134,17 @@ class ReducedBackward:
 
 
 class _Listeners:
-    """Who wants to know of a module's reductions; a module keeps its hook for ever."""
+    """The listeners of a module's reductions; a module keeps its hook for ever."""
 
-    def __init__(self, team: Team) -> None:
-        self.group = team.group
-        self.size = team.size
-        self.all: weakref.WeakSet[ReducedBackward] = weakref.WeakSet()
+    def __init__(self, dp_group: DataParallelGroup) -> None:
+        self.process_group = dp_group.process_group
+        self.size = dp_group.size
+        self.all: weakref.WeakSet[GradientReductions] = weakref.WeakSet()
 
 
-def _listen(team: Team, listener: ReducedBackward) -> None:
-    """Have a listener told of every bucket, if that can be."""
-    module = team.module
+def _listen(dp_group: DataParallelGroup, listener: GradientReductions) -> None:
+    """Register a listener for every bucket, if the module allows a hook."""
+    module = dp_group.module
     if module is None:
         return
     for hook, state in module._comm_hooks:
@@ -153,9 +153,9 @@ def _listen(team: Team, listener: ReducedBackward) -> None:
             return
     odd = module.find_unused_parameters or module.static_graph or module.mixed_precision
     sparse = any(getattr(each, "sparse", False) is True for each in module.modules())
-    if odd or sparse or module._comm_hooks or team.size == 1:
+    if odd or sparse or module._comm_hooks or dp_group.size == 1:
         return
-    listeners = _Listeners(team)
+    listeners = _Listeners(dp_group)
     listeners.all.add(listener)
     module.register_comm_hook(listeners, _all_reduce)
 
@@ -163,7 +163,7 @@ def _listen(team: Team, listener: ReducedBackward) -> None:
 def _all_reduce(listeners, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations
     """Average a bucket over all ranks, as DDP does by itself: scaled first, then summed."""
     buffer = bucket.buffer().mul_(1.0 / listeners.size)
-    work = dist.all_reduce(buffer, group=listeners.group, async_op=True)
+    work = dist.all_reduce(buffer, group=listeners.process_group, async_op=True)
     assert work is not None
     future = work.get_future()
     pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))

@@ -1,9 +1,9 @@
-"""Which process each rank is, so that an error can name the ranks that are gone.
+"""Host and process of each rank, so that an error can name the ranks that have ended.
 
-When a rank dies, the others see what their transport saw: "Connection closed by peer", of an
-address that tells nobody anything, and the last of them see it of ranks that were well until they
-got such an error themselves. Most often that is in backward, which is the reduction's and not ours:
-so the note is added where errors end that nobody has caught.
+When a rank dies, the others see what their transport saw: "Connection closed by peer", with an
+address that identifies no rank, and the last of them see it of ranks that were well until they got
+such an error themselves. Most often that happens in backward, within the reduction and not in our
+code: so `sys.excepthook` adds the note to errors that nobody has caught.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _PATIENCE_SECONDS = 5.0
 #: What errors of a transport have in their text.
 _TRANSPORTS = ("gloo", "NCCL", "peer")
 
-_rolls: weakref.WeakSet[Roll] = weakref.WeakSet()
+_directories: weakref.WeakSet[RankDirectory] = weakref.WeakSet()
 _installed = False
 
 
-class Member(NamedTuple):
+class RankProcess(NamedTuple):
     """One rank's process."""
 
     machine: str
@@ -39,7 +39,7 @@ class Member(NamedTuple):
     pid: int
 
 
-class Roll:
+class RankDirectory:
     """The processes of a group's ranks. All ranks have to make one at the same time.
 
     Args:
@@ -51,32 +51,32 @@ class Roll:
         own = _own()
         dist.all_gather_object(members, own, group=group)
         self._ranks = [dist.get_global_rank(group, rank) for rank in range(len(members))]
-        self._members: list[Member] = members
-        self._near: dict[int, psutil.Process] = {}
+        self._members: list[RankProcess] = members
+        self._local: dict[int, psutil.Process] = {}
         self._ended: set[int] = set()
         for rank, member in zip(self._ranks, self._members, strict=True):
             if member.machine != own.machine or member.pid == own.pid:
                 continue
             try:
-                self._near[rank] = psutil.Process(member.pid)
+                self._local[rank] = psutil.Process(member.pid)
             except psutil.Error:
                 self._ended.add(rank)
-        _rolls.add(self)
+        _directories.add(self)
         _install()
 
     def ended(self) -> list[int]:
         """The ranks whose processes are on this machine and have ended."""
-        for rank, process in self._near.items():
+        for rank, process in self._local.items():
             if rank not in self._ended and _has_ended(process):
                 self._ended.add(rank)
         return sorted(self._ended)
 
-    def explain(self, error: BaseException) -> None:
+    def add_rank_note(self, error: BaseException) -> None:
         """Add a note to an error of the transport that names the ranks that are gone."""
-        if not _is_of_transport(error) or _is_explained(error):
+        if not _is_of_transport(error) or _has_note(error):
             return
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        while not (ended := self.ended()) and self._near and time.monotonic() < deadline:
+        while not (ended := self.ended()) and self._local and time.monotonic() < deadline:
             time.sleep(0.02)
         processes = dict(zip(self._ranks, self._members, strict=True))
         if ended:
@@ -90,7 +90,7 @@ class Roll:
         others = [
             f"rank {rank} on {member.host}"
             for rank, member in processes.items()
-            if rank not in self._near and member.pid != os.getpid()
+            if rank not in self._local and member.pid != os.getpid()
         ]
         if others:
             error.add_note(
@@ -109,7 +109,7 @@ def _is_of_transport(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in text for word in _TRANSPORTS)
 
 
-def _is_explained(error: BaseException) -> bool:
+def _has_note(error: BaseException) -> bool:
     return any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ()))
 
 
@@ -120,13 +120,13 @@ def _has_ended(process: psutil.Process) -> bool:
         return True
 
 
-def _own() -> Member:
+def _own() -> RankProcess:
     try:  # containers of one host may have numbers of their own for processes
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         machine = platform.node()
-    return Member(machine, platform.node(), os.getpid())
+    return RankProcess(machine, platform.node(), os.getpid())
 
 
 def _install() -> None:
@@ -137,11 +137,11 @@ def _install() -> None:
     _installed = True
     previous: Callable[..., Any] = sys.excepthook
 
-    def explained(
+    def with_note(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        for roll in list(_rolls):
-            roll.explain(error)
+        for directory in list(_directories):
+            directory.add_rank_note(error)
         previous(kind, error, traceback)
 
-    sys.excepthook = explained
+    sys.excepthook = with_note

@@ -1,167 +1,209 @@
-"""This rank's share of one optimizer: which subgroups it updates, and what others have."""
+"""This rank's shard of one optimizer's states, and access to the shards of other ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from offload_strategy.errors import OffloadError
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
-from offload_strategy.optimizer.ranks.data_parallel_group import Team, TeamBook
-from offload_strategy.optimizer.ranks.gradient_reductions import ReducedBackward
-from offload_strategy.optimizer.ranks.rank_states import TeamStates
+from offload_strategy.optimizer.ranks.data_parallel_group import DataParallelGroup, GroupRegistry
+from offload_strategy.optimizer.ranks.gradient_reductions import GradientReductions
 from offload_strategy.optimizer.state_dicts import streamed_states
 from offload_strategy.optimizer.states.subgroups import State, Subgroup
-from offload_strategy.optimizer.subgroup_update import Updater
+from offload_strategy.optimizer.subgroup_update import StateMetadata, Updater
 
 
-class Shares:
-    """What an optimizer has to do with other ranks; nothing, while it has no team.
+class RankShards:
+    """What an optimizer does with other ranks; nothing, while it has no data-parallel group.
 
     Args:
-        book: knows the teams; None if this process trains by itself.
+        registry: of the groups; None if this process trains alone.
         updater: has the states of this rank.
         directories: where state dicts may lie; none for ordinary memory.
     """
 
     def __init__(
-        self, book: TeamBook | None, updater: Updater, directories: Sequence[Path]
+        self, registry: GroupRegistry | None, updater: Updater, directories: Sequence[Path]
     ) -> None:
-        self._book = book
-        self._looked_at = -1
+        self._registry = registry
+        self._seen_changes = -1
         self._has_gradients = False
         self._updater = updater
         self._directories = list(directories)
-        self.team: Team | None = None
-        self._reduced: ReducedBackward | None = None
-        # What `consolidate` found, or the rank that has it.
+        self.dp_group: DataParallelGroup | None = None
+        self._reductions: GradientReductions | None = None
+        # The consolidated states, or the rank that has them.
         self._consolidated: dict[torch.Tensor, State] | None = None
-        self._elsewhere: int | None = None
+        self._consolidated_on: int | None = None
 
-    def join(
+    def join_group(
         self, parameters: Callable[[], Iterable[torch.Tensor]], overlap: BackwardOverlap | None
     ) -> bool:
-        """Look for the team, which may be made after the optimizer was attached.
+        """Look for the group, which may be made after the optimizer was attached.
 
         Args:
             parameters: of the optimizer.
-            overlap: whose updates wait for the team's reductions from now on.
+            overlap: whose updates wait for the group's reductions from now on.
 
         Returns:
-            Whether it was found just now.
+            Whether it was found by this call.
         """
-        book = self._book
-        if self.team is not None or book is None or self._looked_at == book.changes:
+        registry = self._registry
+        known = registry is None or self._seen_changes == registry.changes
+        if self.dp_group is not None or registry is None or known:
             return False
-        self._looked_at = book.changes
-        self.team = book.team_of(parameters())
-        if self.team is not None and overlap is not None:
-            self._reduced = ReducedBackward(
-                self.team, overlap.backward_begins, overlap.gradient_reduced, overlap.backward_over
+        self._seen_changes = registry.changes
+        self.dp_group = registry.find_group(parameters())
+        if self.dp_group is not None and overlap is not None:
+            self._reductions = GradientReductions(
+                self.dp_group,
+                overlap.backward_begins,
+                overlap.gradient_reduced,
+                overlap.backward_over,
             )
-        return self.team is not None
+        return self.dp_group is not None
 
     def first_gradient(self) -> None:
-        """Before the first gradient is used, look once more: by now all models are spread."""
+        """Look for the group once more before the first update: by now all models are wrapped."""
         if not self._has_gradients:
             self._has_gradients = True
-            self._looked_at = -1
+            self._seen_changes = -1
 
     def awaits_reduction(self, parameter: torch.Tensor) -> bool:
-        """Note a gradient of this rank's; whether it is final only when it was reduced."""
-        if self._reduced is None:
+        """Handle a gradient of this rank; return whether it is final only when it is reduced."""
+        if self._reductions is None:
             return False
-        self._reduced.notice(parameter)
+        self._reductions.gradient_computed(parameter)
         return True
 
-    # ------------------------------------------------------------------ who updates what
-    def deal(self, subgroup: Subgroup) -> None:
-        """Give a new subgroup an owner."""
-        if self.team is not None:
-            subgroup.owner = self.team.deal(
-                sum(param_slice.numel for param_slice in subgroup.slices)
-            )
+    # ------------------------------------------------------------------ owners
+    @property
+    def _sharding_group(self) -> DataParallelGroup | None:
+        """The group if its ranks have different states."""
+        group = self.dp_group
+        return group if group is not None and group.shards_states else None
 
-    def deal_anew(self) -> None:
-        """All subgroups will be planned again."""
-        if self.team is not None:
-            self.team.deal_anew()
+    def assign_owner(self, subgroup: Subgroup) -> None:
+        """Assign a new subgroup to a rank."""
+        if self.dp_group is not None:
+            elements = sum(param_slice.numel for param_slice in subgroup.slices)
+            subgroup.owner = self.dp_group.assign_owner(elements)
 
-    def others(self, subgroups: list[Subgroup]) -> list[Subgroup]:
-        """Those of other ranks."""
-        here = set(map(id, self.own(subgroups)))
-        return [subgroup for subgroup in subgroups if id(subgroup) not in here]
+    def reset_owners(self) -> None:
+        """Start again: all subgroups will be planned anew."""
+        if self.dp_group is not None:
+            self.dp_group.reset_owners()
 
     def own(self, subgroups: list[Subgroup]) -> list[Subgroup]:
-        """Those that this rank updates, and has the states of."""
-        team = self.team
-        if team is None or not team.shares:
-            return subgroups
-        return [subgroup for subgroup in subgroups if subgroup.owner == team.rank]
+        """Return the subgroups that this rank updates, and has the states of."""
+        group = self._sharding_group
+        return subgroups if group is None else [s for s in subgroups if s.owner == group.rank]
 
-    def check_here(self, parameter: torch.Tensor, subgroups: Sequence[Subgroup]) -> None:
-        """Refuse to look at a state that other ranks have.
+    def others(self, subgroups: list[Subgroup]) -> list[Subgroup]:
+        """Return the subgroups of other ranks."""
+        group = self._sharding_group
+        return [] if group is None else [s for s in subgroups if s.owner != group.rank]
+
+    def check_local(self, parameter: torch.Tensor, subgroups: Sequence[Subgroup]) -> None:
+        """Refuse access to a state that another rank has.
 
         Raises:
-            OffloadError: they do.
+            OffloadError: another rank has it.
         """
-        team = self.team
-        if team is None or not team.shares:
-            return
-        for subgroup in subgroups:
-            there = any(param_slice.parameter is parameter for param_slice in subgroup.slices)
-            if there and subgroup.owner != team.rank:
+        for subgroup in self.others(list(subgroups)):
+            if any(param_slice.parameter is parameter for param_slice in subgroup.slices):
+                assert self.dp_group is not None
                 raise OffloadError(
                     f"the state of this parameter of shape {tuple(parameter.shape)} is on rank "
-                    f"{subgroup.owner} of {team.size}: call optimizer.state_dict() on all ranks, "
-                    f"or set optimizer.sharding: false to have all states on every rank."
+                    f"{subgroup.owner} of {self.dp_group.size}: call optimizer.state_dict() on all "
+                    f"ranks, or set optimizer.sharding: false to have all states on every rank."
                 )
 
     # ------------------------------------------------------------------ all states
-    def states(self, subgroups: Sequence[Subgroup], where: str) -> dict[torch.Tensor, State]:
-        """The states of all ranks; all of them have to ask, unless they were consolidated.
+    def states(self, subgroups: Sequence[Subgroup], call: str) -> dict[torch.Tensor, State]:
+        """Return the states of all ranks; all of them have to call it, unless consolidated.
 
         Args:
             subgroups: all.
-            where: what the user has called, for the message.
+            call: of the user, for the message.
 
         Raises:
-            OffloadError: other ranks did not come, or one of them has what was consolidated.
+            OffloadError: other ranks did not come, or another one has the consolidated states.
             TierFullError: there is no room for them.
             StorageError: states could not be read.
         """
         if self._consolidated is not None:
             return self._consolidated
-        if self._elsewhere is not None and self.team is not None:
+        if self._consolidated_on is not None and self.dp_group is not None:
+            rank = self.dp_group.rank
             raise OffloadError(
-                f"the states were consolidated on rank {self._elsewhere}; this is rank "
-                f"{self.team.rank}. Call {where} there, or call "
-                f"consolidate_state_dict(to={self.team.rank}) on every rank."
+                f"the states were consolidated on rank {self._consolidated_on}; this is rank "
+                f"{rank}. Call {call} there, or call consolidate_state_dict(to={rank}) on every "
+                f"rank."
             )
-        if self.team is not None and self.team.shares:
-            self.team.meet(where)
-        return streamed_states(subgroups, self._reader(), self._directories)
+        group = self._sharding_group
+        if group is None:
+            return streamed_states(subgroups, self._updater, self._directories)
+        group.barrier(call)
+        return streamed_states(subgroups, AllRankStates(group, self._updater), self._directories)
 
-    def consolidate(self, subgroups: Sequence[Subgroup], to: int, where: str) -> None:
+    def consolidate(self, subgroups: Sequence[Subgroup], to: int, call: str) -> None:
         """Collect the states on one rank; see `OffloadedOptimizer.consolidate_state_dict`."""
-        team, reader = self.team, self._reader()
-        if team is None or not isinstance(reader, TeamStates):
+        group = self._sharding_group
+        if group is None:
             return
-        self.states_change()
-        team.meet(where)
-        if team.rank == to:
-            self._consolidated = streamed_states(subgroups, reader, self._directories)
+        states = AllRankStates(group, self._updater)
+        self.discard_consolidated()
+        group.barrier(call)
+        if group.rank == to:
+            self._consolidated = streamed_states(subgroups, states, self._directories)
         else:
-            reader.serve(subgroups)
-            self._elsewhere = to
+            states.serve(subgroups)
+            self._consolidated_on = to
 
-    def states_change(self) -> None:
-        """What was consolidated is out of date."""
-        self._consolidated = self._elsewhere = None
+    def discard_consolidated(self) -> None:
+        """Drop consolidated states, which are out of date."""
+        self._consolidated = self._consolidated_on = None
 
-    def _reader(self) -> Any:
-        team = self.team
-        return self._updater if team is None or not team.shares else TeamStates(team, self._updater)
+
+class AllRankStates:
+    """Reads states wherever they are; all ranks have to read the same, in the same order.
+
+    Args:
+        dp_group: has them.
+        updater: has those of this rank.
+    """
+
+    def __init__(self, dp_group: DataParallelGroup, updater: Updater) -> None:
+        self._dp_group = dp_group
+        self._updater = updater
+
+    def serve(self, subgroups: Sequence[Subgroup]) -> None:
+        """Take part while another rank reads all of these with `streamed_states`."""
+        all_metadata = [self.metadata(subgroup) for subgroup in subgroups]
+        for subgroup, metadata in zip(subgroups, all_metadata, strict=True):
+            for _ in self.values(subgroup, metadata):
+                pass
+
+    def metadata(self, subgroup: Subgroup) -> StateMetadata:
+        """See `Updater.metadata`."""
+        owner = subgroup.owner
+        own = self._updater.metadata(subgroup) if owner == self._dp_group.rank else None
+        return self._dp_group.broadcast_object(own, owner)
+
+    def values(self, subgroup: Subgroup, metadata: StateMetadata) -> Iterator[torch.Tensor]:
+        """See `Updater.values`."""
+        owner = subgroup.owner
+        if owner == self._dp_group.rank:
+            for values in self._updater.values(subgroup, metadata):
+                self._dp_group.broadcast(values.contiguous(), owner).wait()
+                yield values
+            return
+        for _, _, segment, _ in metadata.stored:
+            device = subgroup.slices[0].parameter.device
+            values = torch.empty(segment.shape, dtype=segment.dtype, device=device)
+            self._dp_group.broadcast(values, owner).wait()
+            yield values

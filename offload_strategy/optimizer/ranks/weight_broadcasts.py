@@ -1,0 +1,137 @@
+"""New weights go from the rank that updates them to the other ranks.
+
+[Note: forced exit with pending collectives]
+After an error this process sends nothing more, and other ranks wait for it; it, in turn, may have
+begun to receive what they will not send. Gloo cannot cancel a collective, and when the process ends
+it waits for each until the group's timeout (half an hour): the launcher sees no process that has
+ended, and the others no connection that is closed. So the process gets some seconds for what it has
+to do at its end, and is then ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import increment_version
+
+from offload_strategy.optimizer.ranks.data_parallel_group import DataParallelGroup
+from offload_strategy.optimizer.states.subgroups import Subgroup
+from offload_strategy.units import KiB
+
+#: Smaller weights are packed: a message costs as much as sending so many bytes.
+_PACKED_BYTES = 256 * KiB
+#: For whatever else happens when a process ends, as writing logs.
+_GRACE_SECONDS = 5.0
+
+_pending: list[dist.Work] = []
+
+
+class WeightBroadcast:
+    """A broadcast of weights, in place, from their owner to the other ranks.
+
+    Large contiguous weights are sent as they lie in memory; others are packed.
+
+    Args:
+        dp_group: the ranks.
+        weights: dense, of the same shapes and dtypes on all ranks.
+        owner: rank in the group.
+
+    Attributes:
+        works: the collectives.
+    """
+
+    def __init__(
+        self, dp_group: DataParallelGroup, weights: Sequence[torch.Tensor], owner: int
+    ) -> None:
+        self._receives = owner != dp_group.rank
+        self._weights = [weight.detach() for weight in weights]
+        self._packed: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        self.works: list[dist.Work] = []
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for weight in self._weights:
+            if weight.nbytes >= _PACKED_BYTES and weight.is_contiguous():
+                self.works.append(dp_group.broadcast(weight, owner))
+            else:
+                by_dtype.setdefault(weight.dtype, []).append(weight)
+        for dtype, small in by_dtype.items():
+            if self._receives:
+                elements = sum(weight.numel() for weight in small)
+                flat = torch.empty(elements, dtype=dtype, device=small[0].device)
+            else:
+                flat = torch.cat([weight.reshape(-1) for weight in small])
+            self._packed.append((flat, small))
+            self.works.append(dp_group.broadcast(flat, owner))
+
+    def wait(self) -> None:
+        """Wait until the weights have arrived."""
+        for work in self.works:
+            work.wait()
+        if not self._receives:
+            return
+        for flat, small in self._packed:
+            values = flat.split([weight.numel() for weight in small])
+            for weight, value in zip(small, values, strict=True):
+                weight.copy_(value.view(weight.shape))
+        # What autograd saved of them is out of date, as after any update in place.
+        increment_version(self._weights)
+
+
+class StepBroadcasts:
+    """The broadcasts of one step's new weights, begun as the weights are ready.
+
+    Every rank has to begin the same collectives in the same order: that of the subgroups. Those of
+    other ranks are received at once; this rank's wait until they are updated.
+
+    Args:
+        dp_group: the ranks.
+        subgroups: all that change in this step, of all ranks.
+    """
+
+    def __init__(self, dp_group: DataParallelGroup, subgroups: Sequence[Subgroup]) -> None:
+        self._dp_group = dp_group
+        self._upcoming = deque(subgroups)
+        self._ready: set[int] = set()
+        self._begun: deque[WeightBroadcast] = deque()
+        self._advance()
+
+    def ready(self, *subgroups: Subgroup) -> None:
+        """Subgroups of this rank have their new weights, or keep the old ones."""
+        self._ready.update(map(id, subgroups))
+        self._advance()
+
+    def _advance(self) -> None:
+        while self._upcoming:
+            subgroup = self._upcoming[0]
+            if subgroup.owner == self._dp_group.rank and id(subgroup) not in self._ready:
+                return
+            weights = [param_slice.values for param_slice in subgroup.slices]
+            self._begun.append(WeightBroadcast(self._dp_group, weights, subgroup.owner))
+            self._upcoming.popleft()
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Wait until the weights of every rank have arrived."""
+        while self._begun:
+            self._begun[0].wait()
+            self._begun.popleft()
+
+    def allow_forced_exit(self) -> None:
+        """After an error: see [Note: forced exit with pending collectives]."""
+        if not _pending:
+            atexit.register(_end_in_time)
+        works = [work for broadcast in self._begun for work in broadcast.works]
+        _pending.extend(work for work in works if not work.is_completed())
+
+
+def _end_in_time() -> None:
+    if all(work.is_completed() for work in _pending):
+        return
+    # A thread that needs no interpreter: what waits may be the last of its clearing up.
+    nowhere = open(os.devnull, "w")  # noqa: SIM115
+    faulthandler.dump_traceback_later(_GRACE_SECONDS, exit=True, file=nowhere)
