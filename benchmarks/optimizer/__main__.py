@@ -1,10 +1,10 @@
-"""Optimizer states on a disk: beside plain PyTorch and DeepSpeed, with clipping, part by part.
+"""Optimizer states on a disk, compared with plain PyTorch and DeepSpeed; clipping; ablation.
 
     python -m benchmarks.optimizer --dir /mnt/nvme0                everything
     python -m benchmarks.optimizer --lines table --models 70M      the table of one model
     python -m benchmarks.optimizer --quick                         tiny: to see that it runs
 
-Every contender trains in a process of its own; they take turns, a few steps at a time. The exit
+Every contender trains in a process of its own; they alternate, a few steps at a time. The exit
 status is 1 if a claim does not hold. Lines:
 
     table       plain, DeepSpeed ZeRO-3 with the optimizer on NVMe, and ours in several settings
@@ -30,9 +30,9 @@ from benchmarks.machine import describe_machine, say, tidy_up_when_ended
 from benchmarks.optimizer.ablation import ablation
 from benchmarks.optimizer.claims import rooflines
 from benchmarks.optimizer.clipping import clipping
+from benchmarks.optimizer.contender_sets import MEANING, Choice
 from benchmarks.optimizer.contenders import Ours
 from benchmarks.optimizer.deepspeed_peer import Settings
-from benchmarks.optimizer.lineup import MEANING, Choice
 from benchmarks.optimizer.prediction import prediction
 from benchmarks.optimizer.session import COUNTED, UNCOUNTED, Outcome
 from benchmarks.optimizer.table import contest, table_of

@@ -1,4 +1,4 @@
-"""What each part of the engine is worth, after MLP-Offload's figures 14 and 15.
+"""The speed-up of each part of the engine, after MLP-Offload's figures 14 and 15.
 
 Two processes train at once on the same throttled disk, as ranks of a node do, each with its own
 model and one thread. The baseline has none of the parts; each is then added alone, and all of
@@ -21,7 +21,7 @@ from benchmarks.io.results import Context, Result, Skipped
 from benchmarks.optimizer.contenders import Ours
 from benchmarks.optimizer.session import COUNTED, UNCOUNTED, Rows, start
 from benchmarks.optimizer.tasks import TINY, RandomTokens
-from benchmarks.optimizer.variants import EXACT_BUFFERS, GRADIENTS, MEANING, TURNS
+from benchmarks.optimizer.variants import EXACT_BUFFERS, GRADIENTS, MEANING, PATH_LOCK
 from benchmarks.turns import Subject, by_turns
 from offload_strategy.units import GiB, MiB
 
@@ -51,7 +51,7 @@ class Parts:
 
     def ours(self, fast: Path, slow: Path, pinned: str) -> Ours:
         """The setting of the engine."""
-        kept = {GRADIENTS: self.gradients, EXACT_BUFFERS: self.buffers, TURNS: self.turns}
+        kept = {GRADIENTS: self.gradients, EXACT_BUFFERS: self.buffers, PATH_LOCK: self.turns}
         return Ours(
             "eager" if self.overlap else "off",
             host_share=_HOST_SHARE if self.reuse else 0.0,
@@ -69,7 +69,7 @@ CONTENDERS = {
     GRADIENTS: Parts(gradients=True),
     EXACT_BUFFERS: Parts(buffers=True),
     TWO_PATHS: Parts(two_paths=True),
-    TURNS: Parts(turns=True),
+    PATH_LOCK: Parts(turns=True),
     ALL: Parts(True, True, True, True, True, True),
 }
 _MEANING = {
@@ -82,7 +82,7 @@ _MEANING = {
     GRADIENTS: "no fp32 gradients on the disk",
     EXACT_BUFFERS: "staging buffers of exactly the size that is needed",
     TWO_PATHS: f"a second path of {_SLOW // 10**6} MB/s beside the one of {_FAST // 10**6} MB/s",
-    TURNS: "one process uses a path at a time",
+    PATH_LOCK: "one process uses a path at a time",
     ALL: "overlap: eager",
 }
 

@@ -1,4 +1,4 @@
-"""What the table must show, and how far from the best each contender is."""
+"""Claims that the table must confirm, and how far each contender is from the best possible."""
 
 from __future__ import annotations
 
@@ -7,14 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.io.results import Result
-from benchmarks.optimizer.contenders import (
-    DEEPSPEED,
-    DEEPSPEED_DEFAULTS,
-    DEEPSPEEDS,
-    MOVING,
-    PLAIN,
-)
-from benchmarks.optimizer.lineup import (
+from benchmarks.optimizer.contender_sets import (
     BESIDE_MOVING,
     COMMIT,
     COMMIT_HOST,
@@ -25,6 +18,13 @@ from benchmarks.optimizer.lineup import (
     FIRST,
     OURS,
     THIRD,
+)
+from benchmarks.optimizer.contenders import (
+    DEEPSPEED,
+    DEEPSPEED_DEFAULTS,
+    DEEPSPEEDS,
+    MOVING,
+    PLAIN,
 )
 from benchmarks.optimizer.session import Disk, Outcome, Rows
 from offload_strategy.units import MiB

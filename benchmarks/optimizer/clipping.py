@@ -1,7 +1,7 @@
-"""Clipping on real text: what it costs that updates ran ahead of it.
+"""Clipping on real text: the cost of updates that ran ahead of `step()` and run again.
 
 The norms of a run without clipping give three limits: one that no step exceeds, one that about 5 %
-exceed, one that nearly all do. Then everybody trains by turns, from the same weights on the same
+exceed, one that nearly all do. Then contenders train alternately, from the same weights on the same
 text; clipping begins when the norms have settled.
 """
 

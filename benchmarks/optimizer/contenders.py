@@ -1,4 +1,4 @@
-"""Who trains: plain PyTorch, DeepSpeed, and this package in several settings."""
+"""The contenders: plain PyTorch, DeepSpeed, and this package in several settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.activations.contenders import to_files
 from benchmarks.optimizer import deepspeed_peer, variants
-from benchmarks.optimizer.moving import Beside
+from benchmarks.optimizer.background_io import BackgroundIo
 from benchmarks.optimizer.tasks import Task
 from benchmarks.optimizer.tensornvme_peer import TensorNVMe
 from offload_strategy import OffloadEngine
@@ -156,14 +156,14 @@ class _PyTorch:
 class _Moving(_PyTorch):
     """The plain loop while another process moves bytes."""
 
-    beside: Beside = field(kw_only=True)
+    background_io: BackgroundIo = field(kw_only=True)
 
     def zero_grad(self) -> None:
         super().zero_grad()
-        self.beside.step_over()
+        self.background_io.step_ended()
 
     def close(self) -> None:
-        self.beside.close()
+        self.background_io.close()
 
 
 def make(options: dict[str, Any], task: Task, directory: Path) -> Trainer:
@@ -188,8 +188,10 @@ def make(options: dict[str, Any], task: Task, directory: Path) -> Trainer:
     if options["contender"] == PLAIN:
         return _PyTorch(model, optimizer)
     if options["contender"] == MOVING:
-        beside = Beside(model, directory)
-        return _Moving(_Around(model, beside.forward), optimizer, beside=beside)
+        background_io = BackgroundIo(model, directory)
+        return _Moving(
+            _Around(model, background_io.forward), optimizer, background_io=background_io
+        )
     if options["contender"] == RECOMPUTE:
         return _PyTorch(_Recomputed(model), optimizer)
     if options["contender"] == FILES:

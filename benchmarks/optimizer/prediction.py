@@ -1,4 +1,4 @@
-"""Fuyou's equations against what steps really took.
+"""Fuyou's equations compared with measured step times.
 
 The profile is plain PyTorch's: seconds of its forward pass, its backward pass and its update. The
 rates are the disk's of the same run, and this host's: of its memory, and what plain PyTorch loses
@@ -19,8 +19,8 @@ import torch
 
 from benchmarks.io.contender import Contender
 from benchmarks.io.results import Context, Result, Skipped
+from benchmarks.optimizer.contender_sets import FIRST, OURS, SECOND, THIRD, Choice
 from benchmarks.optimizer.contenders import PLAIN, plain_options
-from benchmarks.optimizer.lineup import FIRST, OURS, SECOND, THIRD, Choice
 from benchmarks.optimizer.session import Outcome, start
 from benchmarks.optimizer.table import session_of
 from offload_strategy.optimizer.user_class.inner_step import CHUNK_ELEMENTS
@@ -72,11 +72,11 @@ def _best(run: Callable[[], object]) -> float:
 
 
 def measured_toll(context: Context, choice: Choice, model: str) -> float:
-    """Seconds that plain PyTorch's steps lose for each byte that our store moves beside them.
+    """Seconds that plain PyTorch's steps lose for each byte that our store moves meanwhile.
 
     The store writes and reads in another process: what is measured is the machine, not the engine.
     """
-    tolls = []
+    io_overheads = []
     with contextlib.ExitStack() as stack:
         task, directory = choice.task(model, context), context.directory
         plain, _ = start(stack, PLAIN, plain_options(), task, directory)
@@ -96,12 +96,12 @@ def measured_toll(context: Context, choice: Choice, model: str) -> float:
             mover = threading.Thread(target=_move, args=(store, moved, enough))
             mover.start()
             try:
-                beside, nbytes = steps(), sum(moved)
+                with_io, nbytes = steps(), sum(moved)
             finally:
                 enough.set()
                 mover.join()
-            tolls.append(max(0.0, beside - alone) / nbytes)
-    return statistics.median(tolls)
+            io_overheads.append(max(0.0, with_io - alone) / nbytes)
+    return statistics.median(io_overheads)
 
 
 def _move(store: Contender, moved: list[int], enough: threading.Event) -> None:
@@ -114,13 +114,13 @@ def _move(store: Contender, moved: list[int], enough: threading.Event) -> None:
 def prediction(context: Context, choice: Choice) -> tuple[str, list[Result]]:
     """Predict every setting of ours that the table has; returns a table and the claims."""
     host = HostRates.measure()
-    tolls = {model: measured_toll(context, choice, model) for model in choice.models}
+    io_overheads = {model: measured_toll(context, choice, model) for model in choice.models}
     lines = [
         f"memory: {4 / host.copy / 1e9:.1f} GB/s copied, {host.convert * 1e9:.3f} ns an element "
         "from bfloat16 to float32 and back",
         *(
-            f"{model}: plain PyTorch loses {toll * 1e9:.3f} s for each GB that moves beside it"
-            for model, toll in tolls.items()
+            f"{model}: plain PyTorch loses {io_overhead * 1e9:.3f} s for each GB of other I/O"
+            for model, io_overhead in io_overheads.items()
         ),
         "",
         "| model | | predicted, s | measured, s | off by | forward | backward + update | what "
@@ -137,7 +137,7 @@ def prediction(context: Context, choice: Choice) -> tuple[str, list[Result]]:
             for name in outcome.rows:
                 if name not in OURS or (session, name) == (THIRD, next(iter(OURS))):
                     continue
-                predicted = predict(name, outcome, host, tolls[model], choice)
+                predicted = predict(name, outcome, host, io_overheads[model], choice)
                 measured = outcome.rows[name].median("seconds")
                 off = predicted.step / measured - 1
                 lines.append(
@@ -155,14 +155,16 @@ def prediction(context: Context, choice: Choice) -> tuple[str, list[Result]]:
     return "\n".join(lines), results
 
 
-def predict(name: str, outcome: Outcome, host: HostRates, toll: float, choice: Choice) -> StepTime:
+def predict(
+    name: str, outcome: Outcome, host: HostRates, io_overhead: float, choice: Choice
+) -> StepTime:
     """What one of ours should take.
 
     Args:
         name: of `OURS`.
         outcome: of the session that it was in, for plain PyTorch and the disk.
         host: rates of memory.
-        toll: what plain PyTorch loses for a byte that moves beside it.
+        toll: seconds that plain PyTorch loses for each byte of I/O.
         choice: has the size of our buffers.
     """
     ours, plain, row = choice.ours(name), outcome.rows[PLAIN], outcome.rows[name]
@@ -186,7 +188,7 @@ def predict(name: str, outcome: Outcome, host: HostRates, toll: float, choice: C
         states_written_bytes=on_disk + waiting,
         activations_bytes=activations,
     )
-    rates = Rates(outcome.disk.read, outcome.disk.write, shared_cores=True, toll=toll)
+    rates = Rates(outcome.disk.read, outcome.disk.write, shared_cores=True, io_overhead=io_overhead)
     return predict_step(profile, rates)
 
 

@@ -1,9 +1,9 @@
-"""Contenders that train by turns, and the disk beside them.
+"""Contenders that train alternately, and the measured rates of the disk.
 
 [Note: laps]
 What a step leaves to be written is written during the next one, and what it reads ahead was asked
 for by the one before. A contender that stopped after each step would do both while others train.
-So its turn is a lap: steps that follow each other, of which the first does not count.
+So contenders alternate in laps: consecutive steps, of which the first does not count.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def start(
     told = {"task": as_options(task), "threads": threads, "allocator": allocator, **options}
     subject = stack.enter_context(
         Subject(
-            "benchmarks.optimizer.subject",
+            "benchmarks.optimizer.contender_process",
             name,
             {"dir": str(directory), **told},
             # DeepSpeed's own kernels ask OpenMP; torch is told by the subject.
@@ -183,7 +183,7 @@ def run(
     counted: int = COUNTED,
     requests: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Outcome:
-    """Let contenders train by turns, lap by lap; see [Note: laps].
+    """Train contenders alternately, lap by lap; see [Note: laps].
 
     Args:
         contenders: options by name; see `contenders.make`.

@@ -8,15 +8,7 @@ from typing import Any
 
 from benchmarks.io.results import Context, Result, Skipped
 from benchmarks.optimizer.claims import check_losses, claims_of
-from benchmarks.optimizer.contenders import (
-    DEEPSPEED,
-    DEEPSPEED_DEFAULTS,
-    PLAIN,
-    deepspeed_options,
-)
-from benchmarks.optimizer.deepspeed_peer import Settings
-from benchmarks.optimizer.deepspeed_search import check_buffers, fastest_settings
-from benchmarks.optimizer.lineup import (
+from benchmarks.optimizer.contender_sets import (
     ALLOCATORS,
     CONTEST,
     CONTEST_OF_ONE,
@@ -26,6 +18,14 @@ from benchmarks.optimizer.lineup import (
     TABLE,
     Choice,
 )
+from benchmarks.optimizer.contenders import (
+    DEEPSPEED,
+    DEEPSPEED_DEFAULTS,
+    PLAIN,
+    deepspeed_options,
+)
+from benchmarks.optimizer.deepspeed_peer import Settings
+from benchmarks.optimizer.deepspeed_search import check_buffers, fastest_settings
 from benchmarks.optimizer.session import Outcome, run
 from benchmarks.optimizer.tasks import RandomTokens
 from offload_strategy.units import MiB

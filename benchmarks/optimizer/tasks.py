@@ -1,4 +1,4 @@
-"""What is trained: a model and the loss of a step, the same for every contender."""
+"""The training tasks: a model and the loss of a step, the same for every contender."""
 
 from __future__ import annotations
 

@@ -20,14 +20,14 @@ from offload_strategy.store.ticket import Ticket
 from offload_strategy.store.tiers import PathTier
 from offload_strategy.units import KiB
 
-GRADIENTS, EXACT_BUFFERS, TURNS = "gradients in memory", "exact buffers", "process locks"
+GRADIENTS, EXACT_BUFFERS, PATH_LOCK = "gradients in memory", "exact buffers", "process locks"
 #: What takes the place of each part.
 MEANING = {
     GRADIENTS: "every gradient in fp32 is written to the disk when it is complete and read back "
     "before its update, as ZeRO-Infinity does; reads are begun ahead, and one whose write still "
     "waits is served from memory",
     EXACT_BUFFERS: "every staging buffer has the size that the states of the largest tensor need",
-    TURNS: "processes read and write the path whenever they want to",
+    PATH_LOCK: "processes read and write the path whenever they want to",
 }
 #: Smaller tensors stay in memory, as they do with DeepSpeed.
 _SMALL_BYTES = 64 * KiB
@@ -62,7 +62,7 @@ class _OneSizeBuffers:
         """See `Part`."""
 
 
-class _NoTurns:
+class _NoPathLock:
     """Nobody knows of other processes on a path."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -142,5 +142,5 @@ def _holds(whole: torch.Tensor, piece: torch.Tensor) -> bool:
 WITHOUT: dict[str, Callable[[torch.nn.Module], Part]] = {
     GRADIENTS: _GradientsThroughDisk,
     EXACT_BUFFERS: _OneSizeBuffers,
-    TURNS: _NoTurns,
+    PATH_LOCK: _NoPathLock,
 }

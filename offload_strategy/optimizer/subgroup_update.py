@@ -46,25 +46,25 @@ from offload_strategy.store.tiers import HostTier, Tier
 class WeightResidency(Protocol):
     """Loads weights that are streamed, for their update."""
 
-    def held(
+    def resident(
         self, parameters: Iterable[torch.Tensor], *, changes: bool
     ) -> AbstractContextManager[None]:
         """Keep weights in memory within the context; `changes`: whether they are written there."""
 
-    def ahead(self, parameters: Iterable[torch.Tensor]) -> None:
+    def prefetch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Prefetch weights."""
 
 
 class AlwaysResident:
     """The residency of weights that are not streamed."""
 
-    def held(
+    def resident(
         self, parameters: Iterable[torch.Tensor], *, changes: bool
     ) -> AbstractContextManager[None]:
         """Do nothing."""
         return nullcontext()
 
-    def ahead(self, parameters: Iterable[torch.Tensor]) -> None:
+    def prefetch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Do nothing."""
 
 
@@ -180,7 +180,7 @@ class Updater:
             if old.ticket is not None:
                 self._store.free(old.ticket)
             parameters = [subgroup.slices[index].parameter for index in gradients]
-            with self._residency.held(parameters, changes=True):
+            with self._residency.resident(parameters, changes=True):
                 weights = []
                 for index, gradient in gradients.items():
                     param_slice = subgroup.slices[index]
@@ -208,7 +208,7 @@ class Updater:
             indices = list(gradients)
             hyper = hyper_parameters(self.group_of(subgroup))
             parameters = [subgroup.slices[index].parameter for index in indices]
-            with self._residency.held(parameters, changes=False):
+            with self._residency.resident(parameters, changes=False):
                 current = [subgroup.slices[index].values for index in indices]
                 versions = WeightVersions(current)
                 layout = Layout.of(current)
@@ -243,7 +243,7 @@ class Updater:
         with self.timings.measure():
             # Check and copy one subgroup at a time: its weights are still in the processor's
             # caches when they are overwritten.
-            with self._residency.held(ahead_update.parameters(), changes=True):
+            with self._residency.resident(ahead_update.parameters(), changes=True):
                 weights = ahead_update.current_weights()
                 if not ahead_update.versions.bits_match(weights):
                     self.drop(ahead_update)
@@ -266,12 +266,12 @@ class Updater:
         ticket = subgroup.states.ticket
         if ticket is not None and ticket.state is TicketState.STORED:
             self._store.prefetch(ticket)
-        self._residency.ahead(param_slice.parameter for param_slice in subgroup.slices)
+        self._residency.prefetch(param_slice.parameter for param_slice in subgroup.slices)
 
     def prefetch_weights(self, ahead_update: AheadUpdate) -> None:
         """Begin to load the new weights of an update that is about to be committed."""
         self._store.prefetch(ahead_update.weights)
-        self._residency.ahead(ahead_update.parameters())
+        self._residency.prefetch(ahead_update.parameters())
 
     def reserve_new_weights(self, subgroups: Sequence[Subgroup]) -> None:
         """Keep buffers for the new weights of these subgroups mapped, within the budget.

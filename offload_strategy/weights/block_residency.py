@@ -78,7 +78,7 @@ class BlockResidency:
                 self._residents.offload(block)
 
     @contextmanager
-    def held(self, parameters: Iterable[torch.Tensor], *, changes: bool) -> Iterator[None]:
+    def resident(self, parameters: Iterable[torch.Tensor], *, changes: bool) -> Iterator[None]:
         """Keep the streamed weights among some parameters in memory within the context.
 
         Args:
@@ -108,7 +108,7 @@ class BlockResidency:
                         weight.release()
                     self._residents.make_room()
 
-    def ahead(self, parameters: Iterable[torch.Tensor]) -> None:
+    def prefetch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Prefetch the streamed weights among some parameters."""
         if self._weights:
             for parameter in parameters:

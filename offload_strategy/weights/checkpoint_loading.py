@@ -141,7 +141,7 @@ class Loader:
         flat = self._store.get(ticket)
         values = flat.view(one.stored.dtype).view(one.stored.shape)
         stream = self._stream
-        with nullcontext() if stream is None else stream.held([tensor], changes=True):
+        with nullcontext() if stream is None else stream.resident([tensor], changes=True):
             tensor.copy_(values)
         del flat, values
         self._store.free(ticket)

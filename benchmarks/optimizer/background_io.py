@@ -1,8 +1,8 @@
-"""Plain PyTorch beside a process that only moves bytes: what a machine takes for moving them.
+"""Plain PyTorch while another process does I/O: the overhead of I/O on this machine.
 
-Where the disk is a file of a host, or its driver works on the cores that compute, moving bytes
-costs computing, whoever moves them. So in each step another process reads and writes as many bytes
-as our contender does, in large requests, without a copy or a checksum.
+Where the disk is a file of a host, or its driver runs on the cores that compute, I/O costs
+computing time, whoever does it. So in each step another process reads and writes as many bytes as
+our contender does, in large requests, without a copy or a checksum.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _REQUEST = 8 * MiB
 _LEAST = 1 * MiB
 
 
-class Beside:
-    """Counts what a model saves in its first pass, and then moves as much beside each step.
+class BackgroundIo:
+    """Counts what a model saves in its first pass, then does as much I/O during each step.
 
     Args:
         model: that trains.
@@ -63,11 +63,13 @@ class Beside:
             yield
         nbytes = round_up(self._states + sum(saved.values()), _REQUEST)
         options = {"file": str(self._file), "nbytes": nbytes}
-        self._mover = Subject("benchmarks.optimizer.moving", "the process that moves", options)
+        self._mover = Subject(
+            "benchmarks.optimizer.background_io", "the process that moves", options
+        )
         self._mover.answer()
 
-    def step_over(self) -> None:
-        """What was begun belongs to this step."""
+    def step_ended(self) -> None:
+        """Wait for the I/O that was begun in this step."""
         if self._mover is not None and self._moving:
             self._moving = False
             self._mover.answer()

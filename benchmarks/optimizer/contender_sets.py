@@ -1,4 +1,4 @@
-"""Who trains beside whom: the contenders of the table, and what of it is chosen."""
+"""The contenders of each table, and which tables are selected."""
 
 from __future__ import annotations
 
