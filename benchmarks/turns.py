@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from benchmarks.io.results import Skipped, in_turns
+from benchmarks.io.results import Skipped, alternating
 
 #: How long a subject may be silent: its first answer waits for imports, and for compilers.
 _PATIENCE_SECONDS = 900.0
@@ -199,7 +199,7 @@ def by_turns(
     for number in range(warm_up + repeats):
         if number >= warm_up:
             each_round(number - warm_up)
-        for name in in_turns(list(names), number):
+        for name in alternating(list(names), number):
             answer = ask(name, number)
             if number >= warm_up:
                 found[name].append(answer)

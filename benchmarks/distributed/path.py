@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks import disks
 from benchmarks.io.contender import Contender
-from benchmarks.io.results import Context, Result, Skipped, in_turns, median_ratio
+from benchmarks.io.results import Context, Result, Skipped, alternating, median_ratio
 from offload_strategy.units import MiB
 
 _RANKS = 4
@@ -70,7 +70,7 @@ def path(context: Context) -> list[Result]:
                     read=_THROTTLE if "read" in limited else 0,
                     write=_THROTTLE if "write" in limited else 0,
                 )
-                for name in in_turns(list(groups), number):
+                for name in alternating(list(groups), number):
                     before = _device_bytes(disk.device)
                     answers = _all(groups[name], "train", steps=steps)
                     lap = _lap(answers, steps, limited)

@@ -34,7 +34,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.io.results import Context, Result, Skipped, conclude, in_turns, median_ratio
+from benchmarks.io.results import Context, Result, Skipped, alternating, conclude, median_ratio
 from benchmarks.machine import ALLOCATOR, allocator, describe_machine, say, tidy_up_when_ended
 from offload_strategy.config import ACCELERATE_SECTION, DIRECTORY_VARIABLE
 from offload_strategy.units import MiB
@@ -157,7 +157,7 @@ def compare(name: str, context: Context) -> tuple[str, list[Result]]:
         raise Skipped(f"not installed: {', '.join(missing)}")
     runs: dict[str, list[Run]] = {PLAIN: [], OFFLOADED: []}
     for number in range(context.repeats):
-        for way in in_turns((PLAIN, OFFLOADED), number):
+        for way in alternating((PLAIN, OFFLOADED), number):
             run = line.run(context, way == OFFLOADED)
             context.say(f"{name}, {way}: {run.seconds:.3f} s a step")
             runs[way].append(run)

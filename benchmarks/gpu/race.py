@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.job import Job
-from benchmarks.io.results import Skipped, in_turns
+from benchmarks.io.results import Skipped, alternating
 from benchmarks.machine import say
 from benchmarks.turns import Subject, Turns
 
@@ -99,7 +99,7 @@ def race(
         longest, number = 0.0, 0
         while subjects and number != rounds and (number == 0 or deadline.left > longest):
             begin = time.monotonic()
-            for name in in_turns(list(subjects), number):
+            for name in alternating(list(subjects), number):
                 subjects[name].patience = max(_LEAST_PATIENCE, deadline.left)
                 try:
                     steps = subjects[name].ask({"steps": _STEPS})["steps"]

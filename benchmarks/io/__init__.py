@@ -1,4 +1,4 @@
-"""The lower half of the package beside its peers: fio, DeepNVMe, a file per tensor, plain PyTorch.
+"""The package's I/O compared with peers: fio, DeepNVMe, a file per tensor, plain PyTorch.
 
 python -m benchmarks.io [LINE ...] [--dir DIR] [--repeats N] [--json FILE] [--quick]
 """

@@ -43,11 +43,11 @@ _LENT = 2 * GiB
 
 
 def buffers(context: Context) -> list[Result]:
-    """GiB of buffers in fp16 with one block in flight: exact sizes beside one size for all."""
+    """GiB of fp16 buffers with one block in flight: exact sizes compared with one size for all."""
     results = []
     for name, shapes in MODELS.items():
         census = shape_census(weights(**shapes), blocks_in_flight=1)
-        results += _beside_one_size(name, census)
+        results += _compared_with_one_size(name, census)
         context.say(f"{name}: {_ALLOCATIONS} random allocations per class")
         runs = [_random_run([group.nbytes] * _ALLOCATIONS) for group in census.classes]
         results.append(max((_held(f"{name}, each class", run) for run in runs), key=_ratio))
@@ -56,7 +56,7 @@ def buffers(context: Context) -> list[Result]:
     return results
 
 
-def _beside_one_size(name: str, census: Census) -> list[Result]:
+def _compared_with_one_size(name: str, census: Census) -> list[Result]:
     exact, one_size = census.exact_bytes / GiB, census.one_size_bytes / GiB
     command = "as many buffers, all of the largest weight's size"
     classes = [

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import statistics
 
-from benchmarks.io.contest import DIRECTIONS, OURS, contest
 from benchmarks.io.results import Context, Result, Skipped, median_ratio
+from benchmarks.io.tuned_peers import DIRECTIONS, OURS, contest
 
 
 def bulk(context: Context) -> list[Result]:
-    """2 GiB of 64 MiB tickets, written and read, beside each peer with its best settings.
+    """2 GiB of 64 MiB tickets, written and read, compared with each peer with its best settings.
 
     Ours are `TensorStore.put` of every buffer, until the last byte is on the path, and
     `TensorStore.get` of every ticket in order with three more on their way. All overwrite files.

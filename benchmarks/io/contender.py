@@ -158,7 +158,7 @@ def ours(
     directory: str, count: int, nbytes: int, ahead: int = 4, with_path_lock: bool = False
 ) -> Iterator[Actions]:
     """This package: tickets written with `put`, read with `prefetch` and `get`."""
-    from benchmarks.io.ours import OurStore
+    from benchmarks.io.store_setup import OurStore
 
     budget = (count + ahead + 1) * nbytes
     with OurStore(

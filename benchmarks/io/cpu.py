@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 
-from benchmarks.io.contest import DEEPNVME, DIRECTIONS, FIO, OURS, contest
 from benchmarks.io.results import Context, Result, Skipped, median_ratio
+from benchmarks.io.tuned_peers import DEEPNVME, DIRECTIONS, FIO, OURS, contest
 from offload_strategy.units import GiB
 
 

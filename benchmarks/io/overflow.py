@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.io.results import Context, Result, Skipped, in_turns, median_ratio
+from benchmarks.io.results import Context, Result, Skipped, alternating, median_ratio
 from offload_strategy.optimizer.gradients.gradient_backing import has_overflow
 from offload_strategy.units import GiB, MiB
 
@@ -31,7 +31,7 @@ def overflow(context: Context) -> list[Result]:
         took: dict[str, list[float]] = {"ours": [], _PEER: []}
         checks: dict[str, Callable[[torch.Tensor], bool]] = {"ours": has_overflow, _PEER: by_masks}
         for number in range(-1, context.repeats):
-            for name in in_turns(list(checks), number):
+            for name in alternating(list(checks), number):
                 begin = time.perf_counter()
                 assert not checks[name](tensor)
                 if number >= 0:

@@ -1,4 +1,4 @@
-"""Four processes that share a path: taking turns keeps the sum and shortens each read."""
+"""Four processes that share a path: the path lock keeps the sum and shortens each read."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from pathlib import Path
 
 from benchmarks import disks
 from benchmarks.io.contender import Contender
-from benchmarks.io.contest import TICKET_BYTES, scratch
-from benchmarks.io.results import Context, Result, in_turns, median_ratio
+from benchmarks.io.results import Context, Result, alternating, median_ratio
+from benchmarks.io.tuned_peers import TICKET_BYTES, scratch
 from offload_strategy.units import MiB
 
 _PROCESSES = 4
 _THROTTLE = 300_000_000
 #: Tickets of each process.
 _TICKETS = 3
-_ALONE, _FREELY, _IN_TURNS = "alone", "freely", "in turns"
+_ALONE, _UNLOCKED, _LOCKED = "alone", "without lock", "with path lock"
 
 
 def processes(context: Context) -> list[Result]:
-    """Each process gets its 64 MiB tickets one after the other, with and without locks.
+    """Each process reads its 64 MiB tickets one after the other, with and without the path lock.
 
-    The service time of a read begins with its first block, after its process got the lock; the
-    time with the wait begins when the read is asked for. Both are means over the reads of a round:
-    without locks some reads are served at the expense of others, whom a median would not see. Only
-    reads during which all four were at work count: the favoured process would else be through first
-    and leave the others a disk with fewer rivals.
+    The service time of a read begins with its first block, after its process acquired the lock; the
+    time with the wait begins when the read is requested. Both are means over the reads of a round:
+    without a lock some reads are served at the expense of others, which a median would hide. Only
+    reads during which all four processes were busy count: otherwise the fastest process would
+    finish first and leave the others a disk with fewer competitors.
     """
     results = _on_path(context, "bare disk", scratch(context, "processes"), judged=False)
     why_not = disks.why_not()
@@ -61,10 +61,10 @@ def _on_path(
 ) -> list[Result]:
     # So that each of the four gets about ten tickets, on the throttled path and on the bare one.
     seconds = (9.0 if judged else 1.0) / (3 if context.quick else 1)
-    sums: dict[str, list[float]] = {kind: [] for kind in (_ALONE, _FREELY, _IN_TURNS)}
+    sums: dict[str, list[float]] = {kind: [] for kind in (_ALONE, _UNLOCKED, _LOCKED)}
     service: dict[str, list[float]] = {kind: [] for kind in sums}
     waited: dict[str, list[float]] = {kind: [] for kind in sums}
-    for kind in (_FREELY, _IN_TURNS):
+    for kind in (_UNLOCKED, _LOCKED):
         (directory / kind.replace(" ", "-")).mkdir(mode=0o700)
     with ExitStack() as undo:
         groups = {
@@ -76,36 +76,36 @@ def _on_path(
                         count=_TICKETS,
                         nbytes=TICKET_BYTES,
                         ahead=1,
-                        with_path_lock=kind == _IN_TURNS,
+                        with_path_lock=kind == _LOCKED,
                     )
                 )
                 for _ in range(_PROCESSES)
             ]
-            for kind in (_FREELY, _IN_TURNS)
+            for kind in (_UNLOCKED, _LOCKED)
         }
-        # One process without locks, for as many bytes as the four.
-        groups = {_ALONE: groups[_FREELY][:1], **groups}
+        # One process without a lock, for as many bytes as the four.
+        groups = {_ALONE: groups[_UNLOCKED][:1], **groups}
         ready()
-        for group in (groups[_FREELY], groups[_IN_TURNS]):
+        for group in (groups[_UNLOCKED], groups[_LOCKED]):
             for contender in group:
                 contender.ask("write")
         for number in range(context.repeats):
             context.say(f"processes, {where}, round {number + 1} of {context.repeats}")
-            for kind in in_turns(list(groups), number):
+            for kind in alternating(list(groups), number):
                 moves, among_all = _read_together(groups[kind], seconds)
                 took = max(m[2] for m in moves) - min(m[0] for m in moves)
                 sums[kind].append(len(moves) * TICKET_BYTES / took)
                 service[kind].append(statistics.fmean(end - start for _, start, end in among_all))
                 waited[kind].append(statistics.fmean(end - queued for queued, _, end in among_all))
 
-    command = f"{_PROCESSES} processes without locks, `get` of one 64 MiB ticket after another"
+    command = f"{_PROCESSES} processes without a lock, `get` of one 64 MiB ticket after another"
     return [
         Result(
             name=f"processes: sum of {_PROCESSES}, {where}",
-            ours=statistics.median(sums[_IN_TURNS]) / 1e6,
+            ours=statistics.median(sums[_LOCKED]) / 1e6,
             peer=statistics.median(sums[_ALONE]) / 1e6,
             unit="MB/s",
-            ratio=median_ratio(sums[_IN_TURNS], sums[_ALONE]),
+            ratio=median_ratio(sums[_LOCKED], sums[_ALONE]),
             threshold=0.97,
             command="one process alone, for as long",
             details={"bytes_per_second": sums},
@@ -114,10 +114,10 @@ def _on_path(
         *(
             Result(
                 name=f"processes: {name}, {where}",
-                ours=1e3 * statistics.median(seconds[_IN_TURNS]),
-                peer=1e3 * statistics.median(seconds[_FREELY]),
+                ours=1e3 * statistics.median(seconds[_LOCKED]),
+                peer=1e3 * statistics.median(seconds[_UNLOCKED]),
                 unit="ms",
-                ratio=median_ratio(seconds[_IN_TURNS], seconds[_FREELY]),
+                ratio=median_ratio(seconds[_LOCKED], seconds[_UNLOCKED]),
                 threshold=threshold,
                 at_least=False,
                 command=command,
@@ -136,10 +136,11 @@ _Moves = list[tuple[float, float, float]]
 
 
 def _read_together(group: list[Contender], seconds: float) -> tuple[_Moves, _Moves]:
-    """All at once; when each move was queued, begun and done, by the clock that all share.
+    """Let all read at once; times are of the clock that all processes share.
 
     Returns:
-        All moves, and those that were over before the first process was through.
+        When each move was queued, begun and done: of all moves, and of those that ended before the
+        first process finished.
     """
     for contender in group:
         contender.tell("read_one_by_one", seconds=seconds)
@@ -147,5 +148,5 @@ def _read_together(group: list[Contender], seconds: float) -> tuple[_Moves, _Mov
     moves = [move for one in each for move in one]
     longest = max(end - queued for queued, _, end in moves)
     first_through = min(one[-1][2] for one in each)
-    # By when they were asked for, not by when they were over: that would leave out the slow ones.
+    # By when they were queued, not by when they ended: that would leave out the slow ones.
     return moves, [move for move in moves if move[0] <= first_through - longest]

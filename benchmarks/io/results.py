@@ -85,7 +85,7 @@ def percentile(values: Iterable[float], percent: float) -> float:
     return ordered[max(0, -(-len(ordered) * int(percent * 10) // 1000) - 1)]
 
 
-def in_turns(names: Sequence[str], round_number: int) -> list[str]:
+def alternating(names: Sequence[str], round_number: int) -> list[str]:
     """The contenders in an order that begins with another one in every round."""
     start = round_number % len(names)
     return [*names[start:], *names[:start]]

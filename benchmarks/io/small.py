@@ -14,9 +14,9 @@ from functools import partial
 
 import torch
 
-from benchmarks.io.contest import scratch
-from benchmarks.io.ours import CLIENT, OurStore
-from benchmarks.io.results import Context, Result, in_turns, median_ratio, percentile
+from benchmarks.io.results import Context, Result, alternating, median_ratio, percentile
+from benchmarks.io.store_setup import CLIENT, OurStore
+from benchmarks.io.tuned_peers import scratch
 from offload_strategy.store.ticket import Ticket
 from offload_strategy.units import MiB
 
@@ -27,9 +27,9 @@ _COMMANDS = {
     "os.close(fd)",
     _OVERWRITTEN: "fd = os.open(FILE, O_WRONLY|O_DIRECT); os.pwrite(fd, tensor, 0); os.close(fd)",
 }
-#: So many writes of a kind make a run; then it is the next kind's turn.
+#: So many writes of a kind make a run; then the next kind follows.
 _RUN = 25
-#: Tickets, and files, that are there at a time: as many places are written by turns.
+#: Tickets, and files, that are there at a time: as many places are written in rotation.
 _KEPT = 32
 #: As many threads as the posix backend has by default.
 _THREADS = 4
@@ -39,7 +39,7 @@ _FROM_OURS = ", from our buffer"
 
 
 def small(context: Context) -> list[Result]:
-    """Writing tensors of 2 MiB; kinds take turns in runs of `_RUN` writes.
+    """Writing tensors of 2 MiB; kinds alternate in runs of `_RUN` writes.
 
     We write from a buffer of ours, which lies on huge pages where the machine has them for who asks
     (a request to the disk then has few segments); files are written from page-aligned memory of
@@ -79,13 +79,13 @@ def small(context: Context) -> list[Result]:
             for run in range(-1, runs):  # the first writes every place once
                 if run == 0:
                     since = time.perf_counter()
-                for kind in in_turns(list(one), run):
+                for kind in alternating(list(one), run):
                     seconds = [one[kind]() for _ in range(_RUN)]
                     if run >= 0:
                         latency[kind] += seconds
             moved += [move.finished_at - move.queued_at for move in store.moves(since)]
             for run in range(-1, runs):
-                for kind in in_turns(list(many), run):
+                for kind in alternating(list(many), run):
                     begin = time.perf_counter()
                     many[kind]()
                     if run >= 0:

@@ -11,9 +11,9 @@ import torch
 
 from benchmarks import disks
 from benchmarks.io import fio
-from benchmarks.io.contest import DIRECTIONS, TICKET_BYTES
-from benchmarks.io.ours import OurStore
 from benchmarks.io.results import Context, Result, Skipped
+from benchmarks.io.store_setup import OurStore
+from benchmarks.io.tuned_peers import DIRECTIONS, TICKET_BYTES
 from offload_strategy.units import GiB, MiB
 
 FAST, SLOW, CUT = 300_000_000, 150_000_000, 50_000_000

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 from benchmarks import disks
-from benchmarks.io.contest import TICKET_BYTES, scratch
-from benchmarks.io.ours import CLIENT, OurStore
 from benchmarks.io.results import Context, Result, median_ratio
+from benchmarks.io.store_setup import CLIENT, OurStore
+from benchmarks.io.tuned_peers import TICKET_BYTES, scratch
 from offload_strategy.units import GiB, MiB
 
 _THROTTLE = 300_000_000

@@ -1,8 +1,7 @@
-"""Raw block devices as the path of a tier; nobody's data is ever lost."""
+"""Raw block devices as the path of a tier; no data is ever lost."""
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import os
@@ -10,7 +9,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,11 @@ from typing import Any
 import pytest
 
 from offload_strategy.errors import ConfigError
-from offload_strategy.io.backends.protocol import BlockRequest, create_backend
+from offload_strategy.io.backends.protocol import create_backend
 from offload_strategy.io.regions.disk_signatures import recognise
 from offload_strategy.io.regions.region import Region
 from offload_strategy.units import GiB, KiB, MiB
+from tests.io.conformance import HostMemory, begin
 from tests.io.loop_devices import loop_device, mounted, need, run
 
 SIZE = 32 * MiB
@@ -66,20 +65,11 @@ def put(device: Path, offset: int, data: bytes) -> None:
 
 def move(region: Region, offset: int, data: bytearray, *, write: bool) -> None:
     backend = create_backend("posix", threads=1, block_size=1 * MiB)
-    memory = (ctypes.c_char * len(data)).from_buffer(data)
-    ended: list[BaseException | None] = []
-    over = threading.Event()
-
-    def done(error: BaseException | None) -> None:
-        ended.append(error)
-        over.set()
-
-    backend.submit(
-        BlockRequest(write, region.fd, offset, ctypes.addressof(memory), len(data), done)
-    )
-    assert over.wait(30)
+    memory = HostMemory(len(data))
+    memory.data = bytes(data)
+    assert begin(backend, region.fd, memory, write=write, offset=offset).get() is None
     backend.close()
-    assert ended == [None]
+    data[:] = memory.data
 
 
 def test_an_empty_device_gives_all_but_its_first_megabyte(device: Path, file: Path) -> None:
@@ -107,7 +97,7 @@ def test_an_empty_device_gives_all_but_its_first_megabyte(device: Path, file: Pa
     assert descriptors_of(device) == []
 
 
-def test_what_was_used_is_discarded_and_the_device_is_accepted_again(
+def test_the_used_part_is_discarded_and_the_device_is_accepted_again(
     device: Path, file: Path
 ) -> None:
     for _ in range(2):
@@ -268,7 +258,7 @@ def test_a_user_who_may_not_open_it_is_told_the_group(
     assert f"usermod -aG {device.group()}" in message
 
 
-def test_a_device_that_does_not_exist_is_no_directory_to_be_made() -> None:
+def test_for_a_device_that_does_not_exist_mkdir_is_not_suggested() -> None:
     message = refusal(Path("/dev/no-such-device"))
     assert "there is no device" in message
     assert "mkdir" not in message

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from offload_strategy.errors import ConfigError, StorageError
-from offload_strategy.io.regions import region as space_module
+from offload_strategy.io.regions import region as region_module
 from offload_strategy.io.regions.directory_check import inspect_directory
 from offload_strategy.io.regions.region import Region
 from offload_strategy.units import PAGE_BYTES, GiB, MiB, format_size
@@ -29,7 +29,7 @@ UNNAMED = [
 def region(
     request: pytest.FixtureRequest, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Region]:
-    """A space in a file that was made without a name, and one in a file that lost its name."""
+    """A region in a file that was created unnamed, and one in a file that was unlinked."""
     if not request.param:
         monkeypatch.delattr(os, "O_TMPFILE", raising=False)
     made = Region(disk, "nvme", capacity=64 * MiB)
@@ -77,7 +77,7 @@ def test_blocks_are_there_before_they_are_written(region: Region) -> None:
 
 
 def test_the_file_grows_in_large_steps(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(space_module, "GROWTH_BYTES", 8 * MiB)
+    monkeypatch.setattr(region_module, "GROWTH_BYTES", 8 * MiB)
     region = Region(disk, "nvme", capacity=30 * MiB)
     sizes = []
     for _ in range(30):
@@ -87,7 +87,7 @@ def test_the_file_grows_in_large_steps(disk: Path, monkeypatch: pytest.MonkeyPat
     region.close()
 
 
-def test_more_than_the_capacity_is_not_handed_out(region: Region) -> None:
+def test_no_more_than_the_capacity_is_allocated(region: Region) -> None:
     extents = [region.allocate(16 * MiB) for _ in range(4)]
     assert None not in extents
     assert region.free_bytes == 0
@@ -108,15 +108,15 @@ def test_no_capacity_means_what_the_disk_has_less_a_reserve(disk: Path) -> None:
     free = shutil.disk_usage(disk).free
     region = Region(disk, "nvme")
     # Others write to the disk as well.
-    assert abs(region.capacity - (free - space_module.RESERVE_BYTES)) < 1 * GiB
+    assert abs(region.capacity - (free - region_module.RESERVE_BYTES)) < 1 * GiB
     region.close()
 
 
-def test_what_others_took_meanwhile_is_not_promised(
+def test_what_other_programs_used_meanwhile_is_not_allocated(
     region: Region, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.fstatvfs(region.fd)
-    left = space_module.RESERVE_BYTES + 3 * MiB
+    left = region_module.RESERVE_BYTES + 3 * MiB
 
     class Full:
         f_frsize = real.f_frsize
@@ -140,7 +140,9 @@ def test_a_disk_that_fills_up_while_the_file_grows_is_a_full_tier(
     assert region.used_bytes == 0
 
 
-def test_any_other_failure_to_grow_is_told(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_other_failure_to_grow_is_an_error(
+    region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*args: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -152,22 +154,18 @@ def test_any_other_failure_to_grow_is_told(region: Region, monkeypatch: pytest.M
     assert region.allocate(64 * MiB) is not None
 
 
-@pytest.mark.parametrize("answer", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS])
-def test_file_systems_that_cannot_preallocate_get_a_sparse_file(
-    region: Region, monkeypatch: pytest.MonkeyPatch, answer: int
+@pytest.mark.parametrize("answer", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, None])
+def test_where_nothing_can_be_preallocated_the_file_is_sparse(
+    region: Region, monkeypatch: pytest.MonkeyPatch, answer: int | None
 ) -> None:
     def unknown(*args: Any) -> None:
+        assert answer is not None
         raise OSError(answer, os.strerror(answer))
 
-    monkeypatch.setattr(os, "posix_fallocate", unknown)
-    assert region.allocate(1 * MiB) is not None
-    assert os.fstat(region.fd).st_size == 64 * MiB
-
-
-def test_systems_without_posix_fallocate_get_a_sparse_file(
-    region: Region, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(os, "posix_fallocate")
+    if answer is None:
+        monkeypatch.delattr(os, "posix_fallocate")
+    else:
+        monkeypatch.setattr(os, "posix_fallocate", unknown)
     assert region.allocate(1 * MiB) is not None
     assert os.fstat(region.fd).st_size == 64 * MiB
 
@@ -194,7 +192,7 @@ def test_a_disk_without_any_room_is_refused(disk: Path, monkeypatch: pytest.Monk
 def test_direct_io_bypasses_the_page_cache(disk: Path) -> None:
     region = Region(disk, "nvme", capacity=1 * MiB, direct="auto")
     if not region.direct:
-        pytest.skip("the temporary directory does not take direct I/O")
+        pytest.skip("the temporary directory does not support direct I/O")
     assert fcntl.fcntl(region.fd, fcntl.F_GETFL) & os.O_DIRECT
     region.close()
 
@@ -257,7 +255,7 @@ def test_where_direct_io_is_refused_true_is_an_error(
         Region(disk, "nvme", capacity=1 * MiB, direct=True)
 
 
-def test_memory_that_poses_as_a_disk_is_warned_of(
+def test_a_file_system_in_memory_gets_a_warning(
     in_memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "offload_strategy"):
@@ -267,7 +265,7 @@ def test_memory_that_poses_as_a_disk_is_warned_of(
     )
 
 
-def test_a_closed_space_hands_nothing_out_but_takes_extents_back(region: Region) -> None:
+def test_a_closed_region_allocates_nothing_but_frees_extents(region: Region) -> None:
     extent = region.allocate(1)
     assert extent is not None
     region.close()

@@ -1,7 +1,7 @@
-"""Large transfers in turns: this package, fio and DeepNVMe, the peers with their best settings.
+"""Large transfers, alternating: this package, fio and DeepNVMe, the peers with their best settings.
 
 A peer's best settings are searched for first: each combination once, then the fastest few again,
-by their medians, in each direction for itself. Then all contenders take turns with these.
+by their medians, in each direction for itself. Then all contenders alternate with these.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from benchmarks.io import fio
 from benchmarks.io.contender import Contender
-from benchmarks.io.results import Context, Skipped, in_turns
+from benchmarks.io.results import Context, Skipped, alternating
 from offload_strategy.units import GiB, MiB
 
 DIRECTIONS = ("write", "read")
@@ -85,7 +85,7 @@ def _hold(context: Context) -> Contest:
         for number in range(context.repeats):
             context.say(f"large transfers, round {number + 1} of {context.repeats}")
             for direction in DIRECTIONS:
-                for name in in_turns(list(runners), number):
+                for name in alternating(list(runners), number):
                     figures = runners[name](direction)
                     result.seconds[name, direction].append(figures["seconds"])
                     result.cpu_seconds[name, direction].append(figures["cpu_seconds"])
