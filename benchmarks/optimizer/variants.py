@@ -17,7 +17,6 @@ from offload_strategy.io.queues.path_lock import PathLock
 from offload_strategy.optimizer.user_class import inner_step as kernel
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket
-from offload_strategy.store.tiers import PathTier
 from offload_strategy.units import KiB
 
 GRADIENTS, EXACT_BUFFERS, PATH_LOCK = "gradients in memory", "exact buffers", "process locks"
@@ -106,7 +105,7 @@ class _GradientsThroughDisk:
         """See `Part`."""
         self._store = engine._resources.store
         tiers = engine._resources.clients["optimizer"]
-        self._tiers = [tier for tier in tiers if isinstance(tier, PathTier)]
+        self._tiers = [tier for tier in tiers if not tier.is_host_memory]
 
     @torch.no_grad()
     def _write(self, parameter: torch.Tensor) -> None:

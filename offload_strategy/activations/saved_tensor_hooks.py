@@ -33,7 +33,7 @@ from offload_strategy.activations.tier_load import TierTraffic
 from offload_strategy.activations.use_order import Trace
 from offload_strategy.plan_runtime.profile import Profile
 from offload_strategy.store.tensor_store import TensorStore
-from offload_strategy.store.tiers import Tier
+from offload_strategy.store.ticket import Tier
 from offload_strategy.torch_support.deferred_interrupts import UninterruptedSection
 
 _CLIENT = "activations"

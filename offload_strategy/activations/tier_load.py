@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from offload_strategy.store.tensor_store import TensorStore
-from offload_strategy.store.tiers import HostTier, PathTier, Tier
+from offload_strategy.store.ticket import Tier
 from offload_strategy.telemetry import Direction
 
 
@@ -21,8 +21,8 @@ class TierTraffic:
 
     def __init__(self, store: TensorStore, tiers: Sequence[Tier], client: str) -> None:
         self._store = store
-        self._host = [tier for tier in tiers if isinstance(tier, HostTier)]
-        self._queues = [q for tier in tiers if isinstance(tier, PathTier) for q in tier.queues]
+        self._host = [tier for tier in tiers if tier.is_host_memory]
+        self._queues = [queue for tier in tiers for queue in tier.queues]
         self._client = client
 
     def writing_bytes(self) -> int:

@@ -23,7 +23,8 @@ from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.regions.directory_check import check_capacities, make_process_directory
 from offload_strategy.io.regions.region import ExternalFile, Region
 from offload_strategy.store.tensor_store import TensorStore
-from offload_strategy.store.tiers import HostTier, PathTier, Quota, Tier
+from offload_strategy.store.ticket import Tier
+from offload_strategy.store.tiers import HostTier, PathTier, Quota
 from offload_strategy.telemetry import CLIENTS, Recorder
 from offload_strategy.units import MiB, format_size
 
@@ -263,7 +264,7 @@ class Resources:
             queue
             for tiers in self.clients.values()
             for tier in tiers
-            if isinstance(tier, PathTier) and len(tier.queues) > 1
+            if len(tier.queues) > 1
             for queue in tier.queues
         }
         for queue in sorted(together, key=lambda queue: str(queue.path)):

@@ -25,7 +25,7 @@ from offload_strategy.plan_runtime.predicted_and_measured import (
     foretell,
 )
 from offload_strategy.plan_runtime.profile import PathRates, Profile
-from offload_strategy.store.tiers import HostTier, PathTier, Tier
+from offload_strategy.store.ticket import Tier
 from offload_strategy.telemetry import Direction, Recorder
 from offload_strategy.torch_support.weak_callbacks import weakly
 from offload_strategy.units import format_size
@@ -223,7 +223,7 @@ def _first(profile: Profile, nbytes: int) -> list[int]:
 def _queues(resources: Resources) -> list[PathQueue]:
     """Of the paths that a profile is about: those of activations."""
     tiers = resources.clients.get("activations", [])
-    return [queue for tier in tiers if isinstance(tier, PathTier) for queue in tier.queues]
+    return [queue for tier in tiers for queue in tier.queues]
 
 
 def _rates_before(resources: Resources, profile: Profile) -> tuple[PathRates, bool]:
@@ -256,11 +256,11 @@ def _host_room(resources: Resources, state_bytes: int) -> tuple[float, int]:
     return share, max(0, sum(tier.capacity for tier in tiers) - taken)
 
 
-def _host_tiers(tiers: Sequence[Tier]) -> list[HostTier]:
+def _host_tiers(tiers: Sequence[Tier]) -> list[Tier]:
     """Those before any path."""
     found = []
     for tier in tiers:
-        if not isinstance(tier, HostTier):
+        if not tier.is_host_memory:
             break
         found.append(tier)
     return found

@@ -35,7 +35,7 @@ from offload_strategy.optimizer.user_class.compatibility import (
     is_elementwise,
 )
 from offload_strategy.store.tensor_store import TensorStore
-from offload_strategy.store.tiers import Tier
+from offload_strategy.store.ticket import Tier
 from offload_strategy.telemetry import get_logger
 from offload_strategy.torch_support.grad_mode import keeps_grad_mode
 from offload_strategy.torch_support.weak_callbacks import weakly

@@ -39,8 +39,7 @@ from offload_strategy.optimizer.user_class.inner_step import (
     update_in_chunks,
 )
 from offload_strategy.store.tensor_store import TensorStore
-from offload_strategy.store.ticket import Ticket, TicketState
-from offload_strategy.store.tiers import HostTier, Tier
+from offload_strategy.store.ticket import Ticket, TicketState, Tier
 
 
 class WeightResidency(Protocol):
@@ -290,7 +289,7 @@ class Updater:
         self._store.plan(self, sizes, sum(tier.capacity for tier in self._new_weight_tiers))
         if sizes:
             # When states stay in memory, step() frees all old ones at once.
-            host_tiers = [tier for tier in self._tiers if isinstance(tier, HostTier)]
+            host_tiers = [tier for tier in self._tiers if tier.is_host_memory]
             self._store.keep_idle_beyond(sum(tier.capacity for tier in host_tiers))
 
     def step_ended(self) -> None:

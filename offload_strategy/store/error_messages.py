@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from offload_strategy.errors import CorruptDataError, OffloadError, StorageError, TierFullError
 from offload_strategy.io.queues.moves import Move
-from offload_strategy.store.ticket import Entry
-from offload_strategy.store.tiers import PathTier, Tier
+from offload_strategy.store.ticket import Entry, Tier
 from offload_strategy.telemetry import get_logger
 from offload_strategy.units import format_size
 
@@ -26,13 +25,7 @@ def no_room(nbytes: int, client: str, tiers: Sequence[Tier]) -> TierFullError:
         for tier in tiers
     )
     full = f"no tier has room for {format_size(nbytes)} of {client} ({usage})."
-    shortages = {
-        region.shortage
-        for tier in tiers
-        if isinstance(tier, PathTier)
-        for region in tier.regions
-        if region.shortage
-    }
+    shortages = {region.shortage for tier in tiers for region in tier.regions if region.shortage}
     if shortages:
         return TierFullError(
             f"{full} {'; '.join(sorted(shortages))}. Others have filled the disk since the start: "
@@ -79,7 +72,7 @@ def again(error: OffloadError) -> OffloadError:
 
 def _at(tier: Tier) -> str:
     """Where a tier's paths are."""
-    paths = [str(queue.path) for queue in tier.queues] if isinstance(tier, PathTier) else []
+    paths = [str(queue.path) for queue in tier.queues]
     return f" at {' and '.join(paths)}" if paths else ""
 
 
@@ -102,7 +95,7 @@ def still_waiting(entry: Entry, move: Move, seconds: float) -> None:
 
 def still_full(waiting_bytes: int, tiers: Sequence[Tier], seconds: float) -> None:
     """Say that writes do not get on."""
-    queues = [queue for tier in tiers if isinstance(tier, PathTier) for queue in tier.queues]
+    queues = [queue for tier in tiers for queue in tier.queues]
     logger.warning(
         "%s have been waiting to be written to %s for %.0f s; training resumes when it takes them",
         format_size(waiting_bytes),

@@ -24,7 +24,6 @@ import torch
 from offload_strategy.errors import OffloadError
 from offload_strategy.io.queues.moves import Move
 from offload_strategy.store.ticket import Entry, Ticket, TicketState
-from offload_strategy.store.tiers import HostTier, PathTier
 from offload_strategy.torch_support.deferred_interrupts import UninterruptedSection
 from offload_strategy.units import format_size
 
@@ -163,14 +162,14 @@ class Ledger:
     def forget(self, entry: Entry) -> None:
         """Give back what a freed entry, with nothing under way, holds; with the lock held."""
         self.release_stripes(entry)
-        if isinstance(entry.tier, HostTier):
+        if entry.tier is not None:
             entry.tier.release(entry.nbytes)
 
     def release_stripes(self, entry: Entry) -> None:
         """Give its extents back; with the lock held."""
         stripes, entry.stripes = entry.stripes, ()
-        if stripes and isinstance(entry.tier, PathTier):
-            entry.tier.release(stripes)
+        if stripes and entry.tier is not None:
+            entry.tier.release_extents(stripes)
 
     def _take_dropped(self) -> Iterator[Entry]:
         while self._dropped:

@@ -16,7 +16,6 @@ from offload_strategy.store.buffer_supply import BufferSupply
 from offload_strategy.store.device_copies import DeviceCopies
 from offload_strategy.store.ledger import Ledger
 from offload_strategy.store.ticket import ALIGNMENT_BYTES, Entry, TicketState
-from offload_strategy.store.tiers import PathTier
 from offload_strategy.telemetry import Direction, Recorder
 from offload_strategy.torch_support.deferred_interrupts import UninterruptedSection
 
@@ -102,7 +101,7 @@ class Reader:
 
     def _memory_for(self, entry: Entry, priority: Priority) -> torch.Tensor | None:
         nbytes, pinned = entry.begin + entry.nbytes, entry.device.type == "cuda"
-        if pinned and isinstance(entry.tier, PathTier) and entry.tier.device_memory:
+        if pinned and entry.tier is not None and entry.tier.device_memory:
             return self._copies.copier(entry.device).incoming(nbytes)
         if priority is Priority.NEEDED_NOW:
             return self._supply.needed_now(nbytes, pinned=pinned)

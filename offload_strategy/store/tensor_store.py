@@ -19,8 +19,7 @@ from offload_strategy.store.buffer_supply import POLL_SECONDS, BufferSupply
 from offload_strategy.store.device_copies import DeviceCopies
 from offload_strategy.store.ledger import Ledger
 from offload_strategy.store.reader import Reader
-from offload_strategy.store.ticket import Entry, Ticket, TicketState
-from offload_strategy.store.tiers import HostTier, Tier
+from offload_strategy.store.ticket import Entry, Ticket, TicketState, Tier
 from offload_strategy.store.writer import Writer
 from offload_strategy.telemetry import Direction, Recorder
 from offload_strategy.torch_support.deferred_interrupts import UninterruptedSection
@@ -148,7 +147,7 @@ class TensorStore:
         entry = ticket.entry
         with self._ledger.lock:
             entry.next_use = next_use
-            if entry.may_leave and isinstance(entry.tier, HostTier):
+            if entry.may_leave and entry.tier is not None:
                 entry.tier.note(entry)
 
     def borrow(self, client: str, nbytes: int, device: torch.device = _CPU) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""Tickets: bytes that left, written once, read any number of times, then freed.
+"""Tickets: immutable handles to offloaded bytes, and the interface of the tiers that hold them.
+
+A ticket is written once, read any number of times, then freed.
 
 [Note: states of a ticket]
 ::
@@ -17,13 +19,15 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import Enum
 
 import torch
 
 from offload_strategy.io.queues.moves import Move, Stripe
-from offload_strategy.store.tiers import HostTier, PathTier, Tier
+from offload_strategy.io.queues.path_queue import PathQueue
+from offload_strategy.io.regions.region import Region
 
 #: Where tensors of PyTorch's own begin; what a load would have elsewhere is moved there.
 ALIGNMENT_BYTES = 64
@@ -37,6 +41,77 @@ class TicketState(Enum):
     STORED = "stored"
     LOADING = "loading"
     FREED = "freed"
+
+
+class Tier(ABC):
+    """A place for tickets: host memory, or one path or several.
+
+    Methods for the other kind of tier do nothing, so that callers need not tell them apart.
+
+    Args:
+        name: name from the config, for messages.
+    """
+
+    #: Whether tickets stay in host memory here.
+    is_host_memory: bool
+    #: Queues of the tier's paths; empty for host memory.
+    queues: tuple[PathQueue, ...] = ()
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @property
+    @abstractmethod
+    def capacity(self) -> int:
+        """Capacity in bytes, shared with other users of the same paths."""
+
+    @property
+    @abstractmethod
+    def used_bytes(self) -> int:
+        """Bytes in use, by any user of the same paths."""
+
+    @property
+    def regions(self) -> list[Region]:
+        """The regions of the tier's paths."""
+        return []
+
+    @property
+    def device_memory(self) -> bool:
+        """Whether all paths transfer directly from and to device memory."""
+        return False
+
+    @property
+    def checks(self) -> bool:
+        """Whether a path keeps checksums."""
+        return False
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether host memory has room for `nbytes` more; False for paths."""
+        return False
+
+    def claim(self, nbytes: int) -> bool:
+        """Reserve `nbytes` of host memory; return False if there is no room, and for paths."""
+        return False
+
+    def claim_over_capacity(self, nbytes: int) -> None:  # noqa: B027
+        """Reserve `nbytes` of host memory even without room, for bytes that replace others."""
+
+    def claim_extents(self, nbytes: int) -> list[Stripe] | None:
+        """Reserve extents for `nbytes`; None if the paths are full, and for host memory."""
+        return None
+
+    def release(self, nbytes: int) -> None:  # noqa: B027
+        """Release `nbytes` of host memory; paths release extents instead."""
+
+    def release_extents(self, stripes: Sequence[Stripe]) -> None:  # noqa: B027
+        """Release extents; host memory has none."""
+
+    def note(self, entry: Entry) -> None:  # noqa: B027
+        """Record an entry that may be evicted from host memory, or its changed next use."""
+
+    def victims(self, nbytes: int, next_use: float) -> list[Entry]:
+        """Return host entries needed after `next_use` whose eviction makes room for `nbytes`."""
+        return []
 
 
 class Entry:
@@ -77,7 +152,7 @@ class Entry:
         #: None for a range of a foreign file, and for a ticket of no bytes.
         self.tier = tier
         #: Where it may go when it has to leave a host tier.
-        self.lower: Sequence[PathTier] = ()
+        self.lower: Sequence[Tier] = ()
         self.next_use = next_use
         self.state = TicketState.IN_MEMORY
         #: When the bytes had been written (`time.perf_counter`).
@@ -102,8 +177,9 @@ class Entry:
 
     @property
     def may_leave(self) -> bool:
-        """Whether it lies in a host tier and could be written out."""
-        return self.state is TicketState.IN_MEMORY and isinstance(self.tier, HostTier)
+        """Whether it is in a host tier and can be evicted."""
+        in_host_tier = self.tier is not None and self.tier.is_host_memory
+        return self.state is TicketState.IN_MEMORY and in_host_tier
 
 
 class Ticket:

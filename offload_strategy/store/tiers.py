@@ -1,4 +1,4 @@
-"""Tiers: where tickets may be, fastest first."""
+"""The two kinds of tiers: host memory, and one path or several."""
 
 from __future__ import annotations
 
@@ -8,64 +8,63 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING
 
 from offload_strategy.io.queues.moves import Stripe
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.regions.region import Region
 from offload_strategy.store.striping import STRIPE_UNIT, deal
+from offload_strategy.store.ticket import Entry, Tier
 
-if TYPE_CHECKING:
-    from offload_strategy.store.ticket import Entry
-
-
-#: So many residents are noted before those that left are looked for.
+#: Number of entries in the heap above which outdated ones are removed.
 _SWEPT_AT = 256
 
 
-class HostTier:
-    """Host memory: a ticket here stays where it is (or in a host buffer, when it was on a device).
+class HostTier(Tier):
+    """Host memory: a host tensor stays where it is, a device tensor is copied to a host buffer.
 
     Args:
-        name: from the config.
-        capacity: bytes that tickets may hold here.
+        name: name from the config.
+        capacity: maximum bytes of tickets.
     """
 
+    is_host_memory = True
+    capacity: int = 0
+    used_bytes: int = 0
+
     def __init__(self, name: str, capacity: int) -> None:
-        self.name = name
+        super().__init__(name)
         self.capacity = capacity
-        self.used_bytes = 0
-        # (-next use, sequence, entry): what is needed last comes first. Entries that left, or are
-        # expected at another time by now, are recognised when they come up.
+        # Heap of (-next use, sequence, entry), latest use first. Entries that were evicted or have
+        # another next use by now are skipped when they come up.
         self._residents: list[tuple[float, int, Entry]] = []
         self._sequence = itertools.count()
         self._swept_at = _SWEPT_AT
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether `nbytes` more would fit."""
+        """Whether there is room for `nbytes` more."""
         return self.used_bytes + nbytes <= self.capacity
 
     def claim(self, nbytes: int) -> bool:
-        """Take `nbytes` of the capacity, if they are there."""
+        """Reserve `nbytes`; return False if there is no room."""
         if not self.has_room(nbytes):
             return False
         self.used_bytes += nbytes
         return True
 
-    def overdraw(self, nbytes: int) -> None:
-        """Take `nbytes` although they may not be there: what has them will be released soon."""
+    def claim_over_capacity(self, nbytes: int) -> None:
+        """Reserve `nbytes` even without room: the entry that they replace is released soon."""
         self.used_bytes += nbytes
 
     def release(self, nbytes: int) -> None:
-        """Give `nbytes` of the capacity back."""
+        """Release `nbytes`."""
         self.used_bytes -= nbytes
 
     def note(self, entry: Entry) -> None:
-        """Remember an entry that may be evicted; again when its next use changed."""
+        """Record an entry that may be evicted, or its changed next use."""
         if entry.next_use is None:
             return
         if len(self._residents) >= self._swept_at:
-            # Where nobody ever has to make room, nothing that left would come up.
+            # Without evictions outdated entries would never come up.
             self._residents = [item for item in self._residents if self._is_current(item)]
             heapq.heapify(self._residents)
             self._swept_at = max(_SWEPT_AT, 2 * len(self._residents))
@@ -76,17 +75,17 @@ class HostTier:
         return entry.tier is self and entry.may_leave and entry.next_use == -item[0]
 
     def victims(self, nbytes: int, next_use: float) -> list[Entry]:
-        """Entries that are needed after `next_use` and whose going makes room for `nbytes`.
+        """Return entries needed after `next_use` whose eviction makes room for `nbytes`.
 
         Returns:
-            The entries, needed last first; an empty list if that is not enough to make room.
+            The entries, latest use first; an empty list if they do not make enough room.
         """
         chosen: list[tuple[float, int, Entry]] = []
         missing = self.used_bytes + nbytes - self.capacity
         while missing > 0 and self._residents and -self._residents[0][0] > next_use:
             item = heapq.heappop(self._residents)
             entry = item[2]
-            # It was told the same time twice: then it is here twice.
+            # An entry that was recorded twice with the same next use is in the heap twice.
             if self._is_current(item) and not any(entry is other for _, _, other in chosen):
                 chosen.append(item)
                 missing -= entry.nbytes
@@ -99,27 +98,29 @@ class HostTier:
 
 @dataclass(eq=False)
 class Quota:
-    """One capacity over the several paths of a tier, in bytes."""
+    """A capacity in bytes that several paths of a tier share."""
 
     capacity: int
     used_bytes: int = 0
 
 
-class PathTier:
+class PathTier(Tier):
     """One path, or several that work as one (MLP-Offload's virtual tier).
 
-    Tickets are dealt to the paths in proportion to their bandwidth; large ones are striped.
+    Tickets are distributed over the paths in proportion to bandwidth; large ones are striped.
 
     Args:
-        name: for messages.
-        queues: of the paths; other tiers may use them too.
-        quotas: for the queues whose paths share a capacity.
+        name: name for messages.
+        queues: queues of the paths, which other tiers may use too.
+        quotas: quotas of the queues whose paths share a capacity.
     """
+
+    is_host_memory = False
 
     def __init__(
         self, name: str, queues: Sequence[PathQueue], quotas: dict[PathQueue, Quota] | None = None
     ) -> None:
-        self.name = name
+        super().__init__(name)
         self.queues = tuple(queues)
         self._quotas = quotas or {}
         self._live = dict.fromkeys(self.queues, 0)
@@ -127,12 +128,12 @@ class PathTier:
 
     @property
     def regions(self) -> list[Region]:
-        """Of its paths."""
+        """The regions of its paths."""
         return [queue.region for queue in self.queues if isinstance(queue.region, Region)]
 
     @property
     def capacity(self) -> int:
-        """Bytes at most, whoever uses them."""
+        """Maximum bytes, shared with other users of the paths."""
         own = [self._quotas[queue] for queue in self.queues if queue in self._quotas]
         shared = {id(quota): quota.capacity for quota in own}
         single = [q.region for q in self.queues if q not in self._quotas]
@@ -140,12 +141,12 @@ class PathTier:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in extents on its paths, whoever uses them."""
+        """Bytes in extents on its paths, by any user."""
         return sum(region.used_bytes for region in self.regions)
 
     @property
     def device_memory(self) -> bool:
-        """Whether all paths read and write device memory themselves."""
+        """Whether all paths transfer directly from and to device memory."""
         return all(queue.backend.device_memory for queue in self.queues)
 
     @property
@@ -153,8 +154,8 @@ class PathTier:
         """Whether a path keeps checksums."""
         return any(queue.checksum is not None for queue in self.queues)
 
-    def claim(self, nbytes: int) -> list[Stripe] | None:
-        """Extents for `nbytes`, or None when the paths are full."""
+    def claim_extents(self, nbytes: int) -> list[Stripe] | None:
+        """Reserve extents for `nbytes`; None if the paths are full."""
         with self._lock:
             if len(self.queues) == 1:
                 stripe = self._claim_on(self.queues[0], 0, nbytes)
@@ -171,12 +172,12 @@ class PathTier:
                     [self._live[queue] for queue in open_queues],
                     _weights(open_queues),
                 )
-                # The odd part comes last, so that all begin where direct I/O can take them.
+                # A part with an odd size comes last, so that all parts begin page-aligned.
                 dealt = list(zip(open_queues, parts, strict=True))
                 for queue, part in sorted(dealt, key=lambda pair: pair[1] % STRIPE_UNIT):
                     try:
                         stripe = self._claim_on(queue, begin, part) if part else None
-                    except BaseException:  # a path failed while its file was to grow
+                    except BaseException:  # a path failed while its file grew
                         self._free(stripes)
                         raise
                     if stripe is not None:
@@ -186,13 +187,13 @@ class PathTier:
                         open_queues.remove(queue)
             return stripes
 
-    def release(self, stripes: Sequence[Stripe]) -> None:
-        """Give extents back."""
+    def release_extents(self, stripes: Sequence[Stripe]) -> None:
+        """Release extents."""
         with self._lock:
             self._free(stripes)
 
     def shares(self) -> dict[str, float]:
-        """Which share of new bytes each path would get of an empty tier, 0 to 1."""
+        """Return the share of new bytes that each path of an empty tier receives, 0 to 1."""
         weights = _weights(self.queues)
         return {
             str(queue.path): weight / sum(weights)
@@ -224,11 +225,8 @@ class PathTier:
 
 
 def _weights(queues: Sequence[PathQueue]) -> list[float]:
-    """Bandwidth of each path; one of which nothing is known counts as the average of the others."""
+    """Return the bandwidth of each path; unknown ones count as the average of the others."""
     rates = [queue.bandwidth.round_trip() for queue in queues]
     known = [rate for rate in rates if rate]
     usual = sum(known) / len(known) if known else 1.0
     return [rate or usual for rate in rates]
-
-
-Tier = HostTier | PathTier

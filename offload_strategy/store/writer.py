@@ -15,8 +15,7 @@ from offload_strategy.store import error_messages as reports
 from offload_strategy.store.buffer_supply import POLL_SECONDS, BufferSupply
 from offload_strategy.store.device_copies import DeviceCopies
 from offload_strategy.store.ledger import Ledger
-from offload_strategy.store.ticket import ALIGNMENT_BYTES, Entry, TicketState
-from offload_strategy.store.tiers import HostTier, PathTier, Tier
+from offload_strategy.store.ticket import ALIGNMENT_BYTES, Entry, TicketState, Tier
 from offload_strategy.telemetry import Direction, Recorder
 from offload_strategy.units import PAGE_BYTES, KiB
 
@@ -56,7 +55,7 @@ class Writer:
         ledger = self._ledger
         if not ledger.writing_bytes or ledger.writing_bytes + nbytes <= self._write_behind:
             return
-        if any(isinstance(tier, HostTier) and tier.has_room(nbytes) for tier in tiers):
+        if any(tier.has_room(nbytes) for tier in tiers):
             return
         begin = time.perf_counter()
         report_at = begin + reports.PATIENCE_SECONDS
@@ -108,10 +107,10 @@ class Writer:
         for position, tier in enumerate(tiers):
             entry = Entry(client, nbytes, payload.device, tier, next_use)
             entry.whole_pages, entry.one_block_at_a_time = whole_pages, one_block_at_a_time
-            if isinstance(tier, HostTier):
-                entry.lower = [t for t in tiers[position + 1 :] if isinstance(t, PathTier)]
-                heir = replaced is not None and replaced.tier is tier
-                if self._place_in_host(entry, tier, payload, heir=heir):
+            if tier.is_host_memory:
+                entry.lower = [t for t in tiers[position + 1 :] if not t.is_host_memory]
+                replaces = replaced is not None and replaced.tier is tier
+                if self._place_in_host(entry, tier, payload, replaces=replaces):
                     return entry
             elif self._place_on_paths(entry, tier, payload):
                 return entry
@@ -119,11 +118,11 @@ class Writer:
 
     # ------------------------------------------------------------------ host tiers
     def _place_in_host(
-        self, entry: Entry, tier: HostTier, payload: torch.Tensor, *, heir: bool
+        self, entry: Entry, tier: Tier, payload: torch.Tensor, *, replaces: bool
     ) -> bool:
-        if heir:
+        if replaces:
             with self._ledger.lock:
-                tier.overdraw(entry.nbytes)
+                tier.claim_over_capacity(entry.nbytes)
         elif not self._claim_host(tier, entry.nbytes, entry.next_use):
             return False
         try:
@@ -137,7 +136,7 @@ class Writer:
             tier.note(entry)
         return True
 
-    def _claim_host(self, tier: HostTier, nbytes: int, next_use: float | None) -> bool:
+    def _claim_host(self, tier: Tier, nbytes: int, next_use: float | None) -> bool:
         """Room in a host tier, if need be by evicting what is needed later."""
         with self._ledger.lock:
             if tier.claim(nbytes):
@@ -156,17 +155,17 @@ class Writer:
         tier, stripes, lead = None, None, 0
         for tier in entry.lower:
             lead = _lead(entry, tier, payload)
-            if (stripes := tier.claim(lead + entry.nbytes)) is not None:
+            if (stripes := tier.claim_extents(lead + entry.nbytes)) is not None:
                 break
         with self._ledger.lock:
             host_tier = entry.tier
             if tier is None or stripes is None:
-                if isinstance(host_tier, HostTier):
+                if host_tier is not None:
                     host_tier.note(entry)
                 return
             left = not entry.may_leave or entry.payload is None  # freed, or sent out by another
-            if left or not isinstance(host_tier, HostTier):
-                tier.release(stripes)
+            if left or host_tier is None:
+                tier.release_extents(stripes)
                 return
             assert entry.payload is not None
             host_tier.release(entry.nbytes)
@@ -178,9 +177,9 @@ class Writer:
         move.submit()
 
     # ------------------------------------------------------------------ paths
-    def _place_on_paths(self, entry: Entry, tier: PathTier, payload: torch.Tensor) -> bool:
+    def _place_on_paths(self, entry: Entry, tier: Tier, payload: torch.Tensor) -> bool:
         lead = _lead(entry, tier, payload)
-        stripes = tier.claim(lead + entry.nbytes)
+        stripes = tier.claim_extents(lead + entry.nbytes)
         if stripes is None:
             return False
         entry.stripes, entry.begin = stripes, lead
@@ -190,7 +189,7 @@ class Writer:
                 self._make_move(entry, memory, before)
                 self._ledger.count()
         except BaseException:
-            tier.release(stripes)
+            tier.release_extents(stripes)
             raise
         return True
 
@@ -237,7 +236,7 @@ class Writer:
 
     # ------------------------------------------------------------------ memory
     def _to_memory_of(
-        self, tier: PathTier, entry: Entry, payload: torch.Tensor
+        self, tier: Tier, entry: Entry, payload: torch.Tensor
     ) -> tuple[torch.Tensor, Callable[[], None] | None]:
         """The memory that a tier's paths read from, and what a write must wait for before it."""
         if payload.device.type == "cpu" or not tier.device_memory:
@@ -268,7 +267,7 @@ class Writer:
         return host, before
 
 
-def _lead(entry: Entry, tier: PathTier, payload: torch.Tensor) -> int:
+def _lead(entry: Entry, tier: Tier, payload: torch.Tensor) -> int:
     """How many bytes before the payload to write with it, so that it leaves without a copy.
 
     Direct I/O takes memory from the begin of a page on; tensors begin a little after one. Memory is

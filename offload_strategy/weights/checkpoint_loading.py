@@ -21,8 +21,7 @@ from torch import nn
 from offload_strategy.errors import ConfigError
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.store.tensor_store import TensorStore
-from offload_strategy.store.ticket import Ticket
-from offload_strategy.store.tiers import Tier
+from offload_strategy.store.ticket import Ticket, Tier
 from offload_strategy.units import MiB
 from offload_strategy.weights.model_building import materialize
 from offload_strategy.weights.safetensors_files import StoredTensor, named_tensors

@@ -13,8 +13,7 @@ from torch import nn
 
 from offload_strategy.errors import OffloadError
 from offload_strategy.store.tensor_store import TensorStore
-from offload_strategy.store.ticket import Ticket, TicketState
-from offload_strategy.store.tiers import Tier
+from offload_strategy.store.ticket import Ticket, TicketState, Tier
 from offload_strategy.torch_support.grad_mode import default_modes, keeps_grad_mode
 from offload_strategy.torch_support.weak_callbacks import weakly
 from offload_strategy.weights.guarded_parameter import (

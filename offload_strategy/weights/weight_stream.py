@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from offload_strategy.store.tensor_store import TensorStore
-from offload_strategy.store.ticket import Ticket
-from offload_strategy.store.tiers import Tier
+from offload_strategy.store.ticket import Ticket, Tier
 from offload_strategy.torch_support.weak_callbacks import weakly
 from offload_strategy.weights.block_residency import BlockResidency, without_hooks
 from offload_strategy.weights.model_building import (

@@ -19,7 +19,7 @@ from offload_strategy.optimizer import offloaded_optimizer as offloaded
 from offload_strategy.optimizer.gradients import gradient_backing
 from offload_strategy.optimizer.gradients.gradient_backing import RetainedGradients
 from offload_strategy.store.tensor_store import TensorStore
-from offload_strategy.store.tiers import Tier
+from offload_strategy.store.ticket import Tier
 from tests.training import Numbers, assert_same_history, settings
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]

@@ -14,8 +14,8 @@ from offload_strategy.io.queues.checksums import create_checksum
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.regions.region import Region
 from offload_strategy.store.tensor_store import TensorStore
-from offload_strategy.store.ticket import Ticket
-from offload_strategy.store.tiers import HostTier, PathTier, Tier
+from offload_strategy.store.ticket import Ticket, Tier
+from offload_strategy.store.tiers import HostTier, PathTier
 from offload_strategy.telemetry import Recorder
 from offload_strategy.units import PAGE_BYTES, MiB
 from tests.io.backends import ManualBackend, plain_region

@@ -78,11 +78,11 @@ def test_one_capacity_over_several_paths(pair: Rig) -> None:
     assert tier.capacity == 40 * MiB
     other = PathTier("pfs", pair.queues[1:], {pair.queues[0]: quota})
     assert other.capacity == pair.regions[1].capacity, "the quota of a path that is not its own"
-    first = tier.claim(30 * MiB)
+    first = tier.claim_extents(30 * MiB)
     assert first is not None
-    assert tier.claim(20 * MiB) is None
+    assert tier.claim_extents(20 * MiB) is None
     assert quota.used_bytes == 30 * MiB
-    tier.release(first)
+    tier.release_extents(first)
     assert quota.used_bytes == 0
 
 

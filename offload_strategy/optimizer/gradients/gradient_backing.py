@@ -34,7 +34,8 @@ from offload_strategy.optimizer.gradients.gradient_sources import (
 )
 from offload_strategy.optimizer.gradients.recorded_edits import Edit, EditHistory
 from offload_strategy.store.tensor_store import TensorStore
-from offload_strategy.store.tiers import HostTier, Tier
+from offload_strategy.store.ticket import Tier
+from offload_strategy.store.tiers import HostTier
 from offload_strategy.units import MiB
 
 #: Smaller gradients stay where they are: moving them costs more than their memory is worth.

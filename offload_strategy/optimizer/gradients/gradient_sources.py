@@ -12,8 +12,7 @@ import torch
 from offload_strategy.errors import OffloadError
 from offload_strategy.optimizer.states.flat_layout import Layout, Segment
 from offload_strategy.store.tensor_store import TensorStore
-from offload_strategy.store.ticket import Ticket
-from offload_strategy.store.tiers import Tier
+from offload_strategy.store.ticket import Ticket, Tier
 from offload_strategy.torch_support.grad_mode import no_grad
 
 
