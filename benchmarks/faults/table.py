@@ -78,7 +78,7 @@ FAULTS: dict[str, Fault] = {
             "others fill the disk while training",
             scenes.filled_while_running,
             TierFullError,
-            rf"no tier has room for .*nvme0: .* used at {_MOUNT}.*has 0 B left.*free some space",
+            rf"no tier has room for .*nvme0: .* used at {_MOUNT}.*has 0 B available.*free some space",
             steps=0,
         ),
         Fault(
@@ -134,7 +134,7 @@ FAULTS: dict[str, Fault] = {
             "the path is mounted read-only at start",
             scenes.read_only_at_start,
             ConfigError,
-            rf"'nvme0' .*'{_MOUNT}' is mounted read-only\. Mount it again for writing",
+            rf"'nvme0' .*'{_MOUNT}' is mounted read-only\. Remount it for writing",
             steps=0,
         ),
         Fault(
@@ -188,7 +188,7 @@ FAULTS: dict[str, Fault] = {
             "flipped bytes on the disk, io.checksum: true",
             scenes.flipped_bytes,
             CorruptDataError,
-            r"'nvme0': .*B at offset \d+ of /dev/nvme0n1 are not what was written",
+            r"'nvme0' at /dev/nvme0n1: .*B at offset \d+ are not what was written",
             states=("CorruptDataError",),
             steps=1,
         ),

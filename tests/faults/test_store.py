@@ -191,7 +191,7 @@ def test_what_does_not_fit_any_more_goes_to_the_next_disk(
     with pytest.raises(TierFullError) as full:
         store.store.put(noise(4 * MiB), CLIENT, store.tiers)
     for disk in (first, second):
-        assert f"{disk.directory} has 0 B left" in str(full.value)
+        assert f"{disk.directory} has 0 B available" in str(full.value)
     assert all(store.holds(ticket, seed) for seed, ticket in enumerate(tickets, start=1))
 
 
@@ -253,7 +253,7 @@ def test_only_the_ticket_with_the_flipped_byte_is_refused(
         os.preadv(fd, [page], place)
         page[77] ^= 1
         os.pwritev(fd, [page], place)
-    with pytest.raises(CorruptDataError, match=r"'nvme0': 64 KiB at offset \d+ of /.*checksum"):
+    with pytest.raises(CorruptDataError, match=r"'nvme0' at /.*: 64 KiB at offset \d+ are not .*checksum"):
         store.store.get(tickets[1])
     assert tickets[1].state is TicketState.STORED
     assert store.holds(tickets[0], 0)
