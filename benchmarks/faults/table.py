@@ -78,7 +78,8 @@ FAULTS: dict[str, Fault] = {
             "others fill the disk while training",
             scenes.filled_while_running,
             TierFullError,
-            rf"no tier has room for .*nvme0: .* used at {_MOUNT}.*has 0 B available.*free some space",
+            rf"no tier has room for .*nvme0: .* used at {_MOUNT}.*has 0 B available.*"
+            r"free some space",
             steps=0,
         ),
         Fault(

@@ -253,7 +253,9 @@ def test_only_the_ticket_with_the_flipped_byte_is_refused(
         os.preadv(fd, [page], place)
         page[77] ^= 1
         os.pwritev(fd, [page], place)
-    with pytest.raises(CorruptDataError, match=r"'nvme0' at /.*: 64 KiB at offset \d+ are not .*checksum"):
+    with pytest.raises(
+        CorruptDataError, match=r"'nvme0' at /.*: 64 KiB at offset \d+ are not .*checksum"
+    ):
         store.store.get(tickets[1])
     assert tickets[1].state is TicketState.STORED
     assert store.holds(tickets[0], 0)
