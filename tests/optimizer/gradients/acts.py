@@ -1,4 +1,4 @@
-"""What users do with gradients, by kind; each act is done to a plain one and to a stand-in."""
+"""What users do with gradients, by kind: done to a plain gradient and to an offloaded one."""
 
 from __future__ import annotations
 

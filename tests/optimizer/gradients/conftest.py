@@ -21,7 +21,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def pair_of(kind: str, rig: Rig) -> MakePair:
-    """Makes a plain gradient and a stand-in for the same."""
+    """Makes a plain gradient and an offloaded gradient for the same."""
 
     def make(values: torch.Tensor | None = None) -> Pair:
         return Pair.of(gradient() if values is None else values, kind, rig)

@@ -1,4 +1,4 @@
-"""A plain gradient and a stand-in for the same, and how two results are compared."""
+"""A plain gradient and an offloaded gradient for the same, and how two results are compared."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Pair:
         return cls(plain, OffloadedGradient.of(source_of(kind, values, rig), like=plain))
 
     def same(self, act: Callable[[Any], Any]) -> Any:
-        """Do the same to both; returns what it gave for the stand-in."""
+        """Do the same to both; returns what it gave for the offloaded gradient."""
         expected, result = outcome(act, self.plain), outcome(act, self.offloaded)
         assert_same(result, expected)
         return result

@@ -1,4 +1,4 @@
-"""A gradient that an update has used up: its looks remain, whatever needs its values says so."""
+"""A gradient that an update has used up: its metadata remain, what needs its values fails."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_another_backward_is_refused_with_our_error() -> None:
         (parameter**2).sum().backward(create_graph=True)
 
 
-def test_its_looks_are_those_of_the_gradient() -> None:
+def test_its_metadata_are_those_of_the_gradient() -> None:
     g = consumed()
     assert g is not None
     assert g.shape == (3, 5)

@@ -1,4 +1,4 @@
-"""Zeroing, the end of a stand-in, failures, and gradients that are out of the ordinary."""
+"""Zeroing, freeing, failures, and gradients of unusual shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ZEROING: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("zeroing", ZEROING)
-def test_zeroing_loads_nothing_and_lets_go(
+def test_zeroing_loads_nothing_and_frees_the_ticket(
     pair_of: MakePair, rig: Rig, zeroing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = pair_of()

@@ -1,4 +1,4 @@
-"""Norms of stand-ins, told in advance or not, and the check for overflow."""
+"""Norms of offloaded gradients, cached in advance or not, and the check for overflow."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NORMS: dict[str, Callable[[Any, float], torch.Tensor]] = {
 @pytest.mark.parametrize("prepared", PREPARED)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_norms_are_those_of_the_plain_gradient_and_can_be_told_in_advance(
+def test_norms_are_those_of_the_plain_gradient_and_can_be_cached_in_advance(
     pair_of: MakePair,
     dtype: torch.dtype,
     layout: str,
@@ -105,7 +105,7 @@ def test_other_arguments_of_norms(pair_of: MakePair) -> None:
         assert not pair.edited
 
 
-def test_a_norm_of_values_changed_behind_its_back_is_not_the_old_one() -> None:
+def test_a_norm_of_values_changed_directly_is_not_the_cached_one() -> None:
     values = gradient()
     offloaded = OffloadedGradient.of(InMemoryGradient(values), like=values)
     offloaded.norm()

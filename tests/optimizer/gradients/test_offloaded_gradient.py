@@ -1,4 +1,4 @@
-"""A stand-in answers as the plain gradient does: values, errors, aliases and steps."""
+"""An offloaded gradient answers as the plain gradient does: values, errors, aliases and steps."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_writes_and_aliases_do_what_they_do_to_the_plain_gradient(
 @pytest.mark.parametrize("prepared", PREPARED)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_steps_are_recorded_and_give_the_same_bits(
+def test_edits_are_recorded_and_give_the_same_bits(
     pair_of: MakePair, dtype: torch.dtype, layout: str, prepared: str
 ) -> None:
     def check(name: str, act: Callable[[Any], Any]) -> None:
@@ -122,7 +122,7 @@ def test_reading_leaves_the_values_where_they_are(pair_of: MakePair, rig: Rig) -
     assert rig.store.live_tickets == pair.backing.is_stored
 
 
-def test_raw_is_from_before_the_steps(pair_of: MakePair) -> None:
+def test_raw_values_are_those_before_the_edits(pair_of: MakePair) -> None:
     pair = pair_of()
     before = pair.plain.clone()
     scaled(pair.offloaded)

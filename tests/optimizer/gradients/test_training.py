@@ -1,4 +1,4 @@
-"""Plain training with stand-ins in the place of all gradients: bit-identical weights."""
+"""Plain training with offloaded gradients in the place of all gradients: bit-identical weights."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def replace_gradients(model: nn.Module, kind: str, rig: Rig) -> None:
 
 
 class Run:
-    """One training; what `train` does is done with and without stand-ins."""
+    """One training; what `train` does is done with and without offloaded gradients."""
 
     def __init__(self, kind: str | None, rig: Rig, dtype: torch.dtype = torch.float32) -> None:
         self.model = net(dtype)
@@ -96,15 +96,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
     "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
     "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
-    "AdamW amsgrad maximize": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True, maximize=True),
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
-    "SGD momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
     "SGD foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
-    "SGD fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
-    "LBFGS-free Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
 }
 
 
@@ -325,7 +319,7 @@ def test_grad_scaler_with_overflows(kind: str, rig: Rig, clip: bool, fused: bool
     compare(train, kind, rig)
 
 
-def test_non_finite_norms_are_refused_as_ever(kind: str, rig: Rig) -> None:
+def test_non_finite_norms_are_refused(kind: str, rig: Rig) -> None:
     def train(run: Run) -> None:
         (run.model(batch(0)) * torch.inf).backward()
         with pytest.raises(RuntimeError, match="non-finite"):
@@ -376,7 +370,7 @@ def test_a_gradient_that_a_graph_has_saved_is_watched(kind: str, rig: Rig) -> No
     compare(train, kind, rig)
 
 
-def test_norms_told_in_advance_keep_all_gradients_away_until_step(
+def test_norms_cached_in_advance_load_no_gradient_until_step(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def train(run: Run) -> None:
@@ -404,7 +398,7 @@ def test_norms_told_in_advance_keep_all_gradients_away_until_step(
         compare(train, "stored", rig)
 
 
-def test_the_same_recipe_step_after_step(rig: Rig) -> None:
+def test_the_same_edits_have_equal_histories_step_after_step(rig: Rig) -> None:
     run = Run("held", rig)
     recipes = []
     for limit in (1e9, 1e9, 1e-3, 1e-3):
