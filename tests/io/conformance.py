@@ -128,7 +128,7 @@ class Conformance:
     def memory(self, nbytes: int, misalignment: int = 0) -> Memory:
         return HostMemory(nbytes, misalignment)
 
-    def tells_failed_writes(self, backend: Backend) -> bool:
+    def reports_failed_writes(self, backend: Backend) -> bool:
         return True
 
     @pytest.fixture
@@ -219,9 +219,7 @@ class Conformance:
         assert roomy.data[:nbytes] == data
         assert roomy.data[size:] == b"\x5a" * PAGE_BYTES
 
-    def test_a_block_does_not_touch_the_pages_beside_it(
-        self, backend: Backend, region: Region
-    ) -> None:
+    def test_a_block_does_not_touch_adjacent_pages(self, backend: Backend, region: Region) -> None:
         whole, middle = self.memory(4 * PAGE_BYTES), self.memory(PAGE_BYTES + 1, 3)
         assert begin(backend, region.fd, whole, write=True).get() is None
         middle.data = b"m" * middle.nbytes
@@ -287,7 +285,7 @@ class Conformance:
         assert [end.get() for end in stuck] == [None] * backend.depth
 
     @pytest.mark.parametrize("write", [True, False], ids=["write", "read"])
-    def test_what_comes_before_and_after_a_block_does(
+    def test_calls_before_and_after_a_block_are_made_then(
         self, backend: Backend, region: Region, write: bool
     ) -> None:
         memory, other = self.memory(BLOCK), self.memory(BLOCK)
@@ -338,7 +336,7 @@ class Conformance:
         assert read.data == bytes(PAGE_BYTES)
 
     @pytest.mark.parametrize("write", [True, False], ids=["write", "read"])
-    def test_if_what_comes_after_fails_so_did_the_request(
+    def test_a_request_whose_check_fails_has_failed(
         self, backend: Backend, region: Region, write: bool
     ) -> None:
         def fail() -> None:
@@ -363,7 +361,7 @@ class Conformance:
     def test_the_last_bytes_of_a_file_of_any_length_can_be_read(
         self, backend: Backend, tmp_path: Path, direct: bool, misalignment: int
     ) -> None:
-        path, data = tmp_path / "foreign", os.urandom(3 * PAGE_BYTES + 1234)
+        path, data = tmp_path / "external", os.urandom(3 * PAGE_BYTES + 1234)
         path.write_bytes(data)
         fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
         try:
@@ -424,7 +422,7 @@ class Conformance:
             assert error.errno == errno.EIO
         for error in outcomes(write=True):
             # A backend that cannot tell is used with checksums: its writes are found out below.
-            if error is None and not self.tells_failed_writes(backend):
+            if error is None and not self.reports_failed_writes(backend):
                 continue
             assert isinstance(error, OSError), repr(error)
             assert error.errno in (errno.EIO, errno.ENOSPC)
@@ -439,7 +437,7 @@ class Conformance:
         os.close(fd)
         assert isinstance(begin(backend, fd, self.memory(PAGE_BYTES), write=write).get(), OSError)
 
-    def test_closing_waits_for_what_is_under_way(self, name: str, region: Region) -> None:
+    def test_closing_waits_for_requests_in_flight(self, name: str, region: Region) -> None:
         backend = create_backend(name, threads=2, block_size=BLOCK)
         memory = self.memory(BLOCK)
         ends = [
@@ -460,7 +458,7 @@ class Conformance:
         with pytest.raises(RuntimeError, match="closed"):
             begin(backend, region.fd, memory, write=True)
 
-    def test_it_says_what_it_can(self, backend: Backend) -> None:
+    def test_its_attributes_are_set(self, backend: Backend) -> None:
         assert backend.depth == 2
         assert backend.block_size == BLOCK
         assert isinstance(backend.device_memory, bool)

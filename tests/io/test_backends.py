@@ -38,7 +38,7 @@ def _deepspeed_is_compiled() -> None:
 
 
 class TestBackends(Conformance):
-    def tells_failed_writes(self, backend: Backend) -> bool:
+    def reports_failed_writes(self, backend: Backend) -> bool:
         return type(backend).__name__ != "DeepNvmeBackend"
 
     @pytest.fixture(params=AVAILABLE)

@@ -1,4 +1,4 @@
-"""Figures of paths between runs: kept for their owner, corrected by halves, never in the way."""
+"""Saved rates of paths: private to their owner, corrected by halves, and never an error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from offload_strategy.telemetry import Direction
 
 READ, WRITE = Direction.READ, Direction.WRITE
 IDENTITY = PathIdentity("node7", "/mnt/nvme0", 12345, 2, "PosixBackend", 4)
-FIGURES = {
+RATES = {
     READ: MeasuredRate(3e9, "observed", 10**12, 7, "2026-01-02T03:04:05+00:00"),
     WRITE: MeasuredRate(2e9, "probe", 10**9),
 }
@@ -44,17 +44,17 @@ def file_of(cache: Path) -> Path:
     return cache / IDENTITY.file_name
 
 
-# ---------------------------------------------------------------------- keeping
-def test_nothing_is_known_at_first_and_no_folder_is_made(cache: Path) -> None:
+# ---------------------------------------------------------------------- saving
+def test_nothing_is_known_at_first_and_no_directory_is_created(cache: Path) -> None:
     assert load_rates(IDENTITY) == {}
     assert load_all_rates() == []
     assert not cache.exists()
 
 
-def test_what_was_kept_is_recalled_and_the_latest_counts() -> None:
-    assert save_rates(IDENTITY, FIGURES)
-    assert load_rates(IDENTITY) == FIGURES
-    slower = {**FIGURES, READ: replace(FIGURES[READ], rate=1e9)}
+def test_saved_rates_are_loaded_and_the_latest_count() -> None:
+    assert save_rates(IDENTITY, RATES)
+    assert load_rates(IDENTITY) == RATES
+    slower = {**RATES, READ: replace(RATES[READ], rate=1e9)}
     save_rates(IDENTITY, slower)
     assert load_rates(IDENTITY) == slower
     assert load_all_rates() == [(IDENTITY, slower)]
@@ -71,12 +71,12 @@ def test_what_was_kept_is_recalled_and_the_latest_counts() -> None:
         ("depth", 8),
     ],
 )
-def test_figures_of_something_else_do_not_count(field: str, other: Any) -> None:
-    save_rates(IDENTITY, FIGURES)
+def test_rates_of_another_identity_are_not_loaded(field: str, other: Any) -> None:
+    save_rates(IDENTITY, RATES)
     assert load_rates(replace(IDENTITY, **{field: other})) == {}
 
 
-def test_a_path_is_known_by_what_lies_there(tmp_path: Path) -> None:
+def test_a_path_is_identified_by_its_file_system(tmp_path: Path) -> None:
     def look(place: Path) -> PathIdentity:
         fd = os.open(place, os.O_RDONLY)
         try:
@@ -89,46 +89,46 @@ def test_a_path_is_known_by_what_lies_there(tmp_path: Path) -> None:
     assert look(tmp_path) != look(Path("/proc")), "another file system under the same path"
 
 
-def test_only_the_owner_may_look(cache: Path) -> None:
-    save_rates(IDENTITY, FIGURES)
+def test_only_the_owner_may_read_the_file(cache: Path) -> None:
+    save_rates(IDENTITY, RATES)
     assert stat.S_IMODE(file_of(cache).stat().st_mode) == 0o600
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
     assert [file.name for file in cache.iterdir()] == [IDENTITY.file_name]
 
 
 def test_a_symbolic_link_is_not_followed(cache: Path, tmp_path: Path) -> None:
-    save_rates(IDENTITY, FIGURES)
+    save_rates(IDENTITY, RATES)
     file = file_of(cache)
     moved = file.rename(tmp_path / "elsewhere.json")
     file.symlink_to(moved)
     assert load_rates(IDENTITY) == {}
     before = moved.read_text()
-    save_rates(IDENTITY, {READ: FIGURES[READ]})
+    save_rates(IDENTITY, {READ: RATES[READ]})
     assert moved.read_text() == before
-    assert load_rates(IDENTITY) == {READ: FIGURES[READ]}
+    assert load_rates(IDENTITY) == {READ: RATES[READ]}
 
 
-def test_what_was_not_used_for_half_a_year_goes(cache: Path) -> None:
-    save_rates(IDENTITY, FIGURES)
+def test_files_of_half_a_year_ago_are_removed(cache: Path) -> None:
+    save_rates(IDENTITY, RATES)
     stale = cache / "stale.json"
     left = cache / "of-a-killed-process.partial"
     for file in (stale, left):
         file.write_text("{}")
         os.utime(file, (time.time() - 200 * 24 * 3600,) * 2)
-    save_rates(IDENTITY, FIGURES)
+    save_rates(IDENTITY, RATES)
     assert [file.name for file in cache.iterdir()] == [IDENTITY.file_name]
 
 
 # ---------------------------------------------------------------------- where
-def test_an_empty_variable_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_variable_saves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, " ")
     assert cache_directory() is None
-    assert not save_rates(IDENTITY, FIGURES)
+    assert not save_rates(IDENTITY, RATES)
     assert load_rates(IDENTITY) == {}
     assert load_all_rates() == []
 
 
-def test_else_it_is_the_users_cache_directory(
+def test_the_default_is_the_users_cache_directory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv(CACHE_VARIABLE)
@@ -143,23 +143,23 @@ def test_else_it_is_the_users_cache_directory(
     assert cache_directory() is None
 
 
-def test_where_nothing_can_be_written_nothing_happens(
+def test_a_directory_that_cannot_be_written_is_no_error(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache.parent.mkdir()
     cache.write_text("a file where the folder should be")
-    assert not save_rates(IDENTITY, FIGURES)
+    assert not save_rates(IDENTITY, RATES)
     assert load_rates(IDENTITY) == {}
     assert load_all_rates() == []
 
 
-# ---------------------------------------------------------------------- what is not ours
+# ---------------------------------------------------------------------- invalid files
 def _changed(**parts: Any) -> str:
-    good = {"format": 1, "of": asdict(IDENTITY), "read": asdict(FIGURES[READ])}
+    good = {"format": 1, "of": asdict(IDENTITY), "read": asdict(RATES[READ])}
     return json.dumps({**good, **parts})
 
 
-GARBAGE = {
+INVALID = {
     "empty": "",
     "no JSON": "{",
     "a number": "3",
@@ -171,32 +171,32 @@ GARBAGE = {
     "somebody else's": _changed(of={**asdict(IDENTITY), "machine": "node8"}),
     "no figure": _changed(read=3),
     "a figure of other fields": _changed(read={"rate": 1e9}),
-    "a rate of 0": _changed(read={**asdict(FIGURES[READ]), "rate": 0}),
-    "a negative rate": _changed(read={**asdict(FIGURES[READ]), "rate": -1e9}),
-    "no number": _changed(read={**asdict(FIGURES[READ]), "rate": "fast"}),
-    "NaN": _changed(read={**asdict(FIGURES[READ]), "rate": float("nan")}),
-    "infinity": _changed(read={**asdict(FIGURES[READ]), "rate": float("inf")}),
-    "true": _changed(read={**asdict(FIGURES[READ]), "rate": True}),
-    "an unknown source": _changed(read={**asdict(FIGURES[READ]), "source": "hearsay"}),
-    "fractions of bytes": _changed(read={**asdict(FIGURES[READ]), "nbytes": 0.5}),
+    "a rate of 0": _changed(read={**asdict(RATES[READ]), "rate": 0}),
+    "a negative rate": _changed(read={**asdict(RATES[READ]), "rate": -1e9}),
+    "no number": _changed(read={**asdict(RATES[READ]), "rate": "fast"}),
+    "NaN": _changed(read={**asdict(RATES[READ]), "rate": float("nan")}),
+    "infinity": _changed(read={**asdict(RATES[READ]), "rate": float("inf")}),
+    "true": _changed(read={**asdict(RATES[READ]), "rate": True}),
+    "an unknown source": _changed(read={**asdict(RATES[READ]), "source": "hearsay"}),
+    "fractions of bytes": _changed(read={**asdict(RATES[READ]), "nbytes": 0.5}),
     "large": _changed(more="x" * 100_000),
 }
 
 
-@pytest.mark.parametrize("kind", GARBAGE)
-def test_garbage_counts_as_nothing_and_is_replaced(
+@pytest.mark.parametrize("kind", INVALID)
+def test_an_invalid_file_is_ignored_and_replaced(
     kind: str, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache.mkdir(parents=True)
-    file_of(cache).write_text(GARBAGE[kind])
+    file_of(cache).write_text(INVALID[kind])
     with caplog.at_level(logging.WARNING):
         assert load_rates(IDENTITY) == {}
     assert kind == "somebody else's" or "is ignored, and may be removed" in caplog.text
-    assert save_rates(IDENTITY, FIGURES)
-    assert load_rates(IDENTITY) == FIGURES
+    assert save_rates(IDENTITY, RATES)
+    assert load_rates(IDENTITY) == RATES
 
 
-def test_bytes_that_are_no_text_count_as_nothing(cache: Path) -> None:
+def test_a_binary_file_is_ignored(cache: Path) -> None:
     cache.mkdir(parents=True)
     file_of(cache).write_bytes(bytes(range(256)))
     assert load_rates(IDENTITY) == {}
@@ -208,21 +208,21 @@ def test_a_pipe_in_place_of_a_file_does_not_hang(cache: Path) -> None:
     assert load_rates(IDENTITY) == {}
 
 
-def test_good_files_are_found_beside_bad_ones(cache: Path) -> None:
-    save_rates(IDENTITY, FIGURES)
+def test_invalid_files_do_not_hide_valid_ones(cache: Path) -> None:
+    save_rates(IDENTITY, RATES)
     (cache / "bad.json").write_text("{")
-    assert load_all_rates() == [(IDENTITY, FIGURES)]
+    assert load_all_rates() == [(IDENTITY, RATES)]
 
 
 # ---------------------------------------------------------------------- corrections
-def test_of_what_was_not_known_the_first_figure_counts() -> None:
+def test_the_first_observed_rate_counts_fully() -> None:
     found = updated_rate(None, 2e9, 5)
     assert (found.rate, found.source, found.nbytes, found.runs) == (2e9, "observed", 5, 1)
     assert found.date.endswith("+00:00")
 
 
 @pytest.mark.parametrize(("observed", "after"), [(2.25e9, 1.5e9), (0.25e9, 0.5e9), (1e9, 1e9)])
-def test_a_run_moves_a_figure_half_of_the_way(observed: float, after: float) -> None:
+def test_a_run_moves_a_rate_half_of_the_way(observed: float, after: float) -> None:
     before = MeasuredRate(1e9, "observed", 100, 3)
     found = updated_rate(before, observed, 50)
     assert found.rate == pytest.approx(after)
@@ -234,7 +234,7 @@ def test_one_odd_run_changes_it_twofold_at_most(observed: float, after: float) -
     assert updated_rate(MeasuredRate(1e9, "observed", 1), observed, 1).rate == pytest.approx(after)
 
 
-def test_runs_that_agree_win(tmp_path: Path) -> None:
+def test_runs_that_agree_converge(tmp_path: Path) -> None:
     figure = MeasuredRate(4e9, "probe", 10**9)
     for run in range(8):
         figure = updated_rate(figure, 1e9, 1000)
