@@ -1,6 +1,6 @@
 """Train models that do not fit: activations and optimizer states on host memory and SSDs.
 
-Importing this package imports neither torch nor any framework; each public name brings what it
+Importing this package imports neither torch nor any framework; each public name imports what it
 needs when it is first used.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         TierFullError,
     )
     from offload_strategy.integrations.accelerate.plugin import SSDOffloadPlugin
-    from offload_strategy.integrations.lightning.lightning_strategy import (
+    from offload_strategy.integrations.lightning import (
         SSDOffloadDeepSpeedStrategy,
         SSDOffloadFSDPStrategy,
         SSDOffloadStrategy,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_DEFINED_IN = {
     "OffloadConfig": "offload_strategy.config",
     "OffloadEngine": "offload_strategy.engine.offload_engine",
     "OffloadError": "offload_strategy.errors",
@@ -38,9 +38,9 @@ _HOMES = {
     "StorageError": "offload_strategy.errors",
     "CorruptDataError": "offload_strategy.errors",
     "SSDOffloadPlugin": "offload_strategy.integrations.accelerate.plugin",
-    "SSDOffloadDeepSpeedStrategy": "offload_strategy.integrations.lightning.lightning_strategy",
-    "SSDOffloadFSDPStrategy": "offload_strategy.integrations.lightning.lightning_strategy",
-    "SSDOffloadStrategy": "offload_strategy.integrations.lightning.lightning_strategy",
+    "SSDOffloadDeepSpeedStrategy": "offload_strategy.integrations.lightning",
+    "SSDOffloadFSDPStrategy": "offload_strategy.integrations.lightning",
+    "SSDOffloadStrategy": "offload_strategy.integrations.lightning",
     "load": "offload_strategy.checkpoints",
     "save": "offload_strategy.checkpoints",
 }
@@ -64,10 +64,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
+    module = _DEFINED_IN.get(name)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(home), name)
+    return getattr(import_module(module), name)
 
 
 def __dir__() -> list[str]:

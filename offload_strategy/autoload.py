@@ -19,8 +19,9 @@ says that the module is finished: until it sets `spec._initializing` to False.
 
 from __future__ import annotations
 
-import os
 import sys
+
+from offload_strategy.environment import DISABLE_VARIABLE, is_disabled
 
 TYPE_CHECKING = False  # typing.TYPE_CHECKING without importing typing
 if TYPE_CHECKING:
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     Hook = Callable[[ModuleType], None]
-
-DISABLE_VARIABLE = "SSD_OFFLOAD_DISABLE"
 
 _registered = False
 _warned = False
@@ -50,12 +49,6 @@ def register() -> None:
             _when_imported(name, hook)
     except Exception as error:
         _step_aside("the post-import hooks", error)
-
-
-def is_disabled() -> bool:
-    """Return whether $SSD_OFFLOAD_DISABLE asks the package to stay out."""
-    value = os.environ.get(DISABLE_VARIABLE, "").strip().lower()
-    return value not in ("", "0", "false", "no", "off")
 
 
 def _accelerator(module: ModuleType) -> None:

@@ -323,7 +323,7 @@ def test_the_public_name_is_the_class_of_the_install_that_the_script_uses(
     code = f"""
 import {name} as pl
 from offload_strategy import SSDOffloadStrategy
-from offload_strategy.integrations.lightning.lightning_strategy import SSDOffloadStrategy as same
+from offload_strategy.integrations.lightning import SSDOffloadStrategy as same
 trainer = pl.Trainer(strategy=SSDOffloadStrategy(), logger=False)
 print(trainer.strategy.family, same is SSDOffloadStrategy)
 import sys

@@ -1,11 +1,11 @@
 """The Fabric strategy, shared by `lightning.fabric` and the standalone `lightning_fabric`.
 
-The two are separate installs of the same code (see `lightning.py` for the same about the Trainer),
-so the strategy is a mixin here, and `fabric_of_lightning` and `fabric_standalone` beside this file
-derive one class each.
+The two are separate installs of the same code, like the Trainer's (see lightning_strategy.py), so
+the strategy is a mixin here; `for_lightning_fabric` and `for_standalone_fabric` derive one class
+each.
 
     from lightning.fabric import Fabric
-    from offload_strategy.integrations.fabric.fabric_strategy import SSDOffloadStrategy
+    from offload_strategy.integrations.fabric import SSDOffloadStrategy
 
     fabric = Fabric(strategy="ssd_offload")                       # $SSD_OFFLOAD_CONFIG, or defaults
     fabric = Fabric(strategy=SSDOffloadStrategy(config="full"))   # a preset, file or mapping
@@ -29,12 +29,9 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import importlib
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,15 +50,15 @@ if TYPE_CHECKING:
 
     from offload_strategy.config import ConfigSource, OffloadConfig
     from offload_strategy.engine.offload_engine import OffloadEngine
-    from offload_strategy.integrations.fabric.for_lightning_fabric import SSDOffloadStrategy
     from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 else:
     # The class that is mixed in with brings the base of its own install.
     _SingleDeviceStrategy = object
 
-__all__ = ["OffloadFabricMixin", "SSDOffloadStrategy", "install"]
+__all__ = ["FAMILIES", "OffloadFabricMixin", "install"]
 
-_FAMILIES = {
+#: Module of the strategy for each Fabric install.
+FAMILIES = {
     "lightning.fabric": "offload_strategy.integrations.fabric.for_lightning_fabric",
     "lightning_fabric": "offload_strategy.integrations.fabric.for_standalone_fabric",
 }
@@ -304,10 +301,10 @@ class OffloadFabricMixin(_SingleDeviceStrategy):
 
     def __repr__(self) -> str:
         # Fabric, and the Trainer, show this in the error for a strategy that is not of their own.
-        other = next(name for name in _FAMILIES if name != self.family)
+        other = next(name for name in FAMILIES if name != self.family)
         return (
             f"<SSDOffloadStrategy for {self.family}; for Fabric of {other} use "
-            f"{_FAMILIES[other]}.SSDOffloadStrategy, for a Trainer offload_strategy."
+            f"{FAMILIES[other]}.SSDOffloadStrategy, for a Trainer offload_strategy."
             f"SSDOffloadStrategy>"
         )
 
@@ -361,21 +358,3 @@ def _no_backward_sync(original: Callable[..., Any]) -> Callable[..., Any]:
         return context
 
     return no_backward_sync
-
-
-def __getattr__(name: str) -> Any:
-    """Find `SSDOffloadStrategy` for the Fabric at hand.
-
-    That is the install which is already imported, if only one of them is; else `lightning.fabric`
-    if it is installed, else `lightning_fabric`.
-    """
-    if name != "SSDOffloadStrategy":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    imported = [family for family in _FAMILIES if family in sys.modules]
-    installed = [family for family in _FAMILIES if find_spec(family.partition(".")[0])]
-    if not installed:
-        raise ImportError(
-            "SSDOffloadStrategy needs Fabric: pip install 'offload-strategy[lightning]'"
-        )
-    family = imported[0] if len(imported) == 1 else installed[0]
-    return importlib.import_module(_FAMILIES[family]).SSDOffloadStrategy

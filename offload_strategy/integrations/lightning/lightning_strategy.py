@@ -1,18 +1,18 @@
 """The Lightning strategy, shared by `lightning.pytorch` and `pytorch_lightning`.
 
 The two are separate installs of the same code: each has its own `Strategy` class, registry and
-Trainer, and a Trainer takes only its own. So the strategy is a mixin here, and `lightning_pytorch`
-and `pytorch_lightning` beside this file derive one class each, at module level so that it can be
-pickled. Neither imports the other install.
+Trainer, and a Trainer accepts only its own. The strategy is therefore a mixin here;
+`for_lightning_pytorch` and `for_pytorch_lightning` derive one class each, at module level so that
+it can be pickled. Neither imports the other install.
 
     from lightning.pytorch import Trainer
-    from offload_strategy.integrations.lightning.lightning_strategy import SSDOffloadStrategy
+    from offload_strategy.integrations.lightning import SSDOffloadStrategy
 
     Trainer(strategy="ssd_offload")                       # $SSD_OFFLOAD_CONFIG, or the defaults
     Trainer(strategy=SSDOffloadStrategy(config="full"))   # a preset, file or mapping
     Trainer(strategy="ssd_offload", devices=2)            # DistributedDataParallel
 
-What one device and several have in common is here; `lightning_devices` is about the difference.
+`device_strategies` has what differs between one device and several.
 
 [Note: the last micro-batch]
 With automatic optimization Lightning runs `training_step` inside `Strategy.optimizer_step` for the
@@ -29,12 +29,9 @@ on the meta device, until `fit` has each module fill its own.
 from __future__ import annotations
 
 import copy
-import importlib
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -46,29 +43,16 @@ if TYPE_CHECKING:
 
     from offload_strategy.config import ConfigSource, OffloadConfig
     from offload_strategy.engine.offload_engine import OffloadEngine
-    from offload_strategy.integrations.lightning.for_lightning_pytorch import (
-        SSDOffloadDeepSpeedStrategy,
-        SSDOffloadFSDPStrategy,
-        SSDOffloadStrategy,
-    )
 else:
     # The class that is mixed in with brings the real base: see the first note.
     _Strategy = object
 
-__all__ = [
-    "STRATEGY_NAME",
-    "OffloadStrategyMixin",
-    "SSDOffloadDeepSpeedStrategy",
-    "SSDOffloadFSDPStrategy",
-    "SSDOffloadStrategy",
-    "register_in",
-]
-
-_STRATEGIES = frozenset(name for name in __all__ if name.startswith("SSD"))
+__all__ = ["FAMILIES", "STRATEGY_NAME", "OffloadStrategyMixin", "register_in"]
 
 STRATEGY_NAME = "ssd_offload"
 
-_FAMILIES = {
+#: Module of the strategies for each Lightning install.
+FAMILIES = {
     "lightning.pytorch": "offload_strategy.integrations.lightning.for_lightning_pytorch",
     "pytorch_lightning": "offload_strategy.integrations.lightning.for_pytorch_lightning",
 }
@@ -305,10 +289,10 @@ class OffloadStrategyMixin(_Strategy):
 
     def __repr__(self) -> str:
         # Lightning shows this in the error for a strategy that is not one of its own.
-        other = next(name for name in _FAMILIES if name != self.family)
+        other = next(name for name in FAMILIES if name != self.family)
         return (
             f"<SSDOffloadStrategy for {self.family}; for the Trainer of {other} use "
-            f"{_FAMILIES[other]}.SSDOffloadStrategy>"
+            f"{FAMILIES[other]}.SSDOffloadStrategy>"
         )
 
 
@@ -357,19 +341,3 @@ def register_in(registry: Any, strategy: type[OffloadStrategyMixin]) -> None:
             strategy,
             description="Moves activations and optimizer states to host memory and SSDs",
         )
-
-
-def __getattr__(name: str) -> Any:
-    """Find a strategy for the Lightning at hand.
-
-    That is the install which is already imported, if only one of them is; else `lightning.pytorch`
-    if it is installed, else `pytorch_lightning`.
-    """
-    if name not in _STRATEGIES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    imported = [family for family in _FAMILIES if family in sys.modules]
-    installed = [family for family in _FAMILIES if find_spec(family.partition(".")[0])]
-    if not installed:
-        raise ImportError(f"{name} needs Lightning: pip install 'offload-strategy[lightning]'")
-    family = imported[0] if len(imported) == 1 else installed[0]
-    return getattr(importlib.import_module(_FAMILIES[family]), name)
