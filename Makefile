@@ -3,6 +3,7 @@
 # make bigger-than-memory   trains 1.3 billion parameters in 4 GiB of memory (Linux, root, 40 GB free)
 # make bench  runs every benchmark that this machine can run (about an hour), rebuilds docs/results.md
 # make bench-quick   the same with tiny models, to see that it runs
+# make module-map   writes docs/module_map.md
 # make lint   checks style, format, types and the direction of imports
 # Each sets up .venv first, once; it is renewed when pyproject.toml or constraints.txt change.
 
@@ -13,7 +14,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bigger-than-memory bench bench-quick test lint style format-check types imports format clean
+.PHONY: help demo bigger-than-memory bench bench-quick test module-map lint style format-check types imports format clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -32,6 +33,9 @@ bench-quick: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -p faulthandler --timeout=300 $(ARGS)
+
+module-map: $(READY)
+	$(BIN)/python -m tests.module_map
 
 lint: style format-check types imports
 

@@ -19,9 +19,8 @@ says that the module is finished: until it sets `spec._initializing` to False.
 
 from __future__ import annotations
 
+import os
 import sys
-
-from offload_strategy.environment import DISABLE_VARIABLE, is_disabled
 
 TYPE_CHECKING = False  # typing.TYPE_CHECKING without importing typing
 if TYPE_CHECKING:
@@ -29,6 +28,20 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     Hook = Callable[[ModuleType], None]
+
+DISABLE_VARIABLE = "SSD_OFFLOAD_DISABLE"
+
+#: Module of a framework -> our module that is imported after it, and the function that is called
+#: with the framework's module; modules without a function register themselves on import.
+_HOOKS = {
+    "accelerate.accelerator": ("accelerate.plugin", "install"),
+    "accelerate.commands.config.config_args": ("accelerate.launch", "install_in_config"),
+    "accelerate.commands.launch": ("accelerate.launch", "install_in_launcher"),
+    "lightning.fabric.fabric": ("fabric.for_lightning_fabric", None),
+    "lightning_fabric.fabric": ("fabric.for_standalone_fabric", None),
+    "lightning.pytorch.strategies": ("lightning.for_lightning_pytorch", None),
+    "pytorch_lightning.strategies": ("lightning.for_pytorch_lightning", None),
+}
 
 _registered = False
 _warned = False
@@ -45,56 +58,29 @@ def register() -> None:
         return
     _registered = True
     try:
-        for name, hook in _HOOKS.items():
-            _when_imported(name, hook)
+        for framework, (ours, function) in _HOOKS.items():
+            _when_imported(framework, _install(ours, function))
     except Exception as error:
         _step_aside("the post-import hooks", error)
 
 
-def _accelerator(module: ModuleType) -> None:
-    from offload_strategy.integrations.accelerate import plugin
-
-    plugin.install(module)
-
-
-def _accelerate_config(module: ModuleType) -> None:
-    from offload_strategy.integrations.accelerate import launch
-
-    launch.install_in_config(module)
+def is_disabled() -> bool:
+    """Return whether $SSD_OFFLOAD_DISABLE asks the package to stay out."""
+    value = os.environ.get(DISABLE_VARIABLE, "").strip().lower()
+    return value not in ("", "0", "false", "no", "off")
 
 
-def _accelerate_launch(module: ModuleType) -> None:
-    from offload_strategy.integrations.accelerate import launch
+def _install(name: str, function: str | None) -> Hook:
+    """Return the hook that imports a module of our integrations and calls a function of it."""
 
-    launch.install_in_launcher(module)
+    def hook(module: ModuleType) -> None:
+        from importlib import import_module
 
+        ours = import_module(f"offload_strategy.integrations.{name}")
+        if function is not None:
+            getattr(ours, function)(module)
 
-def _lightning(module: ModuleType) -> None:
-    # Registers itself; if a script imports it right now, at the end of that.
-    import offload_strategy.integrations.lightning.for_lightning_pytorch  # noqa: F401
-
-
-def _pytorch_lightning(module: ModuleType) -> None:
-    import offload_strategy.integrations.lightning.for_pytorch_lightning  # noqa: F401
-
-
-def _fabric_of_lightning(module: ModuleType) -> None:
-    import offload_strategy.integrations.fabric.for_lightning_fabric  # noqa: F401
-
-
-def _fabric_standalone(module: ModuleType) -> None:
-    import offload_strategy.integrations.fabric.for_standalone_fabric  # noqa: F401
-
-
-_HOOKS: dict[str, Hook] = {
-    "accelerate.accelerator": _accelerator,
-    "accelerate.commands.config.config_args": _accelerate_config,
-    "accelerate.commands.launch": _accelerate_launch,
-    "lightning.fabric.fabric": _fabric_of_lightning,
-    "lightning_fabric.fabric": _fabric_standalone,
-    "lightning.pytorch.strategies": _lightning,
-    "pytorch_lightning.strategies": _pytorch_lightning,
-}
+    return hook
 
 
 def _when_imported(name: str, hook: Hook) -> None:

@@ -18,7 +18,8 @@ from benchmarks.turns import Subject
 from offload_strategy.plan_runtime.lifetime_plan import within
 from offload_strategy.plan_runtime.profile import PathRates, Profile
 from offload_strategy.plan_runtime.recompute_mix import choose_mix
-from offload_strategy.plan_runtime.replay import StepReplay, replay
+from offload_strategy.plan_runtime.replay import replay
+from offload_strategy.plan_runtime.replay_lanes import StepReplay
 from offload_strategy.units import GiB, MiB
 
 _DISK_BYTES = 24 * GiB

@@ -20,7 +20,8 @@ from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime.booked_path import BookedPath
 from offload_strategy.plan_runtime.lifetime_plan import LifetimePlan, PlannedMove, plan_lifetimes
 from offload_strategy.plan_runtime.profile import PathRates, Profile
-from offload_strategy.plan_runtime.replay import StepReplay, replay
+from offload_strategy.plan_runtime.replay import replay
+from offload_strategy.plan_runtime.replay_lanes import StepReplay
 from offload_strategy.units import format_size
 
 #: Of the file; another one is refused.

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 
 from offload_strategy.plan_runtime.lifetime_plan import LifetimePlan, plan_lifetimes
 from offload_strategy.plan_runtime.profile import Block, Profile, TensorLife
-from offload_strategy.plan_runtime.replay import StepReplay, replay
+from offload_strategy.plan_runtime.replay import replay
+from offload_strategy.plan_runtime.replay_lanes import StepReplay
 
 #: Mixes that are replayed for each order of blocks, at most.
 _MIXES = 8

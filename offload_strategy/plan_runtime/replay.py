@@ -12,45 +12,14 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
 from offload_strategy.plan_runtime.lifetime_plan import HOST, HostRoom, LifetimePlan, PlannedMove
 from offload_strategy.plan_runtime.profile import PathRates, Profile
-from offload_strategy.plan_runtime.replay_lanes import Job, Lane, Span
+from offload_strategy.plan_runtime.replay_lanes import Job, Lane, LaneUse, Span, StepReplay
 from offload_strategy.plan_runtime.replay_optimizer import Updates
-
-
-@dataclass(frozen=True, slots=True)
-class LaneUse:
-    """What a lane did in a step: bytes, and the share of the time for which it was busy."""
-
-    nbytes: int
-    busy_share: float
-
-
-@dataclass(frozen=True, slots=True)
-class StepReplay:
-    """A step as it will be.
-
-    Args:
-        step_seconds: from its begin to the begin of the next.
-        computing_seconds: in which training computed.
-        stalls: seconds that it waited for: "reads", "memory" and "updates".
-        peak_bytes: in memory at most.
-        lanes: each direction of each path by name, and "update".
-        memory: (seconds, bytes), from moment to moment.
-        spans: what each lane did.
-    """
-
-    step_seconds: float
-    computing_seconds: float
-    stalls: Mapping[str, float]
-    peak_bytes: int
-    lanes: Mapping[str, LaneUse]
-    memory: Sequence[tuple[float, int]]
-    spans: Sequence[Span]
 
 
 class _Kind(IntEnum):
@@ -64,6 +33,10 @@ class _Kind(IntEnum):
     BACKWARD = 5
     UPDATE = 6
     END = 7
+
+
+#: What training can wait for.
+_CAUSES = ("reads", "memory", "updates")
 
 
 class _Where(Enum):
@@ -91,9 +64,7 @@ class _Totals:
 
     began: float = 0.0
     computing: float = 0.0
-    stalls: dict[str, float] = field(
-        default_factory=lambda: {"reads": 0.0, "memory": 0.0, "updates": 0.0}
-    )
+    stalls: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_CAUSES, 0.0))
     peak: int = 0
     memory: list[tuple[float, int]] = field(default_factory=list)
     moved: dict[str, int] = field(default_factory=dict)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from offload_strategy.plan_runtime.profile import PathRates
@@ -96,3 +96,34 @@ class Lane:
         """What a job takes."""
         rate = self.rates.write if job.write else self.rates.read
         return self.rates.latency + job.nbytes / rate
+
+
+@dataclass(frozen=True, slots=True)
+class LaneUse:
+    """What a lane did in a step: bytes, and the share of the time for which it was busy."""
+
+    nbytes: int
+    busy_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepReplay:
+    """A step as it will be.
+
+    Args:
+        step_seconds: from its begin to the begin of the next.
+        computing_seconds: in which training computed.
+        stalls: seconds that it waited for: "reads", "memory" and "updates".
+        peak_bytes: in memory at most.
+        lanes: each direction of each path by name, and "update".
+        memory: (seconds, bytes), from moment to moment.
+        spans: what each lane did.
+    """
+
+    step_seconds: float
+    computing_seconds: float
+    stalls: Mapping[str, float]
+    peak_bytes: int
+    lanes: Mapping[str, LaneUse]
+    memory: Sequence[tuple[float, int]]
+    spans: Sequence[Span]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from offload_strategy.errors import ConfigError
-from offload_strategy.plan_runtime.replay import StepReplay
+from offload_strategy.plan_runtime.replay_lanes import StepReplay
 from offload_strategy.units import MiB
 
 

@@ -22,9 +22,9 @@ from offload_strategy.planner.model_presets import preset
 from offload_strategy.planner.saved_tensor_bytes import Workload, activation_bytes
 from offload_strategy.planner.step_estimate import Machine, Swap, best_swap, swaps
 from offload_strategy.planner.step_time import Rates
-from offload_strategy.planner.subgroups import split_subgroups
 from offload_strategy.planner.transformer_shape import TransformerShape
 from offload_strategy.units import GiB
+from tests.planner.zero_subgroups import split_subgroups
 
 #: SSDTrain, section IV-A: sequence 1024, two devices in tensor parallelism, heads of 128, float16.
 BERT_WORK = Workload(batch=16, sequence=1024, tensor_parallel=2)

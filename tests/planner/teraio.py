@@ -20,9 +20,9 @@ from offload_strategy.plan_runtime.replay import replay
 from offload_strategy.planner.hardware import device
 from offload_strategy.planner.model_presets import preset
 from offload_strategy.planner.saved_tensor_bytes import Workload
-from offload_strategy.planner.shape_profile import StageStep, step_profile
 from offload_strategy.units import GiB
 from tests.planner.paper_tables import markdown_table
+from tests.planner.shape_profile import StageStep, step_profile
 
 #: GB/s in each direction.
 BANDWIDTHS = (4, 8, 12, 16, 24, 32, 48, 64, 96)

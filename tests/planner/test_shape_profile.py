@@ -13,8 +13,8 @@ from offload_strategy.plan_runtime.profile import PathRates, Profile, peak_of
 from offload_strategy.plan_runtime.replay import replay
 from offload_strategy.planner.model_presets import preset
 from offload_strategy.planner.saved_tensor_bytes import Workload, activation_bytes
-from offload_strategy.planner.shape_profile import StageStep, active_bytes, step_profile
 from offload_strategy.planner.transformer_shape import TransformerShape
+from tests.planner.shape_profile import StageStep, active_bytes, step_profile
 
 # One token in the vocabulary: embedding and head are next to nothing.
 SHAPE = TransformerShape("llama", 4, 1024, 8, 1, feed_forward=4096, gated=True, tied=False)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_strategy.errors import ConfigError
-from offload_strategy.planner.subgroups import split_subgroups
+from tests.planner.zero_subgroups import split_subgroups
 
 
 def test_two_to_one_is_what_three_subgroups_give():

@@ -10,7 +10,7 @@ import pytest
 
 from offload_strategy.planner.model_presets import preset
 from offload_strategy.planner.saved_tensor_bytes import Workload, activation_bytes
-from offload_strategy.planner.shape_profile import active_bytes
+from tests.planner.shape_profile import active_bytes
 from tests.planner.teraio import (
     AS_STATED,
     GPU,

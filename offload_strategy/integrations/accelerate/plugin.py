@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from offload_strategy.autoload import is_disabled
 from offload_strategy.config import ConfigSource, OffloadConfig
-from offload_strategy.environment import is_disabled
 from offload_strategy.errors import ConfigError
 from offload_strategy.integrations.accelerate import deepspeed_session, transformers_trainer
 from offload_strategy.integrations.accelerate.launch import ACTIVE_VARIABLE

@@ -1,0 +1,74 @@
+"""The structure of the package: no circular imports, small files, unique names, a true map."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import grimp
+import pytest
+
+from tests.module_map import MAP, PACKAGE, ROOT, source_files, written
+
+pytestmark = pytest.mark.skipif(not (PACKAGE / "engine").is_dir(), reason="needs the source tree")
+
+_MOST_LINES = 450
+
+
+def circles() -> list[list[str]]:
+    """The sets of modules that import each other, imports for type checking included."""
+    graph = grimp.build_graph("offload_strategy", cache_dir=None)
+    reached: dict[str, set[str]] = {
+        module: graph.find_upstream_modules(module) for module in graph.modules
+    }
+    found = []
+    for module, upstream in reached.items():
+        circle = sorted({module, *(other for other in upstream if module in reached[other])})
+        if len(circle) > 1 and circle not in found:
+            found.append(circle)
+    return found
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert circles() == []
+
+
+def test_no_file_is_longer_than_a_reader_can_hold() -> None:
+    lengths = {str(file): len(file.read_text().splitlines()) for file in source_files()}
+    assert {file: n for file, n in lengths.items() if n > _MOST_LINES} == {}
+
+
+def test_no_two_files_have_the_same_name() -> None:
+    names = Counter(file.name for file in source_files() if not file.name.startswith("__"))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_only_the_store_tells_kinds_of_tiers_apart() -> None:
+    probe = re.compile(r"isinstance\([^()]*\b(HostTier|PathTier)\b")
+    outside = [
+        str(file.relative_to(ROOT))
+        for file in source_files()
+        if "store" not in file.relative_to(PACKAGE).parts and probe.search(file.read_text())
+    ]
+    assert outside == []
+
+
+def test_the_module_map_matches_the_tree() -> None:
+    assert MAP.read_text(encoding="utf-8") == written(), "run `make module-map`"
+
+
+def test_the_contributors_table_names_files_that_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = text.partition("## To change X, open Y")[2].partition("\n## ")[0]
+    places = re.findall(r"`([\w/]+\.(?:py|md|yaml|toml))`", table)
+    assert len(table.strip().splitlines()) - 2 >= 20
+    missing = [
+        place for place in places if not (PACKAGE / place).exists() and not (ROOT / place).exists()
+    ]
+    assert missing == []
+
+
+def test_the_glossary_is_short() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    glossary = text.partition("## Glossary")[2].partition("\n## ")[0]
+    assert 1 <= len(re.findall(r"^- \*\*", glossary, re.M)) <= 15
