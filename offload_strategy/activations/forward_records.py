@@ -9,11 +9,38 @@ from typing import Protocol
 
 import torch
 
-from offload_strategy.activations.prefetch import WORTH_SECONDS, Prefetcher
 from offload_strategy.activations.saved_views import ByteRange
 from offload_strategy.activations.use_order import Plan, Storage, Trace
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, TicketState
+
+#: A shorter wait for a load counts as none.
+WORTH_SECONDS = 0.001
+
+
+class LoadScheduler(Protocol):
+    """What a record tells the prefetcher, and asks of it."""
+
+    def begins(self, record: ForwardRecord) -> None:
+        """Backward reaches a record."""
+
+    def ended(self, record: ForwardRecord) -> None:
+        """Backward has used every item of a record."""
+
+    def uses(self, record: ForwardRecord, slot: Slot) -> None:
+        """An item is used for the first time."""
+
+    def missed(self) -> None:
+        """An item was requested before its load began."""
+
+    def waited(self, seconds: float) -> None:
+        """Training waited for a load."""
+
+    def loaded(self, ticket: Ticket) -> None:
+        """A load has ended."""
+
+    def fetch_ahead(self, record: ForwardRecord, slot: Slot) -> None:
+        """Start the loads that must begin before the next item is used."""
 
 
 class View(Protocol):
@@ -110,7 +137,7 @@ class ForwardRecord:
         prefetcher: decides what to fetch ahead.
     """
 
-    def __init__(self, serial: int, store: TensorStore, prefetcher: Prefetcher) -> None:
+    def __init__(self, serial: int, store: TensorStore, prefetcher: LoadScheduler) -> None:
         self.serial = serial
         self.trace = Trace()
         #: Bytes of items that stayed and that backward has used.

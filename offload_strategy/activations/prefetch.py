@@ -13,13 +13,13 @@ from bisect import bisect_right
 from typing import TYPE_CHECKING
 
 from offload_strategy.activations.batcher import batch_bytes
+from offload_strategy.activations.forward_records import WORTH_SECONDS, ForwardRecord, Slot
 from offload_strategy.activations.use_order import OrderBook, Plan, Trace
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, TicketState
 from offload_strategy.units import MiB
 
 if TYPE_CHECKING:
-    from offload_strategy.activations.forward_records import ForwardRecord, Slot
     from offload_strategy.activations.offload_budget import Budget
 
 #: Bytes loaded ahead at most when `activations.prefetch` is auto, unless backward has freed more.
@@ -27,8 +27,6 @@ AUTO_BYTES = 32 * MiB
 #: What a load takes, whatever its size: a thread must be woken while all cores compute.
 _LATENCY_SECONDS = 0.003
 _LEAST_MARGIN, _FIRST_MARGIN, _MOST_MARGIN = 1.5, 2.0, 16.0
-#: A wait shorter than this does not make the margin grow.
-WORTH_SECONDS = 0.001
 #: Forward passes whose backward may have ended without using all of their items.
 _MOST_OPEN = 64
 
