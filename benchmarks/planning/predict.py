@@ -79,7 +79,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was foretold, and what happened."""
+    """What was predicted, and what happened."""
 
     case: str
     predicted: float
@@ -130,7 +130,7 @@ def predict(directory: Path, steps: int, quick: bool) -> tuple[str, list[Result]
                 file = Path(folder) / "profile.json"
                 subject.ask({"file": str(file)})
                 profile = Profile.load(file)
-                found, limit = foretell(profile, case.rate, limited=case.limited)
+                found, limit = predict(profile, case.rate, limited=case.limited)
                 limits.limit(disk, read=int(case.rate), write=int(case.rate))
                 answer = subject.ask({"device_memory": limit})
             outcomes.append(
@@ -145,11 +145,11 @@ def predict(directory: Path, steps: int, quick: bool) -> tuple[str, list[Result]
                 )
             )
             last = outcomes[-1]
-            say(f"{last.predicted:.2f} s foretold, {last.measured:.2f} s: {last.error:+.1%}")
+            say(f"{last.predicted:.2f} s predicted, {last.measured:.2f} s: {last.error:+.1%}")
     return _table(outcomes), _claims(outcomes), [asdict(outcome) for outcome in outcomes]
 
 
-def foretell(profile: Profile, rate: float, *, limited: bool) -> tuple[StepReplay, int | str]:
+def predict(profile: Profile, rate: float, *, limited: bool) -> tuple[StepReplay, int | str]:
     """The step on a path of that rate, and the limit of memory to train with."""
     profile = replace(profile, paths=(PathRates("path", read=rate, write=rate),))
     if not limited:
@@ -174,8 +174,8 @@ def _claims(outcomes: Sequence[Outcome]) -> list[Result]:
 
 def _table(outcomes: Sequence[Outcome]) -> str:
     lines = [
-        "| configuration | computing, s | foretold, s | measured, s | | waits foretold, s "
-        "| peak foretold, MiB | measured, MiB | |",
+        "| configuration | computing, s | predicted, s | measured, s | | waits predicted, s "
+        "| peak predicted, MiB | measured, MiB | |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for one in outcomes:

@@ -387,8 +387,8 @@ def _judge(machine: Machine, rows: Sequence[Trained], said: dict[str, Any]) -> t
     ours = next(row for row in rows if row.contender.name == _SEARCH)
     best = max((row for row in rows if row.contender.name in presets()), key=lambda row: row.rate)
     ratio = _ratio(ours, best)
-    foretold = said["candidates"][0]["tokens_per_second"] if said["candidates"] else 0.0
-    title = f"{machine}: the search foretold {foretold:.0f} tokens/s"
+    predicted = said["candidates"][0]["tokens_per_second"] if said["candidates"] else 0.0
+    title = f"{machine}: the search predicted {predicted:.0f} tokens/s"
     name = f"{best.contender.name}, batch {best.contender.batch}" if best.rate else "all killed"
     result = Result(
         f"{machine.name}: tokens/s of the search beside the best preset ({name})",

@@ -63,9 +63,9 @@ class MemoryBeside:
         #: By event: bytes until the next one.
         self._levels: dict[int, int] = {}
         self._event = BEGIN
-        # Of the present pass: items since the last event, the peak as it is foretold and was seen.
+        # Of the present pass: items since the last event, the peak as it is predicted and was seen.
         self._items = 0
-        self._foretold = self._seen = 0
+        self._predicted_bytes = self._seen = 0
         self._complete = True
         self._corrections: deque[int] = deque(maxlen=_PASSES)
         # In use when a pass begins: as it was for these figures, and for the present one.
@@ -113,7 +113,7 @@ class MemoryBeside:
         elif not self._complete:
             self._close = 1  # a pass of another kind
         else:
-            self._corrections.append(peak - self._foretold)
+            self._corrections.append(peak - self._predicted_bytes)
             far = abs(max(self._corrections)) > _CLOSE_SHARE * peak
             if far and self._since_close >= _CLOSE_EVERY:
                 self._close = 1
@@ -130,7 +130,7 @@ class MemoryBeside:
                 self._levels.clear()
         self._used = self._meter.used_bytes() - items
         self._shift = 0 if self._base is None else self._used - self._base
-        self._foretold = self._seen = 0
+        self._predicted_bytes = self._seen = 0
         self._complete = True
         self._event = BEGIN
         self.go_on(items)
@@ -159,4 +159,4 @@ class MemoryBeside:
             self._levels[self._event] = max(0, peak - items)
         level = self._levels.get(self._event)
         self._complete &= level is not None
-        self._foretold = max(self._foretold, (level or 0) + items)
+        self._predicted_bytes = max(self._predicted_bytes, (level or 0) + items)

@@ -1,4 +1,4 @@
-"""`ssd-offload report`: what was foretold of a run beside what happened, and what paths carried."""
+"""`ssd-offload report`: what was predicted of a run beside what happened, and what paths carried."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offload_strategy.io.bandwidth.history import (
     cache_directory,
     load_all_rates,
 )
-from offload_strategy.plan_runtime.predicted_and_measured import FollowUp
+from offload_strategy.plan_runtime.predicted_and_measured import PredictionComparison
 from offload_strategy.units import format_size
 
 
@@ -22,9 +22,9 @@ def add_parser(commands: Any) -> None:
     """Add the command to the subparsers of `ssd-offload`."""
     parser = commands.add_parser(
         "report",
-        help="print what was foretold of a run beside what happened, and what paths carried",
-        description="Print what was foretold of a step beside what happened, part by part, from a "
-        "file that OffloadEngine.follow_up().save wrote. Without a file: what paths carried in "
+        help="print what was predicted of a run beside what happened, and what paths carried",
+        description="Print what was predicted of a step beside what happened, part by part, from a "
+        "file that OffloadEngine.compare_prediction().save wrote. Without a file: what paths carried in "
         "the runs so far, from which the next run starts.",
     )
     parser.add_argument("file", type=Path, nargs="?", metavar="FILE", help="of a run")
@@ -34,7 +34,7 @@ def add_parser(commands: Any) -> None:
 
 def _run(options: argparse.Namespace) -> None:
     if options.file is not None:
-        found = FollowUp.load(options.file)
+        found = PredictionComparison.load(options.file)
         print(json.dumps(found.as_dict(), indent=2) if options.json else found)
         return
     kept = load_all_rates()

@@ -17,11 +17,11 @@ from offload_strategy.engine.memory_prediction import predict_memory
 from offload_strategy.engine.metrics import Metrics
 from offload_strategy.engine.model_weights import ModelWeights
 from offload_strategy.engine.resources import Resources
-from offload_strategy.engine.step_log import StepLog, follow_step
+from offload_strategy.engine.step_log import StepLog, compare_step
 from offload_strategy.engine.step_profiler import profile_step
 from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime.host_memory_prediction import MemoryForecast
-from offload_strategy.plan_runtime.predicted_and_measured import FollowUp
+from offload_strategy.plan_runtime.predicted_and_measured import PredictionComparison
 from offload_strategy.plan_runtime.profile import Profile
 from offload_strategy.plan_runtime.weight_schedule import StepPlan
 from offload_strategy.telemetry import Recorder, write_trace
@@ -85,10 +85,10 @@ class EngineReports(ABC):
             )
         return found
 
-    def follow_up(self) -> FollowUp:
-        """A step as it was foretold beside the step as it was, part by part; print it.
+    def compare_prediction(self) -> PredictionComparison:
+        """A step as it was predicted beside the step as it was, part by part; print it.
 
-        Foretold is what a replay says of the last step's profile, on paths as they were known when
+        Predicted is what a replay says of the last step's profile, on paths as they were known when
         the engine was made (from earlier runs, or a probe). Observed is the middle one of the last
         five steps. Its `save` writes a file for ``ssd-offload report``.
 
@@ -98,10 +98,10 @@ class EngineReports(ABC):
         profile, found = self.profile(), None
         if self._activations is not None:
             optimizers = list(self._optimizers)
-            found = follow_step(profile, self._activations, optimizers, self._resources, self._log)
+            found = compare_step(profile, self._activations, optimizers, self._resources, self._log)
         if found is None:
             raise ConfigError(
-                "follow_up: too few steps were seen. Train four at least, and more for figures "
+                "compare_prediction: too few steps were seen. Train four at least, and more for figures "
                 "that mean something."
             )
         return found

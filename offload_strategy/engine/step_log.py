@@ -1,4 +1,4 @@
-"""What was foretold of a step beside what happened: the figures of an engine's run, gathered."""
+"""What was predicted of a step beside what happened: the figures of an engine's run, gathered."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from offload_strategy.io.bandwidth.measured_paths import RateComparison
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from offload_strategy.plan_runtime.predicted_and_measured import (
-    FollowUp,
-    PathFollowUp,
+    PathComparison,
+    PredictionComparison,
     StepFigures,
-    follow_up,
-    foretell,
+    compare_prediction,
+    predict_figures,
 )
 from offload_strategy.plan_runtime.profile import PathRates, Profile
 from offload_strategy.store.ticket import Tier
@@ -141,14 +141,14 @@ class StepLog:
         )
 
 
-def follow_step(
+def compare_step(
     profile: Profile,
     activations: ActivationOffload,
     optimizers: Sequence[OffloadedOptimizer],
     resources: Resources,
     log: StepLog,
-) -> FollowUp | None:
-    """See `OffloadEngine.follow_up`.
+) -> PredictionComparison | None:
+    """See `OffloadEngine.compare_prediction`.
 
     Args:
         profile: of the last step.
@@ -184,19 +184,19 @@ def follow_step(
     if plan is None:
         # In the order of saving, as a budget has it; what is saved last stays in host memory.
         left = int(figures["step_left_bytes"]) - host_room
-        predicted = foretell(profile, leaving=_first(profile, left), passes=passes)
+        predicted = predict_figures(profile, leaving=_first(profile, left), passes=passes)
     else:
-        predicted = foretell(profile, limit=plan.limit, passes=passes)
+        predicted = predict_figures(profile, limit=plan.limit, passes=passes)
         observed = replace(observed, peak_bytes=int(figures["plan_peak_bytes"]))
     remarks = []
     if not known:
         remarks.append(
-            "Of some path nothing was known before this run: the step is foretold with what the "
+            "Of some path nothing was known before this run: the step is predicted with what the "
             "run itself has seen of it."
         )
     if observed.other_wait_seconds:
-        remarks.append("Weights are streamed, of which nothing is foretold here.")
-    return follow_up(
+        remarks.append("Weights are streamed, of which nothing is predicted here.")
+    return compare_prediction(
         profile,
         predicted,
         observed,
@@ -266,20 +266,20 @@ def _host_tiers(tiers: Sequence[Tier]) -> list[Tier]:
     return found
 
 
-def _path(comparison: RateComparison) -> PathFollowUp:
+def _path(comparison: RateComparison) -> PathComparison:
     before, observed = comparison.expected, comparison.observed
     if before is None:
         origin = "nothing was known of it"
     elif before.source == "probe":
-        origin = "foretold by the probe at the start"
+        origin = "predicted by the probe at the start"
     else:
-        origin = f"foretold by {before.runs} earlier run{'s' if before.runs > 1 else ''}"
+        origin = f"predicted by {before.runs} earlier run{'s' if before.runs > 1 else ''}"
     over = (
         "was too rarely busy to tell"
         if observed is None
         else f"seen over {format_size(observed.nbytes)}"
     )
-    return PathFollowUp(
+    return PathComparison(
         f"{comparison.path} {comparison.direction}",
         None if before is None else before.rate,
         None if observed is None else observed.rate,

@@ -1,4 +1,4 @@
-"""After a run: what was foretold of a step beside what happened, part by part.
+"""After a run: what was predicted of a step beside what happened, part by part.
 
 [Note: parts of a step]
 Training computes the model, updates the optimizer where that runs on the same thread, and waits:
@@ -32,7 +32,7 @@ Unit = Literal["s", "B", "B/s"]
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """One step, foretold or observed; see [Note: parts of a step].
+    """One step, predicted or observed; see [Note: parts of a step].
 
     Args:
         step_seconds: of it.
@@ -110,7 +110,7 @@ class StepFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class PathFollowUp:
+class PathComparison:
     """One direction of a path.
 
     Args:
@@ -127,12 +127,12 @@ class PathFollowUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ComparedFigure:
     """A row.
 
     Args:
         part: what it is about.
-        predicted: before the run; None if nothing was foretold.
+        predicted: before the run; None if nothing was predicted.
         observed: None if it was not seen.
         unit: of both: seconds, bytes, or bytes per second.
         remark: for people.
@@ -162,8 +162,8 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class FollowUp:
-    """What was foretold beside what happened; prints itself as a table in Markdown.
+class PredictionComparison:
+    """What was predicted beside what happened; prints itself as a table in Markdown.
 
     Args:
         parts: of a step, and of the paths.
@@ -171,11 +171,11 @@ class FollowUp:
         about: steps that were looked at, and others, for people.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[ComparedFigure, ...]
     remarks: tuple[str, ...] = ()
     about: Mapping[str, Any] = field(default_factory=dict)
 
-    def part(self, name: str) -> Part:
+    def part(self, name: str) -> ComparedFigure:
         """The row of a name.
 
         Raises:
@@ -211,16 +211,16 @@ class FollowUp:
                 raise ValueError(f"it is not of format {FORMAT}")
             rows = [{k: v for k, v in row.items() if k != "ratio"} for row in found["parts"]]
             remarks = tuple(str(remark) for remark in found["remarks"])
-            return cls(tuple(Part(**row) for row in rows), remarks, dict(found["about"]))
+            return cls(tuple(ComparedFigure(**row) for row in rows), remarks, dict(found["about"]))
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(
-                f"{file} cannot be read as a follow-up: {error}. Write one with "
-                "engine.follow_up().save(Path(...))."
+                f"{file} cannot be read as a comparison with a prediction: {error}. Write one with "
+                "engine.compare_prediction().save(Path(...))."
             ) from error
 
     def __str__(self) -> str:
         """A table in Markdown."""
-        rows = ["| part | foretold | observed | ratio | |", "|---|---|---|---|---|"]
+        rows = ["| part | predicted | observed | ratio | |", "|---|---|---|---|---|"]
         for part in self.parts:
             ratio = "" if part.ratio is None else f"{part.ratio:.2f}"
             rows.append(
@@ -232,7 +232,7 @@ class FollowUp:
         return "\n".join(rows)
 
 
-def foretell(
+def predict_figures(
     profile: Profile,
     *,
     leaving: Iterable[int] = (),
@@ -266,16 +266,16 @@ def foretell(
     return whole
 
 
-def follow_up(
+def compare_prediction(
     profile: Profile,
     predicted: StepFigures,
     observed: StepFigures,
-    paths: Iterable[PathFollowUp] = (),
+    paths: Iterable[PathComparison] = (),
     *,
     remarks: Iterable[str] = (),
     about: Mapping[str, Any] | None = None,
-) -> FollowUp:
-    """Put what was foretold beside what happened.
+) -> PredictionComparison:
+    """Put what was predicted beside what happened.
 
     Args:
         profile: of the step.
@@ -294,20 +294,24 @@ def follow_up(
         "waiting for updates": "update_wait_seconds",
     }
     parts = [
-        Part(name, getattr(predicted, figure), getattr(observed, figure), "s")
+        ComparedFigure(name, getattr(predicted, figure), getattr(observed, figure), "s")
         for name, figure in seconds.items()
     ]
     if observed.other_wait_seconds:
-        parts.append(Part("waiting for weights", None, observed.other_wait_seconds, "s"))
+        parts.append(ComparedFigure("waiting for weights", None, observed.other_wait_seconds, "s"))
     parts += [
-        Part("read in a step", predicted.read_bytes, observed.read_bytes, "B"),
-        Part("written in a step", predicted.written_bytes, observed.written_bytes, "B"),
+        ComparedFigure("read in a step", predicted.read_bytes, observed.read_bytes, "B"),
+        ComparedFigure("written in a step", predicted.written_bytes, observed.written_bytes, "B"),
     ]
     if observed.peak_bytes is not None:
-        parts.append(Part("peak of memory", predicted.peak_bytes, observed.peak_bytes, "B"))
-    parts += [Part(one.name, one.predicted, one.observed, "B/s", one.remark) for one in paths]
+        parts.append(
+            ComparedFigure("peak of memory", predicted.peak_bytes, observed.peak_bytes, "B")
+        )
+    parts += [
+        ComparedFigure(one.name, one.predicted, one.observed, "B/s", one.remark) for one in paths
+    ]
     known = {"saved_bytes": profile.tensors_bytes, "updates": len(profile.updates)}
-    return FollowUp(tuple(parts), tuple(remarks), known | dict(about or {}))
+    return PredictionComparison(tuple(parts), tuple(remarks), known | dict(about or {}))
 
 
 def _all_of(profile: Profile, leaving: Iterable[int]) -> LifetimePlan:

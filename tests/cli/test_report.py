@@ -14,7 +14,10 @@ from offload_strategy.io.bandwidth.history import (
     PathIdentity,
     save_rates,
 )
-from offload_strategy.plan_runtime.predicted_and_measured import FollowUp, Part
+from offload_strategy.plan_runtime.predicted_and_measured import (
+    ComparedFigure,
+    PredictionComparison,
+)
 from offload_strategy.telemetry import Direction
 
 
@@ -26,7 +29,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def file(tmp_path: Path) -> str:
-    made = FollowUp((Part("step", 1.5, 3.0, "s", "slow"),), ("A remark.",))
+    made = PredictionComparison((ComparedFigure("step", 1.5, 3.0, "s", "slow"),), ("A remark.",))
     made.save(tmp_path / "run.json")
     return str(tmp_path / "run.json")
 
@@ -42,7 +45,9 @@ def test_a_file_that_is_something_else_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", str(tmp_path / "nowhere.json")]) == 2
-    assert "nowhere.json cannot be read as a follow-up" in capsys.readouterr().err
+    assert (
+        "nowhere.json cannot be read as a comparison with a prediction" in capsys.readouterr().err
+    )
 
 
 def test_without_a_file_it_prints_what_is_known_of_paths(

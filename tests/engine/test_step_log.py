@@ -19,7 +19,7 @@ import offload_strategy.engine.resources
 from offload_strategy import ConfigError, OffloadEngine, OffloadError
 from offload_strategy.io.bandwidth.history import CACHE_VARIABLE, load_all_rates
 from offload_strategy.io.bandwidth.measured_paths import MeasuredPaths
-from offload_strategy.plan_runtime.predicted_and_measured import FollowUp
+from offload_strategy.plan_runtime.predicted_and_measured import PredictionComparison
 from offload_strategy.telemetry import Direction
 from offload_strategy.units import KiB, MiB
 from tests.paced import PacedBackend
@@ -73,7 +73,7 @@ def train(
     return net
 
 
-def seconds(found: FollowUp, name: str, which: str = "observed") -> float:
+def seconds(found: PredictionComparison, name: str, which: str = "observed") -> float:
     value = getattr(found.part(name), which)
     assert value is not None
     return float(value)
@@ -84,7 +84,7 @@ def seconds(found: FollowUp, name: str, which: str = "observed") -> float:
 def test_parts_of_a_step_add_up_to_it(disk: Path, overlap: str) -> None:
     with engine_on(disk, optimizer={"overlap": overlap}) as engine:
         train(engine)
-        found = engine.follow_up()
+        found = engine.compare_prediction()
     for which in ("predicted", "observed"):
         parts = sum(seconds(found, name, which) for name in PARTS)
         assert parts == pytest.approx(seconds(found, "step", which), rel=1e-3)
@@ -103,10 +103,10 @@ def test_all_that_moves_in_a_step_is_foretold(disk: Path) -> None:
         for _ in range(8):
             loss = net(torch.randn(512, 64)).square().sum()
             engine._resources.store.wait_for_writes()  # so that all of it is read again
-            # That wait is foretold as none: in the time that is left all of it must be out, too.
+            # That wait is predicted as none: in the time that is left all of it must be out, too.
             time.sleep(0.1)
             loss.backward()
-        found = engine.follow_up()
+        found = engine.compare_prediction()
         saved = engine.metrics()["offload/activations/step_left_bytes"]
     assert seconds(found, "written in a step", "predicted") == saved
     # With a few bytes before each, up to the begin of a page.
@@ -118,7 +118,7 @@ def test_all_that_moves_in_a_step_is_foretold(disk: Path) -> None:
 def test_what_stays_is_not_foretold_to_leave(disk: Path) -> None:
     with engine_on(disk, activations={"budget": "0%"}, optimizer={"enabled": False}) as engine:
         train(engine)
-        found = engine.follow_up()
+        found = engine.compare_prediction()
     assert seconds(found, "written in a step", "predicted") == 0
     assert found.part("written in a step").ratio == 1.0
     assert found.part("read in a step").ratio == 1.0
@@ -128,7 +128,7 @@ def test_what_host_memory_takes_is_not_foretold_to_be_written(disk: Path) -> Non
     config = settings(disk, "64MiB")
     with OffloadEngine(config) as engine:
         train(engine)
-        found = engine.follow_up()
+        found = engine.compare_prediction()
     assert seconds(found, "written in a step", "predicted") == 0
     assert found.part("written in a step").ratio == 1.0
 
@@ -138,7 +138,7 @@ def test_a_limit_of_memory_tells_its_peak(disk: Path) -> None:
     del config["activations"]["budget"]
     with OffloadEngine(config) as engine:
         train(engine)
-        found = engine.follow_up()
+        found = engine.compare_prediction()
     peak = found.part("peak of memory")
     assert peak.unit == "B"
     assert peak.observed is not None
@@ -149,7 +149,7 @@ def test_a_limit_of_memory_tells_its_peak(disk: Path) -> None:
 def test_micro_batches_make_one_step(disk: Path) -> None:
     with engine_on(disk, optimizer={"overlap": "off"}) as engine:
         train(engine, passes=3)
-        found = engine.follow_up()
+        found = engine.compare_prediction()
     assert found.about["passes_in_a_step"] == 3
     for which in ("predicted", "observed"):
         parts = sum(seconds(found, name, which) for name in PARTS)
@@ -159,20 +159,20 @@ def test_micro_batches_make_one_step(disk: Path) -> None:
 def test_before_there_were_steps_it_says_so(disk: Path) -> None:
     with engine_on(disk) as engine:
         with pytest.raises(ConfigError, match="Train a step first"):
-            engine.follow_up()
+            engine.compare_prediction()
         net = train(engine, steps=1)
         with pytest.raises(ConfigError, match="too few steps were seen"):
-            engine.follow_up()
+            engine.compare_prediction()
         assert net is not None
     with pytest.raises(OffloadError, match="is closed"):
-        engine.follow_up()
+        engine.compare_prediction()
 
 
 def test_without_activations_it_says_so(disk: Path) -> None:
     with engine_on(disk, activations={"enabled": False}) as engine:
         train(engine)
         with pytest.raises(ConfigError, match=r"activations\.enabled: true"):
-            engine.follow_up()
+            engine.compare_prediction()
 
 
 def test_nothing_of_the_engine_stays_on_the_users_optimizer(disk: Path) -> None:
@@ -196,7 +196,7 @@ def test_what_a_slow_path_carries_is_seen_and_the_next_engine_begins_with_it(
     pace(monkeypatch, read=10e6, write=5e6)
     with engine_on(disk) as engine:
         train(engine)
-        first = engine.follow_up()
+        first = engine.compare_prediction()
         with caplog.at_level(logging.INFO):
             engine.close()
     write = first.part(f"{disk} write")
@@ -207,13 +207,13 @@ def test_what_a_slow_path_carries_is_seen_and_the_next_engine_begins_with_it(
 
     with engine_on(disk) as engine:
         train(engine)
-        second = engine.follow_up()
+        second = engine.compare_prediction()
         (queue,) = engine._resources.queues["nvme"]
         assert engine._resources.measured_paths.expected(queue, Direction.WRITE) is not None
     again = second.part(f"{disk} write")
     assert again.predicted == pytest.approx(write.observed, rel=0.2)
     assert again.ratio == pytest.approx(1.0, abs=0.3), "the path is as it was"
-    assert again.remark.startswith("foretold by 1 earlier run;")
+    assert again.remark.startswith("predicted by 1 earlier run;")
     ((_, figures),) = load_all_rates()
     assert figures[Direction.WRITE].runs == 2
 
@@ -221,7 +221,7 @@ def test_what_a_slow_path_carries_is_seen_and_the_next_engine_begins_with_it(
 def test_a_path_that_has_nothing_to_do_is_not_judged(disk: Path) -> None:
     with engine_on(disk, activations={"budget": "0%"}, optimizer={"enabled": False}) as engine:
         train(engine)
-        found = engine.follow_up()
+        found = engine.compare_prediction()
     assert found.part(f"{disk} write").observed is None
     assert "was too rarely busy to tell" in found.part(f"{disk} write").remark
     assert load_all_rates() == []
@@ -240,7 +240,7 @@ def test_a_probe_that_was_wrong_is_corrected_by_half(
             assert isinstance(backend, PacedBackend)
             backend.set_rates(read=5e6, write=5e6)
         train(engine, net=nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))))
-        found = engine.follow_up()
+        found = engine.compare_prediction()
         queues = engine._resources.queues["nvme"]
         shares = [
             engine._resources.measured_paths.expected(queue, Direction.WRITE) for queue in queues
@@ -248,7 +248,7 @@ def test_a_probe_that_was_wrong_is_corrected_by_half(
     assert shares == [pytest.approx(20e6, rel=0.3)] * 2
     for place in places:
         part = found.part(f"{place} write")
-        assert part.remark.startswith("foretold by the probe at the start;")
+        assert part.remark.startswith("predicted by the probe at the start;")
         assert part.ratio == pytest.approx(0.25, rel=0.4)
 
     def probe(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""What was foretold beside what happened, with numbers that are easy to reckon by hand."""
+"""What was predicted beside what happened, with numbers that are easy to reckon by hand."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 
 from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime.predicted_and_measured import (
-    FollowUp,
-    Part,
-    PathFollowUp,
+    ComparedFigure,
+    PathComparison,
+    PredictionComparison,
     StepFigures,
-    follow_up,
-    foretell,
+    compare_prediction,
+    predict_figures,
 )
 from offload_strategy.plan_runtime.profile import PathRates, Update
 from offload_strategy.plan_runtime.replay import replay
@@ -35,8 +35,8 @@ FIGURES = StepFigures(
 
 
 def test_what_happened_as_foretold_has_a_ratio_of_one() -> None:
-    paths = [PathFollowUp("/mnt/nvme0 read", 2e9, 2e9)]
-    found = follow_up(stack(4), FIGURES, FIGURES, paths)
+    paths = [PathComparison("/mnt/nvme0 read", 2e9, 2e9)]
+    found = compare_prediction(stack(4), FIGURES, FIGURES, paths)
     assert len(found.parts) == 10
     assert [part.ratio for part in found.parts] == [1.0] * len(found.parts)
 
@@ -45,21 +45,21 @@ def test_each_part_is_told_with_its_own_ratio() -> None:
     observed = replace(
         FIGURES, step_seconds=3.0, read_wait_seconds=1.5, room_wait_seconds=0.5, peak_bytes=None
     )
-    found = follow_up(
+    found = compare_prediction(
         stack(4),
         FIGURES,
         replace(observed, other_wait_seconds=0.1),
         [
-            PathFollowUp("/mnt/nvme0 read", 4e9, 3e9, "foretold by the probe"),
-            PathFollowUp("/mnt/nvme0 write", 2e9, None),
-            PathFollowUp("/mnt/nvme1 write", None, 1e9),
+            PathComparison("/mnt/nvme0 read", 4e9, 3e9, "predicted by the probe"),
+            PathComparison("/mnt/nvme0 write", 2e9, None),
+            PathComparison("/mnt/nvme1 write", None, 1e9),
         ],
     )
     ratios = {part.part: part.ratio for part in found.parts}
     assert ratios["step"] == pytest.approx(1.5)
     assert ratios["waiting for reads"] == pytest.approx(3.0)
     assert ratios["/mnt/nvme0 read"] == pytest.approx(0.75)
-    # Nothing was foretold of these, or nothing was seen: no ratio says so.
+    # Nothing was predicted of these, or nothing was seen: no ratio says so.
     assert ratios["waiting for room"] is None
     assert ratios["waiting for weights"] is None
     assert ratios["/mnt/nvme0 write"] is None
@@ -71,27 +71,27 @@ def test_each_part_is_told_with_its_own_ratio() -> None:
 
 
 def test_it_prints_a_table() -> None:
-    path = PathFollowUp("/mnt/nvme0 read", 4e9, 3e9, "foretold by the probe at the start")
-    text = str(follow_up(stack(4), FIGURES, FIGURES, [path], remarks=["A remark."]))
-    assert text.startswith("| part | foretold | observed | ratio | |\n|---|---|---|---|---|\n")
+    path = PathComparison("/mnt/nvme0 read", 4e9, 3e9, "predicted by the probe at the start")
+    text = str(compare_prediction(stack(4), FIGURES, FIGURES, [path], remarks=["A remark."]))
+    assert text.startswith("| part | predicted | observed | ratio | |\n|---|---|---|---|---|\n")
     assert "| step | 2.000 s | 2.000 s | 1.00 |  |" in text
     assert "| read in a step | 2.8 GiB | 2.8 GiB | 1.00 |  |" in text
-    assert "| /mnt/nvme0 read | 4 GB/s | 3 GB/s | 0.75 | foretold by the probe at the" in text
+    assert "| /mnt/nvme0 read | 4 GB/s | 3 GB/s | 0.75 | predicted by the probe at the" in text
     assert text.endswith("\n\n- A remark.")
 
 
 def test_it_is_the_same_after_it_was_saved(tmp_path: Path) -> None:
-    made = follow_up(
+    made = compare_prediction(
         stack(4),
         FIGURES,
         replace(FIGURES, peak_bytes=None),
-        [PathFollowUp("/mnt/nvme0 read", None, 3e9, "new")],
+        [PathComparison("/mnt/nvme0 read", None, 3e9, "new")],
         remarks=["A remark."],
         about={"passes_in_a_step": 2},
     )
-    file = tmp_path / "follow_up.json"
+    file = tmp_path / "comparison.json"
     made.save(file)
-    assert FollowUp.load(file) == made
+    assert PredictionComparison.load(file) == made
     assert json.loads(file.read_text())["parts"][0]["ratio"] == 1.0
 
 
@@ -120,18 +120,18 @@ def _file(*parts: object) -> str:
 def test_something_else_is_refused_with_a_word(tmp_path: Path, text: str) -> None:
     file = tmp_path / "other.json"
     file.write_text(text)
-    with pytest.raises(ConfigError, match="cannot be read as a follow-up"):
-        FollowUp.load(file)
+    with pytest.raises(ConfigError, match="cannot be read as a comparison with a prediction"):
+        PredictionComparison.load(file)
 
 
 def test_a_part_of_nothing_that_was_nothing_is_as_foretold() -> None:
-    assert Part("waiting for room", 0.0, 0.0, "s").ratio == 1.0
-    assert Part("waiting for room", 0.0, 0.1, "s").ratio is None
+    assert ComparedFigure("waiting for room", 0.0, 0.0, "s").ratio == 1.0
+    assert ComparedFigure("waiting for room", 0.0, 0.1, "s").ratio is None
 
 
-# ---------------------------------------------------------------------- what is foretold
+# ---------------------------------------------------------------------- what is predicted
 def test_without_moves_a_step_computes_and_nothing_else() -> None:
-    found = foretell(stack(5))
+    found = predict_figures(stack(5))
     assert found.step_seconds == pytest.approx(15.0)
     assert found.computing_seconds == pytest.approx(15.0)
     assert found.read_bytes == found.written_bytes == 0
@@ -140,7 +140,7 @@ def test_without_moves_a_step_computes_and_nothing_else() -> None:
 
 def test_what_leaves_moves_its_bytes_once_in_each_direction() -> None:
     profile = stack(5, path=1000.0)
-    found = foretell(profile, leaving=[0, 1, 2])
+    found = predict_figures(profile, leaving=[0, 1, 2])
     assert found.read_bytes == found.written_bytes == 300
     assert found.step_seconds == pytest.approx(15.0), "all of it is hidden"
     assert found.peak_bytes is not None
@@ -149,7 +149,7 @@ def test_what_leaves_moves_its_bytes_once_in_each_direction() -> None:
 
 def test_a_path_that_is_too_slow_is_waited_for() -> None:
     profile = stack(10, path=30.0)
-    parts = foretell(profile, leaving=range(10))
+    parts = predict_figures(profile, leaving=range(10))
     assert parts.read_wait_seconds > 0
     waits = parts.read_wait_seconds + parts.room_wait_seconds + parts.update_wait_seconds
     assert parts.step_seconds == pytest.approx(
@@ -157,11 +157,11 @@ def test_a_path_that_is_too_slow_is_waited_for() -> None:
     )
     # A faster path is waited for less.
     faster = replace(profile, paths=(PathRates("disk", 500.0, 500.0),))
-    assert foretell(faster, leaving=range(10)).step_seconds < parts.step_seconds
+    assert predict_figures(faster, leaving=range(10)).step_seconds < parts.step_seconds
 
 
 def test_a_limit_of_memory_has_a_plan_of_its_own() -> None:
-    found = foretell(stack(20, path=120.0), limit=800)
+    found = predict_figures(stack(20, path=120.0), limit=800)
     assert found.peak_bytes is not None
     assert found.peak_bytes <= 800
     assert found.written_bytes == found.read_bytes > 0
@@ -170,7 +170,7 @@ def test_a_limit_of_memory_has_a_plan_of_its_own() -> None:
 def test_updates_that_share_the_cores_are_told_apart_from_waiting_for_them() -> None:
     update = Update(ready_at=9.0, seconds=2.0, read_bytes=100, written_bytes=100)
     profile = stack(3, updates=(update, update), shared_cores=True)
-    found = foretell(profile)
+    found = predict_figures(profile)
     assert found.update_seconds == pytest.approx(4.0)
     assert found.step_seconds == pytest.approx(replay(profile).step_seconds)
     assert found.step_seconds == pytest.approx(
@@ -182,7 +182,10 @@ def test_updates_that_share_the_cores_are_told_apart_from_waiting_for_them() -> 
 def test_passes_of_a_step_add_up_and_updates_come_with_the_last() -> None:
     update = Update(ready_at=9.0, seconds=2.0, read_bytes=100, written_bytes=100)
     profile = stack(3, path=1000.0, updates=(update,), shared_cores=True)
-    one, three = foretell(profile, leaving=[0]), foretell(profile, leaving=[0], passes=3)
+    one, three = (
+        predict_figures(profile, leaving=[0]),
+        predict_figures(profile, leaving=[0], passes=3),
+    )
     assert three.computing_seconds == pytest.approx(3 * one.computing_seconds)
     assert three.update_seconds == pytest.approx(one.update_seconds)
     assert three.written_bytes == 2 * 100 + one.written_bytes
@@ -190,7 +193,7 @@ def test_passes_of_a_step_add_up_and_updates_come_with_the_last() -> None:
 
 
 def test_where_there_is_no_path_nothing_leaves() -> None:
-    found = foretell(stack(5, paths=()), leaving=range(5))
+    found = predict_figures(stack(5, paths=()), leaving=range(5))
     assert found.step_seconds == pytest.approx(15.0)
     assert found.written_bytes == 0
 
@@ -198,5 +201,5 @@ def test_where_there_is_no_path_nothing_leaves() -> None:
 def test_what_is_used_once_has_no_time_to_leave() -> None:
     profile = stack(2)
     once = replace(profile.tensors[0], uses=(1.0,))
-    found = foretell(replace(profile, tensors=(once, profile.tensors[1])), leaving=[0, 1])
+    found = predict_figures(replace(profile, tensors=(once, profile.tensors[1])), leaving=[0, 1])
     assert found.written_bytes == 100

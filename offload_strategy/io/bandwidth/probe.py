@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import queue
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -34,6 +35,8 @@ _FIRST_BYTES = 256 * KiB
 _MIN_MOVES = 8
 #: A move that takes longer than this counts as lost.
 STALLED_SECONDS = 60.0
+#: After Ctrl-C transfers in flight are waited for no longer than this.
+_INTERRUPTED_SECONDS = 5.0
 
 #: Seconds; tests replace it.
 _clock: Callable[[], float] = time.perf_counter
@@ -224,7 +227,8 @@ class _Measurement:
 
     def finish(self) -> None:
         """Cancel what is queued, wait for what is in flight, and free the extent."""
-        deadline = time.monotonic() + STALLED_SECONDS
+        interrupted = isinstance(sys.exc_info()[1], KeyboardInterrupt)
+        deadline = time.monotonic() + (_INTERRUPTED_SECONDS if interrupted else STALLED_SECONDS)
         for move in self._moves.values():
             move.cancel()
         # A late write may still reach the extent: then it is not freed.
