@@ -130,7 +130,7 @@ def predict(directory: Path, steps: int, quick: bool) -> tuple[str, list[Result]
                 file = Path(folder) / "profile.json"
                 subject.ask({"file": str(file)})
                 profile = Profile.load(file)
-                found, limit = predict(profile, case.rate, limited=case.limited)
+                found, limit = replayed_step(profile, case.rate, limited=case.limited)
                 limits.limit(disk, read=int(case.rate), write=int(case.rate))
                 answer = subject.ask({"device_memory": limit})
             outcomes.append(
@@ -149,7 +149,7 @@ def predict(directory: Path, steps: int, quick: bool) -> tuple[str, list[Result]
     return _table(outcomes), _claims(outcomes), [asdict(outcome) for outcome in outcomes]
 
 
-def predict(profile: Profile, rate: float, *, limited: bool) -> tuple[StepReplay, int | str]:
+def replayed_step(profile: Profile, rate: float, *, limited: bool) -> tuple[StepReplay, int | str]:
     """The step on a path of that rate, and the limit of memory to train with."""
     profile = replace(profile, paths=(PathRates("path", read=rate, write=rate),))
     if not limited:

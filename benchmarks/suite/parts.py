@@ -95,7 +95,7 @@ PARTS = (
     ),
     Part(
         "planning",
-        "Steps that were foretold",
+        "Steps that were predicted",
         "benchmarks.planning",
         ("--lines", "predict"),
         ("--lines", "predict", "--quick"),

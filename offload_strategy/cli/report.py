@@ -1,4 +1,4 @@
-"""`ssd-offload report`: what was predicted of a run beside what happened, and what paths carried."""
+"""`ssd-offload report`: predicted and measured figures of a run, and the bandwidth of paths."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def add_parser(commands: Any) -> None:
     """Add the command to the subparsers of `ssd-offload`."""
     parser = commands.add_parser(
         "report",
-        help="print what was predicted of a run beside what happened, and what paths carried",
-        description="Print what was predicted of a step beside what happened, part by part, from a "
-        "file that OffloadEngine.compare_prediction().save wrote. Without a file: what paths carried in "
-        "the runs so far, from which the next run starts.",
+        help="compare a run with its prediction, and print the measured bandwidth of paths",
+        description="Print predicted and measured figures of a step from a file that "
+        "OffloadEngine.compare_prediction().save wrote. Without a file, print the bandwidth of "
+        "paths in earlier runs, from which the next run starts.",
     )
     parser.add_argument("file", type=Path, nargs="?", metavar="FILE", help="of a run")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")

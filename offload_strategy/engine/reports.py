@@ -86,11 +86,11 @@ class EngineReports(ABC):
         return found
 
     def compare_prediction(self) -> PredictionComparison:
-        """A step as it was predicted beside the step as it was, part by part; print it.
+        """Compare the prediction of a step with its measurement, figure by figure; printable.
 
-        Predicted is what a replay says of the last step's profile, on paths as they were known when
-        the engine was made (from earlier runs, or a probe). Observed is the middle one of the last
-        five steps. Its `save` writes a file for ``ssd-offload report``.
+        The prediction is a replay of the last step's profile with the bandwidth known when the
+        engine was created (from earlier runs or a probe). The measurement is the median of the last
+        five steps. The result's `save` writes a file for ``ssd-offload report``.
 
         Raises:
             ConfigError: fewer than four steps were trained, or activations are not offloaded.
@@ -101,8 +101,8 @@ class EngineReports(ABC):
             found = compare_step(profile, self._activations, optimizers, self._resources, self._log)
         if found is None:
             raise ConfigError(
-                "compare_prediction: too few steps were seen. Train four at least, and more for figures "
-                "that mean something."
+                "compare_prediction: too few steps were trained. Train at least four, and more for "
+                "meaningful figures."
             )
         return found
 

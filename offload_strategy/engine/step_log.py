@@ -1,4 +1,4 @@
-"""What was predicted of a step beside what happened: the figures of an engine's run, gathered."""
+"""Gathers the figures of an engine's steps to compare them with their prediction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""After a run: what was predicted of a step beside what happened, part by part.
+"""Comparing a step's prediction with its measurement, figure by figure.
 
 [Note: parts of a step]
 Training computes the model, updates the optimizer where that runs on the same thread, and waits:
@@ -163,7 +163,7 @@ class ComparedFigure:
 
 @dataclass(frozen=True, slots=True)
 class PredictionComparison:
-    """What was predicted beside what happened; prints itself as a table in Markdown.
+    """Predicted and measured figures of a step; prints itself as a Markdown table.
 
     Args:
         parts: of a step, and of the paths.

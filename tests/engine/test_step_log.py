@@ -96,7 +96,7 @@ def test_parts_of_a_step_add_up_to_it(disk: Path, overlap: str) -> None:
     assert "| step |" in str(found)
 
 
-def test_all_that_moves_in_a_step_is_foretold(disk: Path) -> None:
+def test_all_that_moves_in_a_step_is_predicted(disk: Path) -> None:
     with engine_on(disk, optimizer={"enabled": False}) as engine:
         net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
         engine.attach(net)
@@ -115,7 +115,7 @@ def test_all_that_moves_in_a_step_is_foretold(disk: Path) -> None:
     assert found.about["passes_in_a_step"] == 1
 
 
-def test_what_stays_is_not_foretold_to_leave(disk: Path) -> None:
+def test_what_stays_is_not_predicted_to_be_offloaded(disk: Path) -> None:
     with engine_on(disk, activations={"budget": "0%"}, optimizer={"enabled": False}) as engine:
         train(engine)
         found = engine.compare_prediction()
@@ -124,7 +124,7 @@ def test_what_stays_is_not_foretold_to_leave(disk: Path) -> None:
     assert found.part("read in a step").ratio == 1.0
 
 
-def test_what_host_memory_takes_is_not_foretold_to_be_written(disk: Path) -> None:
+def test_what_host_memory_takes_is_not_predicted_to_be_written(disk: Path) -> None:
     config = settings(disk, "64MiB")
     with OffloadEngine(config) as engine:
         train(engine)
@@ -161,7 +161,7 @@ def test_before_there_were_steps_it_says_so(disk: Path) -> None:
         with pytest.raises(ConfigError, match="Train a step first"):
             engine.compare_prediction()
         net = train(engine, steps=1)
-        with pytest.raises(ConfigError, match="too few steps were seen"):
+        with pytest.raises(ConfigError, match="too few steps were trained"):
             engine.compare_prediction()
         assert net is not None
     with pytest.raises(OffloadError, match="is closed"):

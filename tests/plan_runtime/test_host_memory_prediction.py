@@ -92,7 +92,7 @@ class Chain(nn.Module):
 
 
 @pytest.mark.parametrize("overlap", ["eager", "commit", "off"])
-def test_an_engine_foretells_without_moving_anything(disk: Path, overlap: str) -> None:
+def test_an_engine_predicts_without_moving_anything(disk: Path, overlap: str) -> None:
     model = Chain()
     with streaming(disk, optimizer={"overlap": overlap}) as engine:
         optimizer = engine.attach(model, torch.optim.AdamW(model.parameters()))

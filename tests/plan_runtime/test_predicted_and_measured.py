@@ -34,7 +34,7 @@ FIGURES = StepFigures(
 )
 
 
-def test_what_happened_as_foretold_has_a_ratio_of_one() -> None:
+def test_what_happened_as_predicted_has_a_ratio_of_one() -> None:
     paths = [PathComparison("/mnt/nvme0 read", 2e9, 2e9)]
     found = compare_prediction(stack(4), FIGURES, FIGURES, paths)
     assert len(found.parts) == 10
@@ -124,7 +124,7 @@ def test_something_else_is_refused_with_a_word(tmp_path: Path, text: str) -> Non
         PredictionComparison.load(file)
 
 
-def test_a_part_of_nothing_that_was_nothing_is_as_foretold() -> None:
+def test_a_part_of_nothing_that_was_nothing_is_as_predicted() -> None:
     assert ComparedFigure("waiting for room", 0.0, 0.0, "s").ratio == 1.0
     assert ComparedFigure("waiting for room", 0.0, 0.1, "s").ratio is None
 
