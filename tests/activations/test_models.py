@@ -75,7 +75,12 @@ def _in_bfloat16(model: nn.Module, data: Batch) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ZOO)
 def test_autocast_is_the_same_and_casts_of_weights_stay(kind: str, disk: Path) -> None:
-    expected = run(kind, build(kind), steps=1, forward=_in_bfloat16)
+    try:
+        expected = run(kind, build(kind), steps=1, forward=_in_bfloat16)
+    except RuntimeError as error:  # plain PyTorch, without this package
+        if "could not create a primitive" not in str(error):
+            raise
+        pytest.skip(f"oneDNN has no bfloat16 kernel for {kind} on this processor")
     model = build(kind)
     with activations_only(disk, budget="100%") as engine:
         engine.attach(model)

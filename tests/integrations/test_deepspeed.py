@@ -301,7 +301,7 @@ def test_settings_of_our_updates_are_refused(tmp_path: Path, section: dict[str, 
 
 
 def test_nvme_without_its_io_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepnvme, "why_not", lambda: "there is no C++ compiler")
+    monkeypatch.setattr(deepnvme, "unavailable_reason", lambda: "there is no C++ compiler")
     sections = derived_sections({"zero_optimization": {"stage": 3}}, config(tmp_path))
     with pytest.raises(ConfigError, match="here: there is no C\\+\\+ compiler") as caught:
         check_nvme(sections)

@@ -241,14 +241,14 @@ def test_a_touch_is_seen_while_another_thread_touches_the_same_weight(disk: Path
         assert engine._stream is not None
         weight = engine._stream._weights[model.scale]
         touches = engine._stream.accesses
-        weight.begin_touch()  # as this thread does, before a long operation
+        weight.begin_access()  # as this thread does, before a long operation
         assert pool.submit(lambda: float(model.scale.sum())).result() == expected
         assert engine._stream.accesses == touches + 2
-        weight.begin_touch()  # as another does, beside it
-        weight.end_touch()
+        weight.begin_access()  # as another does, beside it
+        weight.end_access()
         assert weight.here
         assert not weight.may_go()
-        weight.end_touch()
+        weight.end_access()
         assert weight.may_go()
 
 
