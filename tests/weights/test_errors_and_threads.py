@@ -246,10 +246,10 @@ def test_a_touch_is_seen_while_another_thread_touches_the_same_weight(disk: Path
         assert engine._stream.accesses == touches + 2
         weight.begin_access()  # as another does, beside it
         weight.end_access()
-        assert weight.here
-        assert not weight.may_go()
+        assert weight.is_resident
+        assert not weight.can_be_offloaded()
         weight.end_access()
-        assert weight.may_go()
+        assert weight.can_be_offloaded()
 
 
 @pytest.mark.usefixtures("impatient_threads")
