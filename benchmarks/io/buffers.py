@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.io.results import Context, Result
 from offload_strategy.host_memory.pool import BufferPool
-from offload_strategy.planner.shape_census import Census, NamedSize, shape_census
+from offload_strategy.planner.host_memory_needs import NamedSize, StagingBuffers, staging_buffers
 from offload_strategy.units import PAGE_BYTES, GiB
 
 
@@ -46,7 +46,7 @@ def buffers(context: Context) -> list[Result]:
     """GiB of fp16 buffers with one block in flight: exact sizes compared with one size for all."""
     results = []
     for name, shapes in MODELS.items():
-        census = shape_census(weights(**shapes), blocks_in_flight=1)
+        census = staging_buffers(weights(**shapes), blocks_in_flight=1)
         results += _compared_with_one_size(name, census)
         context.say(f"{name}: {_ALLOCATIONS} random allocations per class")
         runs = [_random_run([group.nbytes] * _ALLOCATIONS) for group in census.classes]
@@ -56,7 +56,7 @@ def buffers(context: Context) -> list[Result]:
     return results
 
 
-def _compared_with_one_size(name: str, census: Census) -> list[Result]:
+def _compared_with_one_size(name: str, census: StagingBuffers) -> list[Result]:
     exact, one_size = census.exact_bytes / GiB, census.one_size_bytes / GiB
     command = "as many buffers, all of the largest weight's size"
     classes = [

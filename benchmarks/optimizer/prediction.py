@@ -71,7 +71,7 @@ def _best(run: Callable[[], object]) -> float:
     return min(seconds) / _ELEMENTS
 
 
-def measured_toll(context: Context, choice: Choice, model: str) -> float:
+def measured_io_overhead(context: Context, choice: Choice, model: str) -> float:
     """Seconds that plain PyTorch's steps lose for each byte that our store moves meanwhile.
 
     The store writes and reads in another process: what is measured is the machine, not the engine.
@@ -114,7 +114,7 @@ def _move(store: Contender, moved: list[int], enough: threading.Event) -> None:
 def prediction(context: Context, choice: Choice) -> tuple[str, list[Result]]:
     """Predict every setting of ours that the table has; returns a table and the claims."""
     host = HostRates.measure()
-    io_overheads = {model: measured_toll(context, choice, model) for model in choice.models}
+    io_overheads = {model: measured_io_overhead(context, choice, model) for model in choice.models}
     lines = [
         f"memory: {4 / host.copy / 1e9:.1f} GB/s copied, {host.convert * 1e9:.3f} ns an element "
         "from bfloat16 to float32 and back",
@@ -139,17 +139,18 @@ def prediction(context: Context, choice: Choice) -> tuple[str, list[Result]]:
                     continue
                 predicted = predict(name, outcome, host, io_overheads[model], choice)
                 measured = outcome.rows[name].median("seconds")
-                off = predicted.step / measured - 1
+                off = predicted.seconds / measured - 1
                 lines.append(
-                    f"| {model} | {name} | {predicted.step:.3f} | {measured:.3f} | {off:+.1%} "
-                    f"| {predicted.forward:.3f} | {predicted.backward:.3f} "
+                    f"| {model} | {name} | {predicted.seconds:.3f} | {measured:.3f} | {off:+.1%} "
+                    f"| {predicted.stage('forward').seconds:.3f} "
+                    f"| {predicted.stage('backward').seconds:.3f} "
                     f"| {_limit(predicted)} |"
                 )
                 results.append(
                     Result(
                         f"{model}: {name}: measured beside predicted, off by",
-                        measured, predicted.step, "s", abs(off), _WITHIN, at_least=False,
-                        details={"limits": predicted.limits},
+                        measured, predicted.seconds, "s", abs(off), _WITHIN, at_least=False,
+                        details={"limits": predicted.resource_seconds},
                     )
                 )  # fmt: skip
     return "\n".join(lines), results
@@ -193,5 +194,5 @@ def predict(
 
 
 def _limit(predicted: StepTime) -> str:
-    moving = predicted.limits["backward paths"] >= predicted.backward
+    moving = predicted.resource_seconds["backward paths"] >= predicted.stage("backward").seconds
     return "the disk" if moving else "computation"

@@ -24,7 +24,7 @@ from offload_strategy.io.backends.protocol import create_backend
 from offload_strategy.io.bandwidth.probe import probe
 from offload_strategy.io.regions.region import Region
 from offload_strategy.planner.hardware import Drive, Drives
-from offload_strategy.planner.search.cores import Cores
+from offload_strategy.planner.search.cpu_request import Cores
 from offload_strategy.planner.transformer_shape import TransformerShape
 from offload_strategy.telemetry import Direction
 from offload_strategy.units import MiB

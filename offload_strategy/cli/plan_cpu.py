@@ -11,7 +11,7 @@ from offload_strategy.config import default_directory
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.planner.hardware import Drives, drive_set
-from offload_strategy.planner.search.cores import CpuRequest
+from offload_strategy.planner.search.cpu_request import CpuRequest
 from offload_strategy.planner.transformer_shape import TransformerShape
 from offload_strategy.units import parse_size
 

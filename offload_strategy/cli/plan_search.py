@@ -12,10 +12,10 @@ from offload_strategy.cli.plan_cpu import CPU
 from offload_strategy.config import default_directory
 from offload_strategy.errors import ConfigError
 from offload_strategy.planner.request import Request
-from offload_strategy.planner.search.choice import Overlap, StateType
 from offload_strategy.planner.search.config_output import config_yaml
-from offload_strategy.planner.search.cores import CpuRequest
+from offload_strategy.planner.search.cpu_request import CpuRequest
 from offload_strategy.planner.search.search_result import USUAL_TOKENS, USUAL_TOLERANCE, Space
+from offload_strategy.planner.search.settings import Overlap, StateType
 from offload_strategy.planner.search.settings_search import search
 
 #: What `--search` takes besides the options of a plan; each needs it.

@@ -19,8 +19,11 @@ from offload_strategy.optimizer.ranks.data_parallel_group import GroupRegistry
 from offload_strategy.optimizer.states.parameter_slices import local_tensor
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.user_class.compatibility import check_supported
-from offload_strategy.plan_runtime.space_requirements import optimizer_need, shortfall
-from offload_strategy.plan_runtime.subgroup_size import subgroup_size
+from offload_strategy.plan_runtime.space_requirements import (
+    optimizer_need,
+    shortfall,
+    subgroup_size,
+)
 from offload_strategy.weights.parameter_registry import ParameterRegistry
 from offload_strategy.weights.weight_stream import WeightStream
 

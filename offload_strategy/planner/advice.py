@@ -87,7 +87,7 @@ def _largest_batch(request: Request) -> int:
 def _hide(request: Request, swap: Swap) -> Iterator[str]:
     """Advice for the stage that is not limited by computation on the device."""
     backward, forward = swap.limit("backward"), swap.limit("forward")
-    limits = swap.time.limits
+    limits = swap.time.resource_seconds
     if backward == "update":
         over = _over(limits, "update", "backward")
         yield (
@@ -124,21 +124,21 @@ def _over(limits: Mapping[str, float], name: str, stage: str) -> float:
 def _device(request: Request, swap: Swap) -> Iterator[str]:
     if swap.limit("backward").endswith("computation"):
         yield (
-            f"the device limits the step, {swap.flops / swap.time.step / request.flops:.0%} busy: "
-            f"only a faster one, or several, shortens it"
+            "the device limits the step, "
+            f"{swap.flops / swap.time.seconds / request.flops:.0%} busy: only a faster one, or several, shortens it"
         )
 
 
 def _larger_batch(request: Request, swap: Swap) -> Iterator[str]:
     """A batch that hides states behind computation, if the device has memory for one."""
-    speed = request.work.tokens / swap.time.step
+    speed = request.work.tokens / swap.time.seconds
     best = None
     for factor in (2, 4, 8):
         larger = _with_batch(request, factor * request.work.batch)
         streams = streams_weights(larger)
         if device_bytes(larger, streams=streams) > request.device.memory_bytes:
             break
-        step = planned_swap(larger, streams=streams).time.step
+        step = planned_swap(larger, streams=streams).time.seconds
         gain = larger.work.tokens / step / speed
         if best is None or gain > best[1] * _WORTH:
             best = larger.work.batch, gain
@@ -173,7 +173,7 @@ def _enough_drives(request: Request) -> int:
 def _spare_drives(request: Request, swap: Swap) -> Iterator[str]:
     enough = _enough_drives(request)
     if enough < request.drives.count:
-        slower = _step(_with_drives(request, enough)) / swap.time.step
+        slower = _step(_with_drives(request, enough)) / swap.time.seconds
         yield (
             f"{enough} of the {request.drives.count} drives are as fast ({slower - 1:+.1%} of the "
             f"step); the others add space and life"
@@ -194,11 +194,11 @@ def _lifespan(request: Request, lifespans: Mapping[str, float]) -> Iterator[str]
 
 
 def _gain(request: Request, swap: Swap, change: Callable[[Request], Request]) -> str:
-    return f"{swap.time.step / _step(change(request)):.2f}x"
+    return f"{swap.time.seconds / _step(change(request)):.2f}x"
 
 
 def _step(request: Request) -> float:
-    return planned_swap(request, streams=streams_weights(request)).time.step
+    return planned_swap(request, streams=streams_weights(request)).time.seconds
 
 
 def _twice_the_updates(request: Request) -> Request:

@@ -64,12 +64,12 @@ class Analysis:
     @property
     def tokens_per_second(self) -> float:
         """Tokens that are trained on in a second."""
-        return self.request.work.tokens / self.swap.time.step
+        return self.request.work.tokens / self.swap.time.seconds
 
     @property
     def written_per_day(self) -> float:
         """Bytes that the drives write in a day."""
-        return bytes_per_day(self.swap.written_bytes, self.swap.time.step)
+        return bytes_per_day(self.swap.written_bytes, self.swap.time.seconds)
 
     def as_dict(self) -> dict[str, Any]:
         """Give the figures with units in their names, ready for JSON."""
@@ -96,17 +96,17 @@ class Analysis:
                 for fit in self.fits
             },
             "step": {
-                "seconds": time.step,
-                "forward_seconds": time.forward,
-                "backward_seconds": time.backward,
-                "limits_seconds": dict(time.limits),
+                "seconds": time.seconds,
+                "forward_seconds": time.stage("forward").seconds,
+                "backward_seconds": time.stage("backward").seconds,
+                "limits_seconds": dict(time.resource_seconds),
                 "forward_limit": self.swap.limit("forward"),
                 "backward_limit": self.swap.limit("backward"),
                 "streams_weights": self.streams_weights,
                 "swapped_bytes": self.swap.moved_bytes,
                 "swap_coefficient": self.swap.coefficient,
                 "tokens_per_second": self.tokens_per_second,
-                "tflops": self.swap.flops / time.step / _TERA,
+                "tflops": self.swap.flops / time.seconds / _TERA,
             },
             "activations": {
                 "bytes": self.activation_bytes,
@@ -160,13 +160,13 @@ class Analysis:
         time = self.swap.time
         limits = {self.swap.limit("forward"), self.swap.limit("backward")}
         lines = ["| a step | seconds | |", "|---|---|---|"]
-        for name, seconds in time.limits.items():
+        for name, seconds in time.resource_seconds.items():
             lines.append(f"| {name} | {seconds:.2f} | {'limits' if name in limits else ''} |")
         lines += [
-            f"| forward | {time.forward:.2f} | |",
-            f"| backward and update | {time.backward:.2f} | |",
-            f"| the step | {time.step:.2f} | {self.tokens_per_second:.0f} tokens/s, "
-            f"{self.swap.flops / time.step / _TERA:.0f} TFLOPS |",
+            f"| forward | {time.stage('forward').seconds:.2f} | |",
+            f"| backward and update | {time.stage('backward').seconds:.2f} | |",
+            f"| the step | {time.seconds:.2f} | {self.tokens_per_second:.0f} tokens/s, "
+            f"{self.swap.flops / time.seconds / _TERA:.0f} TFLOPS |",
             f"| activations moved | | {format_size(self.swap.moved_bytes)}, "
             f"{self.swap.coefficient:.0%} of the results inside layers |",
             f"| all activations | | {format_size(self.activation_bytes)}; to hide them "
@@ -222,7 +222,7 @@ def analyse(request: Request) -> Analysis:
     lifespans = {}
     if rated is not None:
         for name, wear in _WEARS:
-            seconds = lifespan_seconds(rated, swap.time.step, swap.written_bytes, wear)
+            seconds = lifespan_seconds(rated, swap.time.seconds, swap.written_bytes, wear)
             lifespans[name] = seconds / SECONDS_PER_YEAR
     fits = memory_needs.fits(request, swap, streams)
     return Analysis(
@@ -231,7 +231,7 @@ def analyse(request: Request) -> Analysis:
         streams_weights=streams,
         swap=swap,
         activation_bytes=saved,
-        required_write_rate=required_write_rate(saved, swap.time.step),
+        required_write_rate=required_write_rate(saved, swap.time.seconds),
         host={system: host_memory(request.shape, system) for system in _SYSTEMS},
         lifespans=lifespans,
         dollars_per_million_tokens=request.dollars_per_million_tokens(swap),

@@ -1,10 +1,10 @@
-"""What a run needs of device memory, host memory and disk, beside what there is.
+"""Device memory, host memory and disk that a run needs, compared with what the machine has.
 
 [Note: device memory of a step]
-With weights that pass through: two layers of weights, one in use and one on its way; the gradients
-of one; embedding and head, which compute at both ends; what one layer saves while it computes
+With streamed weights: two layers of weights, one in use and one on its way; the gradients of one
+layer; embedding and head, which compute at both ends; what one layer saves while it computes
 backward, its input and the gradient of that; logits and their gradient, for one sequence at a time
-(a loss that is computed in pieces). With weights that stay: all of them instead of the two layers.
+(a loss that is computed in chunks). With weights that stay: all of them instead of the two layers.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _LAYERS_IN_FLIGHT = 2
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Something of which there is a limited amount.
+    """Needed and available bytes of a limited resource.
 
     Args:
-        what: it is.
-        needed_bytes: of it.
-        available_bytes: of it.
+        what: Name of the resource.
+        needed_bytes: Bytes that the run needs.
+        available_bytes: Bytes that the machine has.
     """
 
     what: str
@@ -44,11 +44,11 @@ class Fit:
 
 
 def device_bytes(request: Request, *, streams: bool) -> int:
-    """Bytes of device memory; see [Note: device memory of a step].
+    """Return the bytes of device memory; see [Note: device memory of a step].
 
     Args:
-        request: the run.
-        streams: whether weights pass through the device.
+        request: The run.
+        streams: Whether weights are streamed through the device.
     """
     shape, work = request.shape, request.work
     layer = WEIGHT_BYTES * shape.layer_parameters
@@ -60,16 +60,16 @@ def device_bytes(request: Request, *, streams: bool) -> int:
 
 
 def streams_weights(request: Request) -> bool:
-    """Whether the weights are too many to stay on the device."""
+    """Return whether the weights are too large to stay on the device."""
     return device_bytes(request, streams=False) > request.device.memory_bytes
 
 
 def states_bytes(request: Request, *, streams: bool) -> int:
-    """Bytes on the drives in any case: states, their updates until `step()`, and weights.
+    """Return the bytes of states, their updates until `step()`, and streamed weights.
 
     Args:
-        request: the run.
-        streams: whether weights pass through the device.
+        request: The run.
+        streams: Whether weights are streamed through the device.
     """
     weights = WEIGHT_BYTES * request.shape.parameters
     states = optimizer_need(STATE_BYTES * request.shape.parameters, weights, "commit")
@@ -77,11 +77,11 @@ def states_bytes(request: Request, *, streams: bool) -> int:
 
 
 def planned_swap(request: Request, *, streams: bool) -> Swap:
-    """The best step for which the drives have room.
+    """Return the best step for which the drives have room.
 
     Args:
-        request: the run.
-        streams: whether weights pass through the device.
+        request: The run.
+        streams: Whether weights are streamed through the device.
     """
     room = request.drives.capacity_bytes - states_bytes(request, streams=streams)
     return best_swap(

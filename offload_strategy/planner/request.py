@@ -128,10 +128,10 @@ class Request:
         rated = self.drives.endurance_bytes
         worn = seconds
         if rated is not None:
-            worn = min(seconds, rated * swap.time.step / swap.written_bytes)
+            worn = min(seconds, rated * swap.time.seconds / swap.written_bytes)
         a_second = (prices.device + prices.host) / seconds
         a_second += self.drives.count * prices.drive / worn
-        return a_second * swap.time.step / self.work.tokens * _MILLION
+        return a_second * swap.time.seconds / self.work.tokens * _MILLION
 
     def assumptions(self) -> list[str]:
         """What the figures rest on, a sentence each."""

@@ -1,14 +1,14 @@
-"""How long a step takes on a machine, and how much of the activations is worth moving (Fuyou).
+"""The step of a transformer on a GPU, and how many of its activations to offload (Fuyou).
 
-Fuyou's equations are `offload_strategy.planner.step_time`. Here are the numbers that go into
-them, from the shape of the model and the figures of the machine, and the search over the bytes D of
-activations that move instead of being computed again (section 4.5).
+`planner.step_time` has the equations. This module derives their inputs from the shape of the model
+and the figures of the machine, and searches over the bytes D of activations that are offloaded
+instead of recomputed (section 4.5).
 
-[Note: the order of swapping]
-The input of each layer always moves (D_start). What is computed inside a layer is either computed
-again in backward or moves: first what costs most FLOP for a byte, "down" before the others in a GPT
-(table 2). The result of attention is one more candidate here, as its FLOP count with the sequence.
-Every prefix of this order is tried. A decoder's second attention is always computed again.
+[Note: the order of offloading]
+The input of each layer is always offloaded (D_start). What is computed inside a layer is either
+recomputed in backward or offloaded: first what costs most FLOP for a byte, "down" before the others
+in a GPT (table 2). The result of attention is one more candidate here, because its FLOP grow with
+the sequence. Every prefix of this order is tried. A decoder's cross-attention is always recomputed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 from offload_strategy.planner.saved_tensor_bytes import Workload, checkpoint_bytes
-from offload_strategy.planner.step_time import Rates, StepProfile, StepTime, predict_step
-from offload_strategy.planner.transformer_shape import Part, TransformerShape, positive
+from offload_strategy.planner.step_time import (
+    Rates,
+    StepProfile,
+    StepTime,
+    limit_name,
+    predict_step,
+)
+from offload_strategy.planner.transformer_shape import TransformerShape, positive
 
-#: float32 weights and both moments of Adam.
+#: Bytes per parameter: float32 weights and both moments of Adam.
 STATE_BYTES = 12
-#: Weights and gradients in half precision.
+#: Bytes per parameter of weights, and of gradients, in half precision.
 WEIGHT_BYTES = 2
-#: Swaps of less than this share of a step apart count as equally fast: the smaller one is taken.
+#: Steps whose times differ by less than this share count as equally fast: less is offloaded then.
 _SAME = 1e-9
 
 
@@ -35,12 +41,12 @@ class Machine:
     """What a machine does in a second.
 
     Args:
-        flops: of the device, as a transformer block gets them.
-        update_rate: parameters that the optimizer updates on the host.
-        rates: of paths and link.
+        flops: FLOP/s that the device reaches in a transformer block.
+        update_rate: Parameters that the optimizer updates on the host.
+        rates: Rates of paths and link.
 
     Raises:
-        ConfigError: if a number is not above 0.
+        ConfigError: If a figure is not above 0.
     """
 
     flops: float
@@ -48,26 +54,24 @@ class Machine:
     rates: Rates
 
     def __post_init__(self) -> None:
-        positive("machine: flops", self.flops)
-        positive("machine: update_rate", self.update_rate)
-        positive("machine: rates.read", self.rates.read)
-        positive("machine: rates.write", self.rates.write)
-        positive("machine: rates.link", self.rates.link)
-        positive("machine: rates.paths", self.rates.paths)
+        for name in ("flops", "update_rate"):
+            positive(f"machine: {name}", getattr(self, name))
+        for name in ("read", "write", "link", "paths"):
+            positive(f"machine: rates.{name}", getattr(self.rates, name))
 
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """How much of what is computed inside the layers moves, and the step that gives.
+    """Which results inside the layers are offloaded, and the step that this gives.
 
     Args:
-        counts: in how many layers each part's result moves, by name.
-        inner_bytes: bytes of these results.
-        checkpoint_bytes: inputs of the layers, which move in any case.
-        all_bytes: what `inner_bytes` would be if all results moved.
-        flops: that the device computes in the step, what it computes again included.
-        profile: of the step.
-        time: of the step.
+        counts: In how many layers each part's result is offloaded, by name.
+        inner_bytes: Bytes of these results.
+        checkpoint_bytes: Bytes of the inputs of the layers, which are always offloaded.
+        all_bytes: What `inner_bytes` would be if all results were offloaded.
+        flops: FLOP that the device computes in the step, recomputation included.
+        profile: What the step computes and moves.
+        time: Time of the step.
     """
 
     counts: dict[str, int]
@@ -80,52 +84,46 @@ class Swap:
 
     @property
     def coefficient(self) -> float:
-        """Share of the results inside the layers that moves (Fuyou, section 5.6)."""
+        """Share of the results inside the layers that is offloaded (Fuyou, section 5.6)."""
         return self.inner_bytes / self.all_bytes
 
     @property
     def moved_bytes(self) -> int:
-        """D: bytes that leave in forward and come back in backward."""
+        """D: bytes that are written in forward and read in backward."""
         return self.inner_bytes + self.checkpoint_bytes
 
     @property
     def written_bytes(self) -> float:
         """Bytes that the paths write in a step: activations, states and updated weights."""
-        profile = self.profile
-        return self.moved_bytes + profile.states_written_bytes + profile.weights_bytes
+        return self.time.written_bytes
 
     def limit(self, stage: Literal["forward", "backward"]) -> str:
-        """Name of what takes the stage its time."""
-        names = [
-            name
-            for name in self.time.limits
-            if (name.startswith("forward")) == (stage == "forward")
-        ]
-        return max(names, key=lambda name: self.time.limits[name])
+        """Name of the resource that limits a stage, such as "backward paths" or "update"."""
+        return limit_name(stage, self.time.stage(stage).limit)
 
 
 def swaps(
     shape: TransformerShape, work: Workload, machine: Machine, *, streams_weights: bool = True
 ) -> Iterator[Swap]:
-    """Try every amount of activations to move, the least first; see [Note: the order of swapping].
+    """Try every amount of activations, the least first; see [Note: the order of offloading].
 
     Args:
-        shape: of the model.
-        work: batch and sequence.
-        machine: that it runs on.
-        streams_weights: whether weights come from the paths in both passes, or stay on the device.
+        shape: Shape of the model.
+        work: Batch and sequence.
+        machine: The machine.
+        streams_weights: Whether weights are read from the paths in both passes, or stay on the
+            device.
     """
     ordered = sorted(
         shape.parts(work.batch, work.sequence, work.dtype_bytes),
         key=lambda part: part.flops_per_byte,
         reverse=True,
     )
-    again = shape.layers * shape.layer_flops(work.batch, work.sequence)
+    recomputed = shape.layers * shape.layer_flops(work.batch, work.sequence)
     inputs = checkpoint_bytes(shape, work)
     everything = shape.layers * sum(part.output_bytes for part in ordered)
     forward = shape.forward_flops(work.batch, work.sequence) / machine.flops
     parameters = shape.parameters
-    update = parameters / machine.update_rate
     weights = WEIGHT_BYTES * parameters
     counts: dict[str, int] = {}
     moved = 0
@@ -133,8 +131,8 @@ def swaps(
     def swap() -> Swap:
         profile = StepProfile(
             forward_seconds=forward,
-            update_seconds=update,
-            recompute_seconds=max(0.0, again) / machine.flops,
+            update_seconds=parameters / machine.update_rate,
+            recompute_seconds=max(0.0, recomputed) / machine.flops,
             weights_bytes=weights if streams_weights else 0.0,
             gradients_bytes=weights,
             states_read_bytes=STATE_BYTES * parameters,
@@ -146,11 +144,12 @@ def swaps(
         return Swap(dict(counts), moved, inputs, everything, computed, profile, time)
 
     yield swap()
-    for part in _per_layer(ordered, shape.layers):
-        counts[part.name] = counts.get(part.name, 0) + 1
-        moved += part.output_bytes
-        again -= part.flops
-        yield swap()
+    for part in ordered:
+        for _ in range(shape.layers):
+            counts[part.name] = counts.get(part.name, 0) + 1
+            moved += part.output_bytes
+            recomputed -= part.flops
+            yield swap()
 
 
 def best_swap(
@@ -161,26 +160,21 @@ def best_swap(
     streams_weights: bool = True,
     room_bytes: float = math.inf,
 ) -> Swap:
-    """The fastest of `swaps`, and the least of those that are as fast (equations 1 to 12).
+    """Return the fastest of `swaps`; of equally fast ones the smallest (equations 1 to 12).
 
     Args:
-        shape: of the model.
-        work: batch and sequence.
-        machine: that it runs on.
-        streams_weights: whether weights come from the paths in both passes.
-        room_bytes: for what moves. Inputs of layers move even if there is none.
+        shape: Shape of the model.
+        work: Batch and sequence.
+        machine: The machine.
+        streams_weights: Whether weights are read from the paths in both passes.
+        room_bytes: Room on the drives for activations. Inputs of layers are offloaded even if
+            there is none.
     """
     candidates = swaps(shape, work, machine, streams_weights=streams_weights)
     best = next(candidates)
     for candidate in candidates:
         if candidate.moved_bytes > room_bytes:
             break
-        if candidate.time.step < best.time.step * (1 - _SAME):
+        if candidate.time.seconds < best.time.seconds * (1 - _SAME):
             best = candidate
     return best
-
-
-def _per_layer(parts: list[Part], layers: int) -> Iterator[Part]:
-    for part in parts:
-        for _ in range(layers):
-            yield part

@@ -12,7 +12,7 @@ from offload_strategy.cli import cpu_measurement as cores
 from offload_strategy.cli import main, plan_cpu
 from offload_strategy.config import OffloadConfig
 from offload_strategy.planner.model_presets import preset
-from offload_strategy.planner.search.cores import Cores
+from offload_strategy.planner.search.cpu_request import Cores
 from offload_strategy.planner.transformer_shape import TransformerShape
 from offload_strategy.units import GiB, MiB
 

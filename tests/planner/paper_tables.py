@@ -157,7 +157,7 @@ def fuyou_swap(model: str, batch: int, machine: Machine) -> Swap:
 
 def tflops(found: Swap) -> float:
     """FLOP that are computed in a second, those computed again counted."""
-    return found.flops / found.time.step / 1e12
+    return found.flops / found.time.seconds / 1e12
 
 
 def _off(ours: float, paper: float) -> str:
@@ -235,18 +235,18 @@ def throughput_table() -> str:
         for batch, paper in published.items():
             found = fuyou_swap(model, batch, fuyou_machine("rtx-4090"))
             ours = tflops(found)
-            limits = found.time.limits
+            limits = found.time.resource_seconds
             rows.append(
                 (
                     model.upper(),
                     batch,
                     f"{paper:.1f}",
                     f"{ours:.1f} ({_off(ours, paper)})",
-                    f"{found.time.forward:.1f} s",
+                    f"{found.time.stage('forward').seconds:.1f} s",
                     f"{limits['backward computation']:.1f} s",
                     f"{limits['update']:.1f} s",
                     f"{limits['backward paths']:.1f} s",
-                    f"{found.time.step:.1f} s",
+                    f"{found.time.seconds:.1f} s",
                 )
             )
     return markdown_table(
@@ -279,8 +279,8 @@ def swap_table() -> str:
                 "0" if batch == 32 else "above 0",
                 f"{found.coefficient:.2f}",
                 found.limit("backward"),
-                f"{least.time.step:.1f} s",
-                f"{found.time.step:.1f} s",
+                f"{least.time.seconds:.1f} s",
+                f"{found.time.seconds:.1f} s",
             )
         )
     return markdown_table(

@@ -23,18 +23,17 @@ from offload_strategy.errors import ConfigError
 from offload_strategy.planner.hardware import Drive, Drives
 from offload_strategy.planner.model_presets import preset
 from offload_strategy.planner.saved_tensor_bytes import Workload, activation_bytes
-from offload_strategy.planner.search.choice import Choice
 from offload_strategy.planner.search.config_output import config_yaml
-from offload_strategy.planner.search.core_steps import core_step
-from offload_strategy.planner.search.cores import (
+from offload_strategy.planner.search.cpu_model import cpu_step_time, place_on_cpu
+from offload_strategy.planner.search.cpu_request import (
     HOOK_SECONDS,
     LIMIT_SHARE,
     MEMORY_SHARE,
     Cores,
     CpuRequest,
 )
-from offload_strategy.planner.search.one_memory import place_in_memory
 from offload_strategy.planner.search.search_result import Space
+from offload_strategy.planner.search.settings import Settings
 from offload_strategy.planner.search.settings_search import search
 from offload_strategy.planner.transformer_shape import TransformerShape
 from offload_strategy.units import GiB, MiB
@@ -51,17 +50,17 @@ def request(memory=2 * GiB, read=6e8, write=6e8, shape=GPT_98M, capacity=10**12,
     return CpuRequest(shape, dataclasses.replace(CORES, **more), Drives(drive, 1), memory)
 
 
-def needed(run, choice):
+def needed(run, settings):
     """Of memory, without the process."""
-    return place_in_memory(run, choice).fits[0].needed_bytes - run.cores.process_bytes
+    return place_on_cpu(run, settings).fits[0].needed_bytes - run.cores.process_bytes
 
 
 # ------------------------------------------------------------------ what fits
 def test_a_slow_disk_and_much_memory_move_nothing():
     found = search(request(64 * GiB, 6e7, 6e7), Space((256,), max_batch=16))
-    assert found.best.moves == ()
-    assert found.best.choice.recomputed_layers == 0
-    assert "The first offloads nothing: all of it fits in memory." in str(found)
+    assert found.best.offloads == ()
+    assert found.best.settings.recomputed_layers == 0
+    assert "The first row offloads nothing: everything fits in memory." in str(found)
     assert yaml.safe_load(config_yaml(found, ["/mnt/disk"])) == {
         "parameters": {"enabled": False},
         "activations": {"enabled": False},
@@ -84,9 +83,9 @@ def test_the_less_memory_the_more_leaves(memory, batch, moved):
     # No checkpointing: a cheap disk is what is left.
     run = request(int(memory * GiB), 5e9, 5e9)
     found = search(run, Space((256,), batch=batch))
-    moves = {frozenset(one.moves) for one in found.candidates}
+    moves = {frozenset(one.offloads) for one in found.candidates}
     assert frozenset(moved) in moves
-    assert all(one.placed.fits[0].needed_bytes <= run.room_bytes for one in found.candidates)
+    assert all(one.placement.fits[0].needed_bytes <= run.room_bytes for one in found.candidates)
 
 
 def test_what_fits_nowhere_is_refused_with_the_reason():
@@ -94,7 +93,7 @@ def test_what_fits_nowhere_is_refused_with_the_reason():
     assert found.candidates == ()
     assert {one.what for one in found.refused} == {"memory"}
     assert sum(one.count for one in found.refused) == found.tried
-    with pytest.raises(ConfigError, match=r"none of \d+ choices fits: .* need more memory"):
+    with pytest.raises(ConfigError, match=r"none of \d+ settings fits: .* need more memory"):
         _ = found.best
     assert "Nothing fits." in str(found)
 
@@ -127,13 +126,13 @@ def test_nothing_that_fits_is_faster_than_what_is_found(memory, rate):
     ):
         for optimizer, parameters in ((False, False), (True, False), (True, True)):
             for blocks in (2, 3):
-                choice = Choice(
+                settings = Settings(
                     4, micro, 256, again, optimizer, parameters, overlap,
-                    blocks_in_flight=blocks, host_first=order,
+                    blocks_in_flight=blocks, host_priority=order,
                 )  # fmt: skip
-                placed = place_in_memory(run, choice)
+                placed = place_on_cpu(run, settings)
                 if placed.ok:
-                    speeds.append(choice.tokens / core_step(run, placed).seconds)
+                    speeds.append(settings.tokens / cpu_step_time(run, placed).seconds)
     best = search(run, Space((256,), batch=4, tolerance=0)).best
     assert best.tokens_per_second >= 0.99 * max(speeds)
     assert best.tokens_per_second <= max(speeds) * (1 + 1e-9)
@@ -146,34 +145,34 @@ def test_a_large_model_is_searched_in_seconds():
     found = search(run, Space((512, 1024)))
     assert time.perf_counter() - began < 60
     assert found.tried > 1000
-    assert found.best.moves
+    assert found.best.offloads
 
 
 # ------------------------------------------------------------------ memory, by hand
 def test_plain_training_needs_16_bytes_a_parameter_and_what_is_saved():
     run, p = request(64 * GiB), GPT_98M.parameters
     # One short sequence: gradients are more than what is saved, and all of them are there at last.
-    assert 16 * p <= needed(run, Choice(1, 1, 16)) < 16.5 * p
+    assert 16 * p <= needed(run, Settings(1, 1, 16)) < 16.5 * p
     # Many long ones: the worst moment is the head's, without gradients.
     work = Workload(16, 256, dtype_bytes=4)
     saved, logits = activation_bytes(GPT_98M, work, 0), 16 * 256 * 8192 * 4
-    assert needed(run, Choice(16, 1, 256)) == pytest.approx(12 * p + saved + 3 * logits, rel=1e-6)
+    assert needed(run, Settings(16, 1, 256)) == pytest.approx(12 * p + saved + 3 * logits, rel=1e-6)
     # Of two micro-batches the second begins with the first one's gradients.
-    two = needed(run, Choice(32, 2, 256))
+    two = needed(run, Settings(32, 2, 256))
     assert two == pytest.approx(16 * p + saved + 3 * logits, rel=1e-6)
 
 
 def test_layers_that_are_computed_again_keep_their_input():
     run = request(64 * GiB)
-    whole, none = (place_in_memory(run, Choice(8, 1, 256, again)) for again in (0, 12))
+    whole, none = (place_on_cpu(run, Settings(8, 1, 256, again)) for again in (0, 12))
     assert none.saved_bytes == 12 * 8 * 256 * 768 * 4
     assert none.saved_bytes < whole.saved_bytes / 15
 
 
 def test_states_that_leave_take_buffers_and_those_that_stay_a_tier():
     run, p = request(int(1.65 * GiB)), GPT_98M.parameters
-    placed = place_in_memory(
-        run, Choice(1, 1, 64, moves_optimizer=True, overlap="off", host_first=WITH_ORDERS)
+    placed = place_on_cpu(
+        run, Settings(1, 1, 64, offloads_optimizer=True, overlap="off", host_priority=WITH_ORDERS)
     )
     states = placed.split("states")
     assert states.total_bytes == 8 * p
@@ -187,26 +186,26 @@ def test_states_that_leave_take_buffers_and_those_that_stay_a_tier():
 
 def test_with_commit_gradients_and_new_weights_wait():
     p = GPT_98M.parameters
-    choice = Choice(1, 1, 64, moves_optimizer=True, host_first=WITH_ORDERS)
-    much = place_in_memory(request(64 * GiB, 5e9, 5e9), choice)
+    settings = Settings(1, 1, 64, offloads_optimizer=True, host_priority=WITH_ORDERS)
+    much = place_on_cpu(request(64 * GiB, 5e9, 5e9), settings)
     assert much.gradient_bytes == 4 * p
     assert much.split("waiting").host_bytes == 8 * p
     # New weights may take half of the buffers.
     assert much.pinned_bytes >= 8 * p
     # Old and new states.
     assert much.split("states").total_bytes == 16 * p
-    little = place_in_memory(request(int(1.2 * GiB)), choice)
+    little = place_on_cpu(request(int(1.2 * GiB)), settings)
     assert 0 < little.split("waiting").ssd_bytes < 8 * p
     assert little.split("states").host_bytes == 0
     assert little.pinned_bytes < much.pinned_bytes
 
 
 def test_saved_tensors_leave_until_the_rest_fits():
-    plenty = place_in_memory(request(64 * GiB), Choice(8, 1, 256))
+    plenty = place_on_cpu(request(64 * GiB), Settings(8, 1, 256))
     assert plenty.split("activations").total_bytes == 0
     # 300 MiB less than that is needed: so much leaves, and buffers come instead.
     memory = math.ceil((plenty.fits[0].needed_bytes - 300 * MiB) / MEMORY_SHARE)
-    left = place_in_memory(request(memory), Choice(8, 1, 256)).split("activations")
+    left = place_on_cpu(request(memory), Settings(8, 1, 256)).split("activations")
     assert left.host_bytes == 0
     assert 300 * MiB <= left.ssd_bytes <= 370 * MiB
 
@@ -250,7 +249,7 @@ def test_what_is_counted_is_what_training_takes(work):
         capture_output=True, text=True, check=True, cwd=ROOT,
     )  # fmt: skip
     shape = TransformerShape("gpt", 6, 384, 6, 4096, tied=False, max_positions=sequence)
-    counted = needed(request(shape=shape), Choice(batch, micro_batches, sequence))
+    counted = needed(request(shape=shape), Settings(batch, micro_batches, sequence))
     # A few megabytes are the kernels' own.
     assert counted == pytest.approx(int(done.stdout), rel=0.12, abs=24 * MiB)
 
@@ -258,19 +257,19 @@ def test_what_is_counted_is_what_training_takes(work):
 # ------------------------------------------------------------------ seconds, by hand
 def test_a_step_that_moves_nothing_computes_and_updates():
     run, p = request(64 * GiB), GPT_98M.parameters
-    step = core_step(run, place_in_memory(run, Choice(4, 1, 256)))
+    step = cpu_step_time(run, place_on_cpu(run, Settings(4, 1, 256)))
     layers = 12 * GPT_98M.layer_parameters
     seconds = 3 * GPT_98M.forward_flops(4, 256) / 1.5e11 + layers * 1e-9
     seconds += 4 * 8192 * 768 / 1.5e10 + p / 2e9
     assert step.seconds == pytest.approx(seconds)
-    assert step.limits.keys() == {"computation"}
+    assert step.limited_seconds.keys() == {"computation"}
     assert step.written_bytes == 0
 
 
 def test_every_further_micro_batch_costs_a_pass_over_weights_and_gradients():
     run = request(64 * GiB)
     one, four = (
-        core_step(run, place_in_memory(run, Choice(4, micro, 256))).seconds for micro in (1, 4)
+        cpu_step_time(run, place_on_cpu(run, Settings(4, micro, 256))).seconds for micro in (1, 4)
     )
     layers = 12 * GPT_98M.layer_parameters
     each = layers * 1e-9 + 4 * 8192 * 768 / 1.5e10 + 1.5 * 4 * GPT_98M.parameters / 1.5e10
@@ -279,28 +278,28 @@ def test_every_further_micro_batch_costs_a_pass_over_weights_and_gradients():
 
 def test_an_update_in_step_waits_for_the_drives():
     run, p = request(int(1.65 * GiB), read=4e8, write=2e8), GPT_98M.parameters
-    placed = place_in_memory(
-        run, Choice(1, 1, 64, moves_optimizer=True, overlap="off", host_first=WITH_ORDERS)
+    placed = place_on_cpu(
+        run, Settings(1, 1, 64, offloads_optimizer=True, overlap="off", host_priority=WITH_ORDERS)
     )
-    step = core_step(run, placed)
+    step = cpu_step_time(run, placed)
     moved = 8 * p - placed.split("states").host_bytes
     assert step.stages[-1].name == "step()"
     assert step.stages[-1].seconds == pytest.approx(moved / 4e8 + moved / 2e8)
     assert step.written_bytes == moved
     both = dataclasses.replace(run, duplex=True)
-    assert core_step(both, placed).stages[-1].seconds == pytest.approx(moved / 2e8)
+    assert cpu_step_time(both, placed).stages[-1].seconds == pytest.approx(moved / 2e8)
 
 
 def test_an_update_in_backward_hides_behind_it_but_takes_the_same_cores():
-    run, p = request(64 * GiB, 1e13, 1e13, toll=0.0), GPT_98M.parameters
-    plain = core_step(run, place_in_memory(run, Choice(4, 1, 256))).seconds
-    choice = Choice(4, 1, 256, moves_optimizer=True, host_first=WITH_ORDERS)
-    commit = core_step(run, place_in_memory(run, choice))
+    run, p = request(64 * GiB, 1e13, 1e13, io_overhead=0.0), GPT_98M.parameters
+    plain = cpu_step_time(run, place_on_cpu(run, Settings(4, 1, 256))).seconds
+    settings = Settings(4, 1, 256, offloads_optimizer=True, host_priority=WITH_ORDERS)
+    commit = cpu_step_time(run, place_on_cpu(run, settings))
     # Four passes over the weights, of which two only read.
     assert commit.seconds - plain == pytest.approx(3 * 4 * p / 1.5e10)
     slow = request(64 * GiB, 1e8, 1e8)
-    choice = dataclasses.replace(choice, host_first=("waiting", "activations"))
-    backward = core_step(slow, place_in_memory(slow, choice)).stages[1]
+    settings = dataclasses.replace(settings, host_priority=("waiting", "activations"))
+    backward = cpu_step_time(slow, place_on_cpu(slow, settings)).stages[1]
     assert backward.name == "backward, update"
     assert backward.limit == "paths"
     assert backward.seconds == pytest.approx(16 * p / 1e8)
@@ -308,16 +307,16 @@ def test_an_update_in_backward_hides_behind_it_but_takes_the_same_cores():
 
 def test_what_moves_takes_its_toll():
     memory = int(2.3 * GiB)
-    choice = Choice(8, 1, 256)
+    settings = Settings(8, 1, 256)
     free, usual = (
-        core_step(run, place_in_memory(run, choice))
-        for run in (request(memory, 1e13, 1e13, toll=t) for t in (0.0, 1e-10))
+        cpu_step_time(run, place_on_cpu(run, settings))
+        for run in (request(memory, 1e13, 1e13, io_overhead=t) for t in (0.0, 1e-10))
     )
-    left = place_in_memory(request(memory), choice).split("activations").ssd_bytes
+    left = place_on_cpu(request(memory), settings).split("activations").ssd_bytes
     assert left > 100 * MiB
     assert usual.seconds - free.seconds == pytest.approx(2 * left * 1e-10)
-    kept = request(64 * GiB, 1e13, 1e13, toll=0.0)
-    stay = core_step(kept, place_in_memory(kept, choice))
+    kept = request(64 * GiB, 1e13, 1e13, io_overhead=0.0)
+    stay = cpu_step_time(kept, place_on_cpu(kept, settings))
     assert free.seconds - stay.seconds == pytest.approx(12 * 11 * HOOK_SECONDS, rel=1e-3)
 
 
@@ -331,24 +330,24 @@ def test_the_config_loads_and_says_what_was_found(memory, overlap):
         text = config_yaml(dataclasses.replace(found, candidates=(candidate,)), ["/mnt/nvme0"])
         config = OffloadConfig.load(yaml.safe_load(text))
         for client in ("activations", "optimizer", "parameters"):
-            assert getattr(config, client).enabled is (client in candidate.moves)
+            assert getattr(config, client).enabled is (client in candidate.offloads)
         # Host memory is no place to send activations or weights to: they would still be in memory.
         dram = [tier for tier in config.tiers if tier.kind == "dram"]
         assert [tier.name for tier in dram] in ([], ["host-states"])
         if dram:
             # With commit it holds what is old and what is new.
-            wanted = candidate.placed.split("states").host_bytes
+            wanted = candidate.placement.split("states").host_bytes
             wanted //= 2 if overlap == "commit" else 1
             assert dram[0].capacity == math.ceil(wanted / MiB) * MiB
             assert config.optimizer.tiers == ["host-states", "ssd"]
-        if "activations" in candidate.moves:
+        if "activations" in candidate.offloads:
             limit = math.ceil(LIMIT_SHARE * run.memory_bytes / MiB) * MiB
             assert abs(config.planning.device_memory - limit) <= MiB
         else:
             assert config.planning.device_memory is None
-        if "optimizer" in candidate.moves:
+        if "optimizer" in candidate.offloads:
             assert config.optimizer.overlap == overlap
-            assert config.optimizer.subgroup_size == candidate.placed.subgroup_size
+            assert config.optimizer.subgroup_size == candidate.placement.subgroup_size
             assert config.memory.pinned <= run.room_bytes
 
 
@@ -369,8 +368,8 @@ def test_the_config_says_what_it_rests_on_and_what_is_left_to_do():
 
 def test_numbers_and_rules_change_only_if_that_is_allowed():
     for one in search(request(GiB), Space((256,), max_batch=8)).candidates:
-        assert one.choice.overlap != "eager"
-        assert one.choice.state_dtype == "float32"
+        assert one.settings.overlap != "eager"
+        assert one.settings.state_dtype == "float32"
 
 
 def test_training_by_what_was_found_changes_no_numbers(tmp_path):
@@ -380,7 +379,7 @@ def test_training_by_what_was_found_changes_no_numbers(tmp_path):
     # Of the process nothing is counted: what the states take decides.
     run = request(int((12 * p + 100 * MiB) / MEMORY_SHARE), shape=shape, process_bytes=0)
     found = search(run, Space((32,), batch=2, overlaps=("off",)))
-    moving = next(one for one in found.candidates if one.moves == ("optimizer",))
+    moving = next(one for one in found.candidates if one.offloads == ("optimizer",))
     text = config_yaml(dataclasses.replace(found, candidates=(moving,)), [str(tmp_path)])
     weights = []
     for config in (None, yaml.safe_load(text)):
@@ -408,7 +407,7 @@ def test_training_by_what_was_found_changes_no_numbers(tmp_path):
         (lambda: request(flops=0), "cores: flops is 0"),
         (lambda: request(update_rate=-1), "cores: update_rate is -1"),
         (lambda: request(process_bytes=-1), "cores: process_bytes is -1; give 0 or more"),
-        (lambda: place_in_memory(request(), Choice(4, 2, 256, 13)), "13 layers are to be computed"),
+        (lambda: place_on_cpu(request(), Settings(4, 2, 256, 13)), "13 layers are to be computed"),
     ],
 )
 def test_nonsense_is_refused(make, message):

@@ -27,7 +27,7 @@ def test_the_rate_of_updates_is_what_the_throughput_at_batch_8_leaves():
     # 42.8 TFLOPS at batch 8, FLOP counted as they are computed: what forward leaves is the update.
     work = Workload(8, 1024)
     least = next(swaps(GPT_13B, work, fuyou_machine("rtx-4090")))
-    update = least.flops / 42.8e12 - least.time.forward
+    update = least.flops / 42.8e12 - least.time.stage("forward").seconds
     assert GPT_13B.parameters / update == pytest.approx(host("fuyou").update_rate, rel=0.02)
 
 
@@ -70,7 +70,7 @@ def test_the_parts_of_a_step_by_hand():
     found = next(swaps(GPT_175B, Workload(16, 1024), fuyou_machine("rtx-4090")))
     inputs = 16 * 1024 * 12288 * 2 * 96
     assert found.moved_bytes == inputs
-    limits = found.time.limits
+    limits = found.time.resource_seconds
     assert limits["forward paths"] == pytest.approx((2 * p / 6.5e9 + inputs / 3.4e9) / 12)
     assert limits["backward paths"] == pytest.approx(
         ((14 * p + inputs) / 6.5e9 + 14 * p / 3.4e9) / 12
@@ -117,8 +117,8 @@ def test_the_best_is_no_slower_than_any_other_amount():
     for gpu in ("a100-80g", "rtx-4090"):
         for batch in (8, 48, 128):
             work, machine = Workload(batch, 1024), fuyou_machine(gpu, 3)
-            steps = [found.time.step for found in swaps(GPT_13B, work, machine)]
-            assert best_swap(GPT_13B, work, machine).time.step == pytest.approx(min(steps))
+            steps = [found.time.seconds for found in swaps(GPT_13B, work, machine)]
+            assert best_swap(GPT_13B, work, machine).time.seconds == pytest.approx(min(steps))
 
 
 def test_weights_that_stay_do_not_move():
@@ -126,8 +126,8 @@ def test_weights_that_stay_do_not_move():
     stays = best_swap(GPT_13B, work, machine, streams_weights=False)
     assert stays.profile.weights_bytes == 0
     assert (
-        stays.time.limits["backward paths"]
-        < 0.9 * fuyou_swap("13b", 8, machine).time.limits["backward paths"]
+        stays.time.resource_seconds["backward paths"]
+        < 0.9 * fuyou_swap("13b", 8, machine).time.resource_seconds["backward paths"]
     )
 
 

@@ -1,4 +1,4 @@
-"""What a search of settings looks for, and what it found: as objects, a table and JSON."""
+"""The space of a search for settings, and its result as objects, a table and JSON."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 
 from offload_strategy.errors import ConfigError
 from offload_strategy.planner.request import Request
-from offload_strategy.planner.search.choice import (
-    Choice,
-    Held,
+from offload_strategy.planner.search.cpu_request import CpuRequest
+from offload_strategy.planner.search.settings import (
+    OffloadedKind,
     Overlap,
-    Placed,
+    Placement,
+    Settings,
     StateType,
     state_bytes,
 )
-from offload_strategy.planner.search.cores import CpuRequest
-from offload_strategy.planner.search.placed_steps import PlacedStep
+from offload_strategy.planner.step_time import StepTime
 from offload_strategy.planner.transformer_shape import positive
 from offload_strategy.units import format_size
 
-#: Tokens of a step up to which batches are searched where no bound is given.
+#: Largest number of tokens of a step if no bound is given.
 USUAL_TOKENS = 1 << 20
 #: Share of the tokens in a second that a smaller batch may cost.
 USUAL_TOLERANCE = 0.03
@@ -29,20 +29,20 @@ _GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What is searched.
+    """The settings that a search may choose.
 
     Args:
-        sequences: tokens of a sequence, one or several to choose from.
-        batch: sequences of a step; None to search it.
-        max_batch: sequences of a step at most, where the batch is searched; None for no bound.
-        max_tokens: of a step, likewise.
-        overlaps: when the update may run; "eager" only where gradients are not clipped or read.
-        state_dtypes: that are allowed; "bfloat16" changes numbers.
-        tolerance: share of the tokens in a second that a smaller batch may cost.
-        keep: how many candidates are kept, each of another kind.
+        sequences: Tokens of a sequence, one or several to choose from.
+        batch: Sequences of a step; None to search it.
+        max_batch: Largest batch if it is searched; None for no bound.
+        max_tokens: Largest number of tokens of a step if the batch is searched.
+        overlaps: When the update may run; "eager" only if gradients are not clipped or read.
+        state_dtypes: Types in which states may be stored; "bfloat16" changes numbers.
+        tolerance: Share of the tokens per second that a smaller batch may cost.
+        keep: How many candidates are kept, each of another kind.
 
     Raises:
-        ConfigError: if a number is not above 0, or nothing is left to choose from.
+        ConfigError: If a number is not above 0, or nothing is left to choose from.
     """
 
     sequences: tuple[int, ...]
@@ -74,74 +74,73 @@ class Space:
             )
 
     def most(self, sequence: int) -> int:
-        """Sequences of a step at most, where the batch is searched."""
+        """Return the largest batch that is searched."""
         of_tokens = self.max_tokens // sequence
         return of_tokens if self.max_batch is None else min(of_tokens, self.max_batch)
 
     def bound(self) -> str:
-        """What a step may hold, for people."""
+        """Return a description of the batches that are searched."""
         if self.batch is not None:
             return f"a batch of {self.batch} sequences, as given"
         bound = f"batches up to {self.max_tokens:,} tokens a step"
         if self.max_batch is not None:
             bound += f" and {self.max_batch} sequences"
         return (
-            f"{bound}; of those that come within {self.tolerance:.0%} of the most tokens in a "
-            f"second the smallest is taken. The batch changes how a model trains: see that it is "
-            f"one you want"
+            f"{bound}; the smallest batch within {self.tolerance:.0%} of the highest throughput is "
+            f"taken. The batch changes how a model trains: check that it is one you want"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A choice that fits, and its step.
+    """Settings that fit, and the time of their step.
 
     Args:
-        placed: the choice, and where its tensors lie.
-        step: its time, by stage.
+        placement: The settings, and where tensors are with them.
+        step: Time of a step, by stage.
     """
 
-    placed: Placed
-    step: PlacedStep
+    placement: Placement
+    step: StepTime
 
     @property
-    def choice(self) -> Choice:
+    def settings(self) -> Settings:
         """The settings."""
-        return self.placed.choice
+        return self.placement.settings
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens that are trained on in a second."""
-        return self.choice.tokens / self.step.seconds
+        """Throughput in tokens per second."""
+        return self.settings.tokens / self.step.seconds
 
     @property
-    def moves(self) -> tuple[str, ...]:
-        """What leaves the device: of "activations", "optimizer" and "parameters"."""
+    def offloads(self) -> tuple[str, ...]:
+        """What is offloaded, of "activations", "optimizer" and "parameters"."""
         names = {
-            "activations": self.placed.split("activations").total_bytes > 0,
-            "optimizer": self.choice.moves_optimizer,
-            "parameters": self.choice.moves_parameters,
+            "activations": self.placement.split("activations").total_bytes > 0,
+            "optimizer": self.settings.offloads_optimizer,
+            "parameters": self.settings.streams_weights,
         }
-        return tuple(name for name, moves in names.items() if moves)
+        return tuple(name for name, offloaded in names.items() if offloaded)
 
     @property
     def update(self) -> str:
-        """When states are updated, and in which precision they are kept."""
-        if not self.choice.moves_optimizer:
+        """When states are updated, and in which precision they are stored."""
+        if not self.settings.offloads_optimizer:
             return "plain"
-        narrow = self.choice.state_dtype != "float32"
-        return self.choice.overlap + (f", {self.choice.state_dtype}" if narrow else "")
+        narrow = self.settings.state_dtype != "float32"
+        return self.settings.overlap + (f", {self.settings.state_dtype}" if narrow else "")
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Choices for which there is too little of something.
+    """Settings that do not fit because of one resource.
 
     Args:
         what: "device memory", "host memory" or "disk"; on the CPU "memory" or "disk".
-        count: how many choices, each counted by the first that it lacks.
-        needed_bytes: of the one that comes nearest.
-        available_bytes: what there is.
+        count: Number of settings, each counted for the first resource that it lacks.
+        needed_bytes: Needed bytes of the settings that come nearest.
+        available_bytes: Available bytes.
     """
 
     what: str
@@ -150,24 +149,24 @@ class Refusal:
     available_bytes: int
 
     def __str__(self) -> str:
-        """A sentence."""
+        """One sentence."""
         return (
-            f"{self.count} choices need more {self.what} than there is: the nearest "
+            f"{self.count} settings need more {self.what} than there is: the nearest "
             f"{format_size(self.needed_bytes)} of {format_size(self.available_bytes)}"
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What a search found.
+class SearchResult:
+    """The result of a search.
 
     Args:
-        request: model and machine.
-        space: that was searched.
-        candidates: the best of each kind (what moves, whether layers are computed again, when the
-            update runs), the best first.
-        refused: why others do not fit.
-        tried: choices that were looked at.
+        request: Model and machine.
+        space: The space that was searched.
+        candidates: The best settings of each kind (what is offloaded, whether layers are
+            recomputed, when the update runs), the best first.
+        refused: Why other settings do not fit.
+        tried: How many settings were tried.
     """
 
     request: Request | CpuRequest
@@ -178,25 +177,25 @@ class Found:
 
     @property
     def best(self) -> Candidate:
-        """The one to use.
+        """The best candidate.
 
         Raises:
-            ConfigError: if nothing fits; the message says what is missing.
+            ConfigError: If nothing fits; the message says what is missing.
         """
         if not self.candidates:
             raise ConfigError(
-                f"search: none of {self.tried} choices fits: {'; '.join(map(str, self.refused))}. "
+                f"search: none of {self.tried} settings fits: {'; '.join(map(str, self.refused))}. "
                 f"Take more of that, a smaller model, or shorter sequences"
             )
         return self.candidates[0]
 
     def as_dict(self) -> dict[str, Any]:
-        """Give the figures with units in their names, ready for JSON."""
+        """Return the figures with units in their names, ready for JSON."""
         return {
             "candidates": [_as_dict(one) for one in self.candidates],
             "refused": {
                 one.what: {
-                    "choices": one.count,
+                    "settings": one.count,
                     "nearest_needed_bytes": one.needed_bytes,
                     "available_bytes": one.available_bytes,
                 }
@@ -208,7 +207,7 @@ class Found:
         }
 
     def assumptions(self) -> list[str]:
-        """What the figures rest on, a sentence each."""
+        """Return what the figures rest on, a sentence each."""
         if isinstance(self.request, CpuRequest):
             return self.request.assumptions()
         of_machine = ("device:", "link:", "drive:")
@@ -217,15 +216,15 @@ class Found:
             "everything overlaps as well as it can; measured steps are longer",
             f"states of {' or '.join(map(str, self._state_bytes()))} bytes a parameter, a float32 "
             f"copy of the weights among them; weights, gradients and activations of 2 bytes",
-            "states are updated on the device, in no time beside moving them: `plan` without "
-            "--search looks at Fuyou's update on the host",
-            "activations stay up to 90 % of device memory; of host memory 90 % less 2 GiB is used",
+            "states are updated on the device, whose time for that does not count: `plan` without "
+            "--search models Fuyou's update on the host",
+            "activations stay up to 90 % of device memory; 90 % of host memory less 2 GiB is used",
         ]
 
     def __str__(self) -> str:
         """Tables in Markdown."""
         title = f"{self.request.shape.parameters / _GB:.2f} billion parameters {self.machine()}"
-        notes = [f"{self.tried} choices were looked at", f"among them: {self.space.bound()}"]
+        notes = [f"{self.tried} settings were tried", f"among them: {self.space.bound()}"]
         notes += [str(one) for one in self.refused]
         lists = ["Searched:\n\n" + "\n".join(f"- {line}" for line in notes)]
         lists.append("Assumed:\n\n" + "\n".join(f"- {line}" for line in self.assumptions()))
@@ -234,7 +233,7 @@ class Found:
         return "\n\n".join([title, self._table(), self._places(), *lists])
 
     def machine(self) -> str:
-        """What was searched for, after a model."""
+        """Return the machine, as the end of a sentence about a model."""
         request = self.request
         if isinstance(request, CpuRequest):
             memory = f"{format_size(request.memory_bytes)} of memory"
@@ -244,7 +243,7 @@ class Found:
 
     @property
     def _place(self) -> str:
-        """What tensors leave."""
+        """The memory that tensors leave."""
         return "memory" if isinstance(self.request, CpuRequest) else "the device"
 
     def _state_bytes(self) -> list[int]:
@@ -252,42 +251,42 @@ class Found:
 
     def _table(self) -> str:
         head = (
-            "tokens/s | step | limits | batch | micro-batches | tokens of each | leaves "
-            f"{self._place} | layers computed again | update"
+            "tokens/s | step | limits | batch | micro-batches | sequence | leaves "
+            f"{self._place} | recomputed layers | update"
         )
-        head = " | ".join([head, *(fit.what for fit in self.best.placed.fits)])
+        head = " | ".join([head, *(fit.what for fit in self.best.placement.fits)])
         lines = [f"| {head} |", "|---" * (head.count("|") + 1) + "|"]
         for one in self.candidates:
-            choice = one.choice
+            settings = one.settings
             cells = [
                 rounded(one.tokens_per_second),
                 f"{one.step.seconds:.2f} s",
                 one.step.limit,
-                choice.batch,
-                choice.micro_batches,
-                choice.sequence,
-                ", ".join(one.moves) or "nothing",
-                f"{choice.recomputed_layers} of {self.request.shape.layers}",
+                settings.batch,
+                settings.micro_batches,
+                settings.sequence,
+                ", ".join(one.offloads) or "nothing",
+                f"{settings.recomputed_layers} of {self.request.shape.layers}",
                 one.update,
-                *(format_size(fit.needed_bytes) for fit in one.placed.fits),
+                *(format_size(fit.needed_bytes) for fit in one.placement.fits),
             ]
             lines.append("| " + " | ".join(map(str, cells)) + " |")
         return "\n".join(lines)
 
     def _places(self) -> str:
-        held = self.best.placed.held
-        if not held:
+        offloaded = self.best.placement.offloaded
+        if not offloaded:
             where = "in memory" if self._place == "memory" else "on the device"
-            return f"The first offloads nothing: all of it fits {where}."
+            return f"The first row offloads nothing: everything fits {where}."
         of_memory = "in memory" if self._place == "memory" else "in host memory"
-        lines = [f"| of the first | {of_memory} | on the drives |", "|---|---|---|"]
-        for kind, split in held.items():
+        lines = [f"| first row | {of_memory} | on the drives |", "|---|---|---|"]
+        for kind, split in offloaded.items():
             host, ssd = format_size(split.host_bytes), format_size(split.ssd_bytes)
             lines.append(f"| {_KINDS[kind]} | {host} | {ssd} |")
         return "\n".join(lines)
 
 
-_KINDS: dict[Held, str] = {
+_KINDS: dict[OffloadedKind, str] = {
     "weights": "weights",
     "activations": "activations of a micro-batch",
     "waiting": "gradients and new weights until `step()`",
@@ -296,27 +295,27 @@ _KINDS: dict[Held, str] = {
 
 
 def rounded(number: float) -> str:
-    """Three digits or whole, for people."""
+    """Return three significant digits, or a whole number."""
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _as_dict(one: Candidate) -> dict[str, Any]:
-    choice, placed = one.choice, one.placed
+    settings, placement = one.settings, one.placement
     return {
         "tokens_per_second": one.tokens_per_second,
         "step_seconds": one.step.seconds,
-        "limits_seconds": one.step.limits,
-        "batch": choice.batch,
-        "micro_batches": choice.micro_batches,
-        "sequence": choice.sequence,
-        "moves": list(one.moves),
-        "recomputed_layers": choice.recomputed_layers,
-        "overlap": choice.overlap,
-        "state_dtype": choice.state_dtype,
-        "blocks_in_flight": choice.blocks_in_flight,
-        "subgroup_size": placed.subgroup_size,
-        "needs_bytes": {fit.what: fit.needed_bytes for fit in placed.fits},
-        "host_bytes": {kind: split.host_bytes for kind, split in placed.held.items()},
-        "ssd_bytes": {kind: split.ssd_bytes for kind, split in placed.held.items()},
+        "limits_seconds": one.step.limited_seconds,
+        "batch": settings.batch,
+        "micro_batches": settings.micro_batches,
+        "sequence": settings.sequence,
+        "offloads": list(one.offloads),
+        "recomputed_layers": settings.recomputed_layers,
+        "overlap": settings.overlap,
+        "state_dtype": settings.state_dtype,
+        "blocks_in_flight": settings.blocks_in_flight,
+        "subgroup_size": placement.subgroup_size,
+        "needs_bytes": {fit.what: fit.needed_bytes for fit in placement.fits},
+        "host_bytes": {kind: split.host_bytes for kind, split in placement.offloaded.items()},
+        "ssd_bytes": {kind: split.ssd_bytes for kind, split in placement.offloaded.items()},
         "written_bytes_per_step": one.step.written_bytes,
     }

@@ -1,15 +1,15 @@
-"""The settings with the most tokens in a second, by the analytical model.
+"""A search for the settings with the highest throughput, by the analytical model.
 
-Every choice of a finite space is placed (`placement`), those that fit are timed (`placed_steps`),
-and the best are kept. Nothing in the space changes what a step computes, but for what the caller
-allows and for the batch, which is searched only where it is not given.
+All settings of a finite space are placement and, if they fit, timed (`gpu_model`, `cpu_model`); the
+best are kept. Nothing in the space changes what a step computes, except what the caller allows and
+the batch, which is searched only if it is not given.
 
-[Note: what counts as better]
-The batch comes first: of those that reach the most tokens in a second but for a small share
-(`Space.tolerance`) the smallest is taken, as a larger one changes training, and gains ever less.
-Before that come micro-batches with enough tokens to keep a GPU busy, which the equations do not
-see (those of cores do). Among settings for that batch, those within 1 % count as equally fast; of
-these the one is taken that moves, writes and recomputes the least.
+[Note: the order of settings]
+The batch comes first: of the batches that come within a small share (`Space.tolerance`) of the
+highest throughput the smallest is taken, because a larger one changes training and gains ever less.
+Before that, micro-batches with enough tokens to keep a GPU busy are preferred, which the equations
+do not model (those of a CPU do). Among the settings for a batch, those within 1 % count as equally
+fast; of these, the ones that offload, write and recompute the least are taken.
 """
 
 from __future__ import annotations
@@ -20,52 +20,55 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from offload_strategy.planner.request import Request
-from offload_strategy.planner.search.choice import Choice, Placed
-from offload_strategy.planner.search.core_steps import core_step
-from offload_strategy.planner.search.cores import CpuRequest
-from offload_strategy.planner.search.one_memory import place_in_memory
-from offload_strategy.planner.search.placed_steps import PlacedStep, placed_step
-from offload_strategy.planner.search.placement import place
-from offload_strategy.planner.search.search_result import Candidate, Found, Refusal, Space
+from offload_strategy.planner.search.cpu_model import cpu_step_time, place_on_cpu
+from offload_strategy.planner.search.cpu_request import CpuRequest
+from offload_strategy.planner.search.gpu_model import gpu_step_time, place_on_gpu
+from offload_strategy.planner.search.search_result import Candidate, Refusal, SearchResult, Space
+from offload_strategy.planner.search.settings import Placement, Settings
+from offload_strategy.planner.step_time import StepTime
 
-#: See [Note: what counts as better].
+#: See [Note: the order of settings].
 _AS_FAST = 0.01
-#: A micro-batch of fewer may not reach what a device sustains: matrices have as many rows.
+#: A micro-batch of fewer tokens may not reach the FLOP/s that a device sustains.
 _BUSY_TOKENS = 4096
-#: Shares of the layers that are computed again.
+#: Recomputed layers are tried in multiples of one part in so many of all layers.
 _RECOMPUTED_PARTS = 8
 _MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _BLOCKS_IN_FLIGHT = (3, 2)
-#: Clients that move: neither, states, states and weights.
-_CLIENTS = ((False, False), (True, False), (True, True))
+#: Whether states are offloaded and weights streamed.
+_OFFLOADS = ((False, False), (True, False), (True, True))
 
 
-def search(request: Request | CpuRequest, space: Space) -> Found:
-    """Find the settings with the most tokens in a second; see [Note: what counts as better].
+def search(request: Request | CpuRequest, space: Space) -> SearchResult:
+    """Find the settings with the highest throughput; see [Note: the order of settings].
 
     Args:
-        request: model and machine. Of the work for a GPU all but batch and sequence counts; the
-            rate of updates does not, as updates run on the device.
-        space: what to search.
+        request: Model and machine. Batch and sequence of its work do not count, nor does its rate
+            of updates on the host: a GPU's updates run on the device.
+        space: The space to search.
 
     Raises:
-        ConfigError: if a figure is not above 0.
+        ConfigError: If a figure is not above 0.
     """
-    hunt = _Hunt(request, space.tolerance)
-    for choice in _choices(request, space):
-        hunt.look_at(choice)
+    candidates = _Candidates(request, space.tolerance)
+    for settings in _choices(request, space):
+        candidates.try_settings(settings)
     if space.batch is None:
-        # Between the batches that were tried a larger one may fit, or a smaller one be as fast.
-        for found in list(hunt.best_of_each_kind()):
-            for choice in _around(found.choice, space):
-                hunt.look_at(choice)
-    ranked = hunt.ranked()
-    return Found(
-        request, space, tuple(ranked[: space.keep]), tuple(hunt.refused.values()), hunt.tried
+        # Between the batches that were tried, a larger one may fit or a smaller one be as fast.
+        for found in list(candidates.best_of_each_kind()):
+            for settings in _around(found.settings, space):
+                candidates.try_settings(settings)
+    ranked = candidates.ranked()
+    return SearchResult(
+        request,
+        space,
+        tuple(ranked[: space.keep]),
+        tuple(candidates.refused.values()),
+        candidates.tried,
     )
 
 
-class _Hunt:
+class _Candidates:
     """The candidates of each kind, and what was refused."""
 
     def __init__(self, request: Request | CpuRequest, tolerance: float) -> None:
@@ -77,9 +80,9 @@ class _Hunt:
         self._kinds: dict[object, list[Candidate]] = {}
         self._fastest: dict[object, float] = {}
 
-    def look_at(self, choice: Choice) -> None:
-        """Time it in all orders that matter, or note why it does not fit."""
-        for one in _orders(self._request, choice):
+    def try_settings(self, settings: Settings) -> None:
+        """Time settings with every order of host memory, or note why they do not fit."""
+        for one in _orders(self._request, settings):
             self.tried += 1
             if not one.ok:
                 self._refuse(one)
@@ -96,7 +99,7 @@ class _Hunt:
             yield self._best(found, self._least * self._fastest[kind])
 
     def ranked(self) -> list[Candidate]:
-        """The best of all kinds, then the best of all others, and so on."""
+        """Return the best of all kinds, then the best of the other kinds, and so on."""
         rest, ranked = dict(self._kinds), list[Candidate]()
         while rest:
             fastest = max(self._fastest[kind] for kind in rest)
@@ -108,7 +111,7 @@ class _Hunt:
         return ranked
 
     def _best(self, found: Sequence[Candidate], least: float) -> Candidate:
-        """See [Note: what counts as better]; `least` tokens per second are wanted."""
+        """Return the best of those with at least so many tokens per second."""
         wanted = [one for one in found if one.tokens_per_second >= least]
         batch = min(map(self._batch_cost, wanted))
         same = [one for one in wanted if self._batch_cost(one) == batch]
@@ -118,11 +121,11 @@ class _Hunt:
         )
 
     def _batch_cost(self, found: Candidate) -> tuple[bool, int]:
-        choice = found.choice
-        return choice.tokens // choice.micro_batches < self._busy_tokens, choice.tokens
+        settings = found.settings
+        return settings.tokens // settings.micro_batches < self._busy_tokens, settings.tokens
 
-    def _refuse(self, placed: Placed) -> None:
-        fit = next(fit for fit in placed.fits if not fit.ok)
+    def _refuse(self, placement: Placement) -> None:
+        fit = next(fit for fit in placement.fits if not fit.ok)
         old = self.refused.get(fit.what)
         nearest = fit.needed_bytes if old is None else min(fit.needed_bytes, old.needed_bytes)
         count = 1 if old is None else old.count + 1
@@ -130,16 +133,16 @@ class _Hunt:
 
 
 def _kind(found: Candidate) -> object:
-    choice = found.choice
-    return (found.moves, choice.recomputed_layers > 0, choice.overlap, choice.state_dtype)
+    settings = found.settings
+    return (found.offloads, settings.recomputed_layers > 0, settings.overlap, settings.state_dtype)
 
 
 def _at_least_as_good(one: Candidate, other: Candidate) -> bool:
-    """Whether nothing speaks for the other: it moves, recomputes and batches no less."""
-    mine, its = one.choice, other.choice
+    """Return whether the other has no advantage: it offloads, recomputes and batches no less."""
+    mine, its = one.settings, other.settings
     return (
         one.tokens_per_second >= other.tokens_per_second * (1 - _AS_FAST)
-        and set(one.moves) <= set(other.moves)
+        and set(one.offloads) <= set(other.offloads)
         and mine.tokens <= its.tokens
         and mine.recomputed_layers <= its.recomputed_layers
         and (mine.overlap == its.overlap or its.overlap != "commit")
@@ -148,30 +151,30 @@ def _at_least_as_good(one: Candidate, other: Candidate) -> bool:
 
 
 def _cost(found: Candidate) -> tuple[float, ...]:
-    choice = found.choice
+    settings = found.settings
     return (
-        len(found.moves),
+        len(found.offloads),
         found.step.written_bytes,
-        choice.recomputed_layers,
-        choice.overlap != "commit",
-        choice.micro_batches,
+        settings.recomputed_layers,
+        settings.overlap != "commit",
+        settings.micro_batches,
         -found.tokens_per_second,
     )
 
 
-def _place(request: Request | CpuRequest, choice: Choice) -> Placed:
+def _place(request: Request | CpuRequest, settings: Settings) -> Placement:
     if isinstance(request, CpuRequest):
-        return place_in_memory(request, choice)
-    return place(request, choice)
+        return place_on_cpu(request, settings)
+    return place_on_gpu(request, settings)
 
 
-def _step(request: Request | CpuRequest, placed: Placed) -> PlacedStep:
+def _step(request: Request | CpuRequest, placement: Placement) -> StepTime:
     if isinstance(request, CpuRequest):
-        return core_step(request, placed)
-    return placed_step(request, placed)
+        return cpu_step_time(request, placement)
+    return gpu_step_time(request, placement)
 
 
-def _choices(request: Request | CpuRequest, space: Space) -> Iterator[Choice]:
+def _choices(request: Request | CpuRequest, space: Space) -> Iterator[Settings]:
     for sequence in space.sequences:
         for batch, micro_batches in _batches(space, sequence):
             yield from _settings(request, space, batch, micro_batches, sequence)
@@ -179,14 +182,14 @@ def _choices(request: Request | CpuRequest, space: Space) -> Iterator[Choice]:
 
 def _settings(
     request: Request | CpuRequest, space: Space, batch: int, micro_batches: int, sequence: int
-) -> Iterator[Choice]:
+) -> Iterator[Settings]:
     layers = request.shape.layers
     again = sorted({layers * part // _RECOMPUTED_PARTS for part in range(_RECOMPUTED_PARTS + 1)})
-    for recomputed, (optimizer, parameters) in itertools.product(again, _CLIENTS):
-        # Where states stay it makes no difference when the update runs.
+    for recomputed, (optimizer, parameters) in itertools.product(again, _OFFLOADS):
+        # If states stay, it makes no difference when the update runs.
         for overlap in space.overlaps if optimizer else space.overlaps[:1]:
             for dtype in space.state_dtypes:
-                yield Choice(
+                yield Settings(
                     batch,
                     micro_batches,
                     sequence,
@@ -199,7 +202,7 @@ def _settings(
 
 
 def _batches(space: Space, sequence: int) -> Iterator[tuple[int, int]]:
-    """Batches and their micro-batches."""
+    """Yield batches with their numbers of micro-batches."""
     if space.batch is not None:
         for micro_batches in _divisors(space.batch):
             yield space.batch, micro_batches
@@ -217,7 +220,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _round_numbers(most: int) -> Iterator[int]:
-    """1 to 8, then four for each doubling, and the largest."""
+    """Yield 1 to 8, then four numbers for each doubling, and the largest."""
     number, step = 1, 1
     while number < most:
         yield number
@@ -230,50 +233,49 @@ def _round_numbers(most: int) -> Iterator[int]:
         yield most
 
 
-def _around(choice: Choice, space: Space) -> Iterator[Choice]:
-    """The same with micro-batches between those that were tried."""
-    micro = choice.batch // choice.micro_batches
-    most = space.most(choice.sequence)
+def _around(settings: Settings, space: Space) -> Iterator[Settings]:
+    """Yield the same settings with micro-batches between those that were tried."""
+    micro = settings.batch // settings.micro_batches
+    most = space.most(settings.sequence)
     tried = sorted(_round_numbers(most))
-    most //= choice.micro_batches
+    most //= settings.micro_batches
     below = max((number for number in tried if number < micro), default=micro)
     above = min((number for number in tried if number > micro), default=micro)
     step = max(1, (above - below) // 32)
     for number in range(below + 1, min(above, most + 1), step):
         if number != micro:
-            yield replace(choice, batch=number * choice.micro_batches)
+            yield replace(settings, batch=number * settings.micro_batches)
 
 
-def _orders(request: Request | CpuRequest, choice: Choice) -> Iterator[Placed]:
-    """The choice in all orders of host memory that differ, and with blocks that fit."""
-    placed = _with_blocks(request, choice)
-    yield placed
-    if not placed.ok or not any(split.ssd_bytes for split in placed.held.values()):
+def _orders(request: Request | CpuRequest, settings: Settings) -> Iterator[Placement]:
+    """Yield placements with every order of host memory that differs, with blocks that fit."""
+    placement = _with_blocks(request, settings)
+    yield placement
+    if not placement.ok or not any(split.ssd_bytes for split in placement.offloaded.values()):
         return
-    kinds = tuple(placed.held)
+    kinds = tuple(placement.offloaded)
     if isinstance(request, CpuRequest):
-        # Streamed weights get none; what does not leave in this order may in another.
-        kinds = tuple(kind for kind in choice.host_first if kind != "weights")
-        if not choice.moves_optimizer:
+        # Streamed weights get none; what stays in this order may leave in another.
+        kinds = tuple(kind for kind in settings.host_priority if kind != "weights")
+        if not settings.offloads_optimizer:
             return
-        if choice.overlap != "commit":
+        if settings.overlap != "commit":
             kinds = tuple(kind for kind in kinds if kind != "waiting")
     for order in itertools.permutations(kinds):
         if order != kinds:
-            yield _place(request, replace(placed.choice, host_first=order))
+            yield _place(request, replace(placement.settings, host_priority=order))
 
 
-def _with_blocks(request: Request | CpuRequest, choice: Choice) -> Placed:
-    """With as many blocks in flight as fit.
+def _with_blocks(request: Request | CpuRequest, settings: Settings) -> Placement:
+    """Return the placement with as many blocks in flight as fit without offloading more.
 
-    The equations see no difference; blocks are uneven, and one more smooths that. Nothing else
-    leaves for it.
+    The equations see no difference, but blocks are uneven, and one more smooths that.
     """
-    if not choice.moves_parameters:
-        return _place(request, choice)
+    if not settings.streams_weights:
+        return _place(request, settings)
     for blocks in _BLOCKS_IN_FLIGHT:
-        placed = _place(request, replace(choice, blocks_in_flight=blocks))
-        crowded = any(split.ssd_bytes for split in placed.held.values())
-        if placed.ok and not placed.split("activations").total_bytes and not crowded:
+        placement = _place(request, replace(settings, blocks_in_flight=blocks))
+        crowded = any(split.ssd_bytes for split in placement.offloaded.values())
+        if placement.ok and not placement.split("activations").total_bytes and not crowded:
             break
-    return placed
+    return placement

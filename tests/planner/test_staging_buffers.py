@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
-from offload_strategy.planner.shape_census import NamedSize, shape_census
+from offload_strategy.planner.host_memory_needs import NamedSize, staging_buffers
 from offload_strategy.units import GiB
 
 
@@ -28,7 +28,7 @@ QWEN_7B = Qwen2Config(
 
 
 def test_qwen_7b_needs_what_the_paper_says():
-    census = shape_census(sizes_in_half_precision(QWEN_7B), blocks_in_flight=1)
+    census = staging_buffers(sizes_in_half_precision(QWEN_7B), blocks_in_flight=1)
     assert census.exact_bytes / GiB == pytest.approx(2.46, abs=0.005)
     assert census.one_size_bytes / GiB == pytest.approx(9.14, abs=0.005)
     # Embedding and head; gate, up and down; query and output; key and value.
@@ -37,7 +37,7 @@ def test_qwen_7b_needs_what_the_paper_says():
 
 def test_more_blocks_in_flight_need_more_of_the_blocks_buffers_only():
     shapes = sizes_in_half_precision(QWEN_7B)
-    one, three = shape_census(shapes, 1), shape_census(shapes, 3)
+    one, three = staging_buffers(shapes, 1), staging_buffers(shapes, 3)
     assert [group.buffers for group in three.classes] == [2, 9, 6, 6]
     assert three.classes[0] == one.classes[0]
 
@@ -46,15 +46,15 @@ def test_a_model_never_needs_more_buffers_than_it_has_blocks():
     config = LlamaConfig(
         vocab_size=1024, hidden_size=1024, intermediate_size=2048, num_hidden_layers=2
     )
-    census = shape_census(sizes_in_half_precision(config), blocks_in_flight=8)
+    census = staging_buffers(sizes_in_half_precision(config), blocks_in_flight=8)
     assert census.exact_bytes == sum(
         s.nbytes for s in sizes_in_half_precision(config) if s.nbytes >= 1 << 20
     )
 
 
 def test_small_parameters_and_empty_models_need_no_buffers():
-    assert shape_census([NamedSize("norm.weight", 4096)]).exact_bytes == 0
-    assert shape_census([]).one_size_bytes == 0
+    assert staging_buffers([NamedSize("norm.weight", 4096)]).exact_bytes == 0
+    assert staging_buffers([]).one_size_bytes == 0
 
 
 def test_blocks_that_differ_take_the_largest_need():
@@ -63,4 +63,4 @@ def test_blocks_that_differ_take_the_largest_need():
         NamedSize("layers.1.a", 4 << 20),
         NamedSize("layers.1.b", 4 << 20),
     ]
-    assert shape_census(shapes, 1).classes[0].buffers == 2
+    assert staging_buffers(shapes, 1).classes[0].buffers == 2

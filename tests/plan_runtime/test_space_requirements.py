@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from offload_strategy import OffloadEngine
-from offload_strategy.plan_runtime.subgroup_size import SUBGROUPS_IN_FLIGHT, subgroup_size
+from offload_strategy.plan_runtime.space_requirements import SUBGROUPS_IN_FLIGHT, subgroup_size
 from offload_strategy.units import GiB, MiB
 from tests.training import settings
 

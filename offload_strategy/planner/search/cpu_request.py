@@ -1,0 +1,160 @@
+"""A run on a machine that trains on its CPU: one memory for everything, drives, and no link.
+
+[Note: costs on the cores]
+The seconds of a pass are those of its FLOP plus a share that grows with the parameters of the
+layers alone, however few tokens there are: weights are read from memory, and gradients written to
+it. Both figures come from two runs of one layer, and the rate of updates from an optimizer that has
+everything in memory. The gradient of an embedding is filled with zeros and then read. Offload costs
+computing time as well (`planner.step_time`, [Note: one set of cores]). Of a step of 4 seconds of a
+GPT with 13 layers whose 661 MB of activations are written and read, 0.1 s are hooks and 0.1 s are
+lost to I/O threads (docs/activations.md): `HOOK_SECONDS` and `IO_OVERHEAD` are derived from that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from offload_strategy.errors import ConfigError
+from offload_strategy.planner.hardware import Drives
+from offload_strategy.planner.saved_tensor_bytes import Workload
+from offload_strategy.planner.search.settings import Settings
+from offload_strategy.planner.step_time import Rates
+from offload_strategy.planner.transformer_shape import TransformerShape, positive
+from offload_strategy.units import format_size
+
+#: Bytes of an element of weights, gradients, moments and activations.
+ELEMENT_BYTES = 4
+#: Seconds per saved tensor in the hooks, forward and backward: 0.1 s for 13 layers of 11.
+HOOK_SECONDS = 0.1 / (13 * 11)
+#: Seconds of computation that are lost for a byte that moves: 0.1 s for 661 MB in both directions.
+IO_OVERHEAD = 0.1 / (2 * 661e6)
+#: Share of memory that the search plans for; its count is not exact.
+MEMORY_SHARE = 0.95
+#: Share of memory that the plan of a run keeps to, which knows what there really is.
+LIMIT_SHARE = 0.96
+_GB = 1e9
+
+
+def moment_bytes(settings: Settings) -> int:
+    """Return the bytes of both moments per parameter; float32 weights need no further copy."""
+    return settings.state_bytes - ELEMENT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """What all cores of a machine do together in float32; see [Note: costs on the cores].
+
+    Args:
+        flops: FLOP/s of a layer's forward and backward pass.
+        update_rate: Parameters that the optimizer updates in a second.
+        copy_rate: Bytes that are copied within memory in a second.
+        process_bytes: Bytes of a training process without the model and what belongs to it.
+        pass_seconds: Seconds of a forward and a backward pass for each parameter of a layer, in
+            addition to the FLOP.
+        io_overhead: Seconds of computation that are lost for each byte that a path moves.
+        sources: Where the figures are from, by field.
+
+    Raises:
+        ConfigError: If a rate is not above 0, or another figure is negative.
+    """
+
+    flops: float
+    update_rate: float
+    copy_rate: float
+    process_bytes: int
+    pass_seconds: float = 0.0
+    io_overhead: float = IO_OVERHEAD
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("flops", "update_rate", "copy_rate"):
+            positive(f"cores: {name}", getattr(self, name))
+        for name in ("process_bytes", "pass_seconds", "io_overhead"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"cores: {name} is {getattr(self, name)}; give 0 or more")
+
+    def copy_seconds(self, parameters: int) -> float:
+        """Return the seconds of a copy of so many float32 values."""
+        return ELEMENT_BYTES * parameters / self.copy_rate
+
+
+@dataclass(frozen=True, slots=True)
+class CpuRequest:
+    """A run on a machine that trains on its CPU in float32.
+
+    Args:
+        shape: Shape of the model.
+        cores: Rates of the cores.
+        drives: The drives.
+        memory_bytes: Memory that the process may take.
+        duplex: Whether a drive reads and writes at its rates at the same time; otherwise one after
+            the other.
+
+    Raises:
+        ConfigError: If the memory is not above 0.
+    """
+
+    shape: TransformerShape
+    cores: Cores
+    drives: Drives
+    memory_bytes: int
+    duplex: bool = False
+
+    def __post_init__(self) -> None:
+        positive("memory_bytes", self.memory_bytes)
+
+    @property
+    def work(self) -> Workload:
+        """Work of one pass, without the batch and the sequence."""
+        return Workload(1, 1, dtype_bytes=ELEMENT_BYTES)
+
+    @property
+    def room_bytes(self) -> int:
+        """Memory that training may take, the process included."""
+        return int(MEMORY_SHARE * self.memory_bytes)
+
+    @property
+    def limit_bytes(self) -> int:
+        """Memory that the plan of a run keeps to (`planning.device_memory`)."""
+        return int(LIMIT_SHARE * self.memory_bytes)
+
+    @property
+    def rates(self) -> Rates:
+        """Rates of the drives, and what I/O costs the cores."""
+        drive = self.drives.drive
+        return Rates(
+            drive.read,
+            drive.write,
+            self.drives.count,
+            shared_cores=True,
+            io_overhead=self.cores.io_overhead,
+            duplex=self.duplex,
+        )
+
+    def assumptions(self) -> list[str]:
+        """Return what the figures rest on, a sentence each."""
+        cores, drive = self.cores, self.drives.drive
+        drives = f" ({drive.sources['read_GBps']})" if drive.sources.get("read_GBps") else ""
+        return [
+            f"cores: {cores.flops / _GB:.3g} GFLOPS in float32 in a transformer layer, and "
+            f"{cores.pass_seconds * _GB:.2g} s for each billion parameters a pass"
+            f"{self._source('flops')}",
+            f"updates: {cores.update_rate / _GB:.2g} billion parameters in a second"
+            f"{self._source('update_rate')}; copies within memory: {cores.copy_rate / _GB:.3g} GB/s"
+            f"{self._source('copy_rate')}",
+            f"drive: {drive.read / _GB:.3g} GB/s read, {drive.write / _GB:.3g} GB/s written, "
+            f"{'both at once' if self.duplex else 'one at a time'}{drives}",
+            f"offload takes {HOOK_SECONDS * 1e3:.1f} ms for each tensor that autograd saves, and "
+            f"computation loses {cores.io_overhead * _GB:.3g} s for each GB of I/O"
+            f"{self._source('io_overhead')}",
+            "everything overlaps as well as it can, except updates and computation, which share "
+            "the cores; measured steps are longer",
+            "one memory for everything, in float32: 16 bytes a parameter with gradients and both "
+            f"moments of Adam, activations, and {format_size(cores.process_bytes)} of the process "
+            f"itself{self._source('process_bytes')}; {MEMORY_SHARE:.0%} of it is used",
+        ]
+
+    def _source(self, name: str) -> str:
+        source = self.cores.sources.get(name)
+        return f" ({source})" if source else ""

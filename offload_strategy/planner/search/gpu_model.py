@@ -1,0 +1,257 @@
+"""Memory and step time of training on a GPU, for given settings.
+
+[Note: device memory]
+As in `planner.memory_needs`, with all that is not offloaded: weights, gradients, states, and what
+layers save. Gradients leave at once if the update runs in backward; those of several micro-batches
+accumulate on the device. Of what layers save, only as much leaves as it takes to stay within a
+share of the device's memory: offloading more is never faster.
+
+[Note: stages of a step]
+Fuyou's equations (`planner.step_time`), extended by host memory as a tier, which costs time on the
+link but on no path; by micro-batches, of which only the last has the update; and by the update on
+the device, where this package runs it, so that states cross the link.
+
+    forward             of each micro-batch: weights arrive, activations leave
+    backward            of each but the last: weights and activations arrive
+    backward, update    of the last: gradients leave; states arrive and leave in it, or after it
+                        with overlap: off
+    step()              with overlap: commit, new weights arrive from where they waited
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from offload_strategy.plan_runtime.space_requirements import (
+    SUBGROUPS_IN_FLIGHT,
+    optimizer_need,
+    subgroup_size,
+)
+from offload_strategy.planner.memory_needs import Fit
+from offload_strategy.planner.request import Request
+from offload_strategy.planner.search.settings import (
+    MIN_STORAGE_BYTES,
+    SUBGROUPS_SHARE,
+    ModelSizes,
+    OffloadedKind,
+    Placement,
+    Settings,
+    TierSplit,
+    model_sizes,
+    weights_in_flight_bytes,
+)
+from offload_strategy.planner.step_estimate import WEIGHT_BYTES
+from offload_strategy.planner.step_time import BACKWARD_OVER_FORWARD, StageLoad, StepTime
+from offload_strategy.units import GiB, MiB
+
+#: Share of device memory up to which activations stay: the count is not exact, and allocators
+#: leave gaps.
+_DEVICE_SHARE = 0.9
+#: Share of host memory that training may take; the rest is for the system and the data.
+_HOST_SHARE = 0.9
+#: Interpreter, libraries and device contexts: at most 1.8 GiB in MemAscend's measurements.
+_PROCESS_BYTES = 2 * GiB
+#: Bytes of staging buffers if there is memory for them, and the part of it that they take at most.
+_STAGING_BYTES = 4 * GiB
+_STAGING_SHARE = 8
+_LEAST_STAGING_BYTES = 64 * MiB
+#: Host memory is assigned in multiples of this, or all that is asked for.
+_GRAIN = 256 * MiB
+
+
+# ---------------------------------------------------------------------------- memory
+def place_on_gpu(request: Request, settings: Settings) -> Placement:
+    """Return where the tensors of a run are, and the memory that this needs.
+
+    Args:
+        request: Model and machine; batch and sequence are those of the settings.
+        settings: The settings.
+
+    Raises:
+        ConfigError: If more layers are to be recomputed than the model has.
+    """
+    settings.check_layers(request.shape)
+    sizes = model_sizes(request.shape, settings.micro_batch(request.work))
+    host_room = int(_HOST_SHARE * request.host_memory_bytes) - _PROCESS_BYTES
+    subgroup = None
+    if settings.offloads_optimizer:
+        each = settings.state_bytes + WEIGHT_BYTES
+        subgroup = subgroup_size(sizes.parameters, each, host_room // SUBGROUPS_SHARE)
+    saved, left, device = _device_memory(request, settings, sizes, subgroup or 0)
+    staging = _staging_bytes(request, settings, sizes, subgroup or 0, left)
+    staging = max(staging, min(_STAGING_BYTES, host_room // _STAGING_SHARE)) if staging else 0
+    leaving = _offloaded_bytes(sizes, settings, left)
+    offloaded = _assign_host_memory(leaving, settings, host_room - staging)
+    waiting = offloaded["waiting"].host_bytes if "waiting" in offloaded else 0
+    host = staging + sum(split.host_bytes for split in offloaded.values())
+    disk = sum(split.ssd_bytes for split in offloaded.values())
+    return Placement(
+        settings=settings,
+        offloaded=offloaded,
+        fits=(
+            Fit("device memory", device, request.device.memory_bytes),
+            Fit("host memory", host, max(0, host_room)),
+            Fit("disk", disk, request.drives.capacity_bytes),
+        ),
+        saved_bytes=saved,
+        subgroup_size=subgroup,
+        # Gradients of a device wait in buffers as well; new weights may take half of the buffers.
+        pinned_bytes=staging + waiting,
+        gradient_bytes=waiting // 2,
+    )
+
+
+def _device_memory(
+    request: Request, settings: Settings, sizes: ModelSizes, subgroup: int
+) -> tuple[int, int, int]:
+    """Return the bytes that are saved, those of them that leave, and the device's peak."""
+    layers = request.shape.layers
+    share = settings.recomputed_layers / layers
+    inputs = settings.recomputed_layers * sizes.layer_input
+    saved = int(sizes.saved * (1 - share)) + inputs
+    whole = settings.recomputed_layers < layers
+    last = sizes.saved_layer if whole else sizes.layer_input
+    movable = int(sizes.movable * (1 - share))
+    movable += inputs if sizes.layer_input >= MIN_STORAGE_BYTES else 0
+    parameters = sizes.parameters
+    if settings.streams_weights:
+        weights = settings.blocks_in_flight * sizes.layer_parameters + sizes.ends
+    else:
+        weights = parameters
+    leaves = (
+        settings.offloads_optimizer and settings.overlap != "off" and settings.micro_batches == 1
+    )
+    gradients = sizes.layer_parameters if leaves else parameters
+    if settings.offloads_optimizer:
+        states = SUBGROUPS_IN_FLIGHT * subgroup * (settings.state_bytes + WEIGHT_BYTES)
+    else:
+        states = settings.state_bytes * parameters
+    base = WEIGHT_BYTES * (weights + gradients) + states
+    base += sizes.saved_layer + 2 * sizes.layer_input + 2 * sizes.logits
+    limit = _DEVICE_SHARE * request.device.memory_bytes
+    if base + saved <= limit:
+        return saved, 0, base + saved
+    # The last layer's tensors are needed at once; another layer's are on their way.
+    left = min(max(0, movable - last), math.ceil(base + saved + last - limit))
+    if not left:
+        return saved, 0, base + saved
+    return saved, left, base + saved + last - left
+
+
+def _staging_bytes(
+    request: Request, settings: Settings, sizes: ModelSizes, subgroup: int, left: int
+) -> int:
+    """Return the bytes of host buffers without which nothing can be offloaded."""
+    if not (settings.offloads_optimizer or left):
+        return 0
+    buffers = SUBGROUPS_IN_FLIGHT * subgroup * (settings.state_bytes + WEIGHT_BYTES)
+    if settings.offloads_optimizer:
+        buffers += WEIGHT_BYTES * sizes.layer_parameters
+    if settings.streams_weights:
+        buffers += weights_in_flight_bytes(request.shape, settings.blocks_in_flight)
+    return buffers + min(left, sizes.saved_layer) + _LEAST_STAGING_BYTES
+
+
+def _offloaded_bytes(
+    sizes: ModelSizes, settings: Settings, activations: int
+) -> dict[OffloadedKind, int]:
+    weights = WEIGHT_BYTES * sizes.parameters
+    found: dict[OffloadedKind, int] = {"activations": activations}
+    if settings.offloads_optimizer:
+        states = settings.state_bytes * sizes.parameters
+        # `optimizer_need` counts new weights with the updates; here they are among what waits.
+        found["states"] = optimizer_need(states, 0, settings.overlap).total_bytes
+        if settings.overlap == "commit":
+            found["waiting"] = 2 * weights
+    if settings.streams_weights:
+        found["weights"] = weights
+    return {kind: nbytes for kind, nbytes in found.items() if nbytes}
+
+
+def _assign_host_memory(
+    leaving: Mapping[OffloadedKind, int], settings: Settings, room: int
+) -> dict[OffloadedKind, TierSplit]:
+    found: dict[OffloadedKind, TierSplit] = {}
+    room = max(0, room)
+    for kind in settings.host_priority:
+        nbytes = leaving.get(kind, 0)
+        if not nbytes:
+            continue
+        taken = min(nbytes, room)
+        if taken < nbytes:
+            # A tier of a few bytes would hold nothing.
+            taken -= taken % _GRAIN
+        room -= taken
+        found[kind] = TierSplit(taken, nbytes - taken)
+    return found
+
+
+# ---------------------------------------------------------------------------- time
+def gpu_step_time(request: Request, placement: Placement) -> StepTime:
+    """Predict the time of a step; see [Note: stages of a step].
+
+    Args:
+        request: Model and machine.
+        placement: Where the tensors are.
+    """
+    settings, shape = placement.settings, request.shape
+    work = settings.micro_batch(request.work)
+    rates, flops = request.machine().rates, request.flops
+    forward = shape.forward_flops(work.batch, work.sequence) / flops
+    recomputed = settings.recomputed_layers * shape.layer_flops(work.batch, work.sequence) / flops
+    backward = BACKWARD_OVER_FORWARD * forward + recomputed
+
+    activations, weights = placement.split("activations"), placement.split("weights")
+    activations_out = _send(activations.total_bytes, activations.ssd_share)
+    activations_in = _fetch(activations.total_bytes, activations.ssd_share)
+    weights_in = _fetch(weights.total_bytes, weights.ssd_share)
+    forward_load = StageLoad(forward) + weights_in + activations_out
+    backward_load = StageLoad(backward) + weights_in + activations_in
+    update, commit = _update_loads(request, placement)
+    stages = [rates.stage("forward", forward_load, settings.micro_batches)]
+    if settings.micro_batches > 1:
+        stages.append(rates.stage("backward", backward_load, settings.micro_batches - 1))
+    if settings.offloads_optimizer and settings.overlap == "off":
+        stages.append(rates.stage("backward", backward_load))
+        stages.append(rates.stage("update", update))
+    else:
+        stages.append(rates.stage("backward, update", backward_load + update))
+    stages.append(rates.stage("step()", commit))
+    written = settings.micro_batches * activations_out.written + update.written + commit.written
+    return StepTime(tuple(stages), written)
+
+
+def _fetch(nbytes: float, ssd_share: float) -> StageLoad:
+    return StageLoad(to_device=nbytes, read=nbytes * ssd_share)
+
+
+def _send(nbytes: float, ssd_share: float) -> StageLoad:
+    return StageLoad(from_device=nbytes, written=nbytes * ssd_share)
+
+
+def _update_loads(request: Request, placement: Placement) -> tuple[StageLoad, StageLoad]:
+    """Return what the update moves, and what `step()` moves after it."""
+    settings = placement.settings
+    if not settings.offloads_optimizer:
+        return StageLoad(), StageLoad()
+    parameters = request.shape.parameters
+    states, states_share = settings.state_bytes * parameters, placement.split("states").ssd_share
+    update = _fetch(states, states_share) + _send(states, states_share)
+    weights, weights_share = WEIGHT_BYTES * parameters, placement.split("weights").ssd_share
+    commit = StageLoad()
+    if settings.overlap == "commit":
+        waiting_share = placement.split("waiting").ssd_share
+        # Gradients and new weights.
+        update += _send(2 * weights, waiting_share)
+        if settings.streams_weights:
+            # From where they wait to where the old weights are.
+            commit = StageLoad(read=weights * waiting_share, written=weights * weights_share)
+        else:
+            commit = _fetch(weights, waiting_share)
+    elif settings.streams_weights:
+        update += _send(weights, weights_share)
+        if settings.overlap == "off":
+            # In backward they are on the device anyway; afterwards they are fetched once more.
+            update += _fetch(weights, weights_share)
+    return update, commit
