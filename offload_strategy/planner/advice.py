@@ -125,7 +125,8 @@ def _device(request: Request, swap: Swap) -> Iterator[str]:
     if swap.limit("backward").endswith("computation"):
         yield (
             "the device limits the step, "
-            f"{swap.flops / swap.time.seconds / request.flops:.0%} busy: only a faster one, or several, shortens it"
+            f"{swap.flops / swap.time.seconds / request.flops:.0%} busy: only a faster one, or "
+            "several, makes it shorter"
         )
 
 

@@ -165,20 +165,22 @@ class Rates:
         read, written = read_bytes / self.read, written_bytes / self.write
         return (max(read, written) if self.duplex else read + written) / self.paths
 
-    def stage(self, name: str, load: StageLoad, times: int = 1, update: float = 0.0) -> Stage:
+    def stage(
+        self, name: str, load: StageLoad, times: int = 1, update: float | None = None
+    ) -> Stage:
         """Return the stage that a load makes.
 
         Args:
             name: Name of the stage.
             load: What the stage computes and moves.
             times: How often the stage occurs in a step.
-            update: Seconds of an optimizer update on the host that runs within the stage.
+            update: Seconds of an optimizer update on the host that runs within the stage, if any.
         """
         computation = load.computation
         if self.shared_cores:
-            computation += update + self.io_overhead * (load.read + load.written)
+            computation += (update or 0.0) + self.io_overhead * (load.read + load.written)
         limits = {"computation": computation}
-        if update:
+        if update is not None:
             limits["update"] = update
         limits["link"] = max(load.to_device, load.from_device) / self.link
         limits["paths"] = self.paths_seconds(load.read, load.written)

@@ -27,7 +27,7 @@ def test_it_prints_a_table_and_what_was_searched(capsys):
     text = capsys.readouterr().out
     assert "| tokens/s | step | limits | batch |" in text
     assert "and 16 sequences" in text
-    assert "choices need more device memory than there is" in text
+    assert "settings need more device memory than there is" in text
 
 
 def test_the_config_that_it_writes_loads(tmp_path, capsys):
@@ -36,7 +36,7 @@ def test_the_config_that_it_writes_loads(tmp_path, capsys):
     best = json.loads(capsys.readouterr().out)["candidates"][0]
     config = OffloadConfig.load(file)
     assert [str(path) for path in config.tiers[-1].paths] == ["/mnt/a", "/mnt/b"]
-    assert config.parameters.enabled is ("parameters" in best["moves"]) is True
+    assert config.parameters.enabled is ("parameters" in best["offloads"]) is True
     assert config.optimizer.subgroup_size == best["subgroup_size"]
     assert main(["config", "check", str(file)]) == 0
 

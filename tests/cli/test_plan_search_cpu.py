@@ -60,13 +60,13 @@ def test_the_config_that_it_writes_loads(known_cores, tmp_path, capsys):
     config = OffloadConfig.load(file)
     assert config.tiers[-1].paths == [tmp_path]
     for client in ("activations", "optimizer", "parameters"):
-        assert getattr(config, client).enabled is (client in best["moves"])
+        assert getattr(config, client).enabled is (client in best["offloads"])
     assert main(["config", "check", str(file)]) == 0
 
 
 def test_status_1_says_that_nothing_fits(known_cores, capsys):
     assert search(*RATES, "--host-memory", "400MiB") == 1
-    assert "choices need more memory than there is" in capsys.readouterr().out
+    assert "settings need more memory than there is" in capsys.readouterr().out
 
 
 def test_memory_that_is_not_given_is_what_is_free(known_cores, monkeypatch, capsys):
@@ -74,7 +74,7 @@ def test_memory_that_is_not_given_is_what_is_free(known_cores, monkeypatch, caps
     assert search(*RATES) == 0
     text = capsys.readouterr().out
     assert "64 GiB of memory" in text
-    assert "The first offloads nothing" in text
+    assert "The first row offloads nothing" in text
 
 
 def test_rates_that_are_not_given_are_measured(known_cores, tmp_path, capsys):

@@ -407,7 +407,10 @@ def test_training_by_what_was_found_changes_no_numbers(tmp_path):
         (lambda: request(flops=0), "cores: flops is 0"),
         (lambda: request(update_rate=-1), "cores: update_rate is -1"),
         (lambda: request(process_bytes=-1), "cores: process_bytes is -1; give 0 or more"),
-        (lambda: place_on_cpu(request(), Settings(4, 2, 256, 13)), "13 layers are to be computed"),
+        (
+            lambda: place_on_cpu(request(), Settings(4, 2, 256, 13)),
+            "13 layers are to be recomputed",
+        ),
     ],
 )
 def test_nonsense_is_refused(make, message):
