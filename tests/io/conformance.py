@@ -457,8 +457,3 @@ class Conformance:
         backend.close()
         with pytest.raises(RuntimeError, match="closed"):
             begin(backend, region.fd, memory, write=True)
-
-    def test_its_attributes_are_set(self, backend: Backend) -> None:
-        assert backend.depth == 2
-        assert backend.block_size == BLOCK
-        assert isinstance(backend.device_memory, bool)

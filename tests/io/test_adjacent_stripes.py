@@ -99,11 +99,19 @@ TOGETHER: dict[str, tuple[list[tuple[int, float, dict[str, object]]], list[list[
         [(page, 1, {"write": False, "priority": Priority.NEEDED_NOW}) for page in (3, 4)],
         [[3], [4]],
     ),
+    "a gap": ([(3, 1, {}), (5, 1, {})], [[3], [5]]),
+    "another priority": ([(3, 1, {}), (4, 1, {"priority": Priority.PREFETCH})], [[4], [3]]),
+    "unaligned memory": ([(3, 1, {}), (4, 1, {"misalignment": 64})], [[3], [4]]),
+    "a call before": ([(3, 1, {}), (4, 1, {"before": lambda: None})], [[3], [4]]),
+    "a partial page is read": (
+        [(3, 1, {"write": False}), (4, 1 - 1 / PAGE_BYTES, {"write": False})],
+        [[3], [4]],
+    ),
 }
 
 
 @pytest.mark.parametrize(("moves", "expected"), TOGETHER.values(), ids=TOGETHER)
-def test_moves_that_follow_each_other_in_queue_and_on_the_path_go_together(
+def test_adjacent_moves_go_together_and_others_alone(
     queue: PathQueue,
     backend: AdjacentBackend,
     moves: list[tuple[int, float, dict[str, object]]],
@@ -111,32 +119,6 @@ def test_moves_that_follow_each_other_in_queue_and_on_the_path_go_together(
 ) -> None:
     made = [aligned(queue, at, int(size * PAGE_BYTES), **more) for at, size, more in moves]
     assert submitted(queue, made, backend) == expected
-
-
-@pytest.mark.parametrize(
-    ("what", "expected"),
-    {
-        "a gap": [[3], [5]],
-        "another priority": [[4], [3]],
-        "unaligned memory": [[3], [4]],
-        "a call before": [[3], [4]],
-        "a partial page is read": [[3], [4]],
-    }.items(),
-)
-def test_other_moves_go_alone(
-    queue: PathQueue, backend: AdjacentBackend, what: str, expected: list[list[int]]
-) -> None:
-    first = aligned(queue, 3)
-    second = {
-        "a gap": lambda: aligned(queue, 5),
-        "another priority": lambda: aligned(queue, 4, priority=Priority.PREFETCH),
-        "unaligned memory": lambda: aligned(queue, 4, misalignment=64),
-        "a call before": lambda: aligned(queue, 4, before=lambda: None),
-        "a partial page is read": lambda: aligned(queue, 4, PAGE_BYTES - 1, write=False),
-    }[what]()
-    if second.direction is not first.direction:
-        first = aligned(queue, 3, write=False)
-    assert submitted(queue, [first, second], backend) == expected
 
 
 def test_no_more_moves_go_together_than_the_backend_takes(plain: Region) -> None:

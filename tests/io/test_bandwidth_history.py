@@ -159,7 +159,7 @@ def _changed(**parts: Any) -> str:
     return json.dumps({**good, **parts})
 
 
-INVALID = {
+INVALID: dict[str, str | bytes] = {
     "empty": "",
     "no JSON": "{",
     "a number": "3",
@@ -180,6 +180,7 @@ INVALID = {
     "an unknown source": _changed(read={**asdict(RATES[READ]), "source": "hearsay"}),
     "fractions of bytes": _changed(read={**asdict(RATES[READ]), "nbytes": 0.5}),
     "large": _changed(more="x" * 100_000),
+    "binary": bytes(range(256)),
 }
 
 
@@ -188,18 +189,13 @@ def test_an_invalid_file_is_ignored_and_replaced(
     kind: str, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache.mkdir(parents=True)
-    file_of(cache).write_text(INVALID[kind])
+    content = INVALID[kind]
+    file_of(cache).write_bytes(content.encode() if isinstance(content, str) else content)
     with caplog.at_level(logging.WARNING):
         assert load_rates(IDENTITY) == {}
     assert kind == "somebody else's" or "is ignored, and may be removed" in caplog.text
     assert save_rates(IDENTITY, RATES)
     assert load_rates(IDENTITY) == RATES
-
-
-def test_a_binary_file_is_ignored(cache: Path) -> None:
-    cache.mkdir(parents=True)
-    file_of(cache).write_bytes(bytes(range(256)))
-    assert load_rates(IDENTITY) == {}
 
 
 def test_a_pipe_in_place_of_a_file_does_not_hang(cache: Path) -> None:
@@ -215,23 +211,19 @@ def test_invalid_files_do_not_hide_valid_ones(cache: Path) -> None:
 
 
 # ---------------------------------------------------------------------- corrections
-def test_the_first_observed_rate_counts_fully() -> None:
-    found = updated_rate(None, 2e9, 5)
-    assert (found.rate, found.source, found.nbytes, found.runs) == (2e9, "observed", 5, 1)
-    assert found.date.endswith("+00:00")
 
 
-@pytest.mark.parametrize(("observed", "after"), [(2.25e9, 1.5e9), (0.25e9, 0.5e9), (1e9, 1e9)])
-def test_a_run_moves_a_rate_half_of_the_way(observed: float, after: float) -> None:
-    before = MeasuredRate(1e9, "observed", 100, 3)
-    found = updated_rate(before, observed, 50)
+@pytest.mark.parametrize(
+    ("observed", "after"),
+    [(2.25e9, 1.5e9), (0.25e9, 0.5e9), (1e9, 1e9), (1e12, 2e9), (1e3, 0.5e9)],
+)
+def test_a_run_moves_a_rate_by_half_and_twofold_at_most(observed: float, after: float) -> None:
+    found = updated_rate(MeasuredRate(1e9, "observed", 100, 3), observed, 50)
     assert found.rate == pytest.approx(after)
     assert (found.nbytes, found.runs) == (150, 4)
-
-
-@pytest.mark.parametrize(("observed", "after"), [(1e12, 2e9), (1e3, 0.5e9)])
-def test_one_odd_run_changes_it_twofold_at_most(observed: float, after: float) -> None:
-    assert updated_rate(MeasuredRate(1e9, "observed", 1), observed, 1).rate == pytest.approx(after)
+    first = updated_rate(None, observed, 5)
+    assert (first.rate, first.source, first.nbytes, first.runs) == (observed, "observed", 5, 1)
+    assert first.date.endswith("+00:00")
 
 
 def test_runs_that_agree_converge(tmp_path: Path) -> None:

@@ -138,13 +138,8 @@ def test_a_capacity_beyond_the_device_is_refused(device: Path) -> None:
 def test_a_link_to_a_device_is_followed_to_it(device: Path, tmp_path: Path) -> None:
     link = tmp_path / "by-id"
     link.symlink_to(device)
-    region = Region(link, "raw")
+    region = Region(link, "raw", direct=False)
     assert region.path == device
-    region.close()
-
-
-def test_buffered_io_on_a_device_when_asked_for(device: Path) -> None:
-    region = Region(device, "raw", direct=False)
     assert not region.direct
     region.close()
 
@@ -222,15 +217,12 @@ def test_the_first_megabyte_stays_as_it_was_even_if_the_rest_is_overwritten(
         assert under.read(1 * MiB) == bytes(1000) + b"label" + bytes(1 * MiB - 1005)
 
 
-def test_a_read_only_device_is_refused(file: Path) -> None:
+def test_a_device_that_is_read_only_or_too_small_is_refused(file: Path) -> None:
     file.write_bytes(bytes(SIZE))
     with loop_device(file, read_only=True) as device:
         message = refusal(device)
     assert "read-only" in message
     assert "--setrw" in message
-
-
-def test_a_device_that_is_too_small_is_refused(file: Path) -> None:
     with loop_device(file, 1 * MiB) as device:
         assert "nothing is left" in refusal(device)
 

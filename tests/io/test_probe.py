@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -154,8 +155,11 @@ def test_only_what_was_written_is_read(region: Region, monkeypatch: pytest.Monke
 
 
 def test_the_bytes_do_not_compress_and_no_page_is_written_twice(
-    region: Region, backend: PosixBackend
+    region: Region, backend: PosixBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A clock that counts, so that all of the extent is written however slow the disk is.
+    ticks = itertools.count()
+    monkeypatch.setattr(probe_module, "_clock", lambda: 1e-4 * next(ticks))
     probe(region, backend, seconds=0.1, nbytes=1 * MiB)
     with open(f"/proc/self/fd/{region.fd}", "rb") as file:
         content = file.read(1 * MiB)

@@ -50,15 +50,11 @@ def test_the_same_numbers_with(script: Callable[[Run], None], disk: Path) -> Non
     compare(script, OPTIMIZERS["AdamW"], disk, "eager")
 
 
+#: What reads or changes a gradient by another way; `gradients/test_consumed.py` has the operators.
 READS: dict[str, Callable[[nn.Module], object]] = {
     "clip by norm": lambda m: clip_grad_norm_(m.parameters(), 1.0),
-    "clip by norm, without a limit": lambda m: clip_grad_norm_(m.parameters(), float("inf")),
     "clip by value": lambda m: clip_grad_value_(m.parameters(), 1e9),
-    "scale by one": lambda m: [p.grad.mul_(1.0) for p in m.parameters() if p.grad is not None],
     "log a norm": lambda m: m.first.weight.grad.norm(),
-    "print a value": lambda m: m.first.weight.grad[0, 0].item(),
-    "data": lambda m: m.first.weight.grad.data.sum(),
-    "numpy": lambda m: m.first.weight.grad.numpy(),
 }
 
 

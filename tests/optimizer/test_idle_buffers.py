@@ -82,17 +82,3 @@ def test_memory_is_not_given_back_in_each_step(
     # How many buffers are in use at a time is up to threads: a step now and then may need more than
     # those before it, and the next gives the rest back.
     assert sum(gave_back[_WARM_UP:]) < _STEPS / 2, gave_back
-
-
-@pytest.mark.parametrize(("overlap", "subgroups"), [("eager", 1), ("commit", 1), ("off", 0)])
-def test_what_a_subgroup_gives_back_may_stay_for_the_next(
-    overlap: str, subgroups: int, disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[int] = []
-    monkeypatch.setattr(idle.IdleMemory, "may_exceed", lambda _, nbytes: told.append(nbytes))
-    model = nn.Sequential(*[nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(3)])
-    config = settings(disk, optimizer={"overlap": overlap, "subgroup_size": _WIDTH * _WIDTH})
-    with OffloadEngine(config) as engine:
-        engine.attach(model, AdamW(model.parameters()))
-    moments = 2 * 4 * _WIDTH * _WIDTH
-    assert sum(told) == pytest.approx(subgroups * moments, rel=0.01)

@@ -15,13 +15,11 @@ from offload_strategy.optimizer.subgroup_update import Updater
 from tests.optimizer.runs import (
     Run,
     adamw,
-    loss_of,
-    make_net,
     offloading,
     snapshot,
     steps,
 )
-from tests.training import assert_same_bits, bits
+from tests.training import assert_same_bits
 
 
 def _spy(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
@@ -130,13 +128,6 @@ def test_states_are_on_the_disk_between_steps(disk: Path) -> None:
         assert engine._resources.pool.usage().lent_bytes == 0
         assert metrics["offload/optimizer/written_bytes"] > 0
         assert not optimizer.inner.state
-
-
-def test_the_loss_of_a_closure_is_returned(disk: Path) -> None:
-    with offloading(disk) as engine:
-        run = Run(adamw, engine)
-        loss = run.optimizer.step(lambda: loss_of(run.model, 0))
-        assert bits(loss) == bits(loss_of(make_net(), 0))
 
 
 @pytest.mark.parametrize("overlap", ["commit", "off", "eager"])

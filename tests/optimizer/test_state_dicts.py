@@ -213,34 +213,22 @@ def test_the_state_reads_like_a_dictionary(overlap: str, disk: Path) -> None:
 
 @pytest.mark.parametrize("when", ["between steps", "before a step"])
 @pytest.mark.parametrize("overlap", OVERLAPS)
-def test_a_state_may_be_assigned(overlap: str, when: str, disk: Path) -> None:
+@pytest.mark.parametrize("how", ["assigned", "deleted"])
+def test_a_state_may_be_assigned_or_deleted(how: str, overlap: str, when: str, disk: Path) -> None:
     def script(run: Run) -> None:
         steps(run, 2)
         run.optimizer.zero_grad()
         if when == "before a step":
             run.backward(2)
         parameter = run.model.first.weight
-        state = dict(run.optimizer.state[parameter])
-        state["exp_avg"] = torch.ones_like(parameter)
-        run.optimizer.state[parameter] = state
+        if how == "deleted":
+            del run.optimizer.state[parameter]
+        else:
+            state = dict(run.optimizer.state[parameter])
+            run.optimizer.state[parameter] = {**state, "exp_avg": torch.ones_like(parameter)}
         if when != "before a step":
             run.backward(2)
         run.step()
         steps(run, 1, start=3)
 
     compare(script, adamw, disk, overlap)
-
-
-@pytest.mark.parametrize("when", ["between steps", "before a step"])
-def test_a_state_may_be_deleted_and_begins_anew(when: str, disk: Path) -> None:
-    def script(run: Run) -> None:
-        steps(run, 2)
-        run.optimizer.zero_grad()
-        if when == "before a step":
-            run.backward(2)
-        del run.optimizer.state[run.model.first.weight]
-        if when != "before a step":
-            run.backward(2)
-        run.step()
-
-    compare(script, adamw, disk)

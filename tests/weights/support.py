@@ -17,6 +17,7 @@ from offload_strategy import OffloadEngine
 from offload_strategy.weights.guarded_parameter import GuardedParameter
 from tests.activations.support import noise
 from tests.activations.test_recompute import Around
+from tests.activations.zoo import batch, loss_of
 from tests.training import Numbers, assert_same_history, weights
 from tests.weights.test_streaming import away, streaming
 
@@ -131,17 +132,52 @@ def loss(model: Any, number: int = 0) -> torch.Tensor:
     return value
 
 
-def step(model: Any, optimizer: Any, number: int = 0) -> Numbers:
-    """One step of training; its loss."""
-    value = loss(model, number)
+def step(
+    model: Any,
+    optimizer: Any,
+    number: int = 0,
+    loss_of: Callable[[Any, int], torch.Tensor] = loss,
+    look: Callable[[Any], Numbers] = lambda model: {},
+) -> Numbers:
+    """One step of training.
+
+    Args:
+        model: what is trained.
+        optimizer: its optimizer; None to drop the gradients instead of stepping.
+        number: of the batch.
+        loss_of: the forward pass.
+        look: called between backward and `step()`.
+
+    Returns:
+        the loss, and what `look` returned.
+    """
+    value = loss_of(model, number)
     value.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return {"loss": value.detach().clone()}
+    seen = look(model)
+    if optimizer is None:
+        model.zero_grad()
+    else:
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"loss": value.detach().clone(), **seen}
 
 
-def train(model: Any, optimizer: Any, steps: int = 3, first: int = 0) -> list[Numbers]:
-    return [step(model, optimizer, number) for number in range(first, first + steps)]
+def train(
+    model: Any, optimizer: Any, steps: int = 3, first: int = 0, **options: Any
+) -> list[Numbers]:
+    """Several steps of training; the options are those of `step`."""
+    return [step(model, optimizer, number, **options) for number in range(first, first + steps)]
+
+
+def zoo_loss(kind: str) -> Callable[[Any, int], torch.Tensor]:
+    """The forward pass of a model of the zoo, with the same random numbers every time."""
+
+    def forward(model: Any, number: int) -> torch.Tensor:
+        torch.manual_seed(number)
+        value: torch.Tensor = loss_of(model, batch(kind, number))
+        return value
+
+    return forward
 
 
 def compare(

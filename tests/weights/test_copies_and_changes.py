@@ -7,6 +7,7 @@ import gc
 import pickle
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import nn
 
 from offload_strategy.weights.guarded_parameter import GuardedParameter
 from tests.activations.support import noise
-from tests.activations.zoo import batch, build, loss_of
+from tests.activations.zoo import build
 from tests.training import (
     Numbers,
     assert_same_bits,
@@ -44,6 +45,7 @@ from tests.weights.support import (
     sgd,
     step,
     train,
+    zoo_loss,
 )
 from tests.weights.test_streaming import streaming
 
@@ -80,67 +82,42 @@ def test_a_copy_in_the_middle_of_a_step(disk: Path) -> None:
 DTYPES = [torch.float16, torch.bfloat16, torch.float64]
 
 
+@pytest.mark.parametrize("when", ["before attach", "before the first step", "between steps"])
 @EACH_OVERLAP
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_models_of_another_precision(disk: Path, dtype: torch.dtype, overlap: str) -> None:
-    compare(disk, train, lambda: net().to(dtype), sgd, **overlapping(overlap))
-
-
-@EACH_OVERLAP
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_another_precision_before_the_first_step(
-    disk: Path, dtype: torch.dtype, overlap: str
+def test_training_in_another_precision(
+    disk: Path, dtype: torch.dtype, overlap: str, when: str
 ) -> None:
     def use(model: Any, optimizer: Any) -> list[Numbers]:
+        history = train(model, optimizer) if when == "between steps" else []
         model.to(dtype)
         assert all(parameter.dtype == dtype for parameter in model.parameters())
-        return train(model, optimizer)
-
-    compare(disk, use, optimizer_of=sgd, **overlapping(overlap))
-
-
-@EACH_OVERLAP
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_another_precision_between_steps(disk: Path, dtype: torch.dtype, overlap: str) -> None:
-    def use(model: Any, optimizer: Any) -> list[Numbers]:
-        history = train(model, optimizer)
-        model.to(dtype)
         history += train(model, optimizer)
-        model.float()
-        return [*history, *train(model, optimizer)]
+        if when == "between steps":
+            model.float()
+            history += train(model, optimizer)
+        return history
 
-    compare(disk, use, optimizer_of=sgd, **overlapping(overlap))
+    def make() -> Any:
+        return net().to(dtype) if when == "before attach" else net()
+
+    compare(disk, use, make, sgd, **overlapping(overlap))
 
 
 @EACH_OVERLAP
 def test_autocast(disk: Path, overlap: str) -> None:
-    def use(model: Any, optimizer: Any) -> list[Numbers]:
-        history = []
-        for number in range(3):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                value = loss(model, number) + loss(model, number + 10)
-            value.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            history.append({"loss": value.detach().clone()})
-        return history
+    def forward(model: Any, number: int) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return loss(model, number) + loss(model, number + 10)
 
-    compare(disk, use, **overlapping(overlap))
+    compare(disk, partial(train, loss_of=forward), **overlapping(overlap))
 
 
 @pytest.mark.parametrize("kind", ["GPT-2", "Llama", "T5", "ViT", "ResNet"])
 def test_autocast_around_models_and_their_backward(disk: Path, kind: str) -> None:
     def use(model: Any, optimizer: Any) -> list[Numbers]:
-        history = []
-        for number in range(3):
-            torch.manual_seed(number)
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                value = loss_of(model, batch(kind, number))
-                value.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            history.append({"loss": value.detach().clone()})
-        return history
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return train(model, optimizer, loss_of=zoo_loss(kind))
 
     compare(disk, use, lambda: build(kind))
 
@@ -271,20 +248,13 @@ def test_transformers_saves_what_it_would_have_saved(disk: Path, tmp_path: Path,
 
 
 # ---------------------------------------------------------------------- changes by hand
-def test_more_words_than_before(disk: Path) -> None:
+def test_resizing_token_embeddings(disk: Path) -> None:
     def use(model: Any, _: Any) -> list[Numbers]:
-        history = []
-        for number in range(4):
-            model.zero_grad()
-            if number == 2:
-                torch.manual_seed(6)
-                model.resize_token_embeddings(80, mean_resizing=False)
-            torch.manual_seed(number)
-            value = loss_of(model, batch("GPT-2", number))
-            value.backward()
-            history.append({"loss": value.detach().clone(), **gradients(model)})
-            del value
-        return history
+        options = {"loss_of": zoo_loss("GPT-2"), "look": gradients}
+        history = train(model, None, 2, **options)
+        torch.manual_seed(6)
+        model.resize_token_embeddings(80, mean_resizing=False)
+        return [*history, *train(model, None, 2, first=2, **options)]
 
     compare(disk, use, lambda: build("GPT-2"), optimizer_of=None)
 
@@ -527,20 +497,13 @@ def test_changes_between_steps(disk: Path, change: str, overlap: str, where: str
 @pytest.mark.parametrize(
     "change", ["tie", "replace a block", "replace a parameter", "remove a block"]
 )
-def test_changes_of_what_no_optimizer_holds(disk: Path, change: str) -> None:
+def test_changes_of_weights_that_no_optimizer_holds(disk: Path, change: str) -> None:
     """The parameters that were replaced are gone then."""
 
     def use(model: Any, _: Any) -> list[Numbers]:
-        history = []
-        for number in range(3):
-            model.zero_grad()
-            value = loss(model, number)
-            value.backward()
-            history.append({"loss": value.detach().clone(), **gradients(model)})
-            del value
-            if number == 0:
-                CHANGES[change](model)
-        return history
+        history = train(model, None, 1, look=gradients)
+        CHANGES[change](model)
+        return [*history, *train(model, None, 2, first=1, look=gradients)]
 
     compare(disk, use, optimizer_of=None)
 

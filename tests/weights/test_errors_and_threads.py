@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from tests.activations.support import noise
 from tests.activations.test_recompute import WAYS
 from tests.activations.zoo import batch, build
 from tests.training import (
-    Numbers,
     assert_same_bits,
     assert_same_history,
     bits,
@@ -74,18 +74,28 @@ def failing(error: type[BaseException], when: Callable[[], bool] = lambda: True)
     return fail
 
 
-@EACH_THAT_KEEPS_GRADIENTS
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("place", PLACES)
-def test_an_error_leaves_no_turn_open(
-    disk: Path, place: str, error: type[BaseException], overlap: str
+def recovers(
+    disk: Path,
+    overlap: str,
+    error: type[BaseException],
+    make: Callable[[], Any],
+    break_: Callable[[Any], Any],
 ) -> None:
-    plain = net()
+    """After steps that fail, no weight stays in use, and training has the plain numbers.
+
+    Args:
+        disk: directory of the ssd tier.
+        overlap: of the optimizer.
+        error: how the steps fail.
+        make: builds the model.
+        break_: makes steps fail; returns the handle of its hook.
+    """
+    plain = make()
     expected = [*train(plain, adamw(plain)), weights(plain)]
     with streaming(disk, **overlapping(overlap)) as engine:
-        model = net()
+        model = make()
         optimizer = engine.attach(model, adamw(model))
-        handle = PLACES[place](model, failing(error))
+        handle = break_(model)
         for _ in range(2):
             with pytest.raises(error):
                 step(model, optimizer)
@@ -97,35 +107,27 @@ def test_an_error_leaves_no_turn_open(
         assert open_turns(engine) == []
         assert nearly_all_left(model)
     assert_same_history([*history, weights(model)], expected)
+
+
+@EACH_THAT_KEEPS_GRADIENTS
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("place", PLACES)
+def test_an_error_leaves_no_weight_in_use(
+    disk: Path, place: str, error: type[BaseException], overlap: str
+) -> None:
+    recovers(disk, overlap, error, net, lambda model: PLACES[place](model, failing(error)))
 
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("way", ["reentrant", "non-reentrant", "two reentrant"])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
-def test_an_error_in_what_is_computed_again(
-    disk: Path, way: str, error: type[BaseException]
-) -> None:
-    def make() -> Any:
-        return net(lambda: Regions(WAYS[way]))
+def test_an_error_in_recomputation(disk: Path, way: str, error: type[BaseException]) -> None:
+    fail = failing(error, lambda: torch._C._current_graph_task_id() != -1)
 
-    plain = make()
-    expected = [*train(plain, adamw(plain)), weights(plain)]
-    with streaming(disk, **overlapping("off")) as engine:
-        model = make()
-        optimizer = engine.attach(model, adamw(model))
-        fail = failing(error, lambda: torch._C._current_graph_task_id() != -1)
-        handle = model.blocks[1].down.register_forward_pre_hook(fail)
-        for _ in range(2):
-            with pytest.raises(error):
-                step(model, optimizer)
-            optimizer.zero_grad()
-            if error is LookupError:
-                assert open_turns(engine) == []
-        handle.remove()
-        history = train(model, optimizer)
-        assert open_turns(engine) == []
-        assert nearly_all_left(model)
-    assert_same_history([*history, weights(model)], expected)
+    def break_(model: Any) -> Any:
+        return model.blocks[1].down.register_forward_pre_hook(fail)
+
+    recovers(disk, "off", error, lambda: net(lambda: Regions(WAYS[way])), break_)
 
 
 @pytest.mark.parametrize("error", ERRORS)
@@ -281,19 +283,18 @@ def test_a_thread_that_watches_while_another_trains(disk: Path) -> None:
 
 
 def test_backward_on_another_thread(disk: Path) -> None:
-    def use(model: Any, optimizer: Any) -> list[Numbers]:
-        history = []
-        for number in range(3):
-            value = loss(model, number)
-            thread = threading.Thread(target=value.backward)
+    class ElsewhereBackward:
+        """A loss whose backward runs on a thread of its own."""
+
+        def __init__(self, value: torch.Tensor) -> None:
+            self.value, self.detach = value, value.detach
+
+        def backward(self) -> None:
+            thread = threading.Thread(target=self.value.backward)
             thread.start()
             thread.join()
-            optimizer.step()
-            optimizer.zero_grad()
-            history.append({"loss": value.detach().clone()})
-        return history
 
-    compare(disk, use)
+    compare(disk, partial(train, loss_of=lambda m, number: ElsewhereBackward(loss(m, number))))
 
 
 def test_weights_are_read_only_as_often_as_blocks_need_them(disk: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,26 +31,22 @@ from tests.weights.support import (
     loss,
     net,
     overlapping,
+    step,
     train,
+    zoo_loss,
 )
 
 
 # ---------------------------------------------------------------------- calls of other kinds
 @EACH_THAT_KEEPS_GRADIENTS
-def test_a_call_with_the_own_weights(disk: Path, overlap: str) -> None:
-    def use(model: Any, optimizer: Any) -> list[Numbers]:
-        history = []
-        for number in range(3):
-            own = dict(model.named_parameters())
-            x = noise(4, 8, seed=number)
-            value = torch.func.functional_call(model, own, (x,)).pow(2).mean()
-            value.backward()
-            history.append({"loss": value.detach().clone(), **gradients(model)})
-            optimizer.step()
-            optimizer.zero_grad()
-        return history
+def test_functional_call_with_its_own_weights(disk: Path, overlap: str) -> None:
+    def forward(model: Any, number: int) -> torch.Tensor:
+        x = noise(4, 8, seed=number)
+        own = dict(model.named_parameters())
+        value: torch.Tensor = torch.func.functional_call(model, own, (x,)).pow(2).mean()
+        return value
 
-    compare(disk, use, **overlapping(overlap))
+    compare(disk, partial(train, loss_of=forward, look=gradients), **overlapping(overlap))
 
 
 @pytest.mark.parametrize("transform", AROUND)
@@ -110,13 +107,7 @@ def test_gradients_of_a_call(disk: Path, call: str, activations: bool) -> None:
 @pytest.mark.parametrize("kind", ["GPT-2", "Llama", "T5", "BERT", "ResNet", "ViT", "CLIP"])
 def test_gradients_in_evaluation_mode(disk: Path, kind: str) -> None:
     def use(model: Any, _: Any) -> list[Numbers]:
-        history = []
-        for number in range(2):
-            model.zero_grad()
-            value = loss_of(model.eval(), batch(kind, number))
-            value.backward()
-            history.append({"loss": value.detach().clone(), **gradients(model)})
-        return history
+        return train(model.eval(), None, 2, loss_of=zoo_loss(kind), look=gradients)
 
     compare(disk, use, lambda: build(kind), optimizer_of=None)
 
@@ -219,18 +210,10 @@ def test_an_embedding_that_limits_its_own_norm(disk: Path) -> None:
 
 def test_channels_last(disk: Path) -> None:
     def use(model: Any, optimizer: Any) -> list[Numbers]:
-        history = []
-        for number in range(4):
-            if number == 2:
-                model.to(memory_format=torch.channels_last)
-                history += [{"strides": torch.tensor(p.stride())} for p in model.parameters()]
-            torch.manual_seed(number)
-            value = loss_of(model, batch("ResNet", number))
-            value.backward()
-            history.append({"loss": value.detach().clone()})
-            optimizer.step()
-            optimizer.zero_grad()
-        return history
+        history = train(model, optimizer, 2, loss_of=zoo_loss("ResNet"))
+        model.to(memory_format=torch.channels_last)
+        history += [{"strides": torch.tensor(p.stride())} for p in model.parameters()]
+        return [*history, *train(model, optimizer, 2, first=2, loss_of=zoo_loss("ResNet"))]
 
     compare(disk, use, lambda: build("ResNet"), **overlapping("off"))
 
@@ -318,16 +301,10 @@ def test_validation_between_steps(disk: Path, kind: str, overlap: str, watch: st
     def use(model: Any, optimizer: Any) -> list[Numbers]:
         history = []
         for number in range(4):
-            torch.manual_seed(number)
-            value = loss_of(model, batch(kind, number))
-            value.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            model.eval()
+            history.append(step(model.train(), optimizer, number, loss_of=zoo_loss(kind)))
             with WATCHES[watch]():
-                checked = loss_of(model, batch(kind, 100 + number)).detach().clone()
-            model.train()
-            history.append({"loss": value.detach().clone(), "checked": checked.clone()})
+                checked = loss_of(model.eval(), batch(kind, 100 + number)).detach().clone()
+            history.append({"checked": checked.clone()})
         return history
 
     compare(disk, use, lambda: build(kind), **overlapping(overlap))
@@ -366,28 +343,17 @@ GENERATION: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", GENERATION)
-@pytest.mark.parametrize("kind", ["GPT-2", "T5"])
-def test_text_that_is_generated_between_steps(disk: Path, kind: str, way: str) -> None:
+@pytest.mark.parametrize("kind", ["GPT-2", "Llama", "T5"])
+def test_text_generation_between_steps(disk: Path, kind: str, way: str) -> None:
     def use(model: Any, optimizer: Any) -> list[Numbers]:
         history = []
+        prompt = torch.tensor([[5, 6, 7], [8, 9, 10]])
+        options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 6}
         for number in range(3):
+            history.append(step(model.train(), optimizer, number, loss_of=zoo_loss(kind)))
             torch.manual_seed(number)
-            value = loss_of(model, batch(kind, number))
-            value.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            model.eval()
-            torch.manual_seed(number)
-            prompt = torch.tensor([[5, 6, 7], [8, 9, 10]])
-            tokens = model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=6,
-                pad_token_id=0,
-                **GENERATION[way],
-            )
-            model.train()
-            history.append({"loss": value.detach().clone(), "tokens": tokens})
+            tokens = model.eval().generate(prompt, pad_token_id=0, **options, **GENERATION[way])
+            history.append({"tokens": tokens})
         return history
 
     compare(disk, use, lambda: build(kind))
@@ -462,15 +428,8 @@ def test_compiled_models(disk: Path, part: str, order: str) -> None:
 @pytest.mark.parametrize("kind", ["GPT-2", "Llama"])
 def test_a_compiled_language_model(disk: Path, kind: str) -> None:
     def use(model: Any, optimizer: Any) -> list[Numbers]:
-        run, history = _compiled(model), []
-        for number in range(3):
-            torch.manual_seed(number)
-            value = run(**batch(kind, number)).loss
-            value.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            history.append({"loss": value.detach().clone()})
-        return history
+        run = _compiled(model)
+        return train(model, optimizer, loss_of=lambda _, number: run(**batch(kind, number)).loss)
 
     def make() -> Any:
         model = build(kind)

@@ -182,19 +182,11 @@ def test_slices_of_a_vector_that_have_each_their_version(disk: Path) -> None:
     compare(disk, use)
 
 
-def test_a_vector_with_gradients(disk: Path) -> None:
-    def use(model: Any, optimizer: Any) -> list[Numbers]:
-        history = []
-        for number in range(3):
-            value = loss(model, number)
-            value = value + nn.utils.parameters_to_vector(model.parameters()).pow(2).sum()
-            value.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            history.append({"loss": value.detach().clone()})
-        return history
+def test_a_penalty_on_a_vector_of_all_weights(disk: Path) -> None:
+    def forward(model: Any, number: int) -> torch.Tensor:
+        return loss(model, number) + nn.utils.parameters_to_vector(model.parameters()).pow(2).sum()
 
-    compare(disk, use)
+    compare(disk, partial(train, loss_of=forward))
 
 
 # ---------------------------------------------------------------------- gradients
@@ -209,20 +201,11 @@ CLIPS: dict[str, Callable[[Any], Any]] = {
 @EACH_THAT_KEEPS_GRADIENTS
 @pytest.mark.parametrize("clip", CLIPS)
 def test_clipped_gradients(disk: Path, clip: str, overlap: str) -> None:
-    def use(model: Any, optimizer: Any) -> list[Numbers]:
-        history = []
-        for number in range(4):
-            value = loss(model, number)
-            value.backward()
-            norm = CLIPS[clip](model)
-            history.append({"loss": value.detach().clone(), **gradients(model)})
-            if norm is not None:
-                history.append({"norm": norm.detach().clone()})
-            optimizer.step()
-            optimizer.zero_grad()
-        return history
+    def look(model: Any) -> Numbers:
+        norm = CLIPS[clip](model)
+        return gradients(model) | ({} if norm is None else {"norm": norm.detach().clone()})
 
-    compare(disk, use, **overlapping(overlap))
+    compare(disk, partial(train, steps=4, look=look), **overlapping(overlap))
 
 
 def descend(model: Any, slopes: Any) -> Numbers:
@@ -288,39 +271,27 @@ def test_a_backward_hook_sees_weights_whichever_gradients_are_asked_for(disk: Pa
     compare(disk, use, optimizer_of=None)
 
 
-@EACH_THAT_KEEPS_GRADIENTS
-def test_a_penalty_on_the_gradient_of_the_input(disk: Path, overlap: str) -> None:
-    def use(model: Any, optimizer: Any) -> list[Numbers]:
-        history = []
-        for number in range(3):
-            x = noise(4, 8, seed=number).requires_grad_()
-            (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-            value = (slope.norm(dim=1) - 1).pow(2).mean() + model(x.detach()).mean()
-            value.backward()
-            history.append({"loss": value.detach().clone(), **gradients(model)})
-            optimizer.step()
-            optimizer.zero_grad()
-        return history
+def _penalty_on_the_gradient_of_the_input(model: Any, number: int) -> torch.Tensor:
+    x = noise(4, 8, seed=number).requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    value: torch.Tensor = (slope.norm(dim=1) - 1).pow(2).mean() + model(x.detach()).mean()
+    return value
 
-    compare(disk, use, **overlapping(overlap))
+
+def _penalty_on_the_gradients_of_the_weights(model: Any, number: int) -> torch.Tensor:
+    value = loss(model, number)
+    slopes = torch.autograd.grad(value, list(model.parameters()), create_graph=True)
+    return value + torch.stack([slope.pow(2).sum() for slope in slopes]).sum()
 
 
 @EACH_THAT_KEEPS_GRADIENTS
-def test_a_penalty_on_the_gradients_of_the_weights(disk: Path, overlap: str) -> None:
-    def use(model: Any, optimizer: Any) -> list[Numbers]:
-        history = []
-        for number in range(3):
-            value = loss(model, number)
-            slopes = torch.autograd.grad(value, list(model.parameters()), create_graph=True)
-            value = value + torch.stack([slope.pow(2).sum() for slope in slopes]).sum()
-            value.backward()
-            history.append({"loss": value.detach().clone(), **gradients(model)})
-            del value, slopes
-            optimizer.step()
-            optimizer.zero_grad()
-        return history
-
-    compare(disk, use, **overlapping(overlap))
+@pytest.mark.parametrize(
+    "penalty", [_penalty_on_the_gradient_of_the_input, _penalty_on_the_gradients_of_the_weights]
+)
+def test_gradient_penalties(
+    disk: Path, overlap: str, penalty: Callable[[Any, int], torch.Tensor]
+) -> None:
+    compare(disk, partial(train, loss_of=penalty, look=gradients), **overlapping(overlap))
 
 
 def test_sharpness_aware_minimisation(disk: Path) -> None:

@@ -140,37 +140,3 @@ def test_shapes_and_names_need_no_bytes(disk: Path) -> None:
             p.numel() for p in plain.parameters()
         )
         assert away(model) == before
-
-
-def test_a_touch_brings_the_values_back_and_keeps_changes(disk: Path) -> None:
-    model, plain = build("Llama"), build("Llama")
-    with streaming(disk) as engine:
-        engine.attach(model)
-        for changed in (model, plain):
-            for parameter in changed.parameters():
-                parameter.data.mul_(0.5)
-                parameter.detach().add_(1.0)
-                with torch.no_grad():
-                    parameter.clamp_(max=1.1)
-        torch.manual_seed(5)
-        got = loss_of(model, batch("Llama", 0))
-        torch.manual_seed(5)
-        assert torch.equal(got, loss_of(plain, batch("Llama", 0)))
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one, other)
-        assert type(one) is torch.nn.Parameter
-
-
-def test_a_penalty_on_the_weights_has_its_gradient(disk: Path) -> None:
-    results = []
-    for engine in (None, streaming(disk)):
-        model = build("Llama")
-        if engine is not None:
-            engine.attach(model)
-        torch.manual_seed(5)
-        loss = loss_of(model, batch("Llama", 0)) + sum(p.pow(2).sum() for p in model.parameters())
-        loss.backward()
-        results.append({name: p.grad.clone() for name, p in model.named_parameters()})
-        if engine is not None:
-            engine.close()
-    assert_same_history(results[1:], results[:1])
