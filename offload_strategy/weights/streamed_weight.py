@@ -177,7 +177,15 @@ class StreamedWeight:
     def prefetch(self) -> bool:
         """Start loading the bytes; return False if there is no memory for them."""
         ticket = self._ticket
-        return self._here or ticket is None or self._store.prefetch(ticket)
+        if self._here or ticket is None:
+            return True
+        try:
+            return self._store.prefetch(ticket)
+        except OffloadError:
+            # Without the lock, another thread may offload the weight anew, which frees the ticket.
+            if ticket.state is not TicketState.FREED:
+                raise
+            return True
 
     def load(self) -> None:
         """Load the bytes, if they are offloaded.

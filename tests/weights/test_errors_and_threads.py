@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from offload_strategy.store.ticket import TicketState
 from offload_strategy.weights.guarded_parameter import GuardedParameter
 from tests.activations.support import noise
 from tests.activations.test_recompute import WAYS
@@ -280,6 +281,31 @@ def test_a_thread_that_watches_while_another_trains(disk: Path) -> None:
         assert all(seen)
         assert open_turns(engine) == []
     assert_same_history([*history, weights(model)], expected)
+
+
+def test_a_prefetch_while_another_thread_offloads_the_weight_anew(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with streaming(disk) as engine:
+        model = net()
+        engine.attach(model)
+        on_disk(engine)
+        assert engine._stream is not None
+        weight, store = engine._stream._weights[model.scale], engine._resources.store
+        assert not weight.is_resident
+        prefetch = store.prefetch
+
+        def late(ticket: Any) -> bool:
+            monkeypatch.undo()
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(lambda: float(model.scale.sum())).result()
+            weight.offload()
+            assert ticket.state is TicketState.FREED
+            return prefetch(ticket)
+
+        monkeypatch.setattr(store, "prefetch", late)
+        assert weight.prefetch()
+    assert_same_bits(weights(model), weights(net()))
 
 
 def test_backward_on_another_thread(disk: Path) -> None:
