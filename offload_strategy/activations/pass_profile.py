@@ -89,7 +89,7 @@ def profile_of(
         others=tuple(sorted(others, key=lambda one: one[0])),
         blocks=() if blocks is None else tuple(_blocks(trace, blocks, pace)),
         paths=(PathRates("tiers", read=read, write=write),),
-        toll=0.0 if toll is None else toll.per_byte,
+        io_overhead=0.0 if toll is None else toll.per_byte,
     )
 
 

@@ -270,7 +270,7 @@ class PlannedBudget:
         """Whether an item leaves by the plan, or by a file; None where neither knows it."""
         given, number = self._memory.given, len(trace.sizes) - 1
         items = () if given is None else given.items
-        if number < len(items) and items[number].nbytes == nbytes:
+        if number < len(items) and items[number].bytes == nbytes:
             return items[number].leaves
         return self._leaves.get(trace.signature)
 

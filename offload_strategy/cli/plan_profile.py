@@ -11,7 +11,7 @@ from typing import Any
 from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime.plan_file import save_plan
 from offload_strategy.plan_runtime.profile import PathRates, Profile
-from offload_strategy.plan_runtime.recompute_mix import Mix, choose_mix
+from offload_strategy.plan_runtime.recompute_mix import RecomputeMix, choose_mix
 from offload_strategy.planner.replay_chart import draw
 from offload_strategy.units import format_size, parse_size
 
@@ -108,7 +108,7 @@ def _limit(profile: Profile, text: str | None) -> int:
         raise ConfigError(f"--device-memory: {error}") from error
 
 
-def _text(profile: Profile, mix: Mix) -> str:
+def _text(profile: Profile, mix: RecomputeMix) -> str:
     found = mix.replay
     waits = ", ".join(f"{seconds:.3f} s for {what}" for what, seconds in found.stalls.items())
     lanes = "\n".join(

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from offload_strategy.engine.profile_run import ProfileRun, dry_run
+from offload_strategy.engine.profile_run import ProfileRun, profile_run
 from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime.profile import Profile
 
@@ -44,7 +44,7 @@ def profile_script(options: argparse.Namespace) -> Profile:
         raise ConfigError(f"{file} is no file; give a training script")
     if options.passes < 2:
         raise ConfigError(f"--passes is {options.passes}; give 2 or more")
-    with dry_run(options.passes) as found:
+    with profile_run(options.passes) as found:
         _run(file, arguments)
     profile = found.profile
     if profile is None:

@@ -1,4 +1,4 @@
-"""How much host memory streamed training will take: the census of a model, and a rehearsal."""
+"""Prediction of host memory from a model's sizes and an estimate with fake tensors."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.user_class.compatibility import check_supported
 from offload_strategy.plan_runtime.host_memory_prediction import (
-    MemoryForecast,
-    StreamedShapes,
-    memory_forecast,
+    HostMemoryPrediction,
+    StreamedModelSizes,
+    predict_host_memory,
 )
 
-#: Gradients that wait in backward while updates use them up; the next one comes before it is over.
+#: Gradients that exist in backward while updates consume them.
 _GRADIENTS_HELD = 1
 
 
@@ -34,27 +34,27 @@ def predict_memory(
     optimizer: Optimizer,
     inputs: tuple[Any, ...],
     named_inputs: Mapping[str, Any],
-) -> MemoryForecast:
+) -> HostMemoryPrediction:
     """See `OffloadEngine.predict_memory`.
 
     Args:
-        config: of the engine.
-        weights: of its models, streamed.
-        device: that computes; memory of an accelerator is not counted.
-        model: attached.
-        optimizer: of its parameters.
-        inputs: of the model's forward.
-        named_inputs: likewise.
+        config: Config of the engine.
+        weights: Streamed weights of its models.
+        device: The device that computes; memory of an accelerator is not counted.
+        model: The attached model.
+        optimizer: The optimizer of its parameters.
+        inputs: Positional arguments of the model's forward.
+        named_inputs: Keyword arguments of the model's forward.
     """
     section = config.optimizer
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     trained_bytes = sum(parameter.nbytes for parameter in trained)
-    states_share = widened_share = 0.0
+    states_share = upcast_share = 0.0
     subgroup = in_memory = 0
     if isinstance(optimizer, OffloadedOptimizer):
         subgroup = optimizer.largest_subgroup_bytes()
         states_share = optimizer.state_bytes / trained_bytes if trained_bytes else 0.0
-        widened_share = 2 * states_share if section.state_dtype == "bfloat16" else 0.0
+        upcast_share = 2 * states_share if section.state_dtype == "bfloat16" else 0.0
     else:
         in_memory = check_supported(optimizer, Precision())
     computing = 0
@@ -67,14 +67,14 @@ def predict_memory(
             min_size=config.activations.min_size if config.activations.enabled else None,
             gradients=_GRADIENTS_HELD if used_up else None,
         ).peak_bytes
-    return memory_forecast(
-        StreamedShapes(
+    return predict_host_memory(
+        StreamedModelSizes(
             blocks=weights.blocks(),
             trained=trained_bytes,
             largest=max((parameter.nbytes for parameter in trained), default=0),
             subgroup=subgroup,
             states_share=states_share,
-            widened_share=widened_share,
+            upcast_share=upcast_share,
         ),
         process_bytes=weights.process_bytes() + in_memory,
         computing_bytes=computing,

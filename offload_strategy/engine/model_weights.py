@@ -16,7 +16,7 @@ from offload_strategy.engine.resources import Resources
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.plan_runtime.space_requirements import weights_shortfall
-from offload_strategy.plan_runtime.weight_schedule import StepPlan, Turn, step_plan
+from offload_strategy.plan_runtime.weight_schedule import BlockPass, WeightSchedule, weight_schedule
 from offload_strategy.telemetry import get_logger
 from offload_strategy.units import format_size
 from offload_strategy.weights.checkpoint_loading import LoadedWeights, Loader
@@ -130,7 +130,7 @@ class ModelWeights:
         read = _unchanged if self.stream is None else self.stream.read
         return save_shards(named_tensors(model), Path(directory), shard_bytes, read)
 
-    def plan(self, states_share: float, *, updates: bool) -> StepPlan:
+    def plan(self, states_share: float, *, updates: bool) -> WeightSchedule:
         """See `OffloadEngine.plan`.
 
         Args:
@@ -139,12 +139,12 @@ class ModelWeights:
         """
         if self.stream is None:
             raise ConfigError("plan: no weights are streamed. Set parameters.enabled: true.")
-        turns = []
+        passes = []
         for block, backward in self.stream.schedule():
             states = int(block.trained * states_share)
-            turns.append(Turn(block.name, backward, block.nbytes, block.trained, states))
-        return step_plan(
-            turns, self._blocks_in_flight, learned=self.stream.has_seen_a_step, updates=updates
+            passes.append(BlockPass(block.name, backward, block.nbytes, block.trained, states))
+        return weight_schedule(
+            passes, self._blocks_in_flight, learned=self.stream.has_seen_a_step, updates=updates
         )
 
     def blocks(self) -> list[int]:

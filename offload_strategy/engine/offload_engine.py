@@ -20,7 +20,7 @@ from offload_strategy.activations.forward_scope import ForwardHooks
 from offload_strategy.activations.planned_budget import MemoryLimit
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload, Packed
 from offload_strategy.config import ConfigSource, OffloadConfig
-from offload_strategy.engine import profile_run as dry_run
+from offload_strategy.engine import profile_run
 from offload_strategy.engine.attached_optimizers import AttachedOptimizers
 from offload_strategy.engine.metrics import Metrics
 from offload_strategy.engine.model_weights import ModelWeights
@@ -327,7 +327,7 @@ class OffloadEngine(EngineReports):
         return self._last_microbatch
 
     def _before_forward(self) -> None:
-        dry_run.look(self._forwards, self.profile)
+        profile_run.observe_pass(self._forwards, self.profile)
         self._registry.refresh()
         self._log.pass_begins(last=self._last_microbatch)
         self._forwards += 1
@@ -405,7 +405,7 @@ class OffloadEngine(EngineReports):
         if not section.enabled and self._stream is None:
             return None
         fraction, limit = section.budget_fraction(), section.budget_bytes()
-        watched = self._limit is not None or dry_run.is_requested()
+        watched = self._limit is not None or profile_run.is_requested()
         return ActivationOffload(
             self._resources.store,
             self._resources.clients.get("activations", []),

@@ -1,4 +1,4 @@
-"""A run that ends after a few forward passes: what they were like is all that is wanted of it."""
+"""A profile run: a training script that ends as soon as a forward pass has been profiled."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from offload_strategy.plan_runtime.profile import Profile
 
 
 class ProfileRunOver(SystemExit):
-    """Ends the script: a library may catch every error, but not this."""
+    """Ends the script; libraries that catch every error do not catch this."""
 
 
 @dataclass(slots=True)
 class ProfileRun:
-    """What is asked of the first engine that trains, and what it was.
+    """The request for a profile to the first engine that trains, and its result.
 
     Args:
-        passes: forward passes to look at; the last of them is told about.
-        seen: forward passes so far.
-        profile: of the last one, once they are over.
+        passes: Number of forward passes to run; the last one is profiled.
+        seen: Forward passes so far.
+        profile: Profile of the last one at the end.
     """
 
     passes: int
@@ -32,11 +32,11 @@ _requested: ProfileRun | None = None
 
 
 @contextmanager
-def dry_run(passes: int) -> Iterator[ProfileRun]:
-    """Within, the first engine whose forward passes are that many tells its profile, and ends.
+def profile_run(passes: int) -> Iterator[ProfileRun]:
+    """Profile the first engine that runs so many forward passes within this context, then end it.
 
     Args:
-        passes: more than 0; some are needed until times and buffers have settled.
+        passes: More than 0; times and buffers settle after a few.
     """
     global _requested
     _requested = found = ProfileRun(passes)
@@ -47,19 +47,19 @@ def dry_run(passes: int) -> Iterator[ProfileRun]:
 
 
 def is_requested() -> bool:
-    """Whether the first engine that trains is asked for its profile."""
+    """Return whether a profile is requested from the first engine that trains."""
     return _requested is not None
 
 
-def look(seen: int, profile: Callable[[], Profile | None]) -> None:
-    """A forward pass begins; so many were before it.
+def observe_pass(seen: int, profile: Callable[[], Profile | None]) -> None:
+    """Note that a forward pass starts.
 
     Args:
-        seen: by the engine.
-        profile: of it, `OffloadEngine.profile`.
+        seen: Forward passes of the engine before this one.
+        profile: `OffloadEngine.profile`.
 
     Raises:
-        ProfileRunOver: all that was wanted is known.
+        ProfileRunOver: If the profile is complete.
     """
     asked = _requested
     if asked is None or asked.profile is not None:

@@ -20,10 +20,10 @@ from offload_strategy.engine.resources import Resources
 from offload_strategy.engine.step_log import StepLog, compare_step
 from offload_strategy.engine.step_profiler import profile_step
 from offload_strategy.errors import ConfigError
-from offload_strategy.plan_runtime.host_memory_prediction import MemoryForecast
+from offload_strategy.plan_runtime.host_memory_prediction import HostMemoryPrediction
 from offload_strategy.plan_runtime.predicted_and_measured import PredictionComparison
 from offload_strategy.plan_runtime.profile import Profile
-from offload_strategy.plan_runtime.weight_schedule import StepPlan
+from offload_strategy.plan_runtime.weight_schedule import WeightSchedule
 from offload_strategy.telemetry import Recorder, write_trace
 
 
@@ -48,7 +48,7 @@ class EngineReports(ABC):
     def _is_attached(self, model: nn.Module) -> bool:
         """Return whether the model's hooks are installed."""
 
-    def plan(self) -> StepPlan:
+    def plan(self) -> WeightSchedule:
         """Return what one step moves of streamed weights and states, block by block; printable.
 
         Blocks are in the order of the last step, and before the first step in module order.
@@ -108,7 +108,7 @@ class EngineReports(ABC):
 
     def predict_memory(
         self, model: nn.Module, optimizer: Optimizer, *inputs: Any, **named_inputs: Any
-    ) -> MemoryForecast:
+    ) -> HostMemoryPrediction:
         """Predict the peak host memory of a step with streamed weights, before the first step.
 
         The step runs on fake tensors: nothing is computed or moved.

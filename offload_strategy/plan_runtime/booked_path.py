@@ -1,4 +1,4 @@
-"""Which seconds of a path are taken: moves are booked, later ones see what is left."""
+"""Time that transfers reserve on a path; later transfers see what is left."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from offload_strategy.plan_runtime.profile import PathRates
 
 
 class Timeline:
-    """The time of one direction of a path. A move may be cut in pieces: others go between them.
+    """Reserved time of one direction of a path. Other transfers may interrupt a transfer.
 
-    Times may be negative or beyond the end of a step: what is begun late ends in the next one.
+    Times may be negative or beyond the end of a step: a late transfer ends in the next step.
     """
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class Timeline:
         self._ends: list[float] = []
 
     def after(self, begin: float, seconds: float) -> float:
-        """The earliest moment at which so many free seconds have passed since `begin`."""
+        """Return the earliest time at which so many free seconds have passed since `begin`."""
         now, left = begin, seconds
         for place in range(bisect_right(self._ends, begin), len(self._begins)):
             free = self._begins[place] - now
@@ -29,7 +29,7 @@ class Timeline:
         return now + left
 
     def before(self, end: float, seconds: float) -> float:
-        """The latest moment from which so many free seconds pass until `end`."""
+        """Return the latest time from which so many free seconds pass until `end`."""
         now, left = end, seconds
         for place in range(bisect_left(self._begins, end) - 1, -1, -1):
             free = now - self._ends[place]
@@ -40,7 +40,7 @@ class Timeline:
         return now - left
 
     def book(self, begin: float, end: float) -> None:
-        """Take all free seconds between two moments."""
+        """Reserve all free seconds of a span."""
         first, last = bisect_left(self._ends, begin), bisect_right(self._begins, end)
         if first < last:
             begin, end = min(begin, self._begins[first]), max(end, self._ends[last - 1])
@@ -48,15 +48,15 @@ class Timeline:
 
     @property
     def busy_seconds(self) -> float:
-        """Taken in all."""
+        """Reserved seconds in total."""
         return sum(end - begin for begin, end in zip(self._begins, self._ends, strict=True))
 
 
 class BookedPath:
-    """A path with what is booked on it.
+    """A path and its reserved time.
 
     Args:
-        rates: of the path.
+        rates: Rates of the path.
     """
 
     def __init__(self, rates: PathRates) -> None:
@@ -65,26 +65,26 @@ class BookedPath:
         self.reads = self.writes if rates.simplex else Timeline()
 
     def write_seconds(self, nbytes: int) -> float:
-        """What a write takes by itself."""
+        """Return the seconds of a write on an idle path."""
         return self.rates.latency + nbytes / self.rates.write
 
     def read_seconds(self, nbytes: int) -> float:
-        """What a read takes by itself."""
+        """Return the seconds of a read on an idle path."""
         return self.rates.latency + nbytes / self.rates.read
 
     def away(self, nbytes: int, begin: float, end: float) -> tuple[float, float] | None:
-        """From when until when a tensor would be gone, or None if there is no time for that.
+        """Return when a tensor could be written and when its read must start, or None.
 
         Args:
-            nbytes: of it.
-            begin: it may leave.
-            end: it must be back.
+            nbytes: Size of the tensor.
+            begin: Time from which it may be written.
+            end: Time at which it must be back.
         """
         gone = self.writes.after(begin, self.write_seconds(nbytes))
         back = self.reads.before(end, self.read_seconds(nbytes))
         return (gone, back) if gone < back else None
 
     def book(self, begin: float, gone: float, back: float, end: float) -> None:
-        """Take the time of a move that `away` found."""
+        """Reserve the time of a transfer that `away` found."""
         self.writes.book(begin, gone)
         self.reads.book(back, end)

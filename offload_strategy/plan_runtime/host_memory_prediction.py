@@ -1,12 +1,12 @@
-"""How much host memory streamed training will take, before it begins.
+"""Prediction of the host memory of streamed training, before it starts.
 
-[Note: what is in memory at the worst moment]
-That moment is in backward, while a block in the middle of the model computes. Outside of buffers
-there are activations in use, gradients that no update has used yet, and what the process had
-before. In buffers, there is what the shape census says: the weights of the blocks in flight; the
-states of the parameter that is updated and of the next subgroup; with `commit`, new weights that
-wait for `step()`; activations that come back ahead of their use; and buffers that are kept for the
-next request. All buffers together are bounded by ``memory.pinned``.
+[Note: memory at the peak]
+The peak is in backward, while a block in the middle of the model computes. Outside of buffers there
+are activations in use, gradients that no update has used yet, and what the process had before. In
+buffers there are the weights of the blocks in flight; the states of the parameter that is being
+updated and of the next subgroup; with `commit`, new weights that wait for `step()`; prefetched
+activations; and idle buffers that are kept for the next request. ``memory.pinned`` bounds the sum
+of all buffers.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import Literal
 
 from offload_strategy.units import MiB, format_size
 
-#: Libraries that are loaded, threads and their stacks, workspaces of kernels: from the first step.
+#: Libraries, thread stacks and kernel workspaces that the first step adds.
 _FIRST_STEP_BYTES = 38 * MiB
-#: Activations that come back ahead of their use.
+#: Prefetched activations.
 _AHEAD_BYTES = 32 * MiB
 
 
 @dataclass(frozen=True, slots=True)
-class StreamedShapes:
-    """What the forecast must know of a model and its optimizer, in bytes.
+class StreamedModelSizes:
+    """Sizes of a model with streamed weights and of its optimizer, in bytes.
 
     Args:
-        blocks: weights of each block, in the order in which they compute.
-        trained: weights that are updated, all together.
-        largest: the largest of them.
-        subgroup: weights that are updated at a time, at most.
-        states_share: bytes of states on the tiers for each byte of a weight.
-        widened_share: bytes of copies in which states are computed, for each byte of a weight.
+        blocks: Weights of each block, in the order in which they compute.
+        trained: All weights that are updated.
+        largest: The largest of them.
+        subgroup: The most weights that are updated at a time.
+        states_share: Bytes of states on the tiers for each byte of a weight.
+        upcast_share: Bytes of upcast copies of states for each byte of a weight.
     """
 
     blocks: Sequence[int]
@@ -41,21 +41,21 @@ class StreamedShapes:
     largest: int
     subgroup: int
     states_share: float
-    widened_share: float = 0.0
+    upcast_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryForecast:
-    """Bytes at the worst moment, by what they are for; `str` makes a table.
+class HostMemoryPrediction:
+    """Bytes at the peak by their use; `str` gives a table.
 
     Args:
-        process: what the process has already, and what the first step loads.
-        computing: activations in use, and gradients.
-        weights: buffers of the blocks in flight.
-        states: buffers of optimizer states that are updated now and next.
-        waiting: buffers of new weights that wait for `step()`.
-        ready: buffers that are kept, or were read into ahead of their use.
-        beyond: of these buffers, what ``memory.pinned`` does not allow.
+        process: Memory of the process now, and what the first step adds.
+        computing: Activations in use, and gradients.
+        weights: Buffers of the blocks in flight.
+        states: Buffers of optimizer states that are updated now and next.
+        waiting: Buffers of new weights that wait for `step()`.
+        ready: Idle buffers, and buffers of prefetched activations.
+        beyond: The part of these buffers that ``memory.pinned`` does not allow.
     """
 
     process: int
@@ -68,20 +68,20 @@ class MemoryForecast:
 
     @property
     def peak_bytes(self) -> int:
-        """All together."""
+        """Bytes of all parts."""
         buffers = self.weights + self.states + self.waiting + self.ready - self.beyond
         return self.process + self.computing + buffers
 
     def __str__(self) -> str:
         """A table in Markdown."""
         rows = {
-            "the process, before": self.process,
+            "process before the first step": self.process,
             "activations in use, gradients": self.computing,
-            "weights in flight": self.weights,
+            "weights of blocks in flight": self.weights,
             "optimizer states": self.states,
-            "new weights that wait": self.waiting,
-            "buffers that are ready": self.ready,
-            "of the buffers not allowed by memory.pinned": -self.beyond,
+            "new weights until `step()`": self.waiting,
+            "idle and prefetched buffers": self.ready,
+            "buffers beyond memory.pinned": -self.beyond,
             "peak": self.peak_bytes,
         }
         lines = ["| | host memory |", "|---|---|"]
@@ -91,8 +91,8 @@ class MemoryForecast:
         return "\n".join(lines)
 
 
-def memory_forecast(
-    shapes: StreamedShapes,
+def predict_host_memory(
+    sizes: StreamedModelSizes,
     *,
     process_bytes: int,
     computing_bytes: int,
@@ -100,27 +100,27 @@ def memory_forecast(
     overlap: Literal["commit", "eager", "off"],
     pinned: int,
     idle: int,
-) -> MemoryForecast:
-    """Add up what is in memory at the worst moment.
+) -> HostMemoryPrediction:
+    """Add up the memory at the peak.
 
     Args:
-        shapes: of the model.
-        process_bytes: resident now, without buffers and weights that will leave.
-        computing_bytes: activations and gradients at most.
-        blocks_in_flight: as configured.
-        overlap: likewise.
-        pinned: likewise, in bytes.
-        idle: bytes of buffers that are kept for the next request at most.
+        sizes: Sizes of the model and its optimizer.
+        process_bytes: Resident memory now, without buffers and weights that will be offloaded.
+        computing_bytes: Largest number of bytes of activations and gradients.
+        blocks_in_flight: ``parameters.blocks_in_flight``.
+        overlap: ``optimizer.overlap``.
+        pinned: ``memory.pinned`` in bytes.
+        idle: Largest number of bytes of idle buffers that are kept for the next request.
     """
-    weights = _most_together(shapes.blocks, blocks_in_flight)
-    # In backward all pieces of a parameter are complete at once; at step() one after the other is.
-    updated = 2 * shapes.subgroup if overlap == "off" else shapes.largest
-    states = int(shapes.states_share * (updated + shapes.subgroup))
-    waiting = min(shapes.trained, pinned // 2) if overlap == "commit" else 0
+    weights = _most_together(sizes.blocks, blocks_in_flight)
+    # In backward all subgroups of a parameter get their gradients at once; at step() one by one.
+    updated = 2 * sizes.subgroup if overlap == "off" else sizes.largest
+    states = int(sizes.states_share * (updated + sizes.subgroup))
+    waiting = min(sizes.trained, pinned // 2) if overlap == "commit" else 0
     ready = idle + _AHEAD_BYTES
-    return MemoryForecast(
+    return HostMemoryPrediction(
         process=process_bytes + _FIRST_STEP_BYTES,
-        computing=computing_bytes + int(shapes.widened_share * shapes.subgroup),
+        computing=computing_bytes + int(sizes.upcast_share * sizes.subgroup),
         weights=weights,
         states=states,
         waiting=waiting,
@@ -130,6 +130,6 @@ def memory_forecast(
 
 
 def _most_together(blocks: Sequence[int], count: int) -> int:
-    """Bytes of the largest run of neighbouring blocks."""
+    """Return the bytes of the largest run of neighbouring blocks."""
     runs = [sum(blocks[place : place + count]) for place in range(len(blocks))]
     return max(runs, default=0)

@@ -1,15 +1,15 @@
-"""What leaves memory, and when it is back: chosen by lifetimes (Teraio, section 3.2, algorithm 1).
+"""Planning by lifetimes which tensors are offloaded, and when (Teraio, section 3.2, algorithm 1).
 
-[Note: the choice]
+[Note: greedy selection]
 A candidate is a tensor in one of its idle periods. Its benefit is the memory above the limit that
 it would relieve, times the seconds for which it does; its cost is the time of its write and its
-read. The one with the best ratio is taken and its moves are booked, so that those that come after
-it see what the paths have left; what it gains is then less, or it is gone later. So it goes on
-until the step fits. An old ratio is never too low (memory above the limit and free time only become
-less), so a candidate is looked at again only when its old one is the best.
+read. The candidate with the best ratio is selected and its transfers are reserved on a path, so
+that later candidates see the time that is left; their benefit is then smaller, or they leave later.
+This repeats until the step fits. An old ratio is never too low (memory above the limit and free
+time only decrease), so a candidate is evaluated again only when its old ratio is the best.
 
-What cannot be hidden at all is taken last, by the same ratio: training will wait for it, and a
-replay tells how long.
+Candidates whose transfers cannot be hidden are selected last, by the same ratio: training will wait
+for them, and a replay predicts how long.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from offload_strategy.plan_runtime.booked_path import BookedPath
-from offload_strategy.plan_runtime.memory_curve import Pressure
+from offload_strategy.plan_runtime.memory_curve import MemoryCurve
 from offload_strategy.plan_runtime.profile import PathRates, Profile
 from offload_strategy.units import format_size
 
-#: Name of the place that is host memory.
+#: Name of host memory as a destination.
 HOST = "host memory"
-#: Share of a limit that a plan leaves free while training runs: steps differ a little.
+#: Share of a limit that a plan leaves free, because steps differ a little.
 _MARGIN = 0.015
-#: A read that could begin no earlier than by this share of its time before it must is urgent.
+#: A read is urgent if it cannot start earlier than this share of its time before it must.
 _SLACK = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class HostRoom:
-    """Host memory that tensors of a device may be in when the paths are booked out.
+    """Host memory for tensors of a device whose paths have no time left.
 
     Args:
-        capacity: bytes.
-        link: bytes per second between host and device, in each direction.
+        capacity: Bytes.
+        link: Bytes per second between host and device, in each direction.
     """
 
     capacity: int
@@ -46,20 +46,20 @@ class HostRoom:
 
 @dataclass(frozen=True, slots=True)
 class PlannedMove:
-    """A tensor that is elsewhere during one of its idle periods.
+    """The offload of a tensor during one of its idle periods; times in seconds of the step.
 
     Args:
-        tensor: its number in the profile.
-        period: number of its idle period.
-        name: for people.
-        nbytes: of it.
-        place: name of the path, or `HOST`.
-        leaves_at: seconds from the begin of the step: its write may begin.
-        gone_at: its memory is free.
-        fetch_at: its read begins.
-        needed_at: it is used.
-        urgent: whether its read has no time to spare, and should overtake others.
-        hidden: whether the moves fit into the time in which training computes; else it waits.
+        tensor: Number of the tensor in the profile.
+        period: Number of the idle period.
+        name: Name for people.
+        nbytes: Size of the tensor.
+        place: Name of the path, or `HOST`.
+        leaves_at: Time from which it may be written.
+        gone_at: Time at which its memory is free.
+        fetch_at: Time at which its read starts.
+        needed_at: Time at which it is used.
+        urgent: Whether its read has no time to spare and should overtake others.
+        hidden: Whether computation hides the transfers; otherwise training waits.
     """
 
     tensor: int
@@ -77,13 +77,13 @@ class PlannedMove:
 
 @dataclass(frozen=True, slots=True)
 class LifetimePlan:
-    """The moves of a step, in the order in which they begin.
+    """The moves of a step, in the order in which they start.
 
     Args:
-        limit: bytes that the step was to fit in.
-        peak_bytes: required with the moves, if all happens in time.
-        unplanned_bytes: required without any move.
-        moves: all of them.
+        limit: Bytes of memory for the step.
+        peak_bytes: Peak memory with the moves, if all are in time.
+        unplanned_bytes: Peak memory without any move.
+        moves: The moves.
     """
 
     limit: int
@@ -98,12 +98,12 @@ class LifetimePlan:
 
     @property
     def moved_bytes(self) -> int:
-        """Written in a step, and read again."""
+        """Bytes that a step writes and reads."""
         return sum(move.nbytes for move in self.moves)
 
     @property
     def hidden(self) -> bool:
-        """Whether training waits for none of them."""
+        """Whether training waits for no move."""
         return all(move.hidden for move in self.moves)
 
     def __str__(self) -> str:
@@ -135,13 +135,13 @@ class _Candidate:
     nbytes: int
     begin: float
     end: float
-    #: From then on its memory can be free.
+    #: Time from which its memory can be free.
     free_at: float
 
 
 @dataclass(slots=True)
 class _Offer:
-    """What a candidate would gain, and where."""
+    """The benefit of a candidate for its cost, and its transfers."""
 
     ratio: float
     place: BookedPath
@@ -151,10 +151,10 @@ class _Offer:
 
 
 def within(limit: int) -> int:
-    """The bytes that training plans for where it must stay below a limit.
+    """Return the bytes to plan for if training must stay below a limit.
 
     Args:
-        limit: bytes of memory that must not be exceeded.
+        limit: Bytes of memory that must not be exceeded.
     """
     return int(limit * (1 - _MARGIN))
 
@@ -166,32 +166,32 @@ def plan_lifetimes(
     paths: Sequence[PathRates] | None = None,
     host: HostRoom | None = None,
 ) -> LifetimePlan:
-    """Choose what leaves, so that a step fits in a limit.
+    """Select what is offloaded so that a step fits in a limit.
 
     Args:
-        profile: of the step.
-        limit: bytes of memory that it may require.
-        paths: where tensors may go; None for those of the profile.
-        host: host memory beside them, for tensors of a device.
+        profile: Profile of the step.
+        limit: Bytes of memory that the step may require.
+        paths: Paths for tensors; None for those of the profile.
+        host: Host memory in addition to the paths, for tensors of a device.
 
     Returns:
-        The plan; where even all moves together are not enough, it does not fit.
+        The plan; it does not fit if all possible moves together are not enough.
     """
     booked = [BookedPath(rates) for rates in (profile.paths if paths is None else paths)]
     planner = _Planner(profile, limit, booked, host)
-    unplanned = planner.pressure.peak_bytes
+    unplanned = planner.curve.peak_bytes
     planner.choose()
-    if planner.pressure.peak_bytes > limit:
+    if planner.curve.peak_bytes > limit:
         planner.force()
     moves = sorted(planner.moves, key=lambda move: (move.leaves_at, move.tensor))
-    return LifetimePlan(limit, planner.pressure.peak_bytes, unplanned, tuple(moves))
+    return LifetimePlan(limit, planner.curve.peak_bytes, unplanned, tuple(moves))
 
 
 class _Planner:
     def __init__(
         self, profile: Profile, limit: int, paths: list[BookedPath], host: HostRoom | None
     ) -> None:
-        self.pressure = Pressure(profile.tensors, profile.step_seconds, profile.beside)
+        self.curve = MemoryCurve(profile.tensors, profile.step_seconds, profile.baseline)
         self.moves: list[PlannedMove] = []
         self._limit = limit
         self._paths = paths
@@ -199,7 +199,7 @@ class _Planner:
         self._host = None
         if host is not None:
             self._host = BookedPath(PathRates(HOST, host.link, host.link))
-        self._host_used = Pressure((), profile.step_seconds)
+        self._host_used = MemoryCurve((), profile.step_seconds)
         self._left = [
             _Candidate(
                 number,
@@ -217,7 +217,7 @@ class _Planner:
         ]
 
     def choose(self) -> None:
-        """Take what can be hidden; see [Note: the choice]."""
+        """Select moves that computation hides; see [Note: greedy selection]."""
         taken = set()
         for number, offer in self._best_first(self._offer):
             self._take(self._left[number], offer)
@@ -225,32 +225,32 @@ class _Planner:
         self._left = [one for number, one in enumerate(self._left) if number not in taken]
 
     def force(self) -> None:
-        """Take more, for which training will wait."""
+        """Select further moves, for which training will wait."""
         if not self._paths:
             return
         fastest = max(self._paths, key=lambda path: min(path.rates.read, path.rates.write))
         forced = []
         for number, _ in self._best_first(lambda one: self._forced_offer(one, fastest)):
             one = self._left[number]
-            self.pressure.add(one.free_at, one.end, -one.nbytes)
+            self.curve.add(one.free_at, one.end, -one.nbytes)
             forced.append(one)
         for one in sorted(forced, key=lambda one: one.end):
-            # As soon as there is room for it: the path is what limits, and must not idle.
-            back = self.pressure.since(one.free_at, one.end, self._limit - one.nbytes)
+            # As soon as there is room: the path is the bottleneck and must not idle.
+            back = self.curve.since(one.free_at, one.end, self._limit - one.nbytes)
             path = min(self._paths, key=lambda path: path.reads.busy_seconds)
             written = path.writes.after(one.begin, path.write_seconds(one.nbytes))
             gone = max(written, one.free_at)
             path.book(one.begin, written, back, one.end)
-            self.pressure.add(back, one.end, one.nbytes)
+            self.curve.add(back, one.end, one.nbytes)
             self._note(one, path, gone, back, hidden=False)
 
     def _best_first(
         self, look: Callable[[_Candidate], _Offer | None]
     ) -> Iterator[tuple[int, _Offer]]:
-        """Numbers of candidates, the best of what is left first, until the step fits.
+        """Yield candidates, the best one that is left first, until the step fits.
 
         Args:
-            look: what a candidate offers now. What is given must be taken before the next.
+            look: Evaluates a candidate now. The caller selects a candidate before the next one.
         """
         queue = [
             (*_rank(offer.ratio, candidate), number)
@@ -258,7 +258,7 @@ class _Planner:
             if (offer := look(candidate)) is not None
         ]
         heapq.heapify(queue)
-        while queue and self.pressure.peak_bytes > self._limit:
+        while queue and self.curve.peak_bytes > self._limit:
             *_, number = heapq.heappop(queue)
             offer = look(self._left[number])
             if offer is None:
@@ -279,7 +279,7 @@ class _Planner:
             if offer is not None and (best is None or offer.ratio > best.ratio):
                 best = offer
         if best is None and self._host is not None:
-            # SSDs first: host memory is dear. See section 3.2.
+            # SSDs first: host memory is scarce. See section 3.2.
             best = self._offer_of(one, self._host)
             if best is not None:
                 used = self._host_used.most(one.begin, one.end)
@@ -298,8 +298,8 @@ class _Planner:
     def _offer_for(
         self, one: _Candidate, path: BookedPath, written: float, gone: float, back: float
     ) -> _Offer | None:
-        """What it gains to be gone meanwhile; None for nothing."""
-        gained = self.pressure.relief(gone, back, one.nbytes, self._limit)
+        """Return the offer for being away in a span; None if that relieves nothing."""
+        gained = self.curve.relief(gone, back, one.nbytes, self._limit)
         if gained <= 0:
             return None
         cost = path.write_seconds(one.nbytes) + path.read_seconds(one.nbytes)
@@ -307,7 +307,7 @@ class _Planner:
 
     def _take(self, one: _Candidate, offer: _Offer) -> None:
         offer.place.book(one.begin, offer.written, offer.back, one.end)
-        self.pressure.add(offer.gone, offer.back, -one.nbytes)
+        self.curve.add(offer.gone, offer.back, -one.nbytes)
         if offer.place is self._host:
             self._host_used.add(one.begin, one.end, one.nbytes)
         self._note(one, offer.place, offer.gone, offer.back, hidden=True)
@@ -333,5 +333,5 @@ class _Planner:
 
 
 def _rank(ratio: float, one: _Candidate) -> tuple[float, float]:
-    """What comes first: the better ratio; of equal ones what lies longest, with time to spare."""
+    """Sort by the better ratio, then by the longer idle period, which leaves time to spare."""
     return -float(f"{ratio:.9g}"), one.begin - one.end

@@ -1,4 +1,4 @@
-"""How much memory a step requires over its time, and how much of that is above a limit."""
+"""Memory that a step requires over time, and how much of it is above a limit."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from offload_strategy.plan_runtime.profile import TensorLife
 
 
-class Pressure:
-    """Bytes required from moment to moment; the step repeats.
+class MemoryCurve:
+    """Required bytes over the time of a step that repeats.
 
     Args:
-        tensors: that are in memory, unless they are moved.
-        step_seconds: of a step.
-        others: what else is required from a moment until the next: (seconds, bytes), rising.
+        tensors: Tensors that are in memory unless they are offloaded.
+        step_seconds: Seconds of a step.
+        others: Baseline memory as (seconds, bytes), in ascending order.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Pressure:
         moments.update(moment for moment, _ in others if 0 <= moment <= step_seconds)
         for tensor in tensors:
             moments.update(moment for moment in tensor.uses if 0 <= moment <= step_seconds)
-        #: Begins of segments; the last one is the end of the step.
+        #: Starts of segments, and the end of the step.
         self.moments = sorted(moments)
         self.levels = [0] * (len(self.moments) - 1)
         ends = [*(moment for moment, _ in others[1:]), step_seconds]
@@ -42,18 +42,18 @@ class Pressure:
 
     @property
     def peak_bytes(self) -> int:
-        """At most."""
+        """The largest number of required bytes."""
         return max(self.levels, default=0)
 
     def add(self, begin: float, end: float, nbytes: int) -> None:
-        """Require more, or fewer, between two moments, which may lie in the next step."""
+        """Add bytes (or subtract them) in a span, which may extend into the next step."""
         for first, last in self._within(begin, end):
             low, high = self._cut(first), self._cut(last)
             for place in range(low, high):
                 self.levels[place] += nbytes
 
     def relief(self, begin: float, end: float, nbytes: int, limit: int) -> float:
-        """What is gained above a limit if so many bytes are gone meanwhile, in byte seconds."""
+        """Return the relief above a limit, in byte seconds, if so many bytes are gone in a span."""
         gained = 0.0
         moments, levels = self.moments, self.levels
         for first, last in self._within(begin, end):
@@ -67,7 +67,7 @@ class Pressure:
         return gained
 
     def most(self, begin: float, end: float) -> int:
-        """The most that is required between two moments."""
+        """Return the largest number of required bytes in a span."""
         found = 0
         for first, last in self._within(begin, end):
             low = bisect_right(self.moments, first) - 1
@@ -76,12 +76,12 @@ class Pressure:
         return found
 
     def since(self, begin: float, end: float, level: int) -> float:
-        """The earliest moment from which until `end` no more than a level is required.
+        """Return the earliest time from which no more than `level` bytes are required until `end`.
 
         Args:
-            begin: it is no earlier.
-            end: may lie in the next step.
-            level: bytes.
+            begin: Lower bound of the result.
+            end: End of the span, which may be in the next step.
+            level: Bytes.
         """
         for first, last in reversed(list(self._within(begin, end))):
             beyond = end - last  # by how much these moments lie in another step
@@ -94,18 +94,18 @@ class Pressure:
         return begin
 
     def _within(self, begin: float, end: float) -> Iterator[tuple[float, float]]:
-        """The parts of a span that lie in one step each, as moments of the step."""
+        """Yield the parts of a span that lie in one step each, as times within the step."""
         if end - begin >= self._step:
             yield 0.0, self._step
             return
-        turn = begin // self._step * self._step if self._step else 0.0
-        begin, end = begin - turn, end - turn
+        offset = begin // self._step * self._step if self._step else 0.0
+        begin, end = begin - offset, end - offset
         yield begin, min(end, self._step)
         if end > self._step:
             yield 0.0, end - self._step
 
     def _cut(self, moment: float) -> int:
-        """The segment that begins at a moment, which is made if there is none."""
+        """Return the segment that starts at a time, splitting one if necessary."""
         place = bisect_left(self.moments, moment)
         if place == len(self.moments) or self.moments[place] != moment:
             self.moments.insert(place, moment)

@@ -1,50 +1,46 @@
-"""Comparing a step's prediction with its measurement, figure by figure.
+"""A comparison of the prediction of a step with its measurement, figure by figure.
 
 [Note: parts of a step]
-Training computes the model, updates the optimizer where that runs on the same thread, and waits:
-for reads, for room that writes must make, for states and writes of the optimizer. The parts add up
-to the step, in a replay as in a run. Of a run, all that is no update and no waiting counts as
-computing: data loading and logging, too, of which a replay knows nothing.
+Training computes the model, updates the optimizer if that runs on the same thread, and waits: for
+reads, for memory that writes must free, for states and writes of the optimizer. The parts add up to
+the step, in a replay as in a run. In a run, everything except updates and waiting counts as
+computing, including data loading and logging, which a replay does not know.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime.booked_path import BookedPath
+from offload_strategy.plan_runtime.json_files import load_json, save_json
 from offload_strategy.plan_runtime.lifetime_plan import LifetimePlan, PlannedMove, plan_lifetimes
 from offload_strategy.plan_runtime.profile import PathRates, Profile
 from offload_strategy.plan_runtime.replay import replay
 from offload_strategy.plan_runtime.replay_lanes import StepReplay
 from offload_strategy.units import format_size
 
-#: Of the file; another one is refused.
-FORMAT = 1
-
 Unit = Literal["s", "B", "B/s"]
 
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """One step, predicted or observed; see [Note: parts of a step].
+    """One step, predicted or measured; see [Note: parts of a step].
 
     Args:
-        step_seconds: of it.
-        computing_seconds: in which neither updates ran nor training waited.
-        update_seconds: of updates on the thread that trains, without waiting.
-        read_wait_seconds: for saved tensors.
-        room_wait_seconds: for writes, where memory or buffers were used up.
-        update_wait_seconds: for states of the optimizer.
-        read_bytes: from paths.
-        written_bytes: to paths.
-        peak_bytes: in memory at most; None if that is not known.
-        other_wait_seconds: for what a replay knows nothing of: streamed weights.
+        step_seconds: Seconds of the step.
+        computing_seconds: Seconds in which neither updates ran nor training waited.
+        update_seconds: Seconds of updates on the training thread, without waiting.
+        read_wait_seconds: Seconds of waiting for saved tensors.
+        room_wait_seconds: Seconds of waiting for writes because memory or buffers were used up.
+        update_wait_seconds: Seconds of waiting for states of the optimizer.
+        read_bytes: Bytes that were read from paths.
+        written_bytes: Bytes that were written to paths.
+        peak_bytes: Peak memory; None if it is not known.
+        other_wait_seconds: Seconds of waiting for streamed weights, which a replay does not know.
     """
 
     step_seconds: float
@@ -62,12 +58,12 @@ class StepFigures:
     def of(
         cls, found: StepReplay, *, paths: Sequence[PathRates], updating: float = 0.0
     ) -> StepFigures:
-        """Of a replay.
+        """Return the figures of a replay.
 
         Args:
-            found: it.
-            paths: that it had; their lanes are told by their names.
-            updating: seconds of updates that compute where training does.
+            found: The replay.
+            paths: Its paths, whose names identify the lanes.
+            updating: Seconds of updates on the cores that train.
         """
         stalls = {
             reason: found.stalls.get(reason, 0.0) for reason in ("reads", "memory", "updates")
@@ -83,7 +79,7 @@ class StepFigures:
             for verb in ("read", "write")
         }
         rest = max(0.0, found.step_seconds - found.computing_seconds - sum(stalls.values()))
-        # While training waits for updates they compute as well, and a run calls that no waiting.
+        # Updates also compute while training waits for them; a run does not count that as waiting.
         within = min(max(0.0, updating - rest), stalls["updates"])
         return cls(
             found.step_seconds,
@@ -98,7 +94,7 @@ class StepFigures:
         )
 
     def __add__(self, other: StepFigures) -> StepFigures:
-        """Of two passes of a step, one after the other."""
+        """Add up two consecutive passes of a step."""
         values = {
             one.name: getattr(self, one.name) + getattr(other, one.name)
             for one in fields(self)
@@ -114,10 +110,10 @@ class PathComparison:
     """One direction of a path.
 
     Args:
-        name: the path, and the direction.
-        predicted: bytes per second as they were known before the run; None if they were not.
-        observed: bytes per second while its queue was never empty; None if that was too rare.
-        remark: where the figures come from.
+        name: The path and the direction.
+        predicted: Bytes per second as known before the run; None if unknown.
+        observed: Bytes per second while its queue was never empty; None if that was too rare.
+        remark: Where the figures come from.
     """
 
     name: str
@@ -128,14 +124,17 @@ class PathComparison:
 
 @dataclass(frozen=True, slots=True)
 class ComparedFigure:
-    """A row.
+    """One row of a comparison.
 
     Args:
-        part: what it is about.
-        predicted: before the run; None if nothing was predicted.
-        observed: None if it was not seen.
-        unit: of both: seconds, bytes, or bytes per second.
-        remark: for people.
+        part: Name of the row.
+        predicted: Figure predicted before the run; None if nothing was predicted.
+        observed: Measured figure; None if it was not measured.
+        unit: Unit of both: seconds, bytes, or bytes per second.
+        remark: Note for people.
+
+    Raises:
+        ValueError: If a figure is not finite.
     """
 
     part: str
@@ -145,15 +144,13 @@ class ComparedFigure:
     remark: str = ""
 
     def __post_init__(self) -> None:
-        if self.unit not in ("s", "B", "B/s"):
-            raise ValueError(f"{self.part}: no unit {self.unit!r}")
         for value in (self.predicted, self.observed):
             if value is not None and not math.isfinite(value):
                 raise ValueError(f"{self.part}: {value} is no figure")
 
     @property
     def ratio(self) -> float | None:
-        """Observed by predicted; 1 where both are nothing, None where only the second is."""
+        """Observed divided by predicted; 1 if both are 0, None if only the prediction is."""
         if self.predicted is None or self.observed is None:
             return None
         if not self.predicted:
@@ -163,12 +160,12 @@ class ComparedFigure:
 
 @dataclass(frozen=True, slots=True)
 class PredictionComparison:
-    """Predicted and measured figures of a step; prints itself as a Markdown table.
+    """Predicted and measured figures of a step; `str` gives a Markdown table.
 
     Args:
-        parts: of a step, and of the paths.
-        remarks: what to know of these figures.
-        about: steps that were looked at, and others, for people.
+        parts: Rows for the step and for the paths.
+        remarks: What to know about these figures.
+        about: The steps that were measured and other facts, for people.
     """
 
     parts: tuple[ComparedFigure, ...]
@@ -176,10 +173,10 @@ class PredictionComparison:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def part(self, name: str) -> ComparedFigure:
-        """The row of a name.
+        """Return the row with this name.
 
         Raises:
-            KeyError: there is none.
+            KeyError: If there is none.
         """
         for part in self.parts:
             if part.part == name:
@@ -187,7 +184,7 @@ class PredictionComparison:
         raise KeyError(name)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: rows with their ratios, in seconds, bytes, and bytes per second."""
+        """Return rows with ratios, in seconds, bytes, and bytes per second, ready for JSON."""
         return {
             "parts": [asdict(part) | {"ratio": part.ratio} for part in self.parts],
             "remarks": list(self.remarks),
@@ -195,28 +192,22 @@ class PredictionComparison:
         }
 
     def save(self, file: Path) -> None:
-        """Write it as JSON, for ``ssd-offload report``."""
-        file.write_text(json.dumps({"format": FORMAT, **self.as_dict()}, indent=1) + "\n")
+        """Write the comparison as JSON, for ``ssd-offload report``.
+
+        Raises:
+            ConfigError: If the file cannot be written.
+        """
+        save_json(file, self.as_dict())
 
     @classmethod
     def load(cls, file: Path) -> Self:
         """Read what `save` wrote.
 
         Raises:
-            ConfigError: it is something else.
+            ConfigError: If the file is something else.
         """
-        try:
-            found = json.loads(file.read_text())
-            if not isinstance(found, dict) or found.get("format") != FORMAT:
-                raise ValueError(f"it is not of format {FORMAT}")
-            rows = [{k: v for k, v in row.items() if k != "ratio"} for row in found["parts"]]
-            remarks = tuple(str(remark) for remark in found["remarks"])
-            return cls(tuple(ComparedFigure(**row) for row in rows), remarks, dict(found["about"]))
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ConfigError(
-                f"{file} cannot be read as a comparison with a prediction: {error}. Write one with "
-                "engine.compare_prediction().save(Path(...))."
-            ) from error
+        how = "Write one with engine.compare_prediction().save(Path(...))."
+        return load_json(file, cls, "a comparison with a prediction", how)
 
     def __str__(self) -> str:
         """A table in Markdown."""
@@ -239,13 +230,13 @@ def predict_figures(
     limit: int | None = None,
     passes: int = 1,
 ) -> StepFigures:
-    """Replay a step of training on the paths of a profile.
+    """Predict a step of training by a replay on the paths of a profile.
 
     Args:
-        profile: of its last pass, updates included, with the rates of the paths.
-        leaving: numbers of the tensors that leave whatever the memory; not with a limit.
-        limit: bytes of memory by which a plan decides what leaves.
-        passes: forward and backward passes of a step; updates come with the last.
+        profile: Profile of the last pass, with updates and the rates of the paths.
+        leaving: Numbers of the tensors that are offloaded; without effect if a limit is given.
+        limit: Bytes of memory for which a plan decides what is offloaded.
+        passes: Forward and backward passes of a step; updates belong to the last.
     """
     if limit is None:
         plan = _all_of(profile, leaving)
@@ -275,15 +266,15 @@ def compare_prediction(
     remarks: Iterable[str] = (),
     about: Mapping[str, Any] | None = None,
 ) -> PredictionComparison:
-    """Put what was predicted beside what happened.
+    """Compare predicted and measured figures of a step.
 
     Args:
-        profile: of the step.
-        predicted: of the step.
-        observed: likewise.
-        paths: each direction of each path.
-        remarks: for people.
-        about: likewise.
+        profile: Profile of the step.
+        predicted: Predicted figures.
+        observed: Measured figures.
+        paths: Each direction of each path.
+        remarks: What to know about these figures.
+        about: Further facts, for people.
     """
     seconds = {
         "step": "step_seconds",
@@ -315,10 +306,10 @@ def compare_prediction(
 
 
 def _all_of(profile: Profile, leaving: Iterable[int]) -> LifetimePlan:
-    """A plan by which tensors leave however much room there is, and come back as late as is safe.
+    """Return a plan that offloads tensors however much room there is, and reads them just in time.
 
-    Each leaves in the idle period before its last use, and reads come in the order of need: one
-    that is needed when the path has no more time begins earlier, with backward at the earliest.
+    Each tensor is offloaded in the idle period before its last use. Reads are in the order of
+    need: a read starts earlier if its path has no time left, with backward at the earliest.
     """
     paths = [BookedPath(rates) for rates in profile.paths]
     tensors = profile.tensors

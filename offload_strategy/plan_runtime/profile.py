@@ -1,37 +1,37 @@
-"""What a step makes, uses and leaves idle, and when: numbers that a plan and a replay start from.
+"""The profile of a step: its tensors with their sizes and times of use, its updates, its paths.
 
-Times are of training alone: seconds from the begin of the forward pass, in which training computed
-and did not wait. So a profile that was taken with offload is the same as one without.
+A lifetime plan and a replay start from it. Times are seconds from the start of the forward pass
+without the time in which training waited. So a profile that was taken with offload is the same as
+one that was taken without.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offload_strategy.errors import ConfigError
-
-#: Of the file; another one is refused.
-FORMAT = 1
+from offload_strategy.plan_runtime.json_files import load_json, save_json
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLife:
-    """One tensor within a step.
+    """The lifetime of one tensor within a step.
 
     Args:
-        name: for people: what it is, and where it was made.
-        nbytes: of it.
-        uses: seconds at which training uses it, rising. The first is when it is made, unless it
-            lives on from step to step.
-        cyclic: whether it lives on: from the last use of a step to the first one of the next it is
-            idle, too.
-        held_until: seconds until which its memory is not free even if it has left, as training
-            holds on to it otherwise (a skip connection, an output).
+        name: What the tensor is and where it was made, for people.
+        nbytes: Size in bytes.
+        uses: Seconds at which training uses it, in ascending order. The first is its creation,
+            unless it exists from step to step.
+        cyclic: Whether it exists from step to step; it is then also idle from the last use of a
+            step to the first use of the next.
+        held_until: Seconds until which its memory is in use even if it was offloaded, because
+            training references it otherwise (a skip connection, an output).
+
+    Raises:
+        ValueError: If the size is negative, or uses are missing or not ascending.
     """
 
     name: str
@@ -47,7 +47,7 @@ class TensorLife:
             raise ValueError(f"{self.name}: uses must be numbers that rise")
 
     def idle_periods(self, step_seconds: float) -> list[tuple[float, float]]:
-        """When it lies unused: between uses; a cyclic tensor also beyond the end of the step."""
+        """Return the spans between uses, for a cyclic tensor also across the end of a step."""
         periods = list(zip(self.uses, self.uses[1:], strict=False))
         if self.cyclic:
             periods.append((self.uses[-1], step_seconds + self.uses[0]))
@@ -56,15 +56,15 @@ class TensorLife:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A part of the forward pass that may be computed again in backward, from its inputs.
+    """A part of the forward pass that may be recomputed in backward from its inputs.
 
     Args:
-        name: of the module.
-        first: number of the first tensor that is saved within.
-        end: number of the first one after it.
-        begins_at: seconds.
-        ends_at: seconds; between both it is computed.
-        input_bytes: that must be there to compute it again.
+        name: Name of the module.
+        first: Number of the first tensor that is saved within the block.
+        end: Number of the first tensor after the block.
+        begins_at: Seconds at which its computation starts.
+        ends_at: Seconds at which its computation ends.
+        input_bytes: Bytes of the inputs that recomputation needs.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Block:
 
     @property
     def seconds(self) -> float:
-        """Of computing."""
+        """Seconds of computation."""
         return self.ends_at - self.begins_at
 
 
@@ -85,10 +85,10 @@ class Update:
     """An optimizer update that runs once its gradients are final.
 
     Args:
-        ready_at: seconds, within the step, at which they are.
-        seconds: of computing.
-        read_bytes: of states that it needs.
-        written_bytes: of what it leaves.
+        ready_at: Seconds within the step at which they are final.
+        seconds: Seconds of computation.
+        read_bytes: Bytes of states that it reads.
+        written_bytes: Bytes that it writes.
     """
 
     ready_at: float
@@ -99,14 +99,17 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class PathRates:
-    """What one path moves, in bytes per second.
+    """Rates of one path, in bytes per second.
 
     Args:
-        name: of the path.
-        read: from it.
-        write: to it.
-        simplex: whether both directions share their time; else each has its own.
-        latency: seconds that a move takes beside its bytes.
+        name: Name of the path.
+        read: Read rate.
+        write: Write rate.
+        simplex: Whether reads and writes share the path's time; otherwise they run concurrently.
+        latency: Seconds that a transfer takes in addition to its bytes.
+
+    Raises:
+        ValueError: If a rate is not above 0.
     """
 
     name: str
@@ -123,22 +126,26 @@ class PathRates:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A step, as it is without any offload; saved as JSON.
+    """A step as it is without offload; can be saved as JSON.
 
     Args:
-        forward_seconds: until backward begins.
-        step_seconds: of computing in all, updates not included.
-        tensors: what may be moved, in the order in which it is made.
-        other_bytes: what else training has in memory at most: weights, gradients, workspaces.
-        others: what of it there is from a moment of the step until the next: (seconds, bytes),
-            rising, the first at 0; empty where only the most is known.
-        blocks: that may be computed again, in the order of the forward pass; apart from each other.
-        updates: of the optimizer, in the order in which they become ready.
-        paths: where tensors may go.
-        shared_cores: whether updates are computed on the cores that run the model.
-        toll: seconds that computing loses for each byte of tensors that a path moves. What updates
-            cost so lies in the times.
-        about: for people: model, machine, date.
+        forward_seconds: Seconds until backward starts.
+        step_seconds: Seconds of all computation, without updates.
+        tensors: Tensors that may be offloaded, in the order of their creation.
+        other_bytes: Largest number of bytes of everything else in memory: weights, gradients,
+            workspaces.
+        others: Baseline memory over the step as (seconds, bytes), ascending, the first at 0; empty
+            if only its maximum is known.
+        blocks: Blocks that may be recomputed, in the order of the forward pass, without overlap.
+        updates: Updates of the optimizer, in the order in which they become ready.
+        paths: Paths to which tensors may be offloaded.
+        shared_cores: Whether updates run on the cores that run the model.
+        io_overhead: Seconds of computation that are lost for each byte of a tensor that a path
+            moves. What updates cost in this way is part of the times.
+        about: Model, machine and date, for people.
+
+    Raises:
+        ValueError: If figures contradict each other.
     """
 
     forward_seconds: float
@@ -150,7 +157,7 @@ class Profile:
     updates: tuple[Update, ...] = ()
     paths: tuple[PathRates, ...] = ()
     shared_cores: bool = False
-    toll: float = 0.0
+    io_overhead: float = 0.0
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -166,52 +173,32 @@ class Profile:
 
     @property
     def tensors_bytes(self) -> int:
-        """Of all that may be moved."""
+        """Bytes of all tensors that may be offloaded."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
-    def beside(self) -> tuple[tuple[float, int], ...]:
-        """What else is in memory, as `others`, also where only the most is known."""
+    def baseline(self) -> tuple[tuple[float, int], ...]:
+        """Baseline memory over the step, as in `others`, also if only its maximum is known."""
         return self.others or ((0.0, self.other_bytes),)
 
     @property
     def peak_bytes(self) -> int:
-        """What a step needs without offload."""
-        return peak_of(self.tensors, self.step_seconds, self.beside)
+        """Peak memory of the step without offload."""
+        return peak_of(self.tensors, self.step_seconds, self.baseline)
 
-    def save(self, path: Path) -> None:
-        """Write it as JSON."""
-        path.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+    def save(self, file: Path) -> None:
+        """Write the profile as JSON."""
+        save_json(file, asdict(self))
 
     @classmethod
-    def load(cls, path: Path) -> Profile:
-        """Read it.
+    def load(cls, file: Path) -> Profile:
+        """Read a profile.
 
         Raises:
-            ConfigError: it is no profile.
+            ConfigError: If the file is no profile.
         """
-        try:
-            found = json.loads(path.read_text())
-            if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
-                raise ValueError(f"it is not of format {FORMAT}")
-            return cls(
-                **{
-                    **found,
-                    "tensors": tuple(
-                        TensorLife(**{**one, "uses": tuple(one["uses"])})
-                        for one in found["tensors"]
-                    ),
-                    "others": tuple((at, nbytes) for at, nbytes in found.get("others", ())),
-                    "blocks": tuple(Block(**one) for one in found.get("blocks", ())),
-                    "updates": tuple(Update(**one) for one in found["updates"]),
-                    "paths": tuple(PathRates(**one) for one in found["paths"]),
-                }
-            )
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise ConfigError(
-                f"{path} cannot be read as a profile: {error}. Take one with planning.profile, "
-                "or with `ssd-offload plan --write-profile`."
-            ) from error
+        how = "Take one with OffloadEngine.profile().save, or `ssd-offload plan --write-profile`."
+        return load_json(file, cls, "a profile", how)
 
 
 def peak_of(
@@ -219,12 +206,12 @@ def peak_of(
     step_seconds: float,
     others: Sequence[tuple[float, int]] = (),
 ) -> int:
-    """Bytes that are alive at the same time, at most.
+    """Return the largest number of bytes that exist at the same time.
 
     Args:
-        tensors: of a step.
-        step_seconds: of it.
-        others: what else there is, as in a profile.
+        tensors: Tensors of a step.
+        step_seconds: Seconds of the step.
+        others: Baseline memory over the step, as in a profile.
     """
     changes: list[tuple[float, int]] = []
     before = 0

@@ -1,12 +1,12 @@
-"""Keep, move or compute again: what a step that does not fit had best do, under one cost.
+"""The choice between keeping, offloading and recomputing tensors of a step that does not fit.
 
 [Note: one cost]
-What is moved costs the time for which training waits for a path; nothing where the path keeps pace.
-What is computed again costs its time in any case, and no path. So nothing is computed again as long
-as all moves can be hidden. Where they cannot, blocks are, those first that take the least time for
-a byte that need not be moved (Fuyou, section 4.5, from the other end: what saves the most computing
-for a byte is swapped first), and the rest is planned by lifetimes. How many of them, a replay of
-each mix tells: the one whose step is shortest is taken.
+An offloaded tensor costs the time for which training waits for a path, which is nothing if the path
+keeps pace. A recomputed block costs its time in any case, and no path. So nothing is recomputed as
+long as computation hides all moves. Otherwise blocks are recomputed, first those that take the
+least time for each byte that need not be offloaded (Fuyou, section 4.5, in reverse: what saves the
+most computation for a byte is swapped first), and the rest is planned by lifetimes. The number of
+blocks follows from a replay of each mix: the mix with the shortest step is taken.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from offload_strategy.plan_runtime.profile import Block, Profile, TensorLife
 from offload_strategy.plan_runtime.replay import replay
 from offload_strategy.plan_runtime.replay_lanes import StepReplay
 
-#: Mixes that are replayed for each order of blocks, at most.
+#: Largest number of mixes that are replayed for each order of blocks.
 _MIXES = 8
-#: By what share of the step another mix must be faster to compute more again.
+#: Share of the step by which a mix must be faster to justify more recomputation.
 _WORTH = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Mix:
-    """What becomes of a step.
+class RecomputeMix:
+    """A mix of recomputation and offload for a step.
 
     Args:
-        recomputed: names of the blocks that are computed again.
-        profile: of the step with that.
-        plan: of what moves then.
-        replay: of that.
+        recomputed: Names of the blocks that are recomputed.
+        profile: Profile of the step with this recomputation.
+        plan: Plan of what is offloaded in it.
+        replay: Replay of the plan.
     """
 
     recomputed: tuple[str, ...]
@@ -42,12 +42,12 @@ class Mix:
     replay: StepReplay
 
 
-def choose_mix(profile: Profile, limit: int) -> Mix:
-    """The fastest mix that fits, or the smallest of all; see [Note: one cost].
+def choose_mix(profile: Profile, limit: int) -> RecomputeMix:
+    """Return the fastest mix that fits, or the smallest if none fits; see [Note: one cost].
 
     Args:
-        profile: of the step, with the blocks that may be computed again.
-        limit: bytes of memory that it may require.
+        profile: Profile of the step, with the blocks that may be recomputed.
+        limit: Bytes of memory that the step may require.
     """
     best = _mix(profile, limit, ())
     if not profile.blocks or (best.plan.fits and best.plan.hidden):
@@ -60,14 +60,14 @@ def choose_mix(profile: Profile, limit: int) -> Mix:
 
 
 def with_recomputed(profile: Profile, names: Sequence[str]) -> Profile:
-    """The step in which some blocks are computed again in backward.
+    """Return the profile of the step with some blocks recomputed in backward.
 
-    Their tensors are made anew where backward first uses one of them, and do not leave then; their
-    inputs are there until then, and may leave.
+    The tensors of a block are created again where backward first uses one of them, and are not
+    offloaded after that; its inputs exist until then and may be offloaded.
 
     Args:
-        profile: of the step as it is.
-        names: of the blocks.
+        profile: Profile of the step as it is.
+        names: Names of the blocks.
     """
     again = sorted(
         (_Recomputed(block, profile) for block in profile.blocks if block.name in names),
@@ -77,7 +77,7 @@ def with_recomputed(profile: Profile, names: Sequence[str]) -> Profile:
         return profile
 
     def later(moment: float) -> float:
-        """When something of backward comes, with what is computed again before it."""
+        """Shift a time by the recomputation before it."""
         return moment + sum(one.block.seconds for one in again if one.begins_at <= moment)
 
     recomputed = {number: one for one in again for number in one.numbers}
@@ -115,19 +115,19 @@ def with_recomputed(profile: Profile, names: Sequence[str]) -> Profile:
 
 
 class _Recomputed:
-    """A block that is computed again."""
+    """A recomputed block."""
 
     def __init__(self, block: Block, profile: Profile) -> None:
         self.block = block
         self.numbers = range(block.first, block.end)
-        #: When backward first needs one of its tensors, as the step is now.
+        #: When backward first uses one of its tensors in the profile.
         self.begins_at = min(profile.tensors[number].uses[-1] for number in self.numbers)
 
 
 def _others(
     profile: Profile, again: Sequence[_Recomputed], later: Callable[[float], float]
 ) -> tuple[tuple[float, int], ...]:
-    """What else there is: what a block needs beside its tensors, it needs again."""
+    """Return the baseline memory: what a block needs besides its tensors, it needs again."""
     found = [(later(moment), nbytes) for moment, nbytes in profile.others]
     for one in again if found else ():
         begin = later(one.begins_at) - one.block.seconds
@@ -140,14 +140,14 @@ def _others(
     return tuple(sorted(found, key=lambda entry: entry[0]))
 
 
-def _mix(profile: Profile, limit: int, names: Sequence[str]) -> Mix:
+def _mix(profile: Profile, limit: int, names: Sequence[str]) -> RecomputeMix:
     changed = with_recomputed(profile, names)
     plan = plan_lifetimes(changed, limit)
-    return Mix(tuple(names), changed, plan, replay(changed, plan))
+    return RecomputeMix(tuple(names), changed, plan, replay(changed, plan))
 
 
 def _candidates(profile: Profile) -> Iterator[tuple[str, ...]]:
-    """Sets of blocks, of each order some beginnings."""
+    """Yield sets of blocks: prefixes of each order."""
     seen: set[tuple[str, ...]] = set()
     for order in _orders(profile):
         parts = min(_MIXES, len(order))
@@ -160,26 +160,25 @@ def _candidates(profile: Profile) -> Iterator[tuple[str, ...]]:
 
 
 def _orders(profile: Profile) -> Iterator[list[str]]:
-    """Which blocks to compute again first."""
+    """Yield orders in which blocks could be recomputed."""
     tensors = profile.tensors
 
     def cost(block: Block) -> float:
-        """Seconds for a byte that need not be in memory."""
+        """Return the seconds for each byte that need not be in memory."""
         saved = sum(life.nbytes for life in tensors[block.first : block.end])
-        # Blocks that are alike do not take the same time to the last digit.
+        # Equal blocks do not take exactly equal times.
         return float(f"{block.seconds / max(1, saved - block.input_bytes):.1g}")
 
     worth = [
         block for block in profile.blocks
         if sum(life.nbytes for life in tensors[block.first : block.end]) > block.input_bytes
     ]  # fmt: skip
-    # Of those that cost the same, what lies for a short time is hard to move; or what lies longest
-    # takes most off the peak.
+    # Of equal cost: a short lifetime is hard to hide, a long one reduces the peak most.
     yield [block.name for block in sorted(worth, key=lambda one: (cost(one), -one.first))]
     yield [block.name for block in sorted(worth, key=lambda one: (cost(one), one.first))]
 
 
-def _is_better(mix: Mix, best: Mix) -> bool:
+def _is_better(mix: RecomputeMix, best: RecomputeMix) -> bool:
     if mix.plan.fits != best.plan.fits:
         return mix.plan.fits
     if not mix.plan.fits and mix.plan.peak_bytes != best.plan.peak_bytes:

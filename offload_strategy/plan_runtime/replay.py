@@ -1,11 +1,11 @@
-"""A step, event by event: training computes, paths move, and each waits for the other.
+"""A discrete-event simulation of a step with offload: computation, transfers and their waits.
 
-[Note: what is replayed]
-Training passes the marks of a profile in order: a tensor is made, used, may leave, should be
-fetched; other things need more memory, or less; gradients of an update are final. Between two
-marks it computes. It waits for a tensor that is not back, for memory where the limit is reached and
-something is on its way out, and at the end of the step for updates. Each direction of a path moves
-one thing at a time, first in, first out; what training waits for overtakes.
+[Note: the simulation]
+Training passes the events of a profile in order: a tensor is created, used, may be offloaded,
+should be fetched; baseline memory grows or shrinks; the gradients of an update are final. Between
+two events it computes. It waits for a tensor that is not back, for memory if the limit is reached
+and a write is in flight, and at the end of the step for updates. Each direction of a path runs one
+transfer at a time, first in, first out; transfers that training waits for overtake others.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from enum import Enum, IntEnum
 
 from offload_strategy.plan_runtime.lifetime_plan import HOST, HostRoom, LifetimePlan, PlannedMove
 from offload_strategy.plan_runtime.profile import PathRates, Profile
-from offload_strategy.plan_runtime.replay_lanes import Job, Lane, LaneUse, Span, StepReplay
+from offload_strategy.plan_runtime.replay_lanes import Lane, LaneUse, Span, StepReplay, Transfer
 from offload_strategy.plan_runtime.replay_optimizer import Updates
 
 
 class _Kind(IntEnum):
-    """In which order marks of the same moment are passed."""
+    """Kinds of events, in the order in which simultaneous ones are passed."""
 
-    LESS = 0  # other things need less memory
+    LESS = 0  # baseline memory shrinks
     FREE = 1
     FETCH = 2
     USE = 3
-    MORE = 4  # other things need more: what was used just now may be among them
+    MORE = 4  # baseline memory grows; a tensor that was just used may be part of it
     BACKWARD = 5
     UPDATE = 6
     END = 7
 
 
-#: What training can wait for.
+#: Reasons for which training waits.
 _CAUSES = ("reads", "memory", "updates")
 
 
@@ -50,17 +50,17 @@ class _Where(Enum):
 class _Tensor:
     nbytes: int
     where: _Where = _Where.MEMORY
-    job: Job | None = None
+    job: Transfer | None = None
     move: PlannedMove | None = None
     wanted: bool = False
-    #: Whether training holds on to its memory otherwise, and whether that alone keeps it.
+    #: Whether training references its memory otherwise, and whether only that keeps it.
     held: bool = False
     lingers: bool = False
 
 
 @dataclass(slots=True)
 class _Totals:
-    """Of one step."""
+    """Figures of one step."""
 
     began: float = 0.0
     computing: float = 0.0
@@ -84,13 +84,13 @@ def replay(
     """Replay a step in the middle of training.
 
     Args:
-        profile: of the step.
-        plan: what moves; None for nothing but the states of updates.
-        limit: bytes of memory at which training waits for what is on its way out; None for that
-            of the plan.
-        paths: of the plan; None for those of the profile.
-        host: of the plan.
-        steps: how many to go through; the last is told about, when all is in full swing.
+        profile: Profile of the step.
+        plan: The moves; None for nothing but the states of updates.
+        limit: Bytes of memory at which training waits for writes in flight; None for the limit of
+            the plan.
+        paths: Paths of the plan; None for those of the profile.
+        host: Host memory of the plan.
+        steps: Number of simulated steps; the result is the last one, in the steady state.
     """
     if limit is None and plan is not None:
         limit = plan.limit
@@ -124,14 +124,14 @@ class Replay:
             self._reads[path.name] = write if path.simplex else Lane(f"{path.name} read", path)
         self._paths = [path.name for path in paths]
         self._tensors = [_Tensor(tensor.nbytes) for tensor in profile.tensors]
-        self._others = profile.beside[-1][1]
+        self._others = profile.baseline[-1][1]
         self._memory = self._others + sum(t.nbytes for t in profile.tensors if t.cyclic)
         moves = () if plan is None else plan.moves
         self._moves = {(move.tensor, move.period): move for move in moves}
-        self._marks = sorted(self._marks_of_a_step(), key=lambda mark: mark[:2])
+        self._step_events = sorted(self._events_of_a_step(), key=lambda event: event[:2])
         self._place = 0
-        self._training = 0.0  # training's own time within the step
-        self._debt = 0.0  # what computing has lost to moves and updates
+        self._training = 0.0  # time of training within the step
+        self._delay = 0.0  # delay of computation by transfers and updates
         self._waits: tuple[str, float] | None = None
         self._leaving = 0
         self._updates = Updates(self, profile.updates, shared_cores=profile.shared_cores)
@@ -139,30 +139,30 @@ class Replay:
         self._steps = 0
         self._done: StepReplay | None = None
 
-    # ------------------------------------------------------------------ the outside
+    # -------------------------------------------------------------- interface
     def run(self, steps: int) -> StepReplay:
-        """Go through so many steps; what the last one was like."""
+        """Simulate so many steps and return the last one."""
         self._steps = max(1, steps)
         self._begin_step()
         self._compute()
         while self._done is None:
             if not self._events:
-                raise RuntimeError("the replay waits for something that never comes")
+                raise RuntimeError("the replay waits for an event that never happens")
             self._now, _, happen = heapq.heappop(self._events)
             happen()
         return self._done
 
     def at(self, seconds: float, happen: Callable[[], None]) -> None:
-        """Let something happen later."""
+        """Schedule a call."""
         heapq.heappush(self._events, (self._now + seconds, next(self._serial), happen))
 
-    def move(self, job: Job, lane: Lane) -> None:
-        """Queue a job."""
+    def move(self, job: Transfer, lane: Lane) -> None:
+        """Queue a transfer."""
         lane.waiting.append(job)
         self._serve(lane)
 
-    def spread(self, what: str, nbytes: int, *, write: bool, done: Callable[[], None]) -> None:
-        """Move bytes over all paths at once, in proportion to what they take."""
+    def stripe(self, what: str, nbytes: int, *, write: bool, done: Callable[[], None]) -> None:
+        """Stripe bytes over all paths, in proportion to their rates."""
         lanes = [(self._writes if write else self._reads)[name] for name in self._paths]
         if not lanes or not nbytes:
             done()
@@ -176,46 +176,46 @@ class Replay:
                 done()
 
         for lane, rate in zip(lanes, rates, strict=True):
-            self.move(Job(what, int(nbytes * rate / sum(rates)), write, part), lane)
+            self.move(Transfer(what, int(nbytes * rate / sum(rates)), write, part), lane)
 
     def span(self, lane: str, what: str, seconds: float, nbytes: int = 0) -> None:
-        """Note what a lane does from now on."""
+        """Record what a lane does from now on."""
         self._spans.append(Span(lane, what, self._now, self._now + seconds, nbytes))
         totals = self._totals
         totals.busy[lane] = totals.busy.get(lane, 0.0) + seconds
         totals.moved[lane] = totals.moved.get(lane, 0) + nbytes
 
-    def owe(self, seconds: float) -> None:
-        """Computing loses time; nothing if it waits anyway."""
+    def delay(self, seconds: float) -> None:
+        """Delay computation; no delay if training waits anyway."""
         if self._waits is None:
-            self._debt += seconds
+            self._delay += seconds
 
     def retry(self) -> None:
-        """Something has ended: perhaps what training waits for."""
+        """Check whether training can go on after a transfer or an update has ended."""
         self._serve_all()
         if self._waits is not None:
-            self._pass_mark()
+            self._pass_event()
 
-    # ------------------------------------------------------------------ marks
-    def _marks_of_a_step(self) -> list[tuple[float, int, int, int]]:
+    # ------------------------------------------------------------------ events
+    def _events_of_a_step(self) -> list[tuple[float, int, int, int]]:
         step = self._profile.step_seconds
-        marks: list[tuple[float, int, int, int]] = [(step, _Kind.END, 0, 0)]
+        events: list[tuple[float, int, int, int]] = [(step, _Kind.END, 0, 0)]
         for number, tensor in enumerate(self._profile.tensors):
-            marks += [(use, _Kind.USE, number, place) for place, use in enumerate(tensor.uses)]
+            events += [(use, _Kind.USE, number, place) for place, use in enumerate(tensor.uses)]
             if tensor.held_until > tensor.uses[0]:
-                marks.append((min(tensor.held_until, step), _Kind.FREE, number, 0))
+                events.append((min(tensor.held_until, step), _Kind.FREE, number, 0))
         for move in self._moves.values():
             at = move.fetch_at - step if move.fetch_at > step else move.fetch_at
-            marks.append((min(at, step), _Kind.FETCH, move.tensor, move.period))
+            events.append((min(at, step), _Kind.FETCH, move.tensor, move.period))
         before = self._others
-        for number, (at, nbytes) in enumerate(self._profile.beside):
+        for number, (at, nbytes) in enumerate(self._profile.baseline):
             kind = _Kind.MORE if nbytes > before else _Kind.LESS
-            marks.append((min(at, step), kind, number, 0))
+            events.append((min(at, step), kind, number, 0))
             before = nbytes
-        marks.append((self._profile.forward_seconds, _Kind.BACKWARD, 0, 0))
+        events.append((self._profile.forward_seconds, _Kind.BACKWARD, 0, 0))
         for number, update in enumerate(self._profile.updates):
-            marks.append((min(update.ready_at, step), _Kind.UPDATE, number, 0))
-        return marks
+            events.append((min(update.ready_at, step), _Kind.UPDATE, number, 0))
+        return events
 
     def _begin_step(self) -> None:
         self._place, self._training = 0, 0.0
@@ -224,24 +224,24 @@ class Replay:
         self._updates.begin_step()
 
     def _compute(self) -> None:
-        """Compute until the next mark."""
-        at = self._marks[self._place][0]
+        """Compute until the next event."""
+        at = self._step_events[self._place][0]
         seconds = max(0.0, at - self._training)
-        lost, self._debt = self._debt, 0.0
+        lost, self._delay = self._delay, 0.0
         self._totals.computing += seconds
         self._training = max(at, self._training)
         self.at(seconds + lost, self._arrived)
 
     def _arrived(self) -> None:
-        if self._debt > 0:  # lost meanwhile
-            lost, self._debt = self._debt, 0.0
+        if self._delay > 0:  # delayed meanwhile
+            lost, self._delay = self._delay, 0.0
             self.at(lost, self._arrived)
         else:
-            self._pass_mark()
+            self._pass_event()
 
-    def _pass_mark(self) -> None:
-        """Pass the next mark if nothing is missing, and go on."""
-        _, kind, number, place = self._marks[self._place]
+    def _pass_event(self) -> None:
+        """Pass the next event if training need not wait, and go on."""
+        _, kind, number, place = self._step_events[self._place]
         missing = self._missing(_Kind(kind), number, place)
         if missing is not None:
             if self._waits is None:
@@ -256,7 +256,7 @@ class Replay:
             return
         self._place += 1
         if kind in (_Kind.LESS, _Kind.MORE):
-            before, self._others = self._others, self._profile.beside[number][1]
+            before, self._others = self._others, self._profile.baseline[number][1]
             self._require(self._others - before)
             if self._others < before:
                 self._serve_all()
@@ -273,11 +273,11 @@ class Replay:
         self._compute()
 
     def _missing(self, kind: _Kind, number: int, place: int) -> str | None:
-        """What training has to wait for, or None."""
+        """Return what training has to wait for, or None."""
         if kind is _Kind.END:
             return None if self._updates.over else "updates"
         if kind is _Kind.MORE:
-            return self._room_missing(self._profile.beside[number][1] - self._others)
+            return self._room_missing(self._profile.baseline[number][1] - self._others)
         if kind is not _Kind.USE:
             return None
         tensor, life = self._tensors[number], self._profile.tensors[number]
@@ -286,22 +286,22 @@ class Replay:
         if tensor.where in (_Where.MEMORY, _Where.LEAVING):
             return None
         if tensor.where is _Where.AWAY:
-            self._bring_back(tensor)
+            self._load(tensor)
         if tensor.job is not None and not tensor.job.begun:
             assert tensor.move is not None
             lane = self._reads[tensor.move.place]
-            lane.hurry(tensor.job)
+            lane.prioritize(tensor.job)
             self._serve(lane)
         return "reads"
 
     def _room_missing(self, nbytes: int) -> str | None:
-        """Whether to wait for memory, as something is on its way out that will make room."""
+        """Return "memory" if there is too little of it and a write in flight will free some."""
         over = self._limit is not None and self._memory + nbytes > self._limit
         return "memory" if over and self._leaving else None
 
     def _use(self, number: int, place: int) -> None:
         tensor, life = self._tensors[number], self._profile.tensors[number]
-        if tensor.where is _Where.LEAVING:  # handed back from memory
+        if tensor.where is _Where.LEAVING:  # still in memory: cancel the offload
             assert tensor.job is not None
             if not tensor.job.begun:
                 tensor.job.cancelled = True
@@ -312,22 +312,22 @@ class Replay:
         last = place == len(life.uses) - 1
         move = self._moves.get((number, place))
         if move is not None:
-            self._give_away(tensor, move)
+            self._offload(tensor, move)
         elif last and not life.cyclic:
             self._require(-tensor.nbytes)
             tensor.where = _Where.MEMORY
             self._serve_all()
 
     def _serve_all(self) -> None:
-        """Memory may have become free: reads that waited for room may begin."""
+        """Start reads that waited for memory which may be free now."""
         for lane in (*self._reads.values(), *self._writes.values()):
             self._serve(lane)
 
-    def _give_away(self, tensor: _Tensor, move: PlannedMove) -> None:
-        job: Job
+    def _offload(self, tensor: _Tensor, move: PlannedMove) -> None:
+        job: Transfer
 
         def gone() -> None:
-            self.owe(self._profile.toll * tensor.nbytes)
+            self.delay(self._profile.io_overhead * tensor.nbytes)
             if tensor.job is job:
                 tensor.where, tensor.job = _Where.AWAY, None
                 self._leaving -= tensor.nbytes
@@ -336,10 +336,10 @@ class Replay:
                 else:
                     self._require(-tensor.nbytes)
                 if tensor.wanted:
-                    self._bring_back(tensor)
+                    self._load(tensor)
             self.retry()
 
-        job = Job(move.name, tensor.nbytes, True, gone)
+        job = Transfer(move.name, tensor.nbytes, True, gone)
         tensor.where, tensor.job, tensor.move, tensor.wanted = _Where.LEAVING, job, move, False
         life = self._profile.tensors[move.tensor]
         tensor.held = move.period == 0 and life.held_until > life.uses[0]
@@ -347,7 +347,7 @@ class Replay:
         self.move(job, self._writes[move.place])
 
     def _free(self, tensor: _Tensor) -> None:
-        """Training does not hold on to it any more."""
+        """Drop training's own reference to a tensor."""
         tensor.held = False
         if tensor.lingers:
             tensor.lingers = False
@@ -357,11 +357,11 @@ class Replay:
     def _fetch(self, number: int) -> None:
         tensor = self._tensors[number]
         if tensor.where is _Where.AWAY:
-            self._bring_back(tensor)
+            self._load(tensor)
         elif tensor.where is _Where.LEAVING:
             tensor.wanted = True
 
-    def _bring_back(self, tensor: _Tensor) -> None:
+    def _load(self, tensor: _Tensor) -> None:
         move = tensor.move
         assert move is not None
         tensor.where, tensor.wanted = _Where.RETURNING, False
@@ -373,11 +373,11 @@ class Replay:
             self._require(tensor.nbytes)
 
         def back() -> None:
-            self.owe(self._profile.toll * tensor.nbytes)
+            self.delay(self._profile.io_overhead * tensor.nbytes)
             tensor.where, tensor.job = _Where.MEMORY, None
             self.retry()
 
-        job = Job(move.name, tensor.nbytes, False, back, begins, room)
+        job = Transfer(move.name, tensor.nbytes, False, back, begins, room)
         tensor.job = job
         self.move(job, self._reads[move.place])
 

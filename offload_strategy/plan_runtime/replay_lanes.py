@@ -1,4 +1,4 @@
-"""The lanes of a replay: what waits for a path, and what it moves at the moment."""
+"""The lanes of a replay: queued and running transfers of each direction of a path."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from offload_strategy.plan_runtime.profile import PathRates
 
 
 @dataclass(eq=False, slots=True)
-class Job:
-    """Bytes that go over a path.
+class Transfer:
+    """A transfer over a path.
 
     Args:
-        what: for pictures.
-        nbytes: of it.
-        write: to the path; else from it.
-        done: called when it is over.
-        begins: called when it begins.
-        may_begin: asked before; None for always.
-        cancelled: it is not wanted any more.
+        what: Name for charts.
+        nbytes: Size in bytes.
+        write: Whether it is a write; otherwise it is a read.
+        done: Called at its end.
+        begins: Called at its start.
+        may_begin: Asked before its start; None for always.
+        cancelled: Whether it is no longer needed.
     """
 
     what: str
@@ -35,14 +35,14 @@ class Job:
 
 @dataclass(slots=True)
 class Span:
-    """For pictures: what a lane did, and when.
+    """What a lane did in a span of time, for charts.
 
     Args:
-        lane: its name.
-        what: it moved or computed.
-        begin: seconds.
-        end: likewise.
-        nbytes: moved.
+        lane: Name of the lane.
+        what: Name of what it moved or computed.
+        begin: Start in seconds.
+        end: End in seconds.
+        nbytes: Moved bytes.
     """
 
     lane: str
@@ -54,30 +54,30 @@ class Span:
 
 @dataclass(eq=False)
 class Lane:
-    """One direction of a path, or both of them where they share their time. First in, first out.
+    """One direction of a path, or both if they share its time; first in, first out.
 
     Args:
-        name: of it.
-        rates: of its path.
+        name: Name of the lane.
+        rates: Rates of its path.
     """
 
     name: str
     rates: PathRates
-    waiting: deque[Job] = field(default_factory=deque)
+    waiting: deque[Transfer] = field(default_factory=deque)
     busy: bool = False
     moved_bytes: int = 0
     busy_seconds: float = 0.0
     spans: list[Span] = field(default_factory=list)
 
-    def next(self) -> Job | None:
-        """The job to begin now, or None."""
+    def next(self) -> Transfer | None:
+        """Return the transfer to start now, or None."""
         while self.waiting and self.waiting[0].cancelled:
             self.waiting.popleft()
         if self.busy or not self.waiting:
             return None
         head = self.waiting[0]
         if head.may_begin is not None and not head.may_begin():
-            # A read without room must not hold up a write that would make some.
+            # A read without room must not block a write that would free some.
             head = next((job for job in self.waiting if job.may_begin is None), head)
             if head.may_begin is not None:
                 return None
@@ -85,22 +85,27 @@ class Lane:
             return None if head.cancelled else head
         return self.waiting.popleft()
 
-    def hurry(self, job: Job) -> None:
-        """Let a job that waits be the next one, whether there is room for it or not."""
+    def prioritize(self, job: Transfer) -> None:
+        """Make a queued transfer the next one, whether there is room for it or not."""
         job.may_begin = None
         if job in self.waiting:
             self.waiting.remove(job)
             self.waiting.appendleft(job)
 
-    def seconds(self, job: Job) -> float:
-        """What a job takes."""
+    def seconds(self, job: Transfer) -> float:
+        """Return the seconds of a transfer."""
         rate = self.rates.write if job.write else self.rates.read
         return self.rates.latency + job.nbytes / rate
 
 
 @dataclass(frozen=True, slots=True)
 class LaneUse:
-    """What a lane did in a step: bytes, and the share of the time for which it was busy."""
+    """Use of a lane in a step.
+
+    Args:
+        nbytes: Moved bytes.
+        busy_share: Share of the step in which the lane was busy.
+    """
 
     nbytes: int
     busy_share: float
@@ -108,16 +113,16 @@ class LaneUse:
 
 @dataclass(frozen=True, slots=True)
 class StepReplay:
-    """A step as it will be.
+    """The predicted course of a step.
 
     Args:
-        step_seconds: from its begin to the begin of the next.
-        computing_seconds: in which training computed.
-        stalls: seconds that it waited for: "reads", "memory" and "updates".
-        peak_bytes: in memory at most.
-        lanes: each direction of each path by name, and "update".
-        memory: (seconds, bytes), from moment to moment.
-        spans: what each lane did.
+        step_seconds: Seconds from its start to the start of the next step.
+        computing_seconds: Seconds in which training computed.
+        stalls: Seconds of waiting for "reads", "memory" and "updates".
+        peak_bytes: Peak memory.
+        lanes: Use of each direction of each path by name, and of "update".
+        memory: Memory over time as (seconds, bytes).
+        spans: What each lane did.
     """
 
     step_seconds: float

@@ -1,4 +1,4 @@
-"""The optimizer of a replay: states are read ahead, updated, and written, on three lanes."""
+"""The optimizer in a replay: states are prefetched, updated and written concurrently."""
 
 from __future__ import annotations
 
@@ -12,43 +12,45 @@ _BUFFERS = 3
 _LANE = "update"
 
 
-class Machine(Protocol):
-    """What updates need of a replay."""
+class ReplayServices(Protocol):
+    """What updates use of a replay."""
 
     def at(self, seconds: float, happen: Callable[[], None]) -> None:
-        """Let something happen later."""
+        """Schedule a call."""
 
-    def spread(self, what: str, nbytes: int, *, write: bool, done: Callable[[], None]) -> None:
-        """Move bytes over all paths."""
+    def stripe(self, what: str, nbytes: int, *, write: bool, done: Callable[[], None]) -> None:
+        """Transfer bytes over all paths."""
 
     def span(self, lane: str, what: str, seconds: float, nbytes: int = 0) -> None:
-        """Note what a lane does."""
+        """Record what a lane does."""
 
-    def owe(self, seconds: float) -> None:
-        """Computing loses time."""
+    def delay(self, seconds: float) -> None:
+        """Delay the computation of the model."""
 
     def retry(self) -> None:
-        """Something has ended."""
+        """Check again whether training can go on."""
 
 
 class Updates:
-    """The updates of a step, in their order.
+    """The updates of a step, in order.
 
     Args:
-        machine: moves and tells the time.
-        updates: of a step.
-        shared_cores: whether they compute on the cores that run the model.
+        services: Transfers bytes and keeps the time.
+        updates: Updates of a step.
+        shared_cores: Whether they compute on the cores that run the model.
     """
 
-    def __init__(self, machine: Machine, updates: Sequence[Update], *, shared_cores: bool) -> None:
-        self._machine = machine
+    def __init__(
+        self, services: ReplayServices, updates: Sequence[Update], *, shared_cores: bool
+    ) -> None:
+        self._services = services
         self._updates = updates
         self._shared_cores = shared_cores
         self._writing = 0
         self.begin_step()
 
     def begin_step(self) -> None:
-        """A step begins; what the last one wrote may still be under way."""
+        """Start a step; writes of the last one may still be in flight."""
         self._ready: set[int] = set()
         self._read: set[int] = set()
         self._asked = self._updated = 0
@@ -56,16 +58,16 @@ class Updates:
 
     @property
     def over(self) -> bool:
-        """Whether all of the step are."""
+        """Whether all updates of the step have been computed."""
         return self._updated == len(self._updates)
 
     def read_ahead(self) -> None:
-        """Backward begins: states may come."""
+        """Start to prefetch states, because backward starts."""
         self._reading_ahead = True
         self._go_on()
 
     def ready(self, number: int) -> None:
-        """The gradients of an update are final."""
+        """Note that the gradients of an update are final."""
         self._ready.add(number)
         self._go_on()
 
@@ -75,7 +77,7 @@ class Updates:
             number = self._asked
             self._asked += 1
             held += 1
-            self._machine.spread(
+            self._services.stripe(
                 f"states {number}",
                 self._updates[number].read_bytes,
                 write=False,
@@ -86,10 +88,10 @@ class Updates:
             return
         self._computing = True
         seconds = self._updates[number].seconds
-        self._machine.span(_LANE, f"update {number}", seconds)
+        self._services.span(_LANE, f"update {number}", seconds)
         if self._shared_cores:
-            self._machine.owe(seconds)
-        self._machine.at(seconds, lambda: self._over(number))
+            self._services.delay(seconds)
+        self._services.at(seconds, lambda: self._over(number))
 
     def _here(self, number: int) -> None:
         self._read.add(number)
@@ -99,11 +101,11 @@ class Updates:
         self._computing = False
         self._updated += 1
         self._writing += 1
-        self._machine.spread(
+        self._services.stripe(
             f"states {number}", self._updates[number].written_bytes, write=True, done=self._written
         )
         self._go_on()
-        self._machine.retry()
+        self._services.retry()
 
     def _written(self) -> None:
         self._writing -= 1

@@ -1,8 +1,8 @@
-"""What one step of streamed training moves, block by block, as a table to read.
+"""The schedule of streamed weights in one step, block by block, as a table.
 
-While a block computes, the next ones are read; in backward the states of its parameters are read
-as well, its gradients become updates, and the new weights and states of the block before it leave
-(ZeRO-Infinity, section 5; Fuyou, section on the overlapped optimizer).
+While a block computes, the weights of the next blocks are read. In backward, the states of its
+parameters are read as well, its gradients are used in updates, and new weights and states of the
+previous block are written (ZeRO-Infinity, section 5; Fuyou, section 4.3).
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from offload_strategy.units import format_size
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """A block computes.
+class BlockPass:
+    """One pass of a block, forward or backward.
 
     Args:
-        block: its name.
-        backward: whether gradients are computed.
-        weights_bytes: streamed weights of the block.
-        trained_bytes: those of them that are updated.
-        states_bytes: optimizer states of the block's parameters.
+        block: Name of the block.
+        backward: Whether the pass is backward.
+        weights_bytes: Bytes of the block's streamed weights.
+        trained_bytes: Bytes of those weights that are updated.
+        states_bytes: Bytes of optimizer states of the block's parameters.
     """
 
     block: str
@@ -33,18 +33,18 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanRow:
-    """What happens while a block computes.
+class ScheduleRow:
+    """I/O while a block computes.
 
     Args:
-        turn: of the block.
-        read_ahead: names of the blocks whose weights are read meanwhile.
-        read_bytes: of those weights, and in backward of the states that are updated.
-        written: name of the block whose new weights and states are written; None for none.
-        written_bytes: of them.
+        block_pass: The pass of the block.
+        read_ahead: Names of the blocks whose weights are prefetched meanwhile.
+        read_bytes: Bytes of those weights and, in backward, of the states for the update.
+        written: Name of the block whose new weights and states are written; None for none.
+        written_bytes: Bytes that are written.
     """
 
-    turn: Turn
+    block_pass: BlockPass
     read_ahead: tuple[str, ...]
     read_bytes: int
     written: str | None
@@ -52,15 +52,15 @@ class PlanRow:
 
 
 @dataclass(frozen=True)
-class StepPlan:
-    """A step, turn by turn; `str` makes a table of it.
+class WeightSchedule:
+    """The schedule of a step; `str` gives a table.
 
     Args:
-        rows: in the order in which blocks compute.
-        learned: whether that order was seen in a step; else it is that of registration.
+        rows: Passes in the order in which blocks compute.
+        learned: Whether this order was observed in a step; otherwise it is that of registration.
     """
 
-    rows: tuple[PlanRow, ...]
+    rows: tuple[ScheduleRow, ...]
     learned: bool
 
     @property
@@ -80,76 +80,76 @@ class StepPlan:
             "|---|---|---|---|---|---|---|",
         ]
         for row in self.rows:
-            turn = row.turn
+            block_pass = row.block_pass
             reads = [f"weights of {name}" for name in row.read_ahead]
-            if turn.states_bytes and turn.backward:
-                reads.append(f"states of {turn.block}")
+            if block_pass.states_bytes and block_pass.backward:
+                reads.append(f"states of {block_pass.block}")
             writes = "" if row.written is None else f"weights and states of {row.written}"
             lines.append(
-                f"| {'backward' if turn.backward else 'forward'} | {turn.block} "
-                f"| {format_size(turn.weights_bytes)} | {', '.join(reads)} "
+                f"| {'backward' if block_pass.backward else 'forward'} | {block_pass.block} "
+                f"| {format_size(block_pass.weights_bytes)} | {', '.join(reads)} "
                 f"| {_size(row.read_bytes)} | {writes} | {_size(row.written_bytes)} |"
             )
         order = "as in the last step" if self.learned else "as registered; no step was seen yet"
         lines.append(
-            f"\nin all {format_size(self.read_bytes)} read and {format_size(self.written_bytes)} "
-            f"written a step; blocks in the order {order}"
+            f"\n{format_size(self.read_bytes)} are read and {format_size(self.written_bytes)} "
+            f"written in a step; blocks are in the order {order}"
         )
         return "\n".join(lines)
 
 
-def step_plan(
-    turns: Sequence[Turn], blocks_in_flight: int, *, learned: bool, updates: bool
-) -> StepPlan:
-    """Lay out one step.
+def weight_schedule(
+    passes: Sequence[BlockPass], blocks_in_flight: int, *, learned: bool, updates: bool
+) -> WeightSchedule:
+    """Return the schedule of one step.
 
     Args:
-        turns: of all blocks, in order. The step after it begins with the first one again.
-        blocks_in_flight: in memory at a time, or on their way there.
-        learned: see `StepPlan`.
-        updates: whether updates run during backward; else `step()` reads and writes what they need.
+        passes: Passes of all blocks, in order. The next step starts with the first one again.
+        blocks_in_flight: Blocks whose weights are in memory or being read at a time.
+        learned: See `WeightSchedule`.
+        updates: Whether updates run during backward; otherwise `step()` does their I/O.
     """
-    rows: list[PlanRow] = []
-    here: list[str] = []  # blocks in memory or on their way, the one needed longest ago first
-    before: Turn | None = None
-    for count in range(2 * len(turns)):  # the second time as in all steps but the first
-        place = count % len(turns)
-        turn = turns[place]
+    rows: list[ScheduleRow] = []
+    here: list[str] = []  # blocks in memory or being read, the least recently used first
+    before: BlockPass | None = None
+    for count in range(2 * len(passes)):  # the second round shows a step that is not the first
+        place = count % len(passes)
+        block_pass = passes[place]
         read, names = 0, []
-        if turn.block not in here:  # nobody could read it ahead
-            read += turn.weights_bytes
-        here = [name for name in here if name != turn.block] + [turn.block]
-        following = _following(turns, place, blocks_in_flight - 1)
+        if block_pass.block not in here:  # it could not be prefetched
+            read += block_pass.weights_bytes
+        here = [name for name in here if name != block_pass.block] + [block_pass.block]
+        following = _following(passes, place, blocks_in_flight - 1)
         for later in following:
             if later.block not in here:
                 names.append(later.block)
                 read += later.weights_bytes
                 here.append(later.block)
-        wanted = {turn.block, *(later.block for later in following)}
+        wanted = {block_pass.block, *(later.block for later in following)}
         spare = max(0, blocks_in_flight - len(wanted))
         rest = [name for name in here if name not in wanted]
         here = [name for name in here if name in wanted or name in rest[len(rest) - spare :]]
-        if turn.backward and updates:
-            read += turn.states_bytes
+        if block_pass.backward and updates:
+            read += block_pass.states_bytes
         written, written_bytes = None, 0
         if updates and before is not None and before.backward and before.trained_bytes:
             written, written_bytes = before.block, before.trained_bytes + before.states_bytes
-        row = PlanRow(turn, tuple(names), read, written, written_bytes)
-        if count >= len(turns):
+        row = ScheduleRow(block_pass, tuple(names), read, written, written_bytes)
+        if count >= len(passes):
             rows.append(row)
-        before = turn
-    return StepPlan(tuple(rows), learned)
+        before = block_pass
+    return WeightSchedule(tuple(rows), learned)
 
 
-def _following(turns: Sequence[Turn], place: int, count: int) -> list[Turn]:
-    """The next turns of other blocks, each block once; around to the beginning of the next step."""
-    found: dict[str, Turn] = {}
-    for distance in range(1, len(turns)):
-        turn = turns[(place + distance) % len(turns)]
+def _following(passes: Sequence[BlockPass], place: int, count: int) -> list[BlockPass]:
+    """Return the next passes of other blocks, each block once, wrapping to the next step."""
+    found: dict[str, BlockPass] = {}
+    for distance in range(1, len(passes)):
+        block_pass = passes[(place + distance) % len(passes)]
         if len(found) == count:
             break
-        if turn.block != turns[place].block:
-            found.setdefault(turn.block, turn)
+        if block_pass.block != passes[place].block:
+            found.setdefault(block_pass.block, block_pass)
     return list(found.values())
 
 

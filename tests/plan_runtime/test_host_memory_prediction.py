@@ -12,15 +12,15 @@ from torch import nn
 
 from offload_strategy import ConfigError, OffloadEngine
 from offload_strategy.plan_runtime.host_memory_prediction import (
-    MemoryForecast,
-    StreamedShapes,
-    memory_forecast,
+    HostMemoryPrediction,
+    StreamedModelSizes,
+    predict_host_memory,
 )
 from offload_strategy.units import GiB, MiB
 from tests.training import settings
 from tests.weights.test_streaming import streaming
 
-SHAPES = StreamedShapes(
+SHAPES = StreamedModelSizes(
     blocks=(60 * MiB, 100 * MiB, 100 * MiB, 80 * MiB),
     trained=340 * MiB,
     largest=50 * MiB,
@@ -29,8 +29,8 @@ SHAPES = StreamedShapes(
 )
 
 
-def forecast(shapes: StreamedShapes = SHAPES, **options: Any) -> MemoryForecast:
-    return memory_forecast(
+def forecast(shapes: StreamedModelSizes = SHAPES, **options: Any) -> HostMemoryPrediction:
+    return predict_host_memory(
         shapes,
         **{
             "process_bytes": 300 * MiB,
@@ -72,7 +72,7 @@ def test_buffers_are_within_what_is_allowed(overlap: str, pinned: int) -> None:
 
 
 def test_narrow_states_are_computed_in_wide_copies() -> None:
-    narrow = replace(SHAPES, states_share=1.0, widened_share=2.0)
+    narrow = replace(SHAPES, states_share=1.0, upcast_share=2.0)
     assert forecast(narrow).computing - forecast().computing == 2 * 16 * MiB
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime.lifetime_plan import HOST, HostRoom, plan_lifetimes
-from offload_strategy.plan_runtime.memory_curve import Pressure
+from offload_strategy.plan_runtime.memory_curve import MemoryCurve
 from offload_strategy.plan_runtime.profile import PathRates, Profile, TensorLife, Update
 from tests.plan_runtime.profiles import stack
 
@@ -114,7 +114,7 @@ def test_of_random_steps_the_plan_says_truly_what_is_required() -> None:
         profile = Profile(10.0, 20.0, tuple(tensors), paths=paths)
         limit = int(profile.peak_bytes * chance.uniform(0.3, 1.0))
         plan = plan_lifetimes(profile, limit)
-        pressure = Pressure(profile.tensors, 20.0)
+        pressure = MemoryCurve(profile.tensors, 20.0)
         for move in plan.moves:
             if move.hidden:
                 pressure.add(move.gone_at, move.fetch_at, -move.nbytes)

@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from offload_strategy.plan_runtime.memory_curve import Pressure
+from offload_strategy.plan_runtime.memory_curve import MemoryCurve
 from offload_strategy.plan_runtime.profile import TensorLife, peak_of
 from tests.plan_runtime.profiles import stack
 
 
 def test_a_stack_is_highest_where_backward_begins() -> None:
     profile = stack(4)
-    pressure = Pressure(profile.tensors, profile.step_seconds, ((0.0, 50),))
+    pressure = MemoryCurve(profile.tensors, profile.step_seconds, ((0.0, 50),))
     assert pressure.peak_bytes == 450
     assert peak_of(profile.tensors, profile.step_seconds) == 400
     assert pressure.most(0.0, 1.5) == 150
@@ -21,7 +21,7 @@ def test_a_stack_is_highest_where_backward_begins() -> None:
 
 def test_relief_counts_only_what_is_above_the_limit() -> None:
     profile = stack(2)  # 100 from 1 s, 200 from 2 s to 4 s, 100 to 6 s
-    pressure = Pressure(profile.tensors, profile.step_seconds)
+    pressure = MemoryCurve(profile.tensors, profile.step_seconds)
     assert pressure.relief(1.0, 6.0, 100, limit=150) == pytest.approx(50 * 2)
     assert pressure.relief(1.0, 6.0, 30, limit=150) == pytest.approx(30 * 2)
     assert pressure.relief(3.0, 6.0, 100, limit=0) == pytest.approx(100 * 3)
@@ -30,7 +30,7 @@ def test_relief_counts_only_what_is_above_the_limit() -> None:
 
 def test_a_period_beyond_the_end_relieves_the_next_steps_beginning() -> None:
     weight = TensorLife("weight", 100, (2.0, 5.0), cyclic=True)
-    pressure = Pressure((weight,), 10.0)
+    pressure = MemoryCurve((weight,), 10.0)
     assert pressure.relief(6.0, 11.0, 100, limit=0) == pytest.approx(500)
     pressure.add(6.0, 11.0, -100)
     assert pressure.most(0.0, 1.0) == 0
@@ -41,7 +41,7 @@ def test_a_period_beyond_the_end_relieves_the_next_steps_beginning() -> None:
 
 def test_since_when_there_is_room() -> None:
     profile = stack(2)
-    pressure = Pressure(profile.tensors, profile.step_seconds)
+    pressure = MemoryCurve(profile.tensors, profile.step_seconds)
     assert pressure.since(1.0, 6.0, 100) == 4.0
     assert pressure.since(1.0, 6.0, 50) == 6.0
     assert pressure.since(1.0, 6.0, 500) == 1.0
@@ -53,7 +53,7 @@ def test_levels_are_those_of_adding_up_moment_by_moment() -> None:
         spans = [
             (chance.uniform(0, 10), chance.uniform(0, 10), chance.randint(1, 9)) for _ in range(8)
         ]
-        pressure = Pressure((), 10.0)
+        pressure = MemoryCurve((), 10.0)
         for begin, length, nbytes in spans:
             pressure.add(begin, begin + length, nbytes)
         for _ in range(20):

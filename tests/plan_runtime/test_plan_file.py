@@ -33,7 +33,10 @@ def test_a_file_says_of_every_tensor_what_is_to_become_of_it(
     save_plan(plan, profile, file)
     left = {move.tensor for move in plan.moves}
     assert 0 < len(left) < 8
-    items = tuple(PlannedItem(100 * MB, number in left) for number in range(8))
+    items = tuple(
+        PlannedItem(number, 100 * MB, "leaves" if number in left else "stays")
+        for number in range(8)
+    )
     assert load_plan(file) == GivenPlan(items)
     lines = file.read_text().splitlines()
     assert sum('"name": "layer' in line for line in lines) == 8, "a line for each"
@@ -50,11 +53,19 @@ def test_it_may_be_changed_by_hand(profile: Profile, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ('"does": "leaves"', '"does": "goes"', '\'goes\'; give "leaves" or "stays"'),
-        ('"bytes": 100000000', '"bytes": "100 MB"', "give a whole number"),
+        (
+            '"does": "leaves"',
+            '"does": "goes"',
+            "Input should be 'leaves' or 'stays', not 'goes'",
+        ),
+        (
+            '"bytes": 100000000',
+            '"bytes": "100 MB"',
+            "items.0.bytes: Input should",
+        ),
         ('"item": 3', '"item": 4', "item 3 is missing, or not in its place"),
         ('"format": 1', '"format": 7', "not of format 1"),
-        ('"items"', '"rows"', "it has no 'items'"),
+        ('"items"', '"rows"', "items: Field required"),
         ("{", "", "Write one with"),
     ],
 )

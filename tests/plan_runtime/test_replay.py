@@ -114,7 +114,7 @@ def test_updates_that_the_path_limits_are_waited_for() -> None:
 
 
 def test_bytes_that_cost_computing_time_make_the_step_longer() -> None:
-    profile = stack(20, path=500.0, toll=0.001)
+    profile = stack(20, path=500.0, io_overhead=0.001)
     plan = plan_lifetimes(profile, 800)
     found = replay(profile, plan)
     assert found.step_seconds == pytest.approx(

@@ -9,30 +9,30 @@ import torch
 from torch import nn
 
 from offload_strategy import ConfigError, OffloadEngine
-from offload_strategy.plan_runtime.weight_schedule import Turn, step_plan
+from offload_strategy.plan_runtime.weight_schedule import BlockPass, weight_schedule
 from tests.training import settings
 from tests.weights.test_streaming import streaming
 
 
-def turns(blocks: int, weights: int = 10, states: int = 20) -> list[Turn]:
+def passes(blocks: int, weights: int = 10, states: int = 20) -> list[BlockPass]:
     names = [f"block {number}" for number in range(blocks)]
-    forward = [Turn(name, False, weights, weights, states) for name in names]
-    return forward + [Turn(name, True, weights, weights, states) for name in reversed(names)]
+    forward = [BlockPass(name, False, weights, weights, states) for name in names]
+    return forward + [BlockPass(name, True, weights, weights, states) for name in reversed(names)]
 
 
 @pytest.mark.parametrize("blocks_in_flight", [1, 2, 3])
 def test_what_is_read_and_written(blocks_in_flight: int) -> None:
-    plan = step_plan(turns(6), blocks_in_flight, learned=True, updates=True)
+    plan = weight_schedule(passes(6), blocks_in_flight, learned=True, updates=True)
     assert plan.written_bytes == 6 * 30
     # What the end of forward has left is not read again for backward, nor the other way round.
     assert plan.read_bytes == 6 * 20 + 2 * (6 - blocks_in_flight) * 10
 
 
 def test_while_a_block_computes_the_next_is_read_and_the_last_is_written() -> None:
-    plan = step_plan(turns(4), 2, learned=True, updates=True)
+    plan = weight_schedule(passes(4), 2, learned=True, updates=True)
     row = plan.rows[6]
-    assert row.turn.block == "block 1"
-    assert row.turn.backward
+    assert row.block_pass.block == "block 1"
+    assert row.block_pass.backward
     assert row.read_ahead == ("block 0",)
     assert row.written == "block 2"
     assert row.read_bytes == 10 + 20
@@ -40,18 +40,18 @@ def test_while_a_block_computes_the_next_is_read_and_the_last_is_written() -> No
 
 
 def test_without_updates_in_backward_only_weights_are_read() -> None:
-    plan = step_plan(turns(4), 2, learned=True, updates=False)
+    plan = weight_schedule(passes(4), 2, learned=True, updates=False)
     assert plan.written_bytes == 0
     assert plan.read_bytes == 2 * 2 * 10
 
 
 def test_frozen_blocks_are_not_written() -> None:
-    frozen = [Turn(turn.block, turn.backward, 10) for turn in turns(4)]
-    assert step_plan(frozen, 2, learned=True, updates=True).written_bytes == 0
+    frozen = [BlockPass(block_pass.block, block_pass.backward, 10) for block_pass in passes(4)]
+    assert weight_schedule(frozen, 2, learned=True, updates=True).written_bytes == 0
 
 
 def test_nothing_is_planned_of_nothing() -> None:
-    assert step_plan([], 2, learned=False, updates=True).rows == ()
+    assert weight_schedule([], 2, learned=False, updates=True).rows == ()
 
 
 def test_an_engine_tells_its_plan_and_keeps_to_it(disk: Path) -> None:
