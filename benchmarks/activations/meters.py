@@ -9,7 +9,7 @@ import torch
 from benchmarks.machine import forget_peak, status_bytes
 
 
-class Meter(Protocol):
+class MemoryMeter(Protocol):
     """Measures one step after the other."""
 
     def begin(self, idle_bytes: int) -> None:
@@ -70,6 +70,6 @@ class DeviceMeter:
         torch.accelerator.synchronize()
 
 
-def meter(device: str) -> Meter:
+def meter(device: str) -> MemoryMeter:
     """The one for a device."""
     return HostMeter() if device == "cpu" else DeviceMeter()

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.activations.contenders import Contender, prepare, scratch
-from benchmarks.activations.meters import Meter, meter
+from benchmarks.activations.meters import MemoryMeter, meter
 from benchmarks.activations.models import Shape, batch, build
 from benchmarks.machine import fix_allocator
 from benchmarks.turns import answers, requests
@@ -63,7 +63,7 @@ def _train(
 
 
 def _step(
-    model: Any, contender: Contender, inputs: dict[str, torch.Tensor], measured: Meter
+    model: Any, contender: Contender, inputs: dict[str, torch.Tensor], measured: MemoryMeter
 ) -> dict[str, Any]:
     model.zero_grad(set_to_none=False)
     gc.collect()

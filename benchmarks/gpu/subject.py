@@ -21,7 +21,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import torch
 
 from benchmarks.activations.contenders import scratch
-from benchmarks.activations.meters import Meter, meter
+from benchmarks.activations.meters import MemoryMeter, meter
 from benchmarks.activations.models import batch, build
 from benchmarks.gpu.contenders import Trainer, make
 from benchmarks.gpu.job import Job
@@ -73,7 +73,7 @@ def main() -> None:
         trainer.close()
 
 
-def _step(trainer: Trainer, job: Job, number: int, measured: Meter) -> dict[str, Any]:
+def _step(trainer: Trainer, job: Job, number: int, measured: MemoryMeter) -> dict[str, Any]:
     inputs = batch(job.batch, number, job.shape, job.device)
     if not job.updates:
         _no_gradients(trainer)

@@ -127,24 +127,24 @@ def _random_run(sizes: list[int]) -> tuple[float, int, int]:
     chance = random.Random(0)
     sizes = chance.sample(sizes, len(sizes))
     pool = BufferPool(_LENT)
-    lent: list[torch.Tensor] = []
+    acquired: list[torch.Tensor] = []
     worst, most_requested = 0.0, 0
     try:
         for nbytes in sizes:
             # Tensors rarely end with a page.
             wanted = nbytes - chance.randrange(0, PAGE_BYTES)
-            while (buffer := pool.lend(wanted)) is None:
-                lent.pop(chance.randrange(len(lent)))
-            lent.append(buffer)
+            while (buffer := pool.acquire(wanted)) is None:
+                acquired.pop(chance.randrange(len(acquired)))
+            acquired.append(buffer)
             del buffer
             usage = pool.usage()
             most_requested = max(most_requested, usage.requested_bytes)
             worst = max(worst, usage.lent_bytes / usage.requested_bytes)
-            while lent and chance.random() < 0.5:
-                lent.pop(chance.randrange(len(lent)))
+            while acquired and chance.random() < 0.5:
+                acquired.pop(chance.randrange(len(acquired)))
         return worst, pool.usage().peak_bytes, most_requested
     finally:
-        lent.clear()
+        acquired.clear()
         pool.close()
 
 

@@ -47,15 +47,15 @@ class _OneSizeBuffers:
     def __init__(self, model: torch.nn.Module) -> None:
         both_moments = 2
         largest = both_moments * max(p.numel() * p.element_size() for p in model.parameters())
-        exact = BufferPool.lend
+        exact = BufferPool.acquire
 
-        def lend(pool: BufferPool, nbytes: int, **how: Any) -> torch.Tensor | None:
+        def acquire(pool: BufferPool, nbytes: int, **how: Any) -> torch.Tensor | None:
             if nbytes < _SMALL_BYTES:
                 return exact(pool, nbytes, **how)
             buffer = exact(pool, max(nbytes, largest), **how)
             return None if buffer is None else buffer[:nbytes]
 
-        setattr(BufferPool, "lend", lend)  # noqa: B010
+        setattr(BufferPool, "lend", acquire)  # noqa: B010
 
     def attached(self, engine: OffloadEngine) -> None:
         """See `Part`."""

@@ -1,12 +1,12 @@
-"""What training has in memory beside saved tensors, from event to event of a pass.
+"""Baseline memory: what training has in memory besides saved tensors, between events of a pass.
 
-[Note: what else there is]
-Weights, gradients, states, and what kernels need for a moment are in no trace. Between two events
-(an item is saved, an item is used) it is, at most, the peak of memory less the items in it.
-Some passes are looked at from event to event; that takes a little time each. Passes after them are
-looked at as a whole: what the peak is above or below the one that these figures give is a
-*correction* for all of them, and the most of the last passes counts. Where it becomes large, the
-next pass is looked at from event to event again.
+[Note: baseline memory]
+No trace contains weights, gradients, states and workspaces of kernels. Between two events (an item
+is saved, an item is used) they take at most the peak of memory minus the items in it. Some passes
+are measured from event to event, which takes a little time for each event. Later passes are
+measured as a whole: the difference between the measured and the predicted peak is a *correction*
+for all events, and the largest correction of the last passes counts. If it becomes large, the next
+pass is measured from event to event again.
 """
 
 from __future__ import annotations
@@ -14,100 +14,100 @@ from __future__ import annotations
 from collections import deque
 from typing import Protocol
 
-#: Passes of which the one counts that needed most.
+#: Number of last passes of which the largest correction counts.
 _PASSES = 4
-#: Kinds of events that are remembered.
+#: Events that are remembered.
 _MOST_EVENTS = 131072
-#: Share of what there is by which the correction may grow before a pass is looked at closely.
+#: Share of the peak that the correction may reach before a pass is measured per event.
 _CLOSE_SHARE = 0.03
-#: Passes between two that are looked at closely, so that this never costs much.
+#: Least number of passes between two that are measured per event, because that takes time.
 _CLOSE_EVERY = 16
-#: The event with which a pass begins.
+#: The event with which a pass starts.
 BEGIN = 0
 
 
-class Meter(Protocol):
-    """Tells how much memory there was in use."""
+class MemoryMeter(Protocol):
+    """Measures memory in use."""
 
     @property
     def counts_host_buffers(self) -> bool:
-        """Whether buffers in host memory are of this memory."""
+        """Whether buffers in host memory are part of this memory."""
 
-    def start_over(self) -> None:
-        """Forget what was."""
+    def reset_peak(self) -> None:
+        """Restart the measurement of the peak."""
 
     def peak_bytes(self) -> int:
-        """At most, since then."""
+        """Return the peak since the last reset."""
 
     def used_bytes(self) -> int:
-        """At this moment."""
+        """Return the bytes in use now."""
 
     def total_bytes(self) -> int:
-        """What there is in all."""
+        """Return the bytes of the whole memory."""
 
 
-class MemoryBeside:
-    """See [Note: what else there is].
+class BaselineMemory:
+    """See [Note: baseline memory].
 
     Args:
-        meter: of the memory.
-        passes: how many to look at closely, to begin with.
+        meter: Measures the memory.
+        passes: Number of first passes that are measured per event.
     """
 
-    def __init__(self, meter: Meter, passes: int) -> None:
+    def __init__(self, meter: MemoryMeter, passes: int) -> None:
         self._meter = meter
         self._close = passes
         self._since_close = 0
-        #: Whether the present pass is looked at from event to event.
-        self.closely = False
-        #: By event: bytes until the next one.
+        #: Whether the current pass is measured from event to event.
+        self.per_event = False
+        #: Bytes between an event and the next one, by event.
         self._levels: dict[int, int] = {}
         self._event = BEGIN
-        # Of the present pass: items since the last event, the peak as it is predicted and was seen.
+        # Of the current pass: bytes of items since the last event, predicted and measured peak.
         self._items = 0
         self._predicted_bytes = self._seen = 0
         self._complete = True
         self._corrections: deque[int] = deque(maxlen=_PASSES)
-        # In use when a pass begins: as it was for these figures, and for the present one.
+        # Bytes in use when a pass starts: for these figures, and for the current pass.
         self._base: int | None = None
         self._used = 0
         self._shift = 0
 
     @property
     def correction(self) -> int:
-        """Bytes by which memory is fuller than the figures of events say; negative for emptier."""
+        """Bytes in use beyond those of the events; negative if fewer are in use."""
         return max(max(self._corrections, default=0), self._shift)
 
     @property
     def most_bytes(self) -> int:
-        """Beside items, at most."""
+        """Largest baseline memory in bytes."""
         return max(0, max(self._levels.values(), default=0) + self.correction)
 
     def after(self, event: int) -> int:
-        """Bytes beside items from an event until the next; the most of all if it is not known."""
+        """Return the baseline memory from an event to the next; the largest if it is unknown."""
         known = self._levels.get(event)
         return self.most_bytes if known is None else max(0, known + self.correction)
 
     def look(self) -> int:
-        """The peak of the present pass so far; others may start the meter over after it."""
+        """Return the peak of the current pass so far; others may reset the meter after this."""
         self._seen = max(self._seen, self._meter.peak_bytes())
         return self._seen
 
     def end(self, items: int, *, learn: bool) -> int:
-        """A pass, and what came after its backward, is over.
+        """End a pass with everything that followed its backward.
 
         Args:
-            items: bytes in memory.
-            learn: whether it tells anything: one without a backward does not.
+            items: Bytes of items in memory.
+            learn: Whether to learn from the pass; not from one without a backward.
 
         Returns:
-            Its peak.
+            The peak of the pass in bytes.
         """
         peak = self.look()
         if not learn:
             return peak
         self._note(items)
-        if self.closely:
+        if self.per_event:
             self._corrections.clear()
             self._base, self._shift = self._used, 0
         elif not self._complete:
@@ -120,10 +120,10 @@ class MemoryBeside:
         return peak
 
     def begin(self, items: int) -> None:
-        """A pass begins, with so many bytes of other passes' items in memory."""
-        self.closely = self._close > 0
+        """Start a pass, with so many bytes of other passes' items in memory."""
+        self.per_event = self._close > 0
         self._since_close += 1
-        if self.closely:
+        if self.per_event:
             self._close -= 1
             self._since_close = 0
             if len(self._levels) > _MOST_EVENTS:
@@ -133,27 +133,27 @@ class MemoryBeside:
         self._predicted_bytes = self._seen = 0
         self._complete = True
         self._event = BEGIN
-        self.go_on(items)
+        self.resume(items)
 
-    def look_closely(self) -> None:
-        """At the next pass."""
+    def measure_next_pass(self) -> None:
+        """Measure the next pass from event to event."""
         self._close = max(self._close, 1)
 
-    def arrive(self, event: int, items: int) -> None:
-        """An item is saved or used; so many bytes of items were in memory until now."""
+    def record_event(self, event: int, items: int) -> None:
+        """Record that an item is saved or used, with the bytes of items in memory until now."""
         self._note(items)
         self._event = event
 
-    def go_on(self, items: int) -> None:
-        """So many bytes of items are in memory from now on."""
+    def resume(self, items: int) -> None:
+        """Continue with so many bytes of items in memory."""
         self._items = items
-        if self.closely or self._event == BEGIN:
-            self._meter.start_over()
+        if self.per_event or self._event == BEGIN:
+            self._meter.reset_peak()
 
     def _note(self, items: int) -> None:
-        # What is written meanwhile may be gone when the peak comes.
+        # Items that are being written may be gone at the peak.
         items = min(self._items, items)
-        if self.closely:
+        if self.per_event:
             peak = self._meter.peak_bytes()
             self._seen = max(self._seen, peak)
             self._levels[self._event] = max(0, peak - items)

@@ -1,10 +1,10 @@
-"""What leaves is given to the store a few items at a time.
+"""Batches of saved tensors that are given to the store together.
 
-[Note: a few at a time]
-After every operation of a model that computes on the host the processor's caches hold tensors, and
-Python code begins cold: to give one tensor to the store takes several times as long as to give the
-next one right after it, and each wakes a thread that takes a core away. So items wait for each
-other, while they are no more than a small share of what a pass saves.
+[Note: batches]
+After each operation of a model on the CPU, the processor's caches hold tensors and Python code runs
+cold: to give one tensor to the store takes several times as long as to give the next one right
+after it, and each wakes a thread that takes a core from computation. So items wait for each other
+as long as they are a small share of what a pass saves.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import TYPE_CHECKING
 from offload_strategy.units import MiB
 
 if TYPE_CHECKING:
-    from offload_strategy.activations.forward_records import Slot
+    from offload_strategy.activations.forward_records import SavedItem
 
-#: Bytes that wait for others at most, and as a share of what a forward pass saves.
+#: Largest batch in bytes, and as a share of what a forward pass saves.
 _MOST_BYTES = 48 * MiB
 _SHARE = 0.07
-#: What a path does not take in so many seconds would come in bursts: then fewer wait.
+#: A batch that a path cannot write in so many seconds would cause bursts: then it is smaller.
 _SECONDS = 0.03
 _SLOW_BYTES = 16 * MiB
 _SLOW_SHARE = 0.03
 
 
 def batch_bytes(saved_bytes: int, rate: float | None = None) -> int:
-    """How many bytes are worth being moved together.
+    """Return the size of a batch in bytes.
 
     Args:
-        saved_bytes: of a whole forward pass, as far as known.
-        rate: bytes per second that the tiers take, or None while that is not known.
+        saved_bytes: Bytes that a forward pass saves, as far as known.
+        rate: Write rate of the tiers in bytes per second, or None if unknown.
     """
     most = min(_MOST_BYTES, int(_SHARE * saved_bytes))
     if rate is None:
@@ -42,54 +42,54 @@ def batch_bytes(saved_bytes: int, rate: float | None = None) -> int:
 
 
 class _Waiting(threading.local):
-    """Of one thread's forward pass."""
+    """The batch of one thread's forward pass."""
 
     def __init__(self) -> None:
-        self.items: list[tuple[weakref.ref[Slot], int]] = []
+        self.items: list[tuple[weakref.ref[SavedItem], int]] = []
         self.nbytes = 0
 
 
-class Outbox:
-    """Items on their way to the store; each thread has its own.
+class OffloadBatcher:
+    """Collects items for the store; each thread has its own batch.
 
-    Items hold their bytes themselves: what dies on the way was never given.
+    Items hold their bytes themselves: an item that is freed in a batch is never offloaded.
 
     Args:
-        give: gives an item's payload to the store: of the item, and of the time of its next use.
+        give: Gives the payload of an item to the store, with the time of its next use.
     """
 
-    def __init__(self, give: Callable[[Slot, int], None]) -> None:
+    def __init__(self, give: Callable[[SavedItem, int], None]) -> None:
         self._give = give
         self._waiting = _Waiting()
 
-    def add(self, slot: Slot, next_use: int, at_least: int) -> None:
-        """Give an item now or soon.
+    def add(self, item: SavedItem, next_use: int, at_least: int) -> None:
+        """Add an item to the batch, and give the batch to the store if it is large enough.
 
         Args:
-            slot: with its `payload`.
-            next_use: on the store's clock.
-            at_least: bytes to give together; 0 for at once.
+            item: The item, with its `payload`.
+            next_use: Time of its next use on the store's clock.
+            at_least: Bytes of a full batch; 0 to give the item at once.
         """
         waiting = self._waiting
-        waiting.items.append((weakref.ref(slot), next_use))
-        waiting.nbytes += slot.range.nbytes
+        waiting.items.append((weakref.ref(item), next_use))
+        waiting.nbytes += item.range.nbytes
         if waiting.nbytes >= at_least:
-            self.empty()
+            self.flush()
 
-    def empty(self) -> None:
-        """Give what waits on this thread."""
+    def flush(self) -> None:
+        """Give this thread's batch to the store."""
         waiting = self._waiting
         items, waiting.items, waiting.nbytes = waiting.items, [], 0
         for reference, next_use in items:
-            slot = reference()
-            if slot is not None and slot.payload is not None:
-                self._give(slot, next_use)
+            item = reference()
+            if item is not None and item.payload is not None:
+                self._give(item, next_use)
 
     @property
     def nbytes(self) -> int:
-        """What waits on this thread."""
+        """Bytes of this thread's batch."""
         return self._waiting.nbytes
 
-    def forget(self) -> None:
-        """Leave what waits on this thread where it is: its pass has failed."""
+    def discard(self) -> None:
+        """Keep this thread's batch in memory, because its pass has failed."""
         self._waiting.items, self._waiting.nbytes = [], 0

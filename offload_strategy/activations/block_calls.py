@@ -1,4 +1,4 @@
-"""The calls of blocks within a forward pass: which items are theirs, and how long each computes."""
+"""The calls of blocks within a forward pass: their items and their computing times."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class BlockCall:
     """A call of a block.
 
     Args:
-        name: of the block.
-        first: number of the first item that is saved within.
-        begins_at: time (`time.perf_counter`), less that for which forward had waited.
-        input_bytes: of tensors that it was given, and that no block before it was.
-        end: number of the first item after it.
-        ends_at: as `begins_at`; None while it runs, or if it raised.
+        name: Name of the block.
+        first: Number of the first item that is saved within the block.
+        begins_at: Start (`time.perf_counter`), minus the time that forward had waited.
+        input_bytes: Bytes of its input tensors that are not inputs of an earlier block.
+        end: Number of the first item after the block.
+        ends_at: End, as `begins_at`; None while it runs, or if it raised.
     """
 
     name: str
@@ -30,18 +30,18 @@ class BlockCall:
 
 
 class BlockCalls:
-    """Of one forward pass, in order."""
+    """The calls of one forward pass, in order."""
 
     def __init__(self) -> None:
         self.all: list[BlockCall] = []
         self._inputs: set[int] = set()
 
     def begin(self, name: str, inputs: Iterable[torch.Tensor], first: int, at: float) -> None:
-        """A block is called; see `BlockCall`."""
+        """Record the start of a call; see `BlockCall`."""
         self.all.append(BlockCall(name, first, at, self._new_bytes(inputs)))
 
     def end(self, name: str, end: int, at: float) -> None:
-        """A block has returned, if it was called last: blocks do not contain each other."""
+        """Record the end of the last call: blocks do not contain each other."""
         call = self.all[-1] if self.all else None
         if call is not None and call.name == name:
             call.end, call.ends_at = end, at
@@ -51,7 +51,7 @@ class BlockCalls:
         for tensor in tensors:
             try:
                 storage = tensor.untyped_storage()
-            except (NotImplementedError, RuntimeError):  # without a storage of its own
+            except (NotImplementedError, RuntimeError):  # it has no storage
                 continue
             key = int(storage._cdata)
             if key not in self._inputs:

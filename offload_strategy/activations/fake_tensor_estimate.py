@@ -37,7 +37,7 @@ class Rehearsal:
     saved_bytes: int
 
 
-def rehearse(
+def estimate_memory(
     model: nn.Module,
     inputs: tuple[Any, ...],
     named_inputs: Mapping[str, Any],

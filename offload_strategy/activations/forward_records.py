@@ -1,4 +1,4 @@
-"""The record of one forward pass: what left, what stayed, and what to fetch ahead of backward."""
+"""The record of one forward pass: its saved items, and where their bytes are."""
 
 from __future__ import annotations
 
@@ -10,60 +10,60 @@ from typing import Protocol
 import torch
 
 from offload_strategy.activations.saved_views import ByteRange
-from offload_strategy.activations.use_order import Plan, Storage, Trace
+from offload_strategy.activations.use_order import StorageReference, Trace, UseOrder
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, TicketState
 
-#: A shorter wait for a load counts as none.
+#: A shorter wait for a load does not count.
 WORTH_SECONDS = 0.001
 
 
 class LoadScheduler(Protocol):
-    """What a record tells the prefetcher, and asks of it."""
+    """The interface between a record and the prefetcher."""
 
     def begins(self, record: ForwardRecord) -> None:
-        """Backward reaches a record."""
+        """Note that backward reaches a record."""
 
     def ended(self, record: ForwardRecord) -> None:
-        """Backward has used every item of a record."""
+        """Note that backward has used every item of a record."""
 
-    def uses(self, record: ForwardRecord, slot: Slot) -> None:
-        """An item is used for the first time."""
+    def uses(self, record: ForwardRecord, item: SavedItem) -> None:
+        """Note that an item is used for the first time."""
 
     def missed(self) -> None:
-        """An item was requested before its load began."""
+        """Note that an item was needed before its load started."""
 
     def waited(self, seconds: float) -> None:
-        """Training waited for a load."""
+        """Note that training waited for a load."""
 
     def loaded(self, ticket: Ticket) -> None:
-        """A load has ended."""
+        """Note that a load has ended."""
 
-    def fetch_ahead(self, record: ForwardRecord, slot: Slot) -> None:
-        """Start the loads that must begin before the next item is used."""
+    def fetch_ahead(self, record: ForwardRecord, item: SavedItem) -> None:
+        """Start the loads that must start before the next item is used."""
 
 
 class View(Protocol):
-    """A saved view of a slot's bytes."""
+    """A saved view of an item's bytes."""
 
     unpacked: bool
 
 
-class Slot:
-    """One item: a range of one storage, shared by every saved view of it.
+class SavedItem:
+    """A range of one storage, shared by every saved view of it.
 
-    The store's ticket lives as long as some saved view does, that is, as long as the graph.
+    The store's ticket exists as long as some saved view does, that is, as long as the graph.
 
     Args:
-        number: among the items of its forward pass.
-        span: which bytes of the storage.
-        storage: of what is saved.
-        version: of what is saved.
+        number: Number among the items of its forward pass.
+        span: Range of bytes of the storage.
+        storage: Storage of the saved tensor.
+        version: Version counter of the saved tensor.
     """
 
     __slots__ = (
         "__weakref__",
-        "_hot",
+        "_cached",
         "_views",
         "number",
         "payload",
@@ -74,191 +74,193 @@ class Slot:
         "version",
     )
 
-    def __init__(self, number: int, span: ByteRange, storage: Storage, version: int) -> None:
+    def __init__(
+        self, number: int, span: ByteRange, storage: StorageReference, version: int
+    ) -> None:
         self.number = number
-        #: None if the bytes stay where they are, or are still to be given.
+        #: None if the item is kept in memory, or is still in a batch.
         self.ticket: Ticket | None = None
-        #: The bytes, while they wait to be given.
+        #: The bytes while they are in a batch.
         self.payload: torch.Tensor | None = None
         self.range = span
         self.storage = storage
         self.version = version
         self.used = False
-        self._hot: torch.Tensor | None = None
+        self._cached: torch.Tensor | None = None
         self._views: list[weakref.ref[View]] = []
 
     def add_view(self, view: View) -> None:
-        """Another view of these bytes was saved."""
+        """Add another saved view of these bytes."""
         self._views.append(weakref.ref(view))
 
     @property
     def leaves(self) -> bool:
-        """Whether the bytes are, or will be, elsewhere."""
+        """Whether the item is or will be offloaded."""
         return self.ticket is not None or self.payload is not None
 
     @property
-    def awaited(self) -> bool:
-        """Whether a view is alive that was never unpacked."""
+    def has_pending_views(self) -> bool:
+        """Whether a view exists that was never unpacked."""
         return any((view := ref()) is not None and not view.unpacked for ref in self._views)
 
     @property
-    def hot(self) -> bool:
-        """Whether the bytes are held for views that are still to be unpacked."""
-        return self._hot is not None
+    def cached(self) -> bool:
+        """Whether the bytes are held in memory for views that are still to be unpacked."""
+        return self._cached is not None
 
     @property
     def still_to_load(self) -> bool:
-        """Whether a view is still to be unpacked and no load of its bytes has begun."""
+        """Whether a view is still to be unpacked and no load of its bytes has started."""
         ticket = self.ticket
         return (
             ticket is not None
             and ticket.state is TicketState.STORED
-            and self._hot is None
-            and self.awaited
+            and self._cached is None
+            and self.has_pending_views
         )
 
     def bytes(self, store: TensorStore) -> torch.Tensor:
-        """The bytes in memory; kept only while other views are still to be unpacked."""
+        """Return the bytes; they stay in memory only while other views are to be unpacked."""
         assert self.ticket is not None
-        payload = store.get(self.ticket) if self._hot is None else self._hot
+        payload = store.get(self.ticket) if self._cached is None else self._cached
         store.evict(self.ticket)
-        self._hot = payload if self.awaited else None
+        self._cached = payload if self.has_pending_views else None
         return payload
 
 
 class ForwardRecord:
-    """What one micro-batch's forward pass saved, in order.
+    """The saved items of one micro-batch's forward pass, in order.
 
-    Several may be alive at once: micro-batches whose backward is still to come.
+    Several records exist at a time if several micro-batches wait for their backward.
 
     Args:
-        serial: number of the forward pass.
-        store: where the bytes are.
-        prefetcher: decides what to fetch ahead.
+        serial: Number of the forward pass.
+        store: Store of the bytes.
+        prefetcher: Decides what to prefetch.
     """
 
     def __init__(self, serial: int, store: TensorStore, prefetcher: LoadScheduler) -> None:
         self.serial = serial
         self.trace = Trace()
-        #: Bytes of items that stayed and that backward has used.
+        #: Bytes of kept items that backward has used.
         self.released_bytes = 0
-        #: Bytes of items that left, are in memory again or soon, and that backward has not used.
+        #: Bytes of offloaded items that are loaded or loading, and that backward has not used.
         self.loaded_bytes = 0
-        self.plan: Plan | None = None
-        #: The places in the plan of items that left, in order.
+        self.plan: UseOrder | None = None
+        #: Places of offloaded items in the use order, ascending.
         self.upcoming: list[int] = []
         self._store = store
         self._prefetcher = prefetcher
-        self._slots: list[weakref.ref[Slot]] = []
-        self._by_storage: dict[int, list[weakref.ref[Slot]]] = {}
+        self._items: list[weakref.ref[SavedItem]] = []
+        self._by_storage: dict[int, list[weakref.ref[SavedItem]]] = {}
 
     @property
     def in_backward(self) -> bool:
-        """Whether backward has used something of it."""
+        """Whether backward has used an item."""
         return bool(self.trace.uses)
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of items that stayed and that backward has not used yet."""
+        """Bytes of kept items that backward has not used yet."""
         return self.trace.saved_bytes - self.trace.left_bytes - self.released_bytes
 
-    def find(self, tensor: torch.Tensor, wanted: ByteRange) -> Slot | None:
-        """The slot that already stands for these bytes at this version, if there is one."""
+    def find(self, tensor: torch.Tensor, wanted: ByteRange) -> SavedItem | None:
+        """Return the item that already has these bytes at this version, or None."""
         storage = tensor.untyped_storage()
         for reference in self._by_storage.get(int(storage._cdata), ()):
-            slot = reference()
+            item = reference()
             if (
-                slot is not None
-                and slot.version == tensor._version
-                and slot.range.covers(wanted)
-                and (wanted.start - slot.range.start) % tensor.element_size() == 0
-                and slot.storage() is storage
+                item is not None
+                and item.version == tensor._version
+                and item.range.covers(wanted)
+                and (wanted.start - item.range.start) % tensor.element_size() == 0
+                and item.storage() is storage
             ):
-                return slot
+                return item
         return None
 
-    def add(self, tensor: torch.Tensor, span: ByteRange, prefix: int) -> Slot:
-        """Note an item; while it has no ticket it stays in memory.
+    def add(self, tensor: torch.Tensor, span: ByteRange, prefix: int) -> SavedItem:
+        """Add an item; it stays in memory until it has a ticket.
 
         Args:
-            tensor: what is saved.
-            span: which bytes of its storage.
-            prefix: what the forward pass looks like with it (`Trace.prefix_with`).
+            tensor: The saved tensor.
+            span: Range of bytes of its storage.
+            prefix: Hash of the forward pass up to this item (`Trace.prefix_with`).
         """
         storage = tensor.untyped_storage()
         number = self.trace.saved(prefix, span.nbytes)
         watched = self.trace.watch(number, storage, span.nbytes)
-        slot = Slot(number, span, watched, tensor._version)
-        reference = weakref.ref(slot)
-        self._slots.append(reference)
+        item = SavedItem(number, span, watched, tensor._version)
+        reference = weakref.ref(item)
+        self._items.append(reference)
         self._by_storage.setdefault(int(storage._cdata), []).append(reference)
-        return slot
+        return item
 
-    def unused(self, number: int) -> Slot | None:
-        """An item that is alive and was not used yet."""
-        slot = self._slots[number]() if number < len(self._slots) else None
-        return None if slot is None or slot.used else slot
+    def unused(self, number: int) -> SavedItem | None:
+        """Return an item that exists and was not used yet, or None."""
+        item = self._items[number]() if number < len(self._items) else None
+        return None if item is None or item.used else item
 
     def tickets(self) -> Iterator[Ticket]:
-        """Of the items that left and are alive, in the order of saving."""
-        for reference in self._slots:
-            if (slot := reference()) is not None and slot.ticket is not None:
-                yield slot.ticket
+        """Yield the tickets of offloaded items that exist, in the order of saving."""
+        for reference in self._items:
+            if (item := reference()) is not None and item.ticket is not None:
+                yield item.ticket
 
-    def follow(self, plan: Plan) -> None:
-        """Go by a plan from now on."""
+    def follow(self, plan: UseOrder) -> None:
+        """Prefetch in this order from now on."""
         self.plan = plan
         places = enumerate(plan.sequence)
         self.upcoming = [place for place, number in places if self._left(number)]
 
     def _left(self, number: int) -> bool:
-        slot = self.unused(number)
-        return slot is not None and slot.ticket is not None
+        item = self.unused(number)
+        return item is not None and item.ticket is not None
 
-    def bytes_of(self, slot: Slot) -> torch.Tensor:
-        """The bytes of an item that left; `used` must follow.
+    def bytes_of(self, item: SavedItem) -> torch.Tensor:
+        """Return the bytes of an offloaded item; `used` must be called after it.
 
         Raises:
-            StorageError: they could not be read.
+            StorageError: If they could not be read.
         """
-        self._begin_use(slot)
-        ticket = slot.ticket
+        self._begin_use(item)
+        ticket = item.ticket
         if ticket is None:
-            assert slot.payload is not None
-            return slot.payload
+            assert item.payload is not None
+            return item.payload
         state = ticket.state
-        absent = not slot.hot and state in (TicketState.STORED, TicketState.LOADING)
+        absent = not item.cached and state in (TicketState.STORED, TicketState.LOADING)
         if absent:
             if state is TicketState.STORED:
                 self._prefetcher.missed()
-                self._store.prefetch(ticket)  # before those that come next
-            # There will be time while this one is waited for.
-            self._prefetcher.fetch_ahead(self, slot)
+                self._store.prefetch(ticket)  # before prefetches
+            # The wait for this item leaves time for that.
+            self._prefetcher.fetch_ahead(self, item)
         begin = time.perf_counter()
-        payload = slot.bytes(self._store)
+        payload = item.bytes(self._store)
         waited = time.perf_counter() - begin
         if absent:
             self._prefetcher.waited(waited)
-        if absent or waited > WORTH_SECONDS:  # on its way out, and not to be stopped
+        if absent or waited > WORTH_SECONDS:  # its write could not be cancelled
             self.trace.waited += waited
         self._prefetcher.loaded(ticket)
         return payload
 
-    def used(self, slot: Slot) -> None:
-        """Backward used an item: fetch what comes next."""
-        if self._begin_use(slot):
-            self.released_bytes += slot.range.nbytes
-        self._prefetcher.fetch_ahead(self, slot)
+    def used(self, item: SavedItem) -> None:
+        """Note that backward used an item, and prefetch the next ones."""
+        if self._begin_use(item):
+            self.released_bytes += item.range.nbytes
+        self._prefetcher.fetch_ahead(self, item)
         if self.trace.complete:
             self._prefetcher.ended(self)
 
-    def _begin_use(self, slot: Slot) -> bool:
-        """Whether this is its first use."""
-        if slot.used:
+    def _begin_use(self, item: SavedItem) -> bool:
+        """Record the first use of an item; return whether this is it."""
+        if item.used:
             return False
         if not self.in_backward:
             self._prefetcher.begins(self)
-        slot.used = True
-        self.trace.used(slot.number)
-        self._prefetcher.uses(self, slot)
+        item.used = True
+        self.trace.used(item.number)
+        self._prefetcher.uses(self, item)
         return True

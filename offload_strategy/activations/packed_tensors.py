@@ -1,10 +1,10 @@
-"""What autograd holds in place of a saved tensor, until backward asks for it."""
+"""The objects that autograd holds in place of saved tensors until backward unpacks them."""
 
 from __future__ import annotations
 
 import torch
 
-from offload_strategy.activations.forward_records import ForwardRecord, Slot
+from offload_strategy.activations.forward_records import ForwardRecord, SavedItem
 from offload_strategy.activations.saved_views import (
     ByteRange,
     SavedView,
@@ -13,61 +13,64 @@ from offload_strategy.activations.saved_views import (
 )
 
 
-class Kept:
+class KeptTensor:
     """A saved tensor that stays in memory.
 
     Args:
-        tensor: what was saved.
-        slot: of its bytes, if they could have left: what backward does with them is learned from.
-        record: of the forward pass that the slot belongs to.
+        tensor: The saved tensor.
+        item: The item of its bytes if they could have been offloaded: its use is learned from.
+        record: Record of the forward pass of the item.
     """
 
-    __slots__ = ("__weakref__", "record", "slot", "tensor", "unpacked", "version")
+    __slots__ = ("__weakref__", "item", "record", "tensor", "unpacked", "version")
 
     def __init__(
-        self, tensor: torch.Tensor, slot: Slot | None = None, record: ForwardRecord | None = None
+        self,
+        tensor: torch.Tensor,
+        item: SavedItem | None = None,
+        record: ForwardRecord | None = None,
     ) -> None:
-        # Detached: a node that saves its own output would otherwise own itself for ever.
+        # Detached: otherwise a node that saves its own output would be part of a reference cycle.
         self.tensor = tensor.detach()
         self.version = -1 if tensor.is_inference() else tensor._version
-        self.slot = slot
+        self.item = item
         self.record = record
         self.unpacked = False
-        if slot is not None:
-            slot.add_view(self)
+        if item is not None:
+            item.add_view(self)
 
     def unpack(self) -> torch.Tensor:
-        """The tensor.
+        """Return the tensor.
 
         Raises:
-            RuntimeError: it was changed in place since, as autograd says it.
+            RuntimeError: If it was changed in place, with autograd's message.
         """
         if self.version >= 0:
             raise_if_changed(self.tensor, self.version)
-        if self.slot is not None and self.record is not None:
+        if self.item is not None and self.record is not None:
             self.unpacked = True
-            self.record.used(self.slot)
+            self.record.used(self.item)
         return self.tensor
 
 
-class Moved:
-    """A saved tensor whose bytes are given to the store.
+class OffloadedTensor:
+    """A saved tensor whose bytes are offloaded.
 
     [Note: the interpreter lock]
-    Where a call into torch lets go of the interpreter lock, I/O threads that were just woken take
-    it, and training waits for them. So what needs torch comes before what wakes threads: the store
-    is given the bytes, or told to fetch others, last of all, and the threads begin when the
-    operation that training is about to run lets them.
+    If a call into torch releases the interpreter lock, I/O threads that were just woken acquire it,
+    and training waits for them. So calls into torch come before calls that wake threads: giving
+    bytes to the store and prefetching come last, and the threads start during the operation that
+    training runs next.
 
     Args:
-        tensor: what was saved; it is not held.
-        span: the bytes of its storage that leave.
-        record: of the forward pass.
+        tensor: The saved tensor, which is not kept alive.
+        span: Range of bytes of its storage that is offloaded.
+        record: Record of the forward pass.
     """
 
-    __slots__ = ("__weakref__", "probe", "record", "slot", "unpacked", "view")
+    __slots__ = ("__weakref__", "item", "probe", "record", "unpacked", "view")
 
-    slot: Slot
+    item: SavedItem
 
     def __init__(self, tensor: torch.Tensor, span: ByteRange, record: ForwardRecord) -> None:
         self.record = record
@@ -75,21 +78,21 @@ class Moved:
         self.probe = VersionProbe(tensor)
         self.unpacked = False
 
-    def stands_for(self, slot: Slot) -> Moved:
-        """Say where the bytes are."""
-        self.slot = slot
-        slot.add_view(self)
+    def attach(self, item: SavedItem) -> OffloadedTensor:
+        """Set the item that has the bytes."""
+        self.item = item
+        item.add_view(self)
         return self
 
     def unpack(self) -> torch.Tensor:
-        """The tensor, rebuilt on the bytes.
+        """Return the tensor, rebuilt from its bytes.
 
         Raises:
-            RuntimeError: it was changed in place since, as autograd says it.
-            StorageError: the bytes could not be read.
+            RuntimeError: If it was changed in place, with autograd's message.
+            StorageError: If the bytes could not be read.
         """
         self.probe.check()
         self.unpacked = True
-        tensor = self.view.rebuild(self.record.bytes_of(self.slot))
-        self.record.used(self.slot)
+        tensor = self.view.rebuild(self.record.bytes_of(self.item))
+        self.record.used(self.item)
         return tensor

@@ -1,58 +1,59 @@
-"""The numbers of a forward pass, for a plan and for a file."""
+"""The profile of a pass, derived from its trace."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from offload_strategy.activations.baseline_memory import BEGIN, MemoryBeside
-from offload_strategy.activations.offload_budget import Traffic
+from offload_strategy.activations.baseline_memory import BEGIN, BaselineMemory
+from offload_strategy.activations.io_overhead import IoOverhead
 from offload_strategy.activations.recomputed_blocks import RecomputableBlocks
-from offload_strategy.activations.tensor_names import ItemNames
-from offload_strategy.activations.transfer_overhead import Toll
+from offload_strategy.activations.saved_tensor_names import SavedTensorNames
+from offload_strategy.activations.tier_load import TierLoad
 from offload_strategy.activations.use_order import Trace
 from offload_strategy.plan_runtime.profile import Block, PathRates, Profile, TensorLife
 
 
 def use_event(trace: Trace, place: int) -> int:
-    """The event of a use (`MemoryBeside`): its place among those of such a pass."""
+    """Return the event of a use (`BaselineMemory`): its place among the uses of such a pass."""
     return hash((trace.signature, place))
 
 
 def profile_of(
     trace: Trace,
-    traffic: Traffic,
-    names: ItemNames | None = None,
+    tier_load: TierLoad,
+    names: SavedTensorNames | None = None,
     *,
     busy: Sequence[tuple[float, float]] = (),
-    beside: MemoryBeside | None = None,
+    baseline: BaselineMemory | None = None,
     held_until: Mapping[int, float] | None = None,
     ended_at: float | None = None,
     blocks: RecomputableBlocks | None = None,
-    toll: Toll | None = None,
+    io_overhead: IoOverhead | None = None,
 ) -> Profile | None:
-    """What a pass made and used, without the times in which it waited.
+    """Return the profile of a pass without the time in which it waited.
 
     Args:
-        trace: of a pass whose backward is over.
-        traffic: of the tiers.
-        names: of items.
-        busy: when something else ran on its thread: left out as well.
-        beside: what was in memory beside what it saved.
-        held_until: seconds from the begin of the pass until which others hold on to items, by what
-            it looks like with them.
-        ended_at: when all that belongs to it was over (`time.perf_counter`); None for the last use.
-        blocks: of its model, that may be computed again.
-        toll: what it costs that items move; it is taken out of all times.
+        trace: Trace of a pass whose backward has ended.
+        tier_load: Load of the tiers.
+        names: Names of items.
+        busy: Spans in which something else ran on its thread, which do not count.
+        baseline: Baseline memory of such a pass.
+        held_until: Seconds from the start of the pass until which others reference an item, by the
+            prefix of the item.
+        ended_at: End of everything that follows its backward (`time.perf_counter`); None for the
+            last use.
+        blocks: Blocks of its model that may be recomputed.
+        io_overhead: Overhead of I/O, which is subtracted from all times.
 
     Returns:
-        The profile; None if nothing was used.
+        The profile; None if no item was used.
     """
     if not trace.uses:
         return None
     start = trace.started_at
     pace = 1.0
-    if toll is not None and trace.seconds > 0:
-        pace -= toll.seconds(trace) / trace.seconds
+    if io_overhead is not None and trace.seconds > 0:
+        pace -= io_overhead.seconds(trace) / trace.seconds
     used = {
         number: pace * (at - start - trace.held - waited - _before(at, busy))
         for number, at, waited in trace.uses
@@ -66,20 +67,20 @@ def profile_of(
     tensors, made = [], []
     for number, nbytes in enumerate(trace.sizes):
         saved = max(0.0, pace * (trace.saved_at[number] - start - trace.held_at[number]))
-        # What backward has not used lies there until it is over.
+        # An item that backward has not used exists until its end.
         made.append(saved)
         name = None if names is None else names.of(trace.prefixes[number])
         life = (saved, max(saved, used.get(number, last_use)))
         held = pace * (held_until or {}).get(trace.prefixes[number], 0.0)
         tensors.append(TensorLife(name or f"item {number}", nbytes, life, held_until=held))
-    others = [] if beside is None else [(0.0, beside.after(BEGIN))]
-    if beside is not None:
+    others = [] if baseline is None else [(0.0, baseline.after(BEGIN))]
+    if baseline is not None:
         saves = zip(made, trace.prefixes, strict=True)
-        others += [(at, beside.after(prefix)) for at, prefix in saves]
+        others += [(at, baseline.after(prefix)) for at, prefix in saves]
         uses = enumerate(used.values())
-        others += [(at, beside.after(use_event(trace, place))) for place, at in uses]
-    # A path that was never busy moves what leaves in a pass, at least.
-    known = [traffic.rate(write=write) for write in (False, True)]
+        others += [(at, baseline.after(use_event(trace, place))) for place, at in uses]
+    # A path that was never busy moves at least what is offloaded in a pass.
+    known = [tier_load.rate(write=write) for write in (False, True)]
     read, write = (rate or max(1.0, 2 * trace.left_bytes / max(step, 1e-6)) for rate in known)
     return Profile(
         forward_seconds=min(forward, step),
@@ -89,12 +90,12 @@ def profile_of(
         others=tuple(sorted(others, key=lambda one: one[0])),
         blocks=() if blocks is None else tuple(_blocks(trace, blocks, pace)),
         paths=(PathRates("tiers", read=read, write=write),),
-        io_overhead=0.0 if toll is None else toll.per_byte,
+        io_overhead=0.0 if io_overhead is None else io_overhead.per_byte,
     )
 
 
 def _before(moment: float, busy: Sequence[tuple[float, float]]) -> float:
-    """Seconds of spans that lie before a moment."""
+    """Return the seconds of spans before a moment."""
     return sum(min(end, moment) - begin for begin, end in busy if begin < moment)
 
 

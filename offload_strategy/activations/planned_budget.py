@@ -1,14 +1,14 @@
-"""What leaves by a plan: as much as a limit of memory demands, and what is best to leave.
+"""A budget that offloads by a lifetime plan, as much as a limit of memory requires.
 
 [Note: from the first steps to a plan]
-Nothing is known of the first passes, so all that may leave does, and training waits where memory
-would be used up. After some of them their traces tell what each item weighs and how long it lies
-unused, the paths what they carry, and a meter what else training has in memory from moment to
-moment (beside.py): a lifetime plan (`planning.lifetimes`) says what leaves. What the limit leaves
-beside all else is the room for items. A plan is made anew when that has changed by much.
+In the first passes everything that may leave is offloaded, and training waits when memory would be
+used up. Then the traces of these passes give the sizes and idle times of items, the paths give
+their rates, and a meter gives the baseline memory (`baseline_memory`): a lifetime plan
+(`plan_runtime.lifetime_plan`) selects what is offloaded. The room for items is the limit minus the
+baseline memory. A new plan is made if the room has changed by much.
 
-With a plan it is decided, once, which blocks are computed again (planning/recompute.py). The passes
-after it look different then: they are profiled and planned as any new kind of pass is.
+The first plans also select the blocks to recompute (`plan_runtime.recompute_mix`). Passes with
+recomputation are of a new kind, and are profiled and planned as such.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from offload_strategy.activations.baseline_memory import MemoryBeside, Meter
-from offload_strategy.activations.batcher import Outbox
-from offload_strategy.activations.offload_budget import Traffic
+from offload_strategy.activations.baseline_memory import BaselineMemory, MemoryMeter
+from offload_strategy.activations.batcher import OffloadBatcher
+from offload_strategy.activations.budgets import Budget
+from offload_strategy.activations.io_overhead import IoOverhead
 from offload_strategy.activations.pass_profile import profile_of, use_event
 from offload_strategy.activations.recomputed_blocks import RecomputableBlocks
-from offload_strategy.activations.tensor_names import ItemNames
-from offload_strategy.activations.transfer_overhead import Toll
+from offload_strategy.activations.saved_tensor_names import SavedTensorNames
+from offload_strategy.activations.tier_load import TierLoad
 from offload_strategy.activations.use_order import Trace
 from offload_strategy.config import PlanningConfig
 from offload_strategy.errors import ConfigError
@@ -36,47 +37,45 @@ from offload_strategy.units import MiB, format_size
 
 logger = get_logger(__name__)
 
-#: Share of the room that is left which items get in the first passes.
+#: Share of the free memory that items get in the first passes.
 _FIRST_SHARE = 0.35
 _LEAST_ROOM_BYTES = 32 * MiB
-#: What is loaded is there for some uses: the room of the one that needs most beside it counts.
+#: Number of next uses of which the largest baseline memory counts.
 _USES_AHEAD = 8
-#: Of all passes that were planned for, whose kinds are remembered.
+#: Largest number of items whose plan is remembered.
 _MOST_ITEMS = 65536
-#: Share of what there is, where no limit is given.
+#: Share of the memory that is the limit if none is given.
 _FREE_SHARE = 0.95
-#: By what share of the limit the room must have changed for a new plan: too small, or too large.
+#: Share of the limit by which the room must shrink, or grow, for a new plan.
 _LESS, _MORE = 0.005, 0.03
-#: How often blocks are chosen that are computed again.
+#: How often blocks are selected for recomputation.
 _CHOICES = 3
-#: Seconds for which training waits for room at most, each time: a path that is so slow has failed,
-#: and says so elsewhere.
+#: Largest wait for room in seconds: a slower path has failed, which is reported elsewhere.
 _PATIENCE_SECONDS = 60.0
 
 
 @dataclass(slots=True)
 class MemoryLimit:
-    """A limit of memory, and what looks at it.
+    """A limit of memory.
 
     Args:
-        nbytes: that training may have in memory at most; None for what is free when it begins.
-        profile_passes: how many passes to look at before the first plan.
-        meter: of that memory; to be set before the first pass.
-        given: what is to become of each item, and which blocks are computed again; None to find
-            out.
+        nbytes: Largest number of bytes that training may use; None for what is free at the start.
+        profile_passes: Passes to profile before the first plan.
+        meter: Meter of this memory; it must be set before the first pass.
+        given: A plan from a file; None to make plans.
     """
 
     nbytes: int | None
     profile_passes: int
-    meter: Meter | None = None
+    meter: MemoryMeter | None = None
     given: GivenPlan | None = None
 
     @classmethod
     def configured(cls, section: PlanningConfig) -> MemoryLimit | None:
-        """That of a config, if it has one.
+        """Return the limit of a config, or None.
 
         Raises:
-            ConfigError: its plan cannot be read.
+            ConfigError: If its plan cannot be read.
         """
         if section.device_memory is None:
             return None
@@ -85,29 +84,29 @@ class MemoryLimit:
         return cls(nbytes, section.profile_steps, given=given)
 
 
-class PlannedBudget:
-    """A limit of memory, and a plan that keeps to it; see [Note: from the first steps to a plan].
+class PlannedBudget(Budget):
+    """Keeps training within a limit; see [Note: from the first steps to a plan].
 
     Args:
-        traffic: of the tiers.
-        limit: of memory.
-        outbox: of items that are about to be given to the tiers.
-        names: of items, for people.
-        blocks: that may be computed again.
+        tier_load: Load of the tiers.
+        limit: The limit.
+        batcher: Batches of items for the store.
+        names: Names of items.
+        blocks: Blocks that may be recomputed.
 
     Raises:
-        ConfigError: in the first forward pass, where the limit is used up already.
+        ConfigError: In the first forward pass, if the limit is used up already.
     """
 
     def __init__(
         self,
-        traffic: Traffic,
+        tier_load: TierLoad,
         limit: MemoryLimit,
-        outbox: Outbox,
-        names: ItemNames | None = None,
+        batcher: OffloadBatcher,
+        names: SavedTensorNames | None = None,
         blocks: RecomputableBlocks | None = None,
     ) -> None:
-        self._traffic = traffic
+        self._tier_load = tier_load
         self._names = names
         self._blocks = blocks
         self._choices_left = _CHOICES
@@ -115,35 +114,34 @@ class PlannedBudget:
             blocks.want(limit.given.recomputed)
             self._choices_left = 0
         self._memory = limit
-        self._outbox = outbox
+        self._batcher = batcher
         self._passes_left = limit.profile_passes
         self._limit = 0
-        #: Bytes of items of other passes than the given one that are in memory.
+        #: Returns the bytes in memory of items of passes other than the given one.
         self.others_bytes: Callable[[Trace], int] = lambda trace: 0
-        #: What else there is; None before the first pass.
-        self.beside: MemoryBeside | None = None
+        #: Baseline memory; None before the first pass.
+        self.baseline: BaselineMemory | None = None
         # Bytes of items that may be in memory in the first pass.
         self._first_room: int | None = None
         self._planned_for: int | None = None
         self._told = False
-        # The pass whose backward was over last, until the next one begins.
+        # The pass whose backward ended last, until the next one starts.
         self._over: Trace | None = None
-        #: By what a pass looks like up to an item: until when others hold on to it, in seconds from
-        #: the begin of the pass.
+        #: Seconds from the start of the pass until which others reference an item, by its prefix.
         self.held_until: dict[int, float] = {}
-        #: Likewise: whether it leaves.
+        #: Whether an item is offloaded, by its prefix.
         self._leaves: dict[int, bool] = {}
         self.plan: LifetimePlan | None = None
         self.profile: Profile | None = None
-        self.toll = Toll()
-        #: Items that were not in the plan, or had to leave although it said that they stay.
+        self.io_overhead = IoOverhead()
+        #: Items that the plan did not know, or that had to be offloaded against the plan.
         self.deviations = 0
         self.over_limit_passes = 0
-        #: Of the last step.
+        #: Peak of the last step.
         self.latest_peak_bytes = 0
 
     def figures(self) -> dict[str, float]:
-        """Figures of this moment, for metrics: bytes and counts."""
+        """Return current bytes and counts for metrics."""
         return {
             "plan_limit_bytes": float(self._limit),
             "plan_peak_bytes": float(self.latest_peak_bytes),
@@ -153,23 +151,23 @@ class PlannedBudget:
         }
 
     @property
-    def _meter(self) -> Meter:
+    def _meter(self) -> MemoryMeter:
         assert self._memory.meter is not None
         return self._memory.meter
 
     def admits(self, nbytes: int, trace: Trace, idle: float | None) -> bool:
-        """Whether an item leaves; waits for room. See `FixedBudget.admits`."""
-        if self.beside is None:
-            self.beside = self._begin(nbytes)
+        """See `Budget.admits`; waits for room in memory."""
+        if self.baseline is None:
+            self.baseline = self._begin(nbytes)
         elif trace.saved_bytes == nbytes:
-            self._begin_pass(trace, self.beside)
+            self._begin_pass(trace, self.baseline)
         leaves = True
         begin = time.perf_counter()
-        self._traffic.let_go()
+        self._tier_load.release_written()
         items = trace.alive_bytes() + self.others_bytes(trace)
-        self.beside.arrive(trace.signature, items - nbytes)
-        room = self._room_after(trace.signature, self.beside)
-        # What must stay, and what is in memory as others hold on to it.
+        self.baseline.record_event(trace.signature, items - nbytes)
+        room = self._room_after(trace.signature, self.baseline)
+        # Items that must stay, and items that others reference.
         stays = items - nbytes - self._leaving_bytes()
         if self.plan is not None or self._memory.given is not None:
             known = self._decided(nbytes, trace)
@@ -177,52 +175,52 @@ class PlannedBudget:
             self.deviations += known is None or too_much
             leaves = known is None or known or too_much
         self._wait_for_room(items, room)
-        self.beside.go_on(trace.alive_bytes() + self.others_bytes(trace))
-        # To look closely takes its time, too.
+        self.baseline.resume(trace.alive_bytes() + self.others_bytes(trace))
+        # Measuring takes time, too.
         trace.held += time.perf_counter() - begin
         return leaves
 
     def must_leave(self, trace: Trace) -> int | None:
-        """What there is no room for when backward begins; see `FixedBudget.must_leave`."""
-        if self.beside is None:
+        """See `Budget.must_leave`: the bytes for which there is no room."""
+        if self.baseline is None:
             return 0
         items = trace.alive_bytes() + self.others_bytes(trace)
-        return max(0, items - self._room_from(trace, 0, self.beside))
+        return max(0, items - self._room_from(trace, 0, self.baseline))
 
     def uses(self, trace: Trace, loaded_bytes: int, nbytes: int) -> None:
-        """Backward uses an item for the first time. See `FixedBudget.uses`."""
-        if self.beside is not None:
+        """See `Budget.uses`; waits for room in memory."""
+        if self.baseline is not None:
             begin = time.perf_counter()
             if self._meter.counts_host_buffers:
-                self._traffic.keep_idle(0)
-            self._traffic.let_go()
+                self._tier_load.keep_idle(0)
+            self._tier_load.release_written()
             use = len(trace.uses) - 1
             items = trace.alive_bytes() + loaded_bytes + self.others_bytes(trace)
-            self.beside.arrive(use_event(trace, use), items + nbytes)
-            self._wait_for_room(items, self._room_from(trace, use, self.beside))
-            # Its own bytes count among what its use needs from now on.
-            self.beside.go_on(items)
+            self.baseline.record_event(use_event(trace, use), items + nbytes)
+            self._wait_for_room(items, self._room_from(trace, use, self.baseline))
+            # From now on its bytes count as baseline memory of its use.
+            self.baseline.resume(items)
             trace.waited += time.perf_counter() - begin
 
     def observe(self, trace: Trace) -> None:
-        """A backward pass is over: what comes until the next pass belongs to it."""
-        if self.beside is not None:
-            self.latest_peak_bytes = self.beside.look()
+        """See `Budget.observe`; what follows until the next pass belongs to this one."""
+        if self.baseline is not None:
+            self.latest_peak_bytes = self.baseline.look()
             self._over = trace
-            self.toll.observe(trace)
+            self.io_overhead.observe(trace)
             for number, until in trace.held_until.items():
                 held = 0.0 if until is None else until - trace.started_at
                 self.held_until[trace.prefixes[number]] = held
 
     def room(self, trace: Trace) -> int | None:
-        """See `FixedBudget.room`."""
-        if self.beside is None:
+        """See `Budget.room`."""
+        if self.baseline is None:
             return None
-        room = self._room_from(trace, len(trace.uses) - 1, self.beside)
+        room = self._room_from(trace, len(trace.uses) - 1, self.baseline)
         return max(0, room - trace.alive_bytes() - self.others_bytes(trace))
 
     # ------------------------------------------------------------------ passes
-    def _begin(self, nbytes: int) -> MemoryBeside:
+    def _begin(self, nbytes: int) -> BaselineMemory:
         used = self._meter.used_bytes() - nbytes
         given = self._memory.nbytes
         self._limit = int(_FREE_SHARE * self._meter.total_bytes()) if given is None else given
@@ -233,17 +231,17 @@ class PlannedBudget:
                 "weights leave as well."
             )
         self._first_room = max(_LEAST_ROOM_BYTES, int(_FIRST_SHARE * (self._limit - used)))
-        beside = MemoryBeside(self._meter, self._memory.profile_passes)
-        beside.begin(0)
-        return beside
+        baseline = BaselineMemory(self._meter, self._memory.profile_passes)
+        baseline.begin(0)
+        return baseline
 
-    def _begin_pass(self, trace: Trace, beside: MemoryBeside) -> None:
-        """Learn from the last pass, with what came after its backward, and plan."""
+    def _begin_pass(self, trace: Trace, baseline: BaselineMemory) -> None:
+        """Learn from the last pass with everything that followed its backward, and plan."""
         others = self.others_bytes(trace)
         over, self._over = self._over, None
-        closely = beside.closely
-        peak = beside.end(others, learn=over is not None)
-        beside.begin(others)
+        per_event = baseline.per_event
+        peak = baseline.end(others, learn=over is not None)
+        baseline.begin(others)
         if over is None:
             return
         self._first_room = None
@@ -252,22 +250,22 @@ class PlannedBudget:
         self._passes_left -= 1
         if self._passes_left > 0:
             return
-        if self._target - beside.most_bytes < _LEAST_ROOM_BYTES and not self._told:
+        if self._target - baseline.most_bytes < _LEAST_ROOM_BYTES and not self._told:
             self._told = True
             logger.warning(
                 "planning.device_memory: %s cannot be kept: a step takes %s with next to nothing "
                 "that is saved in memory. Give more, or train with a smaller batch.",
                 format_size(self._limit),
-                format_size(beside.most_bytes),
+                format_size(baseline.most_bytes),
             )
         known = self._planned_for
-        fuller = 0 if known is None else beside.correction - known
+        fuller = 0 if known is None else baseline.correction - known
         worth = not -_MORE * self._limit < fuller < _LESS * self._limit
-        if known is None or closely or worth or over.signature not in self._leaves:
-            self._make_plan(over, beside, trace.started_at, closely=closely)
+        if known is None or per_event or worth or over.signature not in self._leaves:
+            self._make_plan(over, baseline, trace.started_at, per_event=per_event)
 
     def _decided(self, nbytes: int, trace: Trace) -> bool | None:
-        """Whether an item leaves by the plan, or by a file; None where neither knows it."""
+        """Return whether an item is offloaded by the plan or a file; None if neither knows it."""
         given, number = self._memory.given, len(trace.sizes) - 1
         items = () if given is None else given.items
         if number < len(items) and items[number].bytes == nbytes:
@@ -280,49 +278,49 @@ class PlannedBudget:
 
     # ------------------------------------------------------------------ room
     def _leaving_bytes(self) -> int:
-        return self._traffic.own_writing_bytes() + self._outbox.nbytes
+        return self._tier_load.own_writing_bytes() + self._batcher.nbytes
 
-    def _room_after(self, event: int, beside: MemoryBeside) -> int:
+    def _room_after(self, event: int, baseline: BaselineMemory) -> int:
         if self._first_room is not None:
             return self._first_room
-        return max(_LEAST_ROOM_BYTES, self._target - beside.after(event))
+        return max(_LEAST_ROOM_BYTES, self._target - baseline.after(event))
 
-    def _room_from(self, trace: Trace, use: int, beside: MemoryBeside) -> int:
-        """The least room after a use and some that follow it."""
+    def _room_from(self, trace: Trace, use: int, baseline: BaselineMemory) -> int:
+        """Return the smallest room after a use and some following ones."""
         uses = range(max(0, use), max(1, min(use + _USES_AHEAD, len(trace.sizes))))
-        return min(self._room_after(use_event(trace, one), beside) for one in uses)
+        return min(self._room_after(use_event(trace, one), baseline) for one in uses)
 
     def _wait_for_room(self, items: int, room: int) -> None:
-        """Wait until what is in memory fits into the room, as far as it is on its way out."""
+        """Wait for writes in flight until the items in memory fit into the room."""
         if items <= room:
             return
-        self._outbox.empty()
-        at_most = max(0, self._traffic.own_writing_bytes() - (items - room))
-        if self._traffic.own_writing_bytes() > at_most:
-            self._traffic.await_own_writing_at_most(at_most, _PATIENCE_SECONDS)
+        self._batcher.flush()
+        at_most = max(0, self._tier_load.own_writing_bytes() - (items - room))
+        if self._tier_load.own_writing_bytes() > at_most:
+            self._tier_load.await_own_writing_at_most(at_most, _PATIENCE_SECONDS)
 
     def _make_plan(
-        self, trace: Trace, beside: MemoryBeside, ended_at: float, *, closely: bool
+        self, trace: Trace, baseline: BaselineMemory, ended_at: float, *, per_event: bool
     ) -> None:
         profile = profile_of(
             trace,
-            self._traffic,
+            self._tier_load,
             self._names,
-            beside=beside,
+            baseline=baseline,
             held_until=self.held_until,
             ended_at=ended_at,
             blocks=self._blocks,
-            toll=self.toll,
+            io_overhead=self.io_overhead,
         )
         if profile is None:
             return
-        self.profile, self._planned_for = profile, beside.correction
+        self.profile, self._planned_for = profile, baseline.correction
         if self.plan is None:
-            # With a plan buffers for what is on its way are fewer.
-            beside.look_closely()
+            # With a plan there are fewer buffers in flight.
+            baseline.measure_next_pass()
         blocks = self._blocks
-        # What is computed again changes memory between events, which only a close look tells.
-        if blocks is not None and not blocks.settled and (closely or not blocks.recomputed):
+        # Recomputation changes memory between events, which only a pass per event measures.
+        if blocks is not None and not blocks.settled and (per_event or not blocks.recomputed):
             self._recompute(profile, blocks)
         self.plan = plan_lifetimes(profile, self._target)
         leave = {move.tensor for move in self.plan.moves}
@@ -341,12 +339,12 @@ class PlannedBudget:
         )
 
     def _recompute(self, profile: Profile, blocks: RecomputableBlocks) -> None:
-        """Choose blocks, and later further ones: the first choice knows little of the paths."""
+        """Select blocks, and later further ones: early rates of the paths are uncertain."""
         if not self._choices_left:
             blocks.settle()
             return
         if any(block.name in blocks.recomputed for block in profile.blocks):
-            return  # it is of a pass from before the last choice
+            return  # the profile is of a pass before the last selection
         mix = choose_mix(profile, self._target)
         if mix.recomputed:
             self._choices_left -= 1

@@ -1,14 +1,14 @@
-"""Blocks of a model that may be computed again in backward instead of being kept or moved.
+"""Blocks of a model that may be recomputed in backward instead of being kept or offloaded.
 
 [Note: what may run twice]
-A block that runs a second time must give the same values and change nothing. Of layers of
-Transformers that can be checkpointed their authors say so. Of blocks that consist of torch's own
-modules alone it is known, if they have no hooks and no buffers that a call changes (running
-averages). Of others the user has to say so. What is given objects beside tensors may change them.
-A cache of keys is such an object: layers of Transformers leave it out when they are checkpointed,
-but then keys lie in memory otherwise, and a product with them may differ in the last bits (tried:
-T5). So they are computed again only if the user says so.
-Random numbers are drawn again as they were; that is `torch.utils.checkpoint`, which does the work.
+A block that runs a second time must give the same values and change nothing. Transformers' authors
+say so of layers that can be checkpointed. It is known of blocks that consist of torch's own modules
+alone, if they have no hooks and no buffers that a call changes (running averages). Of others the
+user has to say so. A block may change objects that it gets besides tensors. A key-value cache is
+such an object: layers of Transformers skip it when they are checkpointed, but then keys have
+another memory layout, and a product with them may differ in the last bits (seen with T5). So such
+layers are recomputed only if the user says so.
+`torch.utils.checkpoint` does the work, and restores the state of random number generators.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from offload_strategy.torch_support.repeated_blocks import outermost_blocks
 
 logger = get_logger(__name__)
 
-#: What a block may be given and return, beside tensors: nothing that it could change.
+#: Types of inputs and outputs of a block that it cannot change, and tensors.
 _PLAIN = (torch.Tensor, type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 
 
 @dataclass(eq=False)
 class _Candidate:
-    """A block that might be computed again.
+    """A block that might be recomputed.
 
     Args:
-        name: in its model.
-        module: the block.
-        by_itself: whether it is one of Transformers, which does all itself.
+        name: Name in its model.
+        module: The block.
+        by_itself: Whether it is a layer of Transformers that checkpoints itself.
     """
 
     name: str
@@ -50,17 +50,18 @@ class _Candidate:
     by_itself: bool
     handles: list[Any] = field(default_factory=list)
     refused: bool = False
-    # Of the call under way.
+    # State of the current call.
     trace: Trace | None = None
     versions: tuple[int, ...] = ()
 
 
 class RecomputableBlocks:
-    """Looks at the blocks of attached models, and has some of them computed again.
+    """Observes the blocks of attached models, and recomputes some of them.
 
     Args:
-        which: blocks that may run twice: "auto" where that is known, True for all, False for none.
-        trace: of the forward pass under way on this thread; None where there is none.
+        which: Blocks that may run twice: "auto" for those known to be safe, True for all, False for
+            none.
+        trace: Returns the trace of the current forward pass of this thread, or None.
     """
 
     def __init__(self, which: Literal["auto"] | bool, trace: Callable[[], Trace | None]) -> None:
@@ -69,13 +70,13 @@ class RecomputableBlocks:
         self._candidates: dict[str, _Candidate] = {}
         self._wanted: list[str] = []
         self._told = False
-        #: Names of blocks that are computed again.
+        #: Names of blocks that are recomputed.
         self.recomputed: set[str] = set()
-        #: Whether that is the last word.
+        #: Whether this set is final.
         self.settled = False
 
     def add_model(self, model: nn.Module) -> None:
-        """Look at its blocks from the next forward pass on."""
+        """Observe the blocks of a model from the next forward pass on."""
         if self._which is False or self.settled or _is_compiled(model):
             return
         for name, module in outermost_blocks(model):
@@ -93,18 +94,18 @@ class RecomputableBlocks:
                 ]
 
     def want(self, names: Collection[str]) -> None:
-        """Blocks are to be computed again, too, from the next forward pass on."""
+        """Recompute these blocks as well from the next forward pass on."""
         self._wanted += names
 
     def settle(self) -> None:
-        """No further block will ever be wanted: nobody looks at them any more."""
+        """Make the set of recomputed blocks final, and stop observing the others."""
         self.settled = True
         for candidate in self._candidates.values():
             if candidate.name not in self._wanted:
                 self._release(candidate)
 
     def forward_begins(self) -> None:
-        """A forward pass begins: no block is running."""
+        """Start a forward pass, in which no block is running yet."""
         wanted, self._wanted = self._wanted, []
         missing = [name for name in wanted if not self._recompute(name)]
         if missing:
@@ -115,7 +116,7 @@ class RecomputableBlocks:
             )
 
     def allowed(self, calls: Sequence[BlockCall]) -> list[BlockCall]:
-        """Those calls whose blocks may be computed again, as far as it was seen."""
+        """Return the calls whose blocks may be recomputed, as far as observed."""
         names = [call.name for call in calls]
         found = []
         for call in calls:
@@ -127,14 +128,14 @@ class RecomputableBlocks:
         return found
 
     def remove_model(self, model: nn.Module) -> None:
-        """Its blocks are as they were. Idempotent."""
+        """Restore the blocks of a model. Idempotent."""
         modules = set(model.modules())
         for candidate in list(self._candidates.values()):
             if candidate.module() in modules:
                 self._forget(candidate)
 
     def close(self) -> None:
-        """All blocks are as they were. Idempotent."""
+        """Restore all blocks. Idempotent."""
         for candidate in list(self._candidates.values()):
             self._forget(candidate)
 
@@ -146,7 +147,7 @@ class RecomputableBlocks:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> None:
-        """A block is called."""
+        """Record the start of a call."""
         trace = self._trace()
         if trace is None or torch._C._current_graph_task_id() != -1:
             return
@@ -160,7 +161,7 @@ class RecomputableBlocks:
         trace.blocks.begin(candidate.name, tensors, len(trace.sizes), now)
 
     def ends(self, candidate: _Candidate, module: nn.Module, output: Any) -> None:
-        """It has returned."""
+        """Record the end of a call."""
         trace, candidate.trace = candidate.trace, None
         if trace is None or trace is not self._trace():
             return
@@ -169,7 +170,7 @@ class RecomputableBlocks:
         trace.blocks.end(candidate.name, len(trace.sizes), time.perf_counter() - trace.held)
 
     def _look_at(self, candidate: _Candidate, values: Iterable[Any]) -> None:
-        """Refuse what is given or returns an object; see [Note: what may run twice]."""
+        """Refuse a block with other objects than tensors; see [Note: what may run twice]."""
         if candidate.by_itself and self._which is True:
             return
         strange = next((value for value in values if not isinstance(value, _PLAIN)), None)
@@ -220,7 +221,7 @@ class _Hooks:
         self._candidate = candidate
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """The block is about to compute."""
+        """Forward pre-hook."""
         # A compiled graph has no blocks.
         if self._blocks is not None and not torch.compiler.is_dynamo_compiling():
             blocks, candidate = self._blocks(), self._candidate
@@ -228,7 +229,7 @@ class _Hooks:
                 blocks.begins(candidate, module, args, kwargs)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """The block has computed."""
+        """Forward hook."""
         if self._blocks is not None and not torch.compiler.is_dynamo_compiling():
             blocks, candidate = self._blocks(), self._candidate
             if blocks is not None and candidate is not None:
@@ -239,7 +240,7 @@ class _Hooks:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """What plain containers hold; anything else is a leaf, whatever it contains."""
+    """Yield the elements of plain containers; any other object is a leaf."""
     if type(value) in (tuple, list):
         for inner in value:
             yield from _leaves(inner)
@@ -252,14 +253,14 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 # ---------------------------------------------------------------------- modules
 def _kind(module: nn.Module, *, ask: bool) -> Literal["by itself", "from outside"] | None:
-    """How a block can be computed again; None if it cannot, or may not.
+    """Return how a block can be recomputed; None if it cannot or may not be.
 
     Args:
-        module: the block.
-        ask: whether it must be known that it may run twice; else the user has said so.
+        module: The block.
+        ask: Whether it must be known to be safe; otherwise the user has said so.
     """
     if any(_is_transformers_layer(type(inner)) for inner in module.modules()):
-        # What is checkpointed already stays as it is.
+        # A layer that is checkpointed already stays as it is.
         on = any(getattr(inner, "gradient_checkpointing", False) for inner in module.modules())
         return "by itself" if _is_transformers_layer(type(module)) and not on else None
     if any(_is_called_otherwise(inner) for inner in module.modules()):
@@ -275,7 +276,7 @@ def _is_transformers_layer(kind: type) -> bool:
 
 
 def _is_called_otherwise(module: nn.Module) -> bool:
-    """Whether somebody has put hooks on it, which would run twice, or replaced its call."""
+    """Return whether a module has hooks, which would run twice, or a replaced call."""
     hooked = (
         module._forward_hooks or module._forward_pre_hooks
         or module._backward_hooks or module._backward_pre_hooks
@@ -295,7 +296,7 @@ def _is_compiled(model: nn.Module) -> bool:
 
 
 def _versions(module: nn.Module) -> tuple[int, ...]:
-    """Of its buffers: what changes in a call."""
+    """Return the version counters of its buffers, which change if a call changes them."""
     return tuple(buffer._version for buffer in module.buffers() if not buffer.is_inference())
 
 
@@ -318,13 +319,13 @@ def _compute_once(module: nn.Module, *, by_itself: bool) -> None:
 
 
 class _Again:
-    """Calls a module so that it is computed again in backward."""
+    """Calls a module so that it is recomputed in backward."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it; outside of training as ever."""
+        """Call the module, with checkpointing while it trains."""
         module = self._module()
         assert module is not None
         if not (module.training and torch.is_grad_enabled()):

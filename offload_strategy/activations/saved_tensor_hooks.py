@@ -1,6 +1,6 @@
-"""Saved-tensor hooks: pack gives the bytes to the store, unpack rebuilds the tensor from them.
+"""Saved-tensor hooks: pack offloads the bytes of a tensor, unpack rebuilds it from them.
 
-The tensor cache of SSDTrain (section 3), as two functions around
+The tensor cache of SSDTrain (section 3) as two functions for
 `torch.autograd.graph.saved_tensors_hooks`.
 """
 
@@ -17,19 +17,19 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload_strategy.activations import foreign_hooks as other_hooks
-from offload_strategy.activations.batcher import Outbox, batch_bytes
+from offload_strategy.activations.batcher import OffloadBatcher, batch_bytes
+from offload_strategy.activations.budgets import AutomaticBudget, Budget, FixedBudget
 from offload_strategy.activations.conflicting_offloads import refuse_hooks_that_offload
 from offload_strategy.activations.eligibility import StayCounts, is_small, why_it_stays
-from offload_strategy.activations.forward_records import ForwardRecord, Slot
-from offload_strategy.activations.offload_budget import AutomaticBudget, Budget, FixedBudget
-from offload_strategy.activations.packed_tensors import Kept, Moved
+from offload_strategy.activations.forward_records import ForwardRecord, SavedItem
+from offload_strategy.activations.packed_tensors import KeptTensor, OffloadedTensor
 from offload_strategy.activations.pass_profile import profile_of
 from offload_strategy.activations.planned_budget import MemoryLimit, PlannedBudget
 from offload_strategy.activations.prefetch import Prefetcher
 from offload_strategy.activations.recomputed_blocks import RecomputableBlocks
+from offload_strategy.activations.saved_tensor_names import SavedTensorNames
 from offload_strategy.activations.saved_views import ByteRange, reach, reach_of_base
-from offload_strategy.activations.tensor_names import ItemNames
-from offload_strategy.activations.tier_load import TierTraffic
+from offload_strategy.activations.tier_load import TierLoad
 from offload_strategy.activations.use_order import Trace
 from offload_strategy.plan_runtime.profile import Profile
 from offload_strategy.store.tensor_store import TensorStore
@@ -37,19 +37,19 @@ from offload_strategy.store.ticket import Tier
 from offload_strategy.torch_support.deferred_interrupts import UninterruptedSection
 
 _CLIENT = "activations"
-#: A view that reaches less than this share of its base takes only its own bytes along.
+#: A view of less than this share of its base is offloaded alone; otherwise the base is.
 _WHOLE_BASE_SHARE = 0.5
 
 
 class Packed(Protocol):
-    """What autograd holds in place of a saved tensor."""
+    """The object that autograd holds in place of a saved tensor."""
 
     def unpack(self) -> torch.Tensor:
-        """The tensor."""
+        """Return the tensor."""
 
 
 class _Open(threading.local):
-    """The forward pass under way on a thread, and the hint under which it began."""
+    """The current forward pass of a thread, and the hint at its start."""
 
     record: ForwardRecord | None = None
     latest: ForwardRecord | None = None
@@ -96,18 +96,18 @@ class ActivationOffload:
         self._before_forward = before_forward
         self._min_size = min_size
         self.save_weight = save_weight
-        self._traffic = TierTraffic(store, tiers, _CLIENT)
-        self._outbox = Outbox(self._give)
-        self.names = ItemNames()
+        self._tier_load = TierLoad(store, tiers, _CLIENT)
+        self._batcher = OffloadBatcher(self._give)
+        self.names = SavedTensorNames()
         self._open = _Open()
         self.blocks = RecomputableBlocks(recompute, self._trace)
         self._budget: Budget
         if plan_within is not None:
             self._budget = PlannedBudget(
-                self._traffic, plan_within, self._outbox, self.names, self.blocks
+                self._tier_load, plan_within, self._batcher, self.names, self.blocks
             )
         elif budget == "auto":
-            self._budget = AutomaticBudget(self._traffic, most_backlog)
+            self._budget = AutomaticBudget(self._tier_load, most_backlog)
         else:
             self._budget = FixedBudget(budget)
         self._prefetcher = Prefetcher(store, self._budget, prefetch_bytes)
@@ -125,7 +125,7 @@ class ActivationOffload:
         self.kept_bytes = 0
 
     def figures(self) -> dict[str, float]:
-        """Figures of this moment, for metrics: counts, and bytes."""
+        """Return current counts and bytes for metrics."""
         latest = self._prefetcher.latest_trace
         planned = {} if self.planned is None else self.planned.figures()
         return planned | {
@@ -138,48 +138,48 @@ class ActivationOffload:
         }
 
     def latest_pass_started_at(self) -> float | None:
-        """When the pass began whose backward was seen last (`time.perf_counter`), if one was."""
+        """Return the start of the pass of the last backward (`time.perf_counter`), or None."""
         latest = self._prefetcher.latest_trace
         return None if latest is None else latest.started_at
 
     def profile(self, busy: Sequence[tuple[float, float]] = ()) -> Profile | None:
-        """What the last pass made and used, once its backward is over.
+        """Return the profile of the last pass, once its backward has ended.
 
         Args:
-            busy: when something else ran on the thread of the pass; `time.perf_counter`.
+            busy: Spans in which something else ran on its thread (`time.perf_counter`).
         """
         latest = self._prefetcher.latest_trace
         if latest is None:
             return None
         planned = self.planned
-        beside = None if planned is None else planned.beside
+        baseline = None if planned is None else planned.baseline
         held = None if planned is None else planned.held_until
         end = self._prefetcher.ended_at(latest)
         return profile_of(
             latest,
-            self._traffic,
+            self._tier_load,
             self.names,
             busy=busy,
-            beside=beside,
+            baseline=baseline,
             held_until=held,
             ended_at=end,
             blocks=self.blocks,
-            toll=None if planned is None else planned.toll,
+            io_overhead=None if planned is None else planned.io_overhead,
         )
 
     @property
     def planned(self) -> PlannedBudget | None:
-        """What decides by a plan, if there is one."""
+        """The budget, if it goes by a plan."""
         return self._budget if isinstance(self._budget, PlannedBudget) else None
 
     # ------------------------------------------------------------------ forward passes
     def hint(self) -> None:
-        """Another micro-batch begins: forward passes until the next hint belong together."""
+        """Start a micro-batch: forward passes until the next hint belong together."""
         self._hint += 1
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Offload what is saved inside; entering again inside changes nothing."""
+        """Offload tensors that are saved in this context; nested contexts change nothing."""
         hooks = self.enter()
         try:
             yield
@@ -187,7 +187,7 @@ class ActivationOffload:
             self.leave(hooks)
 
     def enter(self) -> saved_tensors_hooks | None:
-        """Begin a forward pass on this thread; None if one is already under way."""
+        """Start a forward pass on this thread; return None if one is already running."""
         if not self.enabled or self._open.record is not None or not other_hooks.may_open():
             return None
         outer = other_hooks.foreign(ActivationOffload)
@@ -197,10 +197,10 @@ class ActivationOffload:
         self.blocks.forward_begins()
         if self.planned is None:
             self._store.pass_begins()
-        else:  # memory is at its peak where forward ends; buffers are for backward
+        else:  # memory is at its peak when forward ends; backward needs the buffers
             self._store.trim()
         hooks = saved_tensors_hooks(self._pack, self._unpack)
-        # Ctrl-C between hooks that are in force and the note of it would leave them so for ever.
+        # Ctrl-C between entering the hooks and recording it would leave them active for ever.
         with UninterruptedSection():
             hooks.__enter__()
             if outer is not None:
@@ -209,7 +209,7 @@ class ActivationOffload:
         return hooks
 
     def leave(self, hooks: saved_tensors_hooks | None) -> None:
-        """End what `enter` began."""
+        """End what `enter` started."""
         if hooks is not None:
             record = self._open.record
             with UninterruptedSection():
@@ -217,16 +217,16 @@ class ActivationOffload:
                 self._open.record = None
             if sys.exc_info()[0] is None and self.enabled and record is not None:
                 with self._held(record.trace):
-                    self._outbox.empty()
+                    self._batcher.flush()
             else:
-                self._outbox.forget()
+                self._batcher.discard()
 
     @contextmanager
     def saving_weights(self) -> Iterator[bool]:
-        """Within, streamed weights that are saved are found again; nothing else leaves.
+        """Save streamed weights by reference in this context; nothing else is offloaded.
 
         Yields:
-            Whether hooks of ours are in force: False where none may be.
+            Whether our hooks are active; False if no hooks are allowed.
         """
         if not other_hooks.may_open():
             yield False
@@ -244,27 +244,27 @@ class ActivationOffload:
         try:
             yield True
         finally:
-            # Where Ctrl-C ended a backward pass, torch has taken off all that was opened within.
+            # If Ctrl-C ended a backward pass, torch has removed all hooks that were entered in it.
             if other_hooks.innermost() == opened:
                 hooks.__exit__(None, None, None)
 
     def _pack_weight(self, tensor: torch.Tensor) -> Packed:
         weight = None if self.save_weight is None else self.save_weight(tensor)
-        return Kept(tensor) if weight is None else weight
+        return KeptTensor(tensor) if weight is None else weight
 
     @contextmanager
     def _held(self, trace: Trace) -> Iterator[None]:
-        """Within, a forward pass may be made to wait."""
-        before = self._traffic.stalled_seconds()
+        """Add the time that forward waits for the tiers in this context to its trace."""
+        before = self._tier_load.stalled_seconds()
         yield
-        trace.held += self._traffic.stalled_seconds() - before
+        trace.held += self._tier_load.stalled_seconds() - before
 
     def _trace(self) -> Trace | None:
         record = self._open.record
         return None if record is None else record.trace
 
     def _record(self) -> ForwardRecord:
-        """A record for the forward pass that begins: the micro-batch's, if a hint names one."""
+        """Return the record of the new forward pass: that of the micro-batch, if there is a hint."""
         opened = self._open
         latest = opened.latest
         same = self._hint > 0 and opened.hint == self._hint
@@ -286,67 +286,67 @@ class ActivationOffload:
         # Inside backward (a checkpointed region is recomputed) the tensor is needed at once.
         inside_backward = torch._C._current_graph_task_id() != -1
         if record is None or not self.enabled or inside_backward:
-            return Kept(tensor)
+            return KeptTensor(tensor)
         if is_small(tensor, self._min_size):
-            return Kept(tensor)
+            return KeptTensor(tensor)
         reason = why_it_stays(tensor, self._is_weight)
         if reason is not None:
             self.stays.note(reason, tensor, self._min_size)
-            return Kept(tensor)
+            return KeptTensor(tensor)
         wanted = reach(tensor)
-        slot = record.find(tensor, wanted)
-        if slot is not None:
-            if not slot.leaves:
-                return Kept(tensor, slot, record)
-            return Moved(tensor, slot.range, record).stands_for(slot)
-        # Views of one activation (query, key, value) overlap: it leaves once, whole. A small view
-        # of something large (a batch out of a data set) must not drag all of it along.
+        item = record.find(tensor, wanted)
+        if item is not None:
+            if not item.leaves:
+                return KeptTensor(tensor, item, record)
+            return OffloadedTensor(tensor, item.range, record).attach(item)
+        # Views of one activation (query, key, value) overlap: the whole is offloaded once. A small
+        # view of a large tensor (a batch of a data set) must not offload all of it.
         span = reach_of_base(tensor, wanted)
         if not span.covers(wanted) or wanted.nbytes < _WHOLE_BASE_SHARE * span.nbytes:
             span = wanted
         if span.nbytes < self._min_size:
-            return Kept(tensor)
+            return KeptTensor(tensor)
         return self._new_item(tensor, span, record)
 
     def _new_item(
         self, tensor: torch.Tensor, span: ByteRange, record: ForwardRecord
-    ) -> Kept | Moved:
+    ) -> KeptTensor | OffloadedTensor:
         trace = record.trace
         trace.saved_bytes += span.nbytes
         prefix = trace.prefix_with(tensor)
         idle = self._prefetcher.idle_seconds(prefix)
-        slot = record.add(tensor, span, prefix)
+        item = record.add(tensor, span, prefix)
         self.names.note(prefix, tensor)
         if not self._budget.admits(span.nbytes, trace, idle):
             self.kept_bytes += span.nbytes
-            return Kept(tensor, slot, record)
-        handle = Moved(tensor, span, record).stands_for(slot)
+            return KeptTensor(tensor, item, record)
+        handle = OffloadedTensor(tensor, span, record).attach(item)
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         flat.set_(tensor.untyped_storage(), span.start, (span.nbytes,), (1,))
-        slot.payload = flat
+        item.payload = flat
         trace.left_bytes += span.nbytes
         latest = self._prefetcher.latest_trace
         together = 0
         if latest is not None and tensor.device.type == "cpu":
             together = self._batch_bytes(latest)
-        # Backward begins with what was saved last: where host memory is short, that stays.
-        # Last of all: see [Note: the interpreter lock].
+        # Backward starts with what was saved last: that stays if host memory is scarce.
+        # This call comes last: see [Note: the interpreter lock].
         with self._held(trace):
-            self._outbox.add(slot, -next(self._saved), together)
+            self._batcher.add(item, -next(self._saved), together)
         return handle
 
     def _batch_bytes(self, latest: Trace) -> int:
-        """How many bytes leave together; once a pass, as this runs for every item."""
+        """Return the size of a batch; computed once per pass, because this runs for every item."""
         known = self._batch
         if known is None or known[0] is not latest:
-            known = (latest, batch_bytes(latest.saved_bytes, self._traffic.rate(write=True)))
+            known = (latest, batch_bytes(latest.saved_bytes, self._tier_load.rate(write=True)))
             self._batch = known
         return known[1]
 
-    def _give(self, slot: Slot, next_use: int) -> None:
-        payload = slot.payload
+    def _give(self, item: SavedItem, next_use: int) -> None:
+        payload = item.payload
         assert payload is not None
-        slot.ticket = self._store.put(
+        item.ticket = self._store.put(
             payload,
             _CLIENT,
             self._tiers,
@@ -354,8 +354,8 @@ class ActivationOffload:
             whole_pages=True,
             one_block_at_a_time=payload.device.type == "cpu",
         )
-        slot.storage.entry = slot.ticket.entry
-        slot.payload = None
+        item.storage.entry = item.ticket.entry
+        item.payload = None
 
     def _unpack(self, packed: Packed) -> torch.Tensor:
         return packed.unpack()

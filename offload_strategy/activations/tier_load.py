@@ -1,4 +1,4 @@
-"""What the automatic budget knows of the tiers."""
+"""The load of the tiers: bytes in flight, rates, and waits for them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from offload_strategy.store.ticket import Tier
 from offload_strategy.telemetry import Direction
 
 
-class TierTraffic:
-    """The traffic on the tiers of activations.
+class TierLoad:
+    """The load of the tiers of activations.
 
     Args:
-        store: moves the bytes.
-        tiers: where they may go, in order.
-        client: for whom to wait, for metrics.
+        store: The store that moves the bytes.
+        tiers: Tiers of activations, in order.
+        client: The client for which waits are counted in metrics.
     """
 
     def __init__(self, store: TensorStore, tiers: Sequence[Tier], client: str) -> None:
@@ -26,43 +26,43 @@ class TierTraffic:
         self._client = client
 
     def writing_bytes(self) -> int:
-        """Bytes that wait to be written, or are being written."""
+        """Return the bytes that wait to be written or are being written."""
         return self._store.writing_bytes
 
     def own_writing_bytes(self) -> int:
-        """Those of activations."""
+        """Return those of activations."""
         return self._store.writing_bytes_of(self._client)
 
-    def let_go(self) -> None:
-        """Give up the memory of what was written."""
-        self._store.let_go()
+    def release_written(self) -> None:
+        """Free the memory of what was written."""
+        self._store.release_written()
 
     def stalled_seconds(self) -> float:
-        """For which training has waited for the tiers, as far as the store made it wait."""
+        """Return the seconds for which the store made training wait for the tiers."""
         return self._store.stalled_seconds(self._client)
 
     def keep_idle(self, nbytes: int) -> None:
-        """Give idle buffers back beyond so many bytes, from now on."""
+        """Keep at most so many bytes of idle buffers from now on."""
         self._store.keep_idle(nbytes)
 
     def rate(self, *, write: bool) -> float | None:
-        """Bytes per second of all paths together, or None while nothing is known of them."""
+        """Return the bytes per second of all paths together, or None if unknown."""
         direction = Direction.WRITE if write else Direction.READ
         known = [rate for queue in self._queues if (rate := queue.bandwidth.rate(direction))]
         return sum(known) * len(self._queues) / len(known) if known else None
 
     def has_room_in_memory(self, nbytes: int) -> bool:
-        """Whether a host tier takes so much without writing anything."""
+        """Return whether a host tier has room for so many bytes."""
         return any(tier.has_room(nbytes) for tier in self._host)
 
     def await_writing_at_most(self, nbytes: int, seconds: float) -> float:
-        """Wait until no more than that is to be written, or so long; the seconds it took."""
+        """Wait until at most so many bytes are to be written, or so long; return the seconds."""
         begin = time.perf_counter()
         self._store.await_writes(self._client, nbytes, seconds)
         return time.perf_counter() - begin
 
     def await_own_writing_at_most(self, nbytes: int, seconds: float) -> float:
-        """The same, of activations."""
+        """Do the same for bytes of activations only."""
         begin = time.perf_counter()
         self._store.await_writes(self._client, nbytes, seconds, own=True)
         return time.perf_counter() - begin

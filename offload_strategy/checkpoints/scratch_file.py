@@ -156,7 +156,7 @@ class ScratchFile:
         written = 0
         try:
             file, buffer = self._opened()
-            flat, exporter = buffer.lend(_BUFFER_BYTES)
+            flat, exporter = buffer.acquire(_BUFFER_BYTES)
             view = memoryview(exporter).cast("B")
             while begin < end:
                 base = begin // PAGE_BYTES * PAGE_BYTES

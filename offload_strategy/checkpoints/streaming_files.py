@@ -272,7 +272,7 @@ class _ArchiveWriter:
         self._fd = fd
         self._file = PageFile(fd)
         self._buffer = HostBuffer(_BUFFER_BYTES)
-        self._exporter = self._buffer.lend(_BUFFER_BYTES)[1]
+        self._exporter = self._buffer.acquire(_BUFFER_BYTES)[1]
         self._window = memoryview(self._exporter).cast("B")
         self._filled = 0
 

@@ -101,7 +101,7 @@ class AttachedOptimizers:
             is_last=is_last,
             state_bytes=own_bytes,
             precision=precision,
-            new_weight_tiers=self._resources.waiting_room,
+            new_weight_tiers=self._resources.new_weight_tiers,
             gradient_memory=section.gradient_memory,
             directories=self._resources.scratch_directories("optimizer"),
             residency=self._residence,
@@ -167,7 +167,7 @@ class AttachedOptimizers:
         moved, memory = state_bytes, self._resources.pinned_bytes
         if self._section.overlap == "commit":  # new weights wait in the rest
             moved += sum(local_tensor(p).nbytes for p in parameters)
-            memory -= sum(tier.capacity for tier in self._resources.waiting_room)
+            memory -= sum(tier.capacity for tier in self._resources.new_weight_tiers)
         each = moved / max(1, sum(local_tensor(p).numel() for p in parameters))
         return partial(subgroup_size, each=each, memory=memory)
 

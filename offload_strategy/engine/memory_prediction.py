@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from offload_strategy.activations.fake_tensor_estimate import rehearse
+from offload_strategy.activations.fake_tensor_estimate import estimate_memory
 from offload_strategy.config import OffloadConfig
 from offload_strategy.engine.model_weights import ModelWeights
 from offload_strategy.host_memory.pool import IDLE_BYTES
@@ -60,7 +60,7 @@ def predict_memory(
     computing = 0
     if device.type == "cpu":
         used_up = section.overlap == "eager" and isinstance(optimizer, OffloadedOptimizer)
-        computing = rehearse(
+        computing = estimate_memory(
             model,
             inputs,
             named_inputs,

@@ -160,7 +160,7 @@ class OffloadEngine(EngineReports):
                 self._note_device(wrapped.parameters())
         if wrapped is not None and self._stream is not None:
             stream = self._stream
-            wrapped.register_step_post_hook(lambda *_: stream.start_over())
+            wrapped.register_step_post_hook(lambda *_: stream.reset_peak())
         try:
             if model is not None:
                 self._hook(model, may_be_attached=optimizer is not None)

@@ -87,7 +87,7 @@ class Resources:
     folders: list[Path] = field(default_factory=list)
     clients: dict[Client, list[Tier]] = field(default_factory=dict)
     #: Tier for new weights that wait for `step()`.
-    waiting_room: list[Tier] = field(default_factory=list)
+    new_weight_tiers: list[Tier] = field(default_factory=list)
     paths: dict[Client, list[Path]] = field(default_factory=dict)
     pid: int = field(default_factory=os.getpid)
     #: Bandwidth of the paths from earlier runs or a probe, updated by this run.
@@ -144,7 +144,7 @@ class Resources:
             for client, names in wanted.items():
                 resources.clients[client] = resources._tiers_of(names)
                 resources.paths[client] = [path for tier in names for path in tier.paths]
-            resources.waiting_room = [HostTier("waiting room", config.memory.pinned // 2)]
+            resources.new_weight_tiers = [HostTier("waiting room", config.memory.pinned // 2)]
             resources._measure()
         except BaseException:
             resources.close()

@@ -68,7 +68,7 @@ class Arena:
         self._there = bytearray()
         self.held_bytes = 0
 
-    def lend(self, nbytes: int, room: int) -> tuple[torch.Tensor, Any, int] | None:
+    def acquire(self, nbytes: int, room: int) -> tuple[torch.Tensor, Any, int] | None:
         """A flat uint8 tensor, the exporter that dies with its storage, and where it begins.
 
         Memory that is idle is taken first. Where more is needed than `room` bytes, idle memory

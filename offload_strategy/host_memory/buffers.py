@@ -54,7 +54,7 @@ class HostBuffer:
         self.pinned = pinned and _register(self.address, self.nbytes)
         self._pid = os.getpid()
 
-    def lend(self, nbytes: int) -> tuple[torch.Tensor, ctypes.Array[ctypes.c_char]]:
+    def acquire(self, nbytes: int) -> tuple[torch.Tensor, ctypes.Array[ctypes.c_char]]:
         """A flat uint8 tensor over the first bytes, and the exporter that dies with its storage."""
         exporter = (ctypes.c_char * max(1, nbytes)).from_buffer(self._memory)
         return torch.frombuffer(exporter, dtype=torch.uint8)[:nbytes], exporter

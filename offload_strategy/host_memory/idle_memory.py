@@ -75,14 +75,14 @@ class IdleMemory:
         self._look_at = 0.0
         self.look()
 
-    def look(self, *, lends: bool = False) -> None:
+    def look(self, *, acquires: bool = False) -> None:
         """Give idle memory back if there is too much of it; before the first pass there is not.
 
         Args:
-            lends: whether a buffer is about to be lent.
+            acquires: whether a buffer is about to be lent.
         """
         now = time.perf_counter()
-        if not self._passes or (now < self._look_at and not (lends and self._in_forward)):
+        if not self._passes or (now < self._look_at and not (acquires and self._in_forward)):
             return
         self._look_at = now + _LOOK_SECONDS
         idle, resident = self._pool.idle_bytes(), resident_bytes()
@@ -93,14 +93,14 @@ class IdleMemory:
         limit = max(self._most, self._need) + self._beyond
         if self._in_forward:
             self._growth = max(self._growth, need - latest if latest else 0)
-            self._in_forward = not lends
+            self._in_forward = not acquires
         if self._in_forward:
             limit -= max(growth for _, growth in self._passes)
         excess = resident - limit
         if excess > 0 and idle:
             self._pool.trim(idle - excess)
 
-    def lent(self, nbytes: int) -> None:
+    def acquired(self, nbytes: int) -> None:
         """A buffer of so many bytes was lent after a look: they are needed, too."""
         if self._passes:
             self._latest += nbytes

@@ -32,7 +32,7 @@ class PeakMeter:
         """Whether buffers in host memory are of this memory."""
         return self._device.type == "cpu"
 
-    def start_over(self) -> None:
+    def reset_peak(self) -> None:
         """Forget what was."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)

@@ -121,7 +121,7 @@ class BufferPool:
             self._planned = dict(planned)
             self._collect()
 
-    def lend(
+    def acquire(
         self, nbytes: int, *, pinned: bool = False, beyond_budget: bool = False
     ) -> torch.Tensor | None:
         """A flat uint8 host tensor of `nbytes`, or None when the budget is used up.
@@ -138,14 +138,14 @@ class BufferPool:
         size = max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES))
         with self._lock:
             self._collect()
-            lent: _Lent | None = None
+            acquired: _Lent | None = None
             if size >= _LARGE_BYTES and not pinned and size not in self._planned:
-                lent = self._lend_range(nbytes)
-            if lent is None:
-                lent = self._lend_buffer(nbytes, size, pinned, beyond_budget=beyond_budget)
-            if lent is None:
+                acquired = self._lend_range(nbytes)
+            if acquired is None:
+                acquired = self._lend_buffer(nbytes, size, pinned, beyond_budget=beyond_budget)
+            if acquired is None:
                 return None
-            tensor, exporter, memory = lent
+            tensor, exporter, memory = acquired
             self._peak = max(self._peak, self._held)
             self._lent += memory.nbytes
             self._requested += nbytes
@@ -240,13 +240,13 @@ class BufferPool:
                 self._has_arena = False
                 return None
         arena = self._arena
-        lent = arena.lend(nbytes, self.budget - self._held)
-        if lent is None:
+        acquired = arena.acquire(nbytes, self.budget - self._held)
+        if acquired is None:
             self._trim(self.budget - nbytes, self._idle_at_most)
-            lent = arena.lend(nbytes, self.budget - self._held)
-        if lent is None:
+            acquired = arena.acquire(nbytes, self.budget - self._held)
+        if acquired is None:
             return None
-        tensor, exporter, begin = lent
+        tensor, exporter, begin = acquired
         return tensor, exporter, _Range(arena, begin, round_up(nbytes, PAGE_BYTES))
 
     def _lend_buffer(
@@ -264,7 +264,7 @@ class BufferPool:
                 return None
             buffer = HostBuffer(size, pinned=pinned)
             self._apart += size
-        return *buffer.lend(nbytes), buffer
+        return *buffer.acquire(nbytes), buffer
 
     def _fitting(self, size: int, pinned: bool) -> int | None:
         """The size of an idle buffer that can be lent, if there is one."""

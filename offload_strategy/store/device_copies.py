@@ -21,7 +21,7 @@ class DeviceCopies:
     def __init__(self) -> None:
         self._copiers: dict[torch.device, DeviceCopier] = {}
         self._lock = threading.Lock()
-        self._under_way: deque[
+        self._in_flight: deque[
             tuple[torch.Event, Entry, torch.Tensor | None, torch.Tensor | None]
         ] = deque()
 
@@ -39,21 +39,21 @@ class DeviceCopies:
         if event is not None:
             entry.source, entry.copied = payload, event
             with self._lock:
-                self._under_way.append((event, entry, payload, host))
+                self._in_flight.append((event, entry, payload, host))
 
-    def let_go(self) -> None:
+    def release_written(self) -> None:
         """Release the device memory of copies that are over; asks, never waits."""
-        if not self._under_way:
+        if not self._in_flight:
             return
         with self._lock:
-            while self._under_way and self._under_way[0][0].query():
-                _, entry, _, _ = self._under_way.popleft()
+            while self._in_flight and self._in_flight[0][0].query():
+                _, entry, _, _ = self._in_flight.popleft()
                 entry.source = entry.copied = None
 
     def wait(self) -> None:
         """Wait until every copy is over; the memory at both ends may go after this."""
         with self._lock:
-            while self._under_way:
-                event, entry, _, _ = self._under_way.popleft()
+            while self._in_flight:
+                event, entry, _, _ = self._in_flight.popleft()
                 event.synchronize()
                 entry.source = entry.copied = None

@@ -12,10 +12,10 @@ from offload_strategy.io.queues.moves import Move
 from offload_strategy.io.queues.request_queue import MoveState, Priority
 from offload_strategy.io.regions.region import ExternalFile
 from offload_strategy.store import error_messages as reports
-from offload_strategy.store.buffer_supply import BufferSupply
+from offload_strategy.store.buffer_allocator import BufferAllocator
 from offload_strategy.store.device_copies import DeviceCopies
-from offload_strategy.store.ledger import Ledger
 from offload_strategy.store.ticket import ALIGNMENT_BYTES, Entry, TicketState
+from offload_strategy.store.ticket_registry import TicketRegistry
 from offload_strategy.telemetry import Direction, Recorder
 from offload_strategy.torch_support.deferred_interrupts import UninterruptedSection
 
@@ -31,17 +31,21 @@ class Reader:
     """
 
     def __init__(
-        self, ledger: Ledger, supply: BufferSupply, copies: DeviceCopies, recorder: Recorder
+        self,
+        registry: TicketRegistry,
+        allocator: BufferAllocator,
+        copies: DeviceCopies,
+        recorder: Recorder,
     ) -> None:
-        self._ledger = ledger
-        self._supply = supply
+        self._registry = registry
+        self._allocator = allocator
         self._copies = copies
         self._recorder = recorder
 
-    def look(self, entry: Entry) -> tuple[torch.Tensor | None, Move | None]:
+    def payload_or_move(self, entry: Entry) -> tuple[torch.Tensor | None, Move | None]:
         """The bytes, if they are in memory; else the move that loads them, if there is one."""
-        with self._ledger.lock:
-            self._ledger.check_alive(entry)
+        with self._registry.lock:
+            self._registry.check_alive(entry)
             if entry.state is TicketState.LOADING:
                 return None, entry.move
             payload = entry.payload if entry.source is None else entry.source
@@ -51,9 +55,9 @@ class Reader:
 
     def load(self, entry: Entry, priority: Priority) -> Move | None:
         """Begin to load a stored entry; None if it is not stored, or there is no memory."""
-        self._ledger.reap()
-        with self._ledger.lock:
-            self._ledger.check_alive(entry)
+        self._registry.free_dropped()
+        with self._registry.lock:
+            self._registry.check_alive(entry)
             if entry.state is not TicketState.STORED:
                 return None
         memory = self._memory_for(entry, priority)
@@ -104,8 +108,8 @@ class Reader:
         if pinned and entry.tier is not None and entry.tier.device_memory:
             return self._copies.copier(entry.device).incoming(nbytes)
         if priority is Priority.NEEDED_NOW:
-            return self._supply.needed_now(nbytes, pinned=pinned)
-        return self._supply.spare(nbytes, pinned=pinned)
+            return self._allocator.allocate_now(nbytes, pinned=pinned)
+        return self._allocator.try_allocate(nbytes, pinned=pinned)
 
     def _begin(
         self,
@@ -117,7 +121,7 @@ class Reader:
         whole_pages: bool = False,
     ) -> Move | None:
         with UninterruptedSection():
-            with self._ledger.lock:
+            with self._registry.lock:
                 if entry.state is not TicketState.STORED:
                     return None
                 entry.state = TicketState.LOADING
@@ -133,7 +137,7 @@ class Reader:
                     whole_pages=whole_pages,
                     on_end=partial(on_end, entry),
                 )
-                self._ledger.moving.add(entry)
+                self._registry.moving.add(entry)
             move.submit()
         return move
 
@@ -145,23 +149,23 @@ class Reader:
                 payload = self._as_payload(entry, memory)
             except BaseException as error:  # no memory left on the device, for instance
                 move.fail(error)
-        with self._ledger.lock:
+        with self._registry.lock:
             self._end(entry)
             if entry.state is TicketState.STORED and move.state is MoveState.DONE:
                 entry.payload = payload
-                self._ledger.loaded(entry)
-        self._ledger.reap()
+                self._registry.loaded(entry)
+        self._registry.free_dropped()
 
     def _ended_elsewhere(self, entry: Entry, move: Move) -> None:
-        with self._ledger.lock:
+        with self._registry.lock:
             self._end(entry)
-        self._ledger.reap()
+        self._registry.free_dropped()
 
     def _end(self, entry: Entry) -> None:
-        self._ledger.moving.discard(entry)
+        self._registry.moving.discard(entry)
         entry.move = None
         if entry.state is TicketState.FREED:
-            self._ledger.forget(entry)
+            self._registry.forget(entry)
         else:
             entry.state = TicketState.STORED
 
@@ -175,5 +179,5 @@ class Reader:
             on_host = payload.device.type == "cpu"
             return self._copies.copier(entry.device).copy_in(payload) if on_host else payload
         if entry.begin % ALIGNMENT_BYTES:
-            return self._supply.needed_now(entry.nbytes, pinned=False).copy_(payload)
+            return self._allocator.allocate_now(entry.nbytes, pinned=False).copy_(payload)
         return payload

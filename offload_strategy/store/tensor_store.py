@@ -15,11 +15,11 @@ from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.queues.request_queue import Priority
 from offload_strategy.io.regions.region import ExternalFile
 from offload_strategy.store import error_messages as reports
-from offload_strategy.store.buffer_supply import POLL_SECONDS, BufferSupply
+from offload_strategy.store.buffer_allocator import POLL_SECONDS, BufferAllocator
 from offload_strategy.store.device_copies import DeviceCopies
-from offload_strategy.store.ledger import Ledger
 from offload_strategy.store.reader import Reader
 from offload_strategy.store.ticket import Entry, Ticket, TicketState, Tier
+from offload_strategy.store.ticket_registry import TicketRegistry
 from offload_strategy.store.writer import Writer
 from offload_strategy.telemetry import Direction, Recorder
 from offload_strategy.torch_support.deferred_interrupts import UninterruptedSection
@@ -38,26 +38,26 @@ class TensorStore:
 
     def __init__(self, pool: BufferPool, recorder: Recorder, write_behind: int) -> None:
         self._recorder = recorder
-        self._ledger = Ledger()
+        self._registry = TicketRegistry()
         self._copies = DeviceCopies()
-        self._supply = BufferSupply(pool, self._ledger, recorder)
-        self._writer = Writer(self._ledger, self._supply, self._copies, recorder, write_behind)
-        self._reader = Reader(self._ledger, self._supply, self._copies, recorder)
+        self._allocator = BufferAllocator(pool, self._registry, recorder)
+        self._writer = Writer(self._registry, self._allocator, self._copies, recorder, write_behind)
+        self._reader = Reader(self._registry, self._allocator, self._copies, recorder)
         self._plans: dict[int, Counter[int]] = {}
 
     @property
     def live_tickets(self) -> int:
         """Tickets that are not freed."""
-        return self._ledger.live
+        return self._registry.live
 
     @property
     def writing_bytes(self) -> int:
         """Bytes that wait to be written, or are being written."""
-        return self._ledger.writing_bytes
+        return self._registry.writing_bytes
 
     def writing_bytes_of(self, client: str) -> int:
         """Those of one client."""
-        return self._ledger.writing_bytes_of[client]
+        return self._registry.writing_bytes_of[client]
 
     # ------------------------------------------------------------------ giving
     def put(
@@ -92,10 +92,10 @@ class TensorStore:
             StorageError: an earlier write failed.
         """
         self._check_usable()
-        self._copies.let_go()
-        self._ledger.let_go()
-        self._ledger.reap()
-        self._supply.look()
+        self._copies.release_written()
+        self._registry.release_written()
+        self._registry.free_dropped()
+        self._allocator.look()
         self._writer.await_room(client, payload.numel(), tiers)
         with UninterruptedSection():
             replaced = None if instead_of is None else instead_of.entry
@@ -103,7 +103,7 @@ class TensorStore:
                 payload, client, tiers, next_use, whole_pages, one_block_at_a_time, replaced
             )
             move = entry.move
-            ticket = self._ledger.ticket(entry)
+            ticket = self._registry.ticket(entry)
             if move is not None:
                 move.submit()
         return ticket
@@ -138,14 +138,14 @@ class TensorStore:
             entry.state = TicketState.STORED
         else:
             entry.payload = torch.empty(0, dtype=torch.uint8, device=device)
-        with UninterruptedSection(), self._ledger.lock:
-            self._ledger.count()
-            return self._ledger.ticket(entry)
+        with UninterruptedSection(), self._registry.lock:
+            self._registry.count()
+            return self._registry.ticket(entry)
 
     def expect(self, ticket: Ticket, next_use: float) -> None:
         """Tell, or correct, when a ticket will be read; see `put`."""
         entry = ticket.entry
-        with self._ledger.lock:
+        with self._registry.lock:
             entry.next_use = next_use
             if entry.may_leave and entry.tier is not None:
                 entry.tier.note(entry)
@@ -159,7 +159,7 @@ class TensorStore:
         """
         if device.type != "cpu":
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return self._supply.awaited(client, nbytes, pinned=False)
+        return self._allocator.allocate_waiting(client, nbytes, pinned=False)
 
     # ------------------------------------------------------------------ reading
     def prefetch(self, ticket: Ticket) -> bool:
@@ -168,7 +168,7 @@ class TensorStore:
         Returns:
             False if nothing was done for want of memory; True if it is, or will be, in memory.
         """
-        self._ledger.let_go()
+        self._registry.release_written()
         begun = self._reader.load(ticket.entry, Priority.PREFETCH)
         return begun is not None or ticket.state is not TicketState.STORED
 
@@ -181,9 +181,9 @@ class TensorStore:
             StorageError: the bytes could not be read.
         """
         entry = ticket.entry
-        self._ledger.let_go()
+        self._registry.release_written()
         while True:
-            payload, move = self._reader.look(entry)
+            payload, move = self._reader.payload_or_move(entry)
             if payload is not None:
                 return self._reader.on_device(entry, payload)
             if move is None:
@@ -212,7 +212,7 @@ class TensorStore:
             )
         directly = out.device.type == "cpu" and entry.begin == 0
         while True:
-            payload, move = self._reader.look(entry)
+            payload, move = self._reader.payload_or_move(entry)
             if payload is not None or not directly:
                 out.copy_(self.get(ticket))
                 return
@@ -231,9 +231,9 @@ class TensorStore:
         """
         shared = self.get(ticket)
         entry = ticket.entry
-        with self._ledger.lock:
-            if self._ledger.is_copy(entry) and entry.payload is shared:
-                self._ledger.stored(entry)
+        with self._registry.lock:
+            if self._registry.is_copy(entry) and entry.payload is shared:
+                self._registry.stored(entry)
                 return shared
         return self.borrow(entry.client, entry.nbytes, entry.device).copy_(shared)
 
@@ -246,8 +246,8 @@ class TensorStore:
     def writable(self, ticket: Ticket) -> torch.Tensor:
         """As `take`, but frees nothing: whoever changes the bytes must free the ticket before."""
         entry = ticket.entry
-        with self._ledger.lock:
-            self._ledger.check_alive(entry)
+        with self._registry.lock:
+            self._registry.check_alive(entry)
             writing = entry.move if entry.state is TicketState.WRITING else None
         if writing is not None:
             # Nobody will read what is being written: stop, and use the bytes in memory.
@@ -256,10 +256,10 @@ class TensorStore:
         return self.get(ticket)
 
     # ------------------------------------------------------------------ letting go
-    def recall(self, ticket: Ticket) -> None:
+    def cancel_write(self, ticket: Ticket) -> None:
         """Stop a write that is not over: the bytes stay in memory instead. Waits for nothing."""
         entry = ticket.entry
-        with self._ledger.lock:
+        with self._registry.lock:
             move = entry.move if entry.state is TicketState.WRITING else None
         if move is not None:
             move.cancel()
@@ -267,13 +267,13 @@ class TensorStore:
     def evict(self, ticket: Ticket) -> None:
         """Drop the copy in memory of a ticket that is stored on a path."""
         entry = ticket.entry
-        with self._ledger.lock:
-            if self._ledger.is_copy(entry):
-                self._ledger.stored(entry)
+        with self._registry.lock:
+            if self._registry.is_copy(entry):
+                self._registry.stored(entry)
 
     def free(self, ticket: Ticket) -> None:
         """Forget a ticket, in whatever state it is."""
-        self._ledger.free(ticket.entry)
+        self._registry.free(ticket.entry)
 
     def plan(self, owner: object, sizes: Iterable[int], at_most: int) -> None:
         """Keep buffers of these sizes mapped from now on, even while nobody uses them.
@@ -293,11 +293,11 @@ class TensorStore:
             if room < 0:
                 break
             kept[size] += 1
-        self._supply.plan(sum(self._plans.values(), Counter()))
+        self._allocator.plan(sum(self._plans.values(), Counter()))
 
-    def let_go(self) -> None:
+    def release_written(self) -> None:
         """Give up the memory of what was written."""
-        self._ledger.let_go()
+        self._registry.release_written()
 
     def stalled_seconds(self, client: str) -> float:
         """For which a client has waited in all."""
@@ -305,14 +305,14 @@ class TensorStore:
 
     def keep_idle(self, nbytes: int) -> None:
         """Give idle buffers back beyond so many bytes, from now on."""
-        self._supply.keep_idle(nbytes)
+        self._allocator.keep_idle(nbytes)
 
     def keep_idle_beyond(self, nbytes: int) -> None:
         """Keep so many bytes of idle buffers on top of the usual ones, where memory is not scarce.
 
         For clients that give back at the end of a step what they ask for again in the next one.
         """
-        self._supply.keep_idle_beyond(nbytes)
+        self._allocator.keep_idle_beyond(nbytes)
 
     def idle_may_exceed(self, nbytes: int) -> None:
         """Idle buffers may make the process larger by so many bytes than it needs to be.
@@ -320,20 +320,20 @@ class TensorStore:
         For clients of which one request's buffer is the next one's; see [Note: idle memory and
         peaks].
         """
-        self._supply.idle_may_exceed(nbytes)
+        self._allocator.idle_may_exceed(nbytes)
 
     def trim(self) -> None:
         """Give idle buffers back, for a while in which little will be read."""
-        self._ledger.let_go()
-        self._supply.trim()
+        self._registry.release_written()
+        self._allocator.trim()
 
     def pass_begins(self) -> None:
         """Give idle buffers back that would raise the peak of memory, until the next pass begins.
 
         See [Note: idle memory and peaks].
         """
-        self._ledger.let_go()
-        self._supply.pass_begins()
+        self._registry.release_written()
+        self._allocator.pass_begins()
 
     def wait_for_writes(self) -> None:
         """Wait until nothing is being written any more.
@@ -341,15 +341,15 @@ class TensorStore:
         Raises:
             StorageError: a write failed.
         """
-        while self._ledger.writing_bytes and not self._ledger.closed:
-            with self._ledger.lock:
-                moves = [entry.move for entry in self._ledger.moving]
+        while self._registry.writing_bytes and not self._registry.closed:
+            with self._registry.lock:
+                moves = [entry.move for entry in self._registry.moving]
             for move in moves:
                 if move is not None and move.direction is Direction.WRITE:
                     if len(moves) == 1:
                         move.run_queued()
                     move.ended.wait(10 * POLL_SECONDS)
-        self._ledger.let_go()
+        self._registry.release_written()
         self._check_usable()
 
     def await_writes(self, client: str, at_most: int, seconds: float, *, own: bool = False) -> None:
@@ -365,12 +365,12 @@ class TensorStore:
 
     def close(self) -> None:
         """Give up every move; nothing can be put or read any more. Idempotent."""
-        ledger = self._ledger
-        if os.getpid() != ledger.pid:
+        registry = self._registry
+        if os.getpid() != registry.pid:
             return
-        with ledger.lock:
-            ledger.closed = True
-            moving = [(entry, entry.move) for entry in ledger.moving]
+        with registry.lock:
+            registry.closed = True
+            moving = [(entry, entry.move) for entry in registry.moving]
         # All of them first: each block that ends would let the next queued move begin.
         for _, move in moving:
             if move is not None:
@@ -378,13 +378,13 @@ class TensorStore:
         for entry, move in moving:
             if move is not None:
                 self._reader.wait(entry, move)
-        ledger.let_go()
+        registry.release_written()
         self._copies.wait()
 
     def _check_usable(self) -> None:
-        if self._ledger.closed:
+        if self._registry.closed:
             raise OffloadError("the offload engine is closed")
-        self._ledger.check_process()
+        self._registry.check_process()
         failure = self._writer.failure
         if failure is not None:
             raise reports.again(failure) from failure.__cause__

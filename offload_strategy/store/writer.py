@@ -12,10 +12,10 @@ from offload_strategy.errors import OffloadError
 from offload_strategy.io.queues.moves import Move
 from offload_strategy.io.queues.request_queue import MoveState, Priority
 from offload_strategy.store import error_messages as reports
-from offload_strategy.store.buffer_supply import POLL_SECONDS, BufferSupply
+from offload_strategy.store.buffer_allocator import POLL_SECONDS, BufferAllocator
 from offload_strategy.store.device_copies import DeviceCopies
-from offload_strategy.store.ledger import Ledger
 from offload_strategy.store.ticket import ALIGNMENT_BYTES, Entry, TicketState, Tier
+from offload_strategy.store.ticket_registry import TicketRegistry
 from offload_strategy.telemetry import Direction, Recorder
 from offload_strategy.units import PAGE_BYTES, KiB
 
@@ -36,14 +36,14 @@ class Writer:
 
     def __init__(
         self,
-        ledger: Ledger,
-        supply: BufferSupply,
+        registry: TicketRegistry,
+        allocator: BufferAllocator,
         copies: DeviceCopies,
         recorder: Recorder,
         write_behind: int,
     ) -> None:
-        self._ledger = ledger
-        self._supply = supply
+        self._registry = registry
+        self._allocator = allocator
         self._copies = copies
         self._recorder = recorder
         self._write_behind = write_behind
@@ -52,25 +52,25 @@ class Writer:
 
     def await_room(self, client: str, nbytes: int, tiers: Sequence[Tier]) -> None:
         """Wait while too much is waiting to be written (back-pressure)."""
-        ledger = self._ledger
-        if not ledger.writing_bytes or ledger.writing_bytes + nbytes <= self._write_behind:
+        registry = self._registry
+        if not registry.writing_bytes or registry.writing_bytes + nbytes <= self._write_behind:
             return
         if any(tier.has_room(nbytes) for tier in tiers):
             return
         begin = time.perf_counter()
         report_at = begin + reports.PATIENCE_SECONDS
-        while ledger.writing_bytes and ledger.writing_bytes + nbytes > self._write_behind:
+        while registry.writing_bytes and registry.writing_bytes + nbytes > self._write_behind:
             self._pause()
             if time.perf_counter() > report_at:
                 report_at += reports.PATIENCE_SECONDS
-                reports.still_full(ledger.writing_bytes, tiers, time.perf_counter() - begin)
+                reports.still_full(registry.writing_bytes, tiers, time.perf_counter() - begin)
         self._recorder.stalled(client, begin)
 
     def await_writes(self, client: str, at_most: int, seconds: float, *, own: bool = False) -> None:
         """See `TensorStore.await_writes`."""
         begin = time.perf_counter()
-        ledger = self._ledger
-        while (ledger.writing_bytes_of[client] if own else ledger.writing_bytes) > at_most:
+        registry = self._registry
+        while (registry.writing_bytes_of[client] if own else registry.writing_bytes) > at_most:
             if time.perf_counter() >= begin + seconds:
                 break
             self._pause()
@@ -78,7 +78,7 @@ class Writer:
 
     def _pause(self) -> None:
         time.sleep(POLL_SECONDS)
-        self._ledger.let_go()
+        self._registry.release_written()
 
     def place(
         self,
@@ -101,8 +101,8 @@ class Writer:
         if nbytes == 0:
             entry = Entry(client, 0, payload.device, None)
             entry.payload = payload
-            with self._ledger.lock:
-                self._ledger.count()
+            with self._registry.lock:
+                self._registry.count()
             return entry
         for position, tier in enumerate(tiers):
             entry = Entry(client, nbytes, payload.device, tier, next_use)
@@ -121,30 +121,30 @@ class Writer:
         self, entry: Entry, tier: Tier, payload: torch.Tensor, *, replaces: bool
     ) -> bool:
         if replaces:
-            with self._ledger.lock:
+            with self._registry.lock:
                 tier.claim_over_capacity(entry.nbytes)
         elif not self._claim_host(tier, entry.nbytes, entry.next_use):
             return False
         try:
             self._to_host(entry, payload)
         except BaseException:  # no memory left to pin, for instance
-            with self._ledger.lock:
+            with self._registry.lock:
                 tier.release(entry.nbytes)
             raise
-        with self._ledger.lock:
-            self._ledger.count()
+        with self._registry.lock:
+            self._registry.count()
             tier.note(entry)
         return True
 
     def _claim_host(self, tier: Tier, nbytes: int, next_use: float | None) -> bool:
         """Room in a host tier, if need be by evicting what is needed later."""
-        with self._ledger.lock:
+        with self._registry.lock:
             if tier.claim(nbytes):
                 return True
             victims = [] if next_use is None else tier.victims(nbytes, next_use)
         for entry in victims:
             self._demote(entry)
-        with self._ledger.lock:
+        with self._registry.lock:
             return tier.claim(nbytes)
 
     def _demote(self, entry: Entry) -> None:
@@ -157,7 +157,7 @@ class Writer:
             lead = _lead(entry, tier, payload)
             if (stripes := tier.claim_extents(lead + entry.nbytes)) is not None:
                 break
-        with self._ledger.lock:
+        with self._registry.lock:
             host_tier = entry.tier
             if tier is None or stripes is None:
                 if host_tier is not None:
@@ -185,9 +185,9 @@ class Writer:
         entry.stripes, entry.begin = stripes, lead
         try:
             memory, before = self._to_memory_of(tier, entry, payload)
-            with self._ledger.lock:
+            with self._registry.lock:
                 self._make_move(entry, memory, before)
-                self._ledger.count()
+                self._registry.count()
         except BaseException:
             tier.release_extents(stripes)
             raise
@@ -210,29 +210,29 @@ class Writer:
             on_end=partial(self._ended, entry),
         )
         entry.state, entry.move = TicketState.WRITING, move
-        self._ledger.writing_bytes += entry.nbytes
-        self._ledger.writing_bytes_of[entry.client] += entry.nbytes
-        self._ledger.moving.add(entry)
+        self._registry.writing_bytes += entry.nbytes
+        self._registry.writing_bytes_of[entry.client] += entry.nbytes
+        self._registry.moving.add(entry)
         return move
 
     def _ended(self, entry: Entry, move: Move) -> None:
-        ledger = self._ledger
-        with ledger.lock:
-            ledger.writing_bytes -= entry.nbytes
-            ledger.writing_bytes_of[entry.client] -= entry.nbytes
-            ledger.moving.discard(entry)
+        registry = self._registry
+        with registry.lock:
+            registry.writing_bytes -= entry.nbytes
+            registry.writing_bytes_of[entry.client] -= entry.nbytes
+            registry.moving.discard(entry)
             entry.move = None
             if entry.state is TicketState.FREED:
-                ledger.forget(entry)
+                registry.forget(entry)
             elif move.state is MoveState.DONE:
                 entry.written_at = move.finished_at
-                ledger.written(entry)
+                registry.written(entry)
             else:
                 if move.state is MoveState.FAILED:
                     self.failure = self.failure or reports.failed(entry, move)
                 entry.state = TicketState.IN_MEMORY
-                ledger.release_stripes(entry)
-        ledger.reap()
+                registry.release_stripes(entry)
+        registry.free_dropped()
 
     # ------------------------------------------------------------------ memory
     def _to_memory_of(
@@ -254,7 +254,7 @@ class Writer:
             entry.payload = payload
             return payload, None
         pinned = payload.device.type == "cuda"
-        host = self._supply.awaited(entry.client, entry.nbytes, pinned=pinned)
+        host = self._allocator.allocate_waiting(entry.client, entry.nbytes, pinned=pinned)
         self._copies.copy_out(entry, payload, host)
         copied = entry.copied
         if copied is None:
@@ -262,7 +262,7 @@ class Writer:
 
         def before() -> None:
             copied.synchronize()
-            self._copies.let_go()
+            self._copies.release_written()
 
         return host, before
 

@@ -117,7 +117,7 @@ class BlockResidency:
                     weight.prefetch()
 
     @keeps_grad_mode
-    def start_over(self) -> None:
+    def reset_peak(self) -> None:
         """End a step: nothing that autograd saved is needed any more."""
         self._exit_blocks(self._open.blocks)
         with self._lock, default_modes():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload_strategy.activations.offload_budget import ALLOWANCE, AutomaticBudget, FixedBudget
+from offload_strategy.activations.budgets import ALLOWANCE, AutomaticBudget, FixedBudget
 from offload_strategy.activations.use_order import Trace
 from offload_strategy.units import GiB, MiB
 from tests.training import activations_only, assert_same_bits, gradients

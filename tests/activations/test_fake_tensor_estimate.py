@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from offload_strategy import ConfigError, OffloadEngine
-from offload_strategy.activations.fake_tensor_estimate import rehearse
+from offload_strategy.activations.fake_tensor_estimate import estimate_memory
 from tests.activations.zoo import batch, build
 from tests.training import assert_same_bits, weights
 
@@ -26,26 +26,26 @@ class Chain(nn.Module):
         return self.layers(x).sum()
 
 
-def rehearsed(model: nn.Module, *inputs: Any, **options: Any) -> Any:
+def estimated(model: nn.Module, *inputs: Any, **options: Any) -> Any:
     options = {"min_size": None, "gradients": 1, **options}
     named = options.pop("named", {})
-    return rehearse(model, inputs, named, **options)
+    return estimate_memory(model, inputs, named, **options)
 
 
 def test_what_is_saved_stays_unless_it_leaves() -> None:
     x = torch.empty(ROWS, WIDTH)
     shallow, deep = Chain(5), Chain(15)
-    kept = rehearsed(deep, x).peak_bytes - rehearsed(shallow, x).peak_bytes
+    kept = estimated(deep, x).peak_bytes - estimated(shallow, x).peak_bytes
     assert kept == 10 * ONE
-    left = rehearsed(deep, x, min_size=1)
-    assert left.peak_bytes == rehearsed(shallow, x, min_size=1).peak_bytes
+    left = estimated(deep, x, min_size=1)
+    assert left.peak_bytes == estimated(shallow, x, min_size=1).peak_bytes
     assert left.saved_bytes == 15 * ONE
 
 
 def test_gradients_stay_unless_updates_use_them_up() -> None:
     x, model, each = torch.empty(ROWS, WIDTH), Chain(12), WIDTH * WIDTH * 4
-    all_of_them = rehearsed(model, x, min_size=1, gradients=None).peak_bytes
-    two_of_them = rehearsed(model, x, min_size=1, gradients=1).peak_bytes  # one, and the next
+    all_of_them = estimated(model, x, min_size=1, gradients=None).peak_bytes
+    two_of_them = estimated(model, x, min_size=1, gradients=1).peak_bytes  # one, and the next
     assert all_of_them - two_of_them == pytest.approx(10 * each, rel=0.02)
 
 
@@ -53,7 +53,7 @@ def test_gradients_stay_unless_updates_use_them_up() -> None:
 def test_any_model_is_gone_through_and_nothing_of_it_is_touched(kind: str) -> None:
     model = build(kind)
     before, state = weights(model), torch.get_rng_state()
-    found = rehearsed(model, min_size=1, named=dict(batch(kind, 0)))
+    found = estimated(model, min_size=1, named=dict(batch(kind, 0)))
     assert found.saved_bytes > 0
     assert_same_bits(weights(model), before)
     assert torch.equal(torch.get_rng_state(), state)
@@ -63,15 +63,15 @@ def test_any_model_is_gone_through_and_nothing_of_it_is_touched(kind: str) -> No
 def test_a_model_may_be_on_the_meta_device() -> None:
     with torch.device("meta"):
         model = Chain(3)
-    real = rehearsed(Chain(3), torch.empty(ROWS, WIDTH))
-    assert rehearsed(model, torch.empty(ROWS, WIDTH)) == real
+    real = estimated(Chain(3), torch.empty(ROWS, WIDTH))
+    assert estimated(model, torch.empty(ROWS, WIDTH)) == real
 
 
 def test_an_attached_model_is_gone_through_without_moving_anything(engine: OffloadEngine) -> None:
     model = Chain(3)
     engine.attach(model)
     before = engine.metrics()
-    assert rehearsed(model, torch.empty(ROWS, WIDTH)) == rehearsed(
+    assert estimated(model, torch.empty(ROWS, WIDTH)) == estimated(
         Chain(3), torch.empty(ROWS, WIDTH)
     )
     assert (
@@ -86,9 +86,9 @@ def test_a_model_that_needs_values_is_told_so() -> None:
             return super().forward(input) if input.sum() > 0 else input
 
     with pytest.raises(ConfigError, match="without data"):
-        rehearsed(Chooses(WIDTH, WIDTH), torch.empty(ROWS, WIDTH))
+        estimated(Chooses(WIDTH, WIDTH), torch.empty(ROWS, WIDTH))
 
 
 def test_a_model_without_a_loss_is_told_so() -> None:
     with pytest.raises(ConfigError, match="no tensor with a gradient"):
-        rehearsed(nn.Flatten(), torch.empty(ROWS, WIDTH))
+        estimated(nn.Flatten(), torch.empty(ROWS, WIDTH))

@@ -172,13 +172,13 @@ def test_a_call_that_never_began_ends_no_other(engine: OffloadEngine) -> None:
 # ---------------------------------------------------------------------- threads
 def test_two_threads_may_run_the_same_model(engine: OffloadEngine) -> None:
     """One trains in the middle of its forward while the other evaluates, begins and ends."""
-    inside, go_on = threading.Event(), threading.Event()
+    inside, resume = threading.Event(), threading.Event()
 
     def function(w: torch.Tensor, pause: bool) -> torch.Tensor:
         y = (X @ w).exp()
         if pause:
             inside.set()
-            go_on.wait(30)
+            resume.wait(30)
         return y.sin().sum()
 
     model = Calls(function)
@@ -202,7 +202,7 @@ def test_two_threads_may_run_the_same_model(engine: OffloadEngine) -> None:
     with torch.no_grad():
         model(False)
     other = model(False)
-    go_on.set()
+    resume.set()
     thread.join(30)
     assert errors == []
     assert_same_bits(gradients(model), expected)

@@ -410,7 +410,7 @@ def test_what_was_saved_last_stays_where_host_memory_is_short(disk: Path) -> Non
         host = resources.host_tiers["host"]
         tickets = {
             id(entry): entry
-            for _, entry in resources.store._ledger._tickets.values()
+            for _, entry in resources.store._registry._tickets.values()
             if entry.nbytes == 32 * 1024
         }
         order = sorted(tickets.values(), key=lambda entry: entry.next_use or 0)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from offload_strategy import OffloadConfig, OffloadEngine
-from offload_strategy.activations.batcher import Outbox
+from offload_strategy.activations.batcher import OffloadBatcher
 from offload_strategy.activations.pass_profile import profile_of
 from offload_strategy.activations.planned_budget import MemoryLimit, PlannedBudget
 from offload_strategy.activations.use_order import Trace
@@ -28,7 +28,7 @@ LAYERS, ITEM = 10, 100 * MiB
 WAIT_SECONDS = 0.005
 
 
-class Traffic:
+class TierLoad:
     """A path that has written all at once, or nothing."""
 
     def __init__(self, rate: float | None = 400.0 * MiB) -> None:
@@ -39,7 +39,7 @@ class Traffic:
     def writing_bytes(self) -> int:
         return self.writing
 
-    def let_go(self) -> None:
+    def release_written(self) -> None:
         pass
 
     def keep_idle(self, nbytes: int) -> None:
@@ -81,7 +81,7 @@ class Memory:
         self.change(nbytes)
         self.change(-nbytes)
 
-    def start_over(self) -> None:
+    def reset_peak(self) -> None:
         self._peak = self.others + self.items
 
     def peak_bytes(self) -> int:
@@ -96,10 +96,12 @@ class Memory:
 
 def training(
     limit: int | None, others: int = 500 * MiB, *, passes: int = 2, rate: float | None = 400.0 * MiB
-) -> tuple[PlannedBudget, Traffic, Memory]:
-    traffic, memory = Traffic(rate), Memory(others)
-    budget = PlannedBudget(traffic, MemoryLimit(limit, passes, memory), Outbox(lambda *_: None))
-    return budget, traffic, memory
+) -> tuple[PlannedBudget, TierLoad, Memory]:
+    tier_load, memory = TierLoad(rate), Memory(others)
+    budget = PlannedBudget(
+        tier_load, MemoryLimit(limit, passes, memory), OffloadBatcher(lambda *_: None)
+    )
+    return budget, tier_load, memory
 
 
 def one_pass(budget: PlannedBudget, memory: Memory, kinds: str = "a" * LAYERS) -> list[bool]:
@@ -211,8 +213,8 @@ def test_passes_without_a_backward_do_not_make_the_room_smaller() -> None:
 
 
 def test_training_waits_for_room_and_its_plan_knows_no_waiting() -> None:
-    budget, traffic, _ = training(limit=700 * MiB)
-    traffic.writing = 300 * MiB
+    budget, tier_load, _ = training(limit=700 * MiB)
+    tier_load.writing = 300 * MiB
     trace = Trace()
     trace.saved_bytes += ITEM
     trace.saved(1, ITEM)
@@ -222,8 +224,8 @@ def test_training_waits_for_room_and_its_plan_knows_no_waiting() -> None:
         trace.watch(number, storage, (1 + 2 * number) * ITEM)
     begin = time.perf_counter()
     budget.admits(ITEM, trace, None)
-    assert len(traffic.waits) == 1
-    assert traffic.writing <= 300 * MiB - ITEM
+    assert len(tier_load.waits) == 1
+    assert tier_load.writing <= 300 * MiB - ITEM
     assert WAIT_SECONDS <= trace.held <= time.perf_counter() - begin
 
 
@@ -281,7 +283,7 @@ def test_a_profile_has_no_time_in_which_training_waited() -> None:
         trace.saved_at[-1], trace.held_at[-1] = saved_at, held
     trace.held = 2.5
     trace.uses = [(1, 15.0, 0.0), (0, 17.0, 0.5)]
-    profile = profile_of(trace, Traffic())
+    profile = profile_of(trace, TierLoad())
     assert profile is not None
     assert [tensor.uses for tensor in profile.tensors] == [(1.0, 4.0), (2.0, 2.5)]
     assert (profile.forward_seconds, profile.step_seconds) == (2.5, 4.0)
@@ -294,7 +296,7 @@ def test_a_profile_has_no_time_in_which_something_else_ran() -> None:
     trace.saved(2, ITEM)
     trace.saved_at = [11.0, 12.0]
     trace.uses = [(1, 13.0, 0.0), (0, 18.0, 0.0)]
-    profile = profile_of(trace, Traffic(), busy=[(13.5, 15.0), (17.0, 19.0)])
+    profile = profile_of(trace, TierLoad(), busy=[(13.5, 15.0), (17.0, 19.0)])
     assert profile is not None
     assert [tensor.uses for tensor in profile.tensors] == [(1.0, 5.5), (2.0, 3.0)]
     assert profile.step_seconds == 5.5
@@ -382,30 +384,36 @@ def test_a_meter_that_cannot_start_over_tells_what_there_is_now(
 ) -> None:
     meter = PeakMeter(torch.device("cpu"))
     monkeypatch.setattr(meter, "_proc", tmp_path / "nowhere")
-    meter.start_over()
+    meter.reset_peak()
     assert abs(meter.peak_bytes() - meter.used_bytes()) < 8 * MiB
 
 
 def test_the_meter_sees_what_was_and_forgets_it() -> None:
     meter = PeakMeter(torch.device("cpu"))
-    meter.start_over()
+    meter.reset_peak()
     before = meter.peak_bytes()
     block = torch.ones(64 * MiB // 4)
     assert meter.peak_bytes() >= before + 60 * MiB
     del block
-    meter.start_over()
+    meter.reset_peak()
     assert meter.peak_bytes() < before + 32 * MiB
     assert 0 < meter.used_bytes() <= meter.peak_bytes() < meter.total_bytes()
 
 
 # ---------------------------------------------------------------- a plan from a file
+def planned_item(number: int, nbytes: int, leaves: bool) -> PlannedItem:
+    return PlannedItem(number, nbytes, "leaves" if leaves else "stays")
+
+
 def given(items: Iterable[PlannedItem]) -> GivenPlan:
     return GivenPlan(tuple(items))
 
 
 def test_what_a_file_says_holds_from_the_first_pass() -> None:
     budget, _, memory = training(limit=2000 * MiB)
-    budget._memory.given = given(PlannedItem(ITEM, number % 2 == 0) for number in range(LAYERS))
+    budget._memory.given = given(
+        planned_item(number, ITEM, number % 2 == 0) for number in range(LAYERS)
+    )
     for _ in range(5):
         assert one_pass(budget, memory) == [True, False] * (LAYERS // 2)
     assert budget.deviations == 0
@@ -413,7 +421,7 @@ def test_what_a_file_says_holds_from_the_first_pass() -> None:
 
 def test_a_file_does_not_break_the_limit() -> None:
     budget, _, memory = training(limit=1000 * MiB)
-    budget._memory.given = given(PlannedItem(ITEM, leaves=False) for _ in range(LAYERS))
+    budget._memory.given = given(planned_item(number, ITEM, False) for number in range(LAYERS))
     for _ in range(4):
         one_pass(budget, memory)
     assert one_pass(budget, memory).count(False) == 4
@@ -423,8 +431,8 @@ def test_a_file_does_not_break_the_limit() -> None:
 
 def test_what_a_file_does_not_know_goes_by_the_plan_that_is_found() -> None:
     budget, _, memory = training(limit=2000 * MiB)
-    others = [PlannedItem(ITEM + 1, leaves=True)] * LAYERS
-    budget._memory.given = given([*others, PlannedItem(1, leaves=False)])
+    others = [planned_item(number, ITEM + 1, True) for number in range(LAYERS)]
+    budget._memory.given = given([*others, planned_item(LAYERS, 1, False)])
     for _ in range(3):
         one_pass(budget, memory)
     assert not any(one_pass(budget, memory))

@@ -18,7 +18,7 @@ from offload_strategy.activations import planned_budget as planned
 from offload_strategy.plan_runtime.lifetime_plan import plan_lifetimes
 from offload_strategy.plan_runtime.plan_file import PlannedItem, save_plan
 from offload_strategy.plan_runtime.profile import PathRates, Profile, TensorLife
-from offload_strategy.plan_runtime.recompute_mix import Mix, choose_mix, with_recomputed
+from offload_strategy.plan_runtime.recompute_mix import RecomputeMix, choose_mix, with_recomputed
 from tests.activations.zoo import ZOO, Batch, batch, build
 from tests.activations.zoo.training import SCHEDULES, train
 from tests.training import Numbers, assert_same_bits, assert_same_history, gradients, settings
@@ -34,11 +34,11 @@ def all_again(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every block that may be is computed again; their names."""
     chosen: list[str] = []
 
-    def choose(profile: Profile, limit: int) -> Mix:
+    def choose(profile: Profile, limit: int) -> RecomputeMix:
         mix = choose_mix(profile, limit)
         names = tuple(block.name for block in profile.blocks)
         chosen.extend(names)
-        return Mix(names, with_recomputed(profile, names), mix.plan, mix.replay)
+        return RecomputeMix(names, with_recomputed(profile, names), mix.plan, mix.replay)
 
     monkeypatch.setattr(planned, "choose_mix", choose)
     return chosen
@@ -357,11 +357,11 @@ def test_further_blocks_are_chosen_once_more_is_known(
     """One by one, none twice, and then no more: nobody looks at the others for ever."""
     chosen: list[str] = []
 
-    def choose_one(profile: Profile, limit: int) -> Mix:
+    def choose_one(profile: Profile, limit: int) -> RecomputeMix:
         mix = choose_mix(profile, limit)
         names = tuple(block.name for block in profile.blocks)[:1]
         chosen.extend(names)
-        return Mix(names, with_recomputed(profile, names), mix.plan, mix.replay)
+        return RecomputeMix(names, with_recomputed(profile, names), mix.plan, mix.replay)
 
     monkeypatch.setattr(planned, "choose_mix", choose_one)
     kind = "BERT"
@@ -409,7 +409,7 @@ def test_a_profile_knows_blocks_and_their_tensors(disk: Path, tmp_path: Path) ->
 
 
 def write_plan(file: Path, items: Sequence[PlannedItem], recomputed: Sequence[str]) -> None:
-    tensors = tuple(TensorLife("x", item.nbytes, (0.0, 1.0)) for item in items)
+    tensors = tuple(TensorLife("x", item.bytes, (0.0, 1.0)) for item in items)
     profile = Profile(0.5, 1.0, tensors, paths=(PathRates("path", 1e9, 1e9),))
     save_plan(plan_lifetimes(profile, 1 << 40), profile, file, recomputed)
 
@@ -417,7 +417,7 @@ def write_plan(file: Path, items: Sequence[PlannedItem], recomputed: Sequence[st
 def test_a_plan_from_a_file_says_what_is_computed_again(disk: Path, tmp_path: Path) -> None:
     expected = passes(stack(), None)
     file = tmp_path / "plan.json"
-    write_plan(file, [PlannedItem(32 * 64 * 4, leaves=False)], NAMES[:2])
+    write_plan(file, [PlannedItem(0, 32 * 64 * 4, "stays")], NAMES[:2])
     with OffloadEngine(limited(disk, plan=str(file))) as engine:
         assert_same_history(passes(stack(), engine), expected)
         assert engine.metrics()["offload/activations/plan_recomputed_blocks"] == 2
@@ -427,7 +427,7 @@ def test_blocks_that_a_file_names_and_a_model_has_not_are_told(
     disk: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "plan.json"
-    write_plan(file, [PlannedItem(1, leaves=False)], ["layers.7"])
+    write_plan(file, [PlannedItem(0, 1, "stays")], ["layers.7"])
     with (
         caplog.at_level(logging.WARNING),
         OffloadEngine(limited(disk, plan=str(file))) as engine,

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from offload_strategy.activations.transfer_overhead import Toll
+from offload_strategy.activations.io_overhead import IoOverhead
 from offload_strategy.activations.use_order import Trace
 from offload_strategy.units import MiB
 
@@ -21,18 +21,18 @@ def a_pass(left: int, seconds: float, *, kind: int = 7, held: float = 0.0) -> Tr
     return trace
 
 
-def observed(*passes: tuple[int, float]) -> Toll:
-    toll = Toll()
-    toll.observe(a_pass(0, 99.0))  # warms up
+def observed(*passes: tuple[int, float]) -> IoOverhead:
+    io_overhead = IoOverhead()
+    io_overhead.observe(a_pass(0, 99.0))  # warms up
     for left, seconds in passes:
-        toll.observe(a_pass(left, seconds))
-    return toll
+        io_overhead.observe(a_pass(left, seconds))
+    return io_overhead
 
 
 def test_it_is_the_slope_of_computing_over_what_is_moved() -> None:
-    toll = observed((SAVED, 3.0), (SAVED, 3.0), (0, 2.0))
-    assert toll.per_byte == pytest.approx(1.0 / (2 * SAVED))
-    assert toll.seconds(a_pass(SAVED // 2, 2.5)) == pytest.approx(0.5)
+    io_overhead = observed((SAVED, 3.0), (SAVED, 3.0), (0, 2.0))
+    assert io_overhead.per_byte == pytest.approx(1.0 / (2 * SAVED))
+    assert io_overhead.seconds(a_pass(SAVED // 2, 2.5)) == pytest.approx(0.5)
 
 
 def test_nothing_is_known_of_passes_that_move_the_same() -> None:
@@ -41,16 +41,16 @@ def test_nothing_is_known_of_passes_that_move_the_same() -> None:
 
 
 def test_passes_of_other_kinds_do_not_count() -> None:
-    toll = observed((SAVED, 3.0))
-    toll.observe(a_pass(0, 1.0, kind=8))
-    toll.observe(a_pass(0, 1.0, kind=8))
-    assert toll.per_byte == 0
+    io_overhead = observed((SAVED, 3.0))
+    io_overhead.observe(a_pass(0, 1.0, kind=8))
+    io_overhead.observe(a_pass(0, 1.0, kind=8))
+    assert io_overhead.per_byte == 0
 
 
 def test_waits_are_no_toll() -> None:
-    toll = observed((0, 2.0))
-    toll.observe(a_pass(SAVED, 2.0, held=5.0))
-    assert toll.per_byte == pytest.approx(0.0)
+    io_overhead = observed((0, 2.0))
+    io_overhead.observe(a_pass(SAVED, 2.0, held=5.0))
+    assert io_overhead.per_byte == pytest.approx(0.0)
 
 
 def test_a_disturbance_is_bounded() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offload_strategy import OffloadEngine
-from offload_strategy.activations.use_order import OrderBook, Trace
+from offload_strategy.activations.use_order import Trace, UseOrderHistory
 from tests.training import activations_only, assert_same_bits, gradients, moved, on_disk
 
 
@@ -26,13 +26,13 @@ def _used(trace: Trace, *uses: tuple[int, float, float]) -> None:
 
 
 def test_what_was_never_seen_goes_by_the_reverse_order_of_saving() -> None:
-    plan = OrderBook().plan(_saved(Trace(), (2, 2), (3,), (4,)))
+    plan = UseOrderHistory().plan(_saved(Trace(), (2, 2), (3,), (4,)))
     assert plan.sequence == [2, 1, 0]
     assert plan.due is None
 
 
 def test_the_order_and_the_times_of_use_are_learned_without_waits() -> None:
-    book = OrderBook()
+    book = UseOrderHistory()
     trace = _saved(Trace(), (2, 2), (3,), (4,))
     _used(trace, (1, 10.0, 0.0), (2, 12.0, 0.5), (0, 15.0, 1.0))
     assert book.learn(trace)
@@ -44,7 +44,7 @@ def test_the_order_and_the_times_of_use_are_learned_without_waits() -> None:
 
 
 def test_lengths_may_differ_but_not_the_kinds_of_tensors() -> None:
-    book = OrderBook()
+    book = UseOrderHistory()
     trace = _saved(Trace(), (2, 2), (3,))
     _used(trace, (0, 1.0, 0.0), (1, 2.0, 0.0))
     book.learn(trace)
@@ -54,7 +54,7 @@ def test_lengths_may_differ_but_not_the_kinds_of_tensors() -> None:
 
 
 def test_one_slow_step_counts_half() -> None:
-    book = OrderBook()
+    book = UseOrderHistory()
     for seconds in (1.0, 3.0):
         trace = _saved(Trace(), (2,), (3,))
         _used(trace, (0, 0.0, 0.0), (1, seconds, 0.0))
@@ -63,7 +63,7 @@ def test_one_slow_step_counts_half() -> None:
 
 
 def test_how_long_an_item_lies_unused_is_known_from_what_came_before_it() -> None:
-    book = OrderBook()
+    book = UseOrderHistory()
     trace = _saved(Trace(), (2,), (3,))
     trace.saved_at[:] = [1.0, 2.0]
     _used(trace, (1, 5.0, 0.0), (0, 9.0, 0.5))
@@ -76,7 +76,7 @@ def test_how_long_an_item_lies_unused_is_known_from_what_came_before_it() -> Non
 
 
 def test_plans_are_forgotten_when_there_are_too_many() -> None:
-    book = OrderBook()
+    book = UseOrderHistory()
     for length in range(1, 100):
         trace = _saved(Trace(), *[(2,)] * length)
         _used(trace, *[(number, float(number), 0.0) for number in range(length)])
@@ -87,7 +87,7 @@ def test_plans_are_forgotten_when_there_are_too_many() -> None:
 
 
 def test_which_pass_is_next_is_known_from_those_before_it() -> None:
-    book, trace = OrderBook(), _saved(Trace(), (2,))
+    book, trace = UseOrderHistory(), _saved(Trace(), (2,))
     assert book.following(trace) is None
     right = 0
     for distance in 4 * [1, -3, 1, 5]:  # passes that look alike, of two stages in turns
@@ -222,7 +222,7 @@ def test_a_step_without_all_of_its_backward_is_learned_from_as_well(disk: Path) 
             torch.autograd.grad(out, list(model.branches[0].parameters()))
             del out
         assert engine._activations is not None
-        assert engine._activations._prefetcher._book._plans
+        assert engine._activations._prefetcher._history._plans
 
 
 def test_what_a_checkpoint_computes_again_is_no_item(disk: Path) -> None:

@@ -17,7 +17,7 @@ from offload_strategy.host_memory.arena import BLOCK_BYTES, Arena
 from offload_strategy.host_memory.idle_memory import resident_bytes
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.units import PAGE_BYTES, MiB, round_up
-from tests.host_memory.test_pool import in_a_child, lend, mapped, needs_fork
+from tests.host_memory.test_pool import acquire, in_a_child, mapped, needs_fork
 
 pytestmark = pytest.mark.skipif(
     not arena.can_be_used(), reason="needs Linux, without strict counting of addresses"
@@ -30,23 +30,23 @@ def _places(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
 
 def test_what_one_size_gave_back_serves_others() -> None:
     pool = BufferPool(24 * MiB)
-    first = lend(pool, 24 * MiB).data_ptr()
-    pieces = [lend(pool, size * MiB) for size in (3, 5, 9, 7)]
+    first = acquire(pool, 24 * MiB).data_ptr()
+    pieces = [acquire(pool, size * MiB) for size in (3, 5, 9, 7)]
     assert _places(pieces)[0][0] == first
     assert pool.usage().held_bytes == 24 * MiB
-    assert pool.lend(PAGE_BYTES) is None
+    assert pool.acquire(PAGE_BYTES) is None
     del pieces
-    assert lend(pool, 24 * MiB - 5).data_ptr() == first
+    assert acquire(pool, 24 * MiB - 5).data_ptr() == first
     assert pool.usage().peak_bytes == 24 * MiB
 
 
 def test_memory_comes_and_goes_by_blocks() -> None:
     pool = BufferPool(64 * MiB)
-    lent = lend(pool, 5 * MiB)
+    acquired = acquire(pool, 5 * MiB)
     assert pool.usage().held_bytes == 6 * MiB
-    beside = lend(pool, 1 * MiB)  # in the same block as the end of the first
+    beside = acquire(pool, 1 * MiB)  # in the same block as the end of the first
     assert pool.usage().held_bytes == 6 * MiB
-    del lent
+    del acquired
     pool.trim()
     assert pool.usage().held_bytes == 2 * MiB
     del beside
@@ -56,9 +56,9 @@ def test_memory_comes_and_goes_by_blocks() -> None:
 
 def test_what_is_given_up_is_memory_of_the_system_again() -> None:
     pool = BufferPool(256 * MiB)
-    lent = lend(pool, 200 * MiB).fill_(1)
+    acquired = acquire(pool, 200 * MiB).fill_(1)
     most = resident_bytes()
-    del lent
+    del acquired
     assert pool.idle_bytes() == 200 * MiB
     assert resident_bytes() > most - 20 * MiB, "what is idle stays"
     pool.trim(keep=150 * MiB)
@@ -66,29 +66,29 @@ def test_what_is_given_up_is_memory_of_the_system_again() -> None:
     assert pool.idle_bytes() == 150 * MiB
     pool.trim()
     assert resident_bytes() < most - 180 * MiB
-    assert bool((lend(pool, 200 * MiB) == 0).all()), "fresh memory"
+    assert bool((acquire(pool, 200 * MiB) == 0).all()), "fresh memory"
 
 
 def test_idle_memory_elsewhere_makes_room_within_the_budget() -> None:
     pool = BufferPool(16 * MiB)
-    low, middle, high = (lend(pool, size * MiB).fill_(7) for size in (6, 4, 6))
+    low, middle, high = (acquire(pool, size * MiB).fill_(7) for size in (6, 4, 6))
     del low, high
-    large = lend(pool, 10 * MiB)  # neither gap would do
+    large = acquire(pool, 10 * MiB)  # neither gap would do
     assert pool.usage().held_bytes <= 16 * MiB
     large.fill_(9)
     assert bool((middle == 7).all())
-    assert pool.lend(4 * MiB) is None
-    assert lend(pool, 2 * MiB).fill_(3).sum() == 6 * MiB
+    assert pool.acquire(4 * MiB) is None
+    assert acquire(pool, 2 * MiB).fill_(3).sum() == 6 * MiB
     assert bool((large == 9).all())
     assert bool((middle == 7).all())
 
 
 def test_what_begins_and_ends_within_blocks_leaves_its_neighbours_their_memory() -> None:
     pool = BufferPool(64 * MiB)
-    lent = [lend(pool, 3 * MiB + PAGE_BYTES).fill_(number) for number in range(12)]
-    del lent[1::2]
+    acquired = [acquire(pool, 3 * MiB + PAGE_BYTES).fill_(number) for number in range(12)]
+    del acquired[1::2]
     pool.trim()
-    assert all(bool((tensor == 2 * place).all()) for place, tensor in enumerate(lent))
+    assert all(bool((tensor == 2 * place).all()) for place, tensor in enumerate(acquired))
     assert pool.usage().held_bytes < 12 * 3 * MiB
 
 
@@ -105,12 +105,12 @@ def test_what_begins_and_ends_within_blocks_leaves_its_neighbours_their_memory()
 def test_ranges_never_overlap_and_figures_hold(steps: list[tuple[str, int]]) -> None:
     budget = 16 * MiB
     pool = BufferPool(budget)
-    lent: list[tuple[torch.Tensor, int]] = []
+    acquired: list[tuple[torch.Tensor, int]] = []
     for serial, (action, amount) in enumerate(steps):
         mark = serial % 251
         if action == "drop":
-            if lent:
-                tensor, value = lent.pop(amount % len(lent))
+            if acquired:
+                tensor, value = acquired.pop(amount % len(acquired))
                 assert int(tensor[0]) == int(tensor[-1]) == value
                 del tensor
         elif action == "trim":
@@ -120,18 +120,18 @@ def test_ranges_never_overlap_and_figures_hold(steps: list[tuple[str, int]]) -> 
         else:
             nbytes = max(1, amount * PAGE_BYTES - amount % 7)
             lent_bytes = pool.usage().lent_bytes
-            buffer = pool.lend(nbytes, beyond_budget=action == "must")
+            buffer = pool.acquire(nbytes, beyond_budget=action == "must")
             if buffer is not None:
                 buffer[0] = buffer[-1] = mark
-                lent.append((buffer, mark))
+                acquired.append((buffer, mark))
             else:
                 assert action == "lend"
                 # No more is lost than the rest of a block at each end of what is lent.
-                slack = 2 * BLOCK_BYTES * (len(lent) + 1)
+                slack = 2 * BLOCK_BYTES * (len(acquired) + 1)
                 assert lent_bytes + nbytes > budget - slack
             del buffer
         usage = pool.usage()
-        asked = [round_up(tensor.numel(), PAGE_BYTES) for tensor, _ in lent]
+        asked = [round_up(tensor.numel(), PAGE_BYTES) for tensor, _ in acquired]
         # Ranges are as asked; an idle small buffer also serves for one up to an eighth smaller.
         spare = sum(nbytes for nbytes in asked if nbytes < MiB) / 8
         assert sum(asked) <= usage.lent_bytes <= sum(asked) + spare
@@ -139,10 +139,10 @@ def test_ranges_never_overlap_and_figures_hold(steps: list[tuple[str, int]]) -> 
         assert 0 <= pool.idle_bytes() <= usage.held_bytes - usage.lent_bytes
         if not any(step[0] == "must" for step in steps[: serial + 1]):
             assert usage.held_bytes <= budget
-    places = _places([tensor for tensor, _ in lent])
+    places = _places([tensor for tensor, _ in acquired])
     assert all(end <= begin for (_, end), (begin, _) in pairwise(places))
-    assert all(int(tensor[0]) == value == int(tensor[-1]) for tensor, value in lent)
-    lent.clear()
+    assert all(int(tensor[0]) == value == int(tensor[-1]) for tensor, value in acquired)
+    acquired.clear()
     pool.trim()
     assert pool.usage().held_bytes == 0
     pool.close()
@@ -161,20 +161,20 @@ def test_without_an_arena_buffers_are_mapped_one_by_one(
 
         monkeypatch.setattr(Arena, "__init__", refuse)
     pool = BufferPool(16 * MiB)
-    lent = [lend(pool, 3 * MiB) for _ in range(5)]
+    acquired = [acquire(pool, 3 * MiB) for _ in range(5)]
     assert pool.usage().held_bytes == 15 * MiB
-    assert pool.lend(3 * MiB) is None
-    address = lent.pop().data_ptr()
-    assert lend(pool, 3 * MiB).data_ptr() == address
-    lent.clear()
+    assert pool.acquire(3 * MiB) is None
+    address = acquired.pop().data_ptr()
+    assert acquire(pool, 3 * MiB).data_ptr() == address
+    acquired.clear()
     pool.trim()
     assert pool.usage().held_bytes == 0
 
 
 def test_beyond_the_budget_more_is_mapped() -> None:
     pool = BufferPool(4 * MiB)
-    first = lend(pool, 4 * MiB).fill_(1)
-    second = lend(pool, 4 * MiB, beyond_budget=True).fill_(2)
+    first = acquire(pool, 4 * MiB).fill_(1)
+    second = acquire(pool, 4 * MiB, beyond_budget=True).fill_(2)
     assert pool.usage().held_bytes == 8 * MiB
     assert bool((first == 1).all())
     del second
@@ -183,15 +183,15 @@ def test_beyond_the_budget_more_is_mapped() -> None:
 
 def test_a_closed_pool_leaves_its_loans_their_memory_and_may_lend_again() -> None:
     pool = BufferPool(64 * MiB)
-    lent = [lend(pool, 4 * MiB).fill_(number) for number in range(4)]
-    idle = lent.pop(0).data_ptr()
+    acquired = [acquire(pool, 4 * MiB).fill_(number) for number in range(4)]
+    idle = acquired.pop(0).data_ptr()
     pool.close()
     assert pool.usage().held_bytes == 0
-    assert all(bool((tensor == number + 1).all()) for number, tensor in enumerate(lent))
-    again = lend(pool, 8 * MiB).fill_(9)
-    assert all(bool((tensor == number + 1).all()) for number, tensor in enumerate(lent))
-    address = lent[0].data_ptr()
-    lent.clear()
+    assert all(bool((tensor == number + 1).all()) for number, tensor in enumerate(acquired))
+    again = acquire(pool, 8 * MiB).fill_(9)
+    assert all(bool((tensor == number + 1).all()) for number, tensor in enumerate(acquired))
+    address = acquired[0].data_ptr()
+    acquired.clear()
     gc.collect()
     assert not mapped(address)
     assert not mapped(idle)
@@ -201,7 +201,7 @@ def test_a_closed_pool_leaves_its_loans_their_memory_and_may_lend_again() -> Non
 
 def test_a_pool_that_is_forgotten_takes_its_arena_along() -> None:
     pool = BufferPool(64 * MiB)
-    buffer = lend(pool, 4 * MiB).fill_(3)
+    buffer = acquire(pool, 4 * MiB).fill_(3)
     address, reference = buffer.data_ptr(), weakref.ref(pool)
     del pool
     gc.collect()
@@ -216,19 +216,19 @@ def test_a_pool_that_is_forgotten_takes_its_arena_along() -> None:
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_leaves_the_parents_memory_alone() -> None:
     pool = BufferPool(64 * MiB)
-    lent = [lend(pool, 4 * MiB).fill_(5) for _ in range(4)]
-    address = lent[0].data_ptr()
-    lent.pop()
+    acquired = [acquire(pool, 4 * MiB).fill_(5) for _ in range(4)]
+    address = acquired[0].data_ptr()
+    acquired.pop()
 
     def child() -> bool:
         unseen = not mapped(address)
-        lent.clear()
+        acquired.clear()
         pool.trim()
         pool.close()
         gc.collect()
         return unseen
 
     assert in_a_child(child) == 0
-    assert all(bool((buffer == 5).all()) for buffer in lent)
+    assert all(bool((buffer == 5).all()) for buffer in acquired)
     pool.trim()
     assert pool.usage().held_bytes == 12 * MiB

@@ -11,7 +11,7 @@ from offload_strategy.host_memory import idle_memory as idle
 from offload_strategy.host_memory.idle_memory import IdleMemory, resident_bytes
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.units import PAGE_BYTES, MiB
-from tests.host_memory.test_pool import lend
+from tests.host_memory.test_pool import acquire
 
 _OTHER = 500 * MiB
 
@@ -45,16 +45,16 @@ class Process:
             self.idle.look()
         self.rest += loss
         self.resident()
-        lent: list[torch.Tensor] = []
+        acquired: list[torch.Tensor] = []
         for part in range(11):
-            self.idle.look(lends=True)
-            lent.append(lend(self.pool, backward // 10))
-            self.idle.lent(backward // 10)
-            del lent[:-10]
+            self.idle.look(acquires=True)
+            acquired.append(acquire(self.pool, backward // 10))
+            self.idle.acquired(backward // 10)
+            del acquired[:-10]
             self.idle.look()
             self.rest = _OTHER + (10 - part) * forward // 10
         self.resident()
-        del lent
+        del acquired
         self.rest = _OTHER
         return self.peak
 
@@ -111,9 +111,9 @@ def test_what_is_lent_between_two_looks_was_needed(monkeypatch: pytest.MonkeyPat
     process = Process(monkeypatch)
     for _ in range(2):
         process.idle.pass_begins()
-        process.idle.look(lends=True)
-        buffer = lend(process.pool, 64 * MiB)
-        process.idle.lent(64 * MiB)
+        process.idle.look(acquires=True)
+        buffer = acquire(process.pool, 64 * MiB)
+        process.idle.acquired(64 * MiB)
         del buffer  # given back before anybody looks again
         process.idle.look()
         assert process.held() == 64 * MiB
@@ -127,9 +127,9 @@ def test_a_pass_that_needs_more_than_those_before_it_keeps_what_it_has(
     process = Process(monkeypatch)
     process.passes(3, forward=20 * MiB, backward=40 * MiB)
     process.idle.pass_begins()
-    process.idle.look(lends=True)
-    buffer = lend(process.pool, 200 * MiB)
-    process.idle.lent(200 * MiB)
+    process.idle.look(acquires=True)
+    buffer = acquire(process.pool, 200 * MiB)
+    process.idle.acquired(200 * MiB)
     process.idle.look()
     del buffer
     process.idle.look()
@@ -146,7 +146,7 @@ def test_idle_memory_may_exceed_that_where_it_is_said_so(monkeypatch: pytest.Mon
         peaks.append(max(process.passes(6, **sizes)))
         process.idle.pass_begins()
         process.rest = _OTHER + 300 * MiB
-        process.idle.look(lends=True)  # forward is over
+        process.idle.look(acquires=True)  # forward is over
         held.append(process.held())
     assert peaks[1] <= peaks[0] + 24 * MiB
     assert held[0] + 16 * MiB <= held[1] <= held[0] + 24 * MiB
@@ -157,21 +157,21 @@ def test_told_twice_it_is_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     process.one_pass(forward=400 * MiB, backward=100 * MiB)
     for _ in range(20):  # a step ends, a forward pass begins that no backward follows, and so on
         process.idle.pass_begins()
-    lend(process.pool, 300 * MiB)
+    acquire(process.pool, 300 * MiB)
     process.idle.look()
     assert process.held() >= 200 * MiB, "what the large pass needed is remembered"
 
 
 def test_before_the_first_pass_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     process = Process(monkeypatch)
-    lend(process.pool, 20 * MiB)
-    process.idle.look(lends=True)
+    acquire(process.pool, 20 * MiB)
+    process.idle.look(acquires=True)
     assert process.held() == 20 * MiB
     for _ in range(30):
-        lend(process.pool, 20 * MiB)
-        process.idle.lent(20 * MiB)
+        acquire(process.pool, 20 * MiB)
+        process.idle.acquired(20 * MiB)
     process.idle.pass_begins()
-    process.idle.look(lends=True)
+    process.idle.look(acquires=True)
     assert process.held() == 0, "what was lent before counts for nothing"
 
 
@@ -180,7 +180,7 @@ def test_buffers_go_before_each_pass_where_the_system_does_not_tell(
 ) -> None:
     process = Process(monkeypatch)
     monkeypatch.setattr(idle, "resident_bytes", lambda: None)
-    lend(process.pool, 20 * MiB)
+    acquire(process.pool, 20 * MiB)
     process.idle.look()
     assert process.held() == 20 * MiB
     process.idle.pass_begins()
@@ -190,8 +190,8 @@ def test_buffers_go_before_each_pass_where_the_system_does_not_tell(
 def test_planned_buffers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     process = Process(monkeypatch)
     process.pool.plan({6 * MiB: 1})
-    lent = [lend(process.pool, size * MiB) for size in (6, 6, 8)]
-    lent.clear()
+    acquired = [acquire(process.pool, size * MiB) for size in (6, 6, 8)]
+    acquired.clear()
     process.idle.pass_begins()
     assert process.held() == 6 * MiB
 

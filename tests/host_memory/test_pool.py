@@ -21,8 +21,8 @@ from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.units import PAGE_BYTES, KiB, MiB, round_up
 
 
-def lend(pool: BufferPool, nbytes: int, **options: bool) -> torch.Tensor:
-    buffer = pool.lend(nbytes, **options)
+def acquire(pool: BufferPool, nbytes: int, **options: bool) -> torch.Tensor:
+    buffer = pool.acquire(nbytes, **options)
     assert buffer is not None
     return buffer
 
@@ -39,7 +39,7 @@ def mapped(address: int) -> bool:
 @pytest.mark.parametrize("nbytes", [0, 1, 100, 4095, 4096, 4097, 3 * MiB + 5])
 def test_a_buffer_has_the_size_that_was_asked_for_in_whole_pages(nbytes: int) -> None:
     pool = BufferPool(64 * MiB)
-    buffer = lend(pool, nbytes)
+    buffer = acquire(pool, nbytes)
     assert buffer.dtype is torch.uint8
     assert buffer.shape == (nbytes,)
     assert buffer.is_contiguous()
@@ -73,84 +73,84 @@ ALIASES: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("kind", ALIASES)
 def test_a_buffer_comes_back_when_its_last_alias_is_gone(kind: str) -> None:
     pool = BufferPool(64 * MiB)
-    buffer = lend(pool, 8 * KiB)
+    buffer = acquire(pool, 8 * KiB)
     address = buffer.data_ptr()
     alias = ALIASES[kind](buffer)
     del buffer
     assert pool.usage().lent_bytes == 8 * KiB
-    other = lend(pool, 8 * KiB)
+    other = acquire(pool, 8 * KiB)
     assert other.data_ptr() != address
     del alias
     assert pool.usage().lent_bytes == 8 * KiB
-    assert lend(pool, 8 * KiB).data_ptr() == address
+    assert acquire(pool, 8 * KiB).data_ptr() == address
 
 
 def test_only_a_buffer_of_the_same_size_is_used_again() -> None:
     pool = BufferPool(64 * MiB)
-    address = lend(pool, 8 * KiB).data_ptr()
-    assert lend(pool, 8 * KiB - 1).data_ptr() == address  # the same pages
-    assert lend(pool, 4 * KiB).data_ptr() != address
+    address = acquire(pool, 8 * KiB).data_ptr()
+    assert acquire(pool, 8 * KiB - 1).data_ptr() == address  # the same pages
+    assert acquire(pool, 4 * KiB).data_ptr() != address
     assert pool.usage().held_bytes == 12 * KiB
 
 
 def test_nothing_is_lent_beyond_the_budget_unless_it_must_be() -> None:
     pool = BufferPool(1 * MiB)
-    first = lend(pool, 1 * MiB)
-    assert pool.lend(1) is None
-    beyond = lend(pool, 1 * MiB, beyond_budget=True)
+    first = acquire(pool, 1 * MiB)
+    assert pool.acquire(1) is None
+    beyond = acquire(pool, 1 * MiB, beyond_budget=True)
     assert pool.usage().held_bytes == 2 * MiB
     del first
-    assert pool.lend(1) is None  # still one whole budget in use
+    assert pool.acquire(1) is None  # still one whole budget in use
     assert pool.usage().held_bytes == 1 * MiB
     del beyond
-    assert lend(pool, 1).numel() == 1
+    assert acquire(pool, 1).numel() == 1
 
 
 def test_idle_buffers_make_room_for_another_size() -> None:
     pool = BufferPool(1 * MiB)
     for pages in range(1, 9):
-        lend(pool, pages * PAGE_BYTES)
+        acquire(pool, pages * PAGE_BYTES)
     assert pool.usage().held_bytes == 36 * PAGE_BYTES
-    big = lend(pool, 1 * MiB)
+    big = acquire(pool, 1 * MiB)
     assert pool.usage().held_bytes == big.numel()
 
 
 def test_an_idle_buffer_that_is_a_little_larger_serves() -> None:
     pool = BufferPool(1 * MiB)
-    larger = lend(pool, 17 * PAGE_BYTES)
-    much_larger = lend(pool, 19 * PAGE_BYTES)
+    larger = acquire(pool, 17 * PAGE_BYTES)
+    much_larger = acquire(pool, 19 * PAGE_BYTES)
     address = larger.data_ptr()
     del larger, much_larger
-    buffer = lend(pool, 16 * PAGE_BYTES - 5)
+    buffer = acquire(pool, 16 * PAGE_BYTES - 5)
     assert (buffer.data_ptr(), buffer.numel()) == (address, 16 * PAGE_BYTES - 5)
     usage = pool.usage()
     assert usage.held_bytes == 36 * PAGE_BYTES
     assert usage.lent_bytes == 17 * PAGE_BYTES
     # The next is more than an eighth too large.
-    another = lend(pool, 16 * PAGE_BYTES)
+    another = acquire(pool, 16 * PAGE_BYTES)
     assert pool.usage().held_bytes == 52 * PAGE_BYTES
     del buffer, another
-    assert lend(pool, 17 * PAGE_BYTES).data_ptr() == address
+    assert acquire(pool, 17 * PAGE_BYTES).data_ptr() == address
 
 
 def test_what_is_planned_is_kept_for_its_own_size() -> None:
     pool = BufferPool(1 * MiB)
     pool.plan({17 * PAGE_BYTES: 1})
-    address = lend(pool, 17 * PAGE_BYTES).data_ptr()
-    assert lend(pool, 16 * PAGE_BYTES).data_ptr() != address
-    assert lend(pool, 17 * PAGE_BYTES).data_ptr() == address
+    address = acquire(pool, 17 * PAGE_BYTES).data_ptr()
+    assert acquire(pool, 16 * PAGE_BYTES).data_ptr() != address
+    assert acquire(pool, 17 * PAGE_BYTES).data_ptr() == address
 
 
 def test_the_size_that_was_unused_for_longest_goes_first() -> None:
     pool = BufferPool(4 * PAGE_BYTES)
-    old = lend(pool, PAGE_BYTES)
-    often = lend(pool, 2 * PAGE_BYTES)
+    old = acquire(pool, PAGE_BYTES)
+    often = acquire(pool, 2 * PAGE_BYTES)
     old_address, often_address = old.data_ptr(), often.data_ptr()
     del old, often
-    assert lend(pool, PAGE_BYTES).data_ptr() == old_address  # used again: now the other is older
-    again = lend(pool, PAGE_BYTES)
+    assert acquire(pool, PAGE_BYTES).data_ptr() == old_address  # used again: now the other is older
+    again = acquire(pool, PAGE_BYTES)
     assert again.data_ptr() == old_address
-    big = lend(pool, 3 * PAGE_BYTES)
+    big = acquire(pool, 3 * PAGE_BYTES)
     assert not mapped(often_address) or big.data_ptr() <= often_address
     assert pool.usage().held_bytes == 4 * PAGE_BYTES
 
@@ -158,9 +158,9 @@ def test_the_size_that_was_unused_for_longest_goes_first() -> None:
 def test_idle_memory_is_bounded_whatever_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "IDLE_BYTES", 1 * MiB)
     pool = BufferPool(1 << 40)
-    lent = [lend(pool, 256 * KiB) for _ in range(20)]
+    acquired = [acquire(pool, 256 * KiB) for _ in range(20)]
     assert pool.usage().held_bytes == 5 * MiB
-    lent.clear()
+    acquired.clear()
     usage = pool.usage()
     assert usage.peak_bytes == 5 * MiB
     # As many are kept as the limit says; the default of an argument would not see a new limit.
@@ -169,7 +169,7 @@ def test_idle_memory_is_bounded_whatever_the_budget(monkeypatch: pytest.MonkeyPa
 
 def test_memory_is_really_given_back_to_the_system() -> None:
     pool = BufferPool(64 * MiB)
-    buffer = lend(pool, 4 * MiB)
+    buffer = acquire(pool, 4 * MiB)
     address = buffer.data_ptr()
     assert mapped(address)
     pool.close()
@@ -181,7 +181,7 @@ def test_memory_is_really_given_back_to_the_system() -> None:
 
 def test_a_pool_that_is_forgotten_leaves_its_loans_alone() -> None:
     pool = BufferPool(64 * MiB)
-    buffer = lend(pool, 1 * MiB)
+    buffer = acquire(pool, 1 * MiB)
     reference = weakref.ref(pool)
     del pool
     buffer.fill_(3)
@@ -197,7 +197,7 @@ def test_a_loan_may_end_in_a_collection_while_the_pool_is_locked() -> None:
     class Cycle:
         def __init__(self) -> None:
             self.me = self
-            self.buffer = lend(pool, 4 * KiB)
+            self.buffer = acquire(pool, 4 * KiB)
 
     def collect_inside() -> None:
         Cycle()
@@ -221,27 +221,29 @@ def test_a_loan_may_end_in_a_collection_while_the_pool_is_locked() -> None:
 def test_figures_agree_with_a_plain_count(steps: list[tuple[str, int]]) -> None:
     budget = 8 * PAGE_BYTES
     pool = BufferPool(budget)
-    lent: list[torch.Tensor] = []
+    acquired: list[torch.Tensor] = []
     for action, amount in steps:
         if action == "drop":
-            if lent:
-                lent.pop(amount % len(lent))
+            if acquired:
+                acquired.pop(amount % len(acquired))
         else:
-            asked = sum(-(-max(1, tensor.numel()) // PAGE_BYTES) for tensor in lent) * PAGE_BYTES
+            asked = (
+                sum(-(-max(1, tensor.numel()) // PAGE_BYTES) for tensor in acquired) * PAGE_BYTES
+            )
             pages = max(1, -(-amount // PAGE_BYTES)) * PAGE_BYTES
-            buffer = pool.lend(amount, beyond_budget=action == "must")
+            buffer = pool.acquire(amount, beyond_budget=action == "must")
             assert (buffer is None) == (action == "lend" and asked + pages > budget)
             if buffer is not None:
-                lent.append(buffer)
+                acquired.append(buffer)
             del buffer
         usage = pool.usage()
-        assert usage.requested_bytes == sum(tensor.numel() for tensor in lent)
+        assert usage.requested_bytes == sum(tensor.numel() for tensor in acquired)
         assert usage.lent_bytes == PAGE_BYTES * sum(
-            max(1, -(-tensor.numel() // PAGE_BYTES)) for tensor in lent
+            max(1, -(-tensor.numel() // PAGE_BYTES)) for tensor in acquired
         )
         assert usage.held_bytes <= max(budget, usage.lent_bytes)
         assert usage.lent_bytes <= usage.held_bytes <= usage.peak_bytes
-    places = [tensor.data_ptr() for tensor in lent if tensor.numel()]
+    places = [tensor.data_ptr() for tensor in acquired if tensor.numel()]
     assert len(set(places)) == len(places)
 
 
@@ -267,9 +269,9 @@ def in_a_child(check: Callable[[], bool]) -> int:
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_neither_sees_nor_unmaps_the_parents_buffers() -> None:
     pool = BufferPool(64 * MiB)
-    lent = [lend(pool, 512 * KiB).fill_(5) for _ in range(4)]
-    addresses = [buffer.data_ptr() for buffer in lent]
-    lent.pop()  # one of them is idle
+    acquired = [acquire(pool, 512 * KiB).fill_(5) for _ in range(4)]
+    addresses = [buffer.data_ptr() for buffer in acquired]
+    acquired.pop()  # one of them is idle
 
     def child() -> bool:
         unseen = not any(mapped(address) for address in addresses)
@@ -277,14 +279,14 @@ def test_a_forked_child_neither_sees_nor_unmaps_the_parents_buffers() -> None:
         own = [mmap.mmap(-1, 1 * MiB) for _ in range(64)]
         for memory in own:
             memory[:] = b"c" * (1 * MiB)
-        lent.clear()
+        acquired.clear()
         pool.usage()
         pool.close()
         gc.collect()
         return unseen and all(memory[:] == b"c" * (1 * MiB) for memory in own)
 
     assert in_a_child(child) == 0
-    assert all(bool((buffer == 5).all()) for buffer in lent)
+    assert all(bool((buffer == 5).all()) for buffer in acquired)
     assert len(buffers._live) == 4
 
 
@@ -294,12 +296,12 @@ def test_planned_buffers_are_kept_and_others_are_not(monkeypatch: pytest.MonkeyP
     pool = BufferPool(64 * PAGE_BYTES)
     pool.plan({3 * PAGE_BYTES - 5: 2, 10 * PAGE_BYTES: 1})
     for _ in range(3):  # two blocks in flight, and something else beside them
-        lent = [pool.lend(size * PAGE_BYTES) for size in (3, 3, 3, 10, 10, 1, 1, 1, 1, 1)]
-        assert None not in lent
-        del lent
+        acquired = [pool.acquire(size * PAGE_BYTES) for size in (3, 3, 3, 10, 10, 1, 1, 1, 1, 1)]
+        assert None not in acquired
+        del acquired
     held = pool.usage().held_bytes
     assert 16 * PAGE_BYTES <= held <= 20 * PAGE_BYTES
-    again = [pool.lend(size * PAGE_BYTES) for size in (3, 3, 10)]
+    again = [pool.acquire(size * PAGE_BYTES) for size in (3, 3, 10)]
     assert pool.usage().held_bytes == held, "nothing was mapped anew"
     del again
     pool.close()
@@ -308,12 +310,12 @@ def test_planned_buffers_are_kept_and_others_are_not(monkeypatch: pytest.MonkeyP
 def test_what_is_planned_gives_way_to_what_is_needed() -> None:
     pool = BufferPool(8 * PAGE_BYTES)
     pool.plan({4 * PAGE_BYTES: 2})
-    first, second = pool.lend(4 * PAGE_BYTES), pool.lend(4 * PAGE_BYTES)
+    first, second = pool.acquire(4 * PAGE_BYTES), pool.acquire(4 * PAGE_BYTES)
     assert first is not None
     assert second is not None
     del first, second
     assert pool.usage().held_bytes == 8 * PAGE_BYTES
-    large = pool.lend(8 * PAGE_BYTES)
+    large = pool.acquire(8 * PAGE_BYTES)
     assert large is not None
     assert pool.usage().peak_bytes == 8 * PAGE_BYTES
     del large
@@ -333,8 +335,8 @@ def test_more_idle_memory_stays_for_who_asks_for_it_again(monkeypatch: pytest.Mo
     pool = BufferPool(64 * MiB)
 
     def idle_after_use() -> int:
-        lent = [lend(pool, 2 * MiB) for _ in range(8)]
-        del lent
+        acquired = [acquire(pool, 2 * MiB) for _ in range(8)]
+        del acquired
         return pool.usage().held_bytes
 
     assert idle_after_use() == 2 * MiB
@@ -351,10 +353,10 @@ def test_more_idle_memory_stays_for_who_asks_for_it_again(monkeypatch: pytest.Mo
 def test_idle_buffers_can_be_given_back_but_not_planned_ones() -> None:
     pool = BufferPool(64 * MiB)
     pool.plan({2 * MiB: 1})
-    loans = [lend(pool, size) for size in (2 * MiB, 2 * MiB, 512 * KiB, 512 * KiB)]
+    loans = [acquire(pool, size) for size in (2 * MiB, 2 * MiB, 512 * KiB, 512 * KiB)]
     kept = loans.pop()
     del loans
     assert pool.usage().held_bytes == 5 * MiB
     pool.trim()
     assert pool.usage().held_bytes == 2 * MiB + 512 * KiB  # planned, and lent
-    assert lend(pool, 512 * KiB).data_ptr() != kept.data_ptr()
+    assert acquire(pool, 512 * KiB).data_ptr() != kept.data_ptr()

@@ -78,7 +78,7 @@ def test_narrow_states_are_computed_in_wide_copies() -> None:
 
 def test_it_is_printed_as_a_table() -> None:
     text = str(forecast(pinned=256 * MiB))
-    assert "| weights in flight | 200 MiB |" in text
+    assert "| weights of blocks in flight | 200 MiB |" in text
     assert "| of the buffers not allowed by memory.pinned | -" in text
 
 

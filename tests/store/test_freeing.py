@@ -100,7 +100,7 @@ def test_tickets_may_be_collected_in_the_middle_of_anything(
 ) -> None:
     rig = make_rig(host_bytes=1 * MiB if host else 0)
     locks = {
-        "store": rig.store._ledger.lock,
+        "store": rig.store._registry.lock,
         "queue": rig.queue._lock,
         "recorder": rig.recorder._lock,
         "pool": rig.pool._lock,

@@ -47,9 +47,9 @@ def test_borrowing_waits_for_writes_to_give_memory_back(make_rig: MakeRig) -> No
 
 def test_borrowing_goes_beyond_the_budget_when_nothing_will_come_back(make_rig: MakeRig) -> None:
     rig = make_rig(budget=8 * KiB)
-    lent = [rig.store.borrow("optimizer", 8 * KiB) for _ in range(2)]
+    acquired = [rig.store.borrow("optimizer", 8 * KiB) for _ in range(2)]
     assert rig.pool.usage().held_bytes == 16 * KiB
-    del lent
+    del acquired
 
 
 def test_an_interrupted_wait_gives_its_place_back(

@@ -107,7 +107,7 @@ def test_a_write_that_is_stopped_leaves_the_bytes_in_memory(make_rig: MakeRig) -
     rig = make_rig(block_size=PAGE)
     payload = noise(3 * PAGE)
     ticket = rig.put(payload)
-    rig.store.recall(ticket)
+    rig.store.cancel_write(ticket)
     assert rig.store.writing_bytes == 3 * PAGE  # one block is under way
     rig.complete()
     assert ticket.state is TicketState.IN_MEMORY
@@ -115,13 +115,13 @@ def test_a_write_that_is_stopped_leaves_the_bytes_in_memory(make_rig: MakeRig) -
     assert rig.store.get(ticket) is not None
     assert torch.equal(rig.store.get(ticket), payload)
     assert rig.count("written") == 0
-    rig.store.recall(ticket)  # nothing to stop
+    rig.store.cancel_write(ticket)  # nothing to stop
     rig.store.free(ticket)
 
 
 def test_what_was_written_already_stays_written(rig: Rig) -> None:
     ticket = rig.stored(noise(PAGE))
-    rig.store.recall(ticket)
+    rig.store.cancel_write(ticket)
     assert ticket.state is TicketState.STORED
     rig.store.free(ticket)
 

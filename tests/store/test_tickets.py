@@ -236,13 +236,13 @@ def test_a_prefetch_that_failed_is_read_again_when_needed(rig: Rig) -> None:
 def test_a_prefetch_without_memory_does_nothing_and_a_get_goes_beyond(make_rig: MakeRig) -> None:
     rig = make_rig(budget=8 * KiB)
     ticket = rig.stored(noise(4 * KiB))
-    lent = [rig.store.borrow("optimizer", 4 * KiB) for _ in range(2)]
+    acquired = [rig.store.borrow("optimizer", 4 * KiB) for _ in range(2)]
     assert not rig.store.prefetch(ticket)
     assert ticket.state is TicketState.STORED
     rig.at_once()
     assert torch.equal(rig.store.get(ticket), noise(4 * KiB))
     assert rig.pool.usage().held_bytes == 12 * KiB
-    del lent
+    del acquired
 
 
 # ---------------------------------------------------------------------- evicting, taking

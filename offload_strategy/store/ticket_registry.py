@@ -28,7 +28,7 @@ from offload_strategy.torch_support.deferred_interrupts import UninterruptedSect
 from offload_strategy.units import format_size
 
 
-class Ledger:
+class TicketRegistry:
     """All tickets of a store that are alive. `lock` guards every entry."""
 
     def __init__(self) -> None:
@@ -46,12 +46,12 @@ class Ledger:
         # Entries with a copy in memory besides the one on their paths, in the order of loading.
         self._copies: dict[Entry, None] = {}
         # Memory of what was written; see `let_go`.
-        self._spent: deque[torch.Tensor] = deque()
+        self._written_payloads: deque[torch.Tensor] = deque()
 
     @property
     def live(self) -> int:
         """Tickets that are not freed."""
-        self.reap()
+        self.free_dropped()
         with self.lock:
             return self._live
 
@@ -68,7 +68,7 @@ class Ledger:
     def written(self, entry: Entry) -> None:
         """The bytes are on the paths; their memory goes with the next `let_go`."""
         if entry.payload is not None:
-            self._spent.append(entry.payload)
+            self._written_payloads.append(entry.payload)
         self.stored(entry)
 
     def count(self) -> None:
@@ -136,17 +136,17 @@ class Ledger:
             if move is not None:
                 self._cancel(move)
 
-    def let_go(self) -> None:
+    def release_written(self) -> None:
         """Give up the memory of what was written.
 
         To unmap it takes time, which I/O threads would take from a computation on all cores: so
         those who give and ask do it, between two operations, as they would without offload.
         """
-        while self._spent:
+        while self._written_payloads:
             with contextlib.suppress(IndexError):  # another thread was quicker
-                self._spent.popleft()
+                self._written_payloads.popleft()
 
-    def reap(self) -> None:
+    def free_dropped(self) -> None:
         """Free the entries of tickets that died, if the lock is free; else its holder will."""
         if not self._dropped:
             return

@@ -1,4 +1,4 @@
-"""What an item is called: the module that saved it, and what it looks like."""
+"""Names of saved tensors for people: the module that saved them, dtype and shape."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from torch import nn
 _MOST_NAMES = 65536
 
 
-class ItemNames:
-    """Names for people, found once for each kind of item.
+class SavedTensorNames:
+    """Names for people, determined once for each kind of item.
 
-    A module is found on the stack of calls, so that no hook has to be put on it; within a compiled
-    region there is none.
+    The module is found on the call stack, so that it needs no hook; a compiled region has none.
     """
 
     def __init__(self) -> None:
@@ -24,16 +23,16 @@ class ItemNames:
         self._names: dict[int, str] = {}
 
     def add_modules(self, model: nn.Module) -> None:
-        """From now on the modules of a model have the names that they have in it."""
+        """Register the modules of a model under their names in it."""
         for name, module in model.named_modules():
             self._modules.setdefault(module, name or type(module).__name__)
 
     def note(self, prefix: int, tensor: torch.Tensor) -> None:
-        """An item is saved by what runs at the moment.
+        """Name an item after the module that runs now.
 
         Args:
-            prefix: what its pass looks like with it (`Trace.prefix_with`).
-            tensor: that is saved.
+            prefix: Hash of its pass up to this item (`Trace.prefix_with`).
+            tensor: The saved tensor.
         """
         if prefix in self._names:
             return
@@ -43,7 +42,7 @@ class ItemNames:
         self._names[prefix] = f"{self._running()} {looks}".strip()
 
     def of(self, prefix: int) -> str | None:
-        """The name of an item, if it has one."""
+        """Return the name of an item, or None."""
         return self._names.get(prefix)
 
     def _running(self) -> str:

@@ -9,13 +9,13 @@ import torch
 
 from offload_strategy.host_memory.idle_memory import IdleMemory
 from offload_strategy.host_memory.pool import BufferPool
-from offload_strategy.store.ledger import Ledger
+from offload_strategy.store.ticket_registry import TicketRegistry
 from offload_strategy.telemetry import Recorder
 
 POLL_SECONDS = 0.001
 
 
-class BufferSupply:
+class BufferAllocator:
     """Gets buffers from the pool, at the price of copies that were loaded for later.
 
     Args:
@@ -24,30 +24,30 @@ class BufferSupply:
         recorder: counts the time in which training waited for a buffer.
     """
 
-    def __init__(self, pool: BufferPool, ledger: Ledger, recorder: Recorder) -> None:
+    def __init__(self, pool: BufferPool, registry: TicketRegistry, recorder: Recorder) -> None:
         self._pool = pool
         self._idle = IdleMemory(pool)
-        self._ledger = ledger
+        self._registry = registry
         self._recorder = recorder
 
-    def spare(self, nbytes: int, *, pinned: bool) -> torch.Tensor | None:
+    def try_allocate(self, nbytes: int, *, pinned: bool) -> torch.Tensor | None:
         """A buffer if the budget has room; takes nothing from anybody."""
-        self._idle.look(lends=True)
-        return self._lend(nbytes, pinned=pinned)
+        self._idle.look(acquires=True)
+        return self._acquire(nbytes, pinned=pinned)
 
-    def needed_now(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
+    def allocate_now(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
         """A buffer at once: of the budget if possible, else beyond it."""
         buffer = self._reclaimed(nbytes, pinned=pinned)
         return self._beyond(nbytes, pinned=pinned) if buffer is None else buffer
 
-    def awaited(self, client: str, nbytes: int, *, pinned: bool) -> torch.Tensor:
+    def allocate_waiting(self, client: str, nbytes: int, *, pinned: bool) -> torch.Tensor:
         """A buffer, after waiting for writes to give some back.
 
         When none is under way, waiting would be for ever, and the buffer goes beyond the budget.
         """
         begin = time.perf_counter()
         while (buffer := self._reclaimed(nbytes, pinned=pinned)) is None:
-            if not self._ledger.writing_bytes:
+            if not self._registry.writing_bytes:
                 break
             time.sleep(POLL_SECONDS)
         self._recorder.stalled(client, begin)
@@ -82,23 +82,23 @@ class BufferSupply:
         self._pool.keep_idle(nbytes)
 
     def _reclaimed(self, nbytes: int, *, pinned: bool) -> torch.Tensor | None:
-        self._idle.look(lends=True)
-        self._ledger.let_go()
-        while (buffer := self._lend(nbytes, pinned=pinned)) is None:
-            with self._ledger.lock:
-                if not self._ledger.drop_copy():
+        self._idle.look(acquires=True)
+        self._registry.release_written()
+        while (buffer := self._acquire(nbytes, pinned=pinned)) is None:
+            with self._registry.lock:
+                if not self._registry.drop_copy():
                     return None
         return buffer
 
     def _beyond(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
-        buffer = self._lend(nbytes, pinned=pinned, beyond_budget=True)
+        buffer = self._acquire(nbytes, pinned=pinned, beyond_budget=True)
         assert buffer is not None
         return buffer
 
-    def _lend(
+    def _acquire(
         self, nbytes: int, *, pinned: bool, beyond_budget: bool = False
     ) -> torch.Tensor | None:
-        buffer = self._pool.lend(nbytes, pinned=pinned, beyond_budget=beyond_budget)
+        buffer = self._pool.acquire(nbytes, pinned=pinned, beyond_budget=beyond_budget)
         if buffer is not None:
-            self._idle.lent(nbytes)
+            self._idle.acquired(nbytes)
         return buffer

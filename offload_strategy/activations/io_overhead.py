@@ -1,8 +1,8 @@
-"""What it costs training that items move: its own seconds for each byte, beside any waiting.
+"""Computing time that is lost for each byte of I/O, in addition to waiting.
 
-Hooks, copies in the kernel and calls of its drivers take time of the cores that compute, or of the
-thread that launches kernels. Passes that look alike and move different amounts tell: computing
-grows with what they move by so much for a byte.
+Hooks, copies in the operating system and its drivers take time from the cores that compute, or from
+the thread that launches kernels. It is estimated from passes of the same kind that move different
+amounts: the slope of computing time over moved bytes.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections import OrderedDict, deque
 
 from offload_strategy.activations.use_order import Trace
 
-#: Kinds of passes that are remembered, and of each so many passes.
+#: Kinds of passes that are remembered, and passes of each kind.
 _MOST_KINDS, _PASSES = 8, 12
-#: The first pass of a kind warms up caches, allocator and threads.
+#: The first passes of a kind warm up caches, allocator and threads.
 _WARM_UP = 1
-#: Share of what a pass saves by which two must differ in what they move to tell anything.
+#: Passes count only if their moved bytes differ by this share of what they save.
 _LEAST_DIFFERENCE = 0.15
-#: Seconds per byte at most: more is a disturbance.
+#: Largest plausible seconds per byte; more is a disturbance.
 _MOST = 3e-9
 
 
-class Toll:
-    """Learned from passes whose backward is over."""
+class IoOverhead:
+    """The overhead, learned from passes whose backward has ended."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[int, deque[tuple[int, float]]] = OrderedDict()
@@ -32,7 +32,7 @@ class Toll:
         self.per_byte = 0.0
 
     def observe(self, trace: Trace) -> None:
-        """A pass is over."""
+        """Learn from a pass."""
         kind = trace.signature
         if self._cold.setdefault(kind, _WARM_UP) > 0:
             self._cold[kind] -= 1
@@ -48,22 +48,22 @@ class Toll:
             self.per_byte = min(max(0.0, found), _MOST)
 
     def seconds(self, trace: Trace) -> float:
-        """What it was in a pass."""
+        """Return the overhead of a pass in seconds."""
         return min(self.per_byte * moved_bytes(trace), 0.5 * computing_seconds(trace))
 
 
 def moved_bytes(trace: Trace) -> int:
-    """That a pass wrote and read."""
+    """Return the bytes that a pass wrote and read."""
     return 2 * trace.left_bytes
 
 
 def computing_seconds(trace: Trace) -> float:
-    """From the begin of a pass to the last use, without waits."""
+    """Return the seconds from the start of a pass to the last use, without waits."""
     return max(0.0, trace.seconds - trace.held - trace.waited)
 
 
 def _slope(points: list[tuple[int, float]], least: float) -> float | None:
-    """Of a line through the middle of what moved little, and of what moved much."""
+    """Return the slope between the medians of the points with few and with many moved bytes."""
     amounts = [moved for moved, _ in points]
     half = (min(amounts) + max(amounts)) / 2
     low = [point for point in points if point[0] <= half]

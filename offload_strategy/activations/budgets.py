@@ -17,8 +17,9 @@ Three rules, of which each sees what the others cannot:
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
+from offload_strategy.activations.tier_load import TierLoad
 from offload_strategy.activations.use_order import Trace
 from offload_strategy.telemetry import get_logger
 from offload_strategy.units import MiB, format_size
@@ -48,93 +49,75 @@ _GROWTH = 0.02
 _SETTLED = 5
 
 
-class Traffic(Protocol):
-    """What the automatic budget must know of the tiers."""
+class Budget(ABC):
+    """Decides which items are offloaded, and learns from the passes."""
 
-    def writing_bytes(self) -> int:
-        """Bytes that wait to be written, or are being written."""
+    @abstractmethod
+    def admits(self, nbytes: int, trace: Trace, idle: float | None) -> bool:
+        """Return whether an item is offloaded; may wait for room in memory or on the path.
 
-    def rate(self, *, write: bool) -> float | None:
-        """Bytes per second of a direction, or None while that is not known."""
+        Args:
+            nbytes: Size of the item.
+            trace: Trace of the forward pass so far, with this item among the saved ones.
+            idle: Seconds for which the item will be unused, or None if unknown.
+        """
 
-    def has_room_in_memory(self, nbytes: int) -> bool:
-        """Whether a tier in host memory takes so much without writing anything."""
+    def must_leave(self, trace: Trace) -> int | None:
+        """Return how many bytes in flight must still be written when backward starts.
 
-    def await_writing_at_most(self, nbytes: int, seconds: float) -> float:
-        """Wait until no more than that is to be written, or so long; the seconds it took."""
+        Returns:
+            None for all. The rest should stay in memory, because it is needed soon.
+        """
+        return None
 
-    def own_writing_bytes(self) -> int:
-        """Bytes of activations that wait to be written, or are being written."""
+    def uses(  # noqa: B027 - most budgets need not know
+        self, trace: Trace, loaded_bytes: int, nbytes: int
+    ) -> None:
+        """Note that backward uses an item for the first time.
 
-    def await_own_writing_at_most(self, nbytes: int, seconds: float) -> float:
-        """As `await_writing_at_most`, of activations."""
+        Args:
+            trace: Trace of its pass, with this use.
+            loaded_bytes: Bytes of other items of the pass that were offloaded and loaded again.
+            nbytes: Size of this item.
+        """
 
-    def let_go(self) -> None:
-        """Give up the memory of what was written."""
+    def observe(self, trace: Trace) -> None:  # noqa: B027 - a fixed budget learns nothing
+        """Learn from a pass whose backward has ended."""
 
-    def keep_idle(self, nbytes: int) -> None:
-        """Give idle buffers back beyond so many bytes, from now on."""
+    def room(self, trace: Trace) -> int | None:
+        """Return the bytes that may be prefetched, or None for the usual amount."""
+        return None
 
 
-class FixedBudget:
-    """An amount per forward pass.
+class FixedBudget(Budget):
+    """A fixed amount per forward pass.
 
     Args:
-        budget: bytes (int), share of what is saved (float, 0 to 1), or None for no limit.
+        budget: Bytes (int), share of what is saved (float, 0 to 1), or None for no limit.
     """
 
     def __init__(self, budget: int | float | None) -> None:
         self._budget = budget
 
     def admits(self, nbytes: int, trace: Trace, idle: float | None) -> bool:
-        """Whether an item may leave.
-
-        Args:
-            nbytes: its size.
-            trace: of the forward pass so far, this item included in what was saved.
-            idle: seconds for which it will lie unused, or None if that is not known.
-        """
+        """See `Budget.admits`."""
         if self._budget is None:
             return True
         share = isinstance(self._budget, float)
         limit = self._budget * trace.saved_bytes if share else self._budget
         return trace.left_bytes + nbytes <= limit
 
-    def must_leave(self, trace: Trace) -> int | None:
-        """Backward begins: bytes of what is still to be written that must go on leaving.
 
-        Returns:
-            None for all of it. The rest had better stay: it was on its way for nothing.
-        """
-        return None
-
-    def uses(self, trace: Trace, loaded_bytes: int, nbytes: int) -> None:
-        """Backward uses an item for the first time.
-
-        Args:
-            trace: of its pass, this use included.
-            loaded_bytes: of items of the pass that left and are in memory again, but for this one.
-            nbytes: of this one.
-        """
-
-    def observe(self, trace: Trace) -> None:
-        """A backward pass is over: nothing to learn from it."""
-
-    def room(self, trace: Trace) -> int | None:
-        """Bytes that may be loaded ahead, or None where no more than usual is known."""
-        return None
-
-
-class AutomaticBudget:
+class AutomaticBudget(Budget):
     """As much as the path can hide; see [Note: the automatic budget].
 
     Args:
-        traffic: of the tiers.
-        most_backlog: bytes that may wait to be written at most.
+        tier_load: Load of the tiers.
+        most_backlog: Largest number of bytes that may wait to be written.
     """
 
-    def __init__(self, traffic: Traffic, most_backlog: int) -> None:
-        self._traffic = traffic
+    def __init__(self, tier_load: TierLoad, most_backlog: int) -> None:
+        self._tier_load = tier_load
         self._most_backlog = most_backlog
         self._backlog = min(_FIRST_BACKLOG_BYTES, most_backlog)
         self._limit: float | None = None
@@ -146,35 +129,32 @@ class AutomaticBudget:
         self._observed = 0
 
     def admits(self, nbytes: int, trace: Trace, idle: float | None) -> bool:
-        """Whether an item may leave; may wait a little for the path. See `FixedBudget.admits`."""
-        traffic = self._traffic
+        """See `Budget.admits`; waits a little for the path."""
+        tier_load = self._tier_load
         if trace.saved_bytes == nbytes:  # a new forward pass
             self._allowed_seconds = self._allowance_seconds
         if self._limit is not None and trace.left_bytes + nbytes > self._limit:
             return False
-        if traffic.has_room_in_memory(nbytes):
+        if tier_load.has_room_in_memory(nbytes):
             return True
         if idle is not None and idle < min(self._soon_seconds, self._round_trip_seconds(nbytes)):
             return False
         room = max(self._backlog, min(2 * nbytes, self._most_backlog)) - nbytes
-        if traffic.writing_bytes() <= room:
+        if tier_load.writing_bytes() <= room:
             return True
         if self._allowed_seconds > 0:
-            self._allowed_seconds -= traffic.await_writing_at_most(room, self._allowed_seconds)
-        return traffic.writing_bytes() <= room
+            self._allowed_seconds -= tier_load.await_writing_at_most(room, self._allowed_seconds)
+        return tier_load.writing_bytes() <= room
 
     def must_leave(self, trace: Trace) -> int | None:
-        """Nothing; see `FixedBudget.must_leave`."""
+        """Nothing must be written: what is in flight stays. See `Budget.must_leave`."""
         return 0
 
-    def uses(self, trace: Trace, loaded_bytes: int, nbytes: int) -> None:
-        """See `FixedBudget.uses`."""
-
     def observe(self, trace: Trace) -> None:
-        """A backward pass is over: learn how much it can hide."""
+        """Learn how much a backward pass can hide."""
         saved, left = trace.saved_bytes, trace.left_bytes
         of_small_pass = min(_SMALL_PASS_BYTES, int(_SMALL_PASS_SHARE * saved))
-        rate = self._traffic.rate(write=True)
+        rate = self._tier_load.rate(write=True)
         if rate is not None:
             of_small_pass = min(of_small_pass, int(rate * _SMALL_PASS_SECONDS))
         share = max(_LEAST_BACKLOG_BYTES, of_small_pass, int(_BACKLOG_SHARE * saved))
@@ -184,7 +164,7 @@ class AutomaticBudget:
         self._soon_seconds = _SOON * trace.seconds
         late = trace.waited > allowance
         if late:
-            rate = self._traffic.rate(write=False) or left / trace.waited
+            rate = self._tier_load.rate(write=False) or left / trace.waited
             lost = min(left, rate * (trace.waited - allowance))
             self._limit = left - (lost if self._was_late else min(lost, _CHANCE * left))
             self._growth = _GROWTH
@@ -205,31 +185,8 @@ class AutomaticBudget:
                 format_size(saved),
             )
 
-    def room(self, trace: Trace) -> int | None:
-        """See `FixedBudget.room`."""
-        return None
-
     def _round_trip_seconds(self, nbytes: int) -> float:
-        write, read = self._traffic.rate(write=True), self._traffic.rate(write=False)
+        write, read = self._tier_load.rate(write=True), self._tier_load.rate(write=False)
         if not write or not read:
             return 0.0
-        return (self._traffic.writing_bytes() + nbytes) / write + nbytes / read
-
-
-class Budget(Protocol):
-    """Decides what leaves, and learns from how that went."""
-
-    def admits(self, nbytes: int, trace: Trace, idle: float | None) -> bool:
-        """Whether an item may leave. See `FixedBudget.admits`."""
-
-    def must_leave(self, trace: Trace) -> int | None:
-        """See `FixedBudget.must_leave`."""
-
-    def uses(self, trace: Trace, loaded_bytes: int, nbytes: int) -> None:
-        """See `FixedBudget.uses`."""
-
-    def observe(self, trace: Trace) -> None:
-        """A backward pass is over."""
-
-    def room(self, trace: Trace) -> int | None:
-        """See `FixedBudget.room`."""
+        return (self._tier_load.writing_bytes() + nbytes) / write + nbytes / read
