@@ -264,7 +264,7 @@ class ActivationOffload:
         return None if record is None else record.trace
 
     def _record(self) -> ForwardRecord:
-        """Return the record of the new forward pass: that of the micro-batch, if there is a hint."""
+        """Return the record of the new forward pass, or of its micro-batch if there is a hint."""
         opened = self._open
         latest = opened.latest
         same = self._hint > 0 and opened.hint == self._hint
