@@ -1,15 +1,15 @@
-"""How much idle memory stays mapped: as much as makes the process no larger than it gets anyway.
+"""A limit for idle buffers: they must not make the process larger than it gets anyway.
 
 [Note: idle memory and peaks]
-Buffers are for backward, and memory is often at its peak where forward ends: idle buffers that stay
-mapped then raise the peak. To give them back in every step, though, has its price: fresh memory is
-zeroed by the kernel when it is used again. So the process is looked at whenever memory is given or
-asked for, and what it had beside idle buffers, and what is lent thereupon, is what it needed. While
-it is smaller than what it needed in one of the last steps or in this one, idle buffers stay; beyond
-that they go. In a forward pass what it may need until the next look, as much as it ever grew from
-one to the next, counts as needed already: where a loss is computed from large logits, nothing is
-given or asked for meanwhile. Who reads and writes much in turns says how much idle memory may come
-on top: what one of its turns gives back is what its next one asks for.
+Backward needs buffers, but memory is often at its peak when forward ends: idle buffers that stay
+mapped then raise the peak. Unmapping them in every step has a price, though: the kernel zeroes new
+memory when it is used again. So resident memory is measured whenever a buffer is acquired or
+released; without idle buffers, and with what is acquired after that, it is what the process needs.
+Idle buffers stay mapped as long as the process is smaller than what it needed in one of the last
+steps or in this one. In a forward pass, the largest growth between two measurements counts as
+needed in advance: while a loss is computed from large logits, no buffer is acquired or released.
+Clients that read and write alternately may allow more idle memory: the next request uses what the
+last one released.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from collections import deque
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.units import PAGE_BYTES
 
-#: So many passes are remembered: steps of several micro-batches need most in the last of them.
+#: Number of passes that are remembered: of several micro-batches the last one needs most.
 _PASSES = 8
-#: To look takes some ten microseconds, and is of no use more often than this.
+#: A measurement takes some ten microseconds; more frequent ones are of no use.
 _LOOK_SECONDS = 0.001
 
 
 def resident_bytes() -> int | None:
-    """Memory of this process, or None where the system does not tell at once."""
+    """Return the resident memory of this process, or None if the system cannot tell at once."""
     try:
         file = os.open("/proc/self/statm", os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     except OSError:
@@ -42,16 +42,16 @@ def resident_bytes() -> int | None:
 
 
 class IdleMemory:
-    """Gives idle memory of a pool back where it would raise the peak of the process.
+    """Unmaps idle memory of a pool if it would raise the peak of the process.
 
     Args:
-        pool: whose.
+        pool: The pool.
     """
 
     def __init__(self, pool: BufferPool) -> None:
         self._pool = pool
-        # Of each pass: what was needed at most, and the most by which that grew from one look to
-        # the next up to where backward asks for buffers.
+        # Of each pass: the peak of what was needed, and its largest growth between two
+        # measurements until backward acquires buffers.
         self._passes: deque[tuple[int, int]] = deque(maxlen=_PASSES)
         self._most = self._need = self._growth = self._latest = 0
         self._in_forward = False
@@ -59,11 +59,11 @@ class IdleMemory:
         self._beyond = 0
 
     def may_exceed(self, nbytes: int) -> None:
-        """Idle memory may make the process larger by so many bytes than it needs."""
+        """Allow idle memory to raise the memory of the process by so many bytes."""
         self._beyond = max(self._beyond, nbytes)
 
     def pass_begins(self) -> None:
-        """A forward pass begins, or is about to: told twice before a buffer is lent it is one."""
+        """Start a forward pass; a second call before a buffer is acquired has no effect."""
         if resident_bytes() is None:
             self._pool.trim()
             return
@@ -76,10 +76,10 @@ class IdleMemory:
         self.look()
 
     def look(self, *, acquires: bool = False) -> None:
-        """Give idle memory back if there is too much of it; before the first pass there is not.
+        """Unmap idle memory if there is too much of it, but not before the first pass.
 
         Args:
-            acquires: whether a buffer is about to be lent.
+            acquires: Whether a buffer is about to be acquired.
         """
         now = time.perf_counter()
         if not self._passes or (now < self._look_at and not (acquires and self._in_forward)):
@@ -101,7 +101,7 @@ class IdleMemory:
             self._pool.trim(idle - excess)
 
     def acquired(self, nbytes: int) -> None:
-        """A buffer of so many bytes was lent after a look: they are needed, too."""
+        """Count a buffer that was acquired after a measurement as needed."""
         if self._passes:
             self._latest += nbytes
             self._need = max(self._need, self._latest)

@@ -1,4 +1,4 @@
-"""The pool: buffers recycled per size class, under one budget, with honest figures."""
+"""A pool of host buffers, recycled by size, under one budget."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from offload_strategy.host_memory.arena import Arena, can_be_used
 from offload_strategy.host_memory.buffers import HostBuffer
 from offload_strategy.units import PAGE_BYTES, MiB, format_size, round_up
 
-#: Idle buffers kept for the next request at most, unless another limit was set: a fresh mapping has
-#: its page faults again (13 % of step time in a trial without recycling), idle memory costs memory.
+#: Default limit for idle buffers: a new mapping has page faults again (13 % of step time in a trial
+#: without recycling), but idle buffers take memory.
 IDLE_BYTES = 256 * MiB
 
-#: From this size on buffers are cut out of an arena, where any size serves another. Smaller ones
-#: have no huge pages, and fresh pages of theirs cost little.
+#: Buffers of this size or more are ranges of an arena, which can be reused for any size. Smaller
+#: ones have no huge pages, and new pages for them cost little.
 _LARGE_BYTES = 1 * MiB
 
-#: An idle buffer may be larger than what is asked for by this share of it: sizes that differ a
-#: little would else each have buffers of their own, idle most of the time.
+#: An idle buffer may be larger than the request by this share: otherwise sizes that differ a little
+#: would each have buffers of their own, which are idle most of the time.
 _SPARE = 0.125
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:
-    """Host buffers in figures.
+    """Memory of a pool.
 
     Args:
-        held_bytes: mapped now, lent or idle.
-        peak_bytes: the most that was ever mapped.
-        lent_bytes: mapped and in use, rounded up to pages.
-        requested_bytes: what the users of the lent buffers asked for.
+        held_bytes: Mapped bytes, in use or idle.
+        peak_bytes: Largest number of mapped bytes so far.
+        lent_bytes: Bytes in use, rounded up to pages.
+        requested_bytes: Bytes in use as requested.
     """
 
     held_bytes: int
@@ -47,65 +47,64 @@ class MemoryUsage:
 
     @property
     def fragmentation(self) -> float:
-        """Share of the bytes in use that nobody asked for, 0 to 1."""
+        """Share of the bytes in use that was not requested, 0 to 1."""
         return 1.0 - self.requested_bytes / self.lent_bytes if self.lent_bytes else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """What an arena lent."""
+    """A range of an arena in use."""
 
     arena: Arena
     begin: int
     nbytes: int
 
 
-#: A tensor, what dies with its storage, and where its memory is from.
+#: A tensor, the object that is freed with its storage, and the source of its memory.
 _Lent = tuple[torch.Tensor, Any, HostBuffer | _Range]
 
 
 class BufferPool:
-    """Lends flat uint8 tensors over page-aligned host memory.
+    """Allocates flat uint8 tensors over page-aligned host memory.
 
-    Large ones are ranges of an arena. Small ones are recycled by size, and so are those that were
-    planned, so that they are there when they are needed, and those that are pinned, as memory is
-    registered with CUDA as a whole.
+    Large ones are ranges of an arena. Small ones are recycled by size. So are planned ones, so that
+    they exist when they are needed, and pinned ones, because memory is registered with CUDA as a
+    whole.
 
     Args:
-        budget: bytes that may be mapped at once.
+        budget: Bytes that may be mapped at a time.
     """
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self._lock = threading.Lock()
-        # (Size class, pinned) -> idle buffers; the class unused for longest is trimmed first.
+        # (Size class, pinned) -> idle buffers; the least recently used class is trimmed first.
         self._idle: OrderedDict[tuple[int, bool], list[HostBuffer]] = OrderedDict()
-        # See [Note: no Python code in finalizers]. A loan is known by its weak reference, which
-        # must be kept to be told.
+        # See [Note: no Python code in finalizers]. A buffer in use is known by its weak
+        # reference, which must exist to be notified.
         self._returned: deque[weakref.ref[Any]] = deque()
         self._loans: dict[int, tuple[weakref.ref[Any], HostBuffer | _Range, int]] = {}
-        # Bytes that are mapped one by one, and how many of them are idle.
+        # Bytes of separate mappings, and the idle part of them.
         self._apart = self._idle_bytes = 0
         self._lent = self._requested = self._peak = 0
         self._arena: Arena | None = None
         self._has_arena = can_be_used()
         self._planned: dict[int, int] = {}
-        # What `keep_idle` said; without it the usual bytes, and those beyond them.
+        # Limit of `keep_idle`; without it the default, and the bytes in addition to it.
         self._scarce: int | None = None
         self._beyond = 0
 
     def plan(self, classes: Mapping[int, int]) -> None:
-        """Tell which buffers will be asked for again and again, as a shape census finds them.
+        """Keep buffers that will be requested again and again.
 
-        Idle buffers are unmapped beyond a limit (`keep_idle`); planned ones are kept, as long as
-        the budget does not need their memory for others (MemAscend, section on the adaptive buffer
-        pool).
+        Idle buffers are unmapped beyond a limit (`keep_idle`); planned ones are kept as long as
+        the budget does not need their memory for others (MemAscend, section IV-B).
 
         Args:
-            classes: how many buffers of a size, in bytes, will be in use at a time.
+            classes: Number of buffers in use at a time, by size in bytes.
 
         Raises:
-            ConfigError: together they exceed the budget.
+            ConfigError: If together they exceed the budget.
         """
         planned: dict[int, int] = defaultdict(int)
         for nbytes, count in classes.items():
@@ -124,16 +123,16 @@ class BufferPool:
     def acquire(
         self, nbytes: int, *, pinned: bool = False, beyond_budget: bool = False
     ) -> torch.Tensor | None:
-        """A flat uint8 host tensor of `nbytes`, or None when the budget is used up.
+        """Return a flat uint8 host tensor of `nbytes`, or None if the budget is used up.
 
-        Its memory returns to the pool when the last alias of the tensor is gone. The contents are
+        Its memory returns to the pool when the last alias of the tensor is freed. The contents are
         undefined.
 
         Args:
-            nbytes: bytes wanted.
-            pinned: registered with CUDA, for asynchronous copies to and from a device.
-            beyond_budget: map more memory even so. For what a running computation cannot go on
-                without: waiting there would be for ever.
+            nbytes: Size in bytes.
+            pinned: Whether to register the memory with CUDA for asynchronous copies.
+            beyond_budget: Whether to exceed the budget if necessary, for a computation that
+                would otherwise wait for ever.
         """
         size = max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES))
         with self._lock:
@@ -154,7 +153,7 @@ class BufferPool:
             return tensor
 
     def trim(self, keep: int = 0) -> None:
-        """Give idle memory back, for a while in which little will be asked for.
+        """Unmap idle memory before a time with few requests.
 
         Planned buffers stay, and pinned ones: to register memory with a device takes long.
 
@@ -174,19 +173,19 @@ class BufferPool:
                 self._arena.give_up(idle - keep)
 
     def idle_bytes(self) -> int:
-        """Idle memory that `trim` can give back."""
+        """Return the bytes of idle memory that `trim` can unmap."""
         with self._lock:
             self._collect()
             return self._spare()[0]
 
     def keep_idle(self, nbytes: int) -> None:
-        """Unmap idle buffers beyond so many bytes from now on, where memory is scarce."""
+        """Keep at most so many bytes of idle buffers from now on, because memory is scarce."""
         with self._lock:
             self._scarce = nbytes
             self._collect()
 
     def keep_idle_beyond(self, nbytes: int) -> None:
-        """Keep so many bytes of idle buffers beyond the usual ones, unless `keep_idle` limits them.
+        """Keep more idle buffers than the default, unless `keep_idle` limits them.
 
         Args:
             nbytes: that a client gives back together, to ask for them again. Of several clients
@@ -196,17 +195,17 @@ class BufferPool:
             self._beyond = max(self._beyond, nbytes)
 
     def usage(self) -> MemoryUsage:
-        """Figures of this moment."""
+        """Return the current memory of the pool."""
         with self._lock:
             self._collect()
             return MemoryUsage(self._held, self._peak, self._lent, self._requested)
 
     def close(self) -> None:
-        """Unmap what is idle; what is still lent is unmapped when its tensor dies."""
+        """Unmap idle buffers; buffers in use are unmapped when their tensors are freed."""
         with self._lock:
             self._collect()
             self._trim(0, 0)
-            # From now on the tensors alone own their memory.
+            # From now on only the tensors own their memory.
             self._loans.clear()
             self._arena = None
             self._apart = self._lent = self._requested = 0
@@ -220,7 +219,7 @@ class BufferPool:
         return self._apart + (0 if self._arena is None else self._arena.held_bytes)
 
     def _spare(self) -> tuple[int, dict[int, int]]:
-        """Idle bytes that are neither planned nor pinned, and such buffers of each size."""
+        """Return the idle bytes that are neither planned nor pinned, and such buffers by size."""
         spare = {
             size: max(0, len(buffers) - self._planned.get(size, 0))
             for (size, pinned), buffers in self._idle.items()
@@ -230,13 +229,13 @@ class BufferPool:
         return in_arena + sum(size * count for size, count in spare.items()), spare
 
     def _lend_range(self, nbytes: int) -> _Lent | None:
-        """A range of the arena, if there is one and the budget has room."""
+        """Return a range of the arena if it exists and the budget has room, or None."""
         if self._arena is None:
             if not self._has_arena:
                 return None
             try:
                 self._arena = Arena(self.budget)
-            except (OSError, OverflowError, ValueError):  # no addresses left for it
+            except (OSError, OverflowError, ValueError):  # there is no address space for it
                 self._has_arena = False
                 return None
         arena = self._arena
@@ -252,7 +251,7 @@ class BufferPool:
     def _lend_buffer(
         self, nbytes: int, size: int, pinned: bool, *, beyond_budget: bool
     ) -> _Lent | None:
-        """A mapping of its own, used before or fresh."""
+        """Return a separate mapping, recycled or new."""
         fitting = self._fitting(size, pinned)
         if fitting is not None:
             buffer = self._idle[fitting, pinned].pop()
@@ -267,7 +266,7 @@ class BufferPool:
         return *buffer.acquire(nbytes), buffer
 
     def _fitting(self, size: int, pinned: bool) -> int | None:
-        """The size of an idle buffer that can be lent, if there is one."""
+        """Return the size of an idle buffer that serves the request, or None."""
         if self._idle.get((size, pinned)):
             return size
         return min(
@@ -285,7 +284,7 @@ class BufferPool:
         while self._returned:
             loan = self._loans.pop(id(self._returned.popleft()), None)
             if loan is None:
-                continue  # lent before `close`
+                continue  # acquired before `close`
             _, memory, nbytes = loan
             self._lent -= memory.nbytes
             self._requested -= nbytes
@@ -297,7 +296,7 @@ class BufferPool:
         self._trim(self.budget, self._idle_at_most)
 
     def _trim(self, held_at_most: int, idle_at_most: int) -> None:
-        """Give idle memory back until both limits hold, if they can.
+        """Unmap idle memory until both limits hold, if possible.
 
         Buffers go first, the size unused for longest before the others; then memory of the arena;
         and what is planned only where the budget needs it.

@@ -367,7 +367,7 @@ class Updater:
         old = updated.source
 
         def put(flat: torch.Tensor) -> Ticket:
-            return self._store.put(flat, "optimizer", self._tiers, instead_of=old.ticket)
+            return self._store.put(flat, "optimizer", self._tiers, replaces=old.ticket)
 
         generator = self._generator(subgroup, old)
         return pack_states(self._store, updated, put, self.precision, generator)

@@ -1,4 +1,4 @@
-"""Host buffers for tickets: within the budget while there is any way to."""
+"""Allocation of host buffers for tickets, within the budget if at all possible."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ POLL_SECONDS = 0.001
 
 
 class BufferAllocator:
-    """Gets buffers from the pool, at the price of copies that were loaded for later.
+    """Allocates buffers from the pool, if necessary by dropping prefetched copies.
 
     Args:
-        pool: lends them.
-        ledger: knows which copies can be dropped, and whether writes will give buffers back.
-        recorder: counts the time in which training waited for a buffer.
+        pool: The pool.
+        registry: Knows which copies can be dropped, and whether writes will free buffers.
+        recorder: Counts the time for which training waited for a buffer.
     """
 
     def __init__(self, pool: BufferPool, registry: TicketRegistry, recorder: Recorder) -> None:
@@ -31,19 +31,19 @@ class BufferAllocator:
         self._recorder = recorder
 
     def try_allocate(self, nbytes: int, *, pinned: bool) -> torch.Tensor | None:
-        """A buffer if the budget has room; takes nothing from anybody."""
+        """Return a buffer if the budget has room; drops no copies."""
         self._idle.look(acquires=True)
         return self._acquire(nbytes, pinned=pinned)
 
     def allocate_now(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
-        """A buffer at once: of the budget if possible, else beyond it."""
+        """Return a buffer at once, within the budget if possible."""
         buffer = self._reclaimed(nbytes, pinned=pinned)
         return self._beyond(nbytes, pinned=pinned) if buffer is None else buffer
 
     def allocate_waiting(self, client: str, nbytes: int, *, pinned: bool) -> torch.Tensor:
-        """A buffer, after waiting for writes to give some back.
+        """Return a buffer after waiting for writes to free some.
 
-        When none is under way, waiting would be for ever, and the buffer goes beyond the budget.
+        If no write is in flight, this would wait for ever, and exceeds the budget instead.
         """
         begin = time.perf_counter()
         while (buffer := self._reclaimed(nbytes, pinned=pinned)) is None:
@@ -54,11 +54,11 @@ class BufferAllocator:
         return self._beyond(nbytes, pinned=pinned) if buffer is None else buffer
 
     def plan(self, classes: Mapping[int, int]) -> None:
-        """Keep so many buffers of these sizes; see `BufferPool.plan`."""
+        """See `BufferPool.plan`."""
         self._pool.plan(classes)
 
     def trim(self) -> None:
-        """Give idle buffers back, for a while in which none will be asked for."""
+        """See `BufferPool.trim`."""
         self._pool.trim()
 
     def pass_begins(self) -> None:

@@ -1,4 +1,4 @@
-"""Copies between devices and host buffers, and those from a device that are still under way."""
+"""Copies between devices and host buffers, and the copies from a device that are in flight."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from offload_strategy.store.ticket import Entry
 
 
 class DeviceCopies:
-    """One copier a device; keeps both ends of each outgoing copy alive until its event.
+    """One copier for each device; keeps both ends of a copy alive until its event.
 
-    A ticket may be freed while its copy still runs. Its device memory must not be reused before
-    the copy has read it, nor its host buffer lent to another before the copy has written it.
+    A ticket may be freed while its copy runs. Its device memory must not be reused before the copy
+    has read it, and its host buffer must not be acquired again before the copy has written it.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class DeviceCopies:
         ] = deque()
 
     def copier(self, device: torch.device) -> DeviceCopier:
-        """The copier of a device, made when first asked for."""
+        """Return the copier of a device, made at its first use."""
         copier = self._copiers.get(device)
         if copier is None:
             copier = self._copiers[device] = DeviceCopier(device)
@@ -42,7 +42,7 @@ class DeviceCopies:
                 self._in_flight.append((event, entry, payload, host))
 
     def release_written(self) -> None:
-        """Release the device memory of copies that are over; asks, never waits."""
+        """Release the device memory of copies that have ended, without waiting."""
         if not self._in_flight:
             return
         with self._lock:
@@ -51,7 +51,7 @@ class DeviceCopies:
                 entry.source = entry.copied = None
 
     def wait(self) -> None:
-        """Wait until every copy is over; the memory at both ends may go after this."""
+        """Wait for the end of all copies; after that the memory at both ends may be freed."""
         with self._lock:
             while self._in_flight:
                 event, entry, _, _ = self._in_flight.popleft()

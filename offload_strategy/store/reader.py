@@ -1,4 +1,4 @@
-"""The way back: into a buffer of the pool, or into the caller's own memory."""
+"""Loads of tickets, into a buffer of the pool or into the caller's memory."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Reader:
     """Loads stored tickets, and waits for them.
 
     Args:
-        ledger: of the tickets.
-        supply: buffers to read into.
-        copies: to devices.
-        recorder: counts stalls and forwarded bytes.
+        registry: Registry of the tickets.
+        allocator: Allocates buffers to read into.
+        copies: Copies to devices.
+        recorder: Counts stalls and forwarded bytes.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Reader:
         self._recorder = recorder
 
     def payload_or_move(self, entry: Entry) -> tuple[torch.Tensor | None, Move | None]:
-        """The bytes, if they are in memory; else the move that loads them, if there is one."""
+        """Return the bytes if they are in memory, otherwise the load in flight, if any."""
         with self._registry.lock:
             self._registry.check_alive(entry)
             if entry.state is TicketState.LOADING:
@@ -54,7 +54,7 @@ class Reader:
             return payload, None
 
     def load(self, entry: Entry, priority: Priority) -> Move | None:
-        """Begin to load a stored entry; None if it is not stored, or there is no memory."""
+        """Start to load a stored entry; return None if it is not stored, or memory is missing."""
         self._registry.free_dropped()
         with self._registry.lock:
             self._registry.check_alive(entry)
@@ -64,18 +64,18 @@ class Reader:
         if memory is None:
             return None
         on_end = partial(self._ended, memory=memory)
-        on_host = memory.device.type == "cpu"  # where buffers are there by whole pages
+        on_host = memory.device.type == "cpu"  # buffers there are whole pages
         return self._begin(entry, memory, priority, on_end, whole_pages=on_host)
 
     def load_into(self, entry: Entry, out: torch.Tensor) -> Move | None:
-        """Begin to read a stored entry into memory of the caller's; None if it is not stored."""
+        """Start to read a stored entry into the caller's memory; None if it is not stored."""
         return self._begin(entry, out, Priority.NEEDED_NOW, self._ended_elsewhere)
 
     def await_load(self, entry: Entry, move: Move) -> None:
         """Wait for a load that is needed now.
 
         Raises:
-            StorageError: it failed.
+            StorageError: If it failed.
         """
         begin = time.perf_counter()
         move.raise_priority()
@@ -85,7 +85,7 @@ class Reader:
             raise reports.failed(entry, move)
 
     def wait(self, entry: Entry, move: Move) -> None:
-        """Wait until a move is over; says so when a path does not answer."""
+        """Wait for the end of a transfer, with warnings if a path does not answer."""
         begin = time.perf_counter()
         patience = reports.PATIENCE_SECONDS
         move.run_queued()
@@ -94,7 +94,7 @@ class Reader:
             patience *= 2
 
     def on_device(self, entry: Entry, payload: torch.Tensor) -> torch.Tensor:
-        """The bytes where their reader wants them."""
+        """Return the bytes on the device of their entry."""
         if entry.device.type == "cpu":
             return payload
         copier = self._copies.copier(entry.device)
@@ -147,7 +147,7 @@ class Reader:
         if move.state is MoveState.DONE:
             try:
                 payload = self._as_payload(entry, memory)
-            except BaseException as error:  # no memory left on the device, for instance
+            except BaseException as error:  # for example, if the device is out of memory
                 move.fail(error)
         with self._registry.lock:
             self._end(entry)
@@ -170,7 +170,7 @@ class Reader:
             entry.state = TicketState.STORED
 
     def _as_payload(self, entry: Entry, memory: torch.Tensor) -> torch.Tensor:
-        """What was read, where and as its reader wants it."""
+        """Return the loaded bytes on their device, aligned."""
         for stripe in entry.stripes if entry.tier is None else ():
             if isinstance(stripe.queue.region, ExternalFile):
                 stripe.queue.region.check_unchanged()

@@ -1,4 +1,4 @@
-"""The store: puts tensors on tiers, brings them back, and forgets them."""
+"""The store: offloads tensors to tiers, loads them, and frees them."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class TensorStore:
     """Immutable tickets over tiers.
 
     Args:
-        pool: lends the buffers that reads fill.
-        recorder: counts forwarded bytes and stalls.
-        write_behind: bytes that may wait to be written; a `put` beyond that waits (back-pressure).
+        pool: Pool of the buffers that reads fill.
+        recorder: Counts forwarded bytes and stalls.
+        write_behind: Bytes that may wait to be written; a `put` beyond that waits (back-pressure).
     """
 
     def __init__(self, pool: BufferPool, recorder: Recorder, write_behind: int) -> None:
@@ -47,7 +47,7 @@ class TensorStore:
 
     @property
     def live_tickets(self) -> int:
-        """Tickets that are not freed."""
+        """Number of tickets that are not freed."""
         return self._registry.live
 
     @property
@@ -56,10 +56,10 @@ class TensorStore:
         return self._registry.writing_bytes
 
     def writing_bytes_of(self, client: str) -> int:
-        """Those of one client."""
+        """Return the bytes of one client that wait to be written or are being written."""
         return self._registry.writing_bytes_of[client]
 
-    # ------------------------------------------------------------------ giving
+    # ------------------------------------------------------------------ offloading
     def put(
         self,
         payload: torch.Tensor,
@@ -69,27 +69,28 @@ class TensorStore:
         next_use: float | None = None,
         whole_pages: bool = False,
         one_block_at_a_time: bool = False,
-        instead_of: Ticket | None = None,
+        replaces: Ticket | None = None,
     ) -> Ticket:
-        """Give bytes to the store: they stay in the first tier if it has room, else they leave.
+        """Offload bytes to the first tier that has room.
 
         Args:
-            payload: flat contiguous uint8 tensor on any device. It must not change any more.
-            client: whose it is, for metrics.
-            tiers: where it may go, in order of preference.
-            next_use: when it will be read, on any clock that the tickets of these tiers share. In
-                a host tier, what is needed later makes room for it. None: it neither makes others
-                leave nor leaves for them.
-            whole_pages: write the payload with what lies around it in its pages, where direct I/O
-                would else need a copy. `read_into` then cannot do without one.
-            one_block_at_a_time: while nobody waits for it, as threads that move bytes take cores
-                from a host that computes.
-            instead_of: a ticket of one of these tiers that will be freed, or this one in its place:
-                what is in host memory stays there, and the tier holds both for that long.
+            payload: Flat contiguous uint8 tensor on any device. It must not change any more.
+            client: Name of the client, for metrics.
+            tiers: Tiers in order of preference.
+            next_use: Time of the next read on a clock that all tickets of these tiers share. In a
+                host tier, tickets with a later next use are evicted to make room. None: the ticket
+                neither evicts others nor is evicted.
+            whole_pages: Whether to write whole memory pages around the payload, if direct I/O
+                would otherwise need a copy. `read_into` then needs a copy.
+            one_block_at_a_time: Whether to keep only one block in flight while nobody waits for
+                it, because I/O threads take cores from a host that computes.
+            replaces: A ticket of one of these tiers, of which either it or the new one will be
+                freed: if it is in host memory, the new one is, too, and the tier holds both
+                until then.
 
         Raises:
-            TierFullError: no tier has room.
-            StorageError: an earlier write failed.
+            TierFullError: If no tier has room.
+            StorageError: If an earlier write failed.
         """
         self._check_usable()
         self._copies.release_written()
@@ -98,7 +99,7 @@ class TensorStore:
         self._allocator.look()
         self._writer.await_room(client, payload.numel(), tiers)
         with UninterruptedSection():
-            replaced = None if instead_of is None else instead_of.entry
+            replaced = None if replaces is None else replaces.entry
             entry = self._writer.place(
                 payload, client, tiers, next_use, whole_pages, one_block_at_a_time, replaced
             )
@@ -116,17 +117,17 @@ class TensorStore:
         client: str,
         device: torch.device = _CPU,
     ) -> Ticket:
-        """A ticket for a range of a foreign file, which is read when it is needed.
+        """Return a ticket for a range of an existing file, which is read when needed.
 
         Args:
-            queue: over a `ExternalFile`, which must stay open as long as its tickets live.
-            offset: where in the file the range begins, in bytes.
-            nbytes: how long it is.
-            client: whose it is, for metrics.
-            device: where `get` returns the bytes.
+            queue: Queue over an `ExternalFile`, which must stay open as long as its tickets.
+            offset: Offset of the range in bytes.
+            nbytes: Length of the range.
+            client: Name of the client, for metrics.
+            device: Device on which `get` returns the bytes.
 
         Raises:
-            StorageError: the file does not reach that far.
+            StorageError: If the file is too short.
         """
         self._check_usable()
         assert isinstance(queue.region, ExternalFile)
@@ -143,7 +144,7 @@ class TensorStore:
             return self._registry.ticket(entry)
 
     def expect(self, ticket: Ticket, next_use: float) -> None:
-        """Tell, or correct, when a ticket will be read; see `put`."""
+        """Set the time of a ticket's next read; see `put`."""
         entry = ticket.entry
         with self._registry.lock:
             entry.next_use = next_use
@@ -151,11 +152,11 @@ class TensorStore:
                 entry.tier.note(entry)
 
     def borrow(self, client: str, nbytes: int, device: torch.device = _CPU) -> torch.Tensor:
-        """A flat uint8 tensor with undefined contents, to be filled and then `put`.
+        """Return a flat uint8 tensor with undefined contents, to be filled and then `put`.
 
-        On the host it is a page-aligned buffer, which leaves without a copy. When the budget is
-        used up, this waits for writes to give buffers back; when none is under way, waiting would
-        be for ever, and the buffer goes beyond the budget.
+        On the host it is a page-aligned buffer, which is written without a copy. If the budget is
+        used up, this waits for writes to free buffers; if no write is in flight, it would wait for
+        ever, and exceeds the budget instead.
         """
         if device.type != "cpu":
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -163,22 +164,22 @@ class TensorStore:
 
     # ------------------------------------------------------------------ reading
     def prefetch(self, ticket: Ticket) -> bool:
-        """Begin to load a stored ticket, if a buffer is to be had within the budget.
+        """Start to load a stored ticket if the budget has room for a buffer.
 
         Returns:
-            False if nothing was done for want of memory; True if it is, or will be, in memory.
+            Whether the ticket is or will be in memory.
         """
         self._registry.release_written()
         begun = self._reader.load(ticket.entry, Priority.PREFETCH)
         return begun is not None or ticket.state is not TicketState.STORED
 
     def get(self, ticket: Ticket) -> torch.Tensor:
-        """The ticket's bytes, as a flat uint8 tensor on the device that they came from.
+        """Return the ticket's bytes as a flat uint8 tensor on the device that they came from.
 
-        The tensor is shared and must not be changed. Waits for a load if there must be one.
+        The tensor is shared and must not be changed. Waits for a load if necessary.
 
         Raises:
-            StorageError: the bytes could not be read.
+            StorageError: If the bytes could not be read.
         """
         entry = ticket.entry
         self._registry.release_written()
@@ -188,21 +189,20 @@ class TensorStore:
                 return self._reader.on_device(entry, payload)
             if move is None:
                 move = self._reader.load(entry, Priority.NEEDED_NOW)
-            # A load that ends before it is looked at must be looked at all the same: it may have
-            # failed.
+            # A load that has ended already must be awaited, too: it may have failed.
             if move is not None:
                 self._reader.await_load(entry, move)
 
     def read_into(self, ticket: Ticket, out: torch.Tensor) -> None:
-        """Fill the caller's memory with the ticket's bytes; host memory is read into directly.
+        """Read the ticket's bytes into the caller's tensor, directly if it is in host memory.
 
         Args:
-            ticket: to be read; it stays as it is.
-            out: flat contiguous uint8 tensor of the ticket's size, on any device.
+            ticket: The ticket, which does not change.
+            out: Flat contiguous uint8 tensor of the ticket's size, on any device.
 
         Raises:
-            StorageError: the bytes could not be read; then the contents of `out` are undefined.
-            ValueError: `out` cannot take them.
+            StorageError: If the bytes could not be read; then the contents of `out` are undefined.
+            ValueError: If `out` has another size, dtype or layout.
         """
         entry = ticket.entry
         if out.numel() != entry.nbytes or out.dtype != torch.uint8 or not out.is_contiguous():
@@ -216,7 +216,7 @@ class TensorStore:
             if payload is not None or not directly:
                 out.copy_(self.get(ticket))
                 return
-            if move is not None:  # somebody else loads it
+            if move is not None:  # a load is in flight
                 self._reader.await_load(entry, move)
                 continue
             move = self._reader.load_into(entry, out)
@@ -225,9 +225,9 @@ class TensorStore:
                 return
 
     def private(self, ticket: Ticket) -> torch.Tensor:
-        """A copy of the bytes that the caller may change; the ticket stays as it is.
+        """Return a copy of the bytes that the caller may change; the ticket does not change.
 
-        What was loaded from a path is handed over as it is, without another copy.
+        Bytes that were loaded from a path are handed over without another copy.
         """
         shared = self.get(ticket)
         entry = ticket.entry
@@ -238,26 +238,26 @@ class TensorStore:
         return self.borrow(entry.client, entry.nbytes, entry.device).copy_(shared)
 
     def take(self, ticket: Ticket) -> torch.Tensor:
-        """The bytes, for the caller to change; frees the ticket. Avoids every copy that it can."""
+        """Free the ticket and return its bytes, which the caller may change; avoids copies."""
         payload = self.writable(ticket)
         self.free(ticket)
         return payload
 
     def writable(self, ticket: Ticket) -> torch.Tensor:
-        """As `take`, but frees nothing: whoever changes the bytes must free the ticket before."""
+        """Return the bytes as `take` does; free the ticket before changing them."""
         entry = ticket.entry
         with self._registry.lock:
             self._registry.check_alive(entry)
             writing = entry.move if entry.state is TicketState.WRITING else None
         if writing is not None:
-            # Nobody will read what is being written: stop, and use the bytes in memory.
+            # Nobody will read what is being written: cancel it, and use the bytes in memory.
             writing.cancel()
             self._reader.wait(entry, writing)
         return self.get(ticket)
 
-    # ------------------------------------------------------------------ letting go
+    # ------------------------------------------------------------------ freeing
     def cancel_write(self, ticket: Ticket) -> None:
-        """Stop a write that is not over: the bytes stay in memory instead. Waits for nothing."""
+        """Cancel a write in flight, so that the bytes stay in memory; does not wait."""
         entry = ticket.entry
         with self._registry.lock:
             move = entry.move if entry.state is TicketState.WRITING else None
@@ -265,23 +265,23 @@ class TensorStore:
             move.cancel()
 
     def evict(self, ticket: Ticket) -> None:
-        """Drop the copy in memory of a ticket that is stored on a path."""
+        """Free the copy in memory of a ticket that is stored on a path."""
         entry = ticket.entry
         with self._registry.lock:
             if self._registry.is_copy(entry):
                 self._registry.stored(entry)
 
     def free(self, ticket: Ticket) -> None:
-        """Forget a ticket, in whatever state it is."""
+        """Free a ticket in any state."""
         self._registry.free(ticket.entry)
 
     def plan(self, owner: object, sizes: Iterable[int], at_most: int) -> None:
-        """Keep buffers of these sizes mapped from now on, even while nobody uses them.
+        """Keep buffers of these sizes mapped from now on, even if they are idle.
 
         Args:
-            owner: who will ask for them; what it said before is void.
-            sizes: of each in bytes, the most important first; none to forget them.
-            at_most: bytes of them and of what other owners have planned. Others are not kept.
+            owner: The client that will use them; this replaces its previous plan.
+            sizes: Size of each buffer in bytes, the most important first; empty for none.
+            at_most: Largest number of bytes of these and of other owners' planned buffers.
         """
         self._plans.pop(id(owner), None)
         room = at_most - sum(
@@ -296,50 +296,47 @@ class TensorStore:
         self._allocator.plan(sum(self._plans.values(), Counter()))
 
     def release_written(self) -> None:
-        """Give up the memory of what was written."""
+        """Free the memory of tickets that were written."""
         self._registry.release_written()
 
     def stalled_seconds(self, client: str) -> float:
-        """For which a client has waited in all."""
+        """Return the seconds for which a client has waited."""
         return self._recorder.stall_seconds(client)
 
     def keep_idle(self, nbytes: int) -> None:
-        """Give idle buffers back beyond so many bytes, from now on."""
+        """Keep at most so many bytes of idle buffers from now on."""
         self._allocator.keep_idle(nbytes)
 
     def keep_idle_beyond(self, nbytes: int) -> None:
-        """Keep so many bytes of idle buffers on top of the usual ones, where memory is not scarce.
+        """Keep more idle buffers than usual, by so many bytes, unless memory is scarce.
 
-        For clients that give back at the end of a step what they ask for again in the next one.
+        For clients that release buffers at the end of a step and acquire them again in the next.
         """
         self._allocator.keep_idle_beyond(nbytes)
 
     def idle_may_exceed(self, nbytes: int) -> None:
-        """Idle buffers may make the process larger by so many bytes than it needs to be.
+        """Allow idle buffers to raise the memory of the process by so many bytes.
 
-        For clients of which one request's buffer is the next one's; see [Note: idle memory and
-        peaks].
+        For clients whose requests use the same buffers one after the other; see
+        [Note: idle memory and peaks].
         """
         self._allocator.idle_may_exceed(nbytes)
 
     def trim(self) -> None:
-        """Give idle buffers back, for a while in which little will be read."""
+        """Free idle buffers before a time in which little will be read."""
         self._registry.release_written()
         self._allocator.trim()
 
     def pass_begins(self) -> None:
-        """Give idle buffers back that would raise the peak of memory, until the next pass begins.
-
-        See [Note: idle memory and peaks].
-        """
+        """Free idle buffers that would raise the peak; see [Note: idle memory and peaks]."""
         self._registry.release_written()
         self._allocator.pass_begins()
 
     def wait_for_writes(self) -> None:
-        """Wait until nothing is being written any more.
+        """Wait until all writes have ended.
 
         Raises:
-            StorageError: a write failed.
+            StorageError: If a write failed.
         """
         while self._registry.writing_bytes and not self._registry.closed:
             with self._registry.lock:
@@ -353,25 +350,25 @@ class TensorStore:
         self._check_usable()
 
     def await_writes(self, client: str, at_most: int, seconds: float, *, own: bool = False) -> None:
-        """Wait until no more than `at_most` bytes are to be written, or so many seconds.
+        """Wait until at most `at_most` bytes are to be written, or so many seconds.
 
         Args:
-            client: that waits.
-            at_most: bytes.
-            seconds: for which it waits at most.
-            own: whether only its own bytes count.
+            client: The client that waits.
+            at_most: Bytes.
+            seconds: Longest wait.
+            own: Whether only bytes of this client count.
         """
         self._writer.await_writes(client, at_most, seconds, own=own)
 
     def close(self) -> None:
-        """Give up every move; nothing can be put or read any more. Idempotent."""
+        """Cancel every transfer; nothing can be offloaded or loaded any more. Idempotent."""
         registry = self._registry
         if os.getpid() != registry.pid:
             return
         with registry.lock:
             registry.closed = True
             moving = [(entry, entry.move) for entry in registry.moving]
-        # All of them first: each block that ends would let the next queued move begin.
+        # Cancel all of them first: each block that ends would start the next queued transfer.
         for _, move in moving:
             if move is not None:
                 move.cancel()

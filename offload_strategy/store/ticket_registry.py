@@ -1,13 +1,13 @@
-"""The ledger: which tickets there are, and how they die.
+"""The registry of all tickets, their states, and how they are freed.
 
 [Note: locks]
-One lock guards the states of all entries; none is held while bytes move. Queues call back into the
-store when a move ends, so the store never calls a queue while it holds the lock. Tickets may be
-dropped by a garbage collection in the middle of anything, so dropping only appends to a deque; the
-next operation, or the next end of a move, reaps it.
+One lock guards the states of all entries; no lock is held while bytes move. Queues call the store
+at the end of a transfer, so the store never calls a queue while it holds the lock. Garbage
+collection may drop tickets at any point of the program, so dropping only appends to a deque; the
+next operation, or the next end of a transfer, frees the dropped tickets.
 
-A plain lock in a plain `with` cannot be left locked by Ctrl-C. A condition can: its `__enter__` is
-Python code, which a KeyboardInterrupt may end after it took the lock. So waits poll.
+Ctrl-C cannot leave a plain lock in a plain `with` locked. It can leave a condition locked: its
+`__enter__` is Python code that a KeyboardInterrupt may end after it took the lock. So waits poll.
 """
 
 from __future__ import annotations
@@ -29,23 +29,22 @@ from offload_strategy.units import format_size
 
 
 class TicketRegistry:
-    """All tickets of a store that are alive. `lock` guards every entry."""
+    """All tickets of a store that are not freed. `lock` guards every entry."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.pid = os.getpid()
         self.closed = False
-        #: Entries whose bytes are on their way, and how many bytes of them are to be written,
-        #: in all and for each client.
+        #: Entries with a transfer in flight, and bytes to be written, in total and by client.
         self.moving: set[Entry] = set()
         self.writing_bytes = 0
         self.writing_bytes_of: Counter[str] = Counter()
         self._live = 0
         self._dropped: deque[weakref.ref[Ticket]] = deque()
         self._tickets: dict[int, tuple[weakref.ref[Ticket], Entry]] = {}
-        # Entries with a copy in memory besides the one on their paths, in the order of loading.
+        # Entries with a copy in memory and on their paths, in the order of loading.
         self._copies: dict[Entry, None] = {}
-        # Memory of what was written; see `let_go`.
+        # Memory of tickets that were written; see `release_written`.
         self._written_payloads: deque[torch.Tensor] = deque()
 
     @property
@@ -56,7 +55,7 @@ class TicketRegistry:
             return self._live
 
     def ticket(self, entry: Entry) -> Ticket:
-        """The owner's side of a counted entry; the entry is freed when it dies."""
+        """Return the ticket of a counted entry; the entry is freed when the ticket is dropped."""
         ticket = Ticket(entry)
         # See [Note: no Python code in finalizers].
         reference = weakref.ref(ticket, self._dropped.append)
@@ -66,35 +65,35 @@ class TicketRegistry:
 
     # ------------------------------------------------------------------ with the lock held
     def written(self, entry: Entry) -> None:
-        """The bytes are on the paths; their memory goes with the next `let_go`."""
+        """Mark an entry as written; the next `release_written` frees its memory."""
         if entry.payload is not None:
             self._written_payloads.append(entry.payload)
         self.stored(entry)
 
     def count(self) -> None:
-        """One more entry is alive."""
+        """Count a new entry."""
         self._live += 1
 
     def stored(self, entry: Entry) -> None:
-        """The bytes are on the paths, and no longer in memory."""
+        """Mark an entry as stored on paths and not in memory."""
         entry.state = TicketState.STORED
         entry.payload = None
         self._copies.pop(entry, None)
 
     def loaded(self, entry: Entry) -> None:
-        """The bytes are in memory as well."""
+        """Mark an entry as in memory and on paths."""
         entry.state = TicketState.IN_MEMORY
         self._copies[entry] = None
 
     def is_copy(self, entry: Entry) -> bool:
-        """Whether the bytes in memory may be dropped, since they are on paths, too."""
+        """Return whether the bytes in memory may be freed because they are on paths, too."""
         return entry.state is TicketState.IN_MEMORY and bool(entry.stripes)
 
     def drop_copy(self) -> bool:
-        """Drop the copy that is needed last, as far as is known; False if there is none."""
+        """Free the copy that is needed last, as far as known; return False if there is none."""
         if not self._copies:
             return False
-        # Loads are issued in the order of use: of those without a time, the latest is needed last.
+        # Loads start in the order of use: of those without a next use, the latest is needed last.
         latest = max(
             reversed(self._copies),
             key=lambda entry: float("-inf") if entry.next_use is None else entry.next_use,
@@ -104,7 +103,7 @@ class TicketRegistry:
 
     # ------------------------------------------------------------------ checks
     def check_alive(self, entry: Entry) -> None:
-        """Raise if the bytes of an entry are gone."""
+        """Raise OffloadError if the bytes of an entry are gone."""
         self.check_process()
         if entry.state is TicketState.FREED:
             raise OffloadError(
@@ -117,37 +116,37 @@ class TicketRegistry:
             )
 
     def check_process(self) -> None:
-        """Raise in a forked child: neither its parent's threads nor its buffers exist there."""
+        """Raise OffloadError in a forked child, which has no threads and buffers of its parent."""
         if os.getpid() != self.pid:
             raise OffloadError(
                 "a forked process cannot use its parent's offload engine. Make an engine in the "
                 "process that trains."
             )
 
-    # ------------------------------------------------------------------ dying
+    # ------------------------------------------------------------------ freeing
     def free(self, entry: Entry) -> None:
-        """Forget an entry, in whatever state it is."""
+        """Free an entry in any state."""
         with UninterruptedSection():
             with self.lock:
                 move = self._mark_freed(entry)
-                # Without its weak reference the ticket's death is no news.
+                # Without its weak reference, dropping the ticket has no effect.
                 self._tickets.pop(entry.reference, None)
-                entry.reference = 0  # that number is another's from now on
+                entry.reference = 0  # the number may be reused
             if move is not None:
                 self._cancel(move)
 
     def release_written(self) -> None:
-        """Give up the memory of what was written.
+        """Free the memory of tickets that were written.
 
-        To unmap it takes time, which I/O threads would take from a computation on all cores: so
-        those who give and ask do it, between two operations, as they would without offload.
+        Unmapping takes time, which I/O threads would take from a computation on all cores: so the
+        training thread does it between two operations, as it would without offload.
         """
         while self._written_payloads:
-            with contextlib.suppress(IndexError):  # another thread was quicker
+            with contextlib.suppress(IndexError):  # another thread was faster
                 self._written_payloads.popleft()
 
     def free_dropped(self) -> None:
-        """Free the entries of tickets that died, if the lock is free; else its holder will."""
+        """Free the entries of dropped tickets if the lock is free; otherwise its holder will."""
         if not self._dropped:
             return
         with UninterruptedSection():
@@ -160,13 +159,13 @@ class TicketRegistry:
                     self._cancel(move)
 
     def forget(self, entry: Entry) -> None:
-        """Give back what a freed entry, with nothing under way, holds; with the lock held."""
+        """Release the space of a freed entry without a transfer in flight; with the lock held."""
         self.release_stripes(entry)
         if entry.tier is not None:
             entry.tier.release(entry.nbytes)
 
     def release_stripes(self, entry: Entry) -> None:
-        """Give its extents back; with the lock held."""
+        """Release the extents of an entry; with the lock held."""
         stripes, entry.stripes = entry.stripes, ()
         if stripes and entry.tier is not None:
             entry.tier.release_extents(stripes)
@@ -178,7 +177,7 @@ class TicketRegistry:
                 yield known[1]
 
     def _mark_freed(self, entry: Entry) -> Move | None:
-        """Freed from now on; returns the move that must be cancelled first, if there is one."""
+        """Mark an entry as freed; return the transfer that must be cancelled first, or None."""
         if entry.state is TicketState.FREED:
             return None
         entry.state = TicketState.FREED
@@ -186,7 +185,7 @@ class TicketRegistry:
         self._copies.pop(entry, None)
         self._live -= 1
         if entry.move is not None:
-            return entry.move  # the end of the move forgets it
+            return entry.move  # the end of the transfer releases it
         self.forget(entry)
         return None
 

@@ -1,4 +1,4 @@
-"""The way out: where a ticket goes, and the move that takes it there."""
+"""Writes of tickets: the choice of a tier, and the transfer to it."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from offload_strategy.store.ticket_registry import TicketRegistry
 from offload_strategy.telemetry import Direction, Recorder
 from offload_strategy.units import PAGE_BYTES, KiB
 
-#: Below this a copy costs less than another page on the disk.
+#: For smaller payloads a copy costs less than another page on the disk.
 _WORTH_BYTES = 64 * KiB
 
 
 class Writer:
-    """Places new tickets, and sends them out.
+    """Places new tickets on tiers and starts their writes.
 
     Args:
-        ledger: of the tickets.
-        supply: buffers for what comes from a device.
-        copies: from devices.
-        recorder: counts stalls.
-        write_behind: bytes that may wait to be written.
+        registry: Registry of the tickets.
+        allocator: Allocates host buffers for tensors of a device.
+        copies: Copies from devices.
+        recorder: Counts stalls.
+        write_behind: Bytes that may wait to be written.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Writer:
         self.failure: OffloadError | None = None
 
     def await_room(self, client: str, nbytes: int, tiers: Sequence[Tier]) -> None:
-        """Wait while too much is waiting to be written (back-pressure)."""
+        """Wait while too many bytes are to be written (back-pressure)."""
         registry = self._registry
         if not registry.writing_bytes or registry.writing_bytes + nbytes <= self._write_behind:
             return
@@ -90,12 +90,12 @@ class Writer:
         one_block_at_a_time: bool,
         replaced: Entry | None = None,
     ) -> Entry:
-        """Give bytes a place; an entry whose `move` is set has yet to be submitted.
+        """Return an entry on the first tier with room; its `move`, if any, must be submitted.
 
-        Args: see `TensorStore.put`.
+        For the arguments see `TensorStore.put`.
 
         Raises:
-            TierFullError: no tier has room.
+            TierFullError: If no tier has room.
         """
         nbytes = payload.numel()
         if nbytes == 0:
@@ -137,7 +137,7 @@ class Writer:
         return True
 
     def _claim_host(self, tier: Tier, nbytes: int, next_use: float | None) -> bool:
-        """Room in a host tier, if need be by evicting what is needed later."""
+        """Reserve room in a host tier, if necessary by evicting tickets that are needed later."""
         with self._registry.lock:
             if tier.claim(nbytes):
                 return True
@@ -148,9 +148,9 @@ class Writer:
             return tier.claim(nbytes)
 
     def _demote(self, entry: Entry) -> None:
-        """Write an entry of a host tier to its next tier; its memory is free when it is written."""
+        """Write an entry of a host tier to its next tier, which frees its memory."""
         payload = entry.payload
-        if payload is None:  # freed, or sent out by another
+        if payload is None:  # freed, or demoted by another thread
             return
         tier, stripes, lead = None, None, 0
         for tier in entry.lower:
@@ -163,7 +163,7 @@ class Writer:
                 if host_tier is not None:
                     host_tier.note(entry)
                 return
-            left = not entry.may_leave or entry.payload is None  # freed, or sent out by another
+            left = not entry.may_leave or entry.payload is None  # freed, or demoted meanwhile
             if left or host_tier is None:
                 tier.release_extents(stripes)
                 return
@@ -196,7 +196,7 @@ class Writer:
     def _make_move(
         self, entry: Entry, memory: torch.Tensor, before: Callable[[], None] | None
     ) -> Move:
-        """The move of an entry to its stripes; with the lock held. It is submitted without."""
+        """Make the transfer of an entry to its stripes; with the lock held. Submit it without."""
         move = Move(
             client=entry.client,
             direction=Direction.WRITE,
@@ -238,7 +238,7 @@ class Writer:
     def _to_memory_of(
         self, tier: Tier, entry: Entry, payload: torch.Tensor
     ) -> tuple[torch.Tensor, Callable[[], None] | None]:
-        """The memory that a tier's paths read from, and what a write must wait for before it."""
+        """Return the memory to write from, and a wait that must precede the write, or None."""
         if payload.device.type == "cpu" or not tier.device_memory:
             return self._to_host(entry, payload)
         entry.payload = payload
@@ -249,7 +249,7 @@ class Writer:
     def _to_host(
         self, entry: Entry, payload: torch.Tensor
     ) -> tuple[torch.Tensor, Callable[[], None] | None]:
-        """Give an entry its bytes in host memory; also what a write must wait for before it."""
+        """Copy a payload to host memory; also return a wait that must precede the write."""
         if payload.device.type == "cpu":
             entry.payload = payload
             return payload, None
@@ -268,7 +268,7 @@ class Writer:
 
 
 def _lead(entry: Entry, tier: Tier, payload: torch.Tensor) -> int:
-    """How many bytes before the payload to write with it, so that it leaves without a copy.
+    """Return how many bytes before the payload to write with it to avoid a copy.
 
     Direct I/O takes memory from the begin of a page on; tensors begin a little after one. Memory is
     there by whole pages, so what lies before a tensor in its page can be written along.
