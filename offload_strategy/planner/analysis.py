@@ -1,4 +1,4 @@
-"""Everything that is known of a run before it starts, as one object, a table and JSON."""
+"""The analysis of a run before it starts, as an object, tables and JSON."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ _WEARS = (
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """What a run needs and does; `str` makes a table in Markdown.
+    """What a run needs and how fast it is; `str` gives tables in Markdown.
 
     Args:
-        request: what was asked.
-        fits: memory and disk, needed and there.
-        streams_weights: whether weights pass through the device, as they do not fit on it.
-        swap: what moves, and the time of a step by part.
-        activation_bytes: that a forward pass saves.
-        required_write_rate: bytes per second that would hide all of them (SSDTrain).
-        host: peak host memory by system.
-        lifespans: years of the drives by what is assumed; empty where no rating is known.
-        dollars_per_million_tokens: None where a price is missing.
-        advice: what to change first.
+        request: The run.
+        fits: Needed and available memory and disk.
+        streams_weights: Whether weights are streamed because they do not fit on the device.
+        swap: What is offloaded, and the time of a step by part.
+        activation_bytes: Bytes that a forward pass saves.
+        required_write_rate: Bytes per second that would hide writing all of them (SSDTrain).
+        host: Peak host memory by system.
+        lifespans: Years of the drives by assumption; empty if no rating is known.
+        dollars_per_million_tokens: Cost of training; None if a price is missing.
+        advice: What to change first.
     """
 
     request: Request
@@ -63,16 +63,16 @@ class Analysis:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens that are trained on in a second."""
+        """Throughput in tokens per second."""
         return self.request.work.tokens / self.swap.time.seconds
 
     @property
     def written_per_day(self) -> float:
-        """Bytes that the drives write in a day."""
+        """Bytes that are written to the drives in a day."""
         return bytes_per_day(self.swap.written_bytes, self.swap.time.seconds)
 
     def as_dict(self) -> dict[str, Any]:
-        """Give the figures with units in their names, ready for JSON."""
+        """Return the figures with units in their names, ready for JSON."""
         time = self.swap.time
         return {
             "model": {
@@ -147,7 +147,7 @@ class Analysis:
         )
 
     def _fits(self) -> str:
-        lines = ["| does it fit | needs | has | |", "|---|---|---|---|"]
+        lines = ["| memory and disk | needed | available | fits |", "|---|---|---|---|"]
         for fit in self.fits:
             verdict = "yes" if fit.ok else "no"
             lines.append(
@@ -167,10 +167,10 @@ class Analysis:
             f"| backward and update | {time.stage('backward').seconds:.2f} | |",
             f"| the step | {time.seconds:.2f} | {self.tokens_per_second:.0f} tokens/s, "
             f"{self.swap.flops / time.seconds / _TERA:.0f} TFLOPS |",
-            f"| activations moved | | {format_size(self.swap.moved_bytes)}, "
+            f"| offloaded activations | | {format_size(self.swap.moved_bytes)}, "
             f"{self.swap.coefficient:.0%} of the results inside layers |",
-            f"| all activations | | {format_size(self.activation_bytes)}; to hide them "
-            f"{self.required_write_rate / _GB:.1f} GB/s of writing |",
+            f"| all activations | | {format_size(self.activation_bytes)}; hiding them needs "
+            f"{self.required_write_rate / _GB:.1f} GB/s of write bandwidth |",
         ]
         return "\n".join(lines)
 
@@ -207,13 +207,13 @@ class Analysis:
 
 
 def analyse(request: Request) -> Analysis:
-    """Work out what a run needs, how long its steps take, and what to change first.
+    """Analyse what a run needs, how long its steps take, and what to change first.
 
     Args:
-        request: the model, the work and the machine.
+        request: The model, the work and the machine.
 
     Raises:
-        ConfigError: if a figure is not above 0.
+        ConfigError: If a figure is not above 0.
     """
     streams = memory_needs.streams_weights(request)
     swap = memory_needs.planned_swap(request, streams=streams)

@@ -1,4 +1,4 @@
-"""How fast drives must be for activations, and how long they last (SSDTrain, section III-D)."""
+"""Endurance of SSDs and the write rate that activations need (SSDTrain, section III-D)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ SECONDS_PER_YEAR = 365.0 * SECONDS_PER_DAY
 
 @dataclass(frozen=True, slots=True)
 class Wear:
-    """What is assumed about how writing wears a drive out.
+    """Assumptions about the wear of a drive.
 
     Args:
-        rated_amplification: bytes that reach the flash for a byte written, in the test that the
-            rating comes from.
-        amplification: likewise for what is written here.
-        retention_factor: how many times more often cells can be written when data need not stay
+        rated_amplification: Write amplification in the test of the rating: bytes written to flash
+            for each byte written.
+        amplification: Write amplification of training.
+        retention_factor: How many times more often cells can be written if data need not stay
             readable for as long as the rating promises.
 
     Raises:
-        ConfigError: if a number is not above 0.
+        ConfigError: If a number is not above 0.
     """
 
     rated_amplification: float = 1.0
@@ -35,29 +35,29 @@ class Wear:
 
     @property
     def factor(self) -> float:
-        """Bytes that can be written for each byte of the rating."""
+        """Bytes that can be written for each rated byte."""
         return self.rated_amplification / self.amplification * self.retention_factor
 
 
-#: The maker's rating as it is: what a warranty goes by.
+#: The rating of the manufacturer, on which the warranty depends.
 AS_RATED = Wear()
-#: Large sequential writes instead of the rating's random ones; nothing about retention.
+#: Large sequential writes instead of the random ones of the rating.
 SEQUENTIAL = Wear(rated_amplification=2.5)
-#: SSDTrain's: sequential writes, and data that is kept for a day instead of three years.
+#: SSDTrain's assumption: sequential writes of data that is kept for a day instead of three years.
 SSDTRAIN = Wear(rated_amplification=2.5, retention_factor=86.0)
 
 
 def required_write_rate(activation_bytes: float, step_seconds: float) -> float:
-    """Bytes per second at which a device must write to hide its activations.
+    """Return the bytes per second at which a device must write to hide its activations.
 
-    They are written during the forward pass, which is taken as half of the step.
+    They are written during the forward pass, which is assumed to be half of the step.
 
     Args:
-        activation_bytes: that one device writes in a step.
-        step_seconds: of a step.
+        activation_bytes: Bytes that one device writes in a step.
+        step_seconds: Seconds of a step.
 
     Raises:
-        ConfigError: if the step takes no time.
+        ConfigError: If the step takes no time.
     """
     positive("step_seconds", step_seconds)
     return activation_bytes / (step_seconds / 2)
@@ -66,19 +66,19 @@ def required_write_rate(activation_bytes: float, step_seconds: float) -> float:
 def lifespan_seconds(
     endurance_bytes: float, step_seconds: float, written_bytes: float, wear: Wear = AS_RATED
 ) -> float:
-    """Seconds of training until drives have written what they can.
+    """Return the seconds of training until the drives reach their endurance.
 
     Args:
-        endurance_bytes: that the drives are rated for, all together.
-        step_seconds: of a step.
-        written_bytes: to all of them, in a step.
-        wear: what is assumed beyond the rating.
+        endurance_bytes: Rated endurance of all drives together.
+        step_seconds: Seconds of a step.
+        written_bytes: Bytes that a step writes to all of them.
+        wear: Assumptions about wear.
 
     Returns:
         Seconds; infinite if nothing is written.
 
     Raises:
-        ConfigError: if endurance or step are not above 0.
+        ConfigError: If endurance or step are not above 0.
     """
     positive("endurance_bytes", endurance_bytes)
     positive("step_seconds", step_seconds)
@@ -88,10 +88,10 @@ def lifespan_seconds(
 
 
 def bytes_per_day(written_bytes: float, step_seconds: float) -> float:
-    """Bytes written in a day of training without a pause.
+    """Return the bytes that are written in a day of training without a pause.
 
     Raises:
-        ConfigError: if the step takes no time.
+        ConfigError: If the step takes no time.
     """
     positive("step_seconds", step_seconds)
     return written_bytes / step_seconds * SECONDS_PER_DAY

@@ -1,7 +1,7 @@
-"""What machines can do: devices, drives and hosts by name, each figure with its source.
+"""Devices, drives and hosts by name, each figure with its source.
 
-The figures lie in hardware.yaml beside this file. Names are forgiving: case, dots and dashes do not
-matter, a maker may be left out, and "4xP5510" is four of a drive.
+The figures are in hardware.yaml in this folder. Names are matched leniently: case, dots and dashes
+do not matter, a manufacturer may be left out, and "4xP5510" means four drives.
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ class Device:
     """A GPU.
 
     Args:
-        name: as in hardware.yaml.
-        flops: peak of dense float16 or bfloat16, in FLOP/s.
-        memory_bytes: of the device.
-        link: bytes per second between host and device, in each direction.
-        sustained_flops: what a transformer block was measured to reach, in FLOP/s; None if no
-            source says.
-        measured_link: of pinned copies, in bytes per second; None if no source says.
-        price: in US dollars; None if no source says.
-        sources: where each figure is from, by field.
+        name: Name in hardware.yaml.
+        flops: Peak of dense float16 or bfloat16 in FLOP/s.
+        memory_bytes: Memory of the device.
+        link: Bytes per second between host and device in each direction.
+        sustained_flops: Measured FLOP/s of a transformer block; None if no source has it.
+        measured_link: Measured bytes per second of pinned copies; None if no source has it.
+        price: Price in US dollars; None if no source has it.
+        sources: Source of each figure, by field.
     """
 
     name: str
@@ -57,13 +56,13 @@ class Drive:
     """An SSD.
 
     Args:
-        name: as in hardware.yaml.
-        read: sequential, in bytes per second.
-        write: likewise.
-        capacity_bytes: for data.
-        endurance_bytes: that the maker rates it for, over its life; None if no source says.
-        price: in US dollars; None if no source says.
-        sources: where each figure is from, by field.
+        name: Name in hardware.yaml.
+        read: Sequential read rate in bytes per second.
+        write: Sequential write rate in bytes per second.
+        capacity_bytes: Capacity.
+        endurance_bytes: Rated endurance over its life; None if no source has it.
+        price: Price in US dollars; None if no source has it.
+        sources: Source of each figure, by field.
     """
 
     name: str
@@ -77,11 +76,11 @@ class Drive:
 
 @dataclass(frozen=True, slots=True)
 class Drives:
-    """Several of one drive, read and written together.
+    """Several drives of one kind that are striped.
 
     Args:
-        drive: each of them.
-        count: how many, at least 1.
+        drive: The drive.
+        count: Number of drives, at least 1.
     """
 
     drive: Drive
@@ -89,12 +88,12 @@ class Drives:
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes of all."""
+        """Capacity of all drives."""
         return self.count * self.drive.capacity_bytes
 
     @property
     def endurance_bytes(self) -> float | None:
-        """Rated bytes of all, written evenly; None if the rating is not known."""
+        """Rated endurance of all drives; None if the rating is not known."""
         each = self.drive.endurance_bytes
         return None if each is None else self.count * each
 
@@ -105,14 +104,14 @@ class Drives:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine that a paper measured on.
+    """A host that a paper measured.
 
     Args:
-        name: as in hardware.yaml.
-        memory_bytes: of the host.
-        update_rate: parameters that Adam updates on its cores in a second; None if not known.
-        price: in US dollars, without devices and drives; None if no source says.
-        sources: where each figure is from, by field.
+        name: Name in hardware.yaml.
+        memory_bytes: Host memory.
+        update_rate: Parameters that Adam updates on its cores in a second; None if not known.
+        price: Price in US dollars without devices and drives; None if no source has it.
+        sources: Source of each figure, by field.
     """
 
     name: str
@@ -123,17 +122,17 @@ class Host:
 
 
 def devices() -> dict[str, Device]:
-    """Every device that is known, by name."""
+    """Return all known devices by name."""
     return dict(_tables().devices)
 
 
 def drives() -> dict[str, Drive]:
-    """Every drive that is known, by name."""
+    """Return all known drives by name."""
     return dict(_tables().drives)
 
 
 def hosts() -> dict[str, Host]:
-    """Every host that is known, by name."""
+    """Return all known hosts by name."""
     return dict(_tables().hosts)
 
 
@@ -141,7 +140,7 @@ def device(name: str) -> Device:
     """Look up a device.
 
     Raises:
-        ConfigError: if there is none of this name; the message names the nearest ones.
+        ConfigError: If there is none of this name; the message names similar ones.
     """
     return _look_up(name, _tables().devices, "device")
 
@@ -150,7 +149,7 @@ def host(name: str) -> Host:
     """Look up a host of a paper.
 
     Raises:
-        ConfigError: if there is none of this name; the message names the nearest ones.
+        ConfigError: If there is none of this name; the message names similar ones.
     """
     return _look_up(name, _tables().hosts, "host")
 
@@ -159,7 +158,7 @@ def drive_set(text: str) -> Drives:
     """Read "P5510" or "4xP5510".
 
     Raises:
-        ConfigError: if there is no such drive, or the count is not a whole number from 1 on.
+        ConfigError: If there is no such drive, or the count is not a positive integer.
     """
     match = _COUNT.fullmatch(text)
     if match is None:
@@ -168,7 +167,7 @@ def drive_set(text: str) -> Drives:
     count, name = match["count"], match["name"]
     if count is None or _key(text) in _keys(names):
         return Drives(_look_up(text, names, "drive"), 1)
-    # "wd-sn850x-2tb" and "P5800X" have an x of their own: only what follows a number is a name.
+    # "wd-sn850x-2tb" and "P5800X" contain an x: a count must be a number.
     if not re.fullmatch(r"[+-]?[\d.,]+", count):
         return Drives(_look_up(text, names, "drive"), 1)
     if not count.isdecimal() or int(count) < 1:
@@ -275,7 +274,7 @@ def _aliases() -> dict[str, str]:
 
 
 def _key(name: str) -> str:
-    """A name without what people write differently."""
+    """Return a normalized name."""
     words = [word for word in re.split(r"[\s_\-]+", name.lower()) if word not in _MAKERS]
     return re.sub(r"(\d)gi?b\b", r"\1g", "".join(words).replace(".", ""))
 

@@ -1,4 +1,4 @@
-"""What is asked of the analytical front: a model, its work and a machine."""
+"""A run to analyse: a model, its work and a machine."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from offload_strategy.planner.transformer_shape import TransformerShape, positiv
 _MILLION = 1e6
 _TERA = 1e12
 _GB = 1e9
-#: The device whose sustained share of its peak stands in for one that no source has measured.
+#: The device whose sustained share of its peak is assumed for devices without a measurement.
 _YARDSTICK = "a100-80g-pcie"
-#: The host whose rate of updates stands in where none is given.
+#: The host whose rate of updates is assumed if none is given.
 _USUAL_HOST = "fuyou"
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What the machine costs, in US dollars.
+    """Prices of the machine in US dollars.
 
     Args:
-        device: of the device; None where unknown.
-        drive: of each drive; None where unknown.
-        host: of the rest; None where unknown.
-        years: in which device and host have to earn their price. A drive earns its own in as many
-            years, or in the life that it is rated for if that is shorter.
+        device: Price of the device; None if unknown.
+        drive: Price of each drive; None if unknown.
+        host: Price of the rest; None if unknown.
+        years: Depreciation period of device and host. A drive is depreciated over as many years,
+            or over its rated life if that is shorter.
     """
 
     device: float | None = None
@@ -49,26 +49,26 @@ class Prices:
 
     @property
     def complete(self) -> bool:
-        """Whether no price is missing."""
+        """Whether all prices are known."""
         return None not in (self.device, self.drive, self.host)
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A run to look at.
+    """A run to analyse.
 
     Args:
-        shape: of the model.
-        work: of one step on one device.
-        device: that computes.
-        drives: that hold what leaves it.
-        host_memory_bytes: of the machine.
-        sustained_flops: of the device, in FLOP/s; None for what the hardware table has.
-        update_rate: parameters that the host updates in a second; None for that of Fuyou's.
-        prices: for the cost of tokens.
+        shape: Shape of the model.
+        work: Work of one step on one device.
+        device: The device.
+        drives: The drives.
+        host_memory_bytes: Host memory of the machine.
+        sustained_flops: FLOP/s of the device; None for the figure of the hardware table.
+        update_rate: Parameters that the host updates in a second; None for Fuyou's host.
+        prices: Prices for the cost of tokens.
 
     Raises:
-        ConfigError: if a number is not above 0, or the work is that of several devices.
+        ConfigError: If a number is not above 0, or the work is that of several devices.
     """
 
     shape: TransformerShape
@@ -84,8 +84,8 @@ class Request:
         positive("host_memory_bytes", self.host_memory_bytes)
         if self.work.tensor_parallel != 1:
             raise ConfigError(
-                f"request: tensor_parallel is {self.work.tensor_parallel}, but a step is looked at "
-                f"on one device: give 1, and the shape of one device's part"
+                f"request: tensor_parallel is {self.work.tensor_parallel}, but the analysis is for "
+                f"one device: give 1, and the shape of one device's part"
             )
         for name in ("sustained_flops", "update_rate"):
             if getattr(self, name) is not None:
@@ -111,13 +111,13 @@ class Request:
         return self.device.measured_link or self.device.link
 
     def machine(self) -> Machine:
-        """The machine as the equations want it."""
+        """Return the machine in the terms of the equations."""
         drive = self.drives.drive
         rates = Rates(drive.read, drive.write, self.drives.count, self.link)
         return Machine(self.flops, self.updates, rates)
 
     def dollars_per_million_tokens(self, swap: Swap) -> float | None:
-        """Cost of training on a million tokens, or None where a price is missing."""
+        """Return the cost of training on a million tokens, or None if a price is missing."""
         prices = self.prices
         if not prices.complete:
             return None
@@ -134,7 +134,7 @@ class Request:
         return a_second * swap.time.seconds / self.work.tokens * _MILLION
 
     def assumptions(self) -> list[str]:
-        """What the figures rest on, a sentence each."""
+        """Return the assumptions, a sentence each."""
         device, drive = self.device, self.drives.drive
         lines = [
             f"device: {self.flops / _TERA:.0f} TFLOPS in a transformer block ({self._of_flops()})",

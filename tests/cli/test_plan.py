@@ -22,7 +22,7 @@ def test_it_prints_tables(capsys):
     assert plan(*GPT, *WORK, *MACHINE) == 0
     text = capsys.readouterr().out
     assert "batch 32 of 1024 tokens, on a100-80g-pcie with 4 x intel-p5510-3.84tb" in text
-    for heading in ("does it fit", "a step", "host memory", "drives", "What to change first"):
+    for heading in ("memory and disk", "a step", "host memory", "drives", "What to change first"):
         assert heading in text
 
 

@@ -166,7 +166,7 @@ def test_every_assumption_has_its_figure_or_source():
 def test_nonsense_is_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         request(**change)
-    with pytest.raises(ConfigError, match="tensor_parallel is 2, but a step is looked at on one"):
+    with pytest.raises(ConfigError, match="tensor_parallel is 2, but the analysis is for one"):
         dataclasses.replace(request(), work=Workload(2, 1024, tensor_parallel=2))
     with pytest.raises(ConfigError, match="prices: years is 0"):
         Prices(years=0)
