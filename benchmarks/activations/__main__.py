@@ -15,6 +15,7 @@ status is 1 if a claim does not hold.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import tempfile
 from dataclasses import asdict
@@ -23,13 +24,15 @@ from pathlib import Path
 from benchmarks.activations.contenders import MEANING
 from benchmarks.activations.curve import curve, markdown, plot
 from benchmarks.activations.models import HUNDRED_MILLION, MODELS, THIRTY_MILLION, TINY
-from benchmarks.activations.planned import planned
+from benchmarks.activations.planned import lists, planned
 from benchmarks.activations.session import Setting
 from benchmarks.activations.sweep import sweep
 from benchmarks.io.results import Result, Skipped, conclude
 from benchmarks.machine import allocator, describe_machine, say, tidy_up_when_ended
 
-_LINES = ("curve", "sweep", "planned")
+_LINES = ("curve", "sweep", "planned", "lists")
+#: Lines that a run without --lines leaves out.
+_ON_REQUEST = ("lists",)
 #: A plan for a limit of memory is compared on these.
 _PLANNED, _PLANNED_BATCH = ("GPT", "T5", "UNet"), 4
 
@@ -39,7 +42,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.activations", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--lines", nargs="+", choices=_LINES, default=_LINES)
+    usual = [line for line in _LINES if line not in _ON_REQUEST]
+    parser.add_argument("--lines", nargs="+", choices=_LINES, default=usual)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["GPT", "BERT"])
     parser.add_argument("--planned", nargs="+", choices=MODELS, default=_PLANNED)
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
@@ -86,18 +90,20 @@ def main() -> int:
         except Skipped as why:
             say(f"skipped: sweep: {why}")
             outcome["skipped"] = {"sweep": str(why)}
-    if "planned" in options.lines:
-        small = Setting(TINY if options.quick else THIRTY_MILLION)
-        for kind in options.planned:
-            try:
-                text, claims = planned(options.dir, kind, _PLANNED_BATCH, options.repeats, small)
-                results += claims
-                outcome[f"planned {kind}"] = text
-                print(
-                    f"\nplanning.device_memory, {kind}, on a path of 150 MB/s: {text}", flush=True
-                )
-            except Skipped as why:
-                say(f"skipped: planned: {why}")
+    small = Setting(TINY if options.quick else THIRTY_MILLION)
+    comparisons = {"planned": planned, "lists": lists}
+    for line, kind in itertools.product(comparisons, options.planned):
+        if line not in options.lines:
+            continue
+        try:
+            text, claims = comparisons[line](
+                options.dir, kind, _PLANNED_BATCH, options.repeats, small
+            )
+            results += claims
+            outcome[f"{line} {kind}"] = text
+            print(f"\n{line}, {kind}, on a path of 150 MB/s: {text}", flush=True)
+        except Skipped as why:
+            say(f"skipped: {line}: {why}")
     return conclude(results, options.json, machine, outcome)
 
 

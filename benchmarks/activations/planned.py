@@ -1,10 +1,13 @@
-"""A plan for a limit of memory, beside every fixed amount that stays below it."""
+"""A plan for a limit of memory, compared with fixed amounts and lists of checkpointed blocks."""
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.activations.contenders import KEEP, OFFLOAD_DISK
 from benchmarks.activations.session import Rows, Setting, run
@@ -15,11 +18,13 @@ from offload_strategy.units import GiB, MiB
 
 _RATE = 150_000_000
 _DISK_BYTES = 48 * GiB
-_PLAN, _TIGHT = "plan", "plan, greedy's peak"
+_PLAN, _TIGHT, _MOVES = "plan", "plan, greedy's peak", "plan without recomputation"
 #: All of it leaves as soon as it is saved, whatever the path takes.
 _GREEDY = "100%"
 #: Fixed policies: shares of what is saved that leave, spread evenly over the forward pass.
 _SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+#: Shares of the blocks that a user could list for `torch.utils.checkpoint`, the first ones.
+_LISTS = (0.25, 0.5, 0.75, 1.0)
 #: The limit lies so far between everything leaving and everything staying.
 _BETWEEN = 0.5
 #: Steps of the plan's process before its first turn: in them the plan is made.
@@ -49,26 +54,88 @@ def planned(
     options = setting.options(model, batch)
     keep = {**options, "contender": KEEP}
     ours = {**options, "contender": OFFLOAD_DISK}
-    fixed = {f"{share:.0%}": share for share in _SHARES}
+    fixed = {
+        f"{share:.0%}": {**ours, "activations": {"budget": f"{share:.0%}"}} for share in _SHARES
+    }
+    with _slow_disk(directory) as disk:
+        limit, least = _limit(keep, fixed[_GREEDY], disk)
+        plans = {
+            name: {**ours, "planning": {"device_memory": nbytes}, "settle": _SETTLE}
+            for name, nbytes in ((_PLAN, limit), (_TIGHT, int(_SAME_PEAK * least)))
+        }
+        rows = run({KEEP: keep, **plans, **fixed}, repeats, disk)
+    return _table(rows, limit), _claims(model, rows, limit)
+
+
+def lists(
+    directory: Path, model: str, batch: int, repeats: int, setting: Setting
+) -> tuple[str, list[Result]]:
+    """Compare the automatic choice of recomputed blocks with lists of checkpointed blocks.
+
+    Path and limit are those of `planned`. With a list, the first blocks are checkpointed by
+    `torch.utils.checkpoint`, and a plan without recomputation offloads for the same limit.
+
+    Returns:
+        The table, and the claims.
+    """
+    reason = why_not()
+    if reason is not None:
+        raise Skipped(reason)
+    setting = replace(setting, memory={"pinned": "256MiB"})
+    options = setting.options(model, batch)
+    keep = {**options, "contender": KEEP}
+    ours = {**options, "contender": OFFLOAD_DISK, "settle": _SETTLE}
+    with _slow_disk(directory) as disk:
+        limit, _ = _limit(keep, {**ours, "activations": {"budget": _GREEDY}}, disk)
+        planning: dict[str, Any] = {"device_memory": limit, "recompute": False}
+        contenders = {
+            _PLAN: {**ours, "planning": {"device_memory": limit}},
+            _MOVES: {**ours, "planning": planning},
+        }
+        for share in _LISTS:
+            name = f"first {share:.0%} of blocks checkpointed"
+            contenders[name] = {**ours, "planning": planning, "checkpointed": share}
+        rows = run({KEEP: keep, **contenders}, repeats, disk)
+    plan = rows[_PLAN]
+    below = [
+        row
+        for name, row in rows.items()
+        if name not in (KEEP, _PLAN) and row.median("process_peak_bytes") <= limit
+    ]
+    claims = []
+    if below:
+        best = min(below, key=lambda row: row.median("seconds"))
+        claims.append(
+            Result(
+                f"{model}: speed of the plan compared with the best list ({best.name})",
+                1 / plan.median("seconds"), 1 / best.median("seconds"), "steps/s",
+                best.ratio(plan, "seconds"), 1.0,
+            )
+        )  # fmt: skip
+    return _table(rows, limit), claims
+
+
+@contextlib.contextmanager
+def _slow_disk(directory: Path) -> Iterator[Path]:
+    """Yield a directory on a disk of 150 MB/s in each direction."""
     with (
         tempfile.TemporaryDirectory(dir=directory) as folder,
         loop_disk(Path(folder), _DISK_BYTES) as disk,
         throttle() as limits,
     ):
         limits.limit(disk, read=_RATE, write=_RATE)
-        contenders = {name: {**ours, "activations": {"budget": name}} for name in fixed}
         with limits.entered():
-            say("peaks of all and of nothing")
-            ends = run({KEEP: keep, _GREEDY: contenders[_GREEDY]}, 2, disk.directory)
-            most, least = (ends[name].median("process_peak_bytes") for name in (KEEP, _GREEDY))
-            limit = int(least + _BETWEEN * (most - least))
-            plans = {
-                name: {**ours, "planning": {"device_memory": nbytes}, "settle": _SETTLE}
-                for name, nbytes in ((_PLAN, limit), (_TIGHT, int(_SAME_PEAK * least)))
-            }
-            say(f"by turns, within {limit / MiB:.0f} MiB")
-            rows = run({KEEP: keep, **plans, **contenders}, repeats, disk.directory)
-    return _table(rows, limit), _claims(model, rows, limit)
+            yield disk.directory
+
+
+def _limit(keep: dict[str, Any], greedy: dict[str, Any], disk: Path) -> tuple[int, float]:
+    """Return a limit between the peaks of keeping and of offloading all, and the latter."""
+    say("peaks of keeping and of offloading everything")
+    ends = run({KEEP: keep, _GREEDY: {**greedy, "settle": 0}}, 2, disk)
+    most, least = (ends[name].median("process_peak_bytes") for name in (KEEP, _GREEDY))
+    limit = int(least + _BETWEEN * (most - least))
+    say(f"by turns, within {limit / MiB:.0f} MiB")
+    return limit, least
 
 
 def _claims(model: str, rows: dict[str, Rows], limit: int) -> list[Result]:
