@@ -1,4 +1,4 @@
-"""`ssd-offload bench PATH...`: how fast paths are, and how a tier of them would deal its work."""
+"""`ssd-offload bench PATH...`: the bandwidth of paths, and how a tier would stripe over them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from offload_strategy.io.regions.region import Region
 from offload_strategy.telemetry import Direction
 from offload_strategy.units import PAGE_BYTES, MiB, format_size, parse_size
 
-#: Size of the writes whose latency is measured: a small tensor of a training step.
+#: Size of the writes whose latency is measured: that of a small tensor.
 _LATENCY_BYTES = 2 * MiB
-#: What `--sweep` tries, and for how long each at most.
+#: Settings that `--sweep` tries, and the longest time for each.
 _SWEEP_BLOCKS = (1 * MiB, 4 * MiB, 16 * MiB, 32 * MiB)
 _SWEEP_THREADS = (1, 2, 4, 8)
 _SWEEP_SECONDS = 0.25
@@ -37,7 +37,7 @@ _SWEEP_SECONDS = 0.25
 
 @dataclass(slots=True)
 class _Result:
-    """What was found out about one path."""
+    """The measurement of one path."""
 
     path: str
     file_system: str = "unknown"
@@ -127,12 +127,12 @@ def _bench(options: argparse.Namespace) -> int:
 
 # ---------------------------------------------------------------------------- measuring
 class _Bar(tqdm):  # type: ignore[type-arg]
-    """A progress bar without a thread of its own."""
+    """A progress bar that needs no thread."""
 
     monitor_interval = 0
 
     def part(self, number: int, description: str) -> Callable[[float], None]:
-        """Begin a unit of the whole; returns what to call with the share of it that is done."""
+        """Start a unit of work; return a function to call with the share of it that is done."""
         self.set_description_str(description)
 
         def show(share: float) -> None:
@@ -189,7 +189,7 @@ def _backend(name: str, threads: int, block_size: int) -> Iterator[Backend]:
 
 
 def _share(results: Sequence[_Result]) -> None:
-    """Deal as a tier does: in proportion to the rate of a round trip on each path."""
+    """Return shares as a tier uses them: in proportion to the round-trip rate of each path."""
     measured = [result for result in results if result.rates]
     total = sum(_round_trip(result) for result in measured)
     for result in measured:
@@ -203,7 +203,7 @@ def _round_trip(result: _Result) -> float:
 
 # ---------------------------------------------------------------------------- showing
 def _percentile(values: Sequence[float], share: float) -> float:
-    """The value that `share` of the values do not exceed (the nearest rank)."""
+    """Return the value that `share` of the values do not exceed (nearest rank)."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
@@ -252,7 +252,7 @@ def _sweep_rows(sweep: Sequence[tuple[int, int, Rates]]) -> list[tuple[str, ...]
 
 
 def _table(rows: Sequence[Sequence[str]], left: int) -> str:
-    """Lines of aligned columns; the first `left` of them start at the same place, others end so."""
+    """Return lines of aligned columns, of which the first `left` are aligned to the left."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -306,7 +306,7 @@ def _path_as_json(result: _Result) -> dict[str, Any]:
 
 
 def _check_writable(file: str) -> None:
-    """Refuse before the measurement what would fail after it."""
+    """Raise errors before the measurement that would otherwise come after it."""
     folder = Path(file).absolute().parent
     if not os.access(file if Path(file).exists() else folder, os.W_OK) or Path(file).is_dir():
         raise ConfigError(

@@ -1,10 +1,10 @@
-"""What the cores and the paths of this machine do, measured for a search in a few seconds.
+"""Measurement of the cores and the paths of this machine for a search, in a few seconds.
 
 [Note: one layer at two batches]
-A layer of the model's kind, or a narrower one of 768, computes forward and backward for one
-sequence and for four. What the three others take are FLOP; what the first takes beyond that goes
-with the parameters: weights that come from memory, gradients that go there. The fastest of a few
-runs counts, as what else the machine does only makes it slower.
+A layer of the model's kind, of its width or of 768, computes forward and backward for one sequence
+and for four. The time of the three additional sequences is that of FLOP; the rest of the first's is
+proportional to the parameters: weights are read from memory, gradients are written. The fastest of
+a few runs counts, because other load only makes it slower.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from offload_strategy.units import MiB
 #: Wider products are no faster, longer sequences need no less memory.
 _WIDEST, _LONGEST = 768, 256
 _SEQUENCES = 4
-#: What is updated, and copied: more than caches hold.
+#: Size of what is updated and copied: more than caches hold.
 _PARAMETERS = 1 << 23
 _RUNS = 3
-#: Stacks of threads that move bytes, and what a library or two more take.
+#: Stacks of I/O threads, and further libraries.
 _MORE_BYTES = 32 * MiB
 _PROBE_SECONDS = 0.5
 _GIGA = 1e9
@@ -48,13 +48,13 @@ def measured_cores(
     flops: float | None = None,
     update_rate: float | None = None,
 ) -> Cores:
-    """Look at what this machine's cores do, as many as torch uses.
+    """Measure this machine's cores, as many as torch uses.
 
     Args:
-        shape: of the model.
-        sequence: tokens of a sequence.
-        flops: FLOP/s of a layer that are given instead.
-        update_rate: parameters that are updated in a second, likewise.
+        shape: Shape of the model.
+        sequence: Tokens of a sequence.
+        flops: FLOP/s of a layer, instead of a measurement.
+        update_rate: Parameters that are updated in a second, instead of a measurement.
     """
     source = f"measured, {torch.get_num_threads()} threads"
     sources = dict.fromkeys(("flops", "update_rate", "copy_rate", "process_bytes"), source)
@@ -80,10 +80,10 @@ def measured_cores(
 
 
 def measured_path(directory: Path) -> Drives:
-    """Look at what a path reads and writes, and what is free on it.
+    """Measure the rates and the free space of a path.
 
     Raises:
-        OffloadError: it cannot be used.
+        OffloadError: If it cannot be used.
     """
     with contextlib.closing(Region(directory, "search")) as region:
         backend = create_backend("posix", threads=2, block_size=32 * MiB)
@@ -96,19 +96,19 @@ def measured_path(directory: Path) -> Drives:
 
 
 def path_of(read: float, write: float, capacity: int, source: str) -> Drives:
-    """A path of which only rates are known.
+    """Return a drive of which only rates are known.
 
     Args:
-        read: bytes per second.
-        write: likewise.
-        capacity: in bytes.
-        source: where the rates are from.
+        read: Read rate in bytes per second.
+        write: Write rate in bytes per second.
+        capacity: Capacity in bytes.
+        source: Where the rates are from.
     """
     return Drives(Drive("path", read, write, capacity, None, None, {"read_GBps": source}), 1)
 
 
 def _layer(shape: TransformerShape, sequence: int) -> tuple[float, float]:
-    """FLOP/s, and seconds for each parameter of a pass; see [Note: one layer at two batches]."""
+    """Return FLOP/s, and seconds per parameter of a pass; see [Note: one layer at two batches]."""
     size = shape.attention_width // shape.heads
     width = min(_WIDEST, shape.hidden) // size * size or size
     feed_forward = max(1, width * shape.inner // shape.hidden)
@@ -139,7 +139,7 @@ def _layer(shape: TransformerShape, sequence: int) -> tuple[float, float]:
 
 
 def _updates() -> float:
-    """Parameters that a fused AdamW updates in a second."""
+    """Measure the parameters that a fused AdamW updates in a second."""
     weight = nn.Parameter(torch.zeros(_PARAMETERS))
     weight.grad = torch.ones(_PARAMETERS)
     optimizer = torch.optim.AdamW([weight], fused=True)
@@ -147,7 +147,7 @@ def _updates() -> float:
 
 
 def _copies() -> float:
-    """Bytes that are copied in a second."""
+    """Measure the bytes that are copied in a second."""
     source, target = torch.ones(_PARAMETERS), torch.ones(_PARAMETERS)
     return source.nbytes / _fastest(lambda: target.copy_(source))
 
@@ -163,7 +163,7 @@ def _fastest(run: Callable[[], object]) -> float:
 
 
 def _resident_bytes() -> int:
-    """Of this process, which has trained a little, without what is free in its store."""
+    """Return the memory of this process, which has trained a little, without free memory."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # glibc's alone
         ctypes.CDLL(None).malloc_trim(0)
     return int(psutil.Process().memory_info().rss)

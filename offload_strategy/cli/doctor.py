@@ -1,4 +1,4 @@
-"""`ssd-offload doctor`: would training work here, and what could be better."""
+"""`ssd-offload doctor`: checks whether training would work here, and what could be better."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def examine(paths: Sequence[str] = ()) -> Iterator[Check]:
-    """Look at this machine.
+    """Check this machine.
 
     Args:
-        paths: directories or block devices; none means those of the configured tiers.
+        paths: Directories or block devices; empty for those of the configured tiers.
 
     Yields:
         The checks, in the order in which they are shown.
@@ -122,7 +122,7 @@ def _paths(config: OffloadConfig, named: Sequence[str]) -> Iterator[Check]:
     else:
         paths = []
         for tier in config.tiers:
-            # The capacity of several paths is theirs together: what each takes is found out later.
+            # The capacity is that of all paths together: the share of each is measured later.
             alone = tier.capacity if len(tier.paths) == 1 else None
             for path in tier.paths:
                 paths.append(path)
@@ -138,7 +138,7 @@ def _paths(config: OffloadConfig, named: Sequence[str]) -> Iterator[Check]:
 
 
 def _guarded(name: str, look: Callable[[], Iterator[Check]]) -> Iterator[Check]:
-    """A check that fails itself is a finding; the others go on."""
+    """Report a check that fails itself, and go on with the others."""
     try:
         yield from look()
     except Exception as error:

@@ -1,7 +1,7 @@
-"""What `ssd-offload doctor` looks at on the machine: Python, torch, memory, limits, GPU, backends.
+"""Checks of the machine in `ssd-offload doctor`: Python, torch, memory, limits, GPU, backends.
 
-Each check is a function that returns `Check`s; what it reads from the system comes in as arguments
-where it matters to what is said, so that every verdict can be tested on any machine.
+Each check is a function that returns `Check`s. Figures of the system are arguments where they
+matter, so that every result can be tested on any machine.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from offload_strategy.units import format_size
 #: The oldest versions that the package supports (see pyproject.toml).
 _OLDEST_PYTHON = (3, 11)
 _OLDEST_TORCH = (2, 6)
-#: Data loaders that share tensors by descriptors come to need about so many.
+#: Data loaders that share tensors by file descriptors need about so many.
 _FEW_FILES = 1024
 
 
 class Status(StrEnum):
-    """How a check came out."""
+    """The result of a check."""
 
     OK = "ok"
     WARNING = "warning"
@@ -39,10 +39,10 @@ class Check:
     """One line of the report.
 
     Args:
-        name: what was looked at.
+        name: Name of the check.
         status: `PROBLEM` if training would not work.
-        found: what was seen.
-        advice: what to do about it; empty when all is well.
+        found: What the check found.
+        advice: What to do about it; empty if nothing is to be done.
     """
 
     name: str
@@ -52,23 +52,23 @@ class Check:
 
 
 def ok(name: str, found: str) -> Check:
-    """A check that found nothing to do."""
+    """Return a check with nothing to do."""
     return Check(name, Status.OK, found)
 
 
 def warning(name: str, found: str, advice: str) -> Check:
-    """A check that found something which costs speed, or may surprise."""
+    """Return a check that found something which costs speed or may surprise."""
     return Check(name, Status.WARNING, found, advice)
 
 
 def problem(name: str, found: str, advice: str) -> Check:
-    """A check that found something with which training does not work."""
+    """Return a check that found something with which training does not work."""
     return Check(name, Status.PROBLEM, found, advice)
 
 
 # ---------------------------------------------------------------------------- software
 def check_python() -> Check:
-    """The version of Python."""
+    """Check the version of Python."""
     found = f"{platform.python_version()} on {platform.system()}"
     if sys.version_info[:2] < _OLDEST_PYTHON:
         oldest = ".".join(map(str, _OLDEST_PYTHON))
@@ -77,7 +77,7 @@ def check_python() -> Check:
 
 
 def check_torch() -> Check:
-    """The version of torch."""
+    """Check the version of torch."""
     oldest = ".".join(map(str, _OLDEST_TORCH))
     advice = f"install torch {oldest} or newer: https://pytorch.org/get-started"
     try:
@@ -92,7 +92,7 @@ def check_torch() -> Check:
 
 
 def check_gpu(devices: Path = Path("/dev")) -> Check:
-    """The accelerator that torch sees."""
+    """Check the accelerator that torch sees."""
     import torch
 
     if torch.cuda.is_available():
@@ -111,7 +111,7 @@ def check_gpu(devices: Path = Path("/dev")) -> Check:
 
 
 def check_cufile(has_cuda: bool, proc: Path = Path("/proc")) -> Check:
-    """GPUDirect Storage: the cuFile library and the nvidia-fs kernel module."""
+    """Check GPUDirect Storage: the cuFile library and the nvidia-fs kernel module."""
     if not has_cuda:
         return ok("cuFile", "not used: torch sees no NVIDIA GPU")
     if importlib.util.find_spec("kvikio") is None:
@@ -132,11 +132,11 @@ def check_cufile(has_cuda: bool, proc: Path = Path("/proc")) -> Check:
 
 
 def check_backends(wanted: str, available: Mapping[str, str | None]) -> list[Check]:
-    """What can move bytes here.
+    """Check the I/O backends.
 
     Args:
         wanted: `io.backend` of the config.
-        available: name -> None, or why it cannot run.
+        available: By name None, or the reason why the backend cannot run.
     """
     checks = []
     for name, reason in available.items():
@@ -157,14 +157,14 @@ def check_backends(wanted: str, available: Mapping[str, str | None]) -> list[Che
 def check_memory(
     config: OffloadConfig, *, processes: int, total: int, available: int, limit: int | None
 ) -> Check:
-    """Whether the host memory of the config is there.
+    """Check whether there is enough host memory for the config.
 
     Args:
-        config: buffers and dram tiers count for each process.
-        processes: how many processes of this machine train.
-        total: bytes of main memory.
-        available: bytes of it that could be had now.
-        limit: bytes that the memory cgroup allows, or None.
+        config: The config, whose buffers and dram tiers count for each process.
+        processes: Number of training processes on this machine.
+        total: Bytes of main memory.
+        available: Available bytes of it.
+        limit: Limit of the memory cgroup in bytes, or None.
     """
     tiers = sum(tier.capacity or 0 for tier in config.tiers if tier.kind == "dram")
     need = (config.memory.pinned + tiers) * processes
@@ -187,7 +187,7 @@ def check_memory(
 def check_huge_pages(
     file: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled"),
 ) -> Check:
-    """Transparent huge pages, which buffers ask for with madvise."""
+    """Check transparent huge pages, which buffers request with madvise."""
     try:
         text = file.read_text()
     except OSError:
@@ -204,12 +204,12 @@ def check_huge_pages(
 
 
 def check_locked_memory(limit: int | None, pinned: int, has_gpu: bool) -> Check:
-    """The limit of locked memory, which pinned buffers may count against.
+    """Check the limit of locked memory, which pinned buffers may count against.
 
     Args:
-        limit: bytes (`ulimit -l`), or None for no limit.
+        limit: Bytes (`ulimit -l`), or None for no limit.
         pinned: `memory.pinned` of the config.
-        has_gpu: whether buffers are pinned at all.
+        has_gpu: Whether buffers are pinned at all.
     """
     shown = "unlimited" if limit is None else format_size(limit)
     if not has_gpu:
@@ -225,7 +225,7 @@ def check_locked_memory(limit: int | None, pinned: int, has_gpu: bool) -> Check:
 
 # ---------------------------------------------------------------------------- limits
 def check_open_files(limit: int | None) -> Check:
-    """How many files a process may have open; None for no limit."""
+    """Check how many files a process may have open; None for no limit."""
     if limit is not None and limit < _FEW_FILES:
         return warning(
             "open files", f"at most {limit}", f"ulimit -n {_FEW_FILES}: data loaders need many"
@@ -234,20 +234,20 @@ def check_open_files(limit: int | None) -> Check:
 
 
 def local_processes(environment: Mapping[str, str] = os.environ) -> int:
-    """How many processes of this machine train, as launchers such as torchrun say."""
+    """Check the number of training processes on this machine, from launchers such as torchrun."""
     text = environment.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(text)) if text.isdecimal() else 1
 
 
 def check_processes(processes: int) -> Check:
-    """The number of local processes."""
+    """Return the number of local processes."""
     if processes == 1:
         return ok("processes", "1 on this machine")
     return ok("processes", f"{processes} on this machine; each has buffers and spaces of its own")
 
 
 def resource_limit(name: str) -> int | None:
-    """The soft limit `RLIMIT_...` of this process; None if there is none, or no such limit."""
+    """Return the soft limit `RLIMIT_...` of this process, or None."""
     try:
         import resource
     except ImportError:  # Windows

@@ -1,4 +1,4 @@
-"""What `ssd-offload doctor` looks at on each path of a tier. Nothing is left on the path."""
+"""Checks of each path of a tier in `ssd-offload doctor`; nothing remains on the path."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def check_path(
     direct: bool | Literal["auto"] = "auto",
     overwrite: bool = False,
 ) -> list[Check]:
-    """Look at one path of a tier, by opening it as a tier does.
+    """Check one path of a tier by opening it as a tier does.
 
     Args:
-        path: a directory or a raw block device.
-        tier: the tier's name, for messages.
-        capacity: bytes that the tier holds there at most, or None.
+        path: A directory or a raw block device.
+        tier: Name of the tier, for messages.
+        capacity: Capacity of the tier there in bytes, or None.
         direct: `io.direct` of the config.
-        overwrite: whether a device may be taken although data is on it.
+        overwrite: Whether a device with data may be overwritten.
     """
     try:
         with (
@@ -71,7 +71,7 @@ def check_path(
 
 
 def check_file_system(path: Path, system: FileSystem | None, *, in_memory: bool) -> Check:
-    """Whether the file system is one that offloading makes sense on."""
+    """Check whether the file system is suitable for offloading."""
     name = f"{path}: file system"
     if in_memory:
         return warning(
@@ -104,7 +104,7 @@ def check_file_system(path: Path, system: FileSystem | None, *, in_memory: bool)
 
 
 def check_devices(paths: Iterable[Path]) -> list[Check]:
-    """Whether several paths lie on one device, where they share its speed and its room."""
+    """Check whether several paths share the bandwidth and the space of one device."""
     groups: dict[int, list[Path]] = defaultdict(list)
     for path in paths:
         with contextlib.suppress(OSError):
@@ -123,7 +123,7 @@ def check_devices(paths: Iterable[Path]) -> list[Check]:
 
 
 def check_together(config: OffloadConfig) -> list[Check]:
-    """Whether the capacities of all tiers fit on their disks, for all processes of this machine."""
+    """Check whether the capacities of all tiers fit on their disks, for all local processes."""
     try:
         check_capacities(
             [
@@ -138,7 +138,7 @@ def check_together(config: OffloadConfig) -> list[Check]:
 
 
 def _refused(name: str, error: OffloadError) -> Check:
-    """A problem in the words of an error: its first sentence says what, the others what to do."""
+    """Return a problem from an error: its first sentence says what, the others what to do."""
     found, *advice = re.split(r"\. (?=[A-Z])", str(error), maxsplit=1)
     return problem(name, found, advice[0] if advice else "name another path")
 
@@ -160,7 +160,7 @@ def _check_unnamed_files(path: Path) -> Check:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what a space would log to ourselves: the checks say it in their own words."""
+    """Suppress log lines of a region, because the checks report the same."""
     logger = logging.getLogger("offload_strategy.io")
     before = logger.level
     logger.setLevel(logging.CRITICAL)

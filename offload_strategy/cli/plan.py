@@ -1,4 +1,4 @@
-"""`ssd-offload plan`: what a run would need and do, before anything is bought or started."""
+"""`ssd-offload plan`: needs and speed of a run, before anything is bought or started."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from offload_strategy.planner.transformer_shape import Kind, TransformerShape
 from offload_strategy.units import parse_size
 
 _TERA = 1e12
-#: Of the kinds that are given by numbers.
+#: Usual vocabulary sizes of the kinds.
 _VOCABULARY = {"gpt": 50257, "bert": 30522, "t5": 32128, "llama": 128256}
 
 
@@ -34,20 +34,20 @@ def add_parser(commands: Any) -> None:
     """Add the command to the subparsers of `ssd-offload`."""
     plan = commands.add_parser(
         "plan",
-        help="tell what a run needs, how fast it is and what to change",
-        description="Tell what fits, how long a step takes and what limits it, how much host "
+        help="predict what a run needs, how fast it is and what to change",
+        description="Predict what fits, how long a step takes and what limits it, how much host "
         "memory and disk it needs and how long the drives last, from the shape of a model and the "
-        "figures of a machine; with --search, which settings are the fastest; with --profile, what "
-        "leaves memory in a step that was profiled, and how long that takes; with a script, the "
-        "same of its first steps, for which it is run. Otherwise nothing is opened or measured, "
-        "but for a search on the CPU. Exit status 1 if it would not fit.",
+        "figures of a machine. With --search, find the fastest settings. With --profile, plan what "
+        "is offloaded in a profiled step, and predict how long that takes. With a script, run its "
+        "first steps and do the same for them. Otherwise nothing is opened or measured, except by "
+        "a search on the CPU. The exit status is 1 if the run would not fit.",
     )
     _add_model(plan.add_argument_group("model"))
     _add_machine(plan.add_argument_group("machine"))
     _add_prices(plan.add_argument_group("prices, in US dollars"))
-    add_search_options(plan.add_argument_group("a search for the best settings"))
-    add_profile_options(plan.add_argument_group("a step that was profiled, instead of a model"))
-    add_script_options(plan.add_argument_group("a step of a script that is run, instead of both"))
+    add_search_options(plan.add_argument_group("search for the best settings"))
+    add_profile_options(plan.add_argument_group("a profiled step instead of a model"))
+    add_script_options(plan.add_argument_group("a training script instead of both"))
     plan.add_argument("--json", action="store_true", help="print the figures as JSON")
     plan.set_defaults(run=_plan)
 
@@ -62,20 +62,31 @@ def _add_model(group: Any) -> None:
     group.add_argument(
         "--config-json", metavar="FILE", help="the config.json of a Hugging Face model instead"
     )
-    group.add_argument("--layers", type=int, metavar="N", help="of encoder and decoder together")
+    group.add_argument(
+        "--layers", type=int, metavar="N", help="layers of encoder and decoder together"
+    )
     group.add_argument("--hidden", type=int, metavar="N", help="width of the residual stream")
-    group.add_argument("--heads", type=int, metavar="N", help="of attention")
-    group.add_argument("--kv-heads", type=int, metavar="N", help="default: as many as heads")
-    group.add_argument("--feed-forward", type=int, metavar="N", help="default: 4 x hidden")
-    group.add_argument("--vocabulary", type=int, metavar="N", help="default: the usual of the kind")
-    group.add_argument("--gated", action="store_true", help="with a gated feed-forward part")
+    group.add_argument("--heads", type=int, metavar="N", help="attention heads")
+    group.add_argument(
+        "--kv-heads", type=int, metavar="N", help="key-value heads (default: as many as heads)"
+    )
+    group.add_argument(
+        "--feed-forward", type=int, metavar="N", help="feed-forward width (default: 4 x hidden)"
+    )
+    group.add_argument(
+        "--vocabulary",
+        type=int,
+        metavar="N",
+        help="vocabulary size (default: the usual one of the kind)",
+    )
+    group.add_argument("--gated", action="store_true", help="use a gated feed-forward part")
     group.add_argument(
         "--batch",
         type=_batch,
         metavar="N",
-        help="sequences of a step; 'auto' or none with --search to find it",
+        help="sequences of a step; with --search, 'auto' or no value searches it",
     )
-    group.add_argument("--sequence", type=int, metavar="N", help="tokens of each")
+    group.add_argument("--sequence", type=int, metavar="N", help="tokens of each sequence")
 
 
 def _add_machine(group: Any) -> None:
@@ -83,31 +94,37 @@ def _add_machine(group: Any) -> None:
         "--gpu",
         "--device",
         metavar="NAME",
-        help=f"such as a100-80g; {CPU} with --search for a machine that trains on its CPU: what is "
-        "not said of it is measured here",
+        help=f"such as a100-80g; {CPU} with --search for a machine that trains on its CPU: figures "
+        "that are not given are measured here",
     )
     group.add_argument("--ssd", metavar="[Nx]NAME", help="drives, such as p5510 or 4xP5510")
-    group.add_argument("--host-memory", metavar="SIZE", help="such as 768GiB")
+    group.add_argument("--host-memory", metavar="SIZE", help="host memory, such as 768GiB")
     group.add_argument(
         "--tflops",
         type=float,
         metavar="X",
-        help="that the device sustains (default: as measured, else a share of the peak)",
+        help="sustained TFLOPS of the device (default: as measured, or a share of the peak)",
     )
     group.add_argument(
         "--update-rate",
         type=float,
         metavar="N",
-        help="parameters that the host updates in a second, as in 8e9 (default: Fuyou's host)",
+        help="parameters that the host updates in a second, such as 8e9 (default: Fuyou's host)",
     )
 
 
 def _add_prices(group: Any) -> None:
-    group.add_argument("--gpu-price", type=float, metavar="X", help="of the device")
-    group.add_argument("--ssd-price", type=float, metavar="X", help="of each drive")
-    group.add_argument("--host-price", type=float, metavar="X", help="of the rest of the machine")
+    group.add_argument("--gpu-price", type=float, metavar="X", help="price of the device")
+    group.add_argument("--ssd-price", type=float, metavar="X", help="price of each drive")
     group.add_argument(
-        "--years", type=float, default=3.0, metavar="X", help="to earn them back (default: 3)"
+        "--host-price", type=float, metavar="X", help="price of the rest of the machine"
+    )
+    group.add_argument(
+        "--years",
+        type=float,
+        default=3.0,
+        metavar="X",
+        help="depreciation period in years (default: 3)",
     )
 
 
@@ -136,7 +153,9 @@ def _check_script_alone(options: argparse.Namespace) -> None:
     given |= {"--config-json": options.config_json, "--search": options.search or None}
     for name, value in given.items():
         if value is not None:
-            raise ConfigError(f"{name} is of no use with a script ({options.script[0]}): leave out")
+            raise ConfigError(
+                f"{name} has no effect with a script ({options.script[0]}): leave it out"
+            )
 
 
 def _batch(text: str) -> int | None:
@@ -159,7 +178,7 @@ def _request(options: argparse.Namespace) -> Request:
         raise ConfigError(f"--host-memory: {error}") from error
     return Request(
         shape=_shape(options),
-        # A search fills in what is missing here.
+        # A search replaces missing values.
         work=Workload(_first(options.batch, 1), _first(options.sequence, 1)),
         device=device,
         drives=drives,
@@ -205,7 +224,7 @@ def _shape(options: argparse.Namespace) -> TransformerShape:
 
 
 def _positions(options: argparse.Namespace) -> int:
-    """Learned positions: enough for the longest sequence."""
+    """Return the number of learned positions: enough for the longest sequence."""
     longest: int = max(options.sequences or [options.sequence])
     return longest
 

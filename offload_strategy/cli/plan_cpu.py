@@ -1,4 +1,4 @@
-"""`ssd-offload plan --search --device cpu`: a machine without a GPU, as given or as measured."""
+"""`ssd-offload plan --search --device cpu`: a machine without a GPU, given or measured."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from offload_strategy.planner.search.cpu_request import CpuRequest
 from offload_strategy.planner.transformer_shape import TransformerShape
 from offload_strategy.units import parse_size
 
-#: What `--device` says for a machine without a GPU.
+#: Value of `--device` for a machine without a GPU.
 CPU = "cpu"
 _GIGA = 1e9
 _TERA = 1e12
 
 
 def cpu_request(options: argparse.Namespace, shape: TransformerShape) -> CpuRequest:
-    """The model, and this machine where the options say nothing of it.
+    """Return the run, with measured figures of this machine for options that are not given.
 
-    Measured are what its cores do (but what `--tflops` and `--update-rate` say), and what the paths
-    of `--dir` move (unless `--ssd`, or `--read` and `--write` say that).
+    The cores are measured, except for `--tflops` and `--update-rate`, and so are the paths of
+    `--dir`, unless there is `--ssd`, or `--read` and `--write`.
 
     Args:
-        options: of the command line.
-        shape: of the model.
+        options: Options of the command line.
+        shape: Shape of the model.
 
     Raises:
-        ConfigError: an option is missing or wrong.
-        OffloadError: a path cannot be measured.
+        ConfigError: If an option is missing or wrong.
+        OffloadError: If a path cannot be measured.
     """
     flops = None if options.tflops is None else options.tflops * _TERA
     for name, value in (("--tflops", flops), ("--update-rate", options.update_rate)):
@@ -66,7 +66,7 @@ def _drives(options: argparse.Namespace) -> Drives:
     directories = [Path(one) for one in options.dir or (default_directory(),)]
     if options.read is None:
         found = [measured_path(directory).drive for directory in directories]
-        # What is dealt to several is dealt by their rates.
+        # Bytes are striped over several paths in proportion to their rates.
         return path_of(
             sum(drive.read for drive in found),
             sum(drive.write for drive in found),

@@ -1,4 +1,4 @@
-"""`ssd-offload plan --profile`: what leaves memory in a step that was profiled."""
+"""`ssd-offload plan --profile`: a lifetime plan for a profiled step."""
 
 from __future__ import annotations
 
@@ -21,41 +21,43 @@ _GIGA = 1e9
 def add_profile_options(group: Any) -> None:
     """Add the options to a group of `ssd-offload plan`."""
     group.add_argument(
-        "--profile", metavar="FILE", type=Path, help="JSON that OffloadEngine.profile().save wrote"
+        "--profile", metavar="FILE", type=Path, help="JSON file of OffloadEngine.profile().save"
     )
     group.add_argument(
-        "--device-memory", metavar="SIZE", help="that saved tensors may take (default: half)"
+        "--device-memory",
+        metavar="SIZE",
+        help="memory that the step may take (default: half of the saved tensors stay)",
     )
     group.add_argument(
-        "--read", type=float, metavar="GB/s", help="of the path (default: as in the profile)"
+        "--read", type=float, metavar="GB/s", help="rate of the path (default: as in the profile)"
     )
     group.add_argument(
-        "--write", type=float, metavar="GB/s", help="of the path (default: as in the profile)"
+        "--write", type=float, metavar="GB/s", help="rate of the path (default: as in the profile)"
     )
     group.add_argument(
         "--write-plan",
         metavar="FILE",
         type=Path,
-        help="as JSON, a line for each tensor: to read, to change, and for planning.plan",
+        help="write the plan as JSON, a line for each tensor, to read or change, or for planning.plan",
     )
     group.add_argument(
         "--no-recompute",
         action="store_true",
-        help="compute no block again in backward, however slow the path is",
+        help="recompute no block in backward, however slow the path is",
     )
     group.add_argument(
         "--picture",
         metavar="FILE",
         type=Path,
-        help="draw lanes and memory over the step (svg, png)",
+        help="draw transfers and memory over the step (svg, png)",
     )
 
 
 def plan_profile(options: argparse.Namespace, profile: Profile) -> int:
-    """Plan and replay a profiled step; 1 if it does not fit.
+    """Plan and replay a profiled step; return 1 if it does not fit.
 
     Raises:
-        ConfigError: an option is wrong.
+        ConfigError: If an option is wrong.
     """
     profile = _with_rates(profile, options)
     limit = _limit(profile, options.device_memory)
@@ -88,7 +90,7 @@ def _with_rates(profile: Profile, options: argparse.Namespace) -> Profile:
     if not profile.paths and len(rates) < len(given):
         raise ConfigError("the profile knows no path: give --read and --write")
     paths = profile.paths or (PathRates("path", 1.0, 1.0),)
-    # What all paths carry together, dealt to them as before.
+    # The given rate is that of all paths together.
     scaled = []
     for path in paths:
         changed = {
@@ -118,7 +120,7 @@ def _text(profile: Profile, mix: RecomputeMix) -> str:
     again = ""
     if mix.recomputed:
         again = (
-            f"Computed again in backward: {', '.join(mix.recomputed)} ({len(mix.recomputed)} of "
+            f"Recomputed in backward: {', '.join(mix.recomputed)} ({len(mix.recomputed)} of "
             f"{len(profile.blocks)} blocks that may be).\n\n"
         )
     return (

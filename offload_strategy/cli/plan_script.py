@@ -1,4 +1,4 @@
-"""`ssd-offload plan SCRIPT`: a few steps of a training script, and a plan for them."""
+"""`ssd-offload plan SCRIPT`: runs a few steps of a training script, and plans for them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def profile_script(options: argparse.Namespace) -> Profile:
     """Run the script until its profile is known.
 
     Raises:
-        ConfigError: there is no such script, or it has no forward passes with an engine.
+        ConfigError: If the script does not exist, or runs no forward passes with an engine.
     """
     file, *arguments = options.script
     if not Path(file).is_file():
@@ -55,7 +55,7 @@ def profile_script(options: argparse.Namespace) -> Profile:
 
 
 def _run(file: str, arguments: list[str]) -> None:
-    """As `python FILE ARGUMENTS`; what it prints goes to standard error."""
+    """Run `python FILE ARGUMENTS` with its output on standard error."""
     before = sys.argv, list(sys.path)
     sys.argv = [file, *arguments]
     sys.path.insert(0, str(Path(file).resolve().parent))

@@ -1,4 +1,4 @@
-"""`ssd-offload plan --search`: the settings with the most tokens in a second, as a config file."""
+"""`ssd-offload plan --search`: the settings with the highest throughput, as a config file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from offload_strategy.planner.search.search_result import USUAL_TOKENS, USUAL_TO
 from offload_strategy.planner.search.settings import Overlap, StateType
 from offload_strategy.planner.search.settings_search import search
 
-#: What `--search` takes besides the options of a plan; each needs it.
+#: Options that need `--search`.
 _OPTIONS = (
     "max_batch",
     "max_tokens",
@@ -29,9 +29,9 @@ _OPTIONS = (
     "dir",
     "force",
 )
-#: Of a plan, what a search has no use for.
+#: Options of a plan that have no effect with `--search`.
 _USELESS = ("gpu_price", "ssd_price", "host_price")
-#: What only a search on the CPU has a use for.
+#: Options that have an effect only in a search on the CPU.
 _OF_CPU = ("update_rate", "read", "write", "duplex")
 
 
@@ -40,60 +40,60 @@ def add_search_options(group: Any) -> None:
     group.add_argument(
         "--search",
         action="store_true",
-        help="find batch, micro-batches, tiers and what to offload; --batch is kept if it is given",
+        help="find batch, micro-batches, tiers and what to offload; a given --batch is kept",
     )
     group.add_argument(
-        "--max-batch", type=int, metavar="N", help="sequences of a step, if --batch is searched"
+        "--max-batch", type=int, metavar="N", help="largest batch if --batch is searched"
     )
     group.add_argument(
         "--max-tokens",
         type=int,
         metavar="N",
-        help=f"of a step, if --batch is searched (default: {USUAL_TOKENS})",
+        help=f"largest number of tokens of a step if --batch is searched (default: {USUAL_TOKENS})",
     )
     group.add_argument(
         "--tolerance",
         type=float,
         metavar="X",
-        help="share of the tokens in a second that a smaller batch may cost (default: "
-        f"{USUAL_TOLERANCE}); 0 for the fastest, whatever its batch",
+        help="share of the throughput that a smaller batch may cost (default: "
+        f"{USUAL_TOLERANCE}); 0 for the fastest settings with any batch",
     )
     group.add_argument(
         "--sequences",
         type=int,
         nargs="+",
         metavar="N",
-        help="tokens of a sequence to choose from, instead of --sequence",
+        help="sequence lengths to choose from, instead of --sequence",
     )
     group.add_argument(
         "--duplex",
         action="store_true",
-        help=f"with --device {CPU}: drives read and write at their rates at the same time",
+        help=f"with --device {CPU}: drives read and write at their full rates at the same time",
     )
     group.add_argument(
         "--allow",
         action="append",
         choices=("eager", "bfloat16"),
-        help="what is not looked at otherwise: updates that forbid clipping, states in bfloat16, "
-        "which change numbers; may be repeated",
+        help="also try eager updates, which forbid clipping, or states in bfloat16, which change "
+        "numbers; may be repeated",
     )
     group.add_argument(
-        "--write-config", type=Path, metavar="FILE", help="write the best as YAML, ready to use"
+        "--write-config", type=Path, metavar="FILE", help="write the best settings as a config file"
     )
     group.add_argument(
         "--dir",
         action="append",
         metavar="PATH",
-        help="on a drive, for the config; repeat for several (default: as without a config)",
+        help="directory on a drive for the config; may be repeated (default: as without a config)",
     )
     group.add_argument("--force", action="store_true", help="overwrite the file of --write-config")
 
 
 def check_search_options(options: argparse.Namespace) -> None:
-    """Refuse options that belong to a search where there is none, or to none where there is.
+    """Refuse options that have no effect with, or without, a search.
 
     Raises:
-        ConfigError: naming them.
+        ConfigError: Naming them.
     """
     if options.search and options.profile is not None:
         raise ConfigError("--search is for a model, --profile for a step of one: give one of them")
@@ -104,28 +104,28 @@ def check_search_options(options: argparse.Namespace) -> None:
     if not options.search:
         given = _given(options, (*_OPTIONS, "duplex"))
         if given:
-            raise ConfigError(f"{given}: give --search as well, or leave out")
+            raise ConfigError(f"{given}: give --search as well, or leave it out")
         return
     given = _given(options, _USELESS)
     if given:
-        raise ConfigError(f"{given}: of no use with --search, which counts no costs; leave out")
+        raise ConfigError(f"{given}: no effect with --search, which counts no costs; leave it out")
     given = "" if options.gpu == CPU else _given(options, _OF_CPU)
     if given:
         raise ConfigError(
-            f"{given}: of no use with --search for a GPU, which updates states itself and has "
-            f"drives of the table; leave out"
+            f"{given}: no effect with --search for a GPU, which updates states itself and uses "
+            f"drives of the table; leave it out"
         )
 
 
 def plan_search(options: argparse.Namespace, request: Request | CpuRequest) -> int:
-    """Search, print what was found and write the config; 1 if nothing fits.
+    """Search, print the result and write the config; return 1 if nothing fits.
 
     Args:
-        options: of the command line.
-        request: model and machine.
+        options: Options of the command line.
+        request: Model and machine.
 
     Raises:
-        ConfigError: an option is wrong, or the file is there already or cannot be written.
+        ConfigError: If an option is wrong, or the file exists or cannot be written.
     """
     if options.write_config is not None:
         _check_writable(options.write_config, options.force)
@@ -160,15 +160,15 @@ def _space(options: argparse.Namespace) -> Space:
 
 
 def _given(options: argparse.Namespace, names: Iterable[str]) -> str:
-    """Those of the options that were given, for people."""
+    """Return the options that were given, for messages."""
     values = {name: getattr(options, name) for name in names}
-    # By identity: 0 was given.
+    # By identity: 0 counts as given.
     found = [name for name, value in values.items() if value is not None and value is not False]
     return ", ".join(f"--{name.replace('_', '-')}" for name in found)
 
 
 def _check_writable(file: Path, force: bool) -> None:
-    """Say before the search what would be said after it."""
+    """Raise errors about the file before the search."""
     if file.is_dir() or not file.parent.is_dir():
         raise ConfigError(
             f"--write-config: {file} is no file in a directory that exists; name one that is"

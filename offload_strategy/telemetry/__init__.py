@@ -1,4 +1,4 @@
-"""What moved, when, and who waited for it: the records that every metric is a view of."""
+"""Records of transfers and stalls, from which all metrics are computed; logging; traces."""
 
 from offload_strategy.telemetry.chrome_trace import write_trace
 from offload_strategy.telemetry.log import get_logger

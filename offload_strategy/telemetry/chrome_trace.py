@@ -1,14 +1,14 @@
-"""A recorder's records as a trace that https://ui.perfetto.dev and chrome://tracing open.
+"""Traces of transfers and stalls for https://ui.perfetto.dev and chrome://tracing.
 
-The format is the JSON object of the Trace Event Format: complete events ("X") for moves and waits,
-counters ("C") for bandwidth and queues, metadata ("M") for names. Times are whole microseconds of
-`time.perf_counter()`, which all processes of a Linux machine share, so that the traces of several
-processes lie on one time line.
+The format is the JSON object of the Trace Event Format: complete events ("X") for transfers and
+stalls, counters ("C") for bandwidth and queues, metadata ("M") for names. Times are whole
+microseconds of `time.perf_counter()`, which all processes of a Linux machine share, so that the
+traces of several processes share one time line.
 
 [Note: lanes]
-Slices of one thread must nest: two moves that overlap without one holding the other cannot share a
-track. So each path and direction has as many lanes as it had moves under way at once, and a move
-goes into the first lane that is free when it starts.
+Slices of one thread must nest: two transfers that overlap partially cannot share a track. So each
+path and direction has as many lanes as it had concurrent transfers, and a transfer goes into the
+first lane that is free at its start.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from offload_strategy.telemetry.recorder import Direction, MoveRecord, StallReco
 
 _Event = dict[str, Any]
 
-#: What `time.perf_counter` tells apart.
+#: Resolution of `time.perf_counter`.
 _CLOCK_SECONDS = 1e-9
 
 
@@ -41,15 +41,15 @@ def write_trace(
     """Write the records of one process as a trace.
 
     Args:
-        file: where to write; replaced if it exists, compressed if its name ends with ``.gz``.
-        moves: such as `Recorder.moves`.
-        stalls: such as `Recorder.stalls`.
-        process_name: heading of the process in the trace, for instance with its rank.
+        file: The file, which is replaced, and compressed if its name ends with ``.gz``.
+        moves: For example `Recorder.moves`.
+        stalls: For example `Recorder.stalls`.
+        process_name: Heading of the process in the trace, for example with its rank.
 
     Raises:
-        OffloadError: the file cannot be written.
+        OffloadError: If the file cannot be written.
     """
-    # Copies: the recorder goes on while the trace is written.
+    # Copies: the recorder continues while the trace is written.
     text = json.dumps(trace_object(list(moves), list(stalls), process_name=process_name))
     name = os.fspath(file)
     try:
@@ -72,7 +72,7 @@ def trace_object(
     *,
     process_name: str = "offload-strategy",
 ) -> dict[str, Any]:
-    """The trace as an object for JSON; see `write_trace`."""
+    """Return the trace as an object for JSON; see `write_trace`."""
     pid = os.getpid()
     tracks: list[tuple[str, list[_Slice]]] = []
     counters: list[_Event] = []
@@ -107,7 +107,7 @@ def trace_object(
 
 
 class _Slice(NamedTuple):
-    """A stretch of time on a track, in microseconds; `end` lies behind `begin`."""
+    """A span of time on a track in microseconds; `end` is after `begin`."""
 
     begin: int
     end: int
@@ -117,7 +117,7 @@ class _Slice(NamedTuple):
 
 
 def _microseconds(begin: float, end: float) -> tuple[int, int]:
-    """Whole microseconds, at least one long: viewers round fractions, and slices would overlap."""
+    """Return a span in whole microseconds, because viewers round and slices would overlap."""
     first = math.floor(begin * 1e6)
     return first, max(first + 1, math.floor(end * 1e6))
 
@@ -136,7 +136,7 @@ def _move_slice(move: MoveRecord) -> _Slice:
 
 
 def _lanes(track: list[_Slice]) -> list[list[_Slice]]:
-    """Deal slices to as few lanes as they need, so that no two in a lane overlap."""
+    """Assign slices to as few lanes as possible, so that no two in a lane overlap."""
     lanes: list[list[_Slice]] = []
     free: list[int] = []  # numbers of the lanes without a slice at the moment, a store
     busy: list[tuple[int, int]] = []  # (end, number of the lane), a store
@@ -153,9 +153,9 @@ def _lanes(track: list[_Slice]) -> list[list[_Slice]]:
 
 
 def _rates(moves: list[MoveRecord]) -> Iterator[tuple[int, int]]:
-    """(microsecond, change in bytes per second): a move counts evenly over its duration.
+    """Yield (microsecond, change in bytes per second), spreading a transfer over its duration.
 
-    Whole numbers, so that the sum of all changes is nothing.
+    Changes are whole numbers, so that their sum is 0.
     """
     for move in moves:
         begin, end = _microseconds(move.started_at, move.finished_at)
@@ -165,7 +165,7 @@ def _rates(moves: list[MoveRecord]) -> Iterator[tuple[int, int]]:
 
 
 def _queued(moves: list[MoveRecord]) -> Iterator[tuple[int, int]]:
-    """(microsecond, change in bytes): from when a move is queued until it starts."""
+    """Yield (microsecond, change in bytes) from the queueing of a transfer to its start."""
     for move in moves:
         yield math.floor(move.queued_at * 1e6), move.nbytes
         yield math.floor(move.started_at * 1e6), -move.nbytes
@@ -174,7 +174,7 @@ def _queued(moves: list[MoveRecord]) -> Iterator[tuple[int, int]]:
 def _counter(
     name: str, pid: int, changes: Iterable[tuple[int, int]], scale: float = 1
 ) -> list[_Event]:
-    """A counter's values at the moments when they change."""
+    """Yield the values of a counter at the times of their changes."""
     at: dict[int, int] = defaultdict(int)
     for moment, change in changes:
         at[moment] += change

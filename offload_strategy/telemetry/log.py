@@ -1,4 +1,4 @@
-"""The package's logger: what it has to say is seen, unless the program has logging of its own."""
+"""The package's logger, which is visible unless the program configures logging itself."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ _PACKAGE = "offload_strategy"
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger of a module of this package.
+    """Return the logger of a module of this package.
 
-    Training scripts rarely set up logging, and Python then drops everything below a warning. So, as
-    Lightning and Transformers do, the package brings a handler of its own, which steps aside when
-    the root logger has one.
+    Training scripts rarely configure logging, and Python then drops everything below a warning. So,
+    as Lightning and Transformers do, the package has a handler, which is inactive if the root
+    logger has one.
     """
     package = logging.getLogger(_PACKAGE)
     if not package.handlers:

@@ -1,4 +1,4 @@
-"""The recorder: one record a move, and the sums that metrics are read from."""
+"""The recorder: one record for each transfer, and the sums for metrics."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from typing import NamedTuple
 CLIENTS = ("activations", "optimizer", "parameters")
 
 
-#: Shorter waits are counted, but make no record of their own.
+#: Shorter waits are counted, but not recorded.
 _WORTH_A_RECORD_SECONDS = 1e-5
 
 
 class Direction(StrEnum):
-    """Which way bytes move, seen from the training process."""
+    """The direction of a transfer, as seen from the training process."""
 
     READ = "read"
     WRITE = "write"
 
 
 class MoveRecord(NamedTuple):
-    """One finished move between a path and memory (a striped ticket makes one on each path).
+    """One finished transfer between a path and memory (one on each path for a striped ticket).
 
     Args:
-        client: who asked (one of `CLIENTS`).
-        tier: name of the tier that was read or written.
-        path: which path of the tier.
-        direction: read or written.
-        nbytes: bytes moved.
+        client: The client (one of `CLIENTS`).
+        tier: Name of the tier.
+        path: Path of the tier.
+        direction: Read or write.
+        nbytes: Transferred bytes.
         queued_at, started_at, finished_at: `time.perf_counter()` seconds.
     """
 
@@ -46,10 +46,10 @@ class MoveRecord(NamedTuple):
 
 
 class StallRecord(NamedTuple):
-    """Time in which training waited for moves.
+    """A span in which training waited for transfers.
 
     Args:
-        client: whose bytes were waited for (one of `CLIENTS`).
+        client: The client of the transfers (one of `CLIENTS`).
         started_at, finished_at: `time.perf_counter()` seconds.
     """
 
@@ -59,7 +59,7 @@ class StallRecord(NamedTuple):
 
 
 class _BusyClock:
-    """Seconds during which at least one move was under way."""
+    """Seconds in which at least one transfer was in flight."""
 
     __slots__ = ("_active", "_since", "_total")
 
@@ -83,10 +83,10 @@ class _BusyClock:
 
 
 class Recorder:
-    """Thread-safe sums over all moves of one engine, plus the latest records.
+    """Thread-safe sums over all transfers of one engine, and the latest records.
 
     Args:
-        keep: how many of the latest `MoveRecord`s, and `StallRecord`s, to keep for traces.
+        keep: Number of latest `MoveRecord`s, and of `StallRecord`s, to keep for traces.
     """
 
     def __init__(self, keep: int = 65536) -> None:
@@ -103,7 +103,7 @@ class Recorder:
         self._any_busy = _BusyClock()
 
     def move_started(self, tier: str, direction: Direction) -> float:
-        """Note that a move begins now; returns the time."""
+        """Record the start of a transfer; return the time."""
         now = time.perf_counter()
         with self._lock:
             self._busy[tier, direction].enter(now)
@@ -111,7 +111,7 @@ class Recorder:
         return now
 
     def move_finished(self, record: MoveRecord, *, completed: bool) -> None:
-        """Note that a started move ended; its bytes count only if it `completed`."""
+        """Record the end of a transfer; its bytes count only if it `completed`."""
         with self._lock:
             self._busy[record.tier, record.direction].leave(record.finished_at)
             self._any_busy.leave(record.finished_at)
@@ -125,17 +125,17 @@ class Recorder:
                 )
 
     def forwarded(self, client: str, nbytes: int) -> None:
-        """Count bytes handed back from memory because their write was not over."""
+        """Count bytes that were returned from memory because their write had not ended."""
         with self._lock:
             self._client_bytes[client, "forwarded"] += nbytes
 
     def stalled(self, client: str, since: float, *, reading: bool = False) -> None:
-        """Count the time since `since` (`time.perf_counter()`): training waited for a move.
+        """Count the time since `since` (`time.perf_counter()`) as a stall.
 
         Args:
-            client: whose bytes were waited for.
-            since: when that began.
-            reading: whether for a read; else for room, which writes make.
+            client: The client of the transfers.
+            since: Start of the stall.
+            reading: Whether training waited for a read; otherwise for writes to free memory.
         """
         now = time.perf_counter()
         with self._lock:
@@ -146,43 +146,43 @@ class Recorder:
                 self.stalls.append(StallRecord(client, since, now))
 
     def client_bytes(self, client: str, verb: str) -> int:
-        """Bytes `written`, `read` or `forwarded` for a client so far."""
+        """Return the bytes `written`, `read` or `forwarded` for a client so far."""
         with self._lock:
             return self._client_bytes[client, verb]
 
     def tier_bytes(self, tier: str, direction: Direction) -> int:
-        """Bytes moved to or from a tier so far."""
+        """Return the bytes transferred to or from a tier so far."""
         with self._lock:
             return self._tier_bytes[tier, direction]
 
     def stall_seconds(self, client: str) -> float:
-        """Seconds that training waited for a client's moves so far."""
+        """Return the seconds for which training waited for a client's transfers so far."""
         with self._lock:
             return self._stall_seconds[client]
 
     def read_stall_seconds(self, client: str) -> float:
-        """Of these, the seconds of waiting for reads; the others are for room."""
+        """Return the seconds of these that were for reads; the others were for memory."""
         with self._lock:
             return self._read_stall_seconds[client]
 
     def queue_seconds(self, tier: str, direction: Direction) -> float:
-        """Seconds that finished moves had waited in the queues of a tier, summed."""
+        """Return the total queueing time of a tier's finished transfers in seconds."""
         with self._lock:
             return self._queue_seconds[tier, direction]
 
     def bandwidth_GBps(self, tier: str, direction: Direction) -> float:
-        """Bytes per second (in 1e9) while the path was busy in that direction; 0 if never."""
+        """Return GB/s while the path was busy in that direction; 0 if never."""
         with self._lock:
             seconds = self._busy[tier, direction].seconds(time.perf_counter())
             return self._tier_bytes[tier, direction] / seconds / 1e9 if seconds > 0 else 0.0
 
     def busy_seconds(self) -> float:
-        """Seconds in which any move was under way."""
+        """Return the seconds in which any transfer was in flight."""
         with self._lock:
             return self._any_busy.seconds(time.perf_counter())
 
     def hidden_share(self) -> float:
-        """Share of transfer time that training did not wait for, 0 to 1 (1 if nothing moved)."""
+        """Return the share of transfer time without stalls, 0 to 1 (1 without transfers)."""
         busy = self.busy_seconds()
         with self._lock:
             stalled = sum(self._stall_seconds.values())

@@ -101,15 +101,15 @@ def test_status_1_says_that_nothing_fits_and_writes_nothing(tmp_path, capsys):
         (["--search"], "give --sequence as well"),
         ([*WORK, "--search", "--batch", "4"], "leave out --batch"),
         (["--sequence", "1024", "--search", "--batch", "0"], "batch is 0"),
-        ([*WORK, "--search", "--update-rate", "8e9"], "--update-rate: of no use with --search"),
+        ([*WORK, "--search", "--update-rate", "8e9"], "--update-rate: no effect with --search"),
         (["--sequence", "1024", "--search", "--max-batch", "0"], "max_batch is 0"),
         ([*WORK, "--search", "--max-tokens", "10"], "less than one sequence of 1024 tokens"),
         ([*WORK, "--search", "--write-config", "/nowhere/found.yaml"], "no file in a directory"),
         ([*WORK, "--search", "--profile", "steps.json"], "give one of them"),
         (["--sequence", "1024", "--force"], "--force: give --search as well"),
         (["--sequence", "1024", "--tolerance", "0"], "--tolerance: give --search as well"),
-        ([*WORK, "--search", "--duplex"], "--duplex: of no use with --search for a GPU"),
-        ([*WORK, "--search", "--read", "1"], "--read: of no use with --search for a GPU"),
+        ([*WORK, "--search", "--duplex"], "--duplex: no effect with --search for a GPU"),
+        ([*WORK, "--search", "--read", "1"], "--read: no effect with --search for a GPU"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_message(words, message, capsys):

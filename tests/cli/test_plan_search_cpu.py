@@ -114,7 +114,7 @@ def test_the_tolerance_is_a_share_that_a_smaller_batch_may_cost(known_cores, cap
         ([*RATES, "--tflops", "-1"], "--tflops: give a number above 0"),
         ([*RATES, "--update-rate", "0"], "--update-rate: give a number above 0"),
         ([*RATES, "--host-memory", "much"], "--host-memory:"),
-        ([*RATES, "--gpu-price", "100"], "--gpu-price: of no use with --search"),
+        ([*RATES, "--gpu-price", "100"], "--gpu-price: no effect with --search"),
         ([*RATES, "--tolerance", "1"], "tolerance is 1"),
         (["--dir", "/nowhere", *RATES], "/nowhere: No such file"),
     ],
