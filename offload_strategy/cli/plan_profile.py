@@ -38,7 +38,7 @@ def add_profile_options(group: Any) -> None:
         "--write-plan",
         metavar="FILE",
         type=Path,
-        help="write the plan as JSON, a line for each tensor, to read or change, or for planning.plan",
+        help="write the plan as JSON, one line per tensor, to read or change, or for planning.plan",
     )
     group.add_argument(
         "--no-recompute",
