@@ -79,7 +79,7 @@ def test_narrow_states_are_computed_in_wide_copies() -> None:
 def test_it_is_printed_as_a_table() -> None:
     text = str(forecast(pinned=256 * MiB))
     assert "| weights of blocks in flight | 200 MiB |" in text
-    assert "| of the buffers not allowed by memory.pinned | -" in text
+    assert "| buffers beyond memory.pinned | -" in text
 
 
 class Chain(nn.Module):
