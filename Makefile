@@ -19,6 +19,10 @@ READY  := $(VENV)/.ready
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
 
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -p faulthandler --timeout=300
+# The simulated accelerator is a process's only one, so its tests run by themselves.
+ACCELERATOR_TESTS = tests/simulated_accelerator
+
 demo: $(READY)
 	$(BIN)/python examples/lightning_gpt.py $(ARGS)
 
@@ -32,7 +36,8 @@ bench-quick: $(READY)
 	$(BIN)/python -m benchmarks.suite --quick $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -p faulthandler --timeout=300 $(ARGS)
+	$(PYTEST) $(ARGS)
+	$(if $(ARGS),,$(PYTEST) --accelerator sim $(ACCELERATOR_TESTS))
 
 module-map: $(READY)
 	$(BIN)/python -m tests.module_map

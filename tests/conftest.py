@@ -40,6 +40,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--accelerator",
+        choices=("none", "sim", "cuda"),
+        default="cuda" if torch.cuda.is_available() else "none",
+        help="device of the tests of accelerators; sim is simulated, for the whole process",
+    )
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """A test that is marked as `alone` runs while the other workers wait."""

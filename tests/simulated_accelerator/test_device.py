@@ -1,0 +1,268 @@
+"""The simulated accelerator shows the bugs that it is there to show, and nothing else."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import mmap
+import time
+
+import pytest
+import torch
+
+N = 1 << 18
+LATE_US = 50_000
+
+
+@pytest.fixture(autouse=True)
+def _idle(sim):
+    sim.synchronize_all()
+    sim.counts(reset=True)
+    yield
+    sim.set_delays(0, 0)
+    sim.set_memory_limit(0, -1)
+    sim.set_pinned_limit(-1)
+    sim.synchronize_all()
+
+
+def full(value: float, device: str = "sim") -> torch.Tensor:
+    tensor = torch.full((N,), value, device=device)
+    torch.accelerator.synchronize(tensor.device)
+    return tensor
+
+
+def equals(tensor: torch.Tensor, value: float) -> bool:
+    return bool(torch.all(tensor.cpu() == value))
+
+
+def test_a_launch_returns_before_the_kernel_runs(sim):
+    x = full(1.0)
+    begin = time.perf_counter()
+    sim.sleep(200_000)
+    y = x + 1
+    assert time.perf_counter() - begin < 0.15
+    assert equals(y, 2.0)
+    assert sim.counts()["async:aten::add.out"] == 1
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_side_stream_reads_what_was_written_only_after_waiting(sim, wait):
+    source, host = full(0.0), torch.empty(N, pin_memory=True)
+    side = torch.Stream("sim")
+    sim.sleep(LATE_US)
+    source.add_(7)
+    if wait:
+        side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        host.copy_(source, non_blocking=True)
+        copied = side.record_event()
+    copied.synchronize()
+    assert equals(host.clone(), 7.0) is wait
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_the_host_reads_a_copy_only_after_its_event(sim, wait):
+    source, host = full(3.0), torch.zeros(N, pin_memory=True)
+    sim.sleep(LATE_US)
+    host.copy_(source, non_blocking=True)
+    copied = torch.accelerator.current_stream().record_event()
+    if wait:
+        copied.synchronize()
+    assert equals(host.clone(), 3.0) is wait
+
+
+@pytest.mark.parametrize(("wait", "pinned"), [(True, True), (False, True), (False, False)], ids=str)
+def test_a_pinned_buffer_that_is_used_again_too_early_gives_wrong_bytes(sim, wait, pinned):
+    host, target = torch.full((N,), 5.0), full(0.0)
+    if pinned:
+        host = host.pin_memory()
+    sim.sleep(LATE_US)
+    target.copy_(host, non_blocking=True)
+    if wait:
+        torch.accelerator.current_stream().synchronize()
+    host.fill_(9)
+    assert equals(target, 5.0) is (wait or not pinned)
+
+
+def test_a_freed_pinned_block_is_not_used_again_before_its_copies_are_over(sim):
+    host, target = torch.full((N,), 5.0).pin_memory(), full(0.0)
+    address = host.data_ptr()
+    sim.sleep(LATE_US)
+    target.copy_(host, non_blocking=True)
+    del host
+    other = torch.full((N,), 9.0).pin_memory()
+    assert other.data_ptr() != address
+    assert equals(target, 5.0)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_memory_that_another_stream_reads_needs_record_stream(sim, recorded):
+    side, source, target = torch.Stream("sim"), full(4.0), full(0.0)
+    with side:
+        sim.sleep(LATE_US)
+        target.copy_(source)
+    if recorded:
+        source.record_stream(side)
+    del source
+    full(8.0)
+    side.synchronize()
+    assert equals(target, 4.0) is recorded
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_memory_freed_after_the_compute_stream_waited_for_its_reader_needs_no_record(sim, waits):
+    side, source, target = torch.Stream("sim"), full(4.0), full(0.0)
+    with side:
+        sim.sleep(LATE_US)
+        target.copy_(source)
+        read = side.record_event()
+    if waits:
+        torch.accelerator.current_stream().wait_event(read)
+    address = source.data_ptr()
+    del source
+    again = torch.full((N,), 8.0, device="sim")
+    assert again.data_ptr() == address, "the memory is reusable at once by its own stream"
+    side.synchronize()
+    assert equals(target, 4.0) is waits
+
+
+def test_registered_memory_is_pinned_until_it_is_unregistered(sim):
+    memory = mmap.mmap(-1, 4 * N)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    before = sim.pinned_bytes()
+    assert sim.host_register(address, 4 * N) == 0
+    tensor = torch.frombuffer(memory, dtype=torch.float32)
+    assert tensor.is_pinned()
+    assert tensor[N // 2 :].is_pinned()
+    assert sim.pinned_bytes() - before == 4 * N
+    assert sim.host_unregister(address) == 0
+    assert not tensor.is_pinned()
+    sim.set_pinned_limit(sim.pinned_bytes() + 100)
+    assert sim.host_register(address, 4 * N) != 0
+    assert sim.counts()["pinned:register"] == 2
+
+
+def test_events_are_queried_and_timed_on_the_device(sim):
+    begin = torch.Event("sim", enable_timing=True)
+    end = torch.Event("sim", enable_timing=True)
+    begin.record()
+    sim.sleep(LATE_US)
+    end.record()
+    assert not end.query()
+    end.synchronize()
+    assert begin.elapsed_time(end) >= LATE_US / 1000 - 1
+
+
+def test_memory_statistics_follow_allocation_and_free(sim):
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
+    tensor = torch.empty(1 << 20, device="sim")
+    assert torch.accelerator.memory_allocated() - before == 4 << 20
+    del tensor
+    assert torch.accelerator.memory_allocated() == before
+    assert torch.accelerator.max_memory_allocated() - before == 4 << 20
+
+
+def test_memory_used_by_another_stream_stays_active_until_that_stream_is_done(sim):
+    def active() -> int:
+        return torch.accelerator.memory_stats()["active_bytes.all.current"]
+
+    side, tensor = torch.Stream("sim"), full(1.0)
+    before = active()
+    with side:
+        sim.sleep(LATE_US)
+    tensor.record_stream(side)
+    del tensor
+    assert active() == before
+    side.synchronize()
+    assert active() == before - 4 * N
+
+
+def test_more_than_the_memory_limit_is_refused(sim):
+    used = torch.accelerator.memory_stats()["active_bytes.all.current"]
+    sim.set_memory_limit(0, used + (1 << 20))
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        torch.empty(1 << 20, device="sim")
+    torch.empty(1 << 17, device="sim")
+    assert torch.accelerator.get_memory_info(0)[1] == used + (1 << 20)
+
+
+def test_storages_are_resized_and_tensors_saved(sim):
+    tensor = torch.arange(1000.0, device="sim")
+    tensor.untyped_storage().resize_(8000)
+    assert torch.equal(tensor.cpu(), torch.arange(1000.0))
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file).cpu(), torch.arange(1000.0))
+    tensor.untyped_storage().resize_(0)
+    assert tensor.untyped_storage().nbytes() == 0
+
+
+def test_random_operators_and_autocast_give_the_bits_of_the_cpu(sim):
+    torch.manual_seed(0)
+    drawn = torch.randn(5, device="sim").cpu()
+    torch.manual_seed(0)
+    assert torch.equal(drawn, torch.randn(5))
+    with torch.autocast("sim", dtype=torch.bfloat16):
+        product = full(1.0)[:4].view(2, 2) @ full(1.0)[:4].view(2, 2)
+    assert product.dtype == torch.bfloat16
+
+
+def test_errors_of_arguments_are_raised_at_the_call(sim):
+    with pytest.raises(RuntimeError):
+        torch.ones(3, device="sim") @ torch.ones(4, device="sim")
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.ones(3, device="sim:0") + torch.ones(3, device="sim:1")
+
+
+def test_two_devices_have_their_own_streams_and_memory(sim):
+    assert torch.accelerator.device_count() == 2
+    first = full(1.0, "sim:0")
+    with torch.accelerator.device_index(1):
+        sim.sleep(LATE_US)
+    assert torch.accelerator.current_device_index() == 0
+    assert torch.accelerator.current_stream(0).query()
+    assert not torch.accelerator.current_stream(1).query()
+    second = first.to("sim:1") * 2
+    assert second.device.index == 1
+    assert equals(second.to("sim:0") + first, 3.0)
+    assert torch.accelerator.memory_allocated(1) >= 4 * N
+
+
+def test_synchronizing_calls_are_counted_for_each_thread(sim):
+    tensor = full(1.0)
+    sim.counts(reset=True)
+    tensor[0].item()
+    tensor.cpu()
+    torch.equal(tensor, tensor)
+    assert set(sim.synchronizing_calls()) == {
+        "aten::_local_scalar_dense",
+        "copy DtoH",
+        "aten::equal",
+    }
+
+
+def test_a_network_trains_as_on_the_cpu(sim):
+    def train(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Embedding(50, 32),
+            torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True),
+            torch.nn.Linear(32, 50),
+        ).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        data = torch.randint(0, 50, (3, 4, 17), generator=torch.Generator().manual_seed(1))
+        for batch in data.to(device):
+            logits = model(batch[:, :-1])
+            torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), batch[:, 1:].flatten()
+            ).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [parameter.detach().cpu() for parameter in model.parameters()]
+
+    expected = train("cpu")
+    for kernel_us, copy_us in ((0, 0), (100, 1000)):
+        sim.set_delays(kernel_us, copy_us)
+        assert all(map(torch.equal, expected, train("sim")))
