@@ -40,8 +40,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--accelerator",
