@@ -1,4 +1,4 @@
-"""The values of an `OffloadedGradient` and its aliases: a source, recorded edits, cached norms.
+"""The values of an `OffloadedGradient` and its aliases: where they are, edits, cached norms.
 
 [Note: recorded or materialized]
 A backing is in one of two states:
@@ -19,39 +19,116 @@ may die on any thread: a ticket can be dropped on all of them.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from offload_strategy.optimizer.gradients.gradient_sources import (
-    ConsumedGradient,
-    GradientSource,
-    StoredGradient,
-    TensorMetadata,
-    ZeroGradient,
-    outside_inference_mode,
-)
+from offload_strategy.errors import OffloadError
 from offload_strategy.optimizer.gradients.recorded_edits import Edit, EditHistory
+from offload_strategy.optimizer.states.flat_layout import Layout
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Tier
 from offload_strategy.store.tiers import HostTier
+from offload_strategy.torch_support.grad_mode import no_grad
 from offload_strategy.units import MiB
 
 #: Smaller gradients stay where they are: moving them costs more than their memory is worth.
 _SMALLEST_BYTES = 1 * MiB
 
 
-def norm_of(values: torch.Tensor, order: float = 2.0) -> torch.Tensor:
-    """Compute the norm of one gradient with the kernel of `torch.nn.utils.clip_grad_norm_`.
+@contextlib.contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Make ordinary tensors, without history, even while inference mode is on."""
+    with contextlib.ExitStack() as modes:
+        if torch.is_inference_mode_enabled():
+            modes.enter_context(torch.inference_mode(False))
+        modes.enter_context(no_grad())
+        yield
+
+
+class TensorMetadata(NamedTuple):
+    """Everything about a strided tensor except its values."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorMetadata:
+        """Return the metadata of a tensor."""
+        strides, offset = tuple(tensor.stride()), int(tensor.storage_offset())
+        return cls(tensor.shape, strides, offset, tensor.dtype, tensor.device)
+
+    def empty(self, device: torch.device | None = None) -> torch.Tensor:
+        """Allocate a tensor of this shape, strides and dtype."""
+        with outside_inference_mode():
+            return torch.empty_strided(
+                self.shape, self.strides, dtype=self.dtype, device=device or self.device
+            )
+
+
+class StoredGradient:
+    """A gradient in the store; its ticket is freed when the last owner of this is gone.
 
     Args:
-        values: a plain tensor.
-        order: of the norm; may be infinite.
+        store: takes the gradient.
+        gradient: dense; it must not change any more.
+        tiers: where it may go, in order.
 
-    Returns:
-        A tensor without dimensions, on the same device.
+    Raises:
+        ValueError: there are gaps between its elements.
     """
+
+    def __init__(self, store: TensorStore, gradient: torch.Tensor, tiers: Sequence[Tier]) -> None:
+        order = sorted(range(gradient.dim()), key=gradient.stride, reverse=True)
+        in_order = gradient.detach().permute(order)
+        if not in_order.is_contiguous():
+            raise ValueError(
+                f"only dense gradients can be stored; got shape {tuple(gradient.shape)} with "
+                f"strides {gradient.stride()}"
+            )
+        flat = in_order.view(-1).view(torch.uint8)
+        self._store = store
+        self._segment = Layout.of([gradient]).segments[0]
+        self._ticket = store.put(flat, "optimizer", tiers, whole_pages=True)
+
+    def load(self) -> torch.Tensor:
+        """Return a copy in a buffer of the store's."""
+        return self._segment.view(self._store.private(self._ticket))
+
+
+@dataclass(frozen=True)
+class ConsumedGradient:
+    """A gradient that an update has used up already.
+
+    Args:
+        parameter: name or shape of the parameter whose gradient it was, for the error.
+    """
+
+    parameter: str
+
+    def load(self) -> torch.Tensor:
+        """Raise `OffloadError`."""
+        raise OffloadError(
+            f"the gradient of {self.parameter} is gone: with `optimizer.overlap: eager` the "
+            f"update has used it during backward, so it can neither be read, scaled or clipped, "
+            f"nor accumulated into by another backward before step(). Set `optimizer.overlap: "
+            f"commit`, which keeps gradients until step()."
+        )
+
+
+#: Where the values are; a tensor shares its memory with the gradient, None stands for zeros.
+GradientSource = torch.Tensor | StoredGradient | ConsumedGradient | None
+
+
+def norm_of(values: torch.Tensor, order: float = 2.0) -> torch.Tensor:
+    """Compute the norm of one gradient with the kernel of `torch.nn.utils.clip_grad_norm_`."""
     with torch.no_grad():
         norm: torch.Tensor = torch._foreach_norm([values], order)[0]
     return norm
@@ -79,15 +156,20 @@ class GradientBacking:
     """The values of one gradient, shared by all `OffloadedGradient`s that are aliases.
 
     Args:
-        source: has the values, in the shape, strides and dtype of the metadata, on any device.
-        metadata: of the gradient.
+        source: has the values, in the shape, strides and dtype of `like`, on any device.
+        like: the gradient, or any tensor with the same metadata.
     """
 
-    def __init__(self, source: GradientSource, metadata: TensorMetadata) -> None:
+    def __init__(self, source: GradientSource, like: torch.Tensor) -> None:
         self._source = source
-        self.metadata = metadata
+        self.metadata = TensorMetadata.of(like)
+        if isinstance(source, torch.Tensor):
+            self._source = source.detach()
+        else:
+            self.metadata = self.metadata._replace(offset=0)
         self._tensor: torch.Tensor | None = None
-        self._history = EditHistory()
+        #: The recorded edits; empty once materialized.
+        self.history = EditHistory()
         #: How many of the edits were applied to the memory that the source shares.
         self._applied = 0
         # The latest norm of each order, and the edits after which it was taken.
@@ -96,14 +178,6 @@ class GradientBacking:
         self.requested_norms: set[float] = set()
         self._edited = False
         self._version = self._source_version()
-
-    @classmethod
-    def materialized(cls, tensor: torch.Tensor) -> GradientBacking:
-        """Make a backing over a plain tensor that others know as well."""
-        metadata = TensorMetadata.of(tensor)
-        backing = cls(ZeroGradient(metadata), metadata)
-        backing.replace(tensor)
-        return backing
 
     # ------------------------------------------------------------------ state
     @property
@@ -130,20 +204,11 @@ class GradientBacking:
         """
         return self._edited or self._version != self._source_version()
 
-    @property
-    def history(self) -> EditHistory:
-        """The recorded edits; empty once materialized."""
-        return self._history
-
     # ------------------------------------------------------------------ values
     def raw(self) -> torch.Tensor:
         """Return the values before the recorded edits, not to be changed, on the gradient's device.
 
         Not after `values`, which may have applied the edits in place.
-
-        Raises:
-            OffloadError: they were consumed.
-            StorageError: they could not be read.
         """
         if self._tensor is not None:
             return self._tensor
@@ -155,18 +220,14 @@ class GradientBacking:
 
         If the source shares its memory, that is what is returned, and the edits are applied to it,
         once; `history` goes on to name them, so that they can still be compared. Else it is a copy.
-
-        Raises:
-            OffloadError: they were consumed.
-            StorageError: they could not be read.
         """
         if self._tensor is not None:
             return self._tensor
         self._notice_changes()
         data, shared = self._load()
-        self._history.after(self._applied).apply_(data)
+        self.history.after(self._applied).apply_(data)
         if shared:
-            self._applied = len(self._history.edits)
+            self._applied = len(self.history.edits)
             self._version = self._source_version()  # this change is our own
         return data
 
@@ -175,7 +236,7 @@ class GradientBacking:
         if self._tensor is not None:
             return self._tensor
         data, shared = self._load()
-        pending = self._history.after(self._applied)
+        pending = self.history.after(self._applied)
         if pending:
             data = pending.apply_(data.clone() if shared else data)
         return data
@@ -184,7 +245,7 @@ class GradientBacking:
         """Return the plain tensor that has the values from now on; see the note."""
         if self._tensor is None:
             values = self.values()
-            shared = self._source.shares_memory
+            shared = isinstance(self._source, torch.Tensor)
             if not shared and values.untyped_storage().nbytes() != values.nbytes:
                 # A part of a staging buffer: its storage is nothing that a user should see.
                 values = self.metadata.empty().copy_(values)
@@ -205,89 +266,71 @@ class GradientBacking:
         self._reset()
 
     def _reset(self) -> None:
-        self._source = ZeroGradient(self.metadata)
+        self._source = None
         self._edited = True
         self._version = 0
-        self._history = EditHistory()
+        self.history = EditHistory()
         self._applied = 0
         self._norms.clear()
 
     def _load(self) -> tuple[torch.Tensor, bool]:
         """Return the source's values on the gradient's device, and whether it shares them."""
+        source = self._source
         with outside_inference_mode():
-            data = self._source.load()
+            if source is None:
+                return self.metadata.empty().zero_(), False
+            data = source if isinstance(source, torch.Tensor) else source.load()
             placed = data.to(self.metadata.device)
-        return placed, placed is data and self._source.shares_memory
+        return placed, placed is source
 
     def _source_version(self) -> int:
         # Somebody may have kept the tensor that backward made, and change it.
-        if not self._source.shares_memory:
+        if not isinstance(self._source, torch.Tensor) or self._source.is_inference():
             return 0
-        data = self._source.load()
-        return 0 if data.is_inference() else data._version
+        return self._source._version
 
-    def relocate(self, put: Callable[[torch.Tensor], GradientSource]) -> bool:
-        """Move the values to another source, if nobody else has their memory.
+    def relocate(self, put: Callable[[torch.Tensor], GradientSource]) -> None:
+        """Move the values to another source, if they are unedited and nobody else has their memory.
 
         Args:
             put: takes the values and returns the source that has them.
 
-        Returns:
-            Whether they were moved. They stay if they were edited or somebody has an alias of their
-            memory, and if they are not in memory.
-
         Raises:
             TierFullError: there is no room for them.
         """
-        shared = self._source.shares_memory
-        if not shared or self._tensor is not None or self.edited or self._applied:
-            return False
-        data = self._source.load()
+        data = self._source
+        if not isinstance(data, torch.Tensor) or self.edited or self._applied:
+            return
         storage = data.untyped_storage()
         # An alias that somebody kept could be changed without anyone noticing. The two that may be
         # there: the tensor that the source has, and `storage`.
         alone = torch._C._storage_Use_Count(storage._cdata) <= 2
-        if not alone or storage.nbytes() != data.nbytes:
-            return False
-        self._source = put(data)
-        self._version = 0
-        return True
+        if alone and storage.nbytes() == data.nbytes:
+            self._source = put(data)
+            self._version = 0
 
     # ------------------------------------------------------------------ edits and norms
     def record(self, edit: Edit) -> None:
-        """Record an edit of all values.
-
-        Raises:
-            OffloadError: they were consumed.
-        """
+        """Record an edit of all values."""
         assert self._tensor is None
         self._check_not_consumed()
-        self._history = self._history.then(edit)
+        self.history = self.history.then(edit)
 
     def cache_norm(self, order: float, norm: torch.Tensor) -> None:
-        """Provide the norm of the values as they are now, so that a request does not load them.
-
-        Args:
-            order: of the norm.
-            norm: as `norm_of` computes it.
-        """
+        """Provide the norm of the values as they are now, so that a request does not load them."""
         if self._tensor is None:
-            self._norms[float(order)] = self._history, norm.detach().clone()
+            self._norms[float(order)] = self.history, norm.detach().clone()
 
     def norm(self, order: float) -> torch.Tensor:
-        """Return the norm as `norm_of` computes it; the values are loaded only if it is not cached.
-
-        Raises:
-            OffloadError: the values were consumed.
-        """
+        """Return the norm as `norm_of` computes it; values are loaded only if it is not cached."""
         if self._tensor is not None:
             return norm_of(self._tensor, order)
         self._check_not_consumed()
         self._notice_changes()
         order = float(order)
-        if not self._history:
+        if not self.history:
             self.requested_norms.add(order)
-        if order not in self._norms or self._norms[order][0] != self._history:
+        if order not in self._norms or self._norms[order][0] != self.history:
             self.cache_norm(order, norm_of(self.read(), order))
         return self._norms[order][1].to(self.metadata.device, copy=True)
 
@@ -296,14 +339,11 @@ class GradientBacking:
 
         A finite norm says no; the norm of finite values may be infinite, and then the values are
         read. Norms of order zero and below are finite whatever the values are.
-
-        Raises:
-            OffloadError: the values were consumed.
         """
         self._check_not_consumed()
         self._notice_changes()
         finite = any(
-            order > 0 and history == self._history and math.isfinite(norm.item())
+            order > 0 and history == self.history and math.isfinite(norm.item())
             for order, (history, norm) in self._norms.items()
         )
         return not finite and has_overflow(self.read())
@@ -317,7 +357,7 @@ class GradientBacking:
             self._version = version
 
     def _check_not_consumed(self) -> None:
-        if self.is_consumed:
+        if isinstance(self._source, ConsumedGradient):
             self._source.load()
 
 
@@ -352,7 +392,7 @@ class RetainedGradients:
             self._in_memory_bytes += nbytes
         elif nbytes >= _SMALLEST_BYTES:
             tiers = self._tiers if on_host else [self._host, *self._tiers]
-            backing.relocate(lambda gradient: StoredGradient.put(self._store, gradient, tiers))
+            backing.relocate(lambda gradient: StoredGradient(self._store, gradient, tiers))
 
     def clear(self) -> None:
         """Count from zero: the gradients of the last backward are gone."""

@@ -4,10 +4,17 @@
 Shape, strides, dtype and device; norms that were cached in advance (clipping by norm, most
 logging); scaling, clipping by value and unscaling, which are recorded; zeroing. Everything else
 loads the values, and returns what PyTorch returns for a plain gradient, bit by bit.
+
+[Note: reads that bypass the dispatcher]
+Operators arrive in `__torch_dispatch__`. What accesses memory directly does not: it would find
+none, and lose data or crash. Every such method is overridden here. Where one was overlooked, or
+called from C++, PyTorch raises an error when it asks for the address, as for its own tensors
+without memory.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
@@ -16,8 +23,12 @@ from torch._ops import OpOverload
 from torch.autograd.graph import increment_version
 from torch.utils import _foreach_utils
 
-from offload_strategy.optimizer.gradients.gradient_backing import GradientBacking
-from offload_strategy.optimizer.gradients.gradient_sources import GradientSource, TensorMetadata
+from offload_strategy.optimizer.gradients.gradient_backing import (
+    GradientBacking,
+    GradientSource,
+    TensorMetadata,
+    outside_inference_mode,
+)
 from offload_strategy.optimizer.gradients.recorded_edits import (
     DTYPES,
     FOR_LISTS,
@@ -27,11 +38,6 @@ from offload_strategy.optimizer.gradients.recorded_edits import (
     Edit,
     recordable,
 )
-from offload_strategy.optimizer.gradients.tensor_wrapper import (
-    TensorWrapper,
-    alias_of,
-    set_values,
-)
 from offload_strategy.optimizer.states.parameter_slices import local_tensor
 
 aten = torch.ops.aten
@@ -40,25 +46,73 @@ Arguments = Sequence[Any]
 Options = Mapping[str, Any]
 
 
-class OffloadedGradient(TensorWrapper):
-    """A tensor for `p.grad` whose values a source loads when they are needed.
+class _Absent:
+    """Hides an inherited attribute."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        raise AttributeError(self._name)
+
+
+def _on_memory(name: str) -> Callable[..., Any]:
+    """Make a method of the plain tensor, which gives out its memory."""
+
+    def method(self: OffloadedGradient, *args: Any, **options: Any) -> Any:
+        return getattr(self.backing.materialize(), name)(*args, **options)
+
+    return method
+
+
+def _in_place(name: str) -> Callable[..., Any]:
+    """Make a method that changes the plain tensor and returns the wrapper."""
+
+    def method(self: OffloadedGradient, *args: Any) -> Any:
+        plain = [a.backing.read() if isinstance(a, OffloadedGradient) else a for a in args]
+        getattr(self.backing.materialize(), name)(*plain)
+        return self
+
+    return method
+
+
+class OffloadedGradient(torch.Tensor):
+    """A tensor for `p.grad` whose values a `GradientBacking` loads when they are needed.
 
     One thread at a time may use it, as a plain gradient. When it and its aliases are gone, so is
-    the source.
+    the backing.
     """
+
+    #: Shared by all aliases; `tensor.data = ...` puts another in its place.
+    backing: GradientBacking
+
+    # What C code of other libraries would use to get at the memory. Without it they use __dlpack__.
+    __dlpack_c_exchange_api__ = _Absent()
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def of(cls, source: GradientSource, like: torch.Tensor) -> Self:
-        """Make an offloaded gradient.
+        """Make an offloaded gradient; see `GradientBacking`."""
+        backing = GradientBacking(source, like)
+        return cls.over(backing, backing.metadata)
 
-        Args:
-            source: has the values, in the shape, strides and dtype of `like`, on any device.
-            like: the gradient, or any tensor with the same metadata.
-        """
-        metadata = TensorMetadata.of(like)
-        if not source.shares_memory:
-            metadata = metadata._replace(offset=0)
-        return cls.over(GradientBacking(source, metadata), metadata)
+    @classmethod
+    def over(cls, backing: GradientBacking, metadata: TensorMetadata) -> Self:
+        """Wrap a backing."""
+        with outside_inference_mode():
+            made: Self = torch.Tensor._make_wrapper_subclass(
+                cls,
+                metadata.shape,
+                strides=metadata.strides,
+                storage_offset=metadata.offset,
+                dtype=metadata.dtype,
+                device=metadata.device,
+                requires_grad=False,
+            )
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        made.backing = backing
+        return made
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -70,11 +124,83 @@ class OffloadedGradient(TensorWrapper):
     ) -> Any:
         return _run(func, args, kwargs or {})
 
+    @property
+    def data(self) -> OffloadedGradient:
+        """An alias, as of a plain tensor; see `alias_of`."""
+        return alias_of(self)
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        set_values(self, values)
+
+    # ------------------------------------------------------------------ as of the plain tensor
+    numpy = _on_memory("numpy")
+    data_ptr = _on_memory("data_ptr")
+    const_data_ptr = _on_memory("data_ptr")
+    untyped_storage = _on_memory("untyped_storage")
+    __dlpack__ = _on_memory("__dlpack__")
+    apply_ = _in_place("apply_")
+    map_ = _in_place("map_")
+    map2_ = _in_place("map2_")
+
+    def __copy__(self) -> torch.Tensor:
+        return copy.copy(self.backing.materialize())
+
+    def tolist(self) -> Any:
+        """Return the values as nested lists."""
+        return self.backing.read().tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        known = memo.get(id(self))
+        if known is None:
+            if self.backing.is_materialized:
+                # With the memo, so that what shares its storage goes on to do so.
+                known = copy.deepcopy(self.backing.materialize(), memo)
+            else:
+                known = self._own_copy()
+            memo[id(self)] = known
+        copied: torch.Tensor = known
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        shared = self.backing.is_materialized
+        return (self.backing.materialize() if shared else self._own_copy()).__reduce_ex__(protocol)
+
+    def _own_copy(self) -> torch.Tensor:
+        """Copy the values to a plain tensor with no more memory than it needs."""
+        return TensorMetadata.of(self).empty().copy_(self.backing.read())
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if self.backing.is_consumed:
+            return f"tensor(consumed, size={tuple(self.shape)}, dtype={self.dtype})"
+        return repr(self.backing.read())
+
 
 # Clipping takes lists of gradients to PyTorch's kernels for lists if it knows their class, and else
 # every gradient by itself, which on accelerators rounds differently. DTensor registers itself in
 # the same way.
 _foreach_utils._foreach_supported_types.append(OffloadedGradient)
+
+
+# Functions, as methods could collide with those of PyTorch and with attributes of users.
+def alias_of(gradient: OffloadedGradient) -> OffloadedGradient:
+    """Make another tensor of the same values: a change of one is seen in both."""
+    return gradient.over(gradient.backing, TensorMetadata.of(gradient))
+
+
+def set_values(gradient: OffloadedGradient, values: torch.Tensor) -> None:
+    """Replace values, shape and dtype, as ``tensor.data = values`` does."""
+    metadata = TensorMetadata.of(values)
+    if isinstance(values, OffloadedGradient):
+        backing = values.backing
+        if backing is gradient.backing and metadata == TensorMetadata.of(gradient):
+            return
+    else:
+        backing = GradientBacking(None, values)
+        backing.replace(values.detach())
+    # PyTorch's own setter changes shape, strides, dtype and device.
+    torch.Tensor.data.__set__(gradient, gradient.over(backing, metadata))  # type: ignore[attr-defined]
+    gradient.backing = backing
 
 
 # ---------------------------------------------------------------------- gradients of parameters
@@ -117,7 +243,7 @@ def _run(op: OpOverload, args: Arguments, options: Options) -> Any:
     if op._schema.is_mutable and op._opname.startswith("_foreach_"):
         # Autograd must notice that saved tensors changed. Kernels for lists increment no version.
         for each in args[0]:
-            if isinstance(each, TensorWrapper):
+            if isinstance(each, OffloadedGradient):
                 increment_version(each)
     return result
 
@@ -143,12 +269,12 @@ class _LoadedArguments:
         self._aliases_all = op.overloadpacket is aten.set_
         self._reshapes = self._aliases_all or torch.Tag.inplace_view in op.tags
         self._read: dict[int, torch.Tensor] = {}
-        self._changed: list[tuple[torch.Tensor, TensorWrapper]] = []
+        self._changed: list[tuple[torch.Tensor, OffloadedGradient]] = []
 
     def plain(self, value: Any, argument: Any) -> Any:
         if isinstance(value, list | tuple):
             return [self.plain(each, argument) for each in value]
-        if not isinstance(value, TensorWrapper):
+        if not isinstance(value, OffloadedGradient):
             return value
         backing = value.backing
         alias = argument.alias_info
@@ -180,7 +306,7 @@ class _LoadedArguments:
 def _records(value: object) -> bool:
     """Whether edits of this tensor are recorded."""
     return (
-        isinstance(value, TensorWrapper)
+        isinstance(value, OffloadedGradient)
         and not value.backing.is_materialized
         and value.dtype in DTYPES
     )
@@ -201,7 +327,7 @@ def _edit_each(op: OpOverload, args: Arguments, options: Options) -> Any:
     # One number for each gradient, or the same for all of them.
     each = arguments[0] if op in WITH_A_NUMBER_EACH else None
     numbers = arguments if each is None else each
-    if options or isinstance(found, TensorWrapper) or not all(map(recordable, numbers)):
+    if options or isinstance(found, OffloadedGradient) or not all(map(recordable, numbers)):
         return NotImplemented
     if each is not None and len(each) != len(gradients):
         return NotImplemented  # for PyTorch's error message
@@ -234,10 +360,11 @@ def _norm_of_each(op: OpOverload, args: Arguments, options: Options) -> Any:
     order = args[1] if len(args) > 1 else options.get("ord", 2)
     if len(args) > 2 or options.keys() - {"ord"}:
         return NotImplemented
-    plain = [g for g in gradients if not isinstance(g, TensorWrapper)]
+    plain = [g for g in gradients if not isinstance(g, OffloadedGradient)]
     norms = iter(op(plain, order) if plain else ())
     return [
-        g.backing.norm(order) if isinstance(g, TensorWrapper) else next(norms) for g in gradients
+        g.backing.norm(order) if isinstance(g, OffloadedGradient) else next(norms)
+        for g in gradients
     ]
 
 
@@ -259,7 +386,7 @@ def _zero_one(op: OpOverload, args: Arguments, options: Options) -> Any:
 def _zero_each(op: OpOverload, args: Arguments, options: Options) -> Any:
     plain = []
     for gradient in args[0]:
-        if isinstance(gradient, TensorWrapper):
+        if isinstance(gradient, OffloadedGradient):
             gradient.backing.zero_()
         else:
             plain.append(gradient)
@@ -269,7 +396,7 @@ def _zero_each(op: OpOverload, args: Arguments, options: Options) -> Any:
 
 def _overwrite(op: OpOverload, args: Arguments, options: Options) -> Any:
     gradient, *arguments = args
-    if not isinstance(gradient, TensorWrapper) or gradient.backing.is_materialized:
+    if not isinstance(gradient, OffloadedGradient) or gradient.backing.is_materialized:
         return NotImplemented
     values = TensorMetadata.of(gradient).empty()
     _run_on_values(op, [values, *arguments], options)
@@ -278,7 +405,7 @@ def _overwrite(op: OpOverload, args: Arguments, options: Options) -> Any:
 
 
 def _like(op: OpOverload, args: Arguments, options: Options) -> Any:
-    if not isinstance(args[0], TensorWrapper):
+    if not isinstance(args[0], OffloadedGradient):
         return NotImplemented
     metadata = TensorMetadata.of(args[0])
     like = metadata.empty(torch.device("meta"))

@@ -20,7 +20,6 @@ from types import FrameType
 
 import torch
 
-from offload_strategy.optimizer.gradients.gradient_sources import InMemoryGradient
 from offload_strategy.optimizer.gradients.offloaded_gradient import (
     OffloadedGradient,
     gradient_values,
@@ -127,7 +126,7 @@ class BackwardOverlap(ABC):
         for parameter, offloaded in self._deferred:
             plain = parameter.grad
             if plain is not None and not isinstance(plain, OffloadedGradient):
-                offloaded.backing.relocate(lambda _, own=plain: InMemoryGradient(own))  # type: ignore[misc]
+                offloaded.backing.relocate(lambda _, own=plain: own.detach())  # type: ignore[misc]
             parameter.grad = offloaded
         self._deferred.clear()
         if self._is_last():

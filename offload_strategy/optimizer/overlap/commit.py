@@ -20,7 +20,6 @@ from offload_strategy.optimizer.gradients.gradient_backing import (
     RetainedGradients,
     norm_of,
 )
-from offload_strategy.optimizer.gradients.gradient_sources import InMemoryGradient
 from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGradient
 from offload_strategy.optimizer.gradients.recorded_edits import EditHistory
 from offload_strategy.optimizer.overlap.ahead_update import AheadUpdate
@@ -112,7 +111,7 @@ class CommittedUpdates(BackwardOverlap):
         gradient = self._gradient_of(parameter)
         if gradient is None:
             return False
-        offloaded = OffloadedGradient.of(InMemoryGradient(gradient), gradient)
+        offloaded = OffloadedGradient.of(gradient, gradient)
         for order in self._requested_norms:
             offloaded.backing.cache_norm(order, norm_of(gradient, order))
         self._set_gradient(parameter, offloaded)

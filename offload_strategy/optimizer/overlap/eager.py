@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from offload_strategy.errors import OffloadError
-from offload_strategy.optimizer.gradients.gradient_sources import ConsumedGradient
+from offload_strategy.optimizer.gradients.gradient_backing import ConsumedGradient
 from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGradient
 from offload_strategy.optimizer.overlap.ahead_update import AheadUpdate
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap

@@ -10,13 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from offload_strategy.optimizer.gradients.gradient_sources import (
-    GradientSource,
-    InMemoryGradient,
-    StoredGradient,
-)
+from offload_strategy.optimizer.gradients.gradient_backing import GradientSource, StoredGradient
 from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGradient
-from offload_strategy.optimizer.states.flat_layout import Layout
 from tests.store.rig import Rig
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -24,7 +19,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "contiguous": lambda t: t,
     "transposed": lambda t: t.t(),
 }
-SOURCES = ["held", "stored", "part of a ticket"]
+SOURCES = ["held", "stored"]
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -46,16 +41,9 @@ def gradient(
 def source_of(kind: str, values: torch.Tensor, rig: Rig) -> GradientSource:
     """The values, given to a source of this kind."""
     if kind == "held":
-        return InMemoryGradient(values.clone())
+        return values.clone()
     rig.at_once()
-    if kind == "stored":
-        return StoredGradient.put(rig.store, values.clone(), [rig.disk])
-    layout = Layout.of([torch.ones(3), values, torch.ones(5)])
-    flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    layout.segments[1].view(flat).copy_(values)
-    return StoredGradient(
-        rig.store, rig.store.put(flat, "optimizer", [rig.disk]), layout.segments[1]
-    )
+    return StoredGradient(rig.store, values.clone(), [rig.disk])
 
 
 @dataclass

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from offload_strategy.errors import OffloadError
-from offload_strategy.optimizer.gradients.gradient_sources import ConsumedGradient
+from offload_strategy.optimizer.gradients.gradient_backing import ConsumedGradient
 from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGradient
 
 WHAT = "parameter 'head.weight' (3 x 5)"

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from offload_strategy.errors import StorageError
-from offload_strategy.optimizer.gradients.gradient_sources import StoredGradient
+from offload_strategy.optimizer.gradients.gradient_backing import StoredGradient
 from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGradient
 from tests.optimizer.gradients.acts import READS, STEPS, scaled, unscaled
 from tests.optimizer.gradients.pairs import (
@@ -119,8 +119,8 @@ def test_operators_made_of_others_in_inference_mode(pair_of: MakePair) -> None:
     pair.check()
 
 
-def test_gradients_that_share_a_ticket_free_it_together(rig: Rig) -> None:
-    source = source_of("part of a ticket", gradient(), rig)
+def test_aliases_of_a_stored_gradient_free_its_ticket_together(rig: Rig) -> None:
+    source = source_of("stored", gradient(), rig)
     first = OffloadedGradient.of(source, like=gradient())
     second = first.data
     del source
@@ -210,7 +210,7 @@ def test_complex_gradients_are_not_recorded_but_right(rig: Rig) -> None:
 
 def test_no_gap_may_be_stored(rig: Rig) -> None:
     with pytest.raises(ValueError, match="dense"):
-        StoredGradient.put(rig.store, torch.ones(4, 4)[:, :2], [rig.disk])
+        StoredGradient(rig.store, torch.ones(4, 4)[:, :2], [rig.disk])
 
 
 def test_c_code_that_wants_the_address_gets_an_error_and_not_a_null_pointer(

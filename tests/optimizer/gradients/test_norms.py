@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from offload_strategy.optimizer.gradients.gradient_backing import norm_of
-from offload_strategy.optimizer.gradients.gradient_sources import InMemoryGradient
 from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGradient
 from tests.optimizer.gradients.acts import PREPARED, scaled, unscaled
 from tests.optimizer.gradients.pairs import (
@@ -107,14 +106,14 @@ def test_other_arguments_of_norms(pair_of: MakePair) -> None:
 
 def test_a_norm_of_values_changed_directly_is_not_the_cached_one() -> None:
     values = gradient()
-    offloaded = OffloadedGradient.of(InMemoryGradient(values), like=values)
+    offloaded = OffloadedGradient.of(values, like=values)
     offloaded.norm()
     assert not offloaded.backing.edited
     values.mul_(2)
     assert offloaded.backing.edited
     assert_same(offloaded.norm(), values.norm())
     assert offloaded.backing.edited
-    another = OffloadedGradient.of(InMemoryGradient(values), like=values)
+    another = OffloadedGradient.of(values, like=values)
     another.mul_(0.5)
     another.backing.values()
     assert not another.backing.edited
