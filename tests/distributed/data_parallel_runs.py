@@ -18,7 +18,7 @@ from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
 from offload_strategy.optimizer.ranks.gradient_reductions import GradientReductions
 from tests.training import on_disk
 
-STEPS = 20
+STEPS = 6
 
 
 class Net(nn.Module):

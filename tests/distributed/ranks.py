@@ -1,10 +1,15 @@
-"""Several processes that run one function each, as ranks of a gloo group on this machine."""
+"""Ranks of a gloo group that run one function each, forked from a server that has imported it."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import gc
 import importlib
+import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,62 +17,84 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).parents[2]
+_servers: list[subprocess.Popen[str]] = []
+_numbers = itertools.count()
 
 
 def run_ranks(
-    where: str, directory: Path, size: int = 2, seconds: float = 240, **options: Any
+    where: str,
+    directory: Path,
+    size: int = 2,
+    seconds: float = 240,
+    group: bool = True,
+    **options: Any,
 ) -> list[Any]:
     """Run ``module:function(rank, directory, **options)`` on every rank.
 
+    Each rank is a process of its own, with the environment of this one, and ends as Python ends. It
+    is forked from one process for all tests, so that imports take their seconds once.
+
     Args:
         where: the function, as module:function; it returns what JSON can say.
-        directory: an empty one, which all ranks are given.
-        size: processes.
+        directory: which all ranks are given.
+        size: number of processes.
         seconds: that they may take.
+        group: whether the processes form a process group, and have the variables of torchrun.
         options: passed on as JSON.
 
     Returns:
         What each rank returned.
     """
-    processes = []
-    for rank in range(size):
-        environment = {
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "LOCAL_WORLD_SIZE": str(size),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONFAULTHANDLER": "1",
-        }
-        with (directory / f"output-{rank}").open("wb") as output:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, __file__, where, str(directory), json.dumps(options)],
-                    cwd=_ROOT,
-                    env=environment,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-    deadline = time.monotonic() + seconds
+    request = {
+        "where": where,
+        "directory": str(directory),
+        "size": size,
+        "seconds": seconds,
+        "store": f"file://{directory}/store-{next(_numbers)}" if group else None,
+        "options": options,
+        "environment": dict(os.environ),
+    }
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
     try:
-        while any(process.poll() is None for process in processes):
-            if time.monotonic() > deadline or any(process.poll() for process in processes):
-                time.sleep(2)  # the others may have something to say as well
-                break
-            time.sleep(0.05)
-    finally:
-        codes = [process.poll() for process in processes]
-        for process in processes:
-            process.kill()
-            process.wait()
+        print(json.dumps(request), file=server.stdin, flush=True)
+        reply = server.stdout.readline()
+    except BaseException:
+        _stop(server)
+        raise
+    assert reply, f"the server of ranks ended with status {server.wait()}"
+    codes = json.loads(reply)
     outputs = [_shortened((directory / f"output-{rank}").read_text()) for rank in range(size)]
     assert codes == [0] * size, "\n".join(
         f"--- rank {rank}, exit status {code}\n{output}"
         for rank, (code, output) in enumerate(zip(codes, outputs, strict=True))
     )
     return [json.loads((directory / f"result-{rank}").read_text()) for rank in range(size)]
+
+
+def _server() -> subprocess.Popen[str]:
+    """The process that forks, which is started when it is first needed."""
+    if not _servers or _servers[-1].poll() is not None:
+        server = subprocess.Popen(
+            [sys.executable, "-W", "ignore", __file__],
+            cwd=_ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        atexit.register(_stop, server)
+        _servers.append(server)
+    return _servers[-1]
+
+
+def _stop(server: subprocess.Popen[str]) -> None:
+    """End the server and all ranks that run."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
+    server.communicate()
 
 
 def _shortened(text: str, head: int = 3000, tail: int = 6000) -> str:
@@ -78,22 +105,74 @@ def _shortened(text: str, head: int = 3000, tail: int = 6000) -> str:
     return f"{text[:head]}\n... {left_out} characters ...\n{text[-tail:]}"
 
 
+# ---------------------------------------------------------------------- in the server
+
+
 def _main() -> None:
-    where, directory, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
-    sys.path.insert(0, str(_ROOT))
+    sys.path[0] = str(_ROOT)
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     import torch
-    import torch.distributed as dist
+    import torch._dynamo  # which DistributedDataParallel imports
+    import torch.distributed
 
     torch.set_num_threads(1)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(
-        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=size
-    )
-    module, _, function = where.partition(":")
-    result = getattr(importlib.import_module(module), function)(rank, directory, **options)
+    for line in sys.stdin:
+        request = json.loads(line)
+        module, _, function = request["where"].partition(":")
+        work = getattr(importlib.import_module(module), function)
+        gc.freeze()
+        ranks = {}
+        for rank in range(request["size"]):
+            process = os.fork()
+            if process == 0:
+                _be_rank(rank, request, work)
+                sys.exit()
+            ranks[process] = rank
+        print(json.dumps(_wait(ranks, request["seconds"])), file=replies, flush=True)
+
+
+def _be_rank(rank: int, request: dict[str, Any], work: Any) -> None:
+    directory, size = Path(request["directory"]), request["size"]
+    output = os.open(directory / f"output-{rank}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    if request["store"] is not None:
+        import torch.distributed as dist
+
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", WORLD_SIZE=str(size),
+            LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT="29999",
+            TORCHELASTIC_RUN_ID="here",  # Lightning must not start any processes
+        )  # fmt: skip
+        dist.init_process_group("gloo", init_method=request["store"], rank=rank, world_size=size)
+    result = work(rank, directory, **request["options"])
     (directory / f"result-{rank}").write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+    if request["store"] is not None:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _wait(ranks: dict[int, int], seconds: float) -> list[int]:
+    """Exit statuses by rank; when one fails, the others have two seconds more."""
+    deadline = time.monotonic() + seconds
+    codes: dict[int, int] = {}
+    while len(codes) < len(ranks):
+        if time.monotonic() > deadline:
+            for process in ranks:
+                if ranks[process] not in codes:
+                    os.kill(process, signal.SIGKILL)
+        process, status = os.waitpid(-1, os.WNOHANG)
+        if process in ranks:
+            codes[ranks[process]] = os.waitstatus_to_exitcode(status)
+            if status:
+                deadline = min(deadline, time.monotonic() + 2)
+        elif process == 0:
+            time.sleep(0.02)
+    return [codes[rank] for rank in range(len(ranks))]
 
 
 if __name__ == "__main__":

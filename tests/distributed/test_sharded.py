@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.distributed.data_parallel_runs import STEPS
 from tests.distributed.ranks import run_ranks
 
 _RUNS = "tests.distributed.sharded_runs"
@@ -16,7 +17,7 @@ def test_sharded_training_gives_what_it_gives_without_offload(tmp_path: Path) ->
         for run in rank:
             assert run["activations"] > 0
             case, overlap = run["case"]
-            assert overlap != "commit" or "clip" in case or run["ahead"] == 20
+            assert overlap != "commit" or "clip" in case or run["ahead"] == STEPS
             if "SGD" not in run["case"][0]:
                 assert run["kinds"] == ["DTensor"]
                 assert run["optimizer"] > 0
