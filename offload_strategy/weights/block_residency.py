@@ -9,25 +9,24 @@ the room; of the resident blocks the one that is expected last is offloaded firs
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import FrameType
+from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload_strategy.torch_support.grad_mode import default_modes, keeps_grad_mode
-from offload_strategy.weights.resident_weights import ResidentWeights
-from offload_strategy.weights.streamed_block import AttachedModel, StreamedBlock
+from offload_strategy.weights.resident_weights import ResidentWeights, StreamedBlock
 from offload_strategy.weights.streamed_weight import SavedWeight, StreamedWeight
 
 
 class BlockResidency:
-    """Loads the weights of a block before it computes, and releases them afterwards.
-
-    Args:
-        blocks_in_flight: maximum number of blocks in memory or being loaded.
-    """
+    """Loads the weights of a block before it computes, and releases them afterwards."""
 
     def __init__(self, blocks_in_flight: int) -> None:
         self._residents = ResidentWeights(blocks_in_flight)
@@ -41,20 +40,16 @@ class BlockResidency:
         self.accesses = 0
 
     @keeps_grad_mode
-    def enter_block(self, block: StreamedBlock) -> None:
-        """Load and acquire the weights of a block that is about to compute."""
+    def enter_block(self, block: StreamedBlock, *_: Any) -> None:
+        """Load and acquire the weights of a block that is about to compute; a pre-hook."""
         with self._lock, default_modes():
             self._residents.mark_needed(block, backward=_in_backward())
             self._residents.load(block)
-            begun = []
-            try:
+            with ExitStack() as acquired:
                 for weight in block.weights:
                     weight.acquire()
-                    begun.append(weight)
-            except BaseException:
-                for weight in begun:
-                    weight.release()
-                raise
+                    acquired.callback(weight.release)
+                acquired.pop_all()
             self._open.blocks.append((block, ExitStack()))
             self._residents.prefetch_next()
         if torch.is_grad_enabled():
@@ -64,8 +59,8 @@ class BlockResidency:
                     weight.pin()
 
     @keeps_grad_mode
-    def exit_block(self, block: StreamedBlock) -> None:
-        """Release the weights of a block that computed or raised; a no-op if it was not entered."""
+    def exit_block(self, block: StreamedBlock, *_: Any) -> None:
+        """Release the weights of a block that computed or raised, if it was entered; a hook."""
         open_blocks = self._open.blocks
         places = [place for place, (known, _) in enumerate(open_blocks) if known is block]
         if not places:
@@ -90,31 +85,28 @@ class BlockResidency:
         if not weights:
             yield
             return
+        acquired = ExitStack()
         with self._lock:
-            begun = []
             try:
                 with default_modes():
                     for weight in weights:
                         for block in self._blocks_of.get(weight, ())[:1]:
                             self._residents.add(block)
                         weight.acquire()
-                        begun.append(weight)
+                        acquired.callback(weight.release)
                         if changes:
                             weight.mark_changed()
                 yield
             finally:
                 with default_modes():
-                    for weight in begun:
-                        weight.release()
+                    acquired.close()
                     self._residents.make_room()
 
     def prefetch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Prefetch the streamed weights among some parameters."""
-        if self._weights:
-            for parameter in parameters:
-                weight = self._weights.get(parameter)
-                if weight is not None:
-                    weight.prefetch()
+        for parameter in parameters if self._weights else ():
+            if (weight := self._weights.get(parameter)) is not None:
+                weight.prefetch()
 
     @keeps_grad_mode
     def reset_peak(self) -> None:
@@ -127,9 +119,13 @@ class BlockResidency:
             self._residents.offload_accessed()
             self._residents.make_room()
 
-    def enter_model(self, attached: AttachedModel) -> None:
-        """Note the outermost call of a model on this thread."""
-        self._exit_blocks([entry for entry in self._open.blocks if entry[0] in attached.blocks])
+    def enter_model(self, blocks: list[StreamedBlock], model: nn.Module, *_: Any) -> None:
+        """Exit leftover blocks at a model's outermost call on this thread; a pre-hook.
+
+        torch does not run always_call hooks after Ctrl-C.
+        """
+        if _calls_under_way(model) == 1:
+            self._exit_blocks([entry for entry in self._open.blocks if entry[0] in blocks])
 
     def _exit_blocks(self, entries: list[tuple[StreamedBlock, ExitStack]]) -> None:
         """Exit blocks of a pass that Ctrl-C interrupted before their forward hooks ran."""
@@ -151,7 +147,6 @@ class BlockResidency:
         with self._lock, weight.read() as values:
             yield values
 
-    # ------------------------------------------------------------------ autograd
     def save(self, tensor: torch.Tensor) -> SavedWeight | None:
         """Return the handle autograd keeps for a streamed weight or a view of one, else None."""
         try:
@@ -195,3 +190,16 @@ def without_hooks() -> Iterator[bool]:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _calls_under_way(module: nn.Module) -> int:
+    """Count the calls of a module on this thread's stack."""
+    count = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        count += frame.f_code is _CALL_CODE and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return count
+
+
+_CALL_CODE = nn.Module._call_impl.__code__

@@ -28,9 +28,8 @@ _Tensor = torch.Tensor
 class ParameterOwner(Protocol):
     """Manages the bytes of a guarded parameter."""
 
-    @property
-    def form(self) -> torch.Tensor:
-        """Meta tensor with the parameter's shape, strides and dtype."""
+    #: Meta tensor with the parameter's shape, strides and dtype.
+    form: torch.Tensor
 
     @property
     def is_resident(self) -> bool:
@@ -49,8 +48,7 @@ class ParameterOwner(Protocol):
         """Undo `begin_access`."""
 
 
-_homes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
+_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 _GRAD: Any = _Tensor.grad
 _GETTERS = (
@@ -59,32 +57,19 @@ _GETTERS = (
     "is_xpu itemsize layout name nbytes ndim output_nr requires_grad retains_grad shape"
 )
 _SETTERS = "_backward_hooks _post_accumulate_grad_hooks grad requires_grad"
+_METHODS = (
+    "size dim numel nelement ndimension element_size get_device is_floating_point is_complex "
+    "is_signed is_inference is_conj is_neg requires_grad_ register_hook "
+    "register_post_accumulate_grad_hook retain_grad __len__ __hash__"
+)
 
 #: Functions that need no bytes and give the same result for the NaN placeholder.
 _METADATA_FUNCTIONS: frozenset[Any] = frozenset(
     [
         *(getattr(_Tensor, name).__get__ for name in _GETTERS.split()),
         *(getattr(_Tensor, name).__set__ for name in _SETTERS.split()),
+        *(getattr(_Tensor, name) for name in _METHODS.split()),
         _GRAD.__delete__,
-        _Tensor.size,
-        _Tensor.dim,
-        _Tensor.numel,
-        _Tensor.nelement,
-        _Tensor.ndimension,
-        _Tensor.element_size,
-        _Tensor.get_device,
-        _Tensor.is_floating_point,
-        _Tensor.is_complex,
-        _Tensor.is_signed,
-        _Tensor.is_inference,
-        _Tensor.is_conj,
-        _Tensor.is_neg,
-        _Tensor.requires_grad_,
-        _Tensor.register_hook,
-        _Tensor.register_post_accumulate_grad_hook,
-        _Tensor.retain_grad,
-        _Tensor.__len__,
-        _Tensor.__hash__,
         torch.is_tensor,
         torch.is_floating_point,
         torch.is_complex,
@@ -120,12 +105,10 @@ class GuardedParameter(nn.Parameter):
         if func is torch.autograd.backward and kwargs.get("inputs") is not None:
             return func(*args, **{**kwargs, "inputs": _edges(kwargs["inputs"])})
         if func in _LAYOUT_QUERIES:
-            owner = _homes.get(args[0])
+            owner = _owners.get(args[0])
             if owner is not None and not owner.is_resident:
                 return func(owner.form, *args[1:], **kwargs)
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if func in _METADATA_FUNCTIONS:
+        if func in _METADATA_FUNCTIONS or func in _LAYOUT_QUERIES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         accessed: list[ParameterOwner] = []
@@ -134,7 +117,7 @@ class GuardedParameter(nn.Parameter):
         try:
             # All arguments must be resident together until the call ends.
             for parameter in list(_guarded_in((args, kwargs))):
-                owner = _homes.get(parameter)
+                owner = _owners.get(parameter)
                 if owner is not None:
                     owner.begin_access()
                     accessed.append(owner)
@@ -203,11 +186,8 @@ def _guarded_in(value: Any) -> Iterator[GuardedParameter]:
     """Yield the guarded parameters among nested arguments."""
     if type(value) is GuardedParameter:
         yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _guarded_in(each)
-    elif isinstance(value, dict):
-        for each in value.values():
+    elif isinstance(value, (list, tuple, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
             yield from _guarded_in(each)
 
 
@@ -220,7 +200,7 @@ def _is_in_graph(result: Any) -> bool:
 
 def guard(parameter: nn.Parameter, owner: ParameterOwner) -> None:
     """Intercept every access to a parameter from now on."""
-    _homes[parameter] = owner
+    _owners[parameter] = owner
     parameter.__class__ = GuardedParameter
 
 
@@ -232,7 +212,7 @@ def unguard(parameter: nn.Parameter) -> None:
 def remove_guard(parameter: nn.Parameter) -> None:
     """Remove the guard for good."""
     unguard(parameter)
-    _homes.pop(parameter, None)
+    _owners.pop(parameter, None)
 
 
 def set_data(parameter: nn.Parameter, values: torch.Tensor) -> None:

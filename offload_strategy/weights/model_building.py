@@ -9,34 +9,29 @@ them again. The weights are therefore bit-identical to those of a plain build.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from offload_strategy.errors import ConfigError
-from offload_strategy.weights.weight_blocks import can_be_streamed
 
+_TensorType = TypeVar("_TensorType", bound=torch.Tensor)
 Register = Callable[[str, nn.Parameter], None]
 
 
 @contextmanager
-def on_parameter_registration(register: Register, min_bytes: int) -> Iterator[None]:
-    """Call a function for each parameter that any module registers within the context.
+def on_parameter_registration(register: Register) -> Iterator[None]:
+    """Call a function for each real parameter that any module registers within the context.
 
-    Args:
-        register: receives a name for messages and the parameter before its initialization.
-        min_bytes: smaller parameters are skipped.
+    It receives a name for messages, and the parameter before its initialization.
     """
 
     def noticed(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if (
-            parameter is not None
-            and can_be_streamed(parameter, min_bytes)
-            and not parameter.is_meta
-        ):
+        if parameter is not None and not parameter.is_meta:
             register(f"{type(module).__name__}.{name}", parameter)
 
     handle = register_module_parameter_registration_hook(noticed)
@@ -47,18 +42,12 @@ def on_parameter_registration(register: Register, min_bytes: int) -> Iterator[No
 
 
 def modules_to_materialize(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules that have parameters on the meta device, inner modules first.
-
-    This is the order in which constructors initialize.
+    """Return the modules with parameters on the meta device, in the order of construction.
 
     Raises:
         ConfigError: one of them has no `reset_parameters`, or a buffer would stay uninitialized.
     """
-    found = [
-        (name, module)
-        for name, module in _inner_first(model)
-        if any(p is not None and p.is_meta for p in module._parameters.values())
-    ]
+    found = [(name, m) for name, m in _inner_first(model) if _meta_tensors(m._parameters)]
     without_reset = [
         f"{name or '(the model)'} ({type(module).__name__})"
         for name, module in found
@@ -71,10 +60,11 @@ def modules_to_materialize(model: nn.Module) -> list[tuple[str, nn.Module]]:
             f"device, and these modules have no reset_parameters() to initialize them. Build "
             f"the model within engine.building() instead, which runs its own initialization."
         )
+    names = {name for name, _ in found}
     unfilled = [
         name
         for name, buffer in model.named_buffers()
-        if buffer.is_meta and name.rpartition(".")[0] not in {place for place, _ in found}
+        if buffer.is_meta and name.rpartition(".")[0] not in names
     ]
     if unfilled:
         raise ConfigError(
@@ -86,29 +76,23 @@ def modules_to_materialize(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def materialize_module(name: str, module: nn.Module, device: torch.device, made: Register) -> None:
-    """Materialize and initialize a module's own parameters and buffers on the meta device.
+    """Materialize and initialize the own parameters and buffers of a module on the meta device.
 
-    Args:
-        name: name of the module.
-        module: one of `modules_to_materialize`.
-        device: the target device.
-        made: called with each parameter after its allocation and before its initialization.
+    `made` is called with each parameter after its allocation and before its initialization.
 
     Raises:
         ConfigError: the module does not initialize one of its buffers.
     """
-    missing = {n: p for n, p in module._parameters.items() if p is not None and p.is_meta}
+    missing = _meta_tensors(module._parameters)
     if not missing:
         return  # tied to parameters of another module
     for key, parameter in missing.items():
         materialize(parameter, device)
         made(key, parameter)
-    buffers = {n: b for n, b in module._buffers.items() if b is not None and b.is_meta}
+    buffers = _meta_tensors(module._buffers)
     for key, buffer in buffers.items():
         module._buffers[key] = torch.empty_like(buffer, device=device)
-    reset = _reset_method(module)
-    assert reset is not None
-    reset()
+    _reset_method(module)()
     for key in buffers:
         filled = module._buffers[key]
         if filled is not None and filled._version == 0:
@@ -126,12 +110,13 @@ def materialize(parameter: nn.Parameter, device: torch.device) -> None:
     torch.utils.swap_tensors(parameter, nn.Parameter(values, parameter.requires_grad))
 
 
-def _reset_method(module: nn.Module) -> Callable[[], None] | None:
-    for name in ("reset_parameters", "_reset_parameters"):
-        method = getattr(module, name, None)
-        if callable(method):
-            return method  # type: ignore[no-any-return]
-    return None
+def _meta_tensors(tensors: Mapping[str, _TensorType | None]) -> dict[str, _TensorType]:
+    return {name: t for name, t in tensors.items() if t is not None and t.is_meta}
+
+
+def _reset_method(module: nn.Module) -> Any:
+    reset = getattr(module, "reset_parameters", None)
+    return reset or getattr(module, "_reset_parameters", None)
 
 
 def _inner_first(

@@ -136,7 +136,7 @@ def _stored(file: Path, name: str, base: int, entry: dict[str, Any]) -> StoredTe
 
 
 _NAME = "model"
-_INDEX = f"{_NAME}.safetensors.index.json"
+_INDEX_NAME = f"{_NAME}{_INDEX}"
 _PARTIAL = ".partial"
 
 Read = Callable[[torch.Tensor], AbstractContextManager[torch.Tensor]]
@@ -202,9 +202,9 @@ def save_shards(
         }
         for file, name in zip(partial, names, strict=True):
             os.replace(file, directory / name)
-        listing = directory / f".{_INDEX}{_PARTIAL}"
+        listing = directory / f".{_INDEX_NAME}{_PARTIAL}"
         listing.write_text(json.dumps(index, indent=2) + "\n")
-        os.replace(listing, directory / _INDEX)
+        os.replace(listing, directory / _INDEX_NAME)
     except OSError as error:
         raise StorageError(
             f"could not save weights to {str(directory)!r}: {error.strerror or error}. Free some "

@@ -37,7 +37,7 @@ class StreamedWeight:
         parameter: a dense parameter; it is not kept alive.
         store: receives the bytes.
         tiers: tiers to use, in order.
-        accessed: called when the parameter is accessed outside its block.
+        on_access: called when the parameter is accessed outside its block.
         saving: see `ParameterOwner.saving`.
         lock: held while the bytes are loaded or offloaded.
     """
@@ -48,7 +48,7 @@ class StreamedWeight:
         parameter: nn.Parameter,
         store: TensorStore,
         tiers: Sequence[Tier],
-        accessed: Callable[[StreamedWeight], None],
+        on_access: Callable[[StreamedWeight], None],
         saving: Callable[[], AbstractContextManager[bool]],
         lock: AbstractContextManager[Any],
     ) -> None:
@@ -63,7 +63,7 @@ class StreamedWeight:
         self._parameter = weakref.ref(parameter, weakly(self._on_parameter_freed))
         self._store = store
         self._tiers = list(tiers)
-        self._on_access = accessed
+        self._on_access = on_access
         self.saving = saving
         self._lock = lock
         self._ticket: Ticket | None = None
@@ -82,7 +82,6 @@ class StreamedWeight:
         )
         self._placeholder = nan_placeholder(self.form, parameter.device)
 
-    # ------------------------------------------------------------------ state
     @property
     def parameter(self) -> nn.Parameter | None:
         """The parameter, or None after it was freed."""
@@ -94,25 +93,32 @@ class StreamedWeight:
         return self._here and self._parameter() is not None
 
     @property
+    def is_placed(self) -> bool:
+        """Whether its ticket is on a tier, and not in an external file."""
+        return self._ticket is not None and self._ticket.entry.tier is not None
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the parameter requires gradients."""
+        parameter = self._parameter()
+        return parameter is not None and parameter.requires_grad
+
+    @property
     def storage_key(self) -> int:
         """Key of the storage that holds the bytes now."""
-        parameter = self._live_parameter()
-        with torch._C.DisableTorchFunctionSubclass():
-            return int(parameter.untyped_storage()._cdata)
+        return int(self.values().untyped_storage()._cdata)
 
     def lies_in(self, storage_key: int) -> bool:
         """Whether the bytes are in that storage now."""
-        return self._here and self._parameter() is not None and self.storage_key == storage_key
+        return self.is_resident and self.storage_key == storage_key
 
-    @property
-    def storage_offset(self) -> int:
-        """Offset in that storage, in elements."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return int(self._live_parameter().storage_offset())
+    def offset_of(self, tensor: torch.Tensor) -> int:
+        """Offset of a tensor of that storage in this weight, in elements."""
+        return int(tensor.storage_offset() - self.values().storage_offset())
 
     def covers(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of that storage lies within this weight."""
-        begin = tensor.storage_offset() - self.storage_offset
+        begin = self.offset_of(tensor)
         strides = zip(tensor.shape, tensor.stride(), strict=True)
         last = begin + sum((size - 1) * stride for size, stride in strides)
         return begin >= 0 and last < self.form.numel()
@@ -131,7 +137,6 @@ class StreamedWeight:
             raise OffloadError(f"the parameter {self.name!r} was freed; attach the model again.")
         return parameter
 
-    # ------------------------------------------------------------------ users
     def acquire(self) -> None:
         """Load the bytes, keep them until `release`, and remove the guard meanwhile."""
         with self._lock:
@@ -173,7 +178,6 @@ class StreamedWeight:
         """Record that the values may differ from those of the ticket."""
         self._maybe_changed = True
 
-    # ------------------------------------------------------------------ transfers
     def prefetch(self) -> bool:
         """Start loading the bytes; return False if there is no memory for them."""
         ticket = self._ticket
@@ -224,17 +228,6 @@ class StreamedWeight:
                 return False
         return int(torch._C._storage_Use_Count(storage._cdata)) <= _UNSHARED_USE_COUNT
 
-    @property
-    def is_trained(self) -> bool:
-        """Whether the parameter requires gradients."""
-        parameter = self._parameter()
-        return parameter is not None and parameter.requires_grad
-
-    @property
-    def is_placed(self) -> bool:
-        """Whether its ticket is on a tier, and not in an external file."""
-        return self._ticket is not None and self._ticket.entry.tier is not None
-
     def take_ticket(self, ticket: Ticket) -> None:
         """Take over a ticket as the new values of the parameter, without loading it."""
         if self._here and not self.can_be_offloaded():  # others hold its memory
@@ -248,34 +241,36 @@ class StreamedWeight:
         if self._here:
             set_data(parameter, self._placeholder)
             self._here = False
-        old, self._ticket = self._ticket, ticket
-        if old is not None:
-            self._store.free(old)
+        self._replace_ticket(ticket)
 
     def offload(self) -> None:
         """Offload the bytes, writing them if they changed; requires `can_be_offloaded`."""
         parameter = self._live_parameter()
         changed = self._maybe_changed or parameter._version != self._version
         if changed or self._ticket is None:
-            ticket = self._store.put(
-                self._bytes(parameter),
-                _CLIENT,
-                self._tiers,
-                whole_pages=True,
-                one_block_at_a_time=self.device.type == "cpu",
+            self._replace_ticket(
+                self._store.put(
+                    self._bytes(),
+                    _CLIENT,
+                    self._tiers,
+                    whole_pages=True,
+                    one_block_at_a_time=self.device.type == "cpu",
+                )
             )
-            if self._ticket is not None:
-                self._store.free(self._ticket)
-            self._ticket = ticket
         guard(parameter, self)
         set_data(parameter, self._placeholder)
         self._here = False
 
-    def _bytes(self, parameter: nn.Parameter) -> torch.Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            flat = torch.empty(0, dtype=torch.uint8, device=parameter.device)
-            start = parameter.storage_offset() * parameter.element_size()
-            return flat.set_(parameter.untyped_storage(), start, (self.nbytes,), (1,))
+    def _replace_ticket(self, ticket: Ticket | None) -> None:
+        old, self._ticket = self._ticket, ticket
+        if old is not None:
+            self._store.free(old)
+
+    def _bytes(self) -> torch.Tensor:
+        values = self.values()
+        flat = torch.empty(0, dtype=torch.uint8, device=values.device)
+        start = values.storage_offset() * values.element_size()
+        return flat.set_(values.untyped_storage(), start, (self.nbytes,), (1,))
 
     @contextmanager
     def read(self) -> Iterator[torch.Tensor]:
@@ -301,19 +296,13 @@ class StreamedWeight:
         )
 
     def close(self, *, restore: bool) -> None:
-        """Free the ticket.
-
-        Args:
-            restore: load the bytes first; otherwise the parameter is NaN from now on.
-        """
+        """Free the ticket; unless the bytes are restored, the parameter is NaN from now on."""
         parameter = self._parameter()
         if parameter is not None:
             if restore:
                 self.load()
             remove_guard(parameter)
-        ticket, self._ticket = self._ticket, None
-        if ticket is not None:
-            self._store.free(ticket)
+        self._replace_ticket(None)
 
 
 @functools.cache
@@ -328,31 +317,20 @@ class SavedWeight:
     Args:
         tensor: the tensor that autograd saves; it is not kept.
         weight: the weight that it is a view of.
-        needed: loads a weight for backward.
+        load_for_backward: loads a weight and returns its values.
     """
-
-    __slots__ = (
-        "_alias",
-        "_load_for_backward",
-        "_offset",
-        "_parameter",
-        "_shape",
-        "_strides",
-        "_version",
-        "_weight",
-    )
 
     def __init__(
         self,
         tensor: torch.Tensor,
         weight: StreamedWeight,
-        needed: Callable[[StreamedWeight], torch.Tensor],
+        load_for_backward: Callable[[StreamedWeight], torch.Tensor],
     ) -> None:
         self._weight = weight
         self._parameter = weight.parameter  # a graph keeps its parameters alive
-        self._load_for_backward = needed
+        self._load_for_backward = load_for_backward
         self._shape, self._strides = tensor.shape, tensor.stride()
-        self._offset = tensor.storage_offset() - weight.storage_offset
+        self._offset = weight.offset_of(tensor)
         # Tensors that share the storage without being views (`.data`) count versions separately.
         self._version = tensor._version
         self._alias = tensor.detach()

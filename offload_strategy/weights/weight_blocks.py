@@ -6,8 +6,8 @@ them, such as an embedding or a head, is a block if it holds a large parameter i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,26 +17,19 @@ from offload_strategy.torch_support.repeated_blocks import WHOLE, outermost_bloc
 from offload_strategy.weights.guarded_parameter import GuardedParameter
 
 
-@dataclass(eq=False)
-class ModuleBlock:
-    """A module whose streamed parameters are loaded and offloaded together.
-
-    Args:
-        name: name of the module, as in `named_modules`.
-        module: the module whose forward needs the weights.
-        parameters: its streamed parameters by name; tied parameters are in several blocks.
-    """
+class ModuleBlock(NamedTuple):
+    """A module whose forward needs streamed parameters; tied ones are in several blocks."""
 
     name: str
     module: nn.Module
-    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    parameters: dict[str, nn.Parameter]
 
 
 def cut_into_blocks(
     model: nn.Module,
-    classes: Collection[str] = (),
-    choose: Callable[[str, nn.Module], bool] | None = None,
-    min_bytes: int = 0,
+    classes: Collection[str],
+    choose: Callable[[str, nn.Module], bool] | None,
+    min_bytes: int,
 ) -> list[ModuleBlock]:
     """Return the blocks of a model in the order in which its modules are registered.
 
@@ -57,32 +50,25 @@ def cut_into_blocks(
                 f"parameters.blocks: the model has no module of class {name!r}; it has "
                 f"{', '.join(sorted(known))}."
             )
-    roots = [("", model)] if isinstance(model, WHOLE) else outermost_blocks(model, classes, choose)
-    blocks = [
-        ModuleBlock(
-            name or type(module).__name__,
-            module,
-            _streamable(module.named_parameters(prefix=name), min_bytes),
-        )
-        for name, module in roots
-    ]
-    covered = {id(inner) for block in blocks for inner in block.module.modules()}
+    whole = isinstance(model, WHOLE)
+    roots = [("", model)] if whole else list(outermost_blocks(model, classes, choose))
+    named = [(name, module, module.named_parameters(prefix=name)) for name, module in roots]
+    covered = {id(inner) for _, module in roots for inner in module.modules()}
     for name, module in model.named_modules():
         if id(module) not in covered:
-            own = module.named_parameters(prefix=name, recurse=False)
-            blocks.append(
-                ModuleBlock(name or type(model).__name__, module, _streamable(own, min_bytes))
-            )
+            named.append((name, module, module.named_parameters(prefix=name, recurse=False)))
     for name, module in model.named_modules():
         if isinstance(module, nn.TransformerEncoder):  # its forward reads the first layer's weights
             first = next(iter(module.layers.children()), None)
             if first is not None:
-                own = first.named_parameters(prefix=f"{name}.layers.0".lstrip("."))
-                blocks.append(
-                    ModuleBlock(name or type(module).__name__, module, _streamable(own, min_bytes))
-                )
+                prefix = f"{name}.layers.0".lstrip(".")
+                named.append((name, module, first.named_parameters(prefix=prefix)))
+    blocks = []
+    for name, module, parameters in named:
+        streamed = {key: p for key, p in parameters if can_be_streamed(p, min_bytes)}
+        if streamed:
+            blocks.append(ModuleBlock(name or type(module).__name__, module, streamed))
     order = {id(module): place for place, module in enumerate(model.modules())}
-    blocks = [block for block in blocks if block.parameters]
     return sorted(blocks, key=lambda block: order[id(block.module)])
 
 
@@ -96,9 +82,3 @@ def can_be_streamed(parameter: torch.Tensor, min_bytes: int) -> bool:
         and parameter.is_contiguous()
         and parameter.nbytes >= max(1, min_bytes)
     )
-
-
-def _streamable(
-    named: Iterator[tuple[str, nn.Parameter]], min_bytes: int
-) -> dict[str, nn.Parameter]:
-    return {name: parameter for name, parameter in named if can_be_streamed(parameter, min_bytes)}

@@ -9,27 +9,33 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, Tier
-from offload_strategy.torch_support.weak_callbacks import weakly
+from offload_strategy.torch_support.weak_callbacks import WeakHook, weakly
 from offload_strategy.weights.block_residency import BlockResidency, without_hooks
 from offload_strategy.weights.model_building import (
     materialize_module,
     modules_to_materialize,
     on_parameter_registration,
 )
-from offload_strategy.weights.streamed_block import (
-    AttachedModel,
-    BlockHooks,
-    ModelHook,
-    StreamedBlock,
-)
+from offload_strategy.weights.resident_weights import StreamedBlock
 from offload_strategy.weights.streamed_weight import StreamedWeight
 from offload_strategy.weights.weight_blocks import can_be_streamed, cut_into_blocks
+
+
+@dataclass(eq=False)
+class _AttachedModel:
+    """A model with its blocks and hooks."""
+
+    model: weakref.ref[nn.Module]
+    blocks: list[StreamedBlock] = field(default_factory=list)
+    handles: list[RemovableHandle] = field(default_factory=list)
 
 
 class WeightStream(BlockResidency):
@@ -39,9 +45,9 @@ class WeightStream(BlockResidency):
         store: receives the bytes.
         tiers: tiers to use, in order.
         blocks_in_flight: maximum number of blocks in memory or being loaded.
+        min_bytes: smaller parameters stay in memory.
         classes: names of module classes whose instances are blocks; see `cut_into_blocks`.
         is_block: returns for a module and its name whether it is a block.
-        min_bytes: smaller parameters stay in memory.
     """
 
     def __init__(
@@ -58,20 +64,15 @@ class WeightStream(BlockResidency):
         self._store = store
         self._tiers = list(tiers)
         self._min_bytes = min_bytes
-        self._classes = list(classes)
+        self._classes = classes
         self._is_block = is_block
-        self._models: list[AttachedModel] = []
+        self._models: list[_AttachedModel] = []
 
     @contextmanager
     def building(self) -> Iterator[None]:
         """Offload weights while models are built within the context; see model_building.py."""
-
-        def register(name: str, parameter: nn.Parameter) -> None:
-            with self._lock:
-                self._residents.add_accessed(self._stream(name, parameter))
-
         try:
-            with on_parameter_registration(register, self._min_bytes):
+            with on_parameter_registration(self.stream_parameter):
                 yield
         finally:
             with self._lock:
@@ -125,14 +126,15 @@ class WeightStream(BlockResidency):
         """Return the streamed weight of a parameter, creating it if needed."""
         weight: StreamedWeight | None = self._weights.get(parameter)
         if weight is None:
+            reference = weakref.ref(self)
+
+            def saving() -> AbstractContextManager[bool]:
+                stream = reference()
+                return without_hooks() if stream is None else stream.saving()
+
+            on_access = weakly(self._on_access)
             weight = StreamedWeight(
-                name,
-                parameter,
-                self._store,
-                self._tiers,
-                weakly(self._on_access),
-                _saving(weakref.ref(self)),
-                self._lock,
+                name, parameter, self._store, self._tiers, on_access, saving, self._lock
             )
             self._weights[parameter] = weight
         weight.name = name
@@ -141,7 +143,7 @@ class WeightStream(BlockResidency):
     def attach(self, model: nn.Module) -> None:
         """Offload a model's weights, and load them whenever a block computes."""
         self._remove_freed_models()
-        attached = AttachedModel(weakref.ref(model))
+        attached = _AttachedModel(weakref.ref(model))
         self._models.append(attached)
         try:
             self._stream_model(model, attached)
@@ -149,23 +151,23 @@ class WeightStream(BlockResidency):
             self.detach(model)
             raise
 
-    def _stream_model(self, model: nn.Module, attached: AttachedModel) -> None:
-        hook = ModelHook(self, attached)
+    def _stream_model(self, model: nn.Module, attached: _AttachedModel) -> None:
+        hook = WeakHook(self.enter_model, attached.blocks)
         attached.handles.append(model.register_forward_pre_hook(hook, prepend=True))
-        for plan in cut_into_blocks(model, self._classes, self._is_block, self._min_bytes):
-            weights = [self._stream(name, p) for name, p in plan.parameters.items()]
-            block = StreamedBlock(plan.name, weights)
+        for name, module, parameters in cut_into_blocks(
+            model, self._classes, self._is_block, self._min_bytes
+        ):
+            block = StreamedBlock(name, [self._stream(*named) for named in parameters.items()])
             attached.blocks.append(block)
-            for weight in weights:
+            for weight in block.weights:
                 self._blocks_of.setdefault(weight, []).append(block)
             with self._lock:
                 self._residents.add(block)
                 self._residents.make_room()
-            hooks = BlockHooks(self, block)
-            module = plan.module
+            enter, leave = WeakHook(self.enter_block, block), WeakHook(self.exit_block, block)
             attached.handles += [
-                module.register_forward_pre_hook(hooks.before, prepend=True),
-                module.register_forward_hook(hooks.after, always_call=True),
+                module.register_forward_pre_hook(enter, prepend=True),
+                module.register_forward_hook(leave, always_call=True),
             ]
         with self._lock:
             self._residents.make_room(0)
@@ -191,17 +193,17 @@ class WeightStream(BlockResidency):
                     self._models.remove(attached)
                     self._detach_model(attached, restore=False)
 
-    def _detach_model(self, attached: AttachedModel, *, restore: bool) -> None:
+    def _detach_model(self, attached: _AttachedModel, *, restore: bool) -> None:
         with self._lock:
             for handle in attached.handles:
                 handle.remove()
             for block in attached.blocks:
                 self._residents.forget_block(block)
                 for weight in block.weights:
-                    homes = self._blocks_of.get(weight, [])
-                    if block in homes:
-                        homes.remove(block)
-                        if not homes:  # it is not part of another model
+                    blocks = self._blocks_of.get(weight, [])
+                    if block in blocks:
+                        blocks.remove(block)
+                        if not blocks:  # it is not part of another model
                             del self._blocks_of[weight]
                             self._close(weight, restore=restore)
 
@@ -238,13 +240,3 @@ class WeightStream(BlockResidency):
             return [*learned, *((block, True) for block in rest)]
         blocks = [block for attached in self._models for block in attached.blocks]
         return [(block, False) for block in blocks] + [(block, True) for block in reversed(blocks)]
-
-
-def _saving(
-    stream: weakref.ref[WeightStream],
-) -> Callable[[], AbstractContextManager[bool]]:
-    def saving() -> AbstractContextManager[bool]:
-        alive = stream()
-        return without_hooks() if alive is None else alive.saving()
-
-    return saving
