@@ -54,19 +54,6 @@ class WeightResidency(Protocol):
         """Prefetch weights."""
 
 
-class AlwaysResident:
-    """The residency of weights that are not streamed."""
-
-    def resident(
-        self, parameters: Iterable[torch.Tensor], *, changes: bool
-    ) -> AbstractContextManager[None]:
-        """Do nothing."""
-        return nullcontext()
-
-    def prefetch(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Do nothing."""
-
-
 @dataclass(slots=True)
 class UpdateTiming:
     """When one update ran (`time.perf_counter`), how long it waited for states, and its I/O."""
@@ -140,11 +127,18 @@ class Updater:
         self._store = store
         self._tiers = list(tiers)
         self._new_weight_tiers = list(new_weight_tiers)
-        self._residency: WeightResidency = residency or AlwaysResident()
+        self._residency = residency
         self._is_elementwise = is_elementwise
         self._generators: dict[torch.device, torch.Generator] = {}
         self.precision = precision or Precision()
         self.timings = UpdateTimings()
+
+    def _resident(
+        self, parameters: Iterable[torch.Tensor], *, changes: bool
+    ) -> AbstractContextManager[None]:
+        if self._residency is None:
+            return nullcontext()
+        return self._residency.resident(parameters, changes=changes)
 
     def group_of(self, subgroup: Subgroup) -> dict[str, Any]:
         """The parameter group of a subgroup, looked up again as loading a state replaces it."""
@@ -158,10 +152,8 @@ class Updater:
     ) -> None:
         """Update the weights and states of the slices that have a gradient.
 
-        Args:
-            subgroup: to be updated.
-            gradients: gradients of whole parameters, by the index of their slice; None to take
-                those in ``.grad``.
+        Gradients are those of whole parameters, by the index of their slice; None for those in
+        ``.grad``.
         """
         if gradients is None:
             gradients = {
@@ -179,7 +171,7 @@ class Updater:
             if old.ticket is not None:
                 self._store.free(old.ticket)
             parameters = [subgroup.slices[index].parameter for index in gradients]
-            with self._residency.resident(parameters, changes=True):
+            with self._resident(parameters, changes=True):
                 weights = []
                 for index, gradient in gradients.items():
                     param_slice = subgroup.slices[index]
@@ -199,15 +191,13 @@ class Updater:
     ) -> AheadUpdate:
         """Run the update ahead of `step()`, on copies of weights and states.
 
-        Args:
-            subgroup: to be updated.
-            gradients: expected gradients of slices at `step()`, by index.
+        Gradients are those that slices are expected to have at `step()`, by index.
         """
         with self.timings.measure() as timing:
             indices = list(gradients)
             hyper = hyper_parameters(self.group_of(subgroup))
             parameters = [subgroup.slices[index].parameter for index in indices]
-            with self._residency.resident(parameters, changes=False):
+            with self._resident(parameters, changes=False):
                 current = [subgroup.slices[index].values for index in indices]
                 versions = WeightVersions(current)
                 layout = Layout.of(current)
@@ -231,10 +221,7 @@ class Updater:
 
     @torch.no_grad()
     def commit(self, ahead_update: AheadUpdate) -> bool:
-        """Make an update visible: copy the weights, swap the tickets of the states.
-
-        Args:
-            ahead_update: one that `may_be_valid`.
+        """Make an update visible that `may_be_valid`: copy the weights, swap the states' tickets.
 
         Returns:
             False if the weights have changed since; then the update is dropped.
@@ -242,7 +229,7 @@ class Updater:
         with self.timings.measure():
             # Check and copy one subgroup at a time: its weights are still in the processor's
             # caches when they are overwritten.
-            with self._residency.resident(ahead_update.parameters(), changes=True):
+            with self._resident(ahead_update.parameters(), changes=True):
                 weights = ahead_update.current_weights()
                 if not ahead_update.versions.bits_match(weights):
                     self.drop(ahead_update)
@@ -265,20 +252,19 @@ class Updater:
         ticket = subgroup.states.ticket
         if ticket is not None and ticket.state is TicketState.STORED:
             self._store.prefetch(ticket)
-        self._residency.prefetch(param_slice.parameter for param_slice in subgroup.slices)
+        if self._residency is not None:
+            self._residency.prefetch(each.parameter for each in subgroup.slices)
 
     def prefetch_weights(self, ahead_update: AheadUpdate) -> None:
         """Begin to load the new weights of an update that is about to be committed."""
         self._store.prefetch(ahead_update.weights)
-        self._residency.prefetch(ahead_update.parameters())
+        if self._residency is not None:
+            self._residency.prefetch(ahead_update.parameters())
 
     def reserve_new_weights(self, subgroups: Sequence[Subgroup]) -> None:
         """Keep buffers for the new weights of these subgroups mapped, within the budget.
 
         They are needed in every step, and mapping them again takes longer than filling them.
-
-        Args:
-            subgroups: all that will be updated ahead; none to release the buffers.
         """
         sizes = [
             Layout.of([param_slice.meta for param_slice in subgroup.slices]).nbytes
@@ -320,14 +306,7 @@ class Updater:
         unpacked: UnpackedStates,
         indices: Iterable[int],
     ) -> None:
-        """Update weights that have gradients, and their states.
-
-        Args:
-            subgroup: whose slices they are.
-            weights: leaf tensors with gradients.
-            unpacked: states of all slices of the subgroup.
-            indices: of the slices of the weights.
-        """
+        """Update weights that have gradients, and the states of their slices."""
         states = [unpacked.states[index] for index in indices]
         run = partial(self._run_inner_step, subgroup)
         source = unpacked.source

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from offload_strategy.optimizer.gradients.recorded_edits import Edit, EditHistory
 from offload_strategy.optimizer.overlap.commit import ScalingPrediction
 
 
-def after(*scalings: float | None) -> ScalingPrediction[float]:
-    prediction = ScalingPrediction(1.0)
+def scaled(factor: float) -> EditHistory:
+    op = torch.ops.aten.mul_.Tensor
+    return EditHistory([Edit.of(op, [factor], torch.float32, torch.device("cpu"))])
+
+
+def after(*scalings: float | None) -> ScalingPrediction:
+    prediction = ScalingPrediction()
     for scaling in scalings:
-        prediction.record(scaling)
+        prediction.record(None if scaling is None else scaled(scaling))
     return prediction
 
 
@@ -30,7 +37,7 @@ def after(*scalings: float | None) -> ScalingPrediction[float]:
 def test_the_latest_scaling_that_was_repeated_is_predicted(
     scalings: tuple[float | None, ...], predicted: float
 ) -> None:
-    assert after(*scalings).predicted == predicted
+    assert after(*scalings).predicted == scaled(predicted)
 
 
 @pytest.mark.parametrize(

@@ -89,8 +89,7 @@ class Edit:
     Args:
         op: the operator.
         arguments: all that follow the gradient, for one gradient.
-        keeps_subnormals: whether the operator with a factor of one keeps subnormal numbers; see
-            `is_identity`.
+        keeps_subnormals: whether a factor of one keeps subnormal numbers; see `is_identity`.
     """
 
     op: OpOverload
@@ -105,14 +104,10 @@ class Edit:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Edit:
-        """Record an operation. It is run on one value first: PyTorch's errors come at once.
+        """Record an operation with copies of its arguments, each `recordable`.
 
-        Args:
-            op: one of `FOR_ONE` or `FOR_LISTS`.
-            arguments: all that follow the gradient (of `UNSCALE`: the inverse scale), each
-                `recordable`. Tensors are copied.
-            dtype: of the gradient.
-            device: of the gradient.
+        The operation is run on one value first, so that PyTorch's errors come at once. Of `UNSCALE`
+        the argument is the inverse scale.
         """
         kept = tuple(a.detach().clone() if isinstance(a, torch.Tensor) else a for a in arguments)
         # The smallest subnormal number, from its bits: arithmetic may be set to flush it.
@@ -161,11 +156,8 @@ class EditHistory:
     bits. Edits that change nothing are left out.
     """
 
-    __slots__ = ("_key", "edits")
-
     def __init__(self, edits: Sequence[Edit] = ()) -> None:
         self.edits = tuple(edits)
-        self._key: tuple[object, ...] | None = None
 
     def then(self, edit: Edit) -> EditHistory:
         """Return this history followed by one more edit."""
@@ -176,23 +168,16 @@ class EditHistory:
         return EditHistory(self.edits[count:])
 
     def apply_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Apply all edits in place and return the tensor.
-
-        Args:
-            tensor: plain, of the gradient's dtype and on its device: kernels of other devices round
-                differently.
-        """
+        """Apply all edits in place to a plain tensor on the gradient's device, and return it."""
         for edit in self.edits:
             if not edit.is_identity:
                 edit.apply_(tensor)
         return tensor
 
-    @property
+    @cached_property
     def key(self) -> tuple[object, ...]:
         """What is compared; computed at the first request, as it waits for an accelerator."""
-        if self._key is None:
-            self._key = tuple(edit.key for edit in self.edits if not edit.is_identity)
-        return self._key
+        return tuple(edit.key for edit in self.edits if not edit.is_identity)
 
     def __bool__(self) -> bool:
         return bool(self.key)

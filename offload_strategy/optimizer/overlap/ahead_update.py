@@ -45,11 +45,7 @@ def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
 
 
 class WeightVersions:
-    """Version counters and sums of bits of dense weights at one moment.
-
-    Args:
-        weights: parameters, or views of their rows.
-    """
+    """Version counters and sums of bits of dense weights, or of their rows, at one moment."""
 
     __slots__ = ("_bits", "_versions")
 

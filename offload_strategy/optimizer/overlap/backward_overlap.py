@@ -54,11 +54,8 @@ def is_nested_backward() -> bool:
 class BackwardOverlap(ABC):
     """Collects subgroups whose gradients are final, and updates them during backward.
 
-    States are prefetched in the order in which the last backward completed the subgroups.
-
-    Args:
-        updater: runs the updates.
-        is_last: whether the running backward is the last before `step()`.
+    States are prefetched in the order in which the last backward completed the subgroups. `is_last`
+    tells whether the running backward is the last before `step()`.
     """
 
     def __init__(self, updater: Updater, is_last: Callable[[], bool]) -> None:
@@ -106,9 +103,7 @@ class BackwardOverlap(ABC):
     def gradient_reduced(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Handle a final gradient that will only be in `p.grad` when the pass is over.
 
-        Args:
-            parameter: whose gradient it is.
-            gradient: its values, which stay there until another pass begins.
+        Its values stay where they are until another pass begins.
         """
         if self._is_last():
             self._reduced_gradient = gradient

@@ -10,8 +10,7 @@ predictions are right most of the time.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -33,27 +32,22 @@ _WINDOW = 16
 #: Share of them that must have been predicted right for running ahead to be worthwhile.
 _WORTHWHILE = 0.75
 
-Scaling = TypeVar("Scaling", bound=Hashable)
 
+class ScalingPrediction:
+    """Predicts the scaling of gradients from the last steps; see [Note: predicted scaling]."""
 
-class ScalingPrediction(Generic[Scaling]):
-    """Predicts the scaling of gradients from the last steps; see [Note: predicted scaling].
-
-    Args:
-        unscaled: the scaling that leaves gradients as they are; predicted at first.
-    """
-
-    def __init__(self, unscaled: Scaling) -> None:
-        self._scalings: deque[Scaling | None] = deque(maxlen=_WINDOW)
+    def __init__(self) -> None:
+        self._scalings: deque[EditHistory | None] = deque(maxlen=_WINDOW)
         self._right: deque[bool] = deque(maxlen=_WINDOW)
-        self.predicted: Scaling = unscaled
+        #: At first, gradients are expected to stay as they are.
+        self.predicted = EditHistory()
 
     @property
     def is_worthwhile(self) -> bool:
         """Whether enough of the last predictions were right."""
         return sum(self._right) >= _WORTHWHILE * len(self._right)
 
-    def record(self, scaling: Scaling | None) -> None:
+    def record(self, scaling: EditHistory | None) -> None:
         """Learn the scaling of a step; None for a change that cannot be predicted."""
         self._right.append(scaling is not None and scaling == self.predicted)
         self._scalings.append(scaling)
@@ -71,11 +65,6 @@ class CommittedUpdates(BackwardOverlap):
 
     Gradients that are clipped or scaled after backward in another way than predicted invalidate the
     updates. `step()` detects it, and while it happens often updates run at `step()`.
-
-    Args:
-        updater: runs the updates.
-        is_last: whether the running backward is the last before `step()`.
-        retained: keeps gradients that `step()` may still need.
     """
 
     def __init__(
@@ -85,7 +74,7 @@ class CommittedUpdates(BackwardOverlap):
         self._retained = retained
         self._backings: dict[int, tuple[torch.Tensor, GradientBacking]] = {}
         self._done: dict[int, AheadUpdate] = {}
-        self._prediction: ScalingPrediction[EditHistory] = ScalingPrediction(EditHistory())
+        self._prediction = ScalingPrediction()
         self._requested_norms: set[float] = set()
         #: Whether another backward came after the one that was said to be the last.
         self._accumulates = False

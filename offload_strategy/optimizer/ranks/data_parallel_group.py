@@ -34,9 +34,7 @@ _T = TypeVar("_T")
 class DataParallelGroup:
     """The ranks over which a `DistributedDataParallel` module reduces its gradients.
 
-    Args:
-        module: whose process group it is.
-        shards_states: whether each rank updates a part of the weights; else each updates all.
+    If it `shards_states`, each rank updates a part of the weights; else each updates all.
     """
 
     def __init__(self, module: DistributedDataParallel, *, shards_states: bool) -> None:
@@ -80,13 +78,7 @@ class DataParallelGroup:
         return [p for p in module.parameters() if p.requires_grad and p.grad is not None]
 
     def any_rank(self, own: Sequence[bool]) -> list[bool]:
-        """Combine flags of all ranks by a logical or, element by element.
-
-        Args:
-            own: of this rank; as long on all of them.
-        """
-        if not self.shards_states:
-            return list(own)
+        """Combine flags of all ranks, equally many on each, by a logical or, element by element."""
         if self._directory is None:  # the first collective that all ranks run together
             self._directory = RankDirectory(self.process_group)
         flags = torch.tensor(own, dtype=torch.uint8, device=self._device())
@@ -117,13 +109,10 @@ class DataParallelGroup:
         return received
 
     def barrier(self, call: str) -> None:
-        """Wait for the other ranks, which have to make the same call, for a limited time.
-
-        Args:
-            call: of the user, for the message.
+        """Wait for the other ranks, which have to make the same `call` of the user's.
 
         Raises:
-            OffloadError: some did not come.
+            OffloadError: some did not come within a limited time.
         """
         if dist.get_backend(self.process_group) != "gloo":
             return  # the only one that can tell who is missing
@@ -145,11 +134,7 @@ class DataParallelGroup:
 
 
 class GroupRegistry:
-    """The data-parallel groups of the attached models' parameters.
-
-    Args:
-        shards_states: whether the ranks of a group share updates.
-    """
+    """The data-parallel groups of the attached models' parameters."""
 
     def __init__(self, *, shards_states: bool) -> None:
         self._shards_states = shards_states
@@ -191,7 +176,7 @@ def check_parallel(model: nn.Module, *, streams: bool, swaps: bool) -> None:
     Args:
         model: to be attached.
         streams: whether its weights are to be streamed.
-        swaps: whether the states of its optimizer are to be swapped.
+        swaps: whether the states of its optimizer are to be offloaded.
 
     Raises:
         ConfigError: only one of both can be.

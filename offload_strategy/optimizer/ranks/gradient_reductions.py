@@ -42,7 +42,7 @@ class GradientReductions:
     """Reports when a backward pass begins, and when the gradients that it computes are final.
 
     Args:
-        team: reduces them.
+        dp_group: reduces them.
         begins: called at the pass's first gradient.
         reduced: called with a parameter and its final gradient, before it is in `p.grad`.
         over: called at the end of a pass, with the other parameters that got a gradient.

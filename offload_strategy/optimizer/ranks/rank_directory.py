@@ -40,11 +40,7 @@ class RankProcess(NamedTuple):
 
 
 class RankDirectory:
-    """The processes of a group's ranks. All ranks have to make one at the same time.
-
-    Args:
-        group: whose ranks they are.
-    """
+    """The processes of a group's ranks. All ranks have to make one at the same time."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         members: list[Any] = [None] * dist.get_world_size(group)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
+from offload_strategy.checkpoints import ScratchFile, ScratchTensor
 from offload_strategy.errors import OffloadError
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
 from offload_strategy.optimizer.ranks.data_parallel_group import DataParallelGroup, GroupRegistry
 from offload_strategy.optimizer.ranks.gradient_reductions import GradientReductions
-from offload_strategy.optimizer.state_dicts import streamed_states
+from offload_strategy.optimizer.states.parameter_slices import local_tensor, shard_like
 from offload_strategy.optimizer.states.subgroups import State, Subgroup
 from offload_strategy.optimizer.subgroup_update import StateMetadata, Updater
 
@@ -22,7 +24,7 @@ class RankShards:
     Args:
         registry: of the groups; None if this process trains alone.
         updater: has the states of this rank.
-        directories: where state dicts may lie; none for ordinary memory.
+        directories: where state dicts may be; none for ordinary memory.
     """
 
     def __init__(
@@ -44,12 +46,8 @@ class RankShards:
     ) -> bool:
         """Look for the group, which may be made after the optimizer was attached.
 
-        Args:
-            parameters: of the optimizer.
-            overlap: whose updates wait for the group's reductions from now on.
-
-        Returns:
-            Whether it was found by this call.
+        From then on updates of `overlap` wait for its reductions. Returns whether this call has
+        found it.
         """
         registry = self._registry
         known = registry is None or self._seen_changes == registry.changes
@@ -108,11 +106,7 @@ class RankShards:
         return [] if group is None else [s for s in subgroups if s.owner != group.rank]
 
     def check_local(self, parameter: torch.Tensor, subgroups: Sequence[Subgroup]) -> None:
-        """Refuse access to a state that another rank has.
-
-        Raises:
-            OffloadError: another rank has it.
-        """
+        """Raise `OffloadError` if another rank has the state of a parameter."""
         for subgroup in self.others(list(subgroups)):
             if any(param_slice.parameter is parameter for param_slice in subgroup.slices):
                 assert self.dp_group is not None
@@ -125,10 +119,6 @@ class RankShards:
     # ------------------------------------------------------------------ all states
     def states(self, subgroups: Sequence[Subgroup], call: str) -> dict[torch.Tensor, State]:
         """Return the states of all ranks; all of them have to call it, unless consolidated.
-
-        Args:
-            subgroups: all.
-            call: of the user, for the message.
 
         Raises:
             OffloadError: other ranks did not come, or another one has the consolidated states.
@@ -169,13 +159,60 @@ class RankShards:
         self._consolidated = self._consolidated_on = None
 
 
-class AllRankStates:
-    """Reads states wherever they are; all ranks have to read the same, in the same order.
+# ---------------------------------------------------------------------- reading states
+class StateReader(Protocol):
+    """Reads the states of subgroups."""
 
-    Args:
-        dp_group: has them.
-        updater: has those of this rank.
+    def metadata(self, subgroup: Subgroup) -> StateMetadata:
+        """What states a subgroup has, without the values of stored tensors."""
+
+    def values(self, subgroup: Subgroup, metadata: StateMetadata) -> Iterator[torch.Tensor]:
+        """Yield the stored tensors of a subgroup in order, not to be changed or kept."""
+
+
+def streamed_states(
+    subgroups: Sequence[Subgroup], reader: StateReader, directories: Sequence[Path]
+) -> dict[torch.Tensor, State]:
+    """The states of all parameters, with large tensors in an unlinked file.
+
+    The states of one subgroup are in memory at a time. The tensors are ordinary ones over private
+    maps of the file, which is gone with the last of them. Without `directories` for the file they
+    are in ordinary memory.
+
+    Raises:
+        TierFullError: no directory has room.
+        StorageError: states could not be read, or the file not be written.
     """
+    states: dict[torch.Tensor, State] = {}
+    all_metadata = [reader.metadata(subgroup) for subgroup in subgroups]
+    with ScratchFile(directories) as scratch:
+        slots: dict[torch.Tensor, dict[str, ScratchTensor]] = {}
+        for subgroup, metadata in zip(subgroups, all_metadata, strict=True):
+            for param_slice, small in zip(subgroup.slices, metadata.small, strict=True):
+                states.setdefault(param_slice.parameter, small)
+            for index, name, segment, dtype in metadata.stored:
+                param_slice = subgroup.slices[index]
+                own = slots.setdefault(param_slice.parameter, {})
+                if name not in own and param_slice.rows is None:
+                    own[name] = scratch.reserve(segment.shape, dtype, segment.strides)
+                elif name not in own:
+                    shape = local_tensor(param_slice.parameter).shape
+                    own[name] = scratch.reserve(shape, dtype, None)
+        for subgroup, metadata in zip(subgroups, all_metadata, strict=True):
+            read = reader.values(subgroup, metadata)
+            for (index, name, _, _), values in zip(metadata.stored, read, strict=True):
+                param_slice = subgroup.slices[index]
+                start = 0 if param_slice.rows is None else param_slice.rows[0]
+                slots[param_slice.parameter][name].fill(start, values)
+        for parameter, own in slots.items():
+            states[parameter].update(
+                (name, shard_like(slot.tensor(), parameter)) for name, slot in own.items()
+            )
+    return states
+
+
+class AllRankStates:
+    """Reads states wherever they are; all ranks have to read the same, in the same order."""
 
     def __init__(self, dp_group: DataParallelGroup, updater: Updater) -> None:
         self._dp_group = dp_group

@@ -33,17 +33,10 @@ _pending: list[dist.Work] = []
 
 
 class WeightBroadcast:
-    """A broadcast of weights, in place, from their owner to the other ranks.
+    """A broadcast of dense weights, in place, from their owner to the other ranks.
 
-    Large contiguous weights are sent as they lie in memory; others are packed.
-
-    Args:
-        dp_group: the ranks.
-        weights: dense, of the same shapes and dtypes on all ranks.
-        owner: rank in the group.
-
-    Attributes:
-        works: the collectives.
+    Large contiguous weights are sent as they lie in memory; others are packed. Shapes and dtypes
+    are the same on all ranks.
     """
 
     def __init__(
@@ -85,12 +78,9 @@ class WeightBroadcast:
 class StepBroadcasts:
     """The broadcasts of one step's new weights, begun as the weights are ready.
 
-    Every rank has to begin the same collectives in the same order: that of the subgroups. Those of
-    other ranks are received at once; this rank's wait until they are updated.
-
-    Args:
-        dp_group: the ranks.
-        subgroups: all that change in this step, of all ranks.
+    Every rank has to begin the same collectives in the same order: that of the subgroups that
+    change in this step. Those of other ranks are received at once; this rank's wait until they are
+    updated.
     """
 
     def __init__(self, dp_group: DataParallelGroup, subgroups: Sequence[Subgroup]) -> None:

@@ -68,12 +68,9 @@ class Precision:
 def copy_rounded(
     stored: torch.Tensor, computed: torch.Tensor, generator: torch.Generator | None
 ) -> None:
-    """Copy a computed state into its stored dtype.
+    """Copy a computed state into its stored dtype; shapes and strides are the same.
 
-    Args:
-        stored: destination, of any dtype.
-        computed: source, of the same shape and strides.
-        generator: for stochastic rounding from float32 to bfloat16; None to round to nearest.
+    A generator rounds float32 to bfloat16 stochastically; None rounds to nearest.
     """
     if generator is None or (computed.dtype, stored.dtype) != (torch.float32, torch.bfloat16):
         stored.copy_(computed)
@@ -92,13 +89,8 @@ def master_weights_of(
 ) -> Iterator[list[torch.Tensor]]:
     """Give master weights to be updated instead of their weights; copy them back at the end.
 
-    Args:
-        weights: leaf tensors whose `.grad` is set.
-        states: of each weight; master weights are taken out for the update and put back after it.
-        precision: says which weights have a master weight.
-
-    Yields:
-        master weights with float32 gradients, and the other weights as they are.
+    They are taken out of the states for the update, with gradients in float32, and put back after
+    it. Weights without a master weight are given as they are.
     """
     updated = [
         _master_weight(weight, state) if precision.has_master(weight) else weight

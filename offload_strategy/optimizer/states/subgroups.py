@@ -51,9 +51,7 @@ class StateSet:
     def unpack(self, flat: torch.Tensor | None, *, upcast: bool = True) -> list[State]:
         """Return the state of each slice: copies of small values, views of `flat` for the rest.
 
-        Args:
-            flat: the ticket's bytes; None to leave the stored tensors out.
-            upcast: whether to upcast stored states to their compute dtype, which copies them.
+        Without `flat` stored tensors are left out. Upcasting to compute dtypes copies them.
         """
         states = [
             {
@@ -90,11 +88,7 @@ class StateSet:
 class Subgroup:
     """Slices of one parameter group, dtype and device that are updated together.
 
-    Args:
-        group_index: index of the parameter group.
-        slices: without any state yet.
-        number: unique among the subgroups of an optimizer.
-        owner: data-parallel rank that updates it.
+    Its number is unique within an optimizer; its owner is the data-parallel rank that updates it.
     """
 
     group_index: int
@@ -173,12 +167,8 @@ def pack_states(
 ) -> StateSet:
     """Pack updated states into a new set.
 
-    Args:
-        store: lends a buffer if the old one cannot be used again.
-        updated: the states; their buffer is used again if every tensor still fits its segment.
-        put: gives a flat buffer to the store and returns the ticket.
-        precision: stored dtypes.
-        generator: for stochastic rounding; None to round to nearest.
+    Their buffer is used again if every tensor still fits its segment; else the store lends another.
+    `put` gives the buffer to the store. A generator rounds stochastically; None rounds to nearest.
     """
     old, states, flat = updated.source, updated.states, updated.flat
     updates = old.updates + 1
@@ -240,8 +230,8 @@ def plan_subgroups(
         optimizer: the user's.
         planned: ids of parameters that already have a subgroup.
         size: maximum number of elements of a subgroup, given the number of all elements.
-        is_elementwise: whether large parameters of the group of this index may be sliced.
-            Otherwise one that exceeds the maximum is a subgroup by itself.
+        is_elementwise: whether large parameters of the group of this index may be sliced. Otherwise
+            one that exceeds the maximum is a subgroup by itself.
     """
     seen = set(planned)
     groups = optimizer.param_groups

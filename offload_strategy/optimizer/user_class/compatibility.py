@@ -55,12 +55,7 @@ class UnsupportedOptimizerError(Exception):
 
 @dataclass(frozen=True)
 class StateFormat:
-    """The dense states that an optimizer keeps for a parameter.
-
-    Args:
-        parameter_shape: shape of the small parameter that was tried.
-        tensors: shape and dtype of each dense state.
-    """
+    """The shape of a small parameter, and the shape and dtype of each dense state that it gets."""
 
     parameter_shape: torch.Size
     tensors: tuple[tuple[torch.Size, torch.dtype], ...]
@@ -82,10 +77,6 @@ class StateFormat:
 
 def check_supported(optimizer: Optimizer, precision: Precision | None = None) -> int:
     """Refuse optimizers whose states cannot be offloaded without changing numbers.
-
-    Args:
-        optimizer: the user's.
-        precision: of its states; None for that of the plain optimizer.
 
     Returns:
         bytes of its states once every parameter has been updated.
@@ -150,14 +141,7 @@ def try_group(
     """Update two small parameters like those of a group, together and one by one.
 
     Neither the optimizer nor its parameters change, nor does the state of torch's random numbers.
-
-    Args:
-        optimizer: the user's.
-        group: one of its parameter groups, with parameters.
-        precision: of the update.
-
-    Returns:
-        the format of the states of both.
+    Returns the format of the states of both.
 
     Raises:
         UnsupportedOptimizerError: its numbers would not be the same.
@@ -216,15 +200,10 @@ def try_group(
 
 
 def changes_gradients(optimizer: Optimizer, group: dict[str, Any], precision: Precision) -> bool:
-    """Whether an update changes the gradients that it is given.
+    """Whether a supported optimizer's update changes the gradients that it is given.
 
     Then it cannot run ahead of `step()`: until then gradients must be as backward left them, and
     after it as the update left them.
-
-    Args:
-        optimizer: a supported optimizer; it is not changed.
-        group: one of its parameter groups, with parameters.
-        precision: of the update.
     """
     model = _plain_parameters(group)[0]
     small = _SmallParameter(optimizer, model, precision, 0)
@@ -240,11 +219,6 @@ def is_elementwise(optimizer: Optimizer, group: dict[str, Any], precision: Preci
     Tried on a tensor of the group's dtype and device, whole and sliced at multiples of
     `SLICE_ALIGNMENT`; see [Note: where a parameter may be sliced]. A state must have the shape of
     the parameter, or be the same for every slice.
-
-    Args:
-        optimizer: the user's; it is not changed.
-        group: one of its parameter groups.
-        precision: of the update.
     """
     model = next(iter(_plain_parameters(group)), None)
     if model is None or not model.dtype.is_floating_point:

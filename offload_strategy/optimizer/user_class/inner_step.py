@@ -44,16 +44,10 @@ def run_update(
     parameters: Sequence[torch.Tensor],
     states: Sequence[dict[str, Any]],
 ) -> None:
-    """Update tensors in place, as `optimizer.step()` would update its own.
+    """Update tensors in place, and their states, as `optimizer.step()` would update its own.
 
     The class's own `step` runs on a copy of the instance: same code path, same kernel (single,
-    foreach or fused), same bits.
-
-    Args:
-        optimizer: the user's instance; it is not changed.
-        group: parameter group of the tensors, for its hyper-parameters.
-        parameters: leaf tensors whose `.grad` is set.
-        states: the state of each; changed in place, and filled where empty.
+    foreach or fused), same bits. States that are empty are filled.
     """
     unhooked_step(type(optimizer))(copy_with_parameters(optimizer, group, parameters, states))
 
