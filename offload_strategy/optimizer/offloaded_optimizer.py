@@ -220,11 +220,10 @@ class OffloadedOptimizer(Optimizer):
 
     def figures(self) -> dict[str, float]:
         """Steps since attach whose updates ran ahead, and those of which some had to run again."""
-        if not isinstance(self._overlap, CommittedUpdates):
-            return {"speculated_steps": 0.0, "redone_steps": 0.0}
+        overlap = self._overlap
         return {
-            "speculated_steps": float(self._overlap.speculated_steps),
-            "redone_steps": float(self._overlap.redone_steps),
+            "speculated_steps": 0.0 if overlap is None else float(overlap.speculated_steps),
+            "redone_steps": 0.0 if overlap is None else float(overlap.redone_steps),
         }
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -379,15 +379,11 @@ class Updater:
 
         Also for parameters of an accelerator, where all states at once may not fit.
         """
-        states = subgroup.states
-        if states.ticket is None:
-            return states.unpack(None)
-        loaded = states.unpack(self._store.get(states.ticket))
-        for index, name in states.names:
-            value = loaded[index][name]
-            loaded[index][name] = value.clone() if value.device.type == "cpu" else value.cpu()
-        self._store.evict(states.ticket)
-        return loaded
+        metadata = self.metadata(subgroup)
+        stored = zip(metadata.stored, self.values(subgroup, metadata), strict=True)
+        for (index, name, _, dtype), values in stored:
+            metadata.small[index][name] = values.to("cpu", dtype, copy=True)
+        return metadata.small
 
     def metadata(self, subgroup: Subgroup) -> StateMetadata:
         """What states a subgroup has, without the values of stored tensors."""

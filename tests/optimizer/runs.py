@@ -175,6 +175,7 @@ def compare(
     directory: Path,
     overlap: str = "commit",
     host: str | None = None,
+    **options: Any,
 ) -> dict[str, float]:
     """Run a script without and with offload; everything noted must be the same to the last bit.
 
@@ -184,7 +185,7 @@ def compare(
     eager = overlap == "eager"
     plain = Run(make_optimizer, eager=eager)
     script(plain)
-    with offloading(directory, overlap, host) as engine:
+    with offloading(directory, overlap, host, optimizer=options) as engine:
         offloaded = Run(make_optimizer, engine, eager)
         script(offloaded)
         metrics = engine.metrics()

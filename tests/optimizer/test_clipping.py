@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,15 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import AdamW
 
-from offload_strategy import OffloadEngine
-from tests.optimizer.runs import MakeOptimizer, Run, let_gradients_leave, loss_of, offloading
-from tests.training import assert_same_history
+from tests.optimizer.runs import (
+    MakeOptimizer,
+    Run,
+    Script,
+    adamw,
+    compare,
+    let_gradients_leave,
+    loss_of,
+)
 
 STEPS = 20
 
@@ -38,23 +45,13 @@ def _train(run: Run, clip: Clip) -> None:
             run.history[-1]["seen"] = seen.detach().clone()
 
 
-def _compare(
-    make: MakeOptimizer, train: Callable[[Run], None], engine: OffloadEngine
-) -> tuple[float, float]:
-    """Steps that ran ahead, and those of them in vain."""
-    plain, offloaded = Run(make), Run(make, engine)
-    train(plain)
-    train(offloaded)
-    assert_same_history(offloaded.history, plain.history)
-    metrics = engine.metrics()
+def _steps_ahead(make: MakeOptimizer, script: Script, *where: Any) -> tuple[float, float]:
+    """Train with and without offload; returns the steps that ran ahead, and those in vain."""
+    metrics = compare(script, make, *where)
     return (
         metrics["offload/optimizer/speculated_steps"],
         metrics["offload/optimizer/redone_steps"],
     )
-
-
-def _adamw(model: nn.Module) -> AdamW:
-    return AdamW(model.parameters(), 1e-2, fused=True)
 
 
 NEVER: dict[str, Clip] = {
@@ -71,8 +68,7 @@ NEVER: dict[str, Clip] = {
 
 @pytest.mark.parametrize("name", NEVER)
 def test_limits_that_never_bite_cost_no_update(name: str, disk: Path) -> None:
-    with offloading(disk) as engine:
-        ahead, redone = _compare(_adamw, lambda run: _train(run, NEVER[name]), engine)
+    ahead, redone = _steps_ahead(adamw, lambda run: _train(run, NEVER[name]), disk)
     assert (ahead, redone) == (STEPS, 0)
 
 
@@ -86,8 +82,7 @@ ALWAYS_THE_SAME: dict[str, Clip] = {
 
 @pytest.mark.parametrize("name", ALWAYS_THE_SAME)
 def test_what_is_the_same_in_every_step_is_foreseen(name: str, disk: Path) -> None:
-    with offloading(disk) as engine:
-        ahead, redone = _compare(_adamw, lambda run: _train(run, ALWAYS_THE_SAME[name]), engine)
+    ahead, redone = _steps_ahead(adamw, lambda run: _train(run, ALWAYS_THE_SAME[name]), disk)
     assert redone == 1
     assert ahead >= STEPS - 4
 
@@ -98,8 +93,7 @@ def test_a_limit_that_bites_now_and_then_is_paid_for_then_alone(disk: Path) -> N
     def clip(model: nn.Module, number: int) -> object:
         return clip_grad_norm_(model.parameters(), 1e-4 * number if number in bites else 1e9)
 
-    with offloading(disk) as engine:
-        ahead, redone = _compare(_adamw, lambda run: _train(run, clip), engine)
+    ahead, redone = _steps_ahead(adamw, lambda run: _train(run, clip), disk)
     assert (ahead, redone) == (STEPS, len(bites))
 
 
@@ -107,8 +101,7 @@ def test_a_limit_that_always_bites_switches_running_ahead_off(disk: Path) -> Non
     def clip(model: nn.Module, number: int) -> object:
         return clip_grad_norm_(model.parameters(), 1e-3 * (number + 1))
 
-    with offloading(disk) as engine:
-        ahead, redone = _compare(_adamw, lambda run: _train(run, clip), engine)
+    ahead, redone = _steps_ahead(adamw, lambda run: _train(run, clip), disk)
     assert (ahead, redone) == (1, 1)
 
 
@@ -140,8 +133,7 @@ def test_loss_scaling_with_overflows(
     def make(model: nn.Module) -> AdamW:
         return AdamW(model.parameters(), 1e-2)
 
-    with offloading(disk, overlap) as engine:
-        ahead, redone = _compare(make, train, engine)
+    ahead, redone = _steps_ahead(make, train, disk, overlap)
     if overlap == "commit" and clip != 1e-3:
         assert redone < ahead <= STEPS
 
@@ -161,5 +153,4 @@ def test_a_norm_of_finite_values_that_overflows_is_no_overflow(disk: Path) -> No
             run.note()
             assert scaler.get_scale() == 1.0
 
-    with offloading(disk) as engine:
-        _compare(_adamw, train, engine)
+    compare(train, adamw, disk)

@@ -20,7 +20,6 @@ from torch.optim import (
     NAdam,
     Optimizer,
     RMSprop,
-    SparseAdam,
 )
 
 from offload_strategy.errors import ConfigError
@@ -36,18 +35,13 @@ def _parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) ->
     return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
 
 
-@pytest.mark.parametrize("kind", UNSUPPORTED, ids=lambda kind: kind.__name__)
-def test_unsupported_optimizers_are_refused_with_the_reason(kind: type[Optimizer]) -> None:
-    optimizer = kind(_parameters((3, 4), (4,)))
-    with pytest.raises(
-        ConfigError, match=rf"{kind.__name__} cannot be offloaded: it.*{UNSUPPORTED[kind]}"
-    ):
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_optimizers_are_refused_with_the_reason(name: str) -> None:
+    make, reason = UNSUPPORTED[name]
+    optimizer = make(_parameters((3, 4), (4,)))
+    kind = type(optimizer).__name__
+    with pytest.raises(ConfigError, match=rf"{kind} cannot be offloaded: it.*{reason}"):
         check_supported(optimizer)
-
-
-def test_an_optimizer_of_sparse_gradients_is_refused() -> None:
-    with pytest.raises(ConfigError, match="SparseAdam cannot be offloaded: it failed on two small"):
-        check_supported(SparseAdam(_parameters((3, 4))))
 
 
 def test_every_group_is_checked() -> None:

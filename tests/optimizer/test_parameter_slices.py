@@ -9,21 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import (
-    ASGD,
-    SGD,
-    Adadelta,
-    Adafactor,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-)
+from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from offload_strategy import OffloadEngine
 from offload_strategy.optimizer.states.parameter_slices import (
@@ -33,7 +19,9 @@ from offload_strategy.optimizer.states.parameter_slices import (
 )
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.user_class.compatibility import is_elementwise
-from tests.training import Numbers, assert_same_history, settings
+from tests.optimizer.runs import Run, compare
+from tests.optimizer.test_exactness import OPTIMIZERS
+from tests.training import settings
 
 SHAPES = [(1000,), (64, 3), (7, 64), (33, 5, 2), (129,), (1, 4096), (130, 1), (64,)]
 
@@ -92,27 +80,6 @@ def test_a_slice_sees_changes_of_its_parameter() -> None:
     assert parameter._version > version
 
 
-ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
-    "AdamW": lambda p: AdamW(p, 1e-2),
-    "AdamW fused": lambda p: AdamW(p, 1e-2, fused=True),
-    "AdamW foreach": lambda p: AdamW(p, 1e-2, foreach=True),
-    "AdamW single": lambda p: AdamW(p, 1e-2, foreach=False),
-    "AdamW amsgrad": lambda p: AdamW(p, 1e-2, amsgrad=True, maximize=True),
-    "Adam": lambda p: Adam(p, 1e-2, weight_decay=0.1),
-    "NAdam": lambda p: NAdam(p, 1e-2),
-    "RAdam": lambda p: RAdam(p, 1e-2),
-    "Adamax": lambda p: Adamax(p, 1e-2),
-    "SGD": lambda p: SGD(p, 1e-2),
-    "SGD momentum": lambda p: SGD(p, 1e-2, momentum=0.9, weight_decay=0.1),
-    "SGD fused": lambda p: SGD(p, 1e-2, momentum=0.9, fused=True),
-    "RMSprop": lambda p: RMSprop(p, 1e-2, centered=True, momentum=0.5),
-    "Adagrad": lambda p: Adagrad(p, 1e-2),
-    "Adadelta": lambda p: Adadelta(p, 1e-2),
-    "Rprop": lambda p: Rprop(p, 1e-2),
-    "ASGD": lambda p: ASGD(p, 1e-2),
-}
-
-
 class WholeNorm(SGD):
     """Scales by the norm of the whole tensor, as LARS and LAMB do."""
 
@@ -169,43 +136,33 @@ class Wide(nn.Module):
         return nn.functional.cross_entropy(self.out(x), tokens.roll(1))
 
 
-def _train(optimizer_of: Callable[[Any], Optimizer], engine: OffloadEngine | None) -> list[Numbers]:
-    model = Wide()
-    optimizer = optimizer_of(model.parameters())
-    if engine is not None:
-        optimizer = engine.attach(None, optimizer)
-    history = []
-    for step in range(5):
-        optimizer.zero_grad()
-        loss = model(step)
-        loss.backward()
-        optimizer.step()
-        numbers = {name: p.detach().clone() for name, p in model.named_parameters()}
-        for name, p in model.named_parameters():
-            for key, value in optimizer.state[p].items():
-                numbers[f"{name}.{key}"] = torch.as_tensor(value).clone()
-        history.append({**numbers, "loss": loss.detach()})
-    saved = optimizer.state_dict()
-    for index, state in saved["state"].items():
-        for key, value in state.items():
-            history[-1][f"saved.{index}.{key}"] = torch.as_tensor(value).clone()
-    return history
+ELEMENTWISE = [
+    *("AdamW", "AdamW fused", "AdamW foreach", "AdamW per tensor", "AdamW amsgrad foreach"),
+    *("Adam weight decay, maximize", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "Rprop"),
+    *("SGD", "SGD fused", "SGD momentum", "SGD momentum fused", "RMSprop centered foreach", "ASGD"),
+]
 
 
 @pytest.mark.parametrize("overlap", ["commit", "eager", "off"])
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_sliced_parameters_train_to_the_same_bits(name: str, overlap: str, disk: Path) -> None:
-    config = settings(
-        disk,
-        optimizer={"overlap": overlap, "subgroup_size": 3000},
-        activations={"enabled": False},
-    )
-    plain = _train(ELEMENTWISE[name], None)
-    with OffloadEngine(config) as engine:
-        offloaded = _train(ELEMENTWISE[name], engine)
-        (optimizer,) = engine._optimizers
-        assert sum(p.rows is not None for s in optimizer._subgroups for p in s.slices) > 20
-    assert_same_history(offloaded, plain)
+    def script(run: Run) -> None:
+        run.model = Wide()  # type: ignore[assignment]
+        run.optimizer = run.wrap(OPTIMIZERS[name](run.model))
+        for step in range(5):
+            run.optimizer.zero_grad()
+            loss = run.model(step)
+            loss.backward()
+            run.optimizer.step()
+            run.note(loss)
+        for index, state in run.optimizer.state_dict()["state"].items():
+            for key, value in state.items():
+                run.history[-1][f"saved.{index}.{key}"] = torch.as_tensor(value).clone()
+        if run.engine is not None:
+            (optimizer,) = run.engine._optimizers
+            assert sum(p.rows is not None for s in optimizer._subgroups for p in s.slices) > 20
+
+    compare(script, None, disk, overlap, subgroup_size=3000)
 
 
 def test_a_checkpoint_of_sliced_parameters_loads_into_a_plain_optimizer_and_back(

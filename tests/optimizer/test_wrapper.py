@@ -47,9 +47,10 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.parametrize("overlap", ["commit", "eager"])
 @pytest.mark.parametrize("first", ["the optimizer", "the scheduler"])
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers_steer_the_optimizer(name: str, first: str, disk: Path) -> None:
+def test_schedulers_steer_the_optimizer(name: str, first: str, overlap: str, disk: Path) -> None:
     def script(run: Run) -> None:
         inner: Any = AdamW(run.model.parameters(), 1e-2)
         if first == "the scheduler":
@@ -68,7 +69,7 @@ def test_schedulers_steer_the_optimizer(name: str, first: str, disk: Path) -> No
     with warnings.catch_warnings():
         # Among others: "lr_scheduler.step() before optimizer.step()".
         warnings.filterwarnings("error", ".*optimizer.step.*")
-        compare(script, None, disk)
+        compare(script, None, disk, overlap)
 
 
 def test_a_scheduler_that_is_stepped_too_early_warns_like_the_plain_optimizer(disk: Path) -> None:

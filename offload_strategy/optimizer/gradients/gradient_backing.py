@@ -191,11 +191,6 @@ class GradientBacking:
         return isinstance(self._source, ConsumedGradient)
 
     @property
-    def is_stored(self) -> bool:
-        """Whether the store has the values."""
-        return isinstance(self._source, StoredGradient)
-
-    @property
     def edited(self) -> bool:
         """Whether the values may differ from the source's original values after `history`.
 

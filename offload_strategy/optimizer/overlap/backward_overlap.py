@@ -73,6 +73,8 @@ class BackwardOverlap(ABC):
         self._reduced_gradient: torch.Tensor | None = None
         #: Parameters whose `.grad` is set at the end of the pass, as DDP still writes there.
         self._deferred: list[tuple[torch.Tensor, OffloadedGradient]] = []
+        #: Updates ahead of the next step, and steps that had some or had to repeat some.
+        self._ran_ahead = self.speculated_steps = self.redone_steps = 0
 
     def set_subgroups(self, subgroups: Sequence[Subgroup]) -> None:
         """Update these subgroups from now on."""
@@ -218,8 +220,11 @@ class BackwardOverlap(ABC):
     def finish(self) -> list[AheadUpdate]:
         """End the updates during backward; return those that `step()` may commit."""
 
-    def note_commits(self, count: int) -> None:  # noqa: B027
-        """Learn how many updates of the last `finish` were still valid and are committed."""
+    def note_commits(self, count: int) -> None:
+        """Count a step of which so many updates ahead of it were still valid and are committed."""
+        self.speculated_steps += self._ran_ahead > 0
+        self.redone_steps += count < self._ran_ahead
+        self._ran_ahead = 0
 
     @abstractmethod
     def reset(self) -> None:

@@ -78,9 +78,6 @@ class CommittedUpdates(BackwardOverlap):
         self._requested_norms: set[float] = set()
         #: Whether another backward came after the one that was said to be the last.
         self._accumulates = False
-        self._ran_ahead = 0
-        self.redone_steps = 0
-        self.speculated_steps = 0
 
     def set_subgroups(self, subgroups: Sequence[Subgroup]) -> None:
         """See `BackwardOverlap.set_subgroups`."""
@@ -151,12 +148,6 @@ class CommittedUpdates(BackwardOverlap):
         self._done = {}
         self.reset()
         return valid
-
-    def note_commits(self, count: int) -> None:
-        """See `BackwardOverlap.note_commits`."""
-        self.speculated_steps += self._ran_ahead > 0
-        self.redone_steps += count < self._ran_ahead
-        self._ran_ahead = 0
 
     def _scaling(self, key: int) -> EditHistory | None:
         """The scaling of a gradient since backward; None for any other change."""

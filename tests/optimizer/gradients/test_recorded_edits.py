@@ -1,4 +1,4 @@
-"""Recorded edits: which are equal, and that applying them later gives the same bits."""
+"""Recorded edits: which are equal. `test_offloaded_gradient` applies them."""
 
 from __future__ import annotations
 
@@ -120,46 +120,6 @@ def test_arguments_are_those_of_the_time() -> None:
     history(written).apply_(values)
     assert values.tolist() == [0.5] * 4
     assert history(written) == history(edit(aten.mul_.Tensor, torch.tensor(0.5)))
-
-
-REPLAYED: dict[str, Any] = {
-    "mul_ by a number": (lambda g: g.mul_(0.3), [(aten.mul_.Tensor, 0.3)]),
-    "mul_ by a tensor": (
-        lambda g: g.mul_(torch.tensor(0.3)),
-        [(aten.mul_.Tensor, torch.tensor(0.3))],
-    ),
-    "div_ by an integer": (lambda g: g.div_(3), [(aten.div_.Tensor, 3)]),
-    "a list divided by numbers": (
-        lambda g: torch._foreach_div_([g], [0.3]),
-        [(aten._foreach_div_.ScalarList, 0.3)],
-    ),
-    "unscaled": (
-        lambda g: torch._amp_foreach_non_finite_check_and_unscale_(
-            [g], torch.zeros(()), torch.tensor(0.3)
-        ),
-        [(UNSCALE, torch.tensor(0.3))],
-    ),
-    "several": (
-        lambda g: torch._foreach_clamp_max_([g.mul_(0.3).div_(0.7).clamp_(-0.2)], 0.1),
-        [
-            (aten.mul_.Tensor, 0.3),
-            (aten.div_.Tensor, 0.7),
-            (aten.clamp_.default, -0.2),
-            (aten._foreach_clamp_max_.Scalar, 0.1),
-        ],
-    ),
-}
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", REPLAYED)
-def test_edits_applied_later_give_the_same_bits(name: str, dtype: torch.dtype) -> None:
-    do, recorded = REPLAYED[name]
-    expected = gradient(dtype)
-    do(expected)
-    replayed = gradient(dtype)
-    history(*(edit(op, *rest, dtype=dtype) for op, *rest in recorded)).apply_(replayed)
-    assert_same(replayed, expected)
 
 
 def test_what_pytorch_refuses_is_refused_when_it_is_recorded() -> None:

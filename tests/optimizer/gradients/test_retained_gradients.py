@@ -9,19 +9,15 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import AdamW
 
 from offload_strategy import OffloadEngine
 from offload_strategy.errors import ConfigError
+from offload_strategy.optimizer.gradients.gradient_backing import StoredGradient
 from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGradient
-from tests.optimizer.runs import Run, let_gradients_leave, offloading
-from tests.training import assert_same_history, moved, on_disk, settings
+from tests.optimizer.runs import Run, adamw, compare, let_gradients_leave
+from tests.training import moved, on_disk, settings
 
 WIDTH = 600  # a weight of 1.4 MB
-
-
-def _adamw(model: nn.Module) -> AdamW:
-    return AdamW(model.parameters(), 1e-2, fused=True)
 
 
 def _engine(disk: Path, gradient_memory: str, **options: object) -> OffloadEngine:
@@ -43,7 +39,7 @@ def _stored(model: nn.Module) -> list[bool]:
     """Of each large gradient, whether it is on a tier."""
     gradients = [p.grad for p in model.parameters() if p.dim() == 2]
     assert all(isinstance(gradient, OffloadedGradient) for gradient in gradients)
-    return [g.backing.is_stored for g in gradients]
+    return [isinstance(g.backing._source, StoredGradient) for g in gradients]
 
 
 def test_what_memory_has_no_room_for_waits_on_the_disk(disk: Path) -> None:
@@ -59,7 +55,7 @@ def test_what_memory_has_no_room_for_waits_on_the_disk(disk: Path) -> None:
         for parameter in model.parameters():
             if parameter.dim() == 2:
                 parameter.register_post_accumulate_grad_hook(note)
-        optimizer = engine.attach(model, _adamw(model))
+        optimizer = engine.attach(model, adamw(model))
         _backward(model)
         on_disk(engine)
         # Backward goes from the last to the first: two of 1.4 MB find room.
@@ -78,7 +74,7 @@ def test_only_gradients_are_written_on_top(gradient_memory: str, disk: Path) -> 
     def written(memory: str) -> int:
         with _engine(disk, memory) as engine:
             model = _model()
-            optimizer = engine.attach(model, _adamw(model))
+            optimizer = engine.attach(model, adamw(model))
             _backward(model)
             optimizer.step()
             on_disk(engine)
@@ -96,7 +92,7 @@ def test_a_gradient_that_somebody_has_an_alias_of_stays(disk: Path) -> None:
         weight = model[1].weight
         assert isinstance(weight, nn.Parameter)
         weight.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad.detach()))  # type: ignore[union-attr]
-        optimizer = engine.attach(model, _adamw(model))  # with nobody holding it, it would go
+        optimizer = engine.attach(model, adamw(model))  # with nobody holding it, it would go
         _backward(model)
         assert _stored(model) == [True, False, True, True]
         kept[0].zero_()
@@ -139,12 +135,7 @@ def test_everything_people_do_to_gradients(
             act(run, number)
             run.step()
 
-    plain = Run(_adamw)
-    train(plain)
-    with offloading(disk, overlap) as engine:
-        offloaded = Run(_adamw, engine)
-        train(offloaded)
-    assert_same_history(offloaded.history, plain.history)
+    compare(train, adamw, disk, overlap)
 
 
 def test_the_tiers_must_have_room_for_them(disk: Path) -> None:
@@ -158,7 +149,7 @@ def test_the_tiers_must_have_room_for_them(disk: Path) -> None:
         OffloadEngine(config) as engine,
         pytest.raises(ConfigError, match="too little"),
     ):
-        engine.attach(model, _adamw(model))
+        engine.attach(model, adamw(model))
     config["optimizer"]["gradient_memory"] = "1GiB"
     with OffloadEngine(config) as engine:
-        engine.attach(model, _adamw(model))
+        engine.attach(model, adamw(model))
