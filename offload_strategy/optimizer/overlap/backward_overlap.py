@@ -121,9 +121,6 @@ class BackwardOverlap(ABC):
             parameters: those that got a gradient, except those of `gradient_reduced`.
         """
         for parameter, offloaded in self._deferred:
-            plain = parameter.grad
-            if plain is not None and not isinstance(plain, OffloadedGradient):
-                offloaded.backing.relocate(lambda _, own=plain: own.detach())  # type: ignore[misc]
             parameter.grad = offloaded
         self._deferred.clear()
         if self._is_last():
