@@ -18,6 +18,7 @@ from offload_strategy.activations.compile_exclusion import keep_torch_compile_ou
 from offload_strategy.activations.module_hooks import After, Before
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload
 from offload_strategy.errors import OffloadError
+from offload_strategy.torch_support.accelerator import is_capturing_graph
 from offload_strategy.torch_support.deferred_interrupts import UninterruptedSection
 
 
@@ -126,7 +127,7 @@ _CALL_CODE = nn.Module._call_impl.__code__
 
 
 def _refuse_capture(module: nn.Module) -> None:
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    if is_capturing_graph():
         raise OffloadError(
             f"the forward pass of {type(module).__name__} is being captured into a CUDA graph, "
             f"which would replay the kernels but not the moves of activations to the host. Train "

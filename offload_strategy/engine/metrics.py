@@ -12,6 +12,7 @@ import torch
 from offload_strategy.config import OffloadConfig
 from offload_strategy.engine.resources import Resources
 from offload_strategy.telemetry import CLIENTS, Direction, Recorder, get_logger
+from offload_strategy.torch_support.accelerator import has_memory_statistics, peak_allocated_bytes
 from offload_strategy.units import format_size
 
 _SECONDS_PER_DAY = 24 * 3600
@@ -128,6 +129,6 @@ def _years(endurance_tbw: float, written: int, seconds: float) -> float:
 
 
 def _device_peak_bytes(device: torch.device) -> float:
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device))
+    if has_memory_statistics(device):
+        return float(peak_allocated_bytes(device))
     return 0.0

@@ -34,6 +34,7 @@ from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from offload_strategy.optimizer.ranks.data_parallel_group import check_parallel, local_processes
 from offload_strategy.plan_runtime.space_requirements import spare_memory_advice
 from offload_strategy.telemetry import Recorder, get_logger
+from offload_strategy.torch_support.accelerator import free_bytes, has_memory_statistics
 from offload_strategy.torch_support.weak_callbacks import weakly
 from offload_strategy.units import MiB
 from offload_strategy.weights.checkpoint_loading import LoadedWeights
@@ -342,8 +343,8 @@ class OffloadEngine(EngineReports):
             self._recorder.client_bytes("activations", verb) for verb in ("written", "forwarded")
         )
         moved += self._optimizers.state_bytes
-        if self._device.type == "cuda":
-            free = torch.cuda.mem_get_info(self._device)[0]
+        if has_memory_statistics(self._device):
+            free = free_bytes(self._device)
         else:
             free = available_bytes()
         advice = spare_memory_advice(moved, free)

@@ -20,10 +20,15 @@ import ctypes
 import mmap
 import os
 import weakref
+from functools import lru_cache
 
 import torch
 
-from offload_strategy.units import PAGE_BYTES, MiB, round_up
+from offload_strategy.telemetry import get_logger
+from offload_strategy.torch_support.accelerator import register_host_memory, unregister_host_memory
+from offload_strategy.units import PAGE_BYTES, MiB, format_size, round_up
+
+logger = get_logger(__name__)
 
 #: Transparent huge pages pay from about this size on (and are only ever whole inside a mapping).
 _HUGE_PAGE_BYTES = 2 * MiB
@@ -37,12 +42,12 @@ class HostBuffer:
 
     Args:
         nbytes: bytes that will be used.
-        pinned: register the memory with CUDA, so that copies to and from the device are
+        pinned: register the memory with the device if the system allows it, so that copies to and from the device are
             asynchronous. PyTorch's own pinned allocator rounds to the next power of two; this does
             not (MemAscend, section on exact-size pinned memory).
 
     Raises:
-        MemoryError: the system has no room, or refuses to lock the pages.
+        OSError: the system has no room.
     """
 
     __slots__ = ("__weakref__", "_memory", "_pid", "address", "nbytes", "pinned")
@@ -64,7 +69,7 @@ class HostBuffer:
         if os.getpid() != self._pid:
             return  # a forked child: see `_keep_parents_memory`
         if self.pinned:
-            _unregister(self.address)
+            unregister_host_memory(self.address)
             self.pinned = False
         # The exporter of the last loan may still be on its way out (its weak reference is told just
         # before it lets go of the mapping); then the mapping ends with it, moments later.
@@ -73,7 +78,7 @@ class HostBuffer:
 
     def __del__(self) -> None:
         if getattr(self, "pinned", False) and os.getpid() == self._pid:
-            _unregister(self.address)
+            unregister_host_memory(self.address)
 
 
 def map_private(nbytes: int) -> mmap.mmap:
@@ -106,17 +111,19 @@ def _advise(memory: mmap.mmap, advice: int) -> None:
 
 
 def _register(address: int, nbytes: int) -> bool:
-    error = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
-    if int(error) != 0:
-        raise MemoryError(
-            f"cudaHostRegister refused {nbytes} bytes (error {int(error)}). Lower memory.pinned, "
-            f"or raise the limit of locked memory (ulimit -l)."
-        )
-    return True
+    pinned = register_host_memory(address, nbytes)
+    if not pinned:
+        _warn_of_pageable_memory(nbytes)
+    return pinned
 
 
-def _unregister(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)
+@lru_cache(maxsize=1)
+def _warn_of_pageable_memory(nbytes: int) -> None:
+    logger.warning(
+        "host memory could not be pinned (%s); copies from and to the device are slower without. "
+        "Lower memory.pinned, or raise the limit of locked memory (ulimit -l).",
+        format_size(nbytes),
+    )
 
 
 def _keep_parents_memory() -> None:

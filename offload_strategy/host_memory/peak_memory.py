@@ -8,13 +8,14 @@ import psutil
 import torch
 
 from offload_strategy.host_memory.memory_limits import available_bytes
+from offload_strategy.torch_support import accelerator
 
 
 class PeakMeter:
     """Tells what a device, or the process where that is the CPU, had in memory at most.
 
     The kernel and torch keep one such figure each, which is started anew: what others read from
-    `torch.cuda.max_memory_allocated` or ``VmHWM`` is then that of the last step, too. Where the
+    `torch.accelerator.max_memory_allocated` or ``VmHWM`` is then that of the last step, too. Where the
     kernel keeps none that may be started anew (other systems than Linux, some containers), memory
     is looked at when it is asked for.
 
@@ -34,8 +35,8 @@ class PeakMeter:
 
     def reset_peak(self) -> None:
         """Forget what was."""
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if accelerator.has_memory_statistics(self._device):
+            accelerator.reset_peak(self._device)
             return
         try:
             (self._proc / "clear_refs").write_text("5")
@@ -44,8 +45,8 @@ class PeakMeter:
 
     def peak_bytes(self) -> int:
         """At most, since then."""
-        if self._device.type == "cuda":
-            return int(torch.cuda.max_memory_allocated(self._device))
+        if accelerator.has_memory_statistics(self._device):
+            return accelerator.peak_allocated_bytes(self._device)
         if not self._starts_over:
             return self.used_bytes()
         try:
@@ -58,13 +59,12 @@ class PeakMeter:
 
     def used_bytes(self) -> int:
         """At this moment."""
-        if self._device.type == "cuda":
-            return int(torch.cuda.memory_allocated(self._device))
+        if accelerator.has_memory_statistics(self._device):
+            return accelerator.allocated_bytes(self._device)
         return int(psutil.Process().memory_info().rss)
 
     def total_bytes(self) -> int:
         """What there is in all, for this process."""
-        if self._device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self._device)
-            return int(free) + int(torch.cuda.memory_reserved(self._device))
+        if accelerator.has_memory_statistics(self._device):
+            return accelerator.available_bytes(self._device)
         return available_bytes() + self.used_bytes()

@@ -13,7 +13,7 @@ from offload_strategy.io.queues.request_queue import MoveState, Priority
 from offload_strategy.io.regions.region import ExternalFile
 from offload_strategy.store import error_messages as reports
 from offload_strategy.store.buffer_allocator import BufferAllocator
-from offload_strategy.store.device_copies import DeviceCopies
+from offload_strategy.store.copy_engine import CopyEngines
 from offload_strategy.store.ticket import ALIGNMENT_BYTES, Entry, TicketState
 from offload_strategy.store.ticket_registry import TicketRegistry
 from offload_strategy.telemetry import Direction, Recorder
@@ -34,7 +34,7 @@ class Reader:
         self,
         registry: TicketRegistry,
         allocator: BufferAllocator,
-        copies: DeviceCopies,
+        copies: CopyEngines,
         recorder: Recorder,
     ) -> None:
         self._registry = registry
@@ -93,20 +93,35 @@ class Reader:
             reports.still_waiting(entry, move, time.perf_counter() - begin)
             patience *= 2
 
-    def on_device(self, entry: Entry, payload: torch.Tensor) -> torch.Tensor:
-        """Return the bytes on the device of their entry."""
+    def stage(self, entry: Entry) -> None:
+        """Start to copy the bytes to their device if they are in host memory."""
+        payload, _ = self.payload_or_move(entry)
+        if payload is not None and payload.device != entry.device and entry.staged is None:
+            engine = self._copies.of(entry.device)
+            if engine.asynchronous:
+                entry.staged = engine.load(payload, entry.copied)
+
+    def on_device(self, entry: Entry, payload: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """Return the bytes on the device of their entry, and whether the entry shares them."""
         if entry.device.type == "cpu":
-            return payload
-        copier = self._copies.copier(entry.device)
-        if payload.device.type == "cpu":
-            payload = copier.copy_in(payload)
-        copier.adopt(payload)
-        return payload
+            return payload, True
+        engine = self._copies.of(entry.device)
+        if payload.device.type != "cpu":
+            return engine.adopt_incoming(payload), True
+        if not engine.asynchronous:
+            return payload.to(entry.device), False
+        staged, entry.staged = entry.staged, None
+        if staged is None:
+            staged = engine.load(payload, entry.copied)
+        return engine.adopt(staged), False
 
     def _memory_for(self, entry: Entry, priority: Priority) -> torch.Tensor | None:
-        nbytes, pinned = entry.begin + entry.nbytes, entry.device.type == "cuda"
-        if pinned and entry.tier is not None and entry.tier.device_memory:
-            return self._copies.copier(entry.device).incoming(nbytes)
+        nbytes, pinned = entry.begin + entry.nbytes, False
+        if entry.device.type != "cpu":
+            engine = self._copies.of(entry.device)
+            if entry.tier is not None and entry.tier.device_memory:
+                return engine.incoming(nbytes)
+            pinned = engine.asynchronous
         if priority is Priority.NEEDED_NOW:
             return self._allocator.allocate_now(nbytes, pinned=pinned)
         return self._allocator.try_allocate(nbytes, pinned=pinned)
@@ -170,14 +185,11 @@ class Reader:
             entry.state = TicketState.STORED
 
     def _as_payload(self, entry: Entry, memory: torch.Tensor) -> torch.Tensor:
-        """Return the loaded bytes on their device, aligned."""
+        """Return the loaded bytes, aligned."""
         for stripe in entry.stripes if entry.tier is None else ():
             if isinstance(stripe.queue.region, ExternalFile):
                 stripe.queue.region.check_unchanged()
         payload = memory[entry.begin :]
-        if entry.device.type != "cpu":
-            on_host = payload.device.type == "cpu"
-            return self._copies.copier(entry.device).copy_in(payload) if on_host else payload
-        if entry.begin % ALIGNMENT_BYTES:
+        if entry.begin % ALIGNMENT_BYTES and entry.device.type == "cpu":
             return self._allocator.allocate_now(entry.nbytes, pinned=False).copy_(payload)
         return payload

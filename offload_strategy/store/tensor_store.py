@@ -16,7 +16,7 @@ from offload_strategy.io.queues.request_queue import Priority
 from offload_strategy.io.regions.region import ExternalFile
 from offload_strategy.store import error_messages as reports
 from offload_strategy.store.buffer_allocator import POLL_SECONDS, BufferAllocator
-from offload_strategy.store.device_copies import DeviceCopies
+from offload_strategy.store.copy_engine import CopyEngines
 from offload_strategy.store.reader import Reader
 from offload_strategy.store.ticket import Entry, Ticket, TicketState, Tier
 from offload_strategy.store.ticket_registry import TicketRegistry
@@ -39,7 +39,7 @@ class TensorStore:
     def __init__(self, pool: BufferPool, recorder: Recorder, write_behind: int) -> None:
         self._recorder = recorder
         self._registry = TicketRegistry()
-        self._copies = DeviceCopies()
+        self._copies = CopyEngines()
         self._allocator = BufferAllocator(pool, self._registry, recorder)
         self._writer = Writer(self._registry, self._allocator, self._copies, recorder, write_behind)
         self._reader = Reader(self._registry, self._allocator, self._copies, recorder)
@@ -93,9 +93,9 @@ class TensorStore:
             StorageError: If an earlier write failed.
         """
         self._check_usable()
-        self._copies.release_written()
         self._registry.release_written()
         self._registry.free_dropped()
+        self._copies.collect()
         self._allocator.look()
         self._writer.await_room(client, payload.numel(), tiers)
         with UninterruptedSection():
@@ -103,10 +103,8 @@ class TensorStore:
             entry = self._writer.place(
                 payload, client, tiers, next_use, whole_pages, one_block_at_a_time, replaced
             )
-            move = entry.move
             ticket = self._registry.ticket(entry)
-            if move is not None:
-                move.submit()
+            self._writer.submit(entry)
         return ticket
 
     def adopt(
@@ -173,6 +171,15 @@ class TensorStore:
         begun = self._reader.load(ticket.entry, Priority.PREFETCH)
         return begun is not None or ticket.state is not TicketState.STORED
 
+    def stage(self, ticket: Ticket) -> None:
+        """Start to copy a ticket's bytes to the device that they came from.
+
+        Nothing happens if they are not in host memory, or did not come from an accelerator. The
+        copy starts when the device has executed what this thread has launched so far.
+        """
+        if ticket.entry.device.type != "cpu":
+            self._reader.stage(ticket.entry)
+
     def get(self, ticket: Ticket) -> torch.Tensor:
         """Return the ticket's bytes as a flat uint8 tensor on the device that they came from.
 
@@ -181,8 +188,13 @@ class TensorStore:
         Raises:
             StorageError: If the bytes could not be read.
         """
+        return self._get(ticket)[0]
+
+    def _get(self, ticket: Ticket) -> tuple[torch.Tensor, bool]:
+        """Return what `get` does, and whether the ticket shares it."""
         entry = ticket.entry
         self._registry.release_written()
+        self._copies.collect()
         while True:
             payload, move = self._reader.payload_or_move(entry)
             if payload is not None:
@@ -229,13 +241,15 @@ class TensorStore:
 
         Bytes that were loaded from a path are handed over without another copy.
         """
-        shared = self.get(ticket)
+        payload, shared = self._get(ticket)
+        if not shared:
+            return payload
         entry = ticket.entry
         with self._registry.lock:
-            if self._registry.is_copy(entry) and entry.payload is shared:
+            if self._registry.is_copy(entry) and entry.payload is payload:
                 self._registry.stored(entry)
-                return shared
-        return self.borrow(entry.client, entry.nbytes, entry.device).copy_(shared)
+                return payload
+        return self.borrow(entry.client, entry.nbytes, entry.device).copy_(payload)
 
     def take(self, ticket: Ticket) -> torch.Tensor:
         """Free the ticket and return its bytes, which the caller may change; avoids copies."""
@@ -324,12 +338,16 @@ class TensorStore:
 
     def trim(self) -> None:
         """Free idle buffers before a time in which little will be read."""
+        self._registry.free_dropped()
         self._registry.release_written()
+        self._copies.collect()
         self._allocator.trim()
 
     def pass_begins(self) -> None:
         """Free idle buffers that would raise the peak; see [Note: idle memory and peaks]."""
+        self._registry.free_dropped()
         self._registry.release_written()
+        self._copies.collect()
         self._allocator.pass_begins()
 
     def wait_for_writes(self) -> None:
@@ -376,7 +394,7 @@ class TensorStore:
             if move is not None:
                 self._reader.wait(entry, move)
         registry.release_written()
-        self._copies.wait()
+        self._copies.close()
 
     def _check_usable(self) -> None:
         if self._registry.closed:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -31,6 +32,19 @@ from offload_strategy.io.regions.region import Region
 
 #: Where tensors of PyTorch's own begin; what a load would have elsewhere is moved there.
 ALIGNMENT_BYTES = 64
+
+
+@dataclass(eq=False, slots=True)
+class DeviceCopy:
+    """Bytes on their way to a device.
+
+    Args:
+        tensor: Flat uint8 tensor on the device; None once it was adopted.
+        done: The end of the copy.
+    """
+
+    tensor: torch.Tensor | None
+    done: torch.Event
 
 
 class TicketState(Enum):
@@ -131,6 +145,7 @@ class Entry:
         "payload",
         "reference",
         "source",
+        "staged",
         "state",
         "stripes",
         "tier",
@@ -162,6 +177,8 @@ class Entry:
         #: The device tensor that a copy to the host is still reading, and the copy's end.
         self.source: torch.Tensor | None = None
         self.copied: torch.Event | None = None
+        #: A copy on its way to the device, for the next `TensorStore.get`.
+        self.staged: DeviceCopy | None = None
         self.stripes: Sequence[Stripe] = ()
         #: Bytes of the stripes that come before the ticket's own: what lies there in its pages.
         self.begin = 0
@@ -174,6 +191,11 @@ class Entry:
         self.one_block_at_a_time = False
         #: Under which the ledger knows the ticket.
         self.reference = 0
+
+    @property
+    def is_in_host_memory(self) -> bool:
+        """Whether its bytes are in host memory, or will be when a copy is over."""
+        return self.payload is not None and self.payload.device.type == "cpu"
 
     @property
     def may_leave(self) -> bool:

@@ -90,12 +90,13 @@ class TicketRegistry:
         return entry.state is TicketState.IN_MEMORY and bool(entry.stripes)
 
     def drop_copy(self) -> bool:
-        """Free the copy that is needed last, as far as known; return False if there is none."""
-        if not self._copies:
-            return False
+        """Free the host copy that is needed last, as far as known; False if there is none."""
         # Loads start in the order of use: of those without a next use, the latest is needed last.
+        copies = [entry for entry in reversed(self._copies) if entry.is_in_host_memory]
+        if not copies:
+            return False
         latest = max(
-            reversed(self._copies),
+            copies,
             key=lambda entry: float("-inf") if entry.next_use is None else entry.next_use,
         )
         self.stored(latest)
@@ -181,7 +182,7 @@ class TicketRegistry:
         if entry.state is TicketState.FREED:
             return None
         entry.state = TicketState.FREED
-        entry.payload = None
+        entry.payload = entry.staged = None
         self._copies.pop(entry, None)
         self._live -= 1
         if entry.move is not None:

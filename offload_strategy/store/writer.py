@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -13,7 +13,7 @@ from offload_strategy.io.queues.moves import Move
 from offload_strategy.io.queues.request_queue import MoveState, Priority
 from offload_strategy.store import error_messages as reports
 from offload_strategy.store.buffer_allocator import POLL_SECONDS, BufferAllocator
-from offload_strategy.store.device_copies import DeviceCopies
+from offload_strategy.store.copy_engine import CopyEngines
 from offload_strategy.store.ticket import ALIGNMENT_BYTES, Entry, TicketState, Tier
 from offload_strategy.store.ticket_registry import TicketRegistry
 from offload_strategy.telemetry import Direction, Recorder
@@ -38,7 +38,7 @@ class Writer:
         self,
         registry: TicketRegistry,
         allocator: BufferAllocator,
-        copies: DeviceCopies,
+        copies: CopyEngines,
         recorder: Recorder,
         write_behind: int,
     ) -> None:
@@ -90,7 +90,7 @@ class Writer:
         one_block_at_a_time: bool,
         replaced: Entry | None = None,
     ) -> Entry:
-        """Return an entry on the first tier with room; its `move`, if any, must be submitted.
+        """Return an entry on the first tier with room, to be submitted.
 
         For the arguments see `TensorStore.put`.
 
@@ -170,11 +170,8 @@ class Writer:
             assert entry.payload is not None
             host_tier.release(entry.nbytes)
             entry.tier, entry.stripes, entry.begin = tier, stripes, lead
-            copied = entry.copied
-            move = self._make_move(
-                entry, entry.payload, None if copied is None else copied.synchronize
-            )
-        move.submit()
+            self._make_move(entry, entry.payload)
+        self.submit(entry)
 
     # ------------------------------------------------------------------ paths
     def _place_on_paths(self, entry: Entry, tier: Tier, payload: torch.Tensor) -> bool:
@@ -184,18 +181,28 @@ class Writer:
             return False
         entry.stripes, entry.begin = stripes, lead
         try:
-            memory, before = self._to_memory_of(tier, entry, payload)
+            memory = self._to_memory_of(tier, entry, payload)
             with self._registry.lock:
-                self._make_move(entry, memory, before)
+                self._make_move(entry, memory)
                 self._registry.count()
         except BaseException:
             tier.release_extents(stripes)
             raise
         return True
 
-    def _make_move(
-        self, entry: Entry, memory: torch.Tensor, before: Callable[[], None] | None
-    ) -> Move:
+    def submit(self, entry: Entry) -> None:
+        """Submit the write of an entry, as soon as the device has produced its bytes."""
+        move, copied = entry.move, entry.copied
+        if move is None:
+            return
+        if copied is None:
+            move.submit()
+        else:
+            # The path's own time must not include the wait for the device.
+            engine = self._copies.of(entry.device)
+            engine.when_copied(copied, move.keep_alive, move.submit)
+
+    def _make_move(self, entry: Entry, memory: torch.Tensor) -> None:
         """Make the transfer of an entry to its stripes; with the lock held. Submit it without."""
         move = Move(
             client=entry.client,
@@ -205,7 +212,6 @@ class Writer:
             nbytes=entry.begin + entry.nbytes,
             priority=Priority.WRITE_BACK,
             keep_alive=memory,
-            before=before,
             one_block_at_a_time=entry.one_block_at_a_time,
             on_end=partial(self._ended, entry),
         )
@@ -213,7 +219,6 @@ class Writer:
         self._registry.writing_bytes += entry.nbytes
         self._registry.writing_bytes_of[entry.client] += entry.nbytes
         self._registry.moving.add(entry)
-        return move
 
     def _ended(self, entry: Entry, move: Move) -> None:
         registry = self._registry
@@ -235,36 +240,25 @@ class Writer:
         registry.free_dropped()
 
     # ------------------------------------------------------------------ memory
-    def _to_memory_of(
-        self, tier: Tier, entry: Entry, payload: torch.Tensor
-    ) -> tuple[torch.Tensor, Callable[[], None] | None]:
-        """Return the memory to write from, and a wait that must precede the write, or None."""
+    def _to_memory_of(self, tier: Tier, entry: Entry, payload: torch.Tensor) -> torch.Tensor:
+        """Return the memory to write from."""
         if payload.device.type == "cpu" or not tier.device_memory:
             return self._to_host(entry, payload)
         entry.payload = payload
-        ready = torch.Event(payload.device)
-        ready.record()
-        return payload, ready.synchronize
+        entry.copied = self._copies.of(payload.device).ready()
+        return payload
 
-    def _to_host(
-        self, entry: Entry, payload: torch.Tensor
-    ) -> tuple[torch.Tensor, Callable[[], None] | None]:
-        """Copy a payload to host memory; also return a wait that must precede the write."""
+    def _to_host(self, entry: Entry, payload: torch.Tensor) -> torch.Tensor:
+        """Return the payload in host memory, to which a device may still be copying it."""
         if payload.device.type == "cpu":
             entry.payload = payload
-            return payload, None
-        pinned = payload.device.type == "cuda"
-        host = self._allocator.allocate_waiting(entry.client, entry.nbytes, pinned=pinned)
-        self._copies.copy_out(entry, payload, host)
-        copied = entry.copied
-        if copied is None:
-            return host, None
-
-        def before() -> None:
-            copied.synchronize()
-            self._copies.release_written()
-
-        return host, before
+            return payload
+        engine = self._copies.of(payload.device)
+        host = self._allocator.allocate_waiting(
+            entry.client, entry.nbytes, pinned=engine.asynchronous
+        )
+        engine.copy_out(entry, payload, host)
+        return host
 
 
 def _lead(entry: Entry, tier: Tier, payload: torch.Tensor) -> int:

@@ -108,3 +108,11 @@ manual_seed_all = manual_seed
 
 def initial_seed() -> int:
     return torch.initial_seed()
+
+
+def host_register(address: int, nbytes: int) -> int:
+    return int(extension.host_register(address, nbytes))
+
+
+def host_unregister(address: int) -> int:
+    return int(extension.host_unregister(address))

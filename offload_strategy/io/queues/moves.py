@@ -91,8 +91,6 @@ class Move(QueuedMove):
         nbytes: how many bytes.
         priority: of the blocks while they are queued.
         keep_alive: what owns the memory; dropped when the move ends.
-        before: called on an I/O thread before each block, for instance to wait for a device copy
-            into the memory that is to be written.
         one_block_at_a_time: while nobody waits for it and few others are queued. Each thread that
             moves bytes takes a core from a host that computes.
         whole_pages: a read may overwrite its memory up to the end of the last page.
@@ -125,7 +123,6 @@ class Move(QueuedMove):
         priority: Priority,
         keep_alive: Any,
         on_end: Callable[[Move], None],
-        before: Callable[[], None] | None = None,
         one_block_at_a_time: bool = False,
         whole_pages: bool = False,
     ) -> None:
@@ -135,7 +132,6 @@ class Move(QueuedMove):
         self.direction = direction
         self.nbytes = nbytes
         self.keep_alive = keep_alive
-        self.before = before
         self.on_end = on_end
         self._queues = [stripe.queue for stripe in stripes]
         self.parts = [
@@ -218,7 +214,7 @@ class Move(QueuedMove):
         self.finished_at = time.perf_counter()
         on_end = self.on_end
         # Parts and move refer to each other: what it held must not wait for a garbage collection.
-        self.keep_alive = self.before = None
+        self.keep_alive = None
         self.on_end = _nothing
         on_end(self)
         # It may hold the memory, which a waiting thread may free and want again at once.

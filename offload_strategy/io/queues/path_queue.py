@@ -267,7 +267,6 @@ class PathQueue:
             offset=part.offset + begin,
             address=part.address + begin,
             nbytes=nbytes,
-            before=move.before,
             whole_pages=move.whole_pages,
             on_done=done,
         )

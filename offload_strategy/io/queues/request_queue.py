@@ -41,11 +41,10 @@ class MoveState(Enum):
 class QueuedMove(ABC):
     """What path queues know of a move; see `Move` for the attributes."""
 
-    __slots__ = ("before", "client", "direction", "one_block_at_a_time", "queued_at", "whole_pages")
+    __slots__ = ("client", "direction", "one_block_at_a_time", "queued_at", "whole_pages")
 
     client: str
     direction: Direction
-    before: Callable[[], None] | None
     one_block_at_a_time: bool
     whole_pages: bool
     queued_at: float
@@ -160,7 +159,7 @@ def _can_join(part: StripeMove) -> bool:
     """Whether its bytes can share a request: whole pages and no call before or after the block."""
     move = part.move
     whole = move.direction is Direction.WRITE or move.whole_pages or not part.nbytes % PAGE_BYTES
-    alone = move.before is not None or part.digests is not None
+    alone = part.digests is not None
     return whole and not alone and part.address % PAGE_BYTES == 0
 
 

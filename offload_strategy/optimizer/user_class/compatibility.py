@@ -29,6 +29,11 @@ from offload_strategy.optimizer.states.parameter_slices import (
 )
 from offload_strategy.optimizer.states.precision import MASTER_WEIGHT, Precision
 from offload_strategy.optimizer.user_class.inner_step import copy_with_parameters, unhooked_step
+from offload_strategy.torch_support.accelerator import (
+    forked_generators,
+    generator_states,
+    generators_of,
+)
 
 #: Maximum size of each dimension of a small parameter.
 _LONGEST = 8
@@ -167,14 +172,14 @@ def try_group(
         [_SmallParameter(optimizer, model, precision, seed) for seed, model in enumerate(models)]
         for _ in range(2)
     )
-    devices = _cuda_devices(*models)
-    with torch.random.fork_rng(devices=devices):
+    devices = generators_of(models)
+    with forked_generators(devices):
         before = _fingerprint(_shared_attributes(optimizer, group))
-        random = _random_states(devices)
+        random = generator_states(devices)
         changed = _run_steps(optimizer, group, together)
         for small in apart:
             changed |= _run_steps(optimizer, group, [small])
-        drew = not all(map(torch.equal, random, _random_states(devices)))
+        drew = not all(map(torch.equal, random, generator_states(devices)))
         after = _fingerprint(_shared_attributes(optimizer, group))
     changed |= {name for name, value in after.items() if before.get(name) != value}
     if changed:
@@ -207,7 +212,7 @@ def changes_gradients(optimizer: Optimizer, group: dict[str, Any], precision: Pr
     """
     model = _plain_parameters(group)[0]
     small = _SmallParameter(optimizer, model, precision, 0)
-    with torch.random.fork_rng(devices=_cuda_devices(model)):
+    with forked_generators(generators_of([model])):
         _run_steps(optimizer, group, [small])
     assert small.parameter.grad is not None
     return not torch.equal(small.parameter.grad, small.gradients[-1])
@@ -231,7 +236,7 @@ def is_elementwise(optimizer: Optimizer, group: dict[str, Any], precision: Preci
     )
     whole = _SlicedUpdates(values, [slice(None)])
     sliced = _SlicedUpdates(values, [slice(*edges) for edges in pairwise(_SLICE_EDGES)])
-    with torch.random.fork_rng(devices=_cuda_devices(model)):
+    with forked_generators(generators_of([model])):
         try:
             for gradient in gradients:
                 whole.step(optimizer, group, gradient)
@@ -291,14 +296,6 @@ def _plain_parameters(group: dict[str, Any]) -> list[torch.Tensor]:
     """Local tensors of a group that are plain ones; without empty ones, if there are others."""
     plain = [p for p in map(local_tensor, group["params"]) if is_plain(type(p))]
     return [p for p in plain if p.numel()] or plain
-
-
-def _cuda_devices(*tensors: torch.Tensor) -> list[torch.device]:
-    return list({tensor.device for tensor in tensors if tensor.device.type == "cuda"})
-
-
-def _random_states(devices: Iterable[torch.device]) -> list[torch.Tensor]:
-    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
 
 
 def _run_steps(

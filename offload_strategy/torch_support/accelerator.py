@@ -1,0 +1,130 @@
+"""What the device of a tensor can do: the one place that asks PyTorch about kinds of devices.
+
+CUDA, ROCm (which PyTorch calls ``cuda``), XPU and devices that register themselves
+(``PrivateUse1``) compute asynchronously on streams. On other devices (MPS, HPU) copies wait for
+the device, which is slower and just as right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+_SYNCHRONOUS = frozenset({"cpu", "meta", "mps", "hpu"})
+
+
+def is_asynchronous(device: torch.device) -> bool:
+    """Return whether kernels and copies of a device run on streams, after the host launched them."""
+    return device.type not in _SYNCHRONOUS and _is_accelerator(device.type)
+
+
+@lru_cache
+def _is_accelerator(device_type: str) -> bool:
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == device_type
+
+
+def _module(device: torch.device) -> Any:
+    return torch.get_device_module(device)
+
+
+@contextmanager
+def using_stream(stream: torch.Stream) -> Iterator[None]:
+    """Make a stream the current one of this thread.
+
+    A `torch.Stream` used as a context keeps the state to return to on itself, so one stream must
+    not be entered by two threads at a time; this may be.
+    """
+    device = torch.accelerator.current_device_index()
+    before = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+        torch.accelerator.set_device_index(device)
+
+
+def is_capturing_graph() -> bool:
+    """Return whether the current stream captures a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+# ---------------------------------------------------------------------- memory of a device
+def has_memory_statistics(device: torch.device) -> bool:
+    """Return whether the device's allocator counts bytes."""
+    return is_asynchronous(device)
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Return the bytes of tensors on a device."""
+    return int(_module(device).memory_allocated(device))
+
+
+def peak_allocated_bytes(device: torch.device) -> int:
+    """Return the largest number of bytes of tensors since `reset_peak`."""
+    return int(_module(device).max_memory_allocated(device))
+
+
+def reset_peak(device: torch.device) -> None:
+    """Start a new measurement of the peak."""
+    _module(device).reset_peak_memory_stats(device)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes that nobody uses on a device."""
+    return int(_module(device).mem_get_info(device)[0])
+
+
+def available_bytes(device: torch.device) -> int:
+    """Return the bytes that this process has or may still allocate on a device."""
+    return free_bytes(device) + int(_module(device).memory_reserved(device))
+
+
+# ---------------------------------------------------------------------- pinned host memory
+def register_host_memory(address: int, nbytes: int) -> bool:
+    """Pin host memory, so that copies from and to it are asynchronous.
+
+    Returns:
+        False if the system refuses, or the device has no such call: copies are synchronous then.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return False
+    if accelerator.type == "cuda":
+        return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)) == 0
+    register = getattr(_module(accelerator), "host_register", None)
+    return register is not None and int(register(address, nbytes)) == 0
+
+
+def unregister_host_memory(address: int) -> None:
+    """Undo `register_host_memory`."""
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    if accelerator.type == "cuda":
+        torch.cuda.cudart().cudaHostUnregister(address)
+    else:
+        _module(accelerator).host_unregister(address)
+
+
+# ---------------------------------------------------------------------- random numbers
+def generators_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
+    """Return the devices of tensors whose generators are not the CPU's."""
+    return list({tensor.device for tensor in tensors if is_asynchronous(tensor.device)})
+
+
+@contextmanager
+def forked_generators(devices: Sequence[torch.device]) -> Iterator[None]:
+    """Restore the generators of the CPU and of these devices at the end."""
+    kind = devices[0].type if devices else "cuda"
+    with torch.random.fork_rng(devices=devices, device_type=kind):
+        yield
+
+
+def generator_states(devices: Iterable[torch.device]) -> list[torch.Tensor]:
+    """Return the states of the generators of the CPU and of these devices."""
+    return [torch.get_rng_state(), *(_module(d).get_rng_state(d) for d in devices)]
