@@ -53,13 +53,16 @@ class Budget(ABC):
     """Decides which items are offloaded, and learns from the passes."""
 
     @abstractmethod
-    def admits(self, nbytes: int, trace: Trace, idle: float | None) -> bool:
+    def admits(
+        self, nbytes: int, trace: Trace, idle: float | None, saved_after: float | None = None
+    ) -> bool:
         """Return whether an item is offloaded; may wait for room in memory or on the path.
 
         Args:
             nbytes: Size of the item.
             trace: Trace of the forward pass so far, with this item among the saved ones.
             idle: Seconds for which the item will be unused, or None if unknown.
+            saved_after: Seconds after the first item at which it is saved, or None if unknown.
         """
 
     def must_leave(self, trace: Trace) -> int | None:
@@ -81,8 +84,11 @@ class Budget(ABC):
             nbytes: Size of this item.
         """
 
-    def observe(self, trace: Trace) -> None:  # noqa: B027 - a fixed budget learns nothing
-        """Learn from a pass whose backward has ended."""
+    def observe(self, trace: Trace) -> None:  # noqa: B027 - most budgets need not know
+        """Note that the backward of a pass has ended, or was launched."""
+
+    def learn(self, trace: Trace) -> None:  # noqa: B027 - a fixed budget learns nothing
+        """Learn from the times of such a pass, once the device has told them."""
 
     def room(self, trace: Trace) -> int | None:
         """Return the bytes that may be prefetched, or None for the usual amount."""
@@ -99,7 +105,9 @@ class FixedBudget(Budget):
     def __init__(self, budget: int | float | None) -> None:
         self._budget = budget
 
-    def admits(self, nbytes: int, trace: Trace, idle: float | None) -> bool:
+    def admits(
+        self, nbytes: int, trace: Trace, idle: float | None, saved_after: float | None = None
+    ) -> bool:
         """See `Budget.admits`."""
         if self._budget is None:
             return True
@@ -127,30 +135,57 @@ class AutomaticBudget(Budget):
         self._allowed_seconds = 0.0
         self._soon_seconds = 0.0
         self._observed = 0
+        # On a device: bytes that will wait to be written at a time after the first save of a pass.
+        self._expected_backlog = self._expected_at = 0.0
 
-    def admits(self, nbytes: int, trace: Trace, idle: float | None) -> bool:
+    def admits(
+        self, nbytes: int, trace: Trace, idle: float | None, saved_after: float | None = None
+    ) -> bool:
         """See `Budget.admits`; waits a little for the path."""
         tier_load = self._tier_load
         if trace.saved_bytes == nbytes:  # a new forward pass
             self._allowed_seconds = self._allowance_seconds
+            self._expected_backlog = self._expected_at = 0.0
         if self._limit is not None and trace.left_bytes + nbytes > self._limit:
             return False
         if tier_load.has_room_in_memory(nbytes):
             return True
-        if idle is not None and idle < min(self._soon_seconds, self._round_trip_seconds(nbytes)):
+        backlog: float = tier_load.writing_bytes()
+        if trace.on_device:
+            if saved_after is None:  # the first passes move what they can, and are timed
+                return True
+            backlog = self._backlog_at(saved_after)
+        round_trip = self._round_trip_seconds(nbytes, backlog)
+        if idle is not None and idle < min(self._soon_seconds, round_trip):
             return False
         room = max(self._backlog, min(2 * nbytes, self._most_backlog)) - nbytes
-        if tier_load.writing_bytes() <= room:
+        if trace.on_device:
+            admitted = backlog <= room
+            self._expected_backlog += nbytes if admitted else 0
+            return admitted
+        if backlog <= room:
             return True
         if self._allowed_seconds > 0:
             self._allowed_seconds -= tier_load.await_writing_at_most(room, self._allowed_seconds)
         return tier_load.writing_bytes() <= room
 
+    def _backlog_at(self, saved_after: float) -> float:
+        """Return the bytes that will wait to be written when the device saves an item.
+
+        The host asks long before that: it counts on what the path takes until then.
+        """
+        rate = self._tier_load.rate(write=True) or 0.0
+        written = rate * max(0.0, saved_after - self._expected_at)
+        self._expected_backlog = max(0.0, self._expected_backlog - written)
+        self._expected_at = saved_after
+        return self._expected_backlog
+
     def must_leave(self, trace: Trace) -> int | None:
         """Nothing must be written: what is in flight stays. See `Budget.must_leave`."""
-        return 0
+        # When the host launches backward, a device has not even produced what is in flight.
+        return None if trace.on_device else 0
 
-    def observe(self, trace: Trace) -> None:
+    def learn(self, trace: Trace) -> None:
         """Learn how much a backward pass can hide."""
         saved, left = trace.saved_bytes, trace.left_bytes
         of_small_pass = min(_SMALL_PASS_BYTES, int(_SMALL_PASS_SHARE * saved))
@@ -185,8 +220,8 @@ class AutomaticBudget(Budget):
                 format_size(saved),
             )
 
-    def _round_trip_seconds(self, nbytes: int) -> float:
+    def _round_trip_seconds(self, nbytes: int, backlog: float) -> float:
         write, read = self._tier_load.rate(write=True), self._tier_load.rate(write=False)
         if not write or not read:
             return 0.0
-        return (self._tier_load.writing_bytes() + nbytes) / write + nbytes / read
+        return (backlog + nbytes) / write + nbytes / read

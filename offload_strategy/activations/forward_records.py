@@ -146,6 +146,10 @@ class ForwardRecord:
         self.released_bytes = 0
         #: Bytes of offloaded items that are loaded or loading, and that backward has not used.
         self.loaded_bytes = 0
+        #: Of these, bytes that are copied to the device ahead of their use.
+        self.staged_bytes = 0
+        #: Bytes of the largest item.
+        self.largest = 0
         self.plan: UseOrder | None = None
         #: Places of offloaded items in the use order, ascending.
         self.upcoming: list[int] = []
@@ -158,6 +162,11 @@ class ForwardRecord:
     def in_backward(self) -> bool:
         """Whether backward has used an item."""
         return bool(self.trace.uses)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of loaded items in the memory of the device that computes."""
+        return self.staged_bytes if self.trace.on_device else self.loaded_bytes
 
     @property
     def kept_bytes(self) -> int:
@@ -189,6 +198,7 @@ class ForwardRecord:
         """
         storage = tensor.untyped_storage()
         number = self.trace.saved(prefix, span.nbytes)
+        self.largest = max(self.largest, span.nbytes)
         watched = self.trace.watch(number, storage, span.nbytes)
         item = SavedItem(number, span, watched, tensor._version)
         reference = weakref.ref(item)
@@ -236,9 +246,14 @@ class ForwardRecord:
                 self._store.prefetch(ticket)  # before prefetches
             # The wait for this item leaves time for that.
             self._prefetcher.fetch_ahead(self, item)
+        times = self.trace.device_times
+        if times is not None:
+            times.wait_begins()
         begin = time.perf_counter()
         payload = item.bytes(self._store)
         waited = time.perf_counter() - begin
+        if times is not None:
+            times.wait_ended()
         if absent:
             self._prefetcher.waited(waited)
         if absent or waited > WORTH_SECONDS:  # its write could not be cancelled

@@ -127,6 +127,8 @@ class PlannedBudget(Budget):
         self._told = False
         # The pass whose backward ended last, until the next one starts.
         self._over: Trace | None = None
+        # The last pass whose times are known.
+        self._timed: Trace | None = None
         #: Seconds from the start of the pass until which others reference an item, by its prefix.
         self.held_until: dict[int, float] = {}
         #: Whether an item is offloaded, by its prefix.
@@ -155,7 +157,9 @@ class PlannedBudget(Budget):
         assert self._memory.meter is not None
         return self._memory.meter
 
-    def admits(self, nbytes: int, trace: Trace, idle: float | None) -> bool:
+    def admits(
+        self, nbytes: int, trace: Trace, idle: float | None, saved_after: float | None = None
+    ) -> bool:
         """See `Budget.admits`; waits for room in memory."""
         if self.baseline is None:
             self.baseline = self._begin(nbytes)
@@ -207,10 +211,14 @@ class PlannedBudget(Budget):
         if self.baseline is not None:
             self.latest_peak_bytes = self.baseline.look()
             self._over = trace
-            self.io_overhead.observe(trace)
             for number, until in trace.held_until.items():
                 held = 0.0 if until is None else until - trace.started_at
                 self.held_until[trace.prefixes[number]] = held
+
+    def learn(self, trace: Trace) -> None:
+        """See `Budget.learn`."""
+        self._timed = trace
+        self.io_overhead.observe(trace)
 
     def room(self, trace: Trace) -> int | None:
         """See `Budget.room`."""
@@ -261,8 +269,12 @@ class PlannedBudget(Budget):
         known = self._planned_for
         fuller = 0 if known is None else baseline.correction - known
         worth = not -_MORE * self._limit < fuller < _LESS * self._limit
+        timed = self._timed
+        if timed is None or timed.signature != over.signature:
+            return  # the device has not told the times of such a pass
         if known is None or per_event or worth or over.signature not in self._leaves:
-            self._make_plan(over, baseline, trace.started_at, per_event=per_event)
+            ended_at = timed.uses[-1][1] + (trace.started_at - over.uses[-1][1])
+            self._make_plan(timed, baseline, ended_at, per_event=per_event)
 
     def _decided(self, nbytes: int, trace: Trace) -> bool | None:
         """Return whether an item is offloaded by the plan or a file; None if neither knows it."""
@@ -278,7 +290,7 @@ class PlannedBudget(Budget):
 
     # ------------------------------------------------------------------ room
     def _leaving_bytes(self) -> int:
-        return self._tier_load.own_writing_bytes() + self._batcher.nbytes
+        return self._tier_load.leaving_bytes() + self._batcher.nbytes
 
     def _room_after(self, event: int, baseline: BaselineMemory) -> int:
         if self._first_room is not None:
@@ -295,9 +307,7 @@ class PlannedBudget(Budget):
         if items <= room:
             return
         self._batcher.flush()
-        at_most = max(0, self._tier_load.own_writing_bytes() - (items - room))
-        if self._tier_load.own_writing_bytes() > at_most:
-            self._tier_load.await_own_writing_at_most(at_most, _PATIENCE_SECONDS)
+        self._tier_load.release_at_least(items - room, _PATIENCE_SECONDS)
 
     def _make_plan(
         self, trace: Trace, baseline: BaselineMemory, ended_at: float, *, per_event: bool

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 import weakref
 from bisect import bisect_right
+from collections import deque
 from typing import TYPE_CHECKING
 
 from offload_strategy.activations.batcher import batch_bytes
@@ -28,6 +29,10 @@ AUTO_BYTES = 32 * MiB
 #: Seconds of a load of any size: a thread must be woken while all cores compute.
 _LATENCY_SECONDS = 0.003
 _LEAST_MARGIN, _FIRST_MARGIN, _MOST_MARGIN = 1.5, 2.0, 16.0
+#: Largest number of passes that wait for the device to tell their times.
+_MOST_UNTIMED = 16
+#: Bytes that are copied to the device ahead of their use, unless two of the largest item are more.
+_STAGED_BYTES = 16 * MiB
 #: Largest number of passes whose backward may have ended without using all of their items.
 _MOST_OPEN = 64
 
@@ -51,6 +56,8 @@ class Prefetcher:
         self._alive: dict[int, weakref.ref[ForwardRecord]] = {}
         self._open: dict[int, Trace] = {}
         self._latest: tuple[int, Trace] | None = None
+        # Passes that the host has launched, of which the device has not told all times.
+        self._untimed: deque[Trace] = deque(maxlen=_MOST_UNTIMED)
         # Seconds from the last use of a pass to the next pass: the rest of backward, and everything
         # between two passes.
         self._tail: float | None = None
@@ -58,9 +65,9 @@ class Prefetcher:
         self.missed_loads = 0
         self.late_loads = 0
 
-    def idle_seconds(self, prefix: int) -> float | None:
-        """Return for how long an item with such a prefix is unused, or None if unknown."""
-        return self._history.idle_seconds(prefix)
+    def times(self, prefix: int) -> tuple[float | None, float | None]:
+        """See `UseOrderHistory.times`."""
+        return self._history.times(prefix)
 
     @property
     def latest_trace(self) -> Trace | None:
@@ -80,7 +87,7 @@ class Prefetcher:
         for reference in self._alive.values():
             record = reference()
             if record is not None and record.trace is not trace:
-                nbytes += record.trace.alive_bytes() + record.loaded_bytes
+                nbytes += record.trace.alive_bytes() + record.resident_bytes
         return nbytes
 
     # ------------------------------------------------------------------ the life of a record
@@ -93,6 +100,7 @@ class Prefetcher:
         if latest is not None:
             self._tail = record.trace.started_at - latest.uses[-1][1]
         self._learn_open()
+        self._learn_untimed()
 
     def begins(self, record: ForwardRecord) -> None:
         """Note that backward reaches a record."""
@@ -128,8 +136,25 @@ class Prefetcher:
                 del self._open[serial]
 
     def _learn(self, trace: Trace) -> None:
+        if trace.learned == len(trace.uses):
+            return
+        self._budget.observe(trace)
+        if trace.on_device:
+            trace.learned = len(trace.uses)
+            if trace.device_times is not None:
+                self._untimed.append(trace)
+        else:
+            self._learn_times(trace)
+
+    def _learn_untimed(self) -> None:
+        while self._untimed and self._untimed[0].resolve_times():
+            trace = self._untimed.popleft()
+            trace.learned = 0
+            self._learn_times(trace)
+
+    def _learn_times(self, trace: Trace) -> None:
         if self._history.learn(trace):
-            self._budget.observe(trace)
+            self._budget.learn(trace)
             if trace.waited < WORTH_SECONDS:
                 self._margin = max(_LEAST_MARGIN, 0.97 * self._margin)
 
@@ -139,7 +164,8 @@ class Prefetcher:
         nbytes = item.range.nbytes
         if item.leaves:
             record.loaded_bytes = max(0, record.loaded_bytes - nbytes)
-        self._budget.uses(record.trace, record.loaded_bytes, nbytes)
+            record.staged_bytes = max(0, record.staged_bytes - nbytes)
+        self._budget.uses(record.trace, record.resident_bytes, nbytes)
 
     def missed(self) -> None:
         """Count an item whose load had not started when it was needed."""
@@ -165,6 +191,8 @@ class Prefetcher:
             return
         limit = self._limit(record)
         record.loaded_bytes, all_here = self._fetch(record, plan, place, limit)
+        if record.trace.on_device:
+            self._stage(record, plan, place)
         if all_here:
             self._fetch_next_record(record, limit - record.loaded_bytes)
 
@@ -203,6 +231,20 @@ class Prefetcher:
             if ticket.state is TicketState.LOADING:
                 loading += ticket.nbytes
         return ahead, True
+
+    def _stage(self, record: ForwardRecord, plan: UseOrder, place: int) -> None:
+        """Start to copy the next items to the device, as far as they are in host memory."""
+        room = max(_STAGED_BYTES, 2 * record.largest)
+        staged = 0
+        for position in range(bisect_right(record.upcoming, place), len(record.upcoming)):
+            item = record.unused(plan.sequence[record.upcoming[position]])
+            if item is None or item.ticket is None or not item.has_pending_views:
+                continue
+            if staged + item.ticket.nbytes > room:
+                break
+            staged += item.ticket.nbytes
+            self._store.stage(item.ticket)
+        record.staged_bytes = staged
 
     def _fetch_next_record(self, record: ForwardRecord, room: int) -> None:
         """Prefetch the record whose backward is expected next, because this one is loaded."""

@@ -20,6 +20,7 @@ from offload_strategy.activations import foreign_hooks as other_hooks
 from offload_strategy.activations.batcher import OffloadBatcher, batch_bytes
 from offload_strategy.activations.budgets import AutomaticBudget, Budget, FixedBudget
 from offload_strategy.activations.conflicting_offloads import refuse_hooks_that_offload
+from offload_strategy.activations.device_times import is_timed
 from offload_strategy.activations.eligibility import StayCounts, is_small, why_it_stays
 from offload_strategy.activations.forward_records import ForwardRecord, SavedItem
 from offload_strategy.activations.packed_tensors import KeptTensor, OffloadedTensor
@@ -34,6 +35,7 @@ from offload_strategy.activations.use_order import Trace
 from offload_strategy.plan_runtime.profile import Profile
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Tier
+from offload_strategy.torch_support.accelerator import is_asynchronous
 from offload_strategy.torch_support.deferred_interrupts import UninterruptedSection
 
 _CLIENT = "activations"
@@ -314,10 +316,13 @@ class ActivationOffload:
         trace = record.trace
         trace.saved_bytes += span.nbytes
         prefix = trace.prefix_with(tensor)
-        idle = self._prefetcher.idle_seconds(prefix)
+        if tensor.device.type != "cpu" and not trace.sizes and is_asynchronous(tensor.device):
+            trace.computed_by(tensor.device, timed=is_timed(record.serial))
+            self._tier_load.on_device = True
+        idle, saved_after = self._prefetcher.times(prefix)
         item = record.add(tensor, span, prefix)
         self.names.note(prefix, tensor)
-        if not self._budget.admits(span.nbytes, trace, idle):
+        if not self._budget.admits(span.nbytes, trace, idle, saved_after):
             self.kept_bytes += span.nbytes
             return KeptTensor(tensor, item, record)
         handle = OffloadedTensor(tensor, span, record).attach(item)

@@ -24,6 +24,8 @@ class TierLoad:
         self._host = [tier for tier in tiers if tier.is_host_memory]
         self._queues = [queue for tier in tiers for queue in tier.queues]
         self._client = client
+        #: Whether an accelerator computes: its memory is free when a copy to the host is over.
+        self.on_device = False
 
     def writing_bytes(self) -> int:
         """Return the bytes that wait to be written or are being written."""
@@ -32,6 +34,18 @@ class TierLoad:
     def own_writing_bytes(self) -> int:
         """Return those of activations."""
         return self._store.writing_bytes_of(self._client)
+
+    def leaving_bytes(self) -> int:
+        """Return the bytes of activations in the computing device's memory that are leaving it."""
+        return self._store.source_bytes() if self.on_device else self.own_writing_bytes()
+
+    def release_at_least(self, nbytes: int, seconds: float) -> None:
+        """Free so many of the bytes that leave the computing device, within so many seconds."""
+        at_most = max(0, self.leaving_bytes() - nbytes)
+        if self.on_device:
+            self._store.release_sources(at_most)
+        elif self.own_writing_bytes() > at_most:
+            self.await_own_writing_at_most(at_most, seconds)
 
     def release_written(self) -> None:
         """Free the memory of what was written."""

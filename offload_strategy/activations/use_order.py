@@ -26,6 +26,7 @@ from typing import TypeVar
 import torch
 
 from offload_strategy.activations.block_calls import BlockCalls
+from offload_strategy.activations.device_times import DeviceTimes
 from offload_strategy.store.ticket import Entry
 
 _K = TypeVar("_K")
@@ -81,11 +82,13 @@ class Trace:
         "_looked_at",
         "_storages",
         "blocks",
+        "device_times",
         "held",
         "held_at",
         "held_until",
         "learned",
         "left_bytes",
+        "on_device",
         "prefixes",
         "saved_at",
         "saved_bytes",
@@ -118,14 +121,43 @@ class Trace:
         self.held_until: dict[int, float | None] = {}
         #: Calls of blocks that may be recomputed.
         self.blocks = BlockCalls()
+        #: Whether an accelerator computes the pass, and its events if the pass is timed by it.
+        self.on_device = False
+        self.device_times: DeviceTimes | None = None
         self._storages: list[StorageReference] = []
         # Storages are freed on any thread; appending to a deque runs no Python code.
         self._died: deque[weakref.ref[torch.UntypedStorage]] = deque()
         self._alive_bytes = 0
         self._looked_at = 0.0
 
+    def computed_by(self, device: torch.device, *, timed: bool) -> None:
+        """Record that an accelerator computes this pass; see [Note: clocks]."""
+        self.on_device = True
+        self.device_times = DeviceTimes(device) if timed else None
+
+    def resolve_times(self) -> bool:
+        """Replace the host's times by the device's; return whether the times are right now."""
+        times = self.device_times
+        if times is None:
+            return not self.on_device
+        if not self.uses or not times.over:
+            return False
+        start = self.started_at
+        self.saved_at = [start + seconds for seconds in times.saved_after()]
+        self.held_at = [0.0] * len(self.saved_at)
+        self.held, self.waited = 0.0, times.waited()
+        numbers = [number for number, _, _ in self.uses]
+        self.uses = [
+            (number, start + seconds, waited)
+            for number, (seconds, waited) in zip(numbers, times.used_after(), strict=True)
+        ]
+        self.on_device, self.device_times = False, None
+        return True
+
     def saved(self, prefix: int, nbytes: int) -> int:
         """Record a new item with its `prefix_with`, and return its number."""
+        if self.device_times is not None:
+            self.device_times.saved()
         self.prefixes.append(prefix)
         self.sizes.append(nbytes)
         self.held_at.append(self.held)
@@ -163,6 +195,8 @@ class Trace:
 
     def used(self, number: int) -> None:
         """Record the first use of an item."""
+        if self.device_times is not None:
+            self.device_times.used()
         self.uses.append((number, time.perf_counter(), self.waited))
         storage = self._storages[number]
         self._alive_bytes -= storage.nbytes
@@ -189,7 +223,8 @@ class UseOrderHistory:
 
     def __init__(self) -> None:
         self._plans: OrderedDict[int, UseOrder] = OrderedDict()
-        self._idle: OrderedDict[int, float] = OrderedDict()
+        # By prefix of an item: for how long it is unused, and how long after the first it is saved.
+        self._idle: OrderedDict[int, tuple[float, float]] = OrderedDict()
         self._following: OrderedDict[tuple[int, ...], int] = OrderedDict()
         self._distances: deque[int] = deque(maxlen=_DISTANCES)
 
@@ -207,8 +242,9 @@ class UseOrderHistory:
             due = [(old + new) / 2 for old, new in zip(known.due, due, strict=True)]
         _remember(self._plans, trace.signature, UseOrder(sequence, due), _MOST_PLANS)
         for number, at, waited in trace.uses:
-            idle = at - waited - trace.saved_at[number]
-            _remember(self._idle, trace.prefixes[number], idle, _MOST_IDLE_TIMES)
+            saved = trace.saved_at[number]
+            times = (at - waited - saved, saved - trace.saved_at[0])
+            _remember(self._idle, trace.prefixes[number], times, _MOST_IDLE_TIMES)
         return True
 
     def plan(self, trace: Trace) -> UseOrder:
@@ -219,9 +255,14 @@ class UseOrderHistory:
             return known
         return UseOrder(list(range(len(trace.saved_at) - 1, -1, -1)))
 
-    def idle_seconds(self, prefix: int) -> float | None:
-        """Return for how long the last item of such a prefix was unused, or None if unknown."""
-        return self._idle.get(prefix)
+    def times(self, prefix: int) -> tuple[float | None, float | None]:
+        """Return what is known of the last item of such a prefix.
+
+        Returns:
+            Seconds for which it was unused, and seconds from the first save of its pass to its own;
+            None if unknown.
+        """
+        return self._idle.get(prefix, (None, None))
 
     def follows(self, trace: Trace, distance: int) -> None:
         """Learn by how many passes the next backward was later (or earlier)."""

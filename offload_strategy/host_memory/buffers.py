@@ -42,9 +42,9 @@ class HostBuffer:
 
     Args:
         nbytes: bytes that will be used.
-        pinned: register the memory with the device if the system allows it, so that copies to and from the device are
-            asynchronous. PyTorch's own pinned allocator rounds to the next power of two; this does
-            not (MemAscend, section on exact-size pinned memory).
+        pinned: register the memory with the device if the system allows it, so that copies
+            to and from the device are asynchronous. PyTorch's own pinned allocator rounds to the
+            next power of two; this does not (MemAscend, section on exact-size pinned memory).
 
     Raises:
         OSError: the system has no room.
@@ -59,9 +59,11 @@ class HostBuffer:
         self.pinned = pinned and _register(self.address, self.nbytes)
         self._pid = os.getpid()
 
-    def acquire(self, nbytes: int) -> tuple[torch.Tensor, ctypes.Array[ctypes.c_char]]:
-        """A flat uint8 tensor over the first bytes, and the exporter that dies with its storage."""
-        exporter = (ctypes.c_char * max(1, nbytes)).from_buffer(self._memory)
+    def acquire(
+        self, nbytes: int, begin: int = 0
+    ) -> tuple[torch.Tensor, ctypes.Array[ctypes.c_char]]:
+        """Return a flat uint8 tensor from `begin` on, and the exporter of its storage."""
+        exporter = (ctypes.c_char * max(1, nbytes)).from_buffer(self._memory, begin)
         return torch.frombuffer(exporter, dtype=torch.uint8)[:nbytes], exporter
 
     def release(self) -> None:

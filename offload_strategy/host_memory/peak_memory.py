@@ -15,9 +15,9 @@ class PeakMeter:
     """Tells what a device, or the process where that is the CPU, had in memory at most.
 
     The kernel and torch keep one such figure each, which is started anew: what others read from
-    `torch.accelerator.max_memory_allocated` or ``VmHWM`` is then that of the last step, too. Where the
-    kernel keeps none that may be started anew (other systems than Linux, some containers), memory
-    is looked at when it is asked for.
+    `torch.accelerator.max_memory_allocated` or ``VmHWM`` is then that of the last step, too. Where
+    the kernel keeps none that may be started anew (other systems than Linux, some containers),
+    memory is looked at when it is asked for.
 
     Args:
         device: that computes.

@@ -14,6 +14,7 @@ import torch
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.arena import Arena, can_be_used
 from offload_strategy.host_memory.buffers import HostBuffer
+from offload_strategy.host_memory.slabs import PinnedSlabs, Slab
 from offload_strategy.units import PAGE_BYTES, MiB, format_size, round_up
 
 #: Default limit for idle buffers: a new mapping has page faults again (13 % of step time in a trial
@@ -53,9 +54,9 @@ class MemoryUsage:
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """A range of an arena in use."""
+    """A range of an arena or a slab in use."""
 
-    arena: Arena
+    arena: Arena | Slab
     begin: int
     nbytes: int
 
@@ -67,9 +68,8 @@ _Lent = tuple[torch.Tensor, Any, HostBuffer | _Range]
 class BufferPool:
     """Allocates flat uint8 tensors over page-aligned host memory.
 
-    Large ones are ranges of an arena. Small ones are recycled by size. So are planned ones, so that
-    they exist when they are needed, and pinned ones, because memory is registered with CUDA as a
-    whole.
+    Large ones are ranges of an arena, pinned ones of slabs. Small ones are recycled by size, and so
+    are planned ones, so that they exist when they are needed.
 
     Args:
         budget: Bytes that may be mapped at a time.
@@ -78,8 +78,8 @@ class BufferPool:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self._lock = threading.Lock()
-        # (Size class, pinned) -> idle buffers; the least recently used class is trimmed first.
-        self._idle: OrderedDict[tuple[int, bool], list[HostBuffer]] = OrderedDict()
+        # Size -> idle buffers; the least recently used size is trimmed first.
+        self._idle: OrderedDict[int, list[HostBuffer]] = OrderedDict()
         # See [Note: no Python code in finalizers]. A buffer in use is known by its weak
         # reference, which must exist to be notified.
         self._returned: deque[weakref.ref[Any]] = deque()
@@ -87,6 +87,7 @@ class BufferPool:
         # Bytes of separate mappings, and the idle part of them.
         self._apart = self._idle_bytes = 0
         self._lent = self._requested = self._peak = 0
+        self._slabs = PinnedSlabs(budget)
         self._arena: Arena | None = None
         self._has_arena = can_be_used()
         self._planned: dict[int, int] = {}
@@ -130,7 +131,7 @@ class BufferPool:
 
         Args:
             nbytes: Size in bytes.
-            pinned: Whether to register the memory with CUDA for asynchronous copies.
+            pinned: Whether copies from and to a device must be asynchronous.
             beyond_budget: Whether to exceed the budget if necessary, for a computation that
                 would otherwise wait for ever.
         """
@@ -138,10 +139,13 @@ class BufferPool:
         with self._lock:
             self._collect()
             acquired: _Lent | None = None
-            if size >= _LARGE_BYTES and not pinned and size not in self._planned:
-                acquired = self._lend_range(nbytes)
-            if acquired is None:
-                acquired = self._lend_buffer(nbytes, size, pinned, beyond_budget=beyond_budget)
+            if pinned:
+                acquired = self._lend_pinned(nbytes, size, beyond_budget=beyond_budget)
+            else:
+                if size >= _LARGE_BYTES and size not in self._planned:
+                    acquired = self._lend_range(nbytes)
+                if acquired is None:
+                    acquired = self._lend_buffer(nbytes, size, beyond_budget=beyond_budget)
             if acquired is None:
                 return None
             tensor, exporter, memory = acquired
@@ -155,7 +159,7 @@ class BufferPool:
     def trim(self, keep: int = 0) -> None:
         """Unmap idle memory before a time with few requests.
 
-        Planned buffers stay, and pinned ones: to register memory with a device takes long.
+        Planned buffers stay, and pinned slabs: to register memory with a device takes long.
 
         Args:
             keep: bytes that may stay nevertheless.
@@ -167,7 +171,7 @@ class BufferPool:
                 for _ in range(count):
                     if idle <= keep:
                         return
-                    self._unmap_one(size, False)
+                    self._unmap_one(size)
                     idle -= size
             if self._arena is not None:
                 self._arena.give_up(idle - keep)
@@ -205,6 +209,7 @@ class BufferPool:
         with self._lock:
             self._collect()
             self._trim(0, 0)
+            self._slabs = PinnedSlabs(self.budget)
             # From now on only the tensors own their memory.
             self._loans.clear()
             self._arena = None
@@ -216,14 +221,14 @@ class BufferPool:
 
     @property
     def _held(self) -> int:
-        return self._apart + (0 if self._arena is None else self._arena.held_bytes)
+        in_arena = 0 if self._arena is None else self._arena.held_bytes
+        return self._apart + self._slabs.held_bytes + in_arena
 
     def _spare(self) -> tuple[int, dict[int, int]]:
         """Return the idle bytes that are neither planned nor pinned, and such buffers by size."""
         spare = {
             size: max(0, len(buffers) - self._planned.get(size, 0))
-            for (size, pinned), buffers in self._idle.items()
-            if not pinned
+            for size, buffers in self._idle.items()
         }
         in_arena = 0 if self._arena is None else self._arena.idle_bytes()
         return in_arena + sum(size * count for size, count in spare.items()), spare
@@ -248,33 +253,42 @@ class BufferPool:
         tensor, exporter, begin = acquired
         return tensor, exporter, _Range(arena, begin, round_up(nbytes, PAGE_BYTES))
 
-    def _lend_buffer(
-        self, nbytes: int, size: int, pinned: bool, *, beyond_budget: bool
-    ) -> _Lent | None:
+    def _lend_pinned(self, nbytes: int, size: int, *, beyond_budget: bool) -> _Lent | None:
+        """Return a range of a slab; slabs are registered anew only where the budget is short."""
+        acquired = self._slabs.acquire(nbytes, max(0, self.budget - self._held))
+        if acquired is None:
+            self._trim(self.budget - size, self._idle_at_most)
+            room = size if beyond_budget else max(0, self.budget - self._held)
+            acquired = self._slabs.acquire(nbytes, room)
+        if acquired is None:
+            return None
+        tensor, exporter, slab, begin = acquired
+        return tensor, exporter, _Range(slab, begin, size)
+
+    def _lend_buffer(self, nbytes: int, size: int, *, beyond_budget: bool) -> _Lent | None:
         """Return a separate mapping, recycled or new."""
-        fitting = self._fitting(size, pinned)
+        fitting = self._fitting(size)
         if fitting is not None:
-            buffer = self._idle[fitting, pinned].pop()
-            self._idle.move_to_end((fitting, pinned))
+            buffer = self._idle[fitting].pop()
+            self._idle.move_to_end(fitting)
             self._idle_bytes -= fitting
         else:
             self._trim(self.budget - size, self._idle_at_most)
             if self._held + size > self.budget and not beyond_budget:
                 return None
-            buffer = HostBuffer(size, pinned=pinned)
+            buffer = HostBuffer(size)
             self._apart += size
         return *buffer.acquire(nbytes), buffer
 
-    def _fitting(self, size: int, pinned: bool) -> int | None:
+    def _fitting(self, size: int) -> int | None:
         """Return the size of an idle buffer that serves the request, or None."""
-        if self._idle.get((size, pinned)):
+        if self._idle.get(size):
             return size
         return min(
             (
                 other
-                for (other, is_pinned), buffers in self._idle.items()
-                if is_pinned == pinned
-                and size < other <= size * (1 + _SPARE)
+                for other, buffers in self._idle.items()
+                if size < other <= size * (1 + _SPARE)
                 and len(buffers) > self._planned.get(other, 0)
             ),
             default=None,
@@ -288,11 +302,13 @@ class BufferPool:
             _, memory, nbytes = loan
             self._lent -= memory.nbytes
             self._requested -= nbytes
-            if isinstance(memory, _Range):
-                memory.arena.take_back(memory.begin, memory.nbytes)
-            else:
-                self._idle.setdefault((memory.nbytes, memory.pinned), []).append(memory)
+            if isinstance(memory, HostBuffer):
+                self._idle.setdefault(memory.nbytes, []).append(memory)
                 self._idle_bytes += memory.nbytes
+            elif isinstance(memory.arena, Slab):
+                self._slabs.take_back(memory.arena, memory.begin, memory.nbytes)
+            else:
+                memory.arena.take_back(memory.begin, memory.nbytes)
         self._trim(self.budget, self._idle_at_most)
 
     def _trim(self, held_at_most: int, idle_at_most: int) -> None:
@@ -301,32 +317,34 @@ class BufferPool:
         Buffers go first, the size unused for longest before the others; then memory of the arena;
         and what is planned only where the budget needs it.
         """
-        if self._held <= held_at_most and self._held - self._lent <= idle_at_most:
+        slabs = self._slabs
+        idle = self._held - self._lent - (slabs.held_bytes - slabs.lent_bytes)
+        if self._held <= held_at_most and idle <= idle_at_most:
             return
         arena = self._arena
         in_arena = 0 if arena is None else arena.idle_bytes()
         self._unmap(self._planned, held_at_most, idle_at_most - in_arena)
         if arena is not None:
             arena.give_up(max(self._held - held_at_most, in_arena - idle_at_most))
+        slabs.give_up(self._held - held_at_most)
         self._unmap({}, held_at_most, self._idle_bytes)
 
     def _unmap(self, kept: Mapping[int, int], held_at_most: int, idle_at_most: int) -> None:
         spare = sum(
-            size * max(0, len(buffers) - kept.get(size, 0))
-            for (size, _), buffers in self._idle.items()
+            size * max(0, len(buffers) - kept.get(size, 0)) for size, buffers in self._idle.items()
         )
-        for size, pinned in list(self._idle):
-            buffers = self._idle[size, pinned]
+        for size in list(self._idle):
+            buffers = self._idle[size]
             while len(buffers) > kept.get(size, 0):
                 if self._held <= held_at_most and spare <= idle_at_most:
                     return
-                self._unmap_one(size, pinned)
+                self._unmap_one(size)
                 spare -= size
 
-    def _unmap_one(self, size: int, pinned: bool) -> None:
-        buffers = self._idle[size, pinned]
+    def _unmap_one(self, size: int) -> None:
+        buffers = self._idle[size]
         buffers.pop().release()
         self._apart -= size
         self._idle_bytes -= size
         if not buffers:
-            del self._idle[size, pinned]
+            del self._idle[size]

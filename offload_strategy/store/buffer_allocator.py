@@ -9,6 +9,7 @@ import torch
 
 from offload_strategy.host_memory.idle_memory import IdleMemory
 from offload_strategy.host_memory.pool import BufferPool
+from offload_strategy.store.copy_engine import CopyEngines
 from offload_strategy.store.ticket_registry import TicketRegistry
 from offload_strategy.telemetry import Recorder
 
@@ -20,11 +21,15 @@ class BufferAllocator:
 
     Args:
         pool: The pool.
+        copies: Copies of devices, which keep buffers until they are over.
         registry: Knows which copies can be dropped, and whether writes will free buffers.
         recorder: Counts the time for which training waited for a buffer.
     """
 
-    def __init__(self, pool: BufferPool, registry: TicketRegistry, recorder: Recorder) -> None:
+    def __init__(
+        self, pool: BufferPool, registry: TicketRegistry, copies: CopyEngines, recorder: Recorder
+    ) -> None:
+        self._copies = copies
         self._pool = pool
         self._idle = IdleMemory(pool)
         self._registry = registry
@@ -41,12 +46,14 @@ class BufferAllocator:
         return self._beyond(nbytes, pinned=pinned) if buffer is None else buffer
 
     def allocate_waiting(self, client: str, nbytes: int, *, pinned: bool) -> torch.Tensor:
-        """Return a buffer after waiting for writes to free some.
+        """Return a buffer after waiting for writes, or copies of a device, to free some.
 
-        If no write is in flight, this would wait for ever, and exceeds the budget instead.
+        If none is in flight, this would wait for ever, and exceeds the budget instead.
         """
         begin = time.perf_counter()
         while (buffer := self._reclaimed(nbytes, pinned=pinned)) is None:
+            if pinned and self._copies.wait_for_oldest():
+                continue
             if not self._registry.writing_bytes:
                 break
             time.sleep(POLL_SECONDS)

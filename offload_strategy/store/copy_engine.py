@@ -92,6 +92,14 @@ class CopyEngine:
             self._largest = max(self._largest, payload.numel())
             self._release_sources(compute, max(_WINDOW_BYTES, 2 * self._largest))
 
+    def source_bytes(self) -> int:
+        """Return the bytes of this stream's tensors that are kept until they were copied."""
+        if not self.asynchronous:
+            return 0
+        with self._lock:
+            window = self._windows[self._compute().stream_id]
+            return sum(copy.host.numel() for copy in window)
+
     def release_sources(self, at_most: int) -> None:
         """Let the compute stream wait for copies until at most so many bytes are referenced."""
         if self.asynchronous:
@@ -129,9 +137,24 @@ class CopyEngine:
         for copy in released:
             self._release(copy)
 
+    def _copies_out(self) -> list[_CopyOut]:
+        return [*self._released, *(copy for window in self._windows.values() for copy in window)]
+
     def _release(self, copy: _CopyOut) -> None:
         copy.entry.source = copy.source = None
         self._released.append(copy)
+
+    def wait_for_oldest(self) -> bool:
+        """Wait for a copy that keeps a host buffer; return False if there is none."""
+        if not self.asynchronous:
+            return False
+        with self._lock:
+            events = [load.done for load, _ in self._loads] + [c.done for c in self._copies_out()]
+        waiting = next((event for event in events if not event.query()), None)
+        if waiting is not None:
+            waiting.synchronize()
+        self.collect()
+        return waiting is not None
 
     def when_copied(self, event: torch.Event, kept: object, then: Callable[[], None]) -> None:
         """Call a function on another thread once the device has reached an event.
@@ -204,7 +227,7 @@ class CopyEngine:
         if watcher is not None:
             watcher.close()
         with self._lock:
-            for copy in [*self._released, *(c for w in self._windows.values() for c in w)]:
+            for copy in self._copies_out():
                 copy.done.synchronize()
                 copy.entry.source = copy.entry.copied = None
             for load, _ in self._loads:
@@ -234,10 +257,18 @@ class CopyEngines:
         for engine in tuple(self._engines.values()):
             engine.collect()
 
+    def source_bytes(self) -> int:
+        """See `CopyEngine.source_bytes`."""
+        return sum(engine.source_bytes() for engine in tuple(self._engines.values()))
+
     def release_sources(self, at_most: int) -> None:
         """See `CopyEngine.release_sources`."""
         for engine in tuple(self._engines.values()):
             engine.release_sources(at_most)
+
+    def wait_for_oldest(self) -> bool:
+        """See `CopyEngine.wait_for_oldest`."""
+        return any([engine.wait_for_oldest() for engine in tuple(self._engines.values())])
 
     def close(self) -> None:
         """See `CopyEngine.close`."""

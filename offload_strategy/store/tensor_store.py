@@ -40,7 +40,7 @@ class TensorStore:
         self._recorder = recorder
         self._registry = TicketRegistry()
         self._copies = CopyEngines()
-        self._allocator = BufferAllocator(pool, self._registry, recorder)
+        self._allocator = BufferAllocator(pool, self._registry, self._copies, recorder)
         self._writer = Writer(self._registry, self._allocator, self._copies, recorder, write_behind)
         self._reader = Reader(self._registry, self._allocator, self._copies, recorder)
         self._plans: dict[int, Counter[int]] = {}
@@ -194,6 +194,7 @@ class TensorStore:
         """Return what `get` does, and whether the ticket shares it."""
         entry = ticket.entry
         self._registry.release_written()
+        self._registry.free_dropped()
         self._copies.collect()
         while True:
             payload, move = self._reader.payload_or_move(entry)
@@ -312,6 +313,14 @@ class TensorStore:
     def release_written(self) -> None:
         """Free the memory of tickets that were written."""
         self._registry.release_written()
+
+    def source_bytes(self) -> int:
+        """Return the bytes of device tensors that are kept until they were copied to the host."""
+        return self._copies.source_bytes()
+
+    def release_sources(self, at_most: int) -> None:
+        """Free device tensors in the order of the device until at most so many bytes are kept."""
+        self._copies.release_sources(at_most)
 
     def stalled_seconds(self, client: str) -> float:
         """Return the seconds for which a client has waited."""

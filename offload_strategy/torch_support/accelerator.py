@@ -18,7 +18,7 @@ _SYNCHRONOUS = frozenset({"cpu", "meta", "mps", "hpu"})
 
 
 def is_asynchronous(device: torch.device) -> bool:
-    """Return whether kernels and copies of a device run on streams, after the host launched them."""
+    """Return whether kernels and copies of a device run on streams, behind the host."""
     return device.type not in _SYNCHRONOUS and _is_accelerator(device.type)
 
 

@@ -94,7 +94,7 @@ def test_a_path_that_is_behind_gets_no_more() -> None:
 def test_a_little_may_be_waited_for_once_the_time_of_a_step_is_known() -> None:
     path = Path_(clears=True)
     budget = AutomaticBudget(path, GiB)
-    budget.observe(step(GiB, GiB, seconds=10.0))
+    budget.learn(step(GiB, GiB, seconds=10.0))
     trace = Trace()
     assert offer(budget, 10 * MiB, trace)
     path.waiting = 500 * MiB
@@ -106,7 +106,7 @@ def test_a_little_may_be_waited_for_once_the_time_of_a_step_is_known() -> None:
 def test_what_waits_is_bounded_by_the_memory_that_is_allowed() -> None:
     path = Path_(waiting=20 * MiB)
     budget = AutomaticBudget(path, 16 * MiB)
-    budget.observe(step(GiB, GiB))
+    budget.learn(step(GiB, GiB))
     assert not offer(budget, MiB, Trace())
 
 
@@ -120,7 +120,7 @@ def test_host_memory_takes_whatever_the_path_is_doing() -> None:
 def test_what_is_used_soon_stays() -> None:
     path = Path_(write=100 * MiB, read=100 * MiB)
     budget = AutomaticBudget(path, GiB)
-    budget.observe(step(GiB, GiB, seconds=10.0))
+    budget.learn(step(GiB, GiB, seconds=10.0))
     trace = Trace()
     assert not offer(budget, 10 * MiB, trace, idle=0.1)  # out and back take 0.2 s
     assert offer(budget, 10 * MiB, trace, idle=0.3)
@@ -130,7 +130,7 @@ def test_what_is_used_soon_stays() -> None:
 def test_a_path_that_was_slow_once_is_tried_again() -> None:
     path = Path_(write=1.0, read=1.0)
     budget = AutomaticBudget(path, GiB)
-    budget.observe(step(GiB, GiB, seconds=10.0))
+    budget.learn(step(GiB, GiB, seconds=10.0))
     assert offer(budget, 10 * MiB, Trace(), idle=1.5)
 
 
@@ -138,13 +138,13 @@ def test_less_leaves_after_a_backward_that_waited_and_more_again_later() -> None
     path = Path_(read=100.0 * MiB)
     budget = AutomaticBudget(path, GiB)
     # 1.1 s of 10 s: one second too many, in which the path reads 100 MiB.
-    budget.observe(step(1000 * MiB, 1000 * MiB, seconds=10.0, waited=1.1))
+    budget.learn(step(1000 * MiB, 1000 * MiB, seconds=10.0, waited=1.1))
     trace = Trace()
     left = sum(offer(budget, 10 * MiB, trace) for _ in range(100))
     assert left == 90
     amounts = []
     for _ in range(4):
-        budget.observe(step(1000 * MiB, 900 * MiB, seconds=10.0))
+        budget.learn(step(1000 * MiB, 900 * MiB, seconds=10.0))
         trace = Trace()
         amounts.append(sum(offer(budget, 10 * MiB, trace) for _ in range(100)))
     assert amounts == [92, 96, 100, 100]
@@ -158,15 +158,15 @@ def test_one_late_pass_may_be_chance_two_are_not() -> None:
         return sum(offer(budget, 10 * MiB, trace) for _ in range(100))
 
     # Two seconds of ten, in which the path could have read all of it: it paused, or is too slow.
-    budget.observe(step(1000 * MiB, 1000 * MiB, seconds=10.0, waited=2.0))
+    budget.learn(step(1000 * MiB, 1000 * MiB, seconds=10.0, waited=2.0))
     assert leaves() == 80
-    budget.observe(step(1000 * MiB, 800 * MiB, seconds=10.0, waited=2.0))
+    budget.learn(step(1000 * MiB, 800 * MiB, seconds=10.0, waited=2.0))
     assert leaves() == 0
-    budget.observe(step(1000 * MiB, 0, seconds=10.0))
+    budget.learn(step(1000 * MiB, 0, seconds=10.0))
     assert leaves() == 2
-    budget.observe(step(1000 * MiB, 20 * MiB, seconds=10.0, waited=2.0))
+    budget.learn(step(1000 * MiB, 20 * MiB, seconds=10.0, waited=2.0))
     assert leaves() == 1  # begins to grow anew
-    budget.observe(step(1000 * MiB, 10 * MiB, seconds=10.0))
+    budget.learn(step(1000 * MiB, 10 * MiB, seconds=10.0))
     assert leaves() == 3
 
 
@@ -174,7 +174,7 @@ def test_the_amount_is_told_once_when_it_has_settled(caplog: pytest.LogCaptureFi
     budget = AutomaticBudget(Path_(), GiB)
     with caplog.at_level(logging.INFO, logger="offload_strategy"):
         for _ in range(10):
-            budget.observe(step(1000 * MiB, 300 * MiB))
+            budget.learn(step(1000 * MiB, 300 * MiB))
     (told,) = [record.getMessage() for record in caplog.records]
     assert "300 MiB of 1000 MiB" in told
 

@@ -69,10 +69,10 @@ def test_how_long_an_item_lies_unused_is_known_from_what_came_before_it() -> Non
     _used(trace, (1, 5.0, 0.0), (0, 9.0, 0.5))
     book.learn(trace)
     again = Trace()
-    assert book.idle_seconds(again.prefix_with(torch.empty(2))) == 7.5
+    assert book.times(again.prefix_with(torch.empty(2)))[0] == 7.5
     _saved(again, (2,))
-    assert book.idle_seconds(again.prefix_with(torch.empty(3))) == 3.0
-    assert book.idle_seconds(again.prefix_with(torch.empty(3, 3))) is None
+    assert book.times(again.prefix_with(torch.empty(3)))[0] == 3.0
+    assert book.times(again.prefix_with(torch.empty(3, 3))) == (None, None)
 
 
 def test_plans_are_forgotten_when_there_are_too_many() -> None:
