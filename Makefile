@@ -21,7 +21,7 @@ help:
 
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -p faulthandler --timeout=300
 # The simulated accelerator is a process's only one, so its tests run by themselves.
-ACCELERATOR_TESTS = tests/simulated_accelerator
+ACCELERATOR_TESTS = tests/simulated_accelerator tests/accelerator
 
 demo: $(READY)
 	$(BIN)/python examples/lightning_gpt.py $(ARGS)
@@ -37,7 +37,7 @@ bench-quick: $(READY)
 
 test: $(READY)
 	$(PYTEST) $(ARGS)
-	$(if $(ARGS),,$(PYTEST) --accelerator sim $(ACCELERATOR_TESTS))
+	$(if $(ARGS),,TEST_ACCELERATOR=sim $(PYTEST) $(ACCELERATOR_TESTS))
 
 module-map: $(READY)
 	$(BIN)/python -m tests.module_map

@@ -23,6 +23,14 @@ torch.set_num_threads(1)
 # Engines learn nothing from those of other tests, and leave nothing in the user's cache directory.
 os.environ["SSD_OFFLOAD_CACHE"] = ""
 
+# The device of the tests of accelerators. The simulated one is the only one of its process, which
+# is why they run by themselves: TEST_ACCELERATOR=sim pytest tests/accelerator
+TEST_ACCELERATOR = os.environ.setdefault(
+    "TEST_ACCELERATOR", "cuda" if torch.cuda.is_available() else "none"
+)
+if TEST_ACCELERATOR == "sim":
+    from tests.simulated_accelerator import sim  # noqa: F401
+
 _stores: list[weakref.ref[TensorStore]] = []
 _make_store = TensorStore.__init__
 
@@ -38,15 +46,6 @@ TensorStore.__init__ = _remember  # type: ignore[method-assign]
 # inherit that; tests that press Ctrl-C need the usual handler.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--accelerator",
-        choices=("none", "sim", "cuda"),
-        default="cuda" if torch.cuda.is_available() else "none",
-        help="device of the tests of accelerators; sim is simulated, for the whole process",
-    )
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -45,11 +45,13 @@ class TierLoad:
     def keep_idle(self, nbytes: int) -> None:
         self.idle = nbytes
 
-    def own_writing_bytes(self) -> int:
+    def leaving_bytes(self) -> int:
         return self.writing
 
-    def await_own_writing_at_most(self, nbytes: int, seconds: float) -> float:
-        return self.await_writing_at_most(nbytes, seconds)
+    def release_at_least(self, nbytes: int, seconds: float) -> None:
+        at_most = max(0, self.writing - nbytes)
+        if self.writing > at_most:
+            self.await_writing_at_most(at_most, seconds)
 
     def rate(self, *, write: bool) -> float | None:
         return self._rate
@@ -146,6 +148,7 @@ def backward(budget: PlannedBudget, memory: Memory, trace: Trace, storages: Stor
         storages[number] = None
         memory.change(-ITEM)
     budget.observe(trace)
+    budget.learn(trace)
 
 
 def test_all_leaves_until_there_is_a_plan_and_then_what_must() -> None:

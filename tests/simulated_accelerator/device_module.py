@@ -116,3 +116,11 @@ def host_register(address: int, nbytes: int) -> int:
 
 def host_unregister(address: int) -> int:
     return int(extension.host_unregister(address))
+
+
+def sleep(us: int) -> None:
+    extension.sleep(us)
+
+
+def set_memory_limit(device: int, nbytes: int) -> None:
+    extension.set_memory_limit(device, nbytes)

@@ -1,7 +1,8 @@
-"""What tests of CUDA share: a small transformer, its data, and what makes kernels repeatable."""
+"""What tests of accelerators share: a small transformer, its data, and repeatable kernels."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,11 +18,15 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-needs_cuda = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs a CUDA device: torch.cuda.is_available() is False"
-)
+DEVICE = os.environ["TEST_ACCELERATOR"]
+"""Type of the device under test: "cuda", or "sim", which is simulated; see tests/conftest.py."""
 
-DEVICE = "cuda"
+needs_accelerator = pytest.mark.skipif(
+    DEVICE == "none", reason="needs CUDA, or the simulated accelerator: TEST_ACCELERATOR=sim"
+)
+needs_cuda = pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
+
+device_module: Any = None if DEVICE == "none" else torch.get_device_module(DEVICE)
 WIDTH = 64
 
 TIERS: dict[str, dict[str, Any]] = {
@@ -39,8 +44,37 @@ def repeatable() -> Iterator[None]:
     with sdpa_kernel(SDPBackend.MATH):
         yield
     torch.use_deterministic_algorithms(before)
-    torch.cuda.synchronize()  # an error of the device that nobody saw shows here
-    torch.cuda.empty_cache()
+    torch.accelerator.synchronize()  # an error of the device that nobody saw shows here
+    device_module.empty_cache()
+
+
+def new_stream(priority: int = 0) -> torch.Stream:
+    return torch.Stream(torch.device(DEVICE, torch.accelerator.current_device_index()), priority)
+
+
+def sleep(cycles: int) -> None:
+    """Keep the current stream busy; a GPU counts about two million cycles in a millisecond."""
+    if DEVICE == "cuda":
+        torch.cuda._sleep(cycles)
+    else:
+        device_module.sleep(cycles // 2000)
+
+
+@contextmanager
+def memory_beyond(nbytes: int) -> Iterator[None]:
+    """Allow so many bytes more than are in use."""
+    gc.collect()
+    device_module.empty_cache()
+    if DEVICE == "sim":
+        device_module.set_memory_limit(0, device_module.memory_allocated() + nbytes)
+        yield
+        device_module.set_memory_limit(0, -1)
+        return
+    total = torch.cuda.get_device_properties(DEVICE).total_memory
+    share = (torch.cuda.memory_reserved() + nbytes) / total
+    torch.cuda.set_per_process_memory_fraction(min(1.0, share))
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 class Block(nn.Module):

@@ -28,7 +28,7 @@ class DeviceMemory:
         )
         self._start = PAGE_BYTES + -self._whole.data_ptr() % PAGE_BYTES + misalignment
         self.address = self._whole.data_ptr() + self._start
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
 
     @property
     def _part(self) -> torch.Tensor:
@@ -41,7 +41,7 @@ class DeviceMemory:
     @data.setter
     def data(self, value: bytes) -> None:
         self._part.copy_(torch.frombuffer(bytearray(value), dtype=torch.uint8))
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
 
     @property
     def around(self) -> set[int]:
@@ -78,7 +78,7 @@ class TestDeviceMemory(_Kvikio):
         backend = create_backend(name, threads=4, block_size=4 * MiB)
         data = torch.randint(0, 256, (64 * MiB,), dtype=torch.uint8, device="cuda")
         back = torch.zeros(64 * MiB, dtype=torch.uint8)
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
 
         class Part:
             def __init__(self, tensor: torch.Tensor, offset: int) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from offload_strategy import OffloadEngine
 from offload_strategy.errors import OffloadError
-from tests.gpu.support import DEVICE, batch, loss_of, make, needs_cuda
+from tests.accelerator.support import DEVICE, batch, loss_of, make, needs_cuda
 from tests.training import Numbers, activations_only, assert_same_history, gradients, moved
 
 pytestmark = needs_cuda
@@ -71,14 +71,14 @@ def test_a_cuda_graph_of_a_step_is_refused(disk: Path) -> None:
         with torch.cuda.stream(stream):
             model(inputs).sum().backward()
         torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         graph = torch.cuda.CUDAGraph()
         with (
             pytest.raises(OffloadError, match="CUDA graph"),
             torch.cuda.graph(graph),
         ):
             model(inputs)
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         loss_of(model, 1).backward()  # it goes on without
 
 
@@ -98,7 +98,7 @@ def test_a_cuda_graph_without_gradients_is_no_concern(disk: Path) -> None:
                 output = model(inputs)
             inputs.copy_(batch(3))
             graph.replay()
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize()
             assert torch.equal(output, model(batch(3)))
 
 

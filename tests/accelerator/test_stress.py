@@ -1,4 +1,4 @@
-"""Copies and kernels that are late at random, and buffers that are few: 1,000 steps, the same bits.
+"""Copies and kernels that are late at random, and buffers that are few: many steps, the same bits.
 
 What lies in memory that was freed too early is overwritten meanwhile, so that a stream that does
 not wait for another shows in the numbers.
@@ -7,7 +7,6 @@ not wait for another shows in the numbers.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,41 +17,51 @@ from torch import nn
 from torch.optim import AdamW
 
 from offload_strategy import OffloadEngine
-from offload_strategy.store.device_streams import DeviceCopier
-from tests.gpu.support import DEVICE, batch, loss_of, make, needs_cuda, stir
+from offload_strategy.store.copy_engine import CopyEngine
+from offload_strategy.torch_support.accelerator import using_stream
+from tests.accelerator.support import (
+    DEVICE,
+    batch,
+    device_module,
+    loss_of,
+    make,
+    needs_accelerator,
+    new_stream,
+    sleep,
+    stir,
+)
 from tests.training import Numbers, assert_same_history, settings, weights
 
-pytestmark = needs_cuda
+pytestmark = needs_accelerator
 
 #: A device counts in cycles: about 0.2 ms at most.
 _CYCLES = 400_000
+STEPS = 1000 if DEVICE == "cuda" else 40
 
 
 @pytest.fixture
 def late_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every third copy begins late, on its stream or on its thread."""
+    """Every third copy begins late."""
     dice = random.Random(0)
-    out, back = DeviceCopier.copy_out, DeviceCopier.copy_in
+    out, back = CopyEngine.copy_out, CopyEngine.load
 
-    def lag(copier: DeviceCopier, direction: str) -> None:
+    def lag(stream: torch.Stream) -> None:
         if dice.random() < 0.33:
-            with copier._stream(direction):
-                torch.cuda._sleep(dice.randrange(_CYCLES))
+            with using_stream(stream):
+                sleep(dice.randrange(_CYCLES))
 
-    def copy_out(copier: DeviceCopier, source: torch.Tensor, host: torch.Tensor) -> Any:
-        lag(copier, "out")
-        return out(copier, source, host)
+    def copy_out(engine: CopyEngine, *args: Any) -> None:
+        lag(engine._out)
+        out(engine, *args)
 
-    def copy_in(copier: DeviceCopier, host: torch.Tensor) -> torch.Tensor:
-        lag(copier, "in")
-        if dice.random() < 0.1:
-            time.sleep(dice.random() / 2000)
-        return back(copier, host)
+    def load(engine: CopyEngine, *args: Any) -> Any:
+        lag(engine._in)
+        return back(engine, *args)
 
-    monkeypatch.setattr(DeviceCopier, "copy_out", copy_out)
-    monkeypatch.setattr(DeviceCopier, "copy_in", copy_in)
+    monkeypatch.setattr(CopyEngine, "copy_out", copy_out)
+    monkeypatch.setattr(CopyEngine, "load", load)
     yield
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
 
 
 def train(engine: OffloadEngine | None, steps: int) -> list[Numbers]:
@@ -64,7 +73,7 @@ def train(engine: OffloadEngine | None, steps: int) -> list[Numbers]:
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):  # between the layers, wherever that is
             module.register_forward_hook(
-                lambda *_: torch.cuda._sleep(dice.randrange(_CYCLES) if dice.random() < 0.1 else 1)
+                lambda *_: sleep(dice.randrange(_CYCLES) if dice.random() < 0.1 else 1)
             )
     found = []
     for step in range(steps):
@@ -78,7 +87,7 @@ def train(engine: OffloadEngine | None, steps: int) -> list[Numbers]:
         optimizer.step()
         optimizer.zero_grad()
         numbers = {"loss": loss.detach()}
-        if step % 100 == 99:
+        if step % 20 == 19:
             numbers |= weights(model)
         found.append(numbers)
     return found
@@ -86,13 +95,13 @@ def train(engine: OffloadEngine | None, steps: int) -> list[Numbers]:
 
 @pytest.mark.parametrize("overlap", ["commit", "off"])
 @pytest.mark.parametrize("host", [None, "64KiB"], ids=["disk", "little host memory"])
-def test_a_thousand_steps_are_the_same(
+def test_many_steps_are_the_same(
     disk: Path, late_copies: None, host: str | None, overlap: str
 ) -> None:
-    expected = train(None, 1000)
+    expected = train(None, STEPS)
     config = settings(disk, host, optimizer={"overlap": overlap}, memory={"pinned": "256KiB"})
     with OffloadEngine(config) as engine:
-        assert_same_history(train(engine, 1000), expected)
+        assert_same_history(train(engine, STEPS), expected)
         assert engine.metrics()["offload/activations/written_bytes"] > 0
 
 
@@ -106,22 +115,22 @@ def test_two_streams_of_the_users_are_the_same(
         model = make(32, 2)
         if engine is not None:
             engine.attach(model)
-        one, two = (torch.cuda.Stream(priority=priority) for _ in range(2))
+        one, two = (new_stream(priority) for _ in range(2))
         found = []
-        for step in range(50):
+        for step in range(50 if DEVICE == "cuda" else 10):
             torch.manual_seed(step)
-            one.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(one):
+            one.wait_stream(torch.accelerator.current_stream())
+            with using_stream(one):
                 inputs = batch(step, rows=2, length=16)
                 loss = model(inputs).pow(2).mean()
             two.wait_stream(one)
-            with torch.cuda.stream(two):
+            with using_stream(two):
                 loss.backward()
-            torch.cuda.current_stream().wait_stream(two)
+            torch.accelerator.current_stream().wait_stream(two)
             found.append(
                 {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
             )
-            torch.cuda.synchronize()  # what the user's own streams need
+            torch.accelerator.synchronize()  # what the user's own streams need
             model.zero_grad()
         return found
 
@@ -136,12 +145,12 @@ def test_device_memory_does_not_grow(disk: Path, late_copies: None) -> None:
         model = make(32, 2)
         optimizer: Any = engine.attach(model, AdamW(model.parameters(), 1e-3))
         levels = []
-        for step in range(300):
+        for step in range(60):
             loss_of(model, step, rows=2, length=16).backward()
             optimizer.step()
             optimizer.zero_grad()
-            if step % 100 == 99:
+            if step % 20 == 19:
                 engine._resources.store.wait_for_writes()
-                torch.cuda.synchronize()
-                levels.append(torch.cuda.memory_allocated(DEVICE))
+                torch.accelerator.synchronize()
+                levels.append(device_module.memory_allocated(DEVICE))
         assert levels[2] <= levels[1] + (1 << 20)

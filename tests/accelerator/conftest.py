@@ -1,18 +1,17 @@
-"""Every test of CUDA runs with kernels that repeat."""
+"""Every test of an accelerator runs with kernels that repeat."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-import torch
 
-from tests.gpu.support import repeatable
+from tests.accelerator.support import DEVICE, repeatable
 
 
 @pytest.fixture(autouse=True)
 def _repeatable() -> Iterator[None]:
-    if not torch.cuda.is_available():
+    if DEVICE == "none":
         yield
         return
     with repeatable():

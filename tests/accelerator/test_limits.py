@@ -11,10 +11,10 @@ import torch
 
 from offload_strategy import OffloadEngine
 from offload_strategy.units import MiB
-from tests.gpu.support import DEVICE, Transformer, loss_of, needs_cuda
+from tests.accelerator.support import DEVICE, Transformer, device_module, loss_of, needs_accelerator
 from tests.training import Numbers, assert_same_bits, gradients
 
-pytestmark = needs_cuda
+pytestmark = needs_accelerator
 
 SIZES = {"rows": 16, "length": 256}
 PASSES = 12
@@ -34,12 +34,12 @@ def passes(engine: OffloadEngine | None) -> tuple[list[Numbers], list[int]]:
         engine.attach(trained)
     found, peaks = [], []
     for number in range(PASSES):
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
+        torch.accelerator.synchronize()
+        device_module.reset_peak_memory_stats()
         torch.manual_seed(number)
         loss_of(trained, number, **SIZES).backward()
-        torch.cuda.synchronize()
-        peaks.append(torch.cuda.max_memory_allocated())
+        torch.accelerator.synchronize()
+        peaks.append(device_module.max_memory_allocated())
         found.append(gradients(trained))
         trained.zero_grad(set_to_none=False)
     return found, peaks
@@ -59,10 +59,10 @@ def config(disk: Path, limit: int, **planning: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("share", [0.4, 0.7])
 def test_a_limit_holds(disk: Path, share: float, recompute: bool) -> None:
     gc.collect()
-    torch.cuda.empty_cache()
+    device_module.empty_cache()
     expected, plain = passes(None)
     gc.collect()
-    before = torch.cuda.memory_allocated()
+    before = device_module.memory_allocated()
     limit = int(before + share * (max(plain) - before))
     with OffloadEngine(config(disk, limit, recompute=recompute)) as engine:
         got, peaks = passes(engine)

@@ -13,10 +13,21 @@ from torch import nn
 from torch.optim import AdamW
 
 from offload_strategy import OffloadEngine
-from tests.gpu.support import DEVICE, loss_of, make, needs_cuda
+from tests.accelerator.support import (
+    DEVICE,
+    device_module,
+    loss_of,
+    make,
+    memory_beyond,
+    needs_accelerator,
+)
 from tests.training import Numbers, assert_same_history, settings, weights
 
-pytestmark = needs_cuda
+pytestmark = needs_accelerator
+
+
+#: Bytes beyond those in use.
+LITTLE = 1 << (30 if DEVICE == "cuda" else 26)
 
 
 class Trouble(Exception):
@@ -25,14 +36,9 @@ class Trouble(Exception):
 
 @pytest.fixture
 def little_memory() -> Iterator[None]:
-    """About a gigabyte more than is in use."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(DEVICE).total_memory
-    used = torch.cuda.memory_reserved()
-    torch.cuda.set_per_process_memory_fraction(min(1.0, (used + (1 << 30)) / total))
-    yield
-    torch.cuda.set_per_process_memory_fraction(1.0)
+    """Much less than the batch takes that does not fit."""
+    with memory_beyond(LITTLE):
+        yield
 
 
 def steps(model: nn.Module, optimizer: Any, first: int, last: int, found: list[Numbers]) -> None:
@@ -63,11 +69,11 @@ def test_out_of_memory_in_a_step_that_is_left_out(
         optimizer: Any = engine.attach(model, AdamW(model.parameters(), 1e-3))
         got: list[Numbers] = []
         steps(model, optimizer, 0, 3, got)
-        with pytest.raises(torch.cuda.OutOfMemoryError):
+        with pytest.raises(torch.OutOfMemoryError):
             loss_of(model, 99, rows=256, length=4096).backward()
         model.zero_grad()
         gc.collect()
-        torch.cuda.empty_cache()
+        device_module.empty_cache()
         steps(model, optimizer, 3, 6, got)
         assert_same_history([*got, weights(model)], expected)
 
@@ -99,7 +105,7 @@ def test_an_error_in_the_middle_of_a_step(
         steps(model, optimizer, 3, 6, got)
         assert_same_history([*got, weights(model)], expected)
         gc.collect()
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
     assert engine.metrics()["offload/memory/pinned_bytes"] == 0
 
 

@@ -14,8 +14,20 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from offload_strategy import OffloadEngine
+from offload_strategy.torch_support.accelerator import using_stream
 from offload_strategy.units import MiB
-from tests.gpu.support import DEVICE, TIERS, Transformer, batch, loss_of, make, needs_cuda, stir
+from tests.accelerator.support import (
+    DEVICE,
+    TIERS,
+    Transformer,
+    batch,
+    device_module,
+    loss_of,
+    make,
+    needs_accelerator,
+    new_stream,
+    stir,
+)
 from tests.training import (
     Numbers,
     activations_only,
@@ -27,7 +39,7 @@ from tests.training import (
     settings,
 )
 
-pytestmark = needs_cuda
+pytestmark = needs_accelerator
 
 
 # ---------------------------------------------------------------------- activations
@@ -75,7 +87,7 @@ def test_gradients_are_the_same(disk: Path, tiers: str, precision: str, wait: bo
             assert moved(engine) + moved(engine, verb="forwarded") > 1 * MiB
         if tiers == "host memory":
             assert moved(engine) == 0
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
 
 
 def test_gradients_are_the_same_with_checkpoints(disk: Path) -> None:
@@ -101,9 +113,9 @@ def test_gradients_are_the_same_on_a_stream_of_the_users(disk: Path) -> None:
     with activations_only(disk) as engine:
         model = make()
         engine.attach(model)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        stream = new_stream()
+        stream.wait_stream(torch.accelerator.current_stream())
+        with using_stream(stream):
             got = history(model)
         stream.synchronize()
         assert_same_history(got, expected)
@@ -166,15 +178,15 @@ def test_device_memory_is_really_freed(disk: Path) -> None:
         if engine is not None:
             engine.attach(model)
         for number in range(2):
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
+            torch.accelerator.synchronize()
+            device_module.reset_peak_memory_stats()
+            before = device_module.memory_allocated()
             loss_of(model, number, rows=16, length=256).backward()
             if engine is not None:
                 on_disk(engine)
             model.zero_grad()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        torch.accelerator.synchronize()
+        return device_module.max_memory_allocated() - before
 
     plain = peak(None)
     config = settings(disk, activations={"min_size": "256KiB"}, optimizer={"enabled": False})
@@ -442,7 +454,7 @@ def test_pinned_memory_is_given_back(disk: Path) -> None:
         pending = loss_of(model, 9)
     # Closed with copies and writes under way, and a graph that still refers to them.
     del pending
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     assert engine.metrics()["offload/memory/pinned_bytes"] == 0
 
 

@@ -12,10 +12,19 @@ from torch import nn
 from torch.optim import AdamW
 
 from offload_strategy import OffloadEngine
-from tests.gpu.support import DEVICE, TIERS, loss_of, make, needs_cuda, stir
+from tests.accelerator.support import (
+    DEVICE,
+    TIERS,
+    device_module,
+    loss_of,
+    make,
+    memory_beyond,
+    needs_accelerator,
+    stir,
+)
 from tests.training import Numbers, assert_same_history, settings, weights
 
-pytestmark = needs_cuda
+pytestmark = needs_accelerator
 
 
 def streaming(disk: Path, host: str | None = None, **sections: Any) -> OffloadEngine:
@@ -66,29 +75,28 @@ def test_a_model_on_the_meta_device_is_made_where_it_is_wanted(disk: Path) -> No
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     with streaming(disk) as engine:
         engine.attach(model, device=torch.device(DEVICE))
-        assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
+        assert {parameter.device.type for parameter in model.parameters()} == {DEVICE}
         model(torch.ones(2, 64, device=DEVICE)).sum().backward()
 
 
 def test_weights_larger_than_the_memory_allowed_are_trained(disk: Path) -> None:
-    width, layers = 2048, 16
-    total = torch.cuda.get_device_properties(DEVICE).total_memory
+    width, layers = (2048 if DEVICE == "cuda" else 256), 16
     nbytes = layers * width * width * 4
     gc.collect()
-    torch.cuda.empty_cache()
-    used = torch.cuda.memory_allocated()
+    device_module.empty_cache()
+    device_module.reset_peak_memory_stats()
+    used = device_module.memory_allocated()
     config = {
         "tiers": [{"name": "nvme", "kind": "ssd", "path": str(disk)}],
         "parameters": {"enabled": True},
         "optimizer": {"overlap": "eager"},
         "memory": {"pinned": "256MiB"},
     }
-    torch.cuda.set_per_process_memory_fraction((used + 0.75 * nbytes) / total)
-    try:
-        with pytest.raises(torch.cuda.OutOfMemoryError):
+    with memory_beyond(int(0.75 * nbytes)):
+        with pytest.raises(torch.OutOfMemoryError):
             nn.Sequential(*(nn.Linear(width, width, device=DEVICE) for _ in range(layers)))
         gc.collect()
-        torch.cuda.empty_cache()
+        device_module.empty_cache()
         losses = []
         with OffloadEngine(config) as engine:
             with engine.building():
@@ -104,23 +112,19 @@ def test_weights_larger_than_the_memory_allowed_are_trained(disk: Path) -> None:
                 optimizer.zero_grad()
                 losses.append(loss.item())
                 del loss
-            assert torch.cuda.max_memory_allocated() - used < 0.75 * nbytes
-            # They do not fit: `close` would bring them back.
-            torch.cuda.set_per_process_memory_fraction(1.0)
-        assert losses[-1] < losses[0]
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+            assert device_module.max_memory_allocated() - used < 0.75 * nbytes
+            assert losses[-1] < losses[0]
 
 
 def test_device_memory_is_really_freed(disk: Path) -> None:
     model = nn.Sequential(*(nn.Linear(1024, 1024, device=DEVICE) for _ in range(8)))
-    before = torch.cuda.memory_allocated()
+    before = device_module.memory_allocated()
     config = settings(disk, parameters={"enabled": True})
     config["tiers"][0]["capacity"] = "1GiB"
     with OffloadEngine(config) as engine:
         engine.attach(model)
         engine._resources.store.wait_for_writes()
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         gc.collect()
-        assert torch.cuda.memory_allocated() < before - 6 * 1024 * 1024 * 4
+        assert device_module.memory_allocated() < before - 6 * 1024 * 1024 * 4
         model(torch.ones(4, 1024, device=DEVICE)).sum().backward()
