@@ -235,6 +235,9 @@ class Prefetcher:
     def _stage(self, record: ForwardRecord, plan: UseOrder, place: int) -> None:
         """Start to copy the next items to the device, as far as they are in host memory."""
         room = max(_STAGED_BYTES, 2 * record.largest)
+        allowed = self._budget.room(record.trace)
+        if allowed is not None:
+            room = min(room, allowed)
         staged = 0
         for position in range(bisect_right(record.upcoming, place), len(record.upcoming)):
             item = record.unused(plan.sequence[record.upcoming[position]])

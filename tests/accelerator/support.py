@@ -29,6 +29,10 @@ needs_cuda = pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
 device_module: Any = None if DEVICE == "none" else torch.get_device_module(DEVICE)
 WIDTH = 64
 
+#: A model and a batch whose saved tensors are much larger than its weights.
+SIZE = (256, 12) if DEVICE == "cuda" else (64, 12)
+BATCH = {"rows": 16, "length": 256} if DEVICE == "cuda" else {"rows": 16, "length": 128}
+
 TIERS: dict[str, dict[str, Any]] = {
     "disk": {},
     "some host memory": {"host": "1MiB"},
@@ -49,7 +53,8 @@ def repeatable() -> Iterator[None]:
 
 
 def new_stream(priority: int = 0) -> torch.Stream:
-    return torch.Stream(torch.device(DEVICE, torch.accelerator.current_device_index()), priority)
+    device = torch.device(DEVICE, torch.accelerator.current_device_index())
+    return torch.Stream(device, priority=priority)
 
 
 def sleep(cycles: int) -> None:

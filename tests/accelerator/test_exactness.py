@@ -17,7 +17,9 @@ from offload_strategy import OffloadEngine
 from offload_strategy.torch_support.accelerator import using_stream
 from offload_strategy.units import MiB
 from tests.accelerator.support import (
+    BATCH,
     DEVICE,
+    SIZE,
     TIERS,
     Transformer,
     batch,
@@ -26,6 +28,7 @@ from tests.accelerator.support import (
     make,
     needs_accelerator,
     new_stream,
+    sleep,
     stir,
 )
 from tests.training import (
@@ -126,11 +129,9 @@ def test_gradients_are_the_same_while_the_device_lags_behind(disk: Path) -> None
 
     def run(model: nn.Module) -> list[Numbers]:
         numbers = []
-        heavy = torch.randn(4096, 4096, device=DEVICE, generator=None)
         for step in range(4):
             torch.manual_seed(step)
-            for _ in range(20):
-                torch.mm(heavy, heavy)
+            sleep(100_000_000)
             dropped = loss_of(model, step + 50)
             torch.manual_seed(step)
             loss = loss_of(model, step)
@@ -174,14 +175,14 @@ def test_graphs_may_be_kept_gone_through_twice_and_differentiated_twice(disk: Pa
 
 def test_device_memory_is_really_freed(disk: Path) -> None:
     def peak(engine: OffloadEngine | None) -> int:
-        model = make(256, 12)
+        model = make(*SIZE)
         if engine is not None:
             engine.attach(model)
         for number in range(2):
             torch.accelerator.synchronize()
             device_module.reset_peak_memory_stats()
             before = device_module.memory_allocated()
-            loss_of(model, number, rows=16, length=256).backward()
+            loss_of(model, number, **BATCH).backward()
             if engine is not None:
                 on_disk(engine)
             model.zero_grad()
@@ -189,9 +190,10 @@ def test_device_memory_is_really_freed(disk: Path) -> None:
         return device_module.max_memory_allocated() - before
 
     plain = peak(None)
-    config = settings(disk, activations={"min_size": "256KiB"}, optimizer={"enabled": False})
+    config = settings(disk, activations={"min_size": "64KiB"}, optimizer={"enabled": False})
     config["activations"]["prefetch"] = "16MiB"
     config["memory"]["pinned"] = "256MiB"
+    config["tiers"][0]["capacity"] = "8GiB"
     with OffloadEngine(config) as engine:
         offloaded = peak(engine)
         assert engine.metrics()["offload/device/peak_bytes"] > 0
