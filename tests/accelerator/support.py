@@ -72,14 +72,18 @@ def memory_beyond(nbytes: int) -> Iterator[None]:
     device_module.empty_cache()
     if DEVICE == "sim":
         device_module.set_memory_limit(0, device_module.memory_allocated() + nbytes)
-        yield
-        device_module.set_memory_limit(0, -1)
+        try:
+            yield
+        finally:
+            device_module.set_memory_limit(0, -1)
         return
     total = torch.cuda.get_device_properties(DEVICE).total_memory
     share = (torch.cuda.memory_reserved() + nbytes) / total
     torch.cuda.set_per_process_memory_fraction(min(1.0, share))
-    yield
-    torch.cuda.set_per_process_memory_fraction(1.0)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 class Block(nn.Module):
