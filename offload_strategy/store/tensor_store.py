@@ -374,6 +374,7 @@ class TensorStore:
                         move.run_queued()
                     move.ended.wait(10 * POLL_SECONDS)
         self._registry.release_written()
+        self._copies.collect()
         self._check_usable()
 
     def await_writes(self, client: str, at_most: int, seconds: float, *, own: bool = False) -> None:

@@ -80,7 +80,7 @@ def test_a_model_on_the_meta_device_is_made_where_it_is_wanted(disk: Path) -> No
 
 
 def test_weights_larger_than_the_memory_allowed_are_trained(disk: Path) -> None:
-    width, layers = (2048 if DEVICE == "cuda" else 1024), 16
+    width, layers = 2048, 16
     nbytes = layers * width * width * 4
     gc.collect()
     device_module.empty_cache()
