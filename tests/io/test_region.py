@@ -14,7 +14,7 @@ import pytest
 
 from offload_strategy.errors import ConfigError, StorageError
 from offload_strategy.io.regions import region as region_module
-from offload_strategy.io.regions.directory_check import inspect_directory
+from offload_strategy.io.regions.directory_check import check_directory
 from offload_strategy.io.regions.region import Region
 from offload_strategy.units import PAGE_BYTES, GiB, MiB, format_size
 
@@ -279,7 +279,7 @@ def test_a_path_that_is_no_directory_is_refused_with_what_to_do(tmp_path: Path) 
     }
     for name, texts in expected.items():
         with pytest.raises(ConfigError) as refused:
-            inspect_directory(tmp_path / name, "nvme")
+            check_directory(tmp_path / name, "nvme")
         assert all(text in str(refused.value) for text in texts), name
 
 

@@ -69,9 +69,6 @@ class DeepNvmeBackend(PosixBackend):
     """`aio_handle` for files opened for direct I/O; otherwise as the posix backend.
 
     Only for bytes with checksums; see [Note: DeepSpeed ignores results].
-
-    Raises:
-        ConfigError: DeepSpeed, libaio or a compiler is missing, or the code cannot be compiled.
     """
 
     max_adjacent = 1

@@ -59,11 +59,7 @@ def is_direct() -> bool:
 
 
 class KvikioBackend(PosixBackend):
-    """cuFile for device memory, `os.preadv` and `os.pwritev` for host memory.
-
-    Raises:
-        ConfigError: there is no GPU, or kvikio is missing or does not work.
-    """
+    """cuFile for device memory, `os.preadv` and `os.pwritev` for host memory."""
 
     max_adjacent = 1  # cuFile takes one piece of memory
 

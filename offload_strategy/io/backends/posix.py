@@ -23,7 +23,7 @@ from offload_strategy.units import PAGE_BYTES, round_up
 
 try:
     from fcntl import F_GETFL, fcntl
-except ImportError:  # not a POSIX system: `inspect_directory` refuses ssd tiers there
+except ImportError:  # not a POSIX system: `check_directory` refuses ssd tiers there
     fcntl = None  # type: ignore[assignment]
 
 #: A system call that fails with EAGAIN is repeated for this long.
@@ -51,16 +51,12 @@ def unavailable_reason() -> str | None:
 class PosixBackend(Backend):
     """`os.preadv` and `os.pwritev` on a few threads that end when they are idle.
 
-    Blocks in page-aligned memory move without a copy. Others, and a partial last page that is
-    read, pass through one block-sized buffer per thread. A partial last page that is written
-    includes the rest of its page: memory and extents consist of whole pages.
+    Blocks in page-aligned memory move without a copy. Others, and a partial last page that is read,
+    pass through one block-sized buffer per thread. A partial last page that is written includes the
+    rest of its page: memory and extents consist of whole pages.
 
     Where a file was not opened for direct I/O, the moved blocks are dropped from the page cache:
     they are read only once.
-
-    Args:
-        threads: requests in flight in each direction.
-        block_size: bytes that a request may carry at most, a multiple of the page size.
     """
 
     max_adjacent = _MAX_ADJACENT
@@ -253,11 +249,7 @@ def _drop_from_cache(fd: int, offset: int, nbytes: int) -> None:
 
 
 def write_all(fd: int, view: memoryview, offset: int) -> None:
-    """Write every byte; short writes are continued.
-
-    Raises:
-        OSError: the disk is full, fails, or accepts nothing.
-    """
+    """Write every byte, continuing short writes; OSError if the disk fails or accepts nothing."""
     while view:
         done = _retry(os.pwritev, fd, view, offset)
         if done == 0:
@@ -268,8 +260,7 @@ def write_all(fd: int, view: memoryview, offset: int) -> None:
 def read_all(fd: int, view: memoryview, offset: int, needed: int) -> None:
     """Read at least `needed` bytes; the view may be longer, up to the end of its last page.
 
-    Raises:
-        OSError: the disk fails, or the file ends before that.
+    Raises OSError if the disk fails, or the file ends before that.
     """
     while needed > 0:
         try:

@@ -14,21 +14,13 @@ from offload_strategy.errors import ConfigError
 class BlockRequest:
     """Move one block between a file and memory.
 
-    Args:
-        write: True to write memory to the file, False to read.
-        fd: the file.
-        offset: byte offset in the file, a multiple of the page size.
-        address: where the bytes are in this process's memory, with any alignment. The caller keeps
-            the memory alive until `on_done` is called.
-        nbytes: how many bytes. The file's range is rounded up to the page; a read may end beyond
-            the end of the file as long as these bytes exist.
-        on_done: called once, on a thread of the backend, with None or the error. Must not raise.
-        before: called first, on the backend's thread, for instance to wait until a device copy
-            has filled the memory. If it raises, nothing moves and `on_done` gets that error.
-        after: called on the backend's thread between the transfer and `on_done`, for instance to
-            verify the bytes. If it raises, `on_done` gets that error.
-        whole_pages: a read may overwrite its memory up to the end of the last page, so that a
-            partial last page needs no separate read.
+    `offset` is a multiple of the page size; `address` may have any alignment, and the caller keeps
+    its memory alive until `on_done` is called, once, on a thread of the backend, with None or the
+    error. The file's range is rounded up to the page; a read may end beyond the end of the file as
+    long as its `nbytes` exist. `before` (for instance waiting for a device copy into the memory)
+    and `after` (verifying the bytes) run on the backend's thread around the transfer; what they
+    raise is the request's error, and after a failed `before` nothing moves. With `whole_pages` a
+    read may overwrite its memory up to the end of the last page, which saves a separate read.
     """
 
     write: bool
@@ -76,11 +68,8 @@ class Backend(ABC):
     def run_queued(self, what: str) -> bool:
         """Run one queued request on the calling thread, which waits for it anyway.
 
-        Args:
-            what: named in the warning if the path does not answer.
-
-        Returns:
-            False if nothing was queued.
+        `what` is named in the warning if the path does not answer. Returns False if nothing was
+        queued.
         """
         return False
 
@@ -99,12 +88,10 @@ _BACKENDS = {
 
 
 def create_backend(name: str, *, threads: int, block_size: int) -> Backend:
-    """Create the backend that `io.backend` names.
+    """Create the backend that `io.backend` names, with `threads` requests in flight per direction.
 
-    Args:
-        name: as in the config; ``"auto"`` is kvikio where cuFile has a working driver, else posix.
-        threads: requests in flight in each direction.
-        block_size: bytes that a request may carry at most, a multiple of the page size.
+    ``"auto"`` is kvikio where cuFile has a working driver, else posix. `block_size` (bytes that a
+    request may carry) is a multiple of the page size.
 
     Raises:
         ConfigError: there is no such backend, or it cannot run here.

@@ -31,10 +31,6 @@ class ThreadPool:
 
     Threads are daemons: an interpreter that exits does not wait for them, and the files that they
     write are unnamed and vanish with the process.
-
-    Args:
-        name: prefix of the threads' names.
-        count: threads at most.
     """
 
     def __init__(self, name: str, count: int) -> None:
@@ -57,14 +53,10 @@ class ThreadPool:
     def submit(
         self, job: Callable[[], None], died: Callable[[BaseException], None] | None = None
     ) -> None:
-        """Queue a job.
+        """Queue a job; if it raises, its thread ends and calls `died` with the exception.
 
         The first job that a job submits, as its last act, is taken by its own thread: waking
         another thread for it, only to fall asleep, would cost more than a small job.
-
-        Args:
-            job: runs on one of the threads. An exception from it ends that thread.
-            died: called on that thread with the exception that ended it.
 
         Raises:
             RuntimeError: after `close`, or in a forked child, where the threads do not exist.
@@ -96,15 +88,10 @@ class ThreadPool:
         return len(self._jobs)
 
     def run_queued(self, what: str) -> bool:
-        """Run one queued job on the calling thread, which has nothing else to do.
+        """Run one queued job on the calling thread, which has nothing else to do; False if none is.
 
-        A thread that was woken for a job takes longer to begin than a small job takes.
-
-        Args:
-            what: named in the warning if it takes long.
-
-        Returns:
-            False if nothing was queued.
+        A thread that was woken for a job takes longer to begin than a small job takes. `what` is
+        named in the warning if the job takes long.
         """
         with self._lock:
             if not self._jobs:

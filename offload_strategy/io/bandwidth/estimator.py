@@ -71,14 +71,9 @@ class BandwidthEstimator:
                 self._recent[direction] = Transferred(rate * _SEED_SECONDS, _SEED_SECONDS)
 
     def begins(self, now: float, *, saturated: bool) -> float:
-        """Record that a request begins.
+        """Record that a request begins at `now` (seconds), with all slots taken from now on or not.
 
-        Args:
-            now: seconds.
-            saturated: whether all slots are taken from now on.
-
-        Returns:
-            The seconds for which the path has been saturated, for `completed`.
+        Returns the seconds for which the path has been saturated, for `completed`.
         """
         return self._busy_until(now, saturated)
 
@@ -92,16 +87,7 @@ class BandwidthEstimator:
         busy_before: float,
         saturated: bool,
     ) -> None:
-        """Record a completed request.
-
-        Args:
-            direction: read or written.
-            nbytes: its bytes.
-            now: seconds.
-            begun: when it began.
-            busy_before: what `begins` returned for it.
-            saturated: whether all slots are taken from now on.
-        """
+        """Record a request that began at `begun`, when `begins` returned `busy_before`."""
         busy = self._busy_until(now, saturated)
         share = (busy - busy_before) / (now - begun) if now > begun else 0.0
         seconds, self._accounted_seconds = busy - self._accounted_seconds, busy
@@ -122,12 +108,8 @@ class BandwidthEstimator:
     ) -> None:
         """Record a completed request for the sums of the run.
 
-        Args:
-            direction: read or written.
-            nbytes: its bytes.
-            now: seconds.
-            full: whether its direction had more to move than the path took, until now.
-            continues: whether other requests of its direction are in flight, or begin at once.
+        `full`: its direction had more to move than the path took, until now. `continues`: other
+        requests of its direction are in flight, or begin at once.
         """
         since = self._full_since[direction]
         if full and since is not None:

@@ -53,13 +53,8 @@ _STRICT = ConfigDict(strict=True)
 class PathIdentity:
     """What rates belong to: the same path, used in the same way.
 
-    Args:
-        machine: its host name.
-        path: directory or block device.
-        device: the file system's number, or the size of a block device in bytes.
-        processes: that use the path together.
-        backend: class name of what moves the blocks.
-        depth: blocks in flight at a time.
+    `device` is the file system's number, or the size of a block device in bytes; `processes` use
+    the path together; `backend` is a class name and `depth` its requests in flight.
     """
 
     machine: str
@@ -91,12 +86,7 @@ class PathIdentity:
 class MeasuredRate:
     """Bytes per second of one direction of a path, and how they were measured.
 
-    Args:
-        rate: bytes per second.
-        source: whether training observed it, or a probe at the start of an engine.
-        nbytes: bytes that were moved to measure it, in all runs.
-        runs: how many runs it is based on.
-        date: of the last run that changed it (ISO 8601, UTC).
+    `nbytes` were moved to measure it, in all `runs`; `date` is of the last of them (ISO 8601, UTC).
     """
 
     rate: Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -129,12 +119,9 @@ _FILE = TypeAdapter(_SavedRates)
 
 
 def updated_rate(before: MeasuredRate | None, rate: float, nbytes: int) -> MeasuredRate:
-    """The rate to save after a run has observed another one; see [Note: one odd run].
+    """The rate to save after a run observed `rate` over `nbytes`; see [Note: one odd run].
 
-    Args:
-        before: with which the run began; None if nothing was known.
-        rate: bytes per second that the run observed.
-        nbytes: bytes over which it did.
+    `before` is what the run began with, None if nothing was known.
     """
     date = datetime.now(UTC).isoformat(timespec="seconds")
     if before is None:

@@ -29,13 +29,9 @@ _MIN_BYTES = 64 * MiB
 
 
 class RateComparison(NamedTuple):
-    """One direction of a path: the rate known before the run, and the rate that it observed.
+    """The rate of one direction that was known before the run, and the rate that the run observed.
 
-    Args:
-        path: as in the config.
-        direction: read or written.
-        expected: known when the run began; None if nothing was.
-        observed: over the time in which its queue was never empty; None if that was too short.
+    Either is None if unknown; `observed` is over the time in which the queue was never empty.
     """
 
     path: Path
@@ -51,23 +47,14 @@ class _Path:
 
 
 class MeasuredPaths:
-    """The paths of one run.
-
-    Args:
-        processes: how many use the paths together.
-    """
+    """The paths of one run, which `processes` use together."""
 
     def __init__(self, processes: int) -> None:
         self._processes = processes
         self._paths: dict[PathQueue, _Path] = {}
 
     def add(self, queue: PathQueue, path: Path) -> None:
-        """Add a path, and begin with the rates that earlier runs saved.
-
-        Args:
-            queue: of the path.
-            path: as in the config; a process may have its own directory below.
-        """
+        """Add a path as the config names it, and begin with the rates that earlier runs saved."""
         backend = queue.backend
         identity = PathIdentity.of(
             path,

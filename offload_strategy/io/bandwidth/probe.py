@@ -54,15 +54,9 @@ def probe(
     """Write to, then read from, an extent of a region, and measure how fast that is.
 
     Takes about `seconds` in each direction, also on a slow path: nothing begins that would not be
-    over in time. For buffered regions the write-out of the page cache is measured too.
-
-    Args:
-        region: the path.
-        backend: moves the blocks, `backend.depth` of them at a time.
-        seconds: length of the measurement in each direction.
-        nbytes: bytes of the path to use at most; a quarter of what is free, if that is less.
-        on_progress: called now and then with the share that is done, 0 to 1. If it raises, the
-            probe ends with its error.
+    over in time. For buffered regions the write-out of the page cache is measured too. Uses
+    `nbytes` of the path at most, or a quarter of what is free, if that is less. `on_progress` gets
+    the share that is done, 0 to 1; if it raises, the probe ends with its error.
 
     Raises:
         StorageError: the path is too full to measure, a read or a write failed, or the path did
@@ -96,16 +90,7 @@ def write_latencies(
 ) -> list[float]:
     """Write tensors of `nbytes` one at a time, and return how many seconds each took.
 
-    Args:
-        region: the path.
-        backend: moves the blocks; a tensor larger than its `block_size` needs several.
-        nbytes: size of each write.
-        seconds: stop after this long, with at least one write done.
-        most: stop after this many.
-        on_progress: as for `probe`.
-
-    Raises:
-        StorageError: as for `probe`.
+    Stops after `seconds` or `most` writes, with at least one done. Otherwise as `probe`.
     """
     report = on_progress or _ignore
     latencies: list[float] = []

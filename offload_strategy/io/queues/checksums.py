@@ -14,11 +14,7 @@ Checksum = Callable[[memoryview], int]
 
 
 def create_checksum() -> Checksum:
-    """Return XXH3 with 64 bits, from the package `xxhash`.
-
-    Raises:
-        ConfigError: the package is not installed.
-    """
+    """Return XXH3 with 64 bits, or raise ConfigError if the package `xxhash` is not installed."""
     try:
         import xxhash
     except ImportError as error:
@@ -32,15 +28,7 @@ def create_checksum() -> Checksum:
 def add_checksum(
     request: BlockRequest, checksum: Checksum, digests: list[int], number: int, where: str
 ) -> None:
-    """Make a request store the checksum of what it writes, or verify what it reads.
-
-    Args:
-        request: gets a `before` (write) or an `after` (read) that does it.
-        checksum: the function.
-        digests: one for each block of the stripe; changed by a write.
-        number: which of them.
-        where: tier and path, for the error.
-    """
+    """Make a request store `digests[number]` of what it writes, or verify what it reads by it."""
     if request.write:
         wait = request.before
 

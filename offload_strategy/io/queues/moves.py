@@ -65,12 +65,7 @@ class Latch:
 class Stripe:
     """Where a part of a ticket is stored: one extent of one path.
 
-    Args:
-        queue: of the path.
-        extent: on the path.
-        begin: offset of the first byte within the ticket.
-        nbytes: how many bytes.
-        digests: a checksum for each block, on paths with checksums.
+    `begin` is the offset of the first byte within the ticket; `digests` has a checksum per block.
     """
 
     queue: PathQueue
@@ -84,18 +79,13 @@ class Move(QueuedMove):
     """A transfer between memory and one or several paths.
 
     Args:
-        client: who asked, for metrics.
-        direction: read from, or written to, the paths.
         stripes: where the bytes are on paths; at least one, none of them empty.
-        address: where they are in memory.
-        nbytes: how many bytes.
-        priority: of the blocks while they are queued.
         keep_alive: what owns the memory; dropped when the move ends.
+        on_end: called once when the move has ended, on an I/O thread or on the thread that
+            cancelled it. Must not raise.
         one_block_at_a_time: while nobody waits for it and few others are queued. Each thread that
             moves bytes takes a core from a host that computes.
         whole_pages: a read may overwrite its memory up to the end of the last page.
-        on_end: called once when the move has ended, on an I/O thread or on the thread that
-            cancelled it. Must not raise.
     """
 
     __slots__ = (

@@ -51,11 +51,7 @@ _open: weakref.WeakSet[PathLock] = weakref.WeakSet()
 
 
 class PathLock:
-    """A lock that processes share, one per path.
-
-    Args:
-        path: directory or block device; processes that name the same one share a lock.
-    """
+    """A lock for the processes that use one directory or block device."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -83,8 +79,7 @@ class PathLock:
     def acquire(self) -> None:
         """Wait for the lock, until its holder releases it or dies.
 
-        Raises:
-            OSError: the file system cannot lock, or this object was closed.
+        Raises OSError if the file system cannot lock, or this object was closed.
         """
         assert fcntl is not None
         pause = self._released_at + _REACQUIRE_PAUSE_SECONDS - time.monotonic()
@@ -164,12 +159,8 @@ if hasattr(os, "register_at_fork"):
 class PathLockHolder:
     """One queue's use of a path lock: not needed, waited for, or held.
 
-    All methods but `close` are called under the queue's lock.
-
-    Args:
-        lock: shared with other processes.
-        on_acquired: called on a thread of this object, without the queue's lock, when the path
-            lock is acquired; it must call `acquired` under the queue's lock.
+    All methods but `close` are called under the queue's lock; `on_acquired` is called without it,
+    on a thread of this object, and must call `acquired` under it.
     """
 
     def __init__(self, lock: PathLock, on_acquired: Callable[[], None]) -> None:
@@ -184,8 +175,7 @@ class PathLockHolder:
     def may_begin(self, *, first_block: bool) -> bool:
         """Whether a block may begin; begins to wait for the lock if it is needed.
 
-        Args:
-            first_block: of its move. A move that has begun is never interrupted.
+        Only the first block of a move has to wait: a move that has begun is never interrupted.
         """
         if self.held:
             return self._bytes_left > 0 or not first_block

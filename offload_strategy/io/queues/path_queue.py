@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from offload_strategy.io.backends.protocol import Backend, BlockRequest
 from offload_strategy.io.bandwidth.estimator import BandwidthEstimator
@@ -21,7 +20,7 @@ from offload_strategy.io.queues.request_queue import (
     RequestQueue,
     StripeMove,
 )
-from offload_strategy.io.regions.extents import Extent
+from offload_strategy.io.regions.region import ExternalFile, Region
 from offload_strategy.telemetry import Direction, MoveRecord, Recorder
 from offload_strategy.torch_support.deferred_interrupts import UninterruptedSection
 from offload_strategy.units import PAGE_BYTES, MiB
@@ -40,36 +39,18 @@ _MIN_REQUEST_BYTES = 4 * MiB
 _FEW_WAITING = 8
 
 
-class PathFile(Protocol):
-    """What a queue needs to know of a `Region` or an `ExternalFile`."""
-
-    tier: str
-    path: Path
-    fd: int
-
-    def free(self, extent: Extent) -> None:
-        """Free an extent."""
-
-
 class PathQueue:
-    """Feeds one backend with the blocks of many moves.
+    """Feeds one backend, which other queues may share, with the blocks of many moves.
 
     Only as many blocks are in flight in each direction as the backend can use, so an urgent move
     waits for a few blocks at most, never for a queue of write-backs. Within a priority it is first
     in, first out. Writes wait while a read is needed now, and take half of the slots at most while
     reads are prefetched.
-
-    Args:
-        region: the path: a `Region`, or an `ExternalFile` to read from.
-        backend: moves the blocks; may be shared with other queues.
-        recorder: records every move.
-        path_lock: shared with other processes that use the path.
-        checksum: verifies every block that is read.
     """
 
     def __init__(
         self,
-        region: PathFile,
+        region: Region | ExternalFile,
         backend: Backend,
         recorder: Recorder,
         *,

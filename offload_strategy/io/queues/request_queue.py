@@ -58,13 +58,7 @@ class QueuedMove(ABC):
 class StripeMove:
     """The part of a move that concerns one stripe; the path's queue is its only writer.
 
-    Args:
-        move: the whole.
-        offset: byte offset on the path.
-        nbytes: how many bytes.
-        address: where they are in memory.
-        digests: a checksum per block, on paths with checksums.
-        priority: of its blocks.
+    `offset` is in bytes on the path; `digests` has a checksum per block, on paths with checksums.
     """
 
     move: QueuedMove
@@ -118,16 +112,10 @@ class RequestQueue:
     def take_adjacent(
         self, first: StripeMove, room: int, most: int, may_begin: Callable[[StripeMove], bool]
     ) -> list[StripeMove]:
-        """Take the parts that come next and can share a request with one that was taken whole.
+        """Take the next parts that can share a request with `first`, which was taken whole.
 
-        Args:
-            first: the part that was taken.
-            room: bytes that the others may have.
-            most: how many parts in one request, the first included.
-            may_begin: asked before each is taken.
-
-        Returns:
-            All parts of the request, in the order of their offsets on the path.
+        The others may have `room` bytes, and all together are at most `most` parts; `may_begin` is
+        asked before each is taken. Returns all parts in the order of their offsets on the path.
         """
         parts = [first]
         if most <= 1 or not _can_join(first):
@@ -171,12 +159,8 @@ def _end(part: StripeMove) -> int:
 class InFlight:
     """One request of the backend: a block of one part, or several whole adjacent parts.
 
-    Args:
-        queue: its direction.
-        blocks: parts, each with the begin of its block within the part and the block's bytes.
-        urgent: whether somebody waits for it.
-        begun: when it was taken for the backend (`time.perf_counter`).
-        busy_before: what `BandwidthEstimator.begins` returned for it.
+    `blocks` has each part with its block's begin within the part and its bytes; `busy_before` is
+    what `BandwidthEstimator.begins` returned.
     """
 
     queue: RequestQueue

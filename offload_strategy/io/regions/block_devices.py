@@ -30,14 +30,9 @@ _READ_ONLY = (
 
 @dataclass(frozen=True, slots=True)
 class OpenDevice:
-    """A block device that is opened exclusively.
+    """A block device that is opened exclusively, with symbolic links resolved.
 
-    Args:
-        path: the device, with symbolic links resolved.
-        fd: opened exclusively for reading and writing.
-        direct: whether the page cache is bypassed.
-        begin: first byte that may be written.
-        capacity: bytes from there to the end, in whole pages.
+    The `capacity` bytes from `begin` on, in whole pages, may be written.
     """
 
     path: Path
@@ -66,13 +61,10 @@ def is_block_device(path: Path) -> bool:
 def open_device(
     path: Path, tier: str, *, overwrite: bool, direct: bool | Literal["auto"]
 ) -> OpenDevice:
-    """Open a block device exclusively, and check that there is no data on it.
+    """Open a block device exclusively, and check that there is no data on it, unless `overwrite`.
 
-    Args:
-        path: as the config names it; links such as those in /dev/disk/by-id are followed first.
-        tier: the tier's name, for messages.
-        overwrite: use it although there is data on it.
-        direct: False to go through the page cache.
+    Links such as those in /dev/disk/by-id are followed first. With `direct` False, I/O goes through
+    the page cache.
 
     Raises:
         ConfigError: it is in use, read-only, not permitted, too small, or has data on it.

@@ -8,10 +8,8 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from offload_strategy.config import is_memory_filesystem
 from offload_strategy.errors import ConfigError
 from offload_strategy.units import MiB, format_size
 
@@ -19,27 +17,8 @@ from offload_strategy.units import MiB, format_size
 RESERVE_BYTES = 64 * MiB
 
 
-@dataclass(frozen=True, slots=True)
-class DirectoryReport:
-    """Result of `inspect_directory`.
-
-    Args:
-        path: the directory, with symbolic links resolved.
-        free_bytes: bytes that the file system offers to this user.
-        in_memory: whether it is in main memory (tmpfs, ramfs).
-    """
-
-    path: Path
-    free_bytes: int
-    in_memory: bool
-
-
 def make_process_directory(path: Path) -> Path:
-    """Create a directory for this process in one that other machines use too.
-
-    Raises:
-        ConfigError: it cannot be created.
-    """
+    """Create a directory for this process in one that other machines use too."""
     rank = os.environ.get("RANK", "0")
     folder = path / f"{platform.node()}-rank{rank}-{os.getpid()}"
     try:
@@ -52,12 +31,11 @@ def make_process_directory(path: Path) -> Path:
     return folder
 
 
-def inspect_directory(path: Path, tier: str) -> DirectoryReport:
+def check_directory(path: Path, tier: str) -> Path:
     """Check that a directory can be the path of an ssd tier, without leaving anything in it.
 
-    Args:
-        path: the directory that the config names.
-        tier: the tier's name, for messages.
+    Returns:
+        The directory, with symbolic links resolved.
 
     Raises:
         ConfigError: it does not exist, is not a directory, or is not writable.
@@ -100,23 +78,16 @@ def inspect_directory(path: Path, tier: str) -> DirectoryReport:
             f"{where}: the directory {str(path)!r} is not writable for this user. "
             f"Change its owner or mode, or name another."
         )
-    resolved = path.resolve()
-    return DirectoryReport(
-        path=resolved,
-        free_bytes=shutil.disk_usage(resolved).free,
-        in_memory=is_memory_filesystem(resolved),
-    )
+    return path.resolve()
 
 
 def check_capacities(tiers: Sequence[tuple[str, Path, int | None]]) -> None:
     """Check sums of capacities: of all tiers on one file system, for all processes.
 
     Opening a region checks each tier alone. Several tiers may be on one file system, and every
-    process that a launcher started here (``LOCAL_WORLD_SIZE``) has its own files.
-
-    Args:
-        tiers: for each path of an ssd tier the tier's name, the path, and the bytes that it may
-            take there, or None for what is free.
+    process that a launcher started here (``LOCAL_WORLD_SIZE``) has its own files. `tiers` has for
+    each path of an ssd tier the tier's name, the path, and the bytes that it may take there, or
+    None for what is free.
 
     Raises:
         ConfigError: together they need more than the file system has, or two tiers name the same

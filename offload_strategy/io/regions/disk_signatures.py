@@ -72,16 +72,10 @@ _ZFS_MAGICS = (struct.pack("<Q", 0x00BAB10C), struct.pack(">Q", 0x00BAB10C))
 
 
 def recognise(head: bytes, tail: bytes, size: int) -> str | None:
-    """Name what is on a device.
+    """Name what is on a device of `size` bytes by its first `HEAD_BYTES` and last `TAIL_BYTES`.
 
-    Args:
-        head: its first bytes, up to `HEAD_BYTES`.
-        tail: its last bytes, up to `TAIL_BYTES`.
-        size: bytes of the device.
-
-    Returns:
-        For instance "an XFS file system"; "data of an unknown kind" if the head is not recognised
-        but not all zeros; None if the device looks empty.
+    Returns for instance "an XFS file system"; "data of an unknown kind" if the head is not
+    recognised but not all zeros; None if the device looks empty.
     """
     for name, offset, magic in _AT_START:
         if head[offset : offset + len(magic)] == magic:

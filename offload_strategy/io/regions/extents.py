@@ -33,9 +33,6 @@ class ExtentAllocator:
 
     The holes of a size class are a sorted list: finding one is a binary search. There is one entry
     for each allocated extent and at most one hole before each.
-
-    Args:
-        capacity: bytes that may be allocated in total; rounded down to the page.
     """
 
     def __init__(self, capacity: int) -> None:

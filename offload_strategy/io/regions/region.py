@@ -8,13 +8,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Literal
 
+from offload_strategy.config import is_memory_filesystem
 from offload_strategy.errors import ConfigError, StorageError, TierFullError
 from offload_strategy.io.regions.block_devices import OpenDevice, is_block_device, open_device
-from offload_strategy.io.regions.directory_check import RESERVE_BYTES, inspect_directory
+from offload_strategy.io.regions.directory_check import RESERVE_BYTES, check_directory
 from offload_strategy.io.regions.extents import Extent, ExtentAllocator
 from offload_strategy.io.regions.unnamed_files import create_unnamed, grow, supports_direct_io
 from offload_strategy.telemetry import get_logger
@@ -155,24 +157,24 @@ class Region:
     def _open_file(
         self, directory: Path, capacity: int | None, direct: bool | Literal["auto"]
     ) -> None:
-        report = inspect_directory(directory, self.tier)
         tier = self.tier
-        self.path = report.path
-        usable = max(0, report.free_bytes - RESERVE_BYTES)
+        self.path = check_directory(directory, tier)
+        free = shutil.disk_usage(self.path).free
+        usable = max(0, free - RESERVE_BYTES)
         if capacity is not None and capacity > usable:
             raise ConfigError(
                 f"tier {tier!r}: capacity is {format_size(capacity)}, but {self.path} has only "
-                f"{format_size(usable)} available ({format_size(report.free_bytes)} free, less a "
+                f"{format_size(usable)} available ({format_size(free)} free, less a "
                 f"reserve of {format_size(RESERVE_BYTES)}). Lower the capacity, free some "
                 f"space, or name another directory."
             )
         if usable < PAGE_BYTES:
             raise ConfigError(
                 f"tier {tier!r}: {self.path} has too little free space "
-                f"({format_size(report.free_bytes)}): {format_size(RESERVE_BYTES)} are reserved "
+                f"({format_size(free)}): {format_size(RESERVE_BYTES)} are reserved "
                 f"for others. Free some, or name another directory."
             )
-        if report.in_memory:
+        if is_memory_filesystem(self.path):
             logger.warning(
                 "tier %r: %s is a file system in main memory: what is written there still uses "
                 "host memory. Name a directory on a disk.",
@@ -248,10 +250,8 @@ class Region:
 class ExternalFile:
     """An existing file, for instance a shard of a checkpoint, whose ranges are read as extents.
 
-    Args:
-        path: a regular file. It must not change while ranges of it are in use.
-        tier: name under which reads are recorded.
-        direct: bypass the page cache where the file system supports it.
+    It must not change while ranges are in use. Reads are recorded under the name `tier`, and bypass
+    the page cache if `direct` and the file system supports it.
 
     Raises:
         ConfigError: it cannot be opened.
@@ -278,8 +278,7 @@ class ExternalFile:
     def cover(self, offset: int, nbytes: int) -> tuple[Extent, int]:
         """Return the page-aligned extent around a range, and the range's begin within it.
 
-        Raises:
-            StorageError: the range is not inside the file.
+        Raises StorageError if the range is not inside the file.
         """
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise StorageError(
@@ -290,11 +289,7 @@ class ExternalFile:
         return Extent(start, round_up(offset + nbytes - start, PAGE_BYTES)), offset - start
 
     def check_unchanged(self) -> None:
-        """Check that the file was not written to; it may have been renamed or unlinked.
-
-        Raises:
-            StorageError: it was written to.
-        """
+        """Raise StorageError if the file was written to; it may have been renamed or unlinked."""
         now = os.fstat(self.fd)
         if (now.st_size, now.st_mtime_ns) != (self._status.st_size, self._status.st_mtime_ns):
             raise StorageError(

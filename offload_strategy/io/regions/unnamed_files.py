@@ -24,15 +24,7 @@ _DIRTY_BYTES = 32 * MiB
 def create_unnamed(directory: Path, extra_flags: int = 0) -> int:
     """Create an owner-only file that vanishes with its last descriptor, also after `kill -9`.
 
-    Args:
-        directory: on the file system to use.
-        extra_flags: for `os.open`, besides those for reading and writing.
-
-    Returns:
-        A descriptor.
-
-    Raises:
-        OSError: the file cannot be created there.
+    Returns the descriptor; raises OSError if the file cannot be created in the directory.
     """
     flags = os.O_RDWR | extra_flags | getattr(os, "O_CLOEXEC", 0)
     unnamed = getattr(os, "O_TMPFILE", 0)
@@ -53,11 +45,7 @@ def create_unnamed(directory: Path, extra_flags: int = 0) -> int:
 def supports_direct_io(fd: int) -> bool:
     """Whether a page can be written and read (some file systems accept the flag but fail later).
 
-    Args:
-        fd: of an empty file that is opened for direct I/O; it is empty afterwards, too.
-
-    Raises:
-        OSError: the disk fails.
+    The file is empty, before and afterwards. Raises OSError if the disk fails.
     """
     page = mmap.mmap(-1, PAGE_BYTES)
     try:
@@ -75,11 +63,7 @@ def supports_direct_io(fd: int) -> bool:
 
 
 def switch_to_direct_io(fd: int) -> None:
-    """Switch an empty file to direct I/O if its file system supports it.
-
-    Raises:
-        OSError: the disk fails.
-    """
+    """Switch an empty file to direct I/O if its file system supports it."""
     direct = getattr(os, "O_DIRECT", 0)
     if fcntl is None or not direct:
         return
@@ -96,8 +80,7 @@ def switch_to_direct_io(fd: int) -> None:
 def grow(fd: int, begin: int, end: int) -> None:
     """Grow a file from `begin` to `end` bytes, preallocated where the file system supports it.
 
-    Raises:
-        OSError: ENOSPC when the disk is full, others when it fails.
+    Raises OSError: ENOSPC when the disk is full, others when it fails.
     """
     if hasattr(os, "posix_fallocate"):
         try:
@@ -113,10 +96,7 @@ class PageFile:
     """Reads and writes whole pages of a file, with at most 32 MiB of them in the page cache.
 
     In a memory cgroup, written pages count until they are on the disk: writing a checkpoint would
-    otherwise take as much memory as the checkpoint has bytes.
-
-    Args:
-        fd: of the file; the caller closes it.
+    otherwise take as much memory as the checkpoint has bytes. The caller closes the file.
     """
 
     def __init__(self, fd: int) -> None:
@@ -125,14 +105,9 @@ class PageFile:
         self._dirty_bytes = 0
 
     def write(self, view: memoryview, offset: int) -> None:
-        """Write every byte.
+        """Write page-aligned memory at a page-aligned offset.
 
-        Args:
-            view: page-aligned memory, whole pages; the last may be partial without direct I/O.
-            offset: in the file, page-aligned.
-
-        Raises:
-            OSError: the disk is full, or fails.
+        Whole pages; the last may be partial without direct I/O.
         """
         write_all(self._fd, view, offset)
         self._dirty_bytes += len(view)
@@ -140,19 +115,11 @@ class PageFile:
             self.drain()
 
     def read(self, view: memoryview, offset: int) -> None:
-        """Fill a view; memory and offset as for `write`.
-
-        Raises:
-            OSError: the file ends before, or the disk fails.
-        """
+        """Fill a view; memory and offset as for `write`. Raises OSError if the file ends before."""
         read_all(self._fd, view, offset, len(view))
 
     def drain(self) -> None:
-        """Wait until what was written is on the disk, and drop it from the page cache.
-
-        Raises:
-            OSError: it could not be written.
-        """
+        """Wait until what was written is on the disk, and drop it from the page cache."""
         self._dirty_bytes = 0
         if self._buffered:
             os.fdatasync(self._fd)
