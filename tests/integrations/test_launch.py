@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 import yaml
+from accelerate.commands.config.config_args import load_config_from_file
 
+from offload_strategy import ConfigError, OffloadConfig
+from offload_strategy.integrations.accelerate.launch import environment_for
 from tests.callbacks.test_monitor import tensorboard_scalars
-from tests.integrations.support import run, succeeded
+from tests.integrations.support import OURS, python, succeeded
 
 SCRIPT = """
 import json, sys
@@ -40,7 +41,6 @@ accelerator.end_training()
 print(json.dumps({
     "losses": [loss.hex() for loss in losses],
     "weights": [p.sum().item().hex() for p in model.parameters()],
-    "arguments": sys.argv[1:],
     "optimizer": type(optimizer.optimizer).__name__,
 }))
 """
@@ -63,14 +63,6 @@ def launch_file(home: Path, name: str, **more: Any) -> Path:
     return path
 
 
-def launch(
-    home: Path, arguments: Sequence[str], variables: dict[str, str] | None = None
-) -> CompletedProcess[str]:
-    # The console script's own entry point, without relying on where it was installed.
-    command = [sys.executable, "-c", CONSOLE_SCRIPT, "launch", *arguments]
-    return run(command, home=home, variables=variables)
-
-
 CONSOLE_SCRIPT = """
 import sys
 from accelerate.commands.accelerate_cli import main
@@ -78,68 +70,87 @@ sys.argv[0] = "accelerate"
 main()
 """
 
+# What a script is given, without the seconds that importing torch takes.
+GIVEN = """
+import json, os, sys
+names = ("ACCELERATE_USE_SSD_OFFLOAD", "SSD_OFFLOAD_CONFIG")
+print(json.dumps([sys.argv[1:], [os.environ.get(name) for name in names]]))
+"""
 
-@pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """What came of a launch; each is made once, when it is first asked for."""
-    home = tmp_path_factory.mktemp("launch")
-    (home / "train.py").write_text(SCRIPT)
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of launches, with a clean environment."""
+    monkeypatch.chdir(tmp_path)
+    for name in os.environ:
+        if name.startswith(OURS):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    return tmp_path
+
+
+def launch(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    """The console script `accelerate launch`, in this process; the script has one of its own."""
+    from accelerate.commands.accelerate_cli import main
+
+    monkeypatch.setattr(sys, "argv", ["accelerate", "launch", *arguments])
+    main()
+
+
+@pytest.mark.parametrize(
+    ("options", "active"),
+    [
+        (["--config_file", "plain.yaml"], False),
+        (["--config_file", "offload.yaml"], True),
+        (["--config", "offload.yaml"], True),
+        (["--num_processes", "1", "--config=presets/by_path.yaml"], True),
+    ],
+    ids=["plain", "config_file", "config", "config="],
+)
+def test_the_section_reaches_the_script_and_its_arguments_are_its_own(
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    options: list[str],
+    active: bool,
+) -> None:
+    (home / "given.py").write_text(GIVEN)
     (home / "presets").mkdir()
     launch_file(home, "plain.yaml")
     launch_file(home, "offload.yaml", ssd_offload_config=SECTION)
     (home / "presets" / "own.yaml").write_text(yaml.safe_dump(SECTION))
     launch_file(home / "presets", "by_path.yaml", ssd_offload_config="own.yaml")
-    outer = {"SSD_OFFLOAD_CONFIG": '{"optimizer": {"enabled": false}}'}
-    cases: dict[str, tuple[list[str], dict[str, str]]] = {
-        "plain": (["--config_file", "plain.yaml"], outer),
-        "config_file": (["--config_file", "offload.yaml"], outer),
-        "config": (["--config", "offload.yaml"], {}),
-        "config=": (["--num_processes", "1", "--config=presets/by_path.yaml"], {}),
-    }
-
-    @cache
-    def one(name: str) -> dict[str, Any]:
-        options, variables = cases[name]
-        script = ["train.py", f"logs-{name}", "--config", "of the script", "--config_file=its"]
-        printed = succeeded(launch(home, [*options, *script], variables))
-        return {
-            **json.loads(printed.splitlines()[-1]),
-            "scalars": tensorboard_scalars(home / f"logs-{name}" / "board"),
-        }
-
-    return one
+    outer = '{"optimizer": {"enabled": false}}'
+    monkeypatch.setenv("SSD_OFFLOAD_CONFIG", outer)
+    own = ["--config", "of the script", "--config_file=its"]
+    launch(monkeypatch, *options, "given.py", *own)
+    arguments, (switch, config) = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert arguments == own
+    assert switch == ("true" if active else None)
+    assert json.loads(config) == (SECTION if active else json.loads(outer))
 
 
-@pytest.mark.parametrize("name", ["config_file", "config", "config="])
-def test_a_section_offloads_and_changes_no_number(
-    launched: Callable[[str], dict[str, Any]], name: str
-) -> None:
-    plain, offloaded = launched("plain"), launched(name)
+def test_a_section_offloads_changes_no_number_and_puts_metrics_on_the_board(home: Path) -> None:
+    """An unmodified script, launched by Accelerate's module, and started without a launcher."""
+    launch_file(home, "offload.yaml", ssd_offload_config=SECTION)
+    (home / "train.py").write_text(SCRIPT)
+    module = ["-m", "accelerate.commands.launch", "--config_file", "offload.yaml"]
+    offloaded, plain = (
+        json.loads(succeeded(python(*words, home=home, variables=variables)).splitlines()[-1])
+        for words, variables in (
+            ([*module, "train.py", "logs"], {}),
+            (["train.py", "plain"], {"ACCELERATE_USE_CPU": "true"}),
+        )
+    )
     assert plain["optimizer"] == "AdamW"
     assert offloaded["optimizer"] == "OffloadedOptimizer"
     for key in ("losses", "weights"):
         assert offloaded[key] == plain[key]
-    assert offloaded["arguments"][1:] == ["--config", "of the script", "--config_file=its"]
-
-
-@pytest.mark.parametrize("name", ["config_file", "config", "config="])
-def test_metrics_are_in_the_tensorboard_file_of_the_unmodified_script(
-    launched: Callable[[str], dict[str, Any]], name: str
-) -> None:
-    assert set(launched("plain")["scalars"]) == {"loss"}
-    scalars = launched(name)["scalars"]
+    assert set(tensorboard_scalars(home / "plain" / "board")) == {"loss"}
+    scalars = tensorboard_scalars(home / "logs" / "board")
     assert [step for step, _ in scalars[WRITTEN]] == [0, 10, 11]
     assert scalars[WRITTEN][-1][1] > 0
     assert len(scalars["loss"]) == 12
-
-
-def test_the_module_started_with_dash_m_passes_the_section_on(tmp_path: Path) -> None:
-    launch_file(tmp_path, "offload.yaml", ssd_offload_config=SECTION)
-    (tmp_path / "train.py").write_text(SCRIPT)
-    options = ["--config_file", "offload.yaml", "train.py", "logs"]
-    command = [sys.executable, "-m", "accelerate.commands.launch", *options]
-    printed = succeeded(run(command, home=tmp_path))
-    assert json.loads(printed.splitlines()[-1])["optimizer"] == "OffloadedOptimizer"
 
 
 @pytest.mark.parametrize(
@@ -152,26 +163,33 @@ def test_the_module_started_with_dash_m_passes_the_section_on(tmp_path: Path) ->
     ids=["typo", "preset", "megatron"],
 )
 def test_a_wrong_section_is_refused_before_the_script_starts(
-    tmp_path: Path, section: Any, more: dict[str, Any], message: str
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    section: Any,
+    more: dict[str, Any],
+    message: str,
 ) -> None:
-    launch_file(tmp_path, "offload.yaml", ssd_offload_config=section, **more)
-    (tmp_path / "train.py").write_text("open('started', 'w').close()")
-    result = launch(tmp_path, ["--config", "offload.yaml", "train.py"])
-    assert result.returncode == 1
-    assert not (tmp_path / "started").exists()
-    (line,) = [line for line in result.stderr.splitlines() if "accelerate launch:" in line]
+    launch_file(home, "offload.yaml", ssd_offload_config=section, **more)
+    (home / "train.py").write_text("open('started', 'w').close()")
+    with pytest.raises(SystemExit) as ended:
+        launch(monkeypatch, "--config", "offload.yaml", "train.py")
+    errors = capfd.readouterr().err
+    if isinstance(ended.value.code, str):  # which Python prints
+        errors += ended.value.code
+    else:
+        assert ended.value.code == 1
+    assert not (home / "started").exists()
+    (line,) = [line for line in errors.splitlines() if "accelerate launch:" in line]
     assert message in line
     assert "offload.yaml" in line
     assert "ssd_offload_config" in line
-    assert "Traceback" not in result.stderr
 
 
 # ---------------------------------------------------------------------- without processes
 
 
 def test_the_section_survives_a_rewrite_of_the_launch_file(tmp_path: Path) -> None:
-    from accelerate.commands.config.config_args import load_config_from_file
-
     path = launch_file(tmp_path, "offload.yaml", ssd_offload_config=SECTION)
     load_config_from_file(str(path)).to_yaml_file(str(path))
     assert yaml.safe_load(path.read_text())["ssd_offload_config"] == SECTION
@@ -181,10 +199,6 @@ def test_the_section_survives_a_rewrite_of_the_launch_file(tmp_path: Path) -> No
 
 
 def test_json_launch_files_may_have_a_section(tmp_path: Path) -> None:
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    from offload_strategy.integrations.accelerate.launch import environment_for
-
     path = tmp_path / "offload.json"
     path.write_text(json.dumps({"distributed_type": "NO", "ssd_offload_config": SECTION}))
     assert load_config_from_file(str(path)).ssd_offload_config == SECTION
@@ -194,17 +208,40 @@ def test_json_launch_files_may_have_a_section(tmp_path: Path) -> None:
 
 
 def test_other_unknown_keys_are_still_refused(tmp_path: Path) -> None:
-    from accelerate.commands.config.config_args import load_config_from_file
-
     path = launch_file(tmp_path, "typo.yaml", ssd_ofload_config=SECTION)
     with pytest.raises(ValueError, match="ssd_ofload_config"):
         load_config_from_file(str(path))
 
 
 def test_an_empty_section_means_the_defaults(tmp_path: Path) -> None:
-    from offload_strategy.integrations.accelerate.launch import environment_for
-
     path = launch_file(tmp_path, "offload.yaml", ssd_offload_config=None)
     assert environment_for(str(path))["SSD_OFFLOAD_CONFIG"] == "{}"
     assert environment_for(str(launch_file(tmp_path, "plain.yaml"))) == {}
     assert environment_for(None) == {}
+
+
+def launch_file_of_ranks(home: Path, distributed: str) -> str:
+    tiers = [
+        {"name": "own", "kind": "ssd", "path": "/dev/nvme${LOCAL_RANK}n1"},
+        {"name": "both", "kind": "ssd", "path": ["$ROOM/$RANK", "$ROOM/$LOCAL_RANK"]},
+    ]
+    section = {"tiers": tiers}
+    return str(
+        launch_file(home, "ranks.yaml", distributed_type=distributed, ssd_offload_config=section)
+    )
+
+
+def test_each_rank_puts_its_own_number_into_the_paths(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROOM", str(home))
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(ConfigError, match=r"LOCAL_RANK\}?, which is not set"):
+        environment_for(launch_file_of_ranks(home, "NO"))
+    section = environment_for(launch_file_of_ranks(home, "MULTI_GPU"))["SSD_OFFLOAD_CONFIG"]
+    monkeypatch.delenv("ROOM")  # the launcher's, and expanded there
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    own, both = OffloadConfig.load(section).tiers
+    assert own.paths == [Path("/dev/nvme1n1")]
+    assert both.paths == [home / "5", home / "1"]
