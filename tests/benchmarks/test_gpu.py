@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import contenders, correctness, tables
 from benchmarks.gpu.job import Job, tiny
 from benchmarks.gpu.race import Deadline, Outcome, race
 from benchmarks.turns import Turns
 
-ROOT = Path(__file__).resolve().parents[2]
 OURS = "ours: activations to disk"
 TABLE = tables.ACTIVATIONS[0]
 
@@ -82,25 +81,29 @@ def test_contenders_take_turns_and_compute_the_same(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_models_of_the_first_part_train_the_same(tmp_path: Path) -> None:
+def test_models_of_the_first_part_train_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("transformers")
     options = json.dumps({"device": "cpu", "dir": str(tmp_path)})
-    run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu.correctness", options],
-        cwd=ROOT, capture_output=True, text=True, timeout=240, check=True,
-    )  # fmt: skip
-    lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    monkeypatch.setattr(sys, "argv", ["correctness", options])
+    try:
+        correctness.main()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    printed = capsys.readouterr().out.splitlines()
+    lines = [json.loads(line) for line in printed if line.startswith("{")]
     assert len(lines) == len(correctness.MODELS) * len(correctness.SETTINGS)
     assert all(line["same"] and line["repeats"] for line in lines), lines
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_in_one_line_what_it_needs() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu"],
-        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert run.returncode == 2
-    assert run.stdout == ""
-    assert len(run.stderr.splitlines()) == 1
-    assert "needs a GPU" in run.stderr
+def test_without_a_gpu_it_says_in_one_line_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu"])
+    assert gpu.main() == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert len(said.err.splitlines()) == 1
+    assert "needs a GPU" in said.err

@@ -131,11 +131,17 @@ class Apart:
         self.weight.ds_status = SimpleNamespace(name="NOT_AVAILABLE")
 
 
-def test_a_saved_weight_is_found_where_it_is_gathered_next() -> None:
+def used_once() -> tuple[Apart, GatheredWeights]:
+    """A module that was gathered and called."""
     apart = Apart()
     weights = GatheredWeights(apart.module)
     apart.gather()
     apart.module(torch.ones(1, 4))
+    return apart, weights
+
+
+def test_a_saved_weight_is_found_where_it_is_gathered_next() -> None:
+    apart, weights = used_once()
     whole, row = weights.save(apart.weight.detach()), weights.save(apart.weight.detach().t()[1])
     assert whole is not None
     assert row is not None
@@ -150,10 +156,7 @@ def test_a_saved_weight_is_found_where_it_is_gathered_next() -> None:
 
 
 def test_a_saved_weight_that_is_apart_is_gathered_for_as_long_as_it_is_copied() -> None:
-    apart = Apart()
-    weights = GatheredWeights(apart.module)
-    apart.gather()
-    apart.module(torch.ones(1, 4))
+    apart, weights = used_once()
     saved = weights.save(apart.weight.detach())
     assert saved is not None
     apart.part()
@@ -164,10 +167,7 @@ def test_a_saved_weight_that_is_apart_is_gathered_for_as_long_as_it_is_copied() 
 
 
 def test_bytes_of_a_weight_that_was_taken_apart_belong_to_nobody() -> None:
-    apart = Apart()
-    weights = GatheredWeights(apart.module)
-    apart.gather()
-    apart.module(torch.ones(1, 4))
+    apart, weights = used_once()
     bytes_of_before = apart.weight.detach()
     apart.part()
     assert weights.save(bytes_of_before) is None

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import offload_strategy.checkpoints
+from tests.distributed.data_parallel_runs import same
 from tests.integrations.lightning_runs import (
     assert_same,
     fit,
@@ -43,17 +44,6 @@ def mapped(path: Path) -> bool:
     return str(path) in Path("/proc/self/maps").read_text()
 
 
-def contents(checkpoint: Any) -> Any:
-    """A checkpoint in a form that can be compared."""
-    if isinstance(checkpoint, torch.Tensor):
-        return (checkpoint.dtype, checkpoint.tolist())
-    if isinstance(checkpoint, dict):
-        return {key: contents(value) for key, value in checkpoint.items()}
-    if isinstance(checkpoint, list | tuple):
-        return [contents(value) for value in checkpoint]
-    return checkpoint
-
-
 def test_a_checkpoint_is_the_one_that_lightning_writes(
     pl: Any, tmp_path: Path, lightnings_io: Any
 ) -> None:
@@ -65,7 +55,7 @@ def test_a_checkpoint_is_the_one_that_lightning_writes(
         torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("ours", "theirs")
     )
     assert list(ours) == list(theirs)
-    assert contents(ours) == contents(theirs)
+    assert same(ours, theirs)
 
 
 def test_nothing_is_put_together_in_memory(
