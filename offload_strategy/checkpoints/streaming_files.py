@@ -28,9 +28,8 @@ from typing import Any, cast
 
 import torch
 
-from offload_strategy.checkpoints.private_maps import can_be_mapped
+from offload_strategy.checkpoints.private_maps import can_be_mapped, load_in_parts
 from offload_strategy.checkpoints.scratch_file import SMALL_BYTES
-from offload_strategy.checkpoints.torch_archive import load_in_parts
 from offload_strategy.errors import StorageError
 from offload_strategy.host_memory.buffers import HostBuffer
 from offload_strategy.io.regions.unnamed_files import PageFile, switch_to_direct_io
@@ -259,11 +258,7 @@ class _Stopped(Exception):
 
 
 class _ArchiveWriter:
-    """The file object that `torch.save` writes to: appends with direct I/O.
-
-    Args:
-        fd: file descriptor of an empty file; the caller closes it.
-    """
+    """The file object that `torch.save` writes to: appends to an empty file with direct I/O."""
 
     def __init__(self, fd: int) -> None:
         self.size = 0
@@ -304,11 +299,7 @@ class _ArchiveWriter:
         """Do nothing; `finish` writes the rest."""
 
     def finish(self) -> None:
-        """Write the rest and truncate the file to its size.
-
-        Raises:
-            OSError: the disk is full or failed.
-        """
+        """Write the rest and truncate the file to its size."""
         self._write_out()
         os.ftruncate(self._fd, self.size)
         self._file.drain()

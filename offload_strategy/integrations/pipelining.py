@@ -1,4 +1,4 @@
-"""Pipeline schedules of `torch.distributed.pipelining`: which backward is the last of a step.
+"""Pipeline schedules of `torch.distributed.pipelining`: the last backward pass of each step.
 
     stage_module = ...                                     # this rank's part of the model
     optimizer = engine.attach(stage_module, optimizer)
@@ -6,25 +6,25 @@
     schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=loss_fn)
     follow_schedule(engine, schedule)
 
-Activations need no more than `attach`: every call of the stage's module has a record of its own,
-and the order in which the schedule runs the backwards is learned from its first steps.
+Activations need only `attach`: each call of the stage's module has its own record, and the order of
+the backward passes is learned from the first steps.
 
 [Note: the last backward]
-An engine that is told nothing takes every backward for the last before `step()`. In a schedule
-with several micro-batches it is wrong about all but one, notices, and leaves the updates to
-`step()` (`eager` has used the first gradients by then, and raises). The schedule tells its stages
-which backward is the last of each; so the stages are asked.
+Without hints an engine assumes that every backward is the last before `step()`. In a schedule with
+several micro-batches this is wrong for all but one; the engine notices and runs the updates in
+`step()` (`eager` has used the first gradients by then, and raises). The schedule tells each stage
+which backward is its last, so methods of the stages are wrapped.
 
 [Note: gradients that are divided]
 After the last backward a schedule divides the gradients by the number of micro-batches, unless it
-was made with ``scale_grads=False``. With ``overlap: commit`` that is learned from the first steps
-and foreseen, as loss scaling is. With ``eager`` the weights would have been updated by then with
-gradients that are too large, so it is refused.
+was created with ``scale_grads=False``. With ``overlap: commit`` this is learned from the first
+steps and predicted, like loss scaling. With ``eager`` the weights would have been updated with
+undivided gradients by then, so it is refused.
 
 [Note: several stages in a process]
-The last backward of each stage is one of its own. An optimizer for each stage is updated during
-that backward; one for all stages sees several before `step()`, in which it is updated with
-``commit``, and which ``eager`` cannot tell from a step that was left out.
+Each stage has its own last backward. If each stage has its own optimizer, it is updated during that
+backward. A shared optimizer sees several last backwards before `step()`; with ``commit`` it is
+updated in `step()`, and ``eager`` cannot distinguish this from a skipped step.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ if TYPE_CHECKING:
 
 __all__ = ["follow_schedule"]
 
-#: What a stage is asked to do with one micro-batch, by the schedule; each takes its number first.
+#: Methods of a stage that process one micro-batch; the first argument is its index.
 _FORWARD = "forward_one_chunk"
 _BACKWARDS = ("backward_one_chunk", "backward_weight_one_chunk")
 
 
 def follow_schedule(engine: OffloadEngine, schedule: Any) -> None:
-    """Have a pipeline schedule tell the engine of its micro-batches.
+    """Give the engine hints about the micro-batches of a pipeline schedule.
 
-    Once for each schedule, in every process, before its first step. Harmless to repeat; a schedule
-    may be given to another engine.
+    Call it once per schedule and process, before the first step. Idempotent; a schedule may be
+    passed to another engine later.
 
     Args:
-        engine: to which the modules of the schedule's stages are attached.
-        schedule: of `torch.distributed.pipelining`.
+        engine: the engine to which the modules of the stages are attached.
+        schedule: a schedule of `torch.distributed.pipelining`.
 
     Raises:
-        ConfigError: it is no such schedule; with ``optimizer.overlap: eager`` it divides gradients
-            after the update, or one optimizer has the parameters of several stages.
+        ConfigError: it is not such a schedule; or with ``optimizer.overlap: eager`` it divides
+            gradients after the update, or one optimizer has parameters of several stages.
     """
     stages = _stages_of(schedule)
     if getattr(schedule, "scale_grads", True):
@@ -105,20 +105,20 @@ def _names() -> tuple[str, ...]:
 def _follow_stage(engine: weakref.ref[OffloadEngine], stage: Any) -> None:
     for name in _names():
         method = getattr(stage, name)
-        # Whoever followed before steps aside.
+        # Replace the wrapper of an earlier engine.
         setattr(stage, name, _announced(engine, getattr(method, "__wrapped__", method)))
 
 
 def _announced(
     reference: weakref.ref[OffloadEngine], method: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """A stage's method, of which the engine is told before it runs."""
+    """Wrap a method of a stage so that the engine gets a hint before it runs."""
 
     @wraps(method)
     def announce(index: int, *args: Any, last_backward: bool | None = None, **kwargs: Any) -> Any:
         engine = reference()
         if engine is not None and not engine.closed:
-            # See [Note: the last backward]; forwards are never told.
+            # See [Note: the last backward]; forward methods have no such argument.
             engine.microbatch(index, last=bool(last_backward))
         if last_backward is not None:
             kwargs["last_backward"] = last_backward

@@ -25,7 +25,6 @@ from offload_strategy import StorageError, load, save
 from offload_strategy.checkpoints import ScratchFile
 from offload_strategy.checkpoints import private_maps as maps
 from offload_strategy.checkpoints import streaming_files as files
-from offload_strategy.checkpoints import torch_archive as archive
 from offload_strategy.units import MiB
 from tests.training import bits
 
@@ -153,8 +152,8 @@ def test_storages_in_another_order_than_their_numbers_are_read_into_memory(
     target: Path, too_large: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(STATE, target)
-    places = archive._places
-    monkeypatch.setattr(archive, "_places", lambda path: places(path)[::-1])
+    ranges = maps._storage_ranges
+    monkeypatch.setattr(maps, "_storage_ranges", lambda path: ranges(path)[::-1])
     assert_is_state(load(target))
 
 

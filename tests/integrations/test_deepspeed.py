@@ -15,9 +15,12 @@ import yaml
 from torch import nn
 
 from offload_strategy import ConfigError, OffloadConfig
-from offload_strategy.integrations.deepspeed.config_sections import derived_sections, merge_sections
+from offload_strategy.integrations.deepspeed.config_sections import (
+    check_nvme,
+    derived_sections,
+    merge_sections,
+)
 from offload_strategy.integrations.deepspeed.gathered_weights import GatheredWeights
-from offload_strategy.integrations.deepspeed.nvme_support import check_nvme
 from offload_strategy.io.backends import deepnvme
 from tests.callbacks.test_monitor import tensorboard_scalars
 from tests.integrations.deepspeed_runs import BATCH, OFFLOAD, STEPS, moved, zero

@@ -1,9 +1,9 @@
-"""Accelerate's `distributed_type: DEEPSPEED`: DeepSpeed keeps ZeRO, our activation tickets on top.
+"""Accelerate's `distributed_type: DEEPSPEED`: DeepSpeed runs ZeRO, activations are offloaded here.
 
-DeepSpeed bypasses `Accelerator.prepare_model` and `prepare_optimizer`: what comes back from
-`prepare` is its engine, with the optimizer inside. So `prepare` is where the engine comes in here,
-and the sections for DeepSpeed's own offload are put into its config before that, when the
-`Accelerator` is made (`deepspeed_sections`).
+DeepSpeed bypasses `Accelerator.prepare_model` and `prepare_optimizer`: `prepare` returns its engine
+with the optimizer inside. The model is therefore attached after `prepare`, and the sections for
+DeepSpeed's own offload are added to its config when the `Accelerator` is created
+(config_sections.py).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from offload_strategy.config import OffloadConfig
 from offload_strategy.integrations.accelerate.session import Session
 from offload_strategy.integrations.deepspeed.config_sections import (
+    check_nvme,
     derived_sections,
     for_activations,
     merge_sections,
 )
 from offload_strategy.integrations.deepspeed.gathered_weights import GatheredWeights, install
-from offload_strategy.integrations.deepspeed.nvme_support import check_nvme
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -34,9 +34,9 @@ def session_for(
     """Return the session of an `Accelerator` that trains through DeepSpeed; None of any other.
 
     Args:
-        accelerator: Who is to have the session.
-        config: Ours; DeepSpeed's is in the `Accelerator`.
-        metrics_every: Optimizer steps between two sets of metrics, 0 for none.
+        accelerator: the owner of the session, which also has DeepSpeed's config.
+        config: the offload config.
+        metrics_every: optimizer steps between two sets of metrics, 0 for none.
 
     Raises:
         ConfigError: The two configs contradict each other, or NVMe cannot be used here.
@@ -55,23 +55,23 @@ def session_for(
 
 
 class DeepSpeedSession(Session):
-    """A `Session` without an optimizer of ours: DeepSpeed has it."""
+    """A `Session` that leaves the optimizer to DeepSpeed."""
 
     def __init__(self, config: OffloadConfig, metrics_every: int, accelerator: Accelerator) -> None:
         super().__init__(for_activations(config), metrics_every, accelerator)
         self._weights: list[GatheredWeights] = []
 
     def attach_prepared(self, prepared: Any) -> None:
-        """Offload what the DeepSpeed engines among the results of a `prepare` save for backward."""
+        """Attach the DeepSpeed engines among the results of a `prepare`."""
         import deepspeed
 
         for each in prepared if isinstance(prepared, tuple) else (prepared,):
-            # One without an optimizer is there to be evaluated.
+            # An engine without an optimizer is only evaluated.
             if isinstance(each, deepspeed.DeepSpeedEngine) and each.optimizer is not None:
                 self.attach_model(each)
 
     def attach_model(self, model: torch.nn.Module) -> None:
-        """Offload what DeepSpeed's engine saves for backward, unless it is attached already."""
+        """Offload the saved tensors of DeepSpeed's engine, unless it is attached already."""
         is_new = model not in self._attached
         super().attach_model(model)
         if is_new and model in self._attached:
@@ -80,11 +80,11 @@ class DeepSpeedSession(Session):
                 self._weights.append(weights)
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return the optimizer as it is."""
+        """Return the optimizer unchanged."""
         return optimizer
 
     def retire(self) -> None:
-        """Close the engine: `free_memory` has let go of DeepSpeed's."""
+        """Close the engine; `free_memory` has released DeepSpeed's engine."""
         self.close()
 
     def metrics(self, now: bool = False) -> dict[str, float]:
@@ -94,7 +94,7 @@ class DeepSpeedSession(Session):
         return super().metrics(now)
 
     def close(self) -> None:
-        """Close the engine and take every hook off."""
+        """Close the engine and remove all hooks."""
         for weights in self._weights:
             weights.close()
         self._weights.clear()

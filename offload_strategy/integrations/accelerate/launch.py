@@ -1,13 +1,12 @@
-"""The launcher's side of Accelerate: from a section of the launch file to the training process.
+"""`accelerate launch`: passes a section of the launch file on to the training process.
 
     accelerate launch --config offload.yaml train.py
 
 The section `ssd_offload_config:` is checked before the training process starts, so that a misspelt
-key costs a second and not a queue's wait. It travels as JSON in $SSD_OFFLOAD_CONFIG, in which paths
-are expanded but for $RANK and $LOCAL_RANK, as each training process has its own; and
-$ACCELERATE_USE_SSD_OFFLOAD says that it is meant for Accelerate: the former alone is only a
-default. A section wins over a $SSD_OFFLOAD_CONFIG from outside. `integrations/accelerate.py` is the
-other end.
+key is reported at once. It is passed as JSON in $SSD_OFFLOAD_CONFIG; variables in paths are
+expanded except $RANK and $LOCAL_RANK, which differ between the processes.
+$ACCELERATE_USE_SSD_OFFLOAD activates it, because $SSD_OFFLOAD_CONFIG alone is only a default. The
+section overrides a $SSD_OFFLOAD_CONFIG of the environment. plugin.py reads both variables.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ SECTION = "ssd_offload_config"
 CONFIG_VARIABLE = "SSD_OFFLOAD_CONFIG"
 ACTIVE_VARIABLE = "ACCELERATE_USE_SSD_OFFLOAD"
 
-#: What the launcher's processes have each of their own.
-_OF_RANKS = ("LOCAL_RANK", "RANK")
+#: Variables that differ between the launched processes.
+_RANK_VARIABLES = ("LOCAL_RANK", "RANK")
 
 _LAUNCHER = "accelerate.commands.launch"
 _INSTALLED = "_ssd_offload_installed"
 
 
 def install_in_config(config_args: Any) -> None:
-    """Let launch files have the section, which Accelerate would refuse as an unknown key.
+    """Allow the section in launch files; Accelerate would reject it as an unknown key.
 
     Args:
         config_args: The module `accelerate.commands.config.config_args`.
@@ -64,7 +63,7 @@ def install_in_config(config_args: Any) -> None:
 
 
 def install_in_launcher(launch: Any) -> None:
-    """Make `accelerate launch` know `--config` and pass the section on.
+    """Make `accelerate launch` accept `--config` and pass the section on.
 
     Args:
         launch: The module `accelerate.commands.launch`.
@@ -94,12 +93,11 @@ def environment_for(path: str | None, args: argparse.Namespace | None = None) ->
     """Return the environment variables that carry the section of a launch file.
 
     Args:
-        path: The launch file, if there is one.
-        args: The launcher's arguments, some of which win over the file.
+        path: the launch file, if there is one.
+        args: the launcher's arguments.
 
     Returns:
-        No variables if there is no section. A file that cannot be read is left to Accelerate, which
-        says so better.
+        No variables if there is no section, or if the file cannot be read: Accelerate reports that.
 
     Raises:
         ConfigError: If the section is wrong, or the launch file starts something that cannot
@@ -120,12 +118,12 @@ def environment_for(path: str | None, args: argparse.Namespace | None = None) ->
 
 
 def _section(path: str, *, several: bool) -> str:
-    """The section as JSON, in which variables stay that only the ranks have, if there are any."""
-    marks = {name: f"(({name}))" for name in _OF_RANKS if several}
-    with _variables(marks):
+    """Return the section as JSON; with several processes, variables of ranks stay unexpanded."""
+    placeholders = {name: f"(({name}))" for name in _RANK_VARIABLES if several}
+    with _variables(placeholders):
         section = OffloadConfig.load(path).model_dump_json(exclude_unset=True)
-    for name, mark in marks.items():
-        section = section.replace(mark, f"${{{name}}}")
+    for name, placeholder in placeholders.items():
+        section = section.replace(placeholder, f"${{{name}}}")
     return section
 
 
@@ -141,7 +139,7 @@ def _content(path: str | None) -> Mapping[str, Any]:
 
 
 def _keep_section(base: type, reader: str, default: str) -> None:
-    """Keep the section on a config that is read: `accelerate config update` writes it back."""
+    """Keep the section on a loaded config, so that `accelerate config update` writes it back."""
     original = getattr(base, reader).__func__
 
     @functools.wraps(original)
@@ -177,7 +175,7 @@ def _runs_as_main() -> bool:
 
 
 def _export_if_main(config_args: Any) -> None:
-    """Pass the section on where only the reading of the launch file can be seen."""
+    """Pass the section on when only the loading of the launch file can be intercepted."""
     load = config_args.load_config_from_file
 
     @functools.wraps(load)
@@ -202,7 +200,7 @@ def _environment_or_exit(
 
 @contextmanager
 def _variables(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables, which the launcher copies to the process it starts."""
+    """Set environment variables within the context; the launcher passes them to its processes."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

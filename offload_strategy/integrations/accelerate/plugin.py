@@ -6,18 +6,16 @@ Three ways in, all to one session per `Accelerator`:
     ACCELERATE_USE_SSD_OFFLOAD=1 python train.py           # config from $SSD_OFFLOAD_CONFIG
     Accelerator(kwargs_handlers=[SSDOffloadPlugin("full")])
 
-$SSD_OFFLOAD_CONFIG alone activates nothing: it is the default config everywhere, and setting a
-default is not a decision to offload every Accelerate script on the machine.
+$SSD_OFFLOAD_CONFIG alone activates nothing: it is the default config everywhere, and a default must
+not offload every Accelerate script on the machine.
 
-[Note: where the engine comes in]
+[Note: where models and optimizers are attached]
 `prepare_model` and `prepare_optimizer` are wrapped rather than `prepare`: both are public, and
-scripts call them one by one as well. DeepSpeed bypasses them: see `accelerate_deepspeed`. So does
+scripts call them one by one as well. DeepSpeed bypasses them: see deepspeed_session.py. So does
 FSDP2, which gives an optimizer its sharded parameters at the end of `prepare`: both are attached
-after that. What else does (FSDP1, Megatron) is refused when the `Accelerator` is made. The model is
-attached as Accelerate returns it, so that hooks stay outside of a compiled region. The optimizer is
-wrapped before `AcceleratedOptimizer` wraps it.
-
-`accelerate_session` is what then happens.
+after that. Other engines that bypass them (FSDP1, Megatron) are refused when the `Accelerator` is
+created. The model is attached as Accelerate returns it, so that hooks stay outside of a compiled
+region. The optimizer is wrapped before `AcceleratedOptimizer` wraps it.
 """
 
 from __future__ import annotations
@@ -34,10 +32,14 @@ import torch
 from offload_strategy.autoload import is_disabled
 from offload_strategy.config import ConfigSource, OffloadConfig
 from offload_strategy.errors import ConfigError
-from offload_strategy.integrations.accelerate import deepspeed_session, transformers_trainer
+from offload_strategy.integrations.accelerate import deepspeed_session
 from offload_strategy.integrations.accelerate.launch import ACTIVE_VARIABLE
 from offload_strategy.integrations.accelerate.session import Session
-from offload_strategy.integrations.accelerate.state_saving import install_in, streaming
+from offload_strategy.integrations.accelerate.state_saving import (
+    install_in,
+    install_in_trainer,
+    streaming,
+)
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -101,7 +103,7 @@ def session_of(accelerator: Any) -> Session | None:
 
 
 def install(module: Any) -> None:
-    """Wrap the methods of `Accelerator` where the engine comes in; harmless to repeat.
+    """Wrap the methods of `Accelerator` in which models and optimizers are attached. Idempotent.
 
     Args:
         module: The module `accelerate.accelerator`.
@@ -147,7 +149,7 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
             session = deepspeed_session.session_for(self, config, plugin.metrics_every)
             if session is None:
                 _refuse_other_engines(self)
-                transformers_trainer.install()
+                install_in_trainer()
                 session = Session(config, plugin.metrics_every, self)
             setattr(self, _SESSION, session)
 
@@ -190,7 +192,7 @@ def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _attach_sharded(session: Session, prepared: tuple[Any, ...]) -> None:
-    """Attach what `prepare` has sharded: only now optimizers have the parameters that stay."""
+    """Attach what `prepare` has sharded: optimizers have their final parameters only now."""
     for each in prepared:
         if isinstance(each, torch.nn.Module):
             session.attach_model(each)

@@ -1,14 +1,14 @@
-"""What one `Accelerator` offloads, from its first `prepare` to `free_memory`.
+"""The session of one `Accelerator`: its engine, from the first `prepare` to `free_memory`.
 
 [Note: free_memory]
-`free_memory` drops Accelerate's references and leaves the script its own: Transformers' `Trainer`
-calls it at the start of each `train()` and goes on with the same optimizer, states included. So the
-engine closes when the script has let its prepared optimizers go, or prepares new objects: then
-nobody can ask for the states any more. Until then the session is retired.
+`free_memory` drops Accelerate's references, but not those of the script: Transformers' `Trainer`
+calls it at the start of each `train()` and continues with the same optimizer and its states. So the
+engine closes when the script has dropped its prepared optimizers, or prepares new objects: then
+nobody can read the states any more. Until then the session is retired.
 
 [Note: metrics]
-They ride on the script's own `accelerator.log` calls, at its steps: a call of our own with a step
-count of our own would make trackers with increasing steps (W&B) drop the script's values.
+Metrics are added to the script's own `accelerator.log` calls, at its steps: separate calls with
+another step count would make trackers with increasing steps (W&B) drop the script's values.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 
 from offload_strategy.config import OffloadConfig
 from offload_strategy.errors import ConfigError
+from offload_strategy.torch_support.weak_callbacks import WeakHook
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -29,12 +30,12 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """What one `Accelerator` offloads: an engine from the first `prepare` to `free_memory`.
+    """Offloads for one `Accelerator`, from the first `prepare` to `free_memory`.
 
     Args:
-        config: The config of its engines.
-        metrics_every: Optimizer steps between two sets of metrics, 0 for none.
-        accelerator: Who has the session.
+        config: config of its engines.
+        metrics_every: optimizer steps between two sets of metrics, 0 for none.
+        accelerator: the owner of the session; it is not kept alive.
     """
 
     def __init__(self, config: OffloadConfig, metrics_every: int, accelerator: Accelerator) -> None:
@@ -65,10 +66,10 @@ class Session:
         return self._engine
 
     def begin(self, *objects: Any) -> None:
-        """Go on with the engine of before `free_memory`, or close it, as a `prepare` begins.
+        """Before a `prepare`, keep a retired engine or close it; see [Note: free_memory].
 
         Args:
-            objects: What is prepared. See [Note: free_memory].
+            objects: the objects that are prepared.
         """
         optimizers = [obj for obj in objects if isinstance(obj, torch.optim.Optimizer)]
         models = [obj for obj in objects if isinstance(obj, torch.nn.Module)]
@@ -83,13 +84,13 @@ class Session:
                 self.attach_model(model)
 
     def retire(self) -> None:
-        """Close the engine, or, if the script still has its optimizers, wait for their end."""
+        """Close the engine as soon as the script has dropped its optimizers."""
         self._retired = True
         if not list(self._optimizers):
             self.close()
 
     def keep_for(self, prepared: torch.optim.Optimizer) -> None:
-        """Note an optimizer as the script has it, for as long as it has it."""
+        """Keep the engine while the script holds a prepared optimizer."""
         if prepared in self._optimizers:
             return
         me = weakref.ref(self)
@@ -115,7 +116,7 @@ class Session:
             return
         self._attach(model)
         self._attached.add(model)
-        hook = _MicroBatchHook(self)
+        hook = WeakHook(self.begin_micro_batch)
         # After `attach`, whose hook is prepended too: the hint comes before the forward pass it is
         # about.
         self._handles.append(model.register_forward_pre_hook(hook, prepend=True))
@@ -153,12 +154,14 @@ class Session:
                 self.close()
             raise
 
-    def begin_micro_batch(self) -> None:
+    def begin_micro_batch(self, module: torch.nn.Module, _: Any) -> None:
         """Tell the engine that a micro-batch begins, and whether gradients are complete after it.
 
-        Accelerate decides on that before the forward pass; with accumulation by hand it always says
+        Accelerate decides on that before the forward pass; with manual accumulation it always says
         yes. So it is a hint, and the boundary is the optimizer's `step()`.
         """
+        if not module.training or not torch.is_grad_enabled():
+            return
         accelerator = self._accelerator()
         if accelerator is None or self._engine is None or self._engine.closed:
             return
@@ -173,7 +176,7 @@ class Session:
         """Return the metrics for the trackers, empty if they are not due. See [Note: metrics].
 
         Args:
-            now: Whether to go by new steps alone and not wait for the interval.
+            now: return them after any new step, without waiting for the interval.
         """
         if self._engine is None or self._engine.closed:
             return {}
@@ -186,7 +189,7 @@ class Session:
         return {key: value for key, value in metrics.items() if math.isfinite(value)}
 
     def close(self) -> None:
-        """Close the engine and take every hook off; the session can go on with a new engine."""
+        """Close the engine and remove all hooks; the session may open a new engine later."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -198,18 +201,3 @@ class Session:
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
-
-
-class _MicroBatchHook:
-    """Forward pre-hook that begins a micro-batch. A copy or a pickle of it does nothing."""
-
-    def __init__(self, session: Session | None = None) -> None:
-        self._session = None if session is None else weakref.ref(session)
-
-    def __call__(self, module: torch.nn.Module, args: Any) -> None:
-        session = self._session() if self._session is not None else None
-        if session is not None and module.training and torch.is_grad_enabled():
-            session.begin_micro_batch()
-
-    def __reduce__(self) -> tuple[Any, tuple[()]]:
-        return type(self), ()

@@ -1,14 +1,18 @@
-"""`Accelerator.save_state` and `load_state` of an offloaded optimizer: its file streams.
+"""Checkpoints of Accelerate and of Transformers' `Trainer` with an offloaded optimizer.
 
-`optimizer.bin` is the large file of such a checkpoint. It is written by `offload_strategy.save` and
-mapped when it is loaded; format and name stay Accelerate's. Each file is replaced as a whole, but a
-checkpoint of Accelerate's is a folder of several: a process that is killed while it saves into a
-folder that has one already can leave files of two steps in it. So save into a new folder each time
-(`ProjectConfiguration(automatic_checkpoint_naming=True)` does), as without offload.
+`optimizer.bin`, the large file, is written by `offload_strategy.save` and mapped when it is loaded;
+format and name stay Accelerate's. Each file is replaced atomically, but a checkpoint is a directory
+of several files: a process that is killed while it saves over an earlier checkpoint can leave files
+of two steps. So save into a new directory each time, as without offload
+(`ProjectConfiguration(automatic_checkpoint_naming=True)` does).
 
 `accelerate.checkpointing` offers no hook for how its files are written, so the two functions by
 which it writes and reads are wrapped; outside of a `save_state` or `load_state` of an `Accelerator`
-that offloads, the wrappers hand on what they are given.
+that offloads, the wrappers do nothing else than the originals.
+
+With data-parallel processes that share states, the `Trainer` asks its optimizer for a state dict
+only on the process that saves. All processes call the method in which it does so, and there they
+gather the states first.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -23,6 +28,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+_TRAINER_METHOD = "_save_optimizer_and_scheduler"
+_INSTALLED = "_ssd_offload_installed"
 _streaming: ContextVar[bool] = ContextVar("ssd_offload_streaming", default=False)
 
 
@@ -40,10 +47,10 @@ def install_in(checkpointing: Any) -> None:
 
 @contextlib.contextmanager
 def streaming(accelerator: Accelerator) -> Iterator[None]:
-    """Inside, the files of optimizers stream, if all of the Accelerator's are offloaded."""
+    """Stream the files of optimizers within the context, if all optimizers are offloaded."""
     from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 
-    # A plain optimizer keeps what it is given, which would lie in the checkpoint's file.
+    # A plain optimizer would keep tensors that are mapped from the checkpoint's file.
     inner = [getattr(each, "optimizer", each) for each in accelerator._optimizers]
     before = _streaming.set(all(isinstance(each, OffloadedOptimizer) for each in inner))
     try:
@@ -61,7 +68,7 @@ def _save(original: Callable[..., Any]) -> Callable[..., Any]:
 
         from offload_strategy.checkpoints import save
 
-        # As Accelerate's own: every process comes here, and one writes; or one on each machine.
+        # As in Accelerate, all processes call this, and one (or one per node) writes.
         state, per_node = PartialState(), kwargs.get("save_on_each_node", False)
         writes = state.is_local_main_process if per_node else state.is_main_process
         return save(obj, f) if writes else None
@@ -83,9 +90,31 @@ def _load(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_an_optimizers(file: Any) -> bool:
-    """Whether this is the file of an optimizer, in a checkpoint that streams."""
+    """Whether this is the file of an optimizer in a streamed checkpoint."""
     if not _streaming.get() or not isinstance(file, str | os.PathLike):
         return False
     from accelerate.utils import OPTIMIZER_NAME
 
     return os.path.basename(file).startswith(OPTIMIZER_NAME)
+
+
+def install_in_trainer() -> None:
+    """Wrap the method of the `Trainer`, which is imported before it makes its `Accelerator`."""
+    trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
+    original = getattr(trainer, _TRAINER_METHOD, None)
+    if original is not None and not hasattr(original, _INSTALLED):
+        setattr(trainer, _TRAINER_METHOD, _gathering(original))
+
+
+def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def save(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
+
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        if isinstance(optimizer, OffloadedOptimizer):
+            optimizer.consolidate_state_dict()
+        return original(self, *args, **kwargs)
+
+    setattr(save, _INSTALLED, True)
+    return save

@@ -1,20 +1,20 @@
 """From tiers to DeepSpeed's own sections: `offload_optimizer`, `offload_param` and `aio`.
 
-With DeepSpeed, optimizer states and weights are DeepSpeed's to move. Whoever has tiers in our
-config has said where to, so what DeepSpeed's config does not say is derived from them; what it does
-say stands, unless it contradicts the tiers. Nothing here imports DeepSpeed.
+With DeepSpeed, DeepSpeed itself moves optimizer states and weights. Options that its config lacks
+are derived from our tiers; options that it has stay, unless they contradict the tiers. Nothing here
+imports DeepSpeed.
 
 | ours | DeepSpeed's |
 |---|---|
 | `optimizer.enabled` with an ssd tier, ZeRO-3 | `offload_optimizer`: `device: nvme`, `nvme_path` |
 | `optimizer.enabled` with dram tiers alone (below ZeRO-3: with one at least) | `device: cpu` |
-| `parameters.enabled`, ZeRO-3 | `offload_param`, likewise |
+| `parameters.enabled`, ZeRO-3 | `offload_param`, with the same devices |
 | `memory.pinned` | `sub_group_size`, `offload_param.buffer_count`: buffers take as much, each |
 | `io.block_size` (if given), `io.threads` | `aio`: `block_size`, `intra_op_parallelism` |
 
 [Note: NVMe below ZeRO-3]
-DeepSpeed accepts `device: nvme` for ZeRO-1 and 2 and then keeps states in host memory without a
-word. So an ssd tier alone derives nothing there.
+DeepSpeed accepts `device: nvme` for ZeRO-1 and 2 and then silently keeps the states in host memory.
+So nothing is derived from an ssd tier alone there.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from typing import Any, Literal
 
 from offload_strategy.config import OffloadConfig, TierConfig
 from offload_strategy.errors import ConfigError
+from offload_strategy.io.backends import deepnvme
 from offload_strategy.units import MiB
 
-__all__ = ["derived_sections", "for_activations", "merge_sections", "uses_nvme"]
+__all__ = ["check_nvme", "derived_sections", "for_activations", "merge_sections"]
 
 _ZERO = "zero_optimization"
 _SECTIONS: dict[Literal["optimizer", "parameters"], str] = {
@@ -53,7 +54,7 @@ _MOST_AIO_THREADS = 8
 
 
 def for_activations(config: OffloadConfig) -> OffloadConfig:
-    """Return the config of an engine beside DeepSpeed: without optimizer states and weights."""
+    """Return the config of an engine that offloads only activations and leaves the rest."""
     return config.model_copy(
         update={
             "optimizer": config.optimizer.model_copy(update={"enabled": False}),
@@ -68,7 +69,7 @@ def derived_sections(
     *,
     largest_parameter: int | None = None,
 ) -> dict[str, Any]:
-    """What DeepSpeed's config lacks of what the tiers say, in DeepSpeed's words.
+    """Return the sections that DeepSpeed's config lacks and the tiers determine.
 
     Args:
         deepspeed: DeepSpeed's config; it is not changed.
@@ -85,7 +86,7 @@ def derived_sections(
     """
     zero = deepspeed.get(_ZERO) or {}
     if not isinstance(zero, Mapping):
-        return {}  # DeepSpeed says so better.
+        return {}  # DeepSpeed reports the error.
     stage = int(zero.get("stage", 0))
     _check_optimizer(config)
     derived: dict[str, Any] = {}
@@ -104,7 +105,7 @@ def derived_sections(
     if "offload_optimizer" in derived and stage == 3 and "sub_group_size" not in zero:
         derived["sub_group_size"] = max(1, config.memory.pinned // (_BUFFERS * _ELEMENT_BYTES))
     sections: dict[str, Any] = {_ZERO: derived}
-    if uses_nvme(sections) and deepspeed.get("aio") is None:
+    if _uses_nvme(sections) and deepspeed.get("aio") is None:
         sections["aio"] = _aio(config)
     return sections
 
@@ -118,8 +119,27 @@ def merge_sections(deepspeed: MutableMapping[str, Any], sections: Mapping[str, A
             deepspeed[key] = copy.deepcopy(value)
 
 
-def uses_nvme(deepspeed: Mapping[str, Any]) -> bool:
-    """Whether a config of DeepSpeed's moves anything to NVMe."""
+def check_nvme(sections: Mapping[str, Any]) -> None:
+    """Check that DeepSpeed can use NVMe here, if derived sections need it.
+
+    DeepSpeed compiles its asynchronous I/O at its first use, in the middle of its setup, where only
+    the compiler reports what is missing.
+
+    Raises:
+        ConfigError: DeepSpeed's asynchronous I/O cannot be built.
+    """
+    reason = deepnvme.unavailable_reason() if _uses_nvme(sections) else None
+    if reason is not None:
+        zero = sections[_ZERO]
+        paths = [each["nvme_path"] for each in zero.values() if isinstance(each, Mapping)]
+        raise ConfigError(
+            f"DeepSpeed cannot move anything to {', '.join(dict.fromkeys(paths))} here: {reason}. "
+            "Or set optimizer.enabled and parameters.enabled to false, or give these sections "
+            "tiers of kind dram."
+        )
+
+
+def _uses_nvme(deepspeed: Mapping[str, Any]) -> bool:
     zero = deepspeed.get(_ZERO) or {}
     return any((zero.get(name) or {}).get("device") == "nvme" for name in _SECTIONS.values())
 

@@ -1,10 +1,9 @@
-"""Weights of ZeRO-3 that autograd saves: found again in the parameter, instead of kept or moved.
+"""Saved weights of ZeRO-3: autograd keeps their position in the parameter instead of their bytes.
 
-DeepSpeed gathers the weights of a module before its forward and takes them apart after it, and does
-both again around its backward. So what autograd saves of a weight must not hold the bytes of
-forward: they would stay in memory from forward to backward, which is what ZeRO-3 is against.
-Without saved-tensor hooks autograd holds the parameter itself; saved-tensor hooks are given a
-tensor on the same bytes. Here it is found out which parameter's they are.
+DeepSpeed gathers the weights of a module before its forward and partitions them afterwards, and
+does both again around its backward. Saved tensors must not keep the gathered bytes in memory
+between the two. Without saved-tensor hooks autograd keeps the parameter itself, but hooks receive a
+tensor that shares its storage. This module recognizes the parameter of such a tensor.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ __all__ = ["GatheredWeights"]
 
 
 class GatheredWeights:
-    """Knows, while modules compute, which bytes are those of which gathered parameter.
+    """The storages of gathered parameters while modules compute.
 
-    Its hooks come after DeepSpeed's, which gather: make it when `deepspeed.initialize` is through.
+    Its hooks must run after DeepSpeed's, so create it after `deepspeed.initialize`.
 
     Args:
-        module: Whose parameters DeepSpeed takes apart.
+        module: a module whose parameters DeepSpeed partitions.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -61,7 +60,7 @@ class GatheredWeights:
             self._by_storage.setdefault(storage, {})[name] = weakref.ref(parameter)
 
     def save(self, tensor: torch.Tensor) -> GatheredWeight | None:
-        """What autograd shall hold in place of a tensor; None of one that is no weight."""
+        """Return the handle that autograd keeps for a saved weight, or None for other tensors."""
         if type(tensor) not in (torch.Tensor, nn.Parameter):
             return None
         address = int(tensor.untyped_storage()._cdata)
@@ -70,14 +69,14 @@ class GatheredWeights:
             if parameter is None:
                 continue
             values = parameter.data
-            # Addresses are used again: one counts only while the parameter lies there.
+            # Addresses are reused, so the parameter must still have this storage.
             is_there = int(values.untyped_storage()._cdata) == address
             if is_there and tensor.dtype == values.dtype and _lies_within(tensor, values):
                 return GatheredWeight(tensor, parameter)
         return None
 
     def close(self) -> None:
-        """Take the hooks off. Idempotent."""
+        """Remove the hooks. Idempotent."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -86,12 +85,7 @@ class GatheredWeights:
 
 
 class GatheredWeight:
-    """A saved weight, or a view of one: where it lies in its parameter.
-
-    Args:
-        tensor: What autograd saves; it is not held.
-        parameter: Whose bytes it has.
-    """
+    """Position of a saved weight, or a view of one, in its parameter; keeps no values."""
 
     __slots__ = ("_offset", "_parameter", "_shape", "_strides")
 
@@ -101,10 +95,10 @@ class GatheredWeight:
         self._offset = tensor.storage_offset() - parameter.data.storage_offset()
 
     def unpack(self) -> torch.Tensor:
-        """The tensor, on the bytes that are gathered now.
+        """Return the tensor on the gathered bytes.
 
-        DeepSpeed has gathered them before the module's backward. What is needed outside of that is
-        gathered for as long as it takes to copy it.
+        DeepSpeed gathers them before the module's backward. Outside of that they are gathered here,
+        copied and partitioned again.
         """
         parameter: Any = self._parameter
         if _is_gathered(parameter):
@@ -121,14 +115,14 @@ class GatheredWeight:
 
 
 def install(engine: OffloadEngine, module: nn.Module) -> GatheredWeights | None:
-    """Have an engine find the weights of a module again that DeepSpeed takes apart.
+    """Make an engine recognize saved weights that DeepSpeed partitions.
 
     Args:
-        engine: The module's.
-        module: As `deepspeed.initialize` left it.
+        engine: the engine of the module.
+        module: the module after `deepspeed.initialize`.
 
     Returns:
-        What is to be closed with the engine; None if nothing is taken apart (below ZeRO-3).
+        An object to close with the engine; None below ZeRO-3, where nothing is partitioned.
     """
     if not any(_is_of_zero3(parameter) for parameter in module.parameters()):
         return None
@@ -146,7 +140,7 @@ def _is_gathered(parameter: Any) -> bool:
 
 
 def _parameters_of(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters that are gathered for a module: its own, and those that it borrows."""
+    """Yield the parameters that are gathered for a module: its own and external ones."""
     own = module.parameters(recurse=False)
     yield from (parameter for parameter in own if _is_of_zero3(parameter))
     yield from dict(getattr(module, "_external_params", {})).values()

@@ -13,15 +13,13 @@ each.
     fabric.log_dict(fabric.strategy.offload_engine.metrics())
 
 [Note: the last micro-batch in Fabric]
-The loop is the script's own, and what tells of accumulation is `fabric.no_backward_sync`: it is
-around every micro-batch but the last. Fabric answers for a single device without asking its
-strategy, so the method is wrapped. A script without it gets the same numbers; some work is done
-twice.
+The script has its own loop. `fabric.no_backward_sync` surrounds every micro-batch but the last; for
+a single device Fabric does not ask its strategy, so the method is wrapped. A script that does not
+use it gets the same numbers, but some work is done twice.
 
-[Note: until when in Fabric]
-Fabric has no call for the end of training. The engine lives as long as the strategy does, which
-Fabric, the models and the optimizers that it returned all refer to; `fabric.strategy.teardown()`
-ends it before that.
+[Note: lifetime of the engine in Fabric]
+Fabric has no call for the end of training. The engine lives as long as the strategy, to which
+Fabric, its models and its optimizers refer, or until `fabric.strategy.teardown()`.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ if TYPE_CHECKING:
     from offload_strategy.engine.offload_engine import OffloadEngine
     from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 else:
-    # The class that is mixed in with brings the base of its own install.
+    # The concrete class has the base of its own install.
     _SingleDeviceStrategy = object
 
 __all__ = ["FAMILIES", "OffloadFabricMixin", "install"]
@@ -69,13 +67,14 @@ class OffloadFabricMixin(_SingleDeviceStrategy):
     """A single-device strategy of Fabric that trains through an `OffloadEngine`.
 
     Args:
-        config: What `OffloadConfig.load` reads; None for $SSD_OFFLOAD_CONFIG, else the defaults.
-        accelerator: Passed on to Fabric's strategy, as the two below.
-        checkpoint_io: Reads and writes checkpoints; None for one that streams local files.
-        precision: Handles the precision.
+        config: anything that `OffloadConfig.load` reads; None for $SSD_OFFLOAD_CONFIG, else the
+            defaults.
+        accelerator: passed on to Fabric's strategy.
+        checkpoint_io: reads and writes checkpoints; None for one that streams local files.
+        precision: passed on to Fabric's strategy.
 
     Raises:
-        ConfigError: If the config is wrong, or if Fabric has more than one device.
+        ConfigError: the config is wrong, or Fabric has more than one device.
     """
 
     family: str
@@ -94,7 +93,7 @@ class OffloadFabricMixin(_SingleDeviceStrategy):
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision=precision)
         self.config: OffloadConfig = OffloadConfig.load(config)
         self._devices: list[torch.device] | None = None
-        # Fabric sets this one, and not the property that it looks for.
+        # Fabric sets this attribute, although it checks for the property.
         self._num_nodes = 1
         self._engine: OffloadEngine | None = None
         self._when_gone: weakref.finalize[..., Any] | None = None
@@ -105,11 +104,9 @@ class OffloadFabricMixin(_SingleDeviceStrategy):
         """The engine, from the first model or optimizer that is set up; None before and after."""
         return self._engine
 
-    # ------------------------------------------------------------------ one device
-
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """The devices that Fabric chose."""
+        """The devices of Fabric."""
         return self._devices
 
     @parallel_devices.setter
@@ -123,11 +120,11 @@ class OffloadFabricMixin(_SingleDeviceStrategy):
 
     @property
     def num_nodes(self) -> int:
-        """The number of machines: always 1."""
+        """The number of nodes: always 1."""
         return self._num_nodes
 
     def _configure_launcher(self) -> None:
-        # The last that Fabric asks for when it is made.
+        # The last method that Fabric's constructor calls.
         if self._num_nodes > 1:
             raise ConfigError(
                 f"Fabric(strategy={STRATEGY_NAME!r}) trains on one device, and Fabric has "
@@ -145,10 +142,10 @@ class OffloadFabricMixin(_SingleDeviceStrategy):
     def module_init_context(
         self, empty_init: bool | None = None
     ) -> AbstractContextManager[Any, bool | None]:
-        """Make a module; with streamed weights its weights leave while it is made.
+        """Context in which a module is created; streamed weights are offloaded meanwhile.
 
         Args:
-            empty_init: Whether it needs no values, because a checkpoint is loaded into it.
+            empty_init: whether to skip initialization, because a checkpoint will be loaded.
         """
         if not self.config.parameters.enabled:
             return super().module_init_context(empty_init=empty_init)
@@ -164,12 +161,12 @@ class OffloadFabricMixin(_SingleDeviceStrategy):
                 yield
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Move a model to the device, but for weights that are streamed there anyway."""
+        """Move a model to the device, unless its weights are streamed."""
         tensors = [*module.parameters(), *module.buffers()]
         if self.config.parameters.enabled and all(
             tensor.is_meta or tensor.device == self.root_device for tensor in tensors
         ):
-            return  # `Module.to` would bring every weight to memory, and refuse the meta device
+            return  # `Module.to` would load every weight, and refuse the meta device
         super().module_to_device(module)
 
     # ------------------------------------------------------------------ set-up
@@ -179,12 +176,12 @@ class OffloadFabricMixin(_SingleDeviceStrategy):
             from offload_strategy.engine.offload_engine import OffloadEngine
 
             self._engine = engine = OffloadEngine(self.config)
-            # The model's hooks keep the engine alive, and the model may outlive every Fabric.
+            # The model's hooks keep the engine alive, and the model may outlive Fabric.
             self._when_gone = weakref.finalize(self, engine.close)
         return self._engine
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Offload what a model saves for backward; one that was set up before stays as it is."""
+        """Attach a model, unless it was set up before."""
         module = super().setup_module(module)
         has_parameters = next(module.parameters(), None) is not None
         if has_parameters and module not in self._attached:
@@ -193,10 +190,10 @@ class OffloadFabricMixin(_SingleDeviceStrategy):
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer that keeps its states in tiers.
+        """Return the optimizer whose states are offloaded.
 
         Raises:
-            ConfigError: It cannot be swapped, or its parameters have another optimizer.
+            ConfigError: it cannot be offloaded, or its parameters have another optimizer.
         """
         from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 
@@ -209,7 +206,7 @@ class OffloadFabricMixin(_SingleDeviceStrategy):
         if isinstance(wrapped, OffloadedOptimizer):
             wrapped.__class__ = _optimizer_for_fabric()
         else:
-            # It keeps what it is given, which lies in the checkpoint's file.
+            # It would keep tensors that are mapped from the checkpoint's file.
             optimizer.register_load_state_dict_pre_hook(lambda _, state: copy.deepcopy(state))
         assert isinstance(wrapped, Optimizer)
         return wrapped
@@ -217,8 +214,7 @@ class OffloadFabricMixin(_SingleDeviceStrategy):
     def _attach(self, trained: nn.Module | Optimizer) -> Any:
         """Attach a model or an optimizer, and return the optimizer to use.
 
-        A model or its parameters may have been attached for an earlier training, of which nothing
-        is referred to any more but by itself.
+        If an earlier training has it, of which only reference cycles are left, collect those first.
         """
         engine = self._opened_engine()
         attach: Callable[[], Any]
@@ -245,10 +241,10 @@ class OffloadFabricMixin(_SingleDeviceStrategy):
 
     @contextmanager
     def accumulating(self, enabled: bool) -> Iterator[None]:
-        """A micro-batch that another follows before the optimizer steps.
+        """Context of a micro-batch; see [Note: the last micro-batch in Fabric].
 
         Args:
-            enabled: False for the last one. See [Note: the last micro-batch in Fabric].
+            enabled: whether another micro-batch follows before the optimizer steps.
         """
         self._hint(last=not enabled)
         try:
@@ -282,7 +278,7 @@ class OffloadFabricMixin(_SingleDeviceStrategy):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """What reads and writes checkpoints: the user's plugin, else one of ours."""
+        """The user's checkpoint plugin, else one that streams local files."""
         if self._checkpoint_io is None:
             self._checkpoint_io = self.checkpoint_io_class()
         return self._checkpoint_io
@@ -292,7 +288,7 @@ class OffloadFabricMixin(_SingleDeviceStrategy):
         self._checkpoint_io = io
 
     def teardown(self) -> None:
-        """Close the engine: states of the optimizers are gone. See [Note: until when in Fabric]."""
+        """Close the engine and drop all states. See [Note: lifetime of the engine in Fabric]."""
         self._engine = None
         self._attached.clear()
         if self._when_gone is not None:
@@ -300,7 +296,7 @@ class OffloadFabricMixin(_SingleDeviceStrategy):
         super().teardown()
 
     def __repr__(self) -> str:
-        # Fabric, and the Trainer, show this in the error for a strategy that is not of their own.
+        # Fabric and the Trainer show this in their error for a strategy of another install.
         other = next(name for name in FAMILIES if name != self.family)
         return (
             f"<SSDOffloadStrategy for {self.family}; for Fabric of {other} use "
@@ -311,11 +307,11 @@ class OffloadFabricMixin(_SingleDeviceStrategy):
 
 @functools.cache
 def _optimizer_for_fabric() -> type[OffloadedOptimizer]:
-    """The class of optimizers that Fabric wraps.
+    """Return the class of optimizers that Fabric wraps.
 
-    Fabric's wrapper takes over the class of what it is about and has none of its attributes: a
-    method that Fabric does not define runs with the wrapper as `self`. It reads the attributes of
-    the inner one, and would write them on the wrapper.
+    Fabric's wrapper derives from the class of the wrapped optimizer without its attributes. Methods
+    that Fabric does not define run with the wrapper as `self`: they read attributes of the inner
+    optimizer, but would set them on the wrapper.
     """
     from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 
@@ -324,20 +320,14 @@ def _optimizer_for_fabric() -> type[OffloadedOptimizer]:
 
         def add_param_group(self, param_group: dict[str, Any]) -> None:
             """Add a group, as the plain optimizer does."""
-            about = self if "inner" in self.__dict__ else self.optimizer
-            OffloadedOptimizer.add_param_group(about, param_group)
+            wrapped = self if "inner" in self.__dict__ else self.optimizer
+            OffloadedOptimizer.add_param_group(wrapped, param_group)
 
     return OptimizerForFabric
 
 
 def install(fabric: Any, registry: Any, strategy: type[OffloadFabricMixin]) -> None:
-    """Make `Fabric(strategy="ssd_offload")` find a strategy; harmless to repeat.
-
-    Args:
-        fabric: The class `Fabric` of an install.
-        registry: The registry of strategies of that install.
-        strategy: The strategy of that install.
-    """
+    """Register a strategy with the registry and the class `Fabric` of its install. Idempotent."""
     if STRATEGY_NAME not in registry:
         registry.register(
             STRATEGY_NAME,

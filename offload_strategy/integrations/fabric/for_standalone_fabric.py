@@ -30,5 +30,5 @@ class SSDOffloadStrategy(OffloadFabricMixin, SingleDeviceStrategy):
     checkpoint_io_class = OffloadCheckpointIO
 
 
-# Whoever imports this module first, the hook of the autoload or a script: it registers itself.
+# Importing this module registers the strategies, from a script or from the autoload hook.
 install(Fabric, STRATEGY_REGISTRY, SSDOffloadStrategy)

@@ -1,8 +1,8 @@
-"""Lightning checkpoints that stream: the same files, without a copy of everything in memory.
+"""Streaming of Lightning checkpoints: the same files, without a copy of everything in memory.
 
-Lightning's own `TorchCheckpointIO` puts the whole checkpoint together in memory before it writes
-the first byte, and reads all of it before it hands it on. For a local path this one writes tensor
-by tensor and maps the file when it loads; remote paths are left to Lightning.
+Lightning's `TorchCheckpointIO` builds the whole checkpoint in memory before it writes, and reads
+all of it before it returns. For local paths this class writes tensor by tensor and maps the file
+when it loads; remote paths are left to Lightning.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning.fabric.plugins import TorchCheckpointIO as _TorchCheckpointIO
 else:
-    # The class that is mixed in with brings the base of its own install.
+    # The concrete class has the base of its own install.
     _TorchCheckpointIO = object
 
 
@@ -23,15 +23,15 @@ class StreamingCheckpointIO(_TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        """Save a checkpoint; a file that is there already is replaced as a whole.
+        """Save a checkpoint; an existing file is replaced atomically.
 
         Args:
-            checkpoint: what the Trainer collected.
-            path: of the file; directories above it are made.
-            storage_options: refused, as by Lightning.
+            checkpoint: the checkpoint of the Trainer.
+            path: path of the file; missing directories are created.
+            storage_options: rejected, as by Lightning.
 
         Raises:
-            StorageError: the file cannot be written; the previous one is untouched.
+            StorageError: the file cannot be written; the previous one is intact.
         """
         from offload_strategy.checkpoints import save
 
@@ -43,11 +43,11 @@ class StreamingCheckpointIO(_TorchCheckpointIO):
         save(checkpoint, local)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load a checkpoint, with tensors that lie in the file until they are read.
+        """Load a checkpoint whose tensors stay in the file until they are read.
 
         Args:
-            path: of the file.
-            args: as for Lightning's own: map_location, weights_only.
+            path: path of the file.
+            args: map_location and weights_only, as in Lightning.
             kwargs: the same by name.
 
         Raises:
@@ -68,7 +68,7 @@ class StreamingCheckpointIO(_TorchCheckpointIO):
 
 
 def local_path(path: Any) -> str | None:
-    """Where a path or URL of the user's lies on this machine's file systems; None if elsewhere."""
+    """Return the local path of a path or URL, or None if it is remote."""
     from fsspec.core import url_to_fs
     from fsspec.implementations.local import LocalFileSystem
 

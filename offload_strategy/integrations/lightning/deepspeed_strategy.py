@@ -1,17 +1,17 @@
-"""`Trainer(strategy="ssd_offload_deepspeed")`: Lightning's DeepSpeed strategy, our tickets on top.
+"""`Trainer(strategy="ssd_offload_deepspeed")`: Lightning's DeepSpeed strategy, with offload.
 
-DeepSpeed keeps ZeRO, the optimizer and the weights. Ours are the activations, the metrics and the
-paths: what tiers say of optimizer states and weights becomes DeepSpeed's own sections
-(`deepspeed_sections`). As in `lightning`, a mixin here, and a class for each install beside it.
+DeepSpeed runs ZeRO and owns the optimizer and the weights. The engine offloads activations and
+reports metrics; tiers for optimizer states and weights become DeepSpeed's own sections
+(deepspeed/config_sections.py). As in lightning_strategy.py, the mixin is here, and each Lightning
+install has a class of its own.
 
     Trainer(strategy="ssd_offload_deepspeed")                 # ZeRO-2, as Lightning's "deepspeed"
     Trainer(strategy="ssd_offload_deepspeed_stage_3")
     Trainer(strategy=SSDOffloadDeepSpeedStrategy("full", stage=3, config="deepspeed.json"))
 
 [Note: DeepSpeed on the CPU]
-DeepSpeed trains on the CPU as on any accelerator; it is Lightning's strategy that refuses it. There
-the device of a process needs a number, which DeepSpeed is given as its rank, and which
-`Trainer(accelerator="cpu")` does not give.
+DeepSpeed trains on the CPU, but Lightning's strategy refuses it. The device of a process needs an
+index, which DeepSpeed uses as its rank, and `Trainer(accelerator="cpu")` gives none.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offload_strategy.integrations.deepspeed.config_sections import (
+    check_nvme,
     derived_sections,
     for_activations,
     merge_sections,
 )
 from offload_strategy.integrations.deepspeed.gathered_weights import GatheredWeights, install
-from offload_strategy.integrations.deepspeed.nvme_support import check_nvme
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from offload_strategy.config import ConfigSource, OffloadConfig
     from offload_strategy.engine.offload_engine import OffloadEngine
 else:
-    # The class that is mixed in with brings the real base.
+    # The concrete class has the base of its own install.
     _DeepSpeedStrategy = object
 
 __all__ = ["DEEPSPEED_STRATEGY_NAME", "DeepSpeedOffloadMixin", "register_deepspeed_in"]
@@ -49,15 +49,15 @@ _AIO_OPTIONS = ("block_size", "queue_depth", "single_submit", "overlap_events", 
 
 
 class DeepSpeedOffloadMixin(_DeepSpeedStrategy):
-    """A DeepSpeed strategy whose activations leave through an `OffloadEngine`.
+    """A DeepSpeed strategy whose activations are offloaded by an `OffloadEngine`.
 
     Args:
-        offload_config: What `OffloadConfig.load` reads; None for $SSD_OFFLOAD_CONFIG, else the
-            defaults. (`config` is DeepSpeed's, as in Lightning's strategy.)
-        deepspeed: The options of Lightning's `DeepSpeedStrategy`.
+        offload_config: anything that `OffloadConfig.load` reads; None for $SSD_OFFLOAD_CONFIG, else
+            the defaults. (`config` is DeepSpeed's, as in Lightning's strategy.)
+        deepspeed: options of Lightning's `DeepSpeedStrategy`.
 
     Raises:
-        ConfigError: If our config is wrong, or DeepSpeed's contradicts it.
+        ConfigError: the config is wrong, or DeepSpeed's config contradicts it.
     """
 
     strategy_name = DEEPSPEED_STRATEGY_NAME
@@ -79,10 +79,8 @@ class DeepSpeedOffloadMixin(_DeepSpeedStrategy):
         """The engine of the current or the last `fit`; None before the first."""
         return self._engine
 
-    # ------------------------------------------------------------------ DeepSpeed's sections
-
     def _without_defaults(self, options: dict[str, Any]) -> dict[str, Any]:
-        """What the user wants of DeepSpeed: its config, but for what Lightning's defaults say."""
+        """Return the DeepSpeed config of the user, without Lightning's defaults."""
         assert isinstance(self.config, dict)
         given = copy.deepcopy(self.config)
         if options.get("config") is not None or self.DEEPSPEED_ENV_VAR in os.environ:
@@ -100,15 +98,13 @@ class DeepSpeedOffloadMixin(_DeepSpeedStrategy):
         )
         merge_sections(self.config, sections)
         if "offload_optimizer" in sections.get("zero_optimization", {}):
-            # Else DeepSpeed takes none but its own optimizers of what `configure_optimizers` makes.
+            # Otherwise DeepSpeed accepts only its own optimizers from `configure_optimizers`.
             self.config.setdefault("zero_force_ds_cpu_optimizer", False)
         return sections
 
-    # ------------------------------------------------------------------ devices
-
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """The devices that the Trainer chose, numbered. See [Note: DeepSpeed on the CPU]."""
+        """The devices of the Trainer, with indices; see [Note: DeepSpeed on the CPU]."""
         return self._parallel_devices
 
     @parallel_devices.setter
@@ -119,7 +115,7 @@ class DeepSpeedOffloadMixin(_DeepSpeedStrategy):
         ]
 
     def setup_environment(self) -> None:
-        """Make the process group, on the CPU as well."""
+        """Create the process group, on the CPU as well."""
         if self.root_device.type != "cpu":
             super().setup_environment()
             return
@@ -127,10 +123,8 @@ class DeepSpeedOffloadMixin(_DeepSpeedStrategy):
         self.accelerator.setup_device(self.root_device)
         self.setup_distributed()
 
-    # ------------------------------------------------------------------ fit
-
     def setup(self, trainer: Trainer) -> None:
-        """Have DeepSpeed take the model, then offload what it saves."""
+        """Set up DeepSpeed, then attach the model."""
         assert self.model is not None
         sizes = [getattr(p, "ds_numel", p.numel()) for p in self.model.parameters()]
         check_nvme(self._derive(largest_parameter=max(sizes, default=None)))
@@ -146,7 +140,7 @@ class DeepSpeedOffloadMixin(_DeepSpeedStrategy):
         assert model is not None
         config = for_activations(self.offload_config)
         self._engine = engine = OffloadEngine(config, processes=self.num_processes)
-        # The model's hooks keep the engine alive, and the model may outlive every Trainer.
+        # The model's hooks keep the engine alive, and the model may outlive the Trainer.
         self._when_gone = weakref.finalize(self, engine.close)
         self._micro_batch = 0
         try:
@@ -157,7 +151,7 @@ class DeepSpeedOffloadMixin(_DeepSpeedStrategy):
             raise
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training step with saved tensors going to the engine."""
+        """Run the module's training step, offloading its saved tensors."""
         engine = self._engine
         if engine is None:
             return super().training_step(*args, **kwargs)
@@ -168,7 +162,7 @@ class DeepSpeedOffloadMixin(_DeepSpeedStrategy):
             return super().training_step(*args, **kwargs)
 
     def teardown(self) -> None:
-        """Take the hooks off the model; the engine's metrics can be read until the next `fit`."""
+        """Remove the hooks from the model; metrics can be read until the next `fit`."""
         if self._engine is not None and not self._engine.closed and self.model is not None:
             self._engine.detach_model(self.model)
         if self._weights is not None:
@@ -189,16 +183,9 @@ class DeepSpeedOffloadMixin(_DeepSpeedStrategy):
 
 
 def register_deepspeed_in(registry: Any, strategy: type[DeepSpeedOffloadMixin]) -> None:
-    """Make `Trainer(strategy="ssd_offload_deepspeed")` find a strategy; harmless to repeat.
-
-    Args:
-        registry: The `StrategyRegistry` of a Lightning install.
-        strategy: The strategy of that install.
-    """
-    name, description = (
-        DEEPSPEED_STRATEGY_NAME,
-        "DeepSpeed, with activations on host memory and SSDs",
-    )
+    """Register a strategy and its variants for ZeRO stages with a Lightning install. Idempotent."""
+    name = DEEPSPEED_STRATEGY_NAME
+    description = "DeepSpeed, with activations on host memory and SSDs"
     if name in registry:
         return
     registry.register(name, strategy, description=description)

@@ -1,11 +1,11 @@
 """The Lightning strategy for one device, and for several.
 
-[Note: really a single device]
-A `DDPStrategy` with one device still makes a process group and a distributed sampler: another order
-of the data, other weights. So for one device this is a `SingleDeviceStrategy`, and for several a
-`DDPStrategy`. The Trainer decides on devices after it was given the strategy, which is where a
-single-device strategy turns into the other: it sets `parallel_devices` and `num_nodes` on a
-strategy that has them. What it set before, `cluster_environment`, is handed on.
+[Note: one device]
+A `DDPStrategy` with one device still creates a process group and a distributed sampler, so data
+order and weights differ. One device therefore has a `SingleDeviceStrategy`, and several have a
+`DDPStrategy`. The Trainer sets `parallel_devices` and `num_nodes` after it received the strategy;
+at that point a single-device strategy changes its class. `cluster_environment`, which was set
+before, is passed on.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ FSDP_STRATEGY_NAME = "ssd_offload_fsdp"
 
 
 class SingleDeviceMixin(OffloadStrategyMixin):
-    """A strategy for one device; see [Note: really a single device].
+    """A strategy for one device; see [Note: one device].
 
     Args:
         config: Sections tiers, activations, optimizer, parameters, io and memory with the options
             that `ssd-offload config schema` explains; or a YAML or JSON file with them, or a preset
             (activations, optimizer, full). None for $SSD_OFFLOAD_CONFIG, else the defaults.
         ddp: Options of Lightning's `DDPStrategy`, for a Trainer with several devices.
-        accelerator: Passed on to Lightning's strategy, as the two below.
+        accelerator: Passed on to Lightning's strategy.
         checkpoint_io: Reads and writes checkpoints; None for one that streams local files.
-        precision_plugin: Handles the precision.
+        precision_plugin: Passed on to Lightning's strategy.
 
     Raises:
         ConfigError: If the config is wrong.
@@ -70,7 +70,7 @@ class SingleDeviceMixin(OffloadStrategyMixin):
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """The devices that the Trainer chose."""
+        """The devices of the Trainer."""
         return self._devices
 
     @parallel_devices.setter
@@ -81,7 +81,7 @@ class SingleDeviceMixin(OffloadStrategyMixin):
 
     @property
     def num_nodes(self) -> int:
-        """The number of machines."""
+        """The number of nodes."""
         return 1
 
     @num_nodes.setter
@@ -95,7 +95,7 @@ class SingleDeviceMixin(OffloadStrategyMixin):
         accelerator, io = self._accelerator, self._checkpoint_io
         config, options, precision = self.config, self._ddp, self._precision_plugin
         self.__dict__.clear()
-        # Lightning has this very object already, and asks nothing of it before this.
+        # Lightning holds this object already, and has not used it yet.
         self.__class__ = self.parallel_class  # type: ignore[assignment]
         parallel = cast("DataParallelMixin", self)
         try:
@@ -135,7 +135,7 @@ class _SeveralDevicesMixin(OffloadStrategyMixin):
 
     @property
     def local_processes(self) -> int:
-        """How many processes of the Trainer are on this machine."""
+        """Number of processes of the Trainer on this node."""
         return max(1, len(cast(Any, self).parallel_devices or ()))
 
 
@@ -143,11 +143,11 @@ class DataParallelMixin(_SeveralDevicesMixin):
     """A `DDPStrategy` whose processes share the updates (`optimizer.sharding`).
 
     Args:
-        config: As of `OffloadStrategyMixin`, which has the others too.
-        options: Of Lightning's `DDPStrategy`.
+        config: as in `OffloadStrategyMixin`.
+        options: options of Lightning's `DDPStrategy`.
 
     Raises:
-        ConfigError: If the config is wrong, or streams weights.
+        ConfigError: the config is wrong, or streams weights.
     """
 
 
@@ -158,14 +158,14 @@ class ShardedMixin(_SeveralDevicesMixin):
     Lightning's own strategy.
 
     Args:
-        config: As of `OffloadStrategyMixin`.
-        data_parallel_size: Processes over which the model is sharded; "auto" for all that tensor
-            parallelism leaves.
-        tensor_parallel_size: Processes that compute a layer together; "auto" for one.
-        options: The others of Lightning's `ModelParallelStrategy`.
+        config: as in `OffloadStrategyMixin`.
+        data_parallel_size: number of processes over which the model is sharded; "auto" for all
+            processes divided by `tensor_parallel_size`.
+        tensor_parallel_size: number of processes that compute a layer together; "auto" for one.
+        options: other options of Lightning's `ModelParallelStrategy`.
 
     Raises:
-        ConfigError: If the config is wrong, or streams weights.
+        ConfigError: the config is wrong, or streams weights.
     """
 
     strategy_name = FSDP_STRATEGY_NAME
@@ -186,13 +186,13 @@ class ShardedMixin(_SeveralDevicesMixin):
         )
 
     def setup_environment(self) -> None:
-        """Start the process group, and lay the devices out."""
+        """Create the process group and the device mesh."""
         strategy = cast(Any, self)
         if strategy._data_parallel_size == "auto":
-            # Lightning's own choice is the number of machines, and tensor parallelism within each.
+            # Lightning's default is the number of nodes, with tensor parallelism within each.
             processes = strategy.num_nodes * strategy.num_processes
             strategy._data_parallel_size = processes // strategy._tensor_parallel_size
         super().setup_environment()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: `load_checkpoint` has loaded the states, each rank its part."""
+        """Do nothing: `load_checkpoint` has loaded the states of each rank."""

@@ -70,7 +70,7 @@ class SSDOffloadDeepSpeedStrategy(DeepSpeedOffloadMixin, DeepSpeedStrategy):
     """`DeepSpeedOffloadMixin` for the Trainer of `pytorch_lightning`."""
 
 
-# Whoever imports this module first, the hook of the autoload or a script: it registers itself.
+# Importing this module registers the strategies, from a script or from the autoload hook.
 register_in(StrategyRegistry, SSDOffloadStrategy)
 register_in(StrategyRegistry, SSDOffloadFSDPStrategy)
 register_deepspeed_in(StrategyRegistry, SSDOffloadDeepSpeedStrategy)

@@ -1,7 +1,7 @@
 """The Lightning strategy, shared by `lightning.pytorch` and `pytorch_lightning`.
 
 The two are separate installs of the same code: each has its own `Strategy` class, registry and
-Trainer, and a Trainer accepts only its own. The strategy is therefore a mixin here;
+Trainer, and a Trainer accepts only its own. The strategy is therefore a mixin;
 `for_lightning_pytorch` and `for_pytorch_lightning` derive one class each, at module level so that
 it can be pickled. Neither imports the other install.
 
@@ -12,18 +12,18 @@ it can be pickled. Neither imports the other install.
     Trainer(strategy=SSDOffloadStrategy(config="full"))   # a preset, file or mapping
     Trainer(strategy="ssd_offload", devices=2)            # DistributedDataParallel
 
-`device_strategies` has what differs between one device and several.
+device_strategies.py has the differences between one device and several.
 
 [Note: the last micro-batch]
 With automatic optimization Lightning runs `training_step` inside `Strategy.optimizer_step` for the
-last micro-batch before an update and outside of it for the others, a partial last group included.
-That is all the strategy needs to tell the engine which backward is the last. With manual
-optimization nothing can be told in advance, and nothing is.
+last micro-batch before an update and outside of it for the others, also in a partial last group.
+So the strategy can tell the engine which backward pass is the last. With manual optimization this
+is unknown in advance, and the engine gets no hint.
 
 [Note: models that do not fit]
-With streamed weights a module is made in `configure_model`, or within `Trainer.init_module()`: its
-weights leave while it is made (`OffloadEngine.building`). With `init_module(empty_init=True)` it is
-on the meta device, until `fit` has each module fill its own.
+With streamed weights a module is created in `configure_model`, or within `Trainer.init_module()`,
+and its weights are offloaded meanwhile (`OffloadEngine.building`). With
+`init_module(empty_init=True)` it is on the meta device until `fit` initializes each module.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from offload_strategy.config import ConfigSource, OffloadConfig
     from offload_strategy.engine.offload_engine import OffloadEngine
 else:
-    # The class that is mixed in with brings the real base: see the first note.
+    # The concrete class has the base of its own install.
     _Strategy = object
 
 __all__ = ["FAMILIES", "STRATEGY_NAME", "OffloadStrategyMixin", "register_in"]
@@ -62,11 +62,12 @@ class OffloadStrategyMixin(_Strategy):
     """A strategy that trains through an `OffloadEngine`.
 
     Args:
-        config: What `OffloadConfig.load` reads; None for $SSD_OFFLOAD_CONFIG, else the defaults.
-        options: Passed on to Lightning's strategy.
+        config: anything that `OffloadConfig.load` reads; None for $SSD_OFFLOAD_CONFIG, else the
+            defaults.
+        options: passed on to Lightning's strategy.
 
     Raises:
-        ConfigError: If the config is wrong.
+        ConfigError: the config is wrong.
     """
 
     strategy_name = STRATEGY_NAME
@@ -85,14 +86,14 @@ class OffloadStrategyMixin(_Strategy):
         self._engine: OffloadEngine | None = None
         self._when_gone: weakref.finalize[..., Any] | None = None
         self._fitting = False
-        # Whether the engine was made for a model that is being built, and has no optimizer yet.
+        # Whether the engine was opened to build a model, and has no optimizer yet.
         self._is_ahead = False
         self._in_optimizer_step = False
         self._micro_batch = 0
 
     @property
     def local_processes(self) -> int:
-        """How many processes of the Trainer are on this machine."""
+        """Number of processes of the Trainer on this node."""
         return 1
 
     @property
@@ -104,10 +105,10 @@ class OffloadStrategyMixin(_Strategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Make a module; see [Note: models that do not fit].
+        """Context in which a module is created; see [Note: models that do not fit].
 
         Args:
-            empty_init: Whether it needs no values, because a checkpoint is loaded into it.
+            empty_init: whether to skip initialization, because a checkpoint will be loaded.
         """
         if not self.config.parameters.enabled:
             with super().tensor_init_context(empty_init=empty_init):
@@ -120,23 +121,23 @@ class OffloadStrategyMixin(_Strategy):
                 yield
 
     def model_to_device(self) -> None:
-        """Move the model to the device, but for weights that are streamed there anyway."""
+        """Move the model to the device, unless its weights are streamed."""
         assert self.model is not None
         tensors = [*self.model.parameters(), *self.model.buffers()]
         if self.config.parameters.enabled and all(
             tensor.is_meta or tensor.device == self.root_device for tensor in tensors
         ):
-            return  # `Module.to` would bring every weight to memory, and refuse the meta device
+            return  # `Module.to` would load every weight, and refuse the meta device
         cast(Any, super()).model_to_device()
 
     def _opened_engine(self) -> OffloadEngine:
-        """The engine of the fit to come."""
+        """Return the engine of the next fit, opening it if needed."""
         from offload_strategy.engine.offload_engine import OffloadEngine
 
         if self._engine is None or self._engine.closed or not self._is_ahead:
             self._close_engine()
             self._engine = engine = OffloadEngine(self.config, processes=self.local_processes)
-            # The model's hooks keep the engine alive, and the model may outlive every Trainer.
+            # The model's hooks keep the engine alive, and the model may outlive the Trainer.
             self._when_gone = weakref.finalize(self, engine.close)
             self._is_ahead = True
         return self._engine
@@ -144,10 +145,10 @@ class OffloadStrategyMixin(_Strategy):
     # ------------------------------------------------------------------ fit
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Make the engine and wrap the module's optimizers.
+        """Open the engine and wrap the module's optimizers; Lightning calls this only for `fit`.
 
-        Lightning calls this for `fit` alone. Learning-rate schedulers keep the module's own
-        optimizer, whose parameter groups the wrapper shows as its own.
+        Learning-rate schedulers keep the module's own optimizer, with which the wrapper shares its
+        parameter groups.
         """
         if trainer.gradient_clip_val:
             self.config.check_gradients_untouched("Trainer(gradient_clip_val=...)")
@@ -180,10 +181,10 @@ class OffloadStrategyMixin(_Strategy):
             raise
 
     def _earlier_fits(self) -> list[OffloadStrategyMixin]:
-        """The finished fits, of any Trainer, whose engine still has states of this model.
+        """Return the finished fits, of any Trainer, whose engine still has states of this model.
 
-        A parameter has one engine at a time. That of a finished fit waits for `save_checkpoint`,
-        but not any longer than until the next `fit` wants the parameters.
+        The engine of a finished fit stays open for `save_checkpoint`, until the next `fit` needs
+        its parameters.
         """
         assert self.lightning_module is not None
         wanted = {id(parameter) for parameter in self.lightning_module.parameters()}
@@ -202,7 +203,7 @@ class OffloadStrategyMixin(_Strategy):
         }
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training step with saved tensors going to the engine."""
+        """Run the module's training step, offloading its saved tensors."""
         engine = self._engine
         if engine is None:
             return super().training_step(*args, **kwargs)
@@ -221,7 +222,7 @@ class OffloadStrategyMixin(_Strategy):
         model: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the closure, which contains the last micro-batch, and the update."""
+        """Run the closure with the last micro-batch, then the update."""
         self._in_optimizer_step = True
         try:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -232,12 +233,12 @@ class OffloadStrategyMixin(_Strategy):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """What reads and writes checkpoints: the user's plugin, else one of ours."""
+        """The user's checkpoint plugin, else one that streams local files."""
         given: Any = self._checkpoint_io
         if given is None:
             self._checkpoint_io = self.checkpoint_io_class()
         elif getattr(given, "checkpoint_io", given) is None:
-            # One that is about another, such as AsyncCheckpointIO, and would be given Lightning's.
+            # A wrapper such as AsyncCheckpointIO, which would wrap Lightning's by default.
             given.checkpoint_io = self.checkpoint_io_class()
         return super().checkpoint_io
 
@@ -246,27 +247,26 @@ class OffloadStrategyMixin(_Strategy):
         self._checkpoint_io = io
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the states of the optimizers, each into its tiers.
+        """Load the states of the optimizers into their tiers.
 
-        Lightning's own method moves what it loaded to the device, and with it every state.
+        Lightning's method would move all loaded states to the device.
         """
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            # A plain optimizer keeps what it is given, which lies in the checkpoint's file.
+            # A plain optimizer would keep tensors that are mapped from the checkpoint's file.
             kept = state if _is_offloaded(optimizer) else copy.deepcopy(state)
             optimizer.load_state_dict(kept)
 
     def teardown(self) -> None:
-        """Take the hooks off the model; the optimizer states stay reachable for `save_checkpoint`.
+        """Remove the hooks from the model; `save_checkpoint` can still read optimizer states.
 
-        The engine is closed by the next `fit` of the model, when the strategy is garbage, or at
-        exit.
+        The engine is closed by the next `fit` of the model, with the strategy, or at exit.
         """
         self._fitting = False
         if self._engine is not None and not self._engine.closed and self.model is not None:
             self._engine.detach_model(self.model)
-            # Whoever trains the model next, no step of ours follows: do not update ahead of one.
+            # The next backward may belong to other code: do not update ahead of a step.
             self._engine.microbatch(0, last=False)
-        # Lightning moves the states of these to the CPU; of ours it would load every one.
+        # Lightning moves optimizer states to the CPU, which would load all offloaded ones.
         optimizers = self.optimizers
         self.optimizers = [each for each in optimizers if not _is_offloaded(each)]
         try:
@@ -282,13 +282,13 @@ class OffloadStrategyMixin(_Strategy):
             self._when_gone()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has no engine, and optimizers of an engine are of no use without it.
+        # A copy has no engine, and offloaded optimizers do not work without theirs.
         state = {**super().__getstate__(), "_engine": None, "_when_gone": None, "_fitting": False}
         state["_is_ahead"] = False
         return {**state, "_optimizers": [], "lr_scheduler_configs": []}
 
     def __repr__(self) -> str:
-        # Lightning shows this in the error for a strategy that is not one of its own.
+        # Lightning shows this in its error for a strategy of another install.
         other = next(name for name in FAMILIES if name != self.family)
         return (
             f"<SSDOffloadStrategy for {self.family}; for the Trainer of {other} use "
@@ -304,10 +304,10 @@ def _attach(engine: OffloadEngine, optimizer: torch.optim.Optimizer) -> torch.op
     """Attach an optimizer, if it has anything to train."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(p.requires_grad for p in params):
-        return optimizer  # What Lightning puts where configure_optimizers returned None.
+        return optimizer  # Lightning's placeholder where configure_optimizers returned None
     wrapped: Any = engine.attach(None, optimizer)
     if _is_offloaded(wrapped):
-        # Where LearningRateMonitor looks for the optimizer that a wrapper is about.
+        # LearningRateMonitor looks for the wrapped optimizer here.
         wrapped.optimizer = optimizer
     assert isinstance(wrapped, torch.optim.Optimizer)
     return wrapped
@@ -322,19 +322,14 @@ def _is_offloaded(optimizer: torch.optim.Optimizer) -> bool:
 def _take_over_states(
     optimizer: torch.optim.Optimizer, wrapped: list[torch.optim.Optimizer]
 ) -> None:
-    """Give an optimizer its states back, for a module that hands out the same one in every fit."""
+    """Restore the states of an optimizer that the module returns again in a later fit."""
     for earlier in wrapped:
         if getattr(earlier, "inner", None) is optimizer:
             optimizer.load_state_dict(earlier.state_dict())
 
 
 def register_in(registry: Any, strategy: type[OffloadStrategyMixin]) -> None:
-    """Make `Trainer(strategy="ssd_offload")` find a strategy; harmless to repeat.
-
-    Args:
-        registry: The `StrategyRegistry` of a Lightning install.
-        strategy: The strategy of that install.
-    """
+    """Register a strategy with the `StrategyRegistry` of its Lightning install. Idempotent."""
     if strategy.strategy_name not in registry:
         registry.register(
             strategy.strategy_name,
