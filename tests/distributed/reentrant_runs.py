@@ -1,4 +1,4 @@
-"""What the ranks of `test_reentrant` do: passes within passes, with DistributedDataParallel."""
+"""What ranks of `test_data_parallel` do: passes within passes, with DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def train(rank: int, engine: OffloadEngine | None, ends: bool, **ddp: Any) -> di
         optimizer = engine.attach(model, optimizer)
     data = torch.Generator().manual_seed(1 + rank)
     losses = []
-    for _ in range(5):
+    for _ in range(3):
         x = torch.randn(4, WIDTH, generator=data).requires_grad_()
         loss = model(x).square().mean()
         loss.backward()

@@ -33,5 +33,13 @@ def test_every_way_gives_what_plain_data_parallel_training_gives(tmp_path: Path)
                 assert 0.45 < share < 0.55, (run["case"], verb, share)
 
 
+def test_reentrant_checkpoints_give_what_they_give_without_offload(tmp_path: Path) -> None:
+    """They run backward passes within the pass."""
+    for rank in run_ranks("tests.distributed.reentrant_runs:against_plain", tmp_path):
+        assert len(rank) == 18
+        assert [run for run in rank if run[3]] == []
+        assert all(run[4] > 0 for run in rank)
+
+
 def _name(run: dict[str, Any]) -> str:
     return str({key: value for key, value in run["case"].items() if key != "sharding"})

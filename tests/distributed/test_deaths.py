@@ -1,4 +1,7 @@
-"""A rank that dies takes the job down: in time, with a message that names it, and with no file."""
+"""A rank that dies takes the job down: in time, with a message that names it, and with no file.
+
+torchrun may start the job again: the result is that of an unbroken run.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,15 @@ import psutil
 
 _SCRIPT = Path(__file__).parent / "doomed.py"
 _RANKS = 4
+_TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 
 
 def test_torchrun_ends_all_ranks_and_names_the_one_that_was_killed(
     tmp_path: Path, disk: Path
 ) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={_RANKS}"]
-    done = _run(*launcher, str(_SCRIPT), str(disk), str(tmp_path), "step")
+    done = _run(
+        *_TORCHRUN, f"--nproc-per-node={_RANKS}", str(_SCRIPT), str(disk), str(tmp_path), "step"
+    )
     assert time.time() - float((tmp_path / "died").read_text()) < 30
     assert done.returncode != 0
     _all_trained_and_are_gone(tmp_path)
@@ -51,7 +56,24 @@ def test_ranks_without_a_launcher_end_by_themselves_and_name_the_one_that_is_gon
             assert status == (-9 if rank == 2 and how != "error" else 1), said
 
 
-def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def test_a_restarted_job_ends_with_the_parameters_of_an_unbroken_one(
+    tmp_path: Path, disk: Path
+) -> None:
+    script = str(Path(__file__).parent / "elastic.py")
+    # From the launcher's own store ranks that are started again may read where the old ones
+    # listened (torch 2.13, with or without offload).
+    store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    launcher = [*_TORCHRUN, "--nproc-per-node=2", "--max-restarts=1"]
+    done = _run(*launcher, script, str(disk), str(tmp_path), **store)
+    assert done.returncode == 0, done.stderr[-6000:]
+    for rank in range(2):
+        found = json.loads((tmp_path / f"found-{rank}").read_text())
+        assert (found["restarts"], found["first"]) == (1, 3)
+        assert found["moved"] > 0
+        assert all(found[name] for name in ("losses", "weights", "states"))
+
+
+def _run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -59,7 +81,7 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     }
     return subprocess.run(
         [sys.executable, *arguments],
-        env={**environment, "OMP_NUM_THREADS": "1"},
+        env={**environment, **variables, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=100,

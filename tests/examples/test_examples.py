@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
+from tests.distributed.ranks import run_ranks
 from tests.integrations.support import environment, python, succeeded
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -50,22 +51,14 @@ def assert_moved(metrics: dict[str, float]) -> None:
 # ---------------------------------------------------------------------- Lightning, the main job
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, Any]]:
-    """The folder, output and figures of the main job."""
+# One test for what one process did: pytest-xdist would run it again for others.
+def test_the_main_job_says_where_tensors_go_and_how_it_went(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
-    home = tmp_path_factory.mktemp("demo")
     config = f"--config={json.dumps(OFFLOAD_ALL)}"
     script = str(EXAMPLES / "lightning_gpt.py")
-    printed = succeeded(python(script, *SMALL, config, "--json=figures.json", home=home))
-    return home, printed, json.loads((home / "figures.json").read_text())
-
-
-def test_the_main_job_says_where_tensors_go_and_how_it_went(
-    demo: tuple[Path, str, dict[str, Any]],
-) -> None:
-    home, printed, figures = demo
-    assert f"tensors go to {home};" in printed
+    printed = succeeded(python(script, *SMALL, config, "--json=figures.json", home=tmp_path))
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert f"tensors go to {tmp_path};" in printed
     for label in (
         "training loss",
         "validation loss",
@@ -81,61 +74,40 @@ def test_the_main_job_says_where_tensors_go_and_how_it_went(
         assert label in printed
     assert "The first 3 losses are the same to the last bit." in printed
     assert_moved(figures["metrics"])
-
-
-def test_the_main_job_starts_as_an_untrained_model_and_learns(
-    demo: tuple[Path, str, dict[str, Any]],
-) -> None:
-    before, after = demo[2]["validation_losses"]
+    # An untrained model, which learns.
+    before, after = figures["validation_losses"]
     assert before == pytest.approx(5.545, abs=0.1)
     assert after < before
-
-
-def test_the_main_job_logs_the_metrics_to_tensorboard(
-    demo: tuple[Path, str, dict[str, Any]],
-) -> None:
-    scalars = tensorboard_scalars(demo[0] / "logs")
+    scalars = tensorboard_scalars(tmp_path / "logs")
     assert {"train/loss", "validation/loss"} <= scalars.keys()
     assert_moved(scalars)
+    assert {path.name for path in tmp_path.iterdir()} <= {"logs", "figures.json", "hf"}
 
 
-def test_the_main_job_leaves_nothing_but_its_logs(demo: tuple[Path, str, dict[str, Any]]) -> None:
-    assert {path.name for path in demo[0].iterdir()} <= {"logs", "figures.json", "hf"}
+def both_strategies(rank: int, directory: Path) -> None:
+    """The main job as a module, with each strategy; in a process of `run_ranks`."""
+    os.chdir(directory)
+    os.environ.update(environment(directory), SSD_OFFLOAD_CONFIG=json.dumps(OFFLOAD_ALL))
+    for strategy in ("auto", "ssd_offload"):
+        options = ["--no-compare", f"--strategy={strategy}", f"--json={strategy}.json"]
+        sys.argv = ["lightning_gpt", *HARD, *options]
+        runpy.run_module("offload_strategy.examples.lightning_gpt", run_name="__main__")
 
 
 def test_the_main_job_runs_as_a_module_and_the_models_are_equal(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
-    module = ["-m", "offload_strategy.examples.lightning_gpt", *HARD, "--no-compare"]
-    figures = {}
-    for strategy in ("auto", "ssd_offload"):
-        file = tmp_path / f"{strategy}.json"
-        options = [f"--strategy={strategy}", f"--json={file}"]
-        variables = {"SSD_OFFLOAD_CONFIG": json.dumps(OFFLOAD_ALL)}
-        succeeded(python(*module, *options, home=tmp_path, variables=variables))
-        figures[strategy] = json.loads(file.read_text())
-    assert_moved(figures["ssd_offload"]["metrics"])
-    assert len(figures["auto"]["losses"]) == 12
+    run_ranks("tests.examples.test_examples:both_strategies", tmp_path, size=1, group=False)
+    auto, ours = (
+        json.loads((tmp_path / f"{strategy}.json").read_text())
+        for strategy in ("auto", "ssd_offload")
+    )
+    assert_moved(ours["metrics"])
+    assert len(auto["losses"]) == 12
     for key in ("losses", "validation_losses", "parameters_sha256"):
-        assert figures["auto"][key] == figures["ssd_offload"][key]
+        assert auto[key] == ours[key]
 
 
 # ---------------------------------------------------------------------- Accelerate, PyTorch
-
-
-def launch(home: Path, *launcher: str) -> str:
-    """Run the Accelerate example through its launcher and return what it printed."""
-    accelerate = [sys.executable, "-m", "accelerate.commands.accelerate_cli"]
-    script = [str(EXAMPLES / "accelerate_train.py"), *HARD, "--hex", f"--logdir={home}"]
-    result = subprocess.run(
-        [*accelerate, "launch", *launcher, *script],
-        cwd=home.parent,
-        env=environment(home.parent),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    return succeeded(result)
 
 
 def test_accelerate_and_pytorch_give_the_same_losses_with_and_without_offload(
@@ -143,36 +115,25 @@ def test_accelerate_and_pytorch_give_the_same_losses_with_and_without_offload(
 ) -> None:
     pytest.importorskip("accelerate")
     content = yaml.safe_load(LAUNCH_FILE.read_text())
-    assert "ssd_offload_config" in content
-    without = {key: value for key, value in content.items() if key != "ssd_offload_config"}
     (tmp_path / "with.yaml").write_text(yaml.dump({**content, "ssd_offload_config": OFFLOAD_ALL}))
-    (tmp_path / "without.yaml").write_text(yaml.dump(without))
-    folders = {}
-    printed = {}
-    for name, option, file in (
-        ("config", "--config", "with.yaml"),
-        ("config_file", "--config_file", "with.yaml"),
-        ("without", "--config_file", "without.yaml"),
-    ):
-        folders[name] = tmp_path / name
-        printed[name] = launch(folders[name], option, str(tmp_path / file))
-
-    expected = losses(printed["without"])
+    script = [str(EXAMPLES / "accelerate_train.py"), *HARD, "--hex"]
+    launcher = ["-m", "accelerate.commands.accelerate_cli", "launch", "--config", "with.yaml"]
+    offloaded = python(*launcher, *script, "--logdir=with", home=tmp_path)
+    cpu = {"ACCELERATE_USE_CPU": "true"}
+    plain = python(*script, "--logdir=without", home=tmp_path, variables=cpu)
+    expected = losses(succeeded(plain))
     assert len(expected) == 12
-    assert losses(printed["config"]) == expected
-    assert losses(printed["config_file"]) == expected
-
-    for name in ("config", "config_file"):
-        assert_moved(tensorboard_scalars(folders[name]))
-    scalars = tensorboard_scalars(folders["without"])
+    assert losses(succeeded(offloaded)) == expected
+    assert_moved(tensorboard_scalars(tmp_path / "with"))
+    scalars = tensorboard_scalars(tmp_path / "without")
     assert scalars["train/loss"] == pytest.approx(float.fromhex(expected[-1]))
     assert not any(key.startswith("offload/") for key in scalars)
 
-    script = str(EXAMPLES / "pytorch_loop.py")
+    loop = str(EXAMPLES / "pytorch_loop.py")
     config = f"--config={json.dumps(OFFLOAD_ALL)}"
-    loop = succeeded(python(script, *HARD, "--hex", config, home=tmp_path))
-    assert losses(loop) == expected
-    moved = dict(re.findall(r"^(offload/\S+) (\S+) MB$", loop, re.MULTILINE))
+    printed = succeeded(python(loop, *HARD, "--hex", config, home=tmp_path))
+    assert losses(printed) == expected
+    moved = dict(re.findall(r"^(offload/\S+) (\S+) MB$", printed, re.MULTILINE))
     assert float(moved["offload/activations/written_bytes"]) > 0
     assert float(moved["offload/optimizer/written_bytes"]) > 0
 

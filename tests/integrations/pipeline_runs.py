@@ -1,21 +1,13 @@
-"""Trains with pipeline schedules, as one of two processes, with and without offload.
-
-    python -m tests.integrations.pipeline_runs RANK DIRECTORY
-
-Writes what every run came to into DIRECTORY/RANK.pt: `{schedule: {way: outcome}}`, with the fields
-of `Outcome` by name, and the messages of what was refused under the schedule "refused".
-"""
+"""What the ranks of `test_pipelines` do: pipeline schedules, with and without offload."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -211,11 +203,12 @@ def refusals(rank: int, tier: Path) -> dict[str, str]:
     return found
 
 
-def main(rank: int, directory: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS
-    )
+def every_schedule(rank: int, directory: Path) -> None:
+    """Write what every run came to into DIRECTORY/RANK.pt.
+
+    It is `{schedule: {way: outcome}}`, with the fields of `Outcome` by name, and the messages of
+    what was refused under the schedule "refused".
+    """
     tier = directory / f"tier{rank}"
     tier.mkdir()
     found: dict[str, dict[str, Any]] = {"refused": refusals(rank, tier)}
@@ -230,8 +223,3 @@ def main(rank: int, directory: Path) -> None:
         }
     assert list(tier.iterdir()) == []
     torch.save(found, directory / f"{rank}.pt")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
-import subprocess
-import sys
 import threading
-import time
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +13,8 @@ import torch
 from torch import nn
 
 from offload_strategy import OffloadError
+from tests.distributed.ranks import run_ranks
+from tests.integrations.ends import ENDS, open_files
 from tests.integrations.lightning_runs import (
     Run,
     assert_equal,
@@ -29,20 +25,6 @@ from tests.integrations.lightning_runs import (
     make_trainer,
     tiny_model,
 )
-from tests.integrations.support import environment
-
-
-def open_files(directory: Path, process: int | str = "self") -> list[str]:
-    """Files of a process below a directory, deleted ones included."""
-    found = []
-    for entry in os.scandir(f"/proc/{process}/fd"):
-        try:
-            target = os.readlink(entry.path)
-        except OSError:
-            continue
-        if target.startswith(f"{directory}/"):
-            found.append(target)
-    return found
 
 
 def plain_steps(model: nn.Module) -> list[torch.Tensor]:
@@ -185,120 +167,17 @@ def test_an_error_while_attaching_leaves_nothing_open(pl: Any, tmp_path: Path, t
 
 # ---------------------------------------------------------------------- processes
 
-LIGHTNING = """
-import sys
-import lightning.pytorch as pl
-from torch.utils.data import DataLoader
-from tests.integrations.lightning_runs import batches, fit, make_module
-if sys.argv[1] == "workers":
-    loader = DataLoader(batches().dataset, batch_size=16, num_workers=2)
-else:
-    loader = batches()
-ends = sys.argv[1] in ("normal", "workers")
-module = make_module(pl)
-original = module.training_step
-def training_step(batch, batch_idx):
-    if len(module.losses) == 3:
-        print("training", flush=True)
-        if sys.argv[1] == "exception":
-            raise RuntimeError("on purpose")
-    return original(batch, batch_idx)
-module.training_step = training_step
-trainer = pl.Trainer(
-    strategy="ssd_offload", accelerator="cpu", logger=False, enable_checkpointing=False,
-    enable_progress_bar=False, enable_model_summary=False, max_epochs=2 if ends else -1,
-)
-trainer.fit(module, loader)
-print("done", flush=True)
-"""
 
-ACCELERATE = """
-import sys
-from offload_strategy import SSDOffloadPlugin
-from tests.integrations.accelerate_runs import prepare
-run = prepare(SSDOffloadPlugin()).train(3)
-print("training", flush=True)
-if sys.argv[1] == "exception":
-    raise RuntimeError("on purpose")
-run.train(3 if sys.argv[1] == "normal" else 10**9)
-print("done", flush=True)
-"""
-
-SCRIPTS = {"lightning": LIGHTNING, "accelerate": ACCELERATE}
-SIGNALS = {"interrupt": signal.SIGINT, "kill": signal.SIGKILL, "terminate": signal.SIGTERM}
-ENDS = [
-    ("lightning", "normal", 0),
-    ("lightning", "workers", 0),
-    ("lightning", "exception", 1),
-    ("lightning", "interrupt", 1),
-    ("lightning", "kill", -signal.SIGKILL),
-    ("accelerate", "normal", 0),
-    ("accelerate", "exception", 1),
-    ("accelerate", "interrupt", -signal.SIGINT),
-    ("accelerate", "kill", -signal.SIGKILL),
-    ("accelerate", "terminate", -signal.SIGTERM),
-]
-
-
-@dataclass
-class Ended:
-    """A process that trained and ended one way or another."""
-
-    status: int
-    errors: str
-    files_while_training: list[str]
-    files_left: list[Path]
-
-
-def train_and_end(home: Path, framework: str, end: str) -> Ended:
-    tier = home / f"{framework}-{end}"
-    tier.mkdir()
-    root = str(Path(__file__).parents[2])
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPTS[framework], end],
-        cwd=home,
-        env=environment(
-            tier,
-            PYTHONPATH=path,
-            SSD_OFFLOAD_CONFIG='{"activations": {"min_size": "1KiB"}}',
-            HF_HOME=str(home / "hf"),
-        ),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    in_use: list[str] = []
-    try:
-        assert process.stdout is not None
-        while "training" not in (line := process.stdout.readline()):
-            assert line, process.communicate()
-        if end in SIGNALS:
-            in_use = open_files(tier, process.pid)
-            time.sleep(0.2)
-            process.send_signal(SIGNALS[end])
-        try:
-            _, errors = process.communicate(timeout=10)
-        except subprocess.TimeoutExpired:
-            # Python drops a KeyboardInterrupt that arrives inside a finalizer: press Ctrl-C again.
-            process.send_signal(SIGNALS.get(end, signal.SIGKILL))
-            _, errors = process.communicate(timeout=20)
-    finally:
-        process.kill()
-    return Ended(process.returncode, errors, in_use, list(tier.iterdir()))
-
-
-@pytest.mark.parametrize(("framework", "end", "status"), ENDS)
-def test_a_process_ends_in_time_and_leaves_nothing_on_disk(
-    tmp_path: Path, framework: str, end: str, status: int
-) -> None:
-    process = train_and_end(tmp_path, framework, end)
-    assert process.status == status, process.errors
-    assert process.files_left == []
-    if end in SIGNALS:
-        assert len(process.files_while_training) == 1
-    if status == 0:
-        assert "Traceback" not in process.errors
+def test_every_end_of_a_process_is_in_time_and_leaves_nothing_on_disk(tmp_path: Path) -> None:
+    where = "tests.integrations.ends:every_end"
+    (found,) = run_ranks(where, tmp_path, size=1, group=False)
+    assert {name: end["status"] for name, end in found.items()} == ENDS, found
+    for name, end in found.items():
+        assert end["left"] == [], name
+        if end["signalled"]:
+            assert end["in_use"] == 1, name
+        if end["status"] == 0:
+            assert "Traceback" not in end["output"], name
 
 
 def test_the_tiny_model_is_big_enough_to_leave() -> None:

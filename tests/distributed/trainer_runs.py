@@ -1,29 +1,23 @@
-"""Transformers' Trainer with two data-parallel processes: `trainer.py DIRECTORY`.
+"""What the ranks of `test_accelerate_processes` do.
 
-The ranks are forked from one process, which has imported everything. Each trains a model as it is,
-and one with LoRA: plainly, offloaded, and resumed from the checkpoints of either.
+Each trains a model as it is, and one with LoRA: plainly, offloaded, and resumed from the
+checkpoints of either.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # which DistributedDataParallel imports: before the ranks are forked
-import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from offload_strategy.integrations.accelerate.plugin import session_of
 from tests.distributed.data_parallel_runs import config, same
 
-RANKS = 2
 STEPS, SAVED = 4, 2
 TOKENS = torch.randint(0, 64, (32, 12), generator=torch.Generator().manual_seed(1))
 
@@ -35,7 +29,7 @@ def make_model(lora: bool) -> Any:
             vocab_size=64,
             hidden_size=64,
             intermediate_size=128,
-            num_hidden_layers=2,
+            num_hidden_layers=1,
             num_attention_heads=2,
         )
     )
@@ -116,36 +110,3 @@ def compared(rank: int, directory: Path) -> list[dict[str, Any]]:
         if rank == 0 and not same(*map(files, checkpoints.values())):
             found.append({"case": [lora, "the files"], "differs": ["files"], "moved": []})
     return found
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    directory = Path(sys.argv[1])
-    processes = []
-    for rank in range(RANKS):
-        process = os.fork()
-        if process:
-            processes.append(process)
-            continue
-        os.environ.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(RANKS),
-            LOCAL_WORLD_SIZE=str(RANKS),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT="29998",
-        )
-        store = f"file://{directory}/store"
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
-        (directory / f"found-{rank}").write_text(json.dumps(compared(rank, directory)))
-        dist.barrier()
-        dist.destroy_process_group()
-        os._exit(0)
-    for process in processes:
-        _, status = os.waitpid(process, 0)
-        if status:
-            sys.exit(f"a rank ended with {os.waitstatus_to_exitcode(status)}")
-
-
-if __name__ == "__main__":
-    main()
