@@ -124,3 +124,15 @@ def sleep(us: int) -> None:
 
 def set_memory_limit(device: int, nbytes: int) -> None:
     extension.set_memory_limit(device, nbytes)
+
+
+def counts() -> dict[str, int]:
+    """How often each thing happened since `reset_counts`, on all threads."""
+    totals: dict[str, int] = {}
+    for (_, name), number in extension.counts(False).items():
+        totals[name] = totals.get(name, 0) + number
+    return totals
+
+
+def reset_counts() -> None:
+    extension.counts(True)
