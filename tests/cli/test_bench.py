@@ -15,11 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from offload_strategy.cli import main
+from offload_strategy.cli import bench, main
 from offload_strategy.cli.bench import _percentile, _Result, _share
 from offload_strategy.io.bandwidth.history import MeasuredRate
 from offload_strategy.telemetry import Direction
-from tests.io.loop_devices import loop_device, slow_disk
+from tests.io.backends import SimulatedBackend
+from tests.io.loop_devices import loop_device, loop_disk
 
 QUICK = ["--seconds", "0.1", "--size", "16MiB", "--threads", "2"]
 MBps = 1_000_000
@@ -102,11 +103,14 @@ def test_paths_get_their_share_by_the_rate_of_a_round_trip() -> None:
     assert [result.share for result in results] == pytest.approx([0.75, 0.25, 0])
 
 
-@pytest.mark.alone
-def test_two_paths_of_different_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_paths_of_different_speed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backends = iter(SimulatedBackend(rate, rate, monkeypatch) for rate in (200 * MBps, 100 * MBps))
+    monkeypatch.setattr(bench, "create_backend", lambda *_, **__: next(backends))
     with (
-        slow_disk(tmp_path / "fast", 300 << 20, 200 * MBps) as fast,
-        slow_disk(tmp_path / "slow", 300 << 20, 100 * MBps) as slow,
+        loop_disk(tmp_path / "fast", 300 << 20) as fast,
+        loop_disk(tmp_path / "slow", 300 << 20) as slow,
     ):
         paths = [str(fast.directory), str(slow.directory)]
         assert main(["bench", *paths, "--seconds", "0.4", "--json", "-"]) == 0
@@ -115,8 +119,9 @@ def test_two_paths_of_different_speed(tmp_path: Path, capsys: pytest.CaptureFixt
         ]
     found = json.loads(capsys.readouterr().out)["paths"]
     assert [path["file_system"] for path in found] == ["ext4", "ext4"]
-    assert found[0]["share"] == pytest.approx(2 / 3, abs=0.08)
-    assert found[0]["share"] + found[1]["share"] == pytest.approx(1)
+    assert [path["write_bytes_per_second"] for path in found] == pytest.approx([2e8, 1e8])
+    assert [path["read_bytes_per_second"] for path in found] == pytest.approx([2e8, 1e8])
+    assert [path["share"] for path in found] == pytest.approx([2 / 3, 1 / 3])
 
 
 def test_a_block_device_is_measured_unless_something_is_on_it(

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections import deque
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from offload_strategy.io.backends.protocol import Backend, BlockRequest
+from offload_strategy.io.bandwidth.probe import probe
 from offload_strategy.io.queues.moves import Move, Stripe
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.queues.request_queue import Priority
 from offload_strategy.io.regions.extents import Extent
 from offload_strategy.io.regions.region import Region
 from offload_strategy.telemetry import Direction
-from offload_strategy.units import PAGE_BYTES
+from offload_strategy.units import PAGE_BYTES, MiB
 
 
 class ManualBackend(Backend):
@@ -100,3 +104,20 @@ def make_move(
         keep_alive=memory,
         **options,
     )
+
+
+class SimulatedBackend(Backend):
+    """A device of a given speed, on a clock that only its transfers advance; moves no bytes."""
+
+    def __init__(self, read: float, write: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.depth, self.block_size = 4, 4 * MiB
+        self.now = 0.0
+        self._seconds_per_byte = {False: 1 / read, True: 1 / write}
+        monkeypatch.setattr(sys.modules[probe.__module__], "_clock", lambda: self.now)
+
+    def submit(self, request: BlockRequest) -> None:
+        self.now += request.nbytes * self._seconds_per_byte[request.write]
+        request.on_done(None)
+
+    def close(self) -> None:
+        pass

@@ -1,4 +1,4 @@
-"""Loop devices: real block devices over files, with a file system or without, as slow as wanted."""
+"""Loop devices: real block devices over files, with a file system or without."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-THROTTLES = Path("/sys/fs/cgroup/blkio")
 
 
 def run(*command: str | Path) -> str:
@@ -113,13 +111,6 @@ class LoopDisk:
     file: Path
     directory: Path
 
-    def throttle(self, *, read: int = 0, write: int = 0) -> None:
-        """Limit the bytes per second of direct I/O; 0 removes the limit."""
-        number = os.stat(self.device).st_rdev
-        for name, limit in (("read", read), ("write", write)):
-            control = THROTTLES / f"blkio.throttle.{name}_bps_device"
-            control.write_text(f"{os.major(number)}:{os.minor(number)} {limit}\n")
-
 
 @contextlib.contextmanager
 def loop_disk(folder: Path, nbytes: int, *, sparse: bool = False) -> Iterator[LoopDisk]:
@@ -139,21 +130,6 @@ def loop_disk(folder: Path, nbytes: int, *, sparse: bool = False) -> Iterator[Lo
         with loop_device(file) as device:
             run("mkfs.ext4", "-q", "-m", "0", "-E", "lazy_itable_init=0", device)
             with mounted(device, folder / "mount") as directory:
-                disk = LoopDisk(device, file, directory)
-                try:
-                    yield disk
-                finally:
-                    if THROTTLES.is_dir():
-                        disk.throttle()
+                yield LoopDisk(device, file, directory)
     finally:
         file.unlink()
-
-
-@contextlib.contextmanager
-def slow_disk(folder: Path, nbytes: int, bytes_per_second: int) -> Iterator[LoopDisk]:
-    """A mounted disk that reads and writes no faster than `bytes_per_second`."""
-    if not (THROTTLES / "blkio.throttle.read_bps_device").exists():
-        pytest.skip("this system has no throttles of cgroup v1")
-    with loop_disk(folder, nbytes) as disk:
-        disk.throttle(read=bytes_per_second, write=bytes_per_second)
-        yield disk

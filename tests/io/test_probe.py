@@ -24,7 +24,7 @@ from offload_strategy.io.bandwidth.probe import probe, write_latencies
 from offload_strategy.io.regions.region import Region
 from offload_strategy.telemetry import Direction
 from offload_strategy.units import PAGE_BYTES, KiB, MiB
-from tests.io.backends import ManualBackend
+from tests.io.backends import ManualBackend, SimulatedBackend
 from tests.io.loop_devices import loop_disk
 
 READ, WRITE = Direction.READ, Direction.WRITE
@@ -86,23 +86,6 @@ class WatchedBackend(Backend):
 
     def close(self) -> None:
         self.inner.close()
-
-
-class SimulatedBackend(Backend):
-    """A device of a given speed, on a clock that only its transfers advance; moves no bytes."""
-
-    def __init__(self, read: float, write: float, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.depth, self.block_size = 4, BLOCK
-        self.now = 0.0
-        self._seconds_per_byte = {False: 1 / read, True: 1 / write}
-        monkeypatch.setattr(probe_module, "_clock", lambda: self.now)
-
-    def submit(self, request: BlockRequest) -> None:
-        self.now += request.nbytes * self._seconds_per_byte[request.write]
-        request.on_done(None)
-
-    def close(self) -> None:
-        pass
 
 
 # ---------------------------------------------------------------------------- rates
