@@ -185,8 +185,7 @@ class CopyEngine:
             after: The end of a copy into this buffer, or None.
         """
         compute = self._compute()
-        with torch.accelerator.device_index(compute.device.index):
-            tensor = torch.empty(host.numel(), dtype=torch.uint8, device=self.device)
+        tensor = torch.empty(host.numel(), dtype=torch.uint8, device=self.device)
         self._in.wait_event(compute.record_event())
         if after is not None:
             self._in.wait_event(after)

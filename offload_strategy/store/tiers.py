@@ -146,8 +146,11 @@ class PathTier(Tier):
 
     @property
     def device_memory(self) -> bool:
-        """Whether all paths transfer directly from and to device memory."""
-        return all(queue.backend.device_memory for queue in self.queues)
+        """Whether all paths transfer directly from and to device memory.
+
+        A checksum is computed by the host, which cannot read device memory.
+        """
+        return not self.checks and all(queue.backend.device_memory for queue in self.queues)
 
     @property
     def checks(self) -> bool:

@@ -136,3 +136,11 @@ def counts() -> dict[str, int]:
 
 def reset_counts() -> None:
     extension.counts(True)
+
+
+def set_delays(kernel_us: int, copy_us: int) -> None:
+    extension.set_delays(kernel_us, copy_us)
+
+
+def set_seed(seed: int) -> None:
+    extension.set_seed(seed)

@@ -1,0 +1,245 @@
+"""Deliberate bugs in the synchronisation of the copy engine: each must be found.
+
+A test of streams proves something only if it fails when a wait is missing. Each mutant changes one
+line of the copy engine; scenarios are repeated with other delays until one of them shows it, in a
+gradient that differs, or in memory that is not freed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offload_strategy import OffloadEngine
+from offload_strategy.store import copy_engine, tensor_store
+from offload_strategy.torch_support.accelerator import using_stream
+from offload_strategy.units import KiB, MiB
+from tests.accelerator.support import DEVICE, device_module, new_stream
+from tests.training import on_disk, settings
+
+pytestmark = pytest.mark.skipif(DEVICE != "sim", reason="needs the simulated accelerator")
+
+LAYERS, ELEMENTS = 24, 32 * KiB
+SEEDS = 6
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(LAYERS):
+            x = torch.sin(x) * 1.5
+        return x * self.scale
+
+
+def churn() -> None:
+    """Use the memory that was just freed."""
+    for _ in range(4):
+        torch.full((ELEMENTS,), float("nan"), device=DEVICE)
+
+
+def train(engine: OffloadEngine | None, other_stream: bool = False) -> list[torch.Tensor]:
+    model = Deep().to(DEVICE)
+    if engine is not None:
+        engine.attach(model)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(ELEMENTS, generator=generator).to(DEVICE).requires_grad_()
+    torch.accelerator.synchronize()
+    found = []
+    stream = new_stream() if other_stream else torch.accelerator.current_stream()
+    for _ in range(3):
+        with using_stream(stream):
+            loss = model(x).sum()
+            churn()
+            loss.backward()
+            churn()
+        assert x.grad is not None
+        torch.accelerator.current_stream().wait_stream(stream)
+        found.append(x.grad.clone())
+        torch.accelerator.current_stream().synchronize()
+        x.grad = None
+    return [gradient.cpu() for gradient in found]
+
+
+def config(disk: Path, host: str | None) -> dict[str, Any]:
+    found = settings(disk, host, optimizer={"enabled": False})
+    found["memory"] = {"pinned": "4MiB"}
+    return found
+
+
+def wrong_bits(disk: Path, host: str | None, seed: int) -> bool:
+    device_module.set_seed(seed)
+    device_module.set_delays(50 * (seed % 3), 800 * ((seed + 1) % 3))
+    with OffloadEngine(config(disk, host)) as engine:
+        got = train(engine, other_stream=seed % 2 == 1)
+    device_module.set_delays(0, 0)
+    expected = train(None)
+    return not all(map(torch.equal, got, expected))
+
+
+def wrong_bits_after_a_dropped_pass(disk: Path, host: str | None, seed: int) -> bool:
+    """A pass is dropped while the device is behind; its buffers serve loads of another one."""
+
+    def gradient(engine: OffloadEngine | None) -> torch.Tensor:
+        model = Deep().to(DEVICE)
+        if engine is not None:
+            engine.attach(model)
+        x = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(seed))
+        x = x.to(DEVICE).requires_grad_()
+        loss = model(x).sum()
+        if engine is not None:
+            on_disk(engine)
+        device_module.sleep(100_000)
+        dropped = model(x * 2)
+        del dropped
+        loss.backward()
+        assert x.grad is not None
+        return x.grad.cpu()
+
+    with OffloadEngine(config(disk, host)) as engine:
+        got = gradient(engine)
+    return not torch.equal(got, gradient(None))
+
+
+def too_much_memory(disk: Path, host: str | None, seed: int) -> bool:
+    """Whether more is in use than the windows allow while the device is behind."""
+    with OffloadEngine(config(disk, host)) as engine:
+        model = Deep().to(DEVICE)
+        engine.attach(model)
+        x = torch.randn(1 * MiB).to(DEVICE).requires_grad_()
+        torch.accelerator.synchronize()
+        before = device_module.memory_allocated()
+        for _ in range(3):
+            torch.accelerator.synchronize()
+            device_module.reset_peak_memory_stats()
+            device_module.sleep(500_000)
+            model(x).sum().backward()
+            x.grad = None
+        model(x.detach())  # the next forward pass begins
+        # Of freed memory, what another stream still uses counts, too.
+        peak = device_module.memory_stats()["active_bytes.all.peak"] - before
+        left = device_module.memory_allocated() - before
+        torch.accelerator.synchronize()
+    return bool(peak > 60 * MiB or left > 4 * MiB)
+
+
+MUTANTS: dict[str, tuple[str, str]] = {
+    "the copy to the host does not wait for the computation": (
+        "        self._out.wait_event(compute.record_event())\n",
+        "",
+    ),
+    "the end of a copy to the host is recorded before it": (
+        "            host.copy_(payload, non_blocking=True)\n"
+        "            done = torch.Event(self.device, blocking=True)\n"
+        "            done.record(self._out)\n",
+        "            done = torch.Event(self.device, blocking=True)\n"
+        "            done.record(self._out)\n"
+        "            host.copy_(payload, non_blocking=True)\n",
+    ),
+    "memory is freed without a wait for its copy": (
+        "            compute.wait_event(released[-1].done)\n",
+        "            pass\n",
+    ),
+    "the wait is for the first copy of those released": (
+        "compute.wait_event(released[-1].done)",
+        "compute.wait_event(released[0].done) if len(released) > 1 else None",
+    ),
+    "the write to the path does not wait for the copy": (
+        "            event.synchronize()\n",
+        "",
+    ),
+    "the copy to the device does not wait for the computation": (
+        "        self._in.wait_event(compute.record_event())\n",
+        "",
+    ),
+    "the computation does not wait for the copy to the device": (
+        "        compute.wait_event(copy.done)\n",
+        "",
+    ),
+    "the end of a copy to the device is recorded before it": (
+        "            tensor.copy_(host, non_blocking=True)\n"
+        "            done = torch.Event(self.device)\n"
+        "            done.record(self._in)\n",
+        "            done = torch.Event(self.device)\n"
+        "            done.record(self._in)\n"
+        "            tensor.copy_(host, non_blocking=True)\n",
+    ),
+    "a host buffer is free before the copy out of it is over": (
+        "            self._loads.append((copy, host))\n",
+        "            pass\n",
+    ),
+    "a host buffer is free before the copy into it is over": (
+        "        self._released.append(copy)\n",
+        "        copy.host = copy.host[:0].clone()\n",
+    ),
+    "loaded memory belongs to the incoming stream": (
+        "        tensor = torch.empty(host.numel(), dtype=torch.uint8, device=self.device)\n"
+        "        self._in.wait_event(compute.record_event())\n",
+        "        with using_stream(self._in):\n"
+        "            tensor = torch.empty(host.numel(), dtype=torch.uint8, device=self.device)\n",
+    ),
+    "nothing is released while the device is behind": (
+        "while window and nbytes > at_most:",
+        "while window and nbytes > at_most and window[0].done.query():",
+    ),
+    "the window has no end": (
+        "max(_WINDOW_BYTES, 2 * self._largest)",
+        "1 << 40",
+    ),
+    "what backward has used stays in the window": (
+        "copy.entry.state is TicketState.FREED",
+        "False",
+    ),
+    "copies to the host run on the compute stream, with no order to what follows": (
+        "with using_stream(self._out):",
+        "with using_stream(self._in):",
+    ),
+}
+
+
+def mutated(old: str, new: str) -> Any:
+    source = inspect.getsource(copy_engine)
+    assert source.count(old) >= 1, "the mutant's line is not there any more"
+    module = ModuleType("mutated_copy_engine")
+    module.__dict__["__name__"] = "offload_strategy.store.copy_engine"
+    exec(compile(source.replace(old, new), "mutant", "exec"), module.__dict__)
+    return module.CopyEngines
+
+
+SCENARIOS: list[tuple[Callable[[Path, str | None, int], bool], str | None]] = [
+    (wrong_bits, None),
+    (wrong_bits, "1GiB"),
+    (wrong_bits_after_a_dropped_pass, None),
+    (too_much_memory, "1GiB"),
+]
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_deliberate_bug_is_found(disk: Path, monkeypatch: Any, name: str) -> None:
+    monkeypatch.setattr(tensor_store, "CopyEngines", mutated(*MUTANTS[name]))
+    for seed in range(SEEDS):
+        for scenario, host in SCENARIOS:
+            try:
+                if scenario(disk, host, seed):
+                    return
+            except torch.OutOfMemoryError:
+                return
+            finally:
+                device_module.set_delays(0, 0)
+                torch.accelerator.synchronize()
+    pytest.fail(f"nothing noticed in {SEEDS} seeds that {name}")
+
+
+def test_without_a_bug_nothing_is_found(disk: Path) -> None:
+    for seed in range(SEEDS):
+        for scenario, host in SCENARIOS:
+            assert not scenario(disk, host, seed), f"{scenario.__name__}, seed {seed}, {host}"
