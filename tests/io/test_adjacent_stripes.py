@@ -102,7 +102,6 @@ TOGETHER: dict[str, tuple[list[tuple[int, float, dict[str, object]]], list[list[
     "a gap": ([(3, 1, {}), (5, 1, {})], [[3], [5]]),
     "another priority": ([(3, 1, {}), (4, 1, {"priority": Priority.PREFETCH})], [[4], [3]]),
     "unaligned memory": ([(3, 1, {}), (4, 1, {"misalignment": 64})], [[3], [4]]),
-    "a call before": ([(3, 1, {}), (4, 1, {"before": lambda: None})], [[3], [4]]),
     "a partial page is read": (
         [(3, 1, {"write": False}), (4, 1 - 1 / PAGE_BYTES, {"write": False})],
         [[3], [4]],
