@@ -9,6 +9,8 @@ thread a few microseconds, the first passes are timed and then one of many: a de
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 
 #: Passes that are timed at first, and then one of so many.
@@ -70,11 +72,13 @@ class DeviceTimes:
 
     def used_after(self) -> list[tuple[float, float]]:
         """Return for each use the seconds since the first save, and how long was waited so far."""
-        waits = [(place, _elapsed(begin, end)) for place, begin, end in self._waits]
-        return [
-            (self._seconds(event), sum(seconds for place, seconds in waits if place <= number))
-            for number, event in enumerate(self._used)
-        ]
+        waits = deque((place, _elapsed(begin, end)) for place, begin, end in self._waits)
+        waited, found = 0.0, []
+        for number, event in enumerate(self._used):
+            while waits and waits[0][0] <= number:
+                waited += waits.popleft()[1]
+            found.append((self._seconds(event), waited))
+        return found
 
     def waited(self) -> float:
         """Return the seconds for which the device waited for bytes in backward."""

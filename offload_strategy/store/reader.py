@@ -95,11 +95,15 @@ class Reader:
 
     def stage(self, entry: Entry) -> None:
         """Start to copy the bytes to their device if they are in host memory."""
-        payload, _ = self.payload_or_move(entry)
-        if payload is not None and payload.device != entry.device and entry.staged is None:
-            engine = self._copies.of(entry.device)
-            if engine.asynchronous:
-                entry.staged = engine.load(payload, entry.copied)
+        engine = self._copies.of(entry.device)
+        if entry.staged is not None or not engine.asynchronous:
+            return
+        with self._registry.lock:
+            self._registry.check_alive(entry)
+            there = entry.source is None and entry.state is not TicketState.LOADING
+            payload = entry.payload if there and entry.is_in_host_memory else None
+        if payload is not None:
+            entry.staged = engine.load(payload, entry.copied)
 
     def on_device(self, entry: Entry, payload: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """Return the bytes on the device of their entry, and whether the entry shares them."""

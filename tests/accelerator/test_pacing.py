@@ -48,7 +48,7 @@ def run(engine: OffloadEngine | None) -> tuple[torch.Tensor, list[int], list[int
         begins.append(device_module.memory_allocated())
         device_module.reset_peak_memory_stats()
         if DEVICE == "sim":
-            device_module.reset_counts()
+            device_module.counts(reset=True)
         sleep(BEHIND)
         x.grad = None
         model(x).sum().backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -110,37 +111,34 @@ def initial_seed() -> int:
     return torch.initial_seed()
 
 
-def host_register(address: int, nbytes: int) -> int:
-    return int(extension.host_register(address, nbytes))
+host_register = extension.host_register
+host_unregister = extension.host_unregister
+
+# Controls of the simulation.
+set_delays = extension.set_delays
+set_memory_limit = extension.set_memory_limit
+set_seed = extension.set_seed
+sleep = extension.sleep
 
 
-def host_unregister(address: int) -> int:
-    return int(extension.host_unregister(address))
+def counts(reset: bool = False, this_thread: bool = False) -> dict[str, int]:
+    """Return how often each thing happened, by ``async:``, ``staged:``, ``sync:`` and ``pinned:``.
 
-
-def sleep(us: int) -> None:
-    extension.sleep(us)
-
-
-def set_memory_limit(device: int, nbytes: int) -> None:
-    extension.set_memory_limit(device, nbytes)
-
-
-def counts() -> dict[str, int]:
-    """How often each thing happened since `reset_counts`, on all threads."""
+    Args:
+        reset: Start all counts at zero again.
+        this_thread: Count only what the calling thread did.
+    """
     totals: dict[str, int] = {}
-    for (_, name), number in extension.counts(False).items():
-        totals[name] = totals.get(name, 0) + number
+    for (thread, name), number in extension.counts(reset).items():
+        if not this_thread or thread == threading.get_native_id():
+            totals[name] = totals.get(name, 0) + number
     return totals
 
 
-def reset_counts() -> None:
-    extension.counts(True)
-
-
-def set_delays(kernel_us: int, copy_us: int) -> None:
-    extension.set_delays(kernel_us, copy_us)
-
-
-def set_seed(seed: int) -> None:
-    extension.set_seed(seed)
+def synchronizing_calls(reset: bool = False, this_thread: bool = True) -> dict[str, int]:
+    """Return which calls made a thread wait for the device, and how often."""
+    return {
+        name.removeprefix("sync:"): number
+        for name, number in counts(reset, this_thread).items()
+        if name.startswith("sync:")
+    }

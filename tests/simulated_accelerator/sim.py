@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import threading
 
 import torch
 
@@ -32,40 +31,19 @@ _C.set_seed(int(os.environ.get("SIM_SEED", "0")))
 atexit.register(_C.synchronize_all)
 
 check_error = _C.check_error
+counts = device_module.counts
 empty_host_cache = _C.empty_host_cache
-host_register = _C.host_register
-host_unregister = _C.host_unregister
+host_register = device_module.host_register
+host_unregister = device_module.host_unregister
 launch_python = _C.launch_python
 pinned_bytes = _C.pinned_bytes
 set_blocking = _C.set_blocking
-set_delays = _C.set_delays
-set_memory_limit = _C.set_memory_limit
+set_delays = device_module.set_delays
+set_memory_limit = device_module.set_memory_limit
 set_pinned_limit = _C.set_pinned_limit
 set_poison = _C.set_poison
 set_registration_time = _C.set_registration_time
-set_seed = _C.set_seed
-sleep = _C.sleep
+set_seed = device_module.set_seed
+sleep = device_module.sleep
+synchronizing_calls = device_module.synchronizing_calls
 synchronize_all = _C.synchronize_all
-
-
-def counts(reset: bool = False, this_thread: bool = False) -> dict[str, int]:
-    """Return how often each thing happened, by ``async:``, ``staged:``, ``sync:`` and ``pinned:``.
-
-    Args:
-        reset: Start all counts at zero again.
-        this_thread: Count only what the calling thread did.
-    """
-    totals: dict[str, int] = {}
-    for (thread, name), number in _C.counts(reset).items():
-        if not this_thread or thread == threading.get_native_id():
-            totals[name] = totals.get(name, 0) + number
-    return totals
-
-
-def synchronizing_calls(reset: bool = False, this_thread: bool = True) -> dict[str, int]:
-    """Return which calls made a thread wait for the device, and how often."""
-    return {
-        name.removeprefix("sync:"): number
-        for name, number in counts(reset, this_thread).items()
-        if name.startswith("sync:")
-    }
