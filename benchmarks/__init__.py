@@ -1,4 +1,4 @@
-"""Measurements of this package beside its peers, and what they need."""
+"""Measurements of this package compared with its peers, and what they need."""
 
 import os
 

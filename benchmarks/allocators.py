@@ -22,7 +22,7 @@ _LIBRARIES = ("libtbbmalloc.so.2", "libtbbmalloc_proxy.so.2")
 class Allocator(enum.StrEnum):
     """Of large memory."""
 
-    AS_IT_COMES = "glibc as it comes"
+    AS_IT_COMES = "glibc's defaults"
     GIVES_BACK = fixed_threshold()
     CACHES = "oneTBB's scalable allocator, preloaded"
 

@@ -3,7 +3,7 @@
     python benchmarks/demo_memory.py --repeats 3
 
 Trains the first 30 steps of examples/lightning_gpt.py in fp32, with strategy "auto" and with
-"ssd_offload" by turns, each in a process of its own and with the same settings of the allocator.
+"ssd_offload" alternately, each in its own process and with the same settings of the allocator.
 Every loss must be the same to the last bit, and so must a checksum over all parameters at the end;
 if not, the exit status is 1. Other options are those of the example: --accumulate 4 --clip 1.0.
 """

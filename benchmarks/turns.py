@@ -1,4 +1,4 @@
-"""Contenders in processes of their own, which work by turns.
+"""Contenders in their own processes, which alternate.
 
 A subject is a module that is run as ``python -m MODULE OPTIONS`` with JSON options. It reads one
 line of JSON per request from standard input and writes one line of JSON per answer to standard
@@ -183,7 +183,7 @@ def by_turns(
     repeats: int,
     each_round: Callable[[int], None] = lambda number: None,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Ask contenders by turns, in an order that begins with another one in every round.
+    """Ask contenders alternately, in an order that begins with another one in every round.
 
     Args:
         names: of the contenders.

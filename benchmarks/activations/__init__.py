@@ -1,1 +1,1 @@
-"""Activations kept, computed again, or moved: throughput beside peak memory."""
+"""Activations kept, recomputed, or offloaded: throughput and peak memory."""

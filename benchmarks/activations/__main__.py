@@ -1,10 +1,10 @@
-"""Activations kept, computed again, or moved: throughput beside peak memory.
+"""Activations kept, recomputed, or offloaded: throughput and peak memory.
 
     python -m benchmarks.activations --dir /mnt/nvme0          the table, the plot, the sweep
     python -m benchmarks.activations --quick                   tiny models: to see that it runs
     python -m benchmarks.activations --lines sweep             budget: auto on a slow path (root)
 
-Every contender trains in a process of its own; they take turns, step by step. Keep and offload to
+Every contender trains in its own process; they take turns, step by step. Keep and offload to
 disk, whose speeds are to be told apart by a few percent, do so in several processes one after the
 other: where its memory comes to lie makes a process faster or slower for all of its life. The
 activation peak of a step is the kernel's high-water mark of resident memory, reset before the step,

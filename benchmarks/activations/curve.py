@@ -123,14 +123,16 @@ def on_the_host(
     offload, keep, recompute = rows[OFFLOAD_DISK], rows[KEEP], rows[RECOMPUTE]
     most = {min(batches): _PEAK_SMALLEST, max(batches): _PEAK_LARGEST}.get(batch, _PEAK_SMALLEST)
     return [
-        beside(f"{where}: speed beside keep", "seconds", offload, keep, _THROUGHPUT),
-        beside(f"{where}: activation peak beside keep", "peak_bytes", offload, keep, most),
-        beside(f"{where}: speed beside recompute", "seconds", offload, recompute, 1.0),
-        beside(f"{where}: activation peak beside recompute", "peak_bytes", offload, recompute, 1.0),
+        compare(f"{where}: speed relative to keep", "seconds", offload, keep, _THROUGHPUT),
+        compare(f"{where}: activation peak relative to keep", "peak_bytes", offload, keep, most),
+        compare(f"{where}: speed relative to recompute", "seconds", offload, recompute, 1.0),
+        compare(
+            f"{where}: activation peak relative to recompute", "peak_bytes", offload, recompute, 1.0
+        ),
     ]
 
 
-def beside(name: str, key: str, ours: Rows, peer: Rows, threshold: float) -> Result:
+def compare(name: str, key: str, ours: Rows, peer: Rows, threshold: float) -> Result:
     """A claim about speed (`seconds`, as steps per second) or about memory (`peak_bytes`)."""
     if key == "seconds":
         rates = 1 / ours.median(key), 1 / peer.median(key)

@@ -134,7 +134,7 @@ def _limit(keep: dict[str, Any], greedy: dict[str, Any], disk: Path) -> tuple[in
     ends = run({KEEP: keep, _GREEDY: {**greedy, "settle": 0}}, 2, disk)
     most, least = (ends[name].median("process_peak_bytes") for name in (KEEP, _GREEDY))
     limit = int(least + _BETWEEN * (most - least))
-    say(f"by turns, within {limit / MiB:.0f} MiB")
+    say(f"alternating, within {limit / MiB:.0f} MiB")
     return limit, least
 
 
@@ -148,7 +148,7 @@ def _claims(model: str, rows: dict[str, Rows], limit: int) -> list[Result]:
     peak = plan.median("process_peak_bytes")
     claims = [
         Result(
-            f"{model}: peak of the plan beside its limit",
+            f"{model}: peak of the plan relative to its limit",
             peak / MiB, limit / MiB, "MiB", peak / limit, 1.0, at_least=False,
         ),
     ]  # fmt: skip
@@ -156,7 +156,7 @@ def _claims(model: str, rows: dict[str, Rows], limit: int) -> list[Result]:
         best = min(below, key=lambda row: row.median("seconds"))
         claims.append(
             Result(
-                f"{model}: speed of the plan beside the best fixed amount ({best.name})",
+                f"{model}: speed of the plan relative to the best fixed amount ({best.name})",
                 1 / plan.median("seconds"), 1 / best.median("seconds"), "steps/s",
                 best.ratio(plan, "seconds"), _SPEED,
             )
@@ -165,12 +165,12 @@ def _claims(model: str, rows: dict[str, Rows], limit: int) -> list[Result]:
     peaks = [row.median("process_peak_bytes") for row in (tight, greedy)]
     claims += [
         Result(
-            f"{model}: speed of a plan within greedy's peak beside greedy",
+            f"{model}: speed of a plan within greedy's peak relative to greedy",
             1 / tight.median("seconds"), 1 / greedy.median("seconds"), "steps/s",
             greedy.ratio(tight, "seconds"), _SPEED_OF_GREEDY,
         ),
         Result(
-            f"{model}: its peak beside greedy's",
+            f"{model}: its peak relative to greedy's",
             peaks[0] / MiB, peaks[1] / MiB, "MiB", peaks[0] / peaks[1], _SAME_PEAK, at_least=False,
         ),
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Contenders in processes of their own, which train by turns."""
+"""Contenders in their own processes, which alternate."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def run(
     again: Sequence[str] = (),
     processes: int = 1,
 ) -> dict[str, Rows]:
-    """Let contenders train by turns, step by step.
+    """Let contenders alternate, step by step.
 
     Args:
         contenders: options for `subject` by name.

@@ -1,4 +1,4 @@
-"""One contender in a process of its own: trains a step whenever it is told to.
+"""One contender in its own process: trains a step whenever it is told to.
 
 Reads a line of JSON per request from standard input, writes one per answer. A step is a forward and
 a backward pass; gradients are allocated and set to zero before it, outside of what is timed.
@@ -52,7 +52,7 @@ def _train(
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     for number, request in enumerate(requests()):
-        # In its own first turn: beside others a plan would be made for less than there is.
+        # In its own first turn: with others, the plan would assume less bandwidth.
         for early in range(0 if number else options.get("settle", 0)):
             _step(model, contender, batch(options["batch"], early, shape, device), measured)
         inputs = batch(options["batch"], number, shape, device)

@@ -1,4 +1,4 @@
-"""`budget: auto` on a slow path, beside every fixed amount."""
+"""`budget: auto` on a slow path, relative to every fixed amount."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def sweep(directory: Path, batch: int, repeats: int, setting: Setting) -> tuple[
             name = f"{share:.0%}"
             contenders[name] = {**ours, "activations": {"budget": name}}
         with limits.entered():
-            say("by turns")
+            say("alternating")
             rows = run(contenders, repeats, disk.directory)
     return _table(rows, total), _claims(rows, total)
 
@@ -70,16 +70,16 @@ def _claims(rows: dict[str, Rows], total: int) -> list[Result]:
     auto_left = _left(auto)
     return [
         Result(
-            "budget: auto at 200 MB/s: tokens/s beside keep",
+            "budget: auto at 200 MB/s: tokens/s relative to keep",
             1 / auto.median("seconds"), 1 / keep.median("seconds"), "steps/s",
             keep.ratio(auto, "seconds"), _THROUGHPUT,
         ),
         Result(
-            "budget: auto: amount beside the best fixed one, not below",
+            "budget: auto: amount relative to the best fixed one, not below",
             auto_left / MiB, best / MiB, "MiB", auto_left / best, 0.85,
         ),
         Result(
-            "budget: auto: amount beside the best fixed one, not above",
+            "budget: auto: amount relative to the best fixed one, not above",
             auto_left / MiB, best / MiB, "MiB", auto_left / best, 1.15, at_least=False,
         ),
     ]  # fmt: skip

@@ -97,7 +97,7 @@ def table(found: list[Kill]) -> str:
 
 @contextlib.contextmanager
 def _folders(directory: Path, job: Job) -> Iterator[Job]:
-    """The job with folders of its own."""
+    """The job with its own folders."""
     with tempfile.TemporaryDirectory(prefix="benchmarks-checkpoints-", dir=directory) as place:
         folder, tier = Path(place, "checkpoints"), Path(place, "tier")
         folder.mkdir()

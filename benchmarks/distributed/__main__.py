@@ -5,7 +5,7 @@
 
 Lines:
 
-    path   four ranks on one throttled path beside one rank alone (root: loop devices)
+    path   four ranks on one throttled path compared with one rank (root: loop devices)
 
 The exit status is 1 if a claim does not hold.
 """

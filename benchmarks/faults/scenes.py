@@ -1,4 +1,4 @@
-"""Each fault of a single process, on a disk of its own."""
+"""Each fault of a single process, on its own disk."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ Lines:
     lightning   examples/lightning_gpt.py with clipping and accumulation: strategy "ssd_offload" and
                 "auto"
 
-Both learn real text. Every run is a process of its own, they take turns. Seconds are medians of the
+Both learn real text. Every run is its own process, they take turns. Seconds are medians of the
 steps after the first ones; the peak is the kernel's high-water mark of the process, libraries
 included. The exit status is 1 if one loss or weight differs in its last bit.
 """
@@ -147,7 +147,7 @@ LINES = {
 
 
 def compare(name: str, context: Context) -> tuple[str, list[Result]]:
-    """Run a line by turns; returns the rows of its table and the claims.
+    """Run a line, alternating; returns the rows of its table and the claims.
 
     Raises:
         Skipped: a package is missing.
@@ -181,7 +181,7 @@ def compare(name: str, context: Context) -> tuple[str, list[Result]]:
         ours, peer = ([getattr(run, key) / scale for run in runs[w]] for w in (OFFLOADED, PLAIN))
         results.append(
             Result(
-                f"{name}: {what} beside without offload",
+                f"{name}: {what} relative to training without offload",
                 statistics.median(ours),
                 statistics.median(peer),
                 unit,

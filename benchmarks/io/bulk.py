@@ -24,7 +24,7 @@ def bulk(context: Context) -> list[Result]:
             theirs = held.seconds[peer, direction]
             results.append(
                 Result(
-                    name=f"bulk: {direction}, beside {peer}",
+                    name=f"bulk: {direction}, relative to {peer}",
                     ours=held.nbytes / statistics.median(ours) / 1e9,
                     peer=held.nbytes / statistics.median(theirs) / 1e9,
                     unit="GB/s",

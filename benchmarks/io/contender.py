@@ -1,4 +1,4 @@
-"""Contenders in processes of their own, which live through all alternations.
+"""Contenders in their own processes, which live through all alternations.
 
     python -m benchmarks.io.contender KIND JSON    (started by `Contender`)
 
@@ -200,7 +200,7 @@ def ours(
 
 @contextlib.contextmanager
 def deepnvme(directory: str, count: int, nbytes: int) -> Iterator[Actions]:
-    """DeepSpeed's `aio_handle`, on one preallocated file and pinned buffers of its own."""
+    """DeepSpeed's `aio_handle`, on one preallocated file and its own pinned buffers."""
     try:
         import torch
         from deepspeed.ops.op_builder import AsyncIOBuilder

@@ -12,7 +12,7 @@ from offload_strategy.units import GiB
 def cpu(context: Context) -> list[Result]:
     """CPU seconds, user and system, that a process spends per GiB written and read.
 
-    From the same runs as `bulk`: there, each contender is a process of its own.
+    From the same runs as `bulk`: there, each contender is its own process.
     """
     held = contest(context)
     if DEEPNVME not in held.peers:
@@ -32,7 +32,7 @@ def cpu(context: Context) -> list[Result]:
     }
     return [
         Result(
-            name="cpu: written and read, beside DeepNVMe",
+            name="cpu: written and read, relative to DeepNVMe",
             ours=statistics.median(ours),
             peer=statistics.median(theirs),
             unit="s/GiB",

@@ -1,4 +1,4 @@
-"""Small writes, one at a time: beside a file per tensor, created and overwritten."""
+"""Small writes, one at a time, compared with a file per tensor, created and overwritten."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def small(context: Context) -> list[Result]:
             file.unlink()
 
     results = [
-        _result(f"small: in a row, beside {peer}", in_a_row, peer, threshold, judged=judged)
+        _result(f"small: in a row, relative to {peer}", in_a_row, peer, threshold, judged=judged)
         for peer, threshold, judged in (
             (_CREATED, 2.0, True),
             (_OVERWRITTEN, 1.0, True),
@@ -113,12 +113,12 @@ def small(context: Context) -> list[Result]:
         (_CREATED + _FROM_OURS, 2.0),
         (_OVERWRITTEN + _FROM_OURS, 1.0),
     ):
-        name = f"small: one at a time, median, beside {peer}"
+        name = f"small: one at a time, median, relative to {peer}"
         results.append(_result(name, latency, peer, threshold, judged=False))
         ours, theirs = _p99(latency[OURS]), _p99(latency[peer])
         results.append(
             Result(
-                name=f"small: one at a time, 99th percentile, beside {peer}",
+                name=f"small: one at a time, 99th percentile, relative to {peer}",
                 ours=1e6 * ours,
                 peer=1e6 * theirs,
                 unit="µs",

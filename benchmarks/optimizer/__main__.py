@@ -4,7 +4,7 @@
     python -m benchmarks.optimizer --lines table --models 70M      the table of one model
     python -m benchmarks.optimizer --quick                         tiny: to see that it runs
 
-Every contender trains in a process of its own; they alternate, a few steps at a time. The exit
+Every contender trains in its own process; they alternate, a few steps at a time. The exit
 status is 1 if a claim does not hold. Lines:
 
     table       plain, DeepSpeed ZeRO-3 with the optimizer on NVMe, and ours in several settings

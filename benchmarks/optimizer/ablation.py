@@ -81,7 +81,7 @@ _MEANING = {
     "Without it: no host tier, which hits as often as a cache that the fixed order runs through",
     GRADIENTS: "no fp32 gradients on the disk",
     EXACT_BUFFERS: "staging buffers of exactly the size that is needed",
-    TWO_PATHS: f"a second path of {_SLOW // 10**6} MB/s beside the one of {_FAST // 10**6} MB/s",
+    TWO_PATHS: f"a second path of {_SLOW // 10**6} MB/s and one of {_FAST // 10**6} MB/s",
     PATH_LOCK: "one process uses a path at a time",
     ALL: "overlap: eager",
 }

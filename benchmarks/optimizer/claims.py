@@ -8,9 +8,9 @@ from typing import Any
 
 from benchmarks.io.results import Result
 from benchmarks.optimizer.contender_sets import (
-    BESIDE_MOVING,
     COMMIT,
     COMMIT_HOST,
+    CONCURRENT_IO,
     DEFAULTS,
     EAGER,
     EAGER_HOST,
@@ -31,10 +31,10 @@ from offload_strategy.units import MiB
 
 #: What must be reached, and what may be taken.
 _FASTER, _STEP_FASTER, _PEAK = 1.8, 20.0, 0.25
-_BESIDE_PLAIN, _PEAK_BESIDE_PLAIN = 1.03, 0.45
+_RELATIVE_TO_PLAIN, _PEAK_RELATIVE_TO_PLAIN = 1.03, 0.45
 _HOST_CUT = 0.45
 #: Sessions in which a contender takes part as a peer of others.
-_JUDGED_BEFORE = {EAGER: (DEFAULTS, THIRD, BESIDE_MOVING), COMMIT: (DEFAULTS,)}
+_JUDGED_BEFORE = {EAGER: (DEFAULTS, THIRD, CONCURRENT_IO), COMMIT: (DEFAULTS,)}
 
 
 def check_losses(rows: Mapping[str, Rows], where: str) -> None:
@@ -60,25 +60,25 @@ def claims_of(model: str, session: str, outcome: Outcome) -> list[Result]:
     for name, everything in ((EAGER, True), (COMMIT, False), (EAGER_STATES, False)):
         for peer in (DEEPSPEED, DEEPSPEED_DEFAULTS):
             if name in rows and peer in rows:
-                results += _beside_deepspeed(model, name, peer, rows, everything)
+                results += _relative_to_deepspeed(model, name, peer, rows, everything)
     for name in rows:
         if name in OURS and session not in _JUDGED_BEFORE.get(name, ()):
-            results += _beside_plain(model, name, rows, disk)
+            results += _relative_to_plain(model, name, rows, disk)
     for name in (EAGER_HOST, COMMIT_HOST):
         if name in rows and EAGER in rows:
             results.append(_host_cut(model, name, rows))
     if MOVING in rows:
-        results += [_beside_moving(model, name, rows) for name in rows if name in OURS]
+        results += [_relative_to_concurrent_io(model, name, rows) for name in rows if name in OURS]
     return results
 
 
-def _beside_deepspeed(
+def _relative_to_deepspeed(
     model: str, name: str, deepspeed: str, rows: Mapping[str, Rows], everything: bool
 ) -> list[Result]:
     ours, peer = rows[name], rows[deepspeed]
     faster = [
         Result(
-            f"{model}: {name}: {what}, beside {deepspeed}",
+            f"{model}: {name}: {what}, relative to {deepspeed}",
             ours.median(key), peer.median(key), "s", peer.ratio(ours, key), least,
         )
         for what, key, least in (
@@ -89,7 +89,7 @@ def _beside_deepspeed(
     return [
         *faster,
         Result(
-            f"{model}: {name}: peak memory, beside {deepspeed}",
+            f"{model}: {name}: peak memory, relative to {deepspeed}",
             ours.median("peak_bytes") / MiB, peer.median("peak_bytes") / MiB, "MiB",
             ours.ratio(peer, "peak_bytes"), _PEAK, at_least=False, judged=everything,
         ),
@@ -107,33 +107,33 @@ def bounds(row: Rows, plain: Rows, disk: Disk) -> list[float]:
     ]
 
 
-def _beside_plain(model: str, name: str, rows: Mapping[str, Rows], disk: Disk) -> list[Result]:
+def _relative_to_plain(model: str, name: str, rows: Mapping[str, Rows], disk: Disk) -> list[Result]:
     ours, plain = rows[name], rows[PLAIN]
     best = bounds(ours, plain, disk)
     share = [mine / least for mine, least in zip(ours.values("seconds"), best, strict=True)]
     return [
         Result(
-            f"{model}: {name}: iteration, beside max(plain, its bytes at the disk's rates)",
+            f"{model}: {name}: iteration, relative to max(plain, its bytes at the disk's rates)",
             ours.median("seconds"), statistics.median(best), "s",
-            statistics.median(share), _BESIDE_PLAIN, at_least=False,
+            statistics.median(share), _RELATIVE_TO_PLAIN, at_least=False,
             judged=name in (EAGER, COMMIT),
             details={"plain": plain.values("seconds"), "ours": ours.values("seconds"),
                      "bounds": best},
         ),
         Result(
-            f"{model}: {name}: peak memory, beside plain",
+            f"{model}: {name}: peak memory, relative to plain",
             ours.median("peak_bytes") / MiB, plain.median("peak_bytes") / MiB, "MiB",
-            ours.ratio(plain, "peak_bytes"), _PEAK_BESIDE_PLAIN, at_least=False,
+            ours.ratio(plain, "peak_bytes"), _PEAK_RELATIVE_TO_PLAIN, at_least=False,
             judged=name == EAGER,
         ),
     ]  # fmt: skip
 
 
-def _beside_moving(model: str, name: str, rows: Mapping[str, Rows]) -> Result:
+def _relative_to_concurrent_io(model: str, name: str, rows: Mapping[str, Rows]) -> Result:
     """How much of the distance from plain PyTorch the machine takes for moving bytes at all."""
     ours, peer = rows[name], rows[MOVING]
     return Result(
-        f"{model}: {name}: iteration, beside plain while as many bytes move",
+        f"{model}: {name}: iteration, relative to plain with concurrent I/O",
         ours.median("seconds"), peer.median("seconds"), "s", ours.ratio(peer, "seconds"), 1.0,
         at_least=False, judged=False,
         details={"of plain": peer.ratio(rows[PLAIN], "seconds")},

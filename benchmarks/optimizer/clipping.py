@@ -154,7 +154,7 @@ def _claims(rows: dict[tuple[str, str], _Row], limits: dict[str, float]) -> list
         per_step = len(ours.laps) * (_LAP - 1)
         results.append(
             Result(
-                f"clipping {limit}: iteration beside {what}{margin}",
+                f"clipping {limit}: iteration relative to {what}{margin}",
                 sum(ours.laps) / per_step, sum(peer.laps) / per_step, "s", ratio,
                 _COST if cheap else round(1.0 + noise, 4), at_least=False,
                 details={"redone": redone, "speculated": speculated, "noise": noise,

@@ -1,4 +1,4 @@
-"""One contender in a process of its own, which trains some steps per request.
+"""One contender in its own process, which trains some steps per request.
 
 A request is `{"steps": n}`, and optionally a `"clip"`: the steps follow each other at once, so each
 but the first finds what the one before has left to be written, as in any training. After the last

@@ -27,7 +27,7 @@ from benchmarks.optimizer.deepspeed_peer import Settings
 from benchmarks.optimizer.tasks import SHAPES, TINY, RandomTokens
 from offload_strategy.config import presets
 
-EAGER, COMMIT = "eager, activations too", "commit, activations too"
+EAGER, COMMIT = "eager, with activations", "commit, with activations"
 EAGER_STATES, COMMIT_STATES = "eager, states only", "commit, states only"
 EAGER_BF16, COMMIT_BF16 = "eager, bfloat16", "commit, bfloat16"
 EAGER_HOST, COMMIT_HOST = "eager, half on the host", "commit, half on the host"
@@ -74,18 +74,19 @@ MEANING = {
     **{preset(name): f"OffloadEngine('{name}'), on the same disk" for name in presets()},
 }
 #: All at once would not fit into memory: each session has those that are compared.
-FIRST, SECOND, THIRD = "beside DeepSpeed", "less, and in bfloat16", "with a host tier"
-DEFAULTS = "beside DeepSpeed with its defaults"
-STATES = "beside DeepSpeed, states only"
-OWN_ALLOCATOR = "with the allocator as it comes"
-BESIDE_MOVING = "beside bytes that move"
+FIRST, SECOND = "compared with DeepSpeed", "with less memory and bfloat16"
+THIRD = "with a host tier"
+DEFAULTS = "compared with DeepSpeed's defaults"
+STATES = "compared with DeepSpeed, states only"
+OWN_ALLOCATOR = "with glibc's allocator"
+CONCURRENT_IO = "compared with concurrent I/O"
 OTHERS, PRESETS = "other ways", "our presets"
 SESSIONS = {
     FIRST: (PLAIN, DEEPSPEED, EAGER, COMMIT),
     DEFAULTS: (PLAIN, DEEPSPEED_DEFAULTS, EAGER, COMMIT, EAGER_STATES),
     STATES: (PLAIN, DEEPSPEED, EAGER_STATES),
     OWN_ALLOCATOR: (PLAIN, DEEPSPEED, EAGER, EAGER_STATES),
-    BESIDE_MOVING: (PLAIN, MOVING, EAGER, EAGER_STATES),
+    CONCURRENT_IO: (PLAIN, MOVING, EAGER, EAGER_STATES),
     SECOND: (PLAIN, EAGER_STATES, COMMIT_STATES, EAGER_BF16, COMMIT_BF16),
     THIRD: (PLAIN, EAGER, EAGER_HOST, COMMIT_HOST),
     OTHERS: (PLAIN, RECOMPUTE, FILES, DEEPSPEED_HOST, TENSORNVME),
@@ -96,7 +97,7 @@ ALLOCATORS = {OWN_ALLOCATOR: Allocator.AS_IT_COMES}
 #: Those of which the table consists, and those of the contest of all: of every model, of one.
 TABLE = (FIRST, DEFAULTS, STATES, OWN_ALLOCATOR, SECOND, THIRD)
 CONTEST = (FIRST, DEFAULTS)
-CONTEST_OF_ONE = (OWN_ALLOCATOR, BESIDE_MOVING, OTHERS, PRESETS)
+CONTEST_OF_ONE = (OWN_ALLOCATOR, CONCURRENT_IO, OTHERS, PRESETS)
 
 
 @dataclass

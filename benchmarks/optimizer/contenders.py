@@ -28,9 +28,9 @@ DEEPSPEEDS = (DEEPSPEED, DEEPSPEED_DEFAULTS, DEEPSPEED_HOST)
 TENSORNVME = "TensorNVMe, states on disk"
 #: All of these may be unable to run here.
 PEERS = (*DEEPSPEEDS, TENSORNVME)
-#: Plain PyTorch, with as many bytes moved beside it.
-MOVING = "plain, bytes move beside it"
-RECOMPUTE, FILES = "plain, blocks computed again", "plain, saved tensors in files"
+#: Plain PyTorch, while as many bytes are transferred.
+MOVING = "plain, with concurrent I/O"
+RECOMPUTE, FILES = "plain, recomputed blocks", "plain, saved tensors in one file each"
 #: Begins the names of our presets.
 _PRESET = "preset "
 _ITEMSIZE = {"float32": 4, "bfloat16": 2}

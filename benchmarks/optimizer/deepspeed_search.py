@@ -17,9 +17,9 @@ from benchmarks.optimizer.session import start
 from benchmarks.optimizer.tasks import RandomTokens
 from offload_strategy.units import format_size
 
-#: Of the machine's memory: its buffers are locked in memory, and what it has besides must fit, too.
+#: Of the machine's memory: its buffers are locked in memory, and its other memory must fit as well.
 _MOST_BUFFERS = 0.75
-#: Of the machine's memory it may take so much in all: others of a session take theirs beside it.
+#: Of the machine's memory it may take so much in all: the other contenders need memory as well.
 _MOST = 0.45
 
 
@@ -99,7 +99,7 @@ def _try(
             return None, str(why)[-1000:]
     peak = max(step["peak_bytes"] for step in steps)
     if peak > _MOST * psutil.virtual_memory().total:
-        return None, f"takes {format_size(peak)}: no room for the others beside it"
+        return None, f"takes {format_size(peak)}: no room for the other contenders"
     return statistics.fmean(step["seconds"] for step in steps), None
 
 

@@ -2,7 +2,7 @@
 
 The profile is plain PyTorch's: seconds of its forward pass, its backward pass and its update. The
 rates are the disk's of the same run, and this host's: of its memory, and what plain PyTorch loses
-while bytes move beside it. Everything else is counted: bytes of states by parameters, and the
+during concurrent transfers. Everything else is counted: bytes of states by parameters, and the
 activations that the engine chose to move.
 """
 
@@ -29,7 +29,7 @@ from offload_strategy.units import MiB, parse_size
 
 _WITHIN = 0.15
 _ELEMENTS = 1 << 24
-#: Steps that are timed with and without bytes moving beside them, and how many move at a time.
+#: Steps that are timed with and without concurrent transfers, and how many move at a time.
 _STEPS, _MOVED = 3, 256 * MiB
 
 
@@ -148,7 +148,7 @@ def prediction(context: Context, choice: Choice) -> tuple[str, list[Result]]:
                 )
                 results.append(
                     Result(
-                        f"{model}: {name}: measured beside predicted, off by",
+                        f"{model}: {name}: measured relative to predicted, off by",
                         measured, predicted.seconds, "s", abs(off), _WITHIN, at_least=False,
                         details={"limits": predicted.resource_seconds},
                     )

@@ -52,7 +52,7 @@ def table_of(
 
 
 def contest(context: Context, choice: Choice) -> tuple[str, list[Result]]:
-    """Everybody who can train here; returns the tables and the claims."""
+    """All contenders; returns the tables and the claims."""
     text, results = table_of(context, choice, CONTEST)
     more, others = table_of(context, replace(choice, models=choice.models[:1]), CONTEST_OF_ONE)
     return f"{text}\n\n{more}", results + others

@@ -4,13 +4,13 @@
     python -m benchmarks.parameters --lines train           a GPT of several times its memory
     python -m benchmarks.parameters --quick                 tiny: to see that it runs
 
-Every run is a process of its own. The exit status is 1 if a claim does not hold, and 2 if nothing
+Every run is its own process. The exit status is 1 if a claim does not hold, and 2 if nothing
 could run. Lines:
 
     train     in a memory group (root): plain PyTorch, which is killed, and everything streamed
-    largest   the largest model that trains there (root), beside plain PyTorch and DeepSpeed
+    largest   the largest model that trains there (root), relative to plain PyTorch and DeepSpeed
     load      a checkpoint loaded to the tiers, or left in its files: seconds, and peak of memory
-    memory    the peak of memory that the engine expects, beside what was measured
+    memory    the peak of memory that the engine expects, relative to what was measured
 """
 
 from __future__ import annotations

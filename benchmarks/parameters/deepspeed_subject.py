@@ -1,4 +1,4 @@
-"""One training run of DeepSpeed in a process of its own: ZeRO-3, all that it can put on NVMe there.
+"""One training run of DeepSpeed in its own process: ZeRO-3, all that it can put on NVMe there.
 
     python -m benchmarks.parameters.deepspeed_subject JSON    (started by `running.run`)
     python -m benchmarks.parameters.deepspeed_subject         builds its extensions and ends

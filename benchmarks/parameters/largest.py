@@ -245,7 +245,7 @@ def _claims(found: dict[str, Found]) -> list[Result]:
             mine, other = found[ours].parameters, found[peer].parameters
             results.append(
                 Result(
-                    f"largest: {CONTENDERS[ours].name}, beside {CONTENDERS[peer].name}",
+                    f"largest: {CONTENDERS[ours].name}, relative to {CONTENDERS[peer].name}",
                     mine,
                     other,
                     "parameters",

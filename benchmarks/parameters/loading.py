@@ -111,7 +111,7 @@ def _claims(found: _Rounds, nbytes: int, block: int) -> list[Result]:
         seconds = found.values(phase, "seconds")
         results.append(
             Result(
-                f"load: {name}, beside reading and writing as much",
+                f"load: {name}, relative to reading and writing as much",
                 statistics.median(seconds),
                 statistics.median(found.path),
                 "s",
@@ -124,7 +124,7 @@ def _claims(found: _Rounds, nbytes: int, block: int) -> list[Result]:
         rise = max(found.values(phase, "rise_bytes"))
         results.append(
             Result(
-                f"load: {name}, rise of the peak beside a block",
+                f"load: {name}, rise of the peak relative to a block",
                 rise / MiB,
                 block / MiB,
                 "MiB",
@@ -136,7 +136,7 @@ def _claims(found: _Rounds, nbytes: int, block: int) -> list[Result]:
     written = max(found.values(ADOPT, "written_bytes"))
     results.append(
         Result(
-            "load: adopted, written beside the checkpoint",
+            "load: adopted, written in addition to the checkpoint",
             written / MiB,
             nbytes / MiB,
             "MiB",

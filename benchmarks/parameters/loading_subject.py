@@ -1,4 +1,4 @@
-"""A model that is saved, or loaded, in a process of its own.
+"""A model that is saved, or loaded, in its own process.
 
     python -m benchmarks.parameters.loading_subject JSON    (started by `running.run`)
 

@@ -1,4 +1,4 @@
-"""The peak of memory that the engine expects before the first step, beside what was measured."""
+"""The peak memory that the engine predicts before the first step, and the measured peak."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that train, what came of them, and the path beside them."""
+"""Processes that train, what came of them, and the path that they use."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def run(
     limit: int | None = None,
     seconds: float | None = None,
 ) -> Ran:
-    """Run a job in a process of its own.
+    """Run a job in its own process.
 
     Args:
         job: what it shall do.

@@ -1,4 +1,4 @@
-"""One training run in a process of its own.
+"""One training run in its own process.
 
     python -m benchmarks.parameters.subject JSON    (started by `running.run`)
 

@@ -70,7 +70,7 @@ def training(
         *results,
         Result("train: streamed, to the end", trained, 1, "runs", trained, 1),
         Result(
-            "train: a step, beside the longer of computing and moving",
+            "train: a step, relative to the longer of computation and transfers",
             _median(taken),
             _median(bounds),
             "s",
@@ -80,7 +80,7 @@ def training(
             details={"steps": steps},
         ),
         Result(
-            "train: last loss, beside the first",
+            "train: last loss, relative to the first",
             losses[-1],
             losses[0],
             "nats",

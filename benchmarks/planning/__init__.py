@@ -1,1 +1,1 @@
-"""What was planned, beside what happens."""
+"""What was planned, relative to what happens."""

@@ -6,8 +6,8 @@ python -m benchmarks.planning --quick                 tiny models: to see that i
 
 Lines:
 
-    predict   steps that were replayed before they were trained, beside the steps as they were
-    search    what `ssd-offload plan --search` finds, beside the presets, on emulated machines
+    predict   steps that were replayed before they were trained, relative to the steps as they were
+    search    what `ssd-offload plan --search` finds, relative to the presets, on emulated machines
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Steps that were replayed before they were trained, beside the steps as they were."""
+"""Steps that were replayed before they were trained, relative to the steps as they were."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `ssd-offload plan --search` finds, beside the presets, on machines that are emulated.
+"""What `ssd-offload plan --search` finds, relative to the presets, on machines that are emulated.
 
 A machine is a disk behind the kernel's I/O throttle, which limits each direction by itself, and a
 limit of memory. The search is given what a user knows of it (the model, the memory, the disk's
@@ -196,7 +196,7 @@ _TOLD = ("config", "batch", "micro_batches", "recomputed_layers")
 
 
 def search(directory: Path, steps: int, quick: bool) -> tuple[str, list[Result], list[Any]]:
-    """Search on each machine, and let what was found train beside the presets.
+    """Search on each machine, and let what was found train compared with the presets.
 
     Args:
         directory: on the disk.
@@ -289,7 +289,7 @@ def _search(place: Place, folder: Path) -> tuple[Contender | None, dict[str, Any
 
 # ------------------------------------------------------------------ the contest
 def _contest(place: Place, found: Contender | None, steps: int) -> list[Trained]:
-    """Presets at each batch, then the best of them, the search's config and plain by turns."""
+    """Presets at each batch, then the best of them, the search's config and plain, alternating."""
     tried: list[Trained] = []
     for name in presets():
         tried += _batches(place, Contender(name, name, 1), max((t.rate for t in tried), default=0))
@@ -351,7 +351,7 @@ def _alone(place: Place, contender: Contender, steps: int, to_beat: float = 0.0)
 
 
 def _by_turns(place: Place, contenders: Sequence[Contender], steps: int) -> list[Trained]:
-    """Several by turns, step by step, in processes of their own."""
+    """Several processes that alternate step by step."""
     rows = {one.name: Trained(one) for one in contenders}
     for _ in range(_PROCESSES):
         with contextlib.ExitStack() as stack:
@@ -391,14 +391,14 @@ def _judge(machine: Machine, rows: Sequence[Trained], said: dict[str, Any]) -> t
     title = f"{machine}: the search predicted {predicted:.0f} tokens/s"
     name = f"{best.contender.name}, batch {best.contender.batch}" if best.rate else "all killed"
     result = Result(
-        f"{machine.name}: tokens/s of the search beside the best preset ({name})",
+        f"{machine.name}: tokens/s of the search relative to the best preset ({name})",
         ours.rate, best.rate, "tokens/s", ratio, _LEAST, judged=machine.judged,
     )  # fmt: skip
     return f"{title}\n\n{_table(rows)}", result
 
 
 def _ratio(ours: Trained, best: Trained) -> float:
-    """Median of the ratios of turns that followed each other, where both trained by turns."""
+    """Median of the ratios of turns that followed each other, where both alternated."""
     if not best.rate or not ours.rate:
         return math.inf if ours.rate else 0.0
     if len(ours.rates) != len(best.rates):

@@ -1,4 +1,4 @@
-"""One configuration in a process of its own: profiled on a free path, then trained on a slow one.
+"""One configuration in its own process: profiled on a free path, then trained on a slow one.
 
 It answers two requests, in this order: `profile` (with the file to write it to) and `train`.
 """

@@ -25,7 +25,7 @@ from benchmarks.suite.parts import PARTS, Part
 
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES, PAGE = ROOT / "docs" / "results" / "cpu", ROOT / "docs" / "results.md"
-#: Of a second run, beside the first one.
+#: Of a second run, relative to the first one.
 SECOND = "second"
 #: Status of a benchmark of which every line was skipped.
 _NOTHING_RAN = 2
@@ -45,7 +45,9 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="of the disk")
     parser.add_argument("--figures", type=Path, help="where JSON goes (default: docs/results/cpu)")
     parser.add_argument("--out", type=Path, help="the page (default: docs/results.md)")
-    parser.add_argument("--second", action="store_true", help="beside the figures that there are")
+    parser.add_argument(
+        "--second", action="store_true", help="a second run, in addition to the existing figures"
+    )
     parser.add_argument("--page", action="store_true", help="run nothing, write the page")
     options = parser.parse_args()
     # What a quick run finds is no evidence, and must not replace any.
@@ -65,7 +67,7 @@ def main() -> int:
 
 
 def _run(parts: Sequence[Part], figures: Path, options: argparse.Namespace) -> list[str]:
-    """Run parts by turns; what failed, a line each. What one leaves of its time others may take."""
+    """Run the parts; return a line for each failure. Unused time goes to the following parts."""
     quick = options.quick
     left = sum(part.minutes[quick] for part in parts)
     spare = 0.0

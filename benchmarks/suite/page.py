@@ -46,15 +46,15 @@ def _page(
 ) -> Iterator[str]:
     yield "# Results"
     yield ""
-    yield "Made by `python -m benchmarks.suite` (`make bench`) from the figures in"
-    yield f"`{_beside(figures, page)}`; not written by hand. Every contender is a process of its"
-    yield "own, they take turns, and only ratios within one run mean anything: medians of rounds."
+    yield "Written by `python -m benchmarks.suite` (`make bench`) from the figures in"
+    yield f"`{_relative_path(figures, page)}`. Each contender runs in its own process, and they"
+    yield "alternate. Figures are medians of rounds; compare ratios within one run only."
     yield ""
     claims = [claim for part in found.values() for claim in part.get("results", ())]
     judged = [claim for claim in claims if claim["judged"]]
     if judged:
         held = sum(claim["held"] for claim in judged)
-        yield f"**{held} of {len(judged)} claims hold.** Those that do not are marked."
+        yield f"**{held} of {len(judged)} claims hold.** The others are marked."
         yield ""
     pairs = [
         pair for name, part in found.items() for pair in _twice(part, again.get(name, {})).values()
@@ -102,7 +102,7 @@ def _part(name: str, figures: Figures, again: Figures, folder: Path, page: Path)
         yield ""
     picture = folder / f"{name}.svg"
     if picture.exists():
-        yield f"![{name}]({_beside(picture, page)})"
+        yield f"![{name}]({_relative_path(picture, page)})"
         yield ""
     if figures.get("results"):
         yield from _claims(figures["results"], _twice(figures, again))
@@ -153,11 +153,11 @@ def _roofline(found: Mapping[str, Figures]) -> Iterator[str]:
     ]
     yield "## Distance from the roofline"
     yield ""
-    yield "What a step could take at best: the longer of computing (plain PyTorch's step, the same"
-    yield "round) and its bytes over the bandwidth that was measured in that round, one direction"
-    yield f"after the other. Above {NEAR:g} the cause is named."
+    yield "The shortest possible step is the longer of computation (plain PyTorch's step in the"
+    yield "same round) and the step's bytes at the bandwidth measured in that round, one direction after"
+    yield f"the other. Above {NEAR:g} the cause is named."
     yield ""
-    yield "| | step, s | at best, s | distance | limited by | cause |"
+    yield "| | step, s | shortest, s | ratio | limited by | cause |"
     yield "|---|---|---|---|---|---|"
     for row in sorted(rows, key=lambda one: -one["distance"]):
         cause = row.get("cause", "") if row["distance"] > NEAR else ""
@@ -167,7 +167,7 @@ def _roofline(found: Mapping[str, Figures]) -> Iterator[str]:
         )
 
 
-def _beside(file: Path, page: Path) -> str:
+def _relative_path(file: Path, page: Path) -> str:
     """A path as seen from the page."""
     try:
         return str(file.resolve().relative_to(page.resolve().parent))

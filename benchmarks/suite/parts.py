@@ -39,20 +39,19 @@ class Part:
 PARTS = (
     Part(
         "contenders",
-        "Everybody who trains a GPT here",
+        "All contenders that train a GPT",
         "benchmarks.optimizer",
         ("--lines", "contest", "--repeats", "2"),
         ("--lines", "contest", "--quick"),
         (33.0, 7.0),  # on a fresh machine, five of them go to compiling DeepSpeed's operators
-        "Everybody has the allocator that is named, preloaded as docs/activations.md advises: it "
-        "keeps freed memory at hand, and little of it idle; but not in the session that says so, "
-        "which has glibc's as it comes. FSDP2's `CPUOffloadPolicy` keeps shards on the "
-        "host, where they are anyway if the host computes: it takes part on a GPU alone "
+        "All contenders preload the allocator named below, as docs/activations.md recommends, "
+        "except in the runs with glibc's allocator. FSDP2's `CPUOffloadPolicy` keeps shards in host "
+        "memory, where they are anyway if the host computes, so it takes part on a GPU only "
         "(`python -m benchmarks.gpu`).",
     ),
     Part(
         "ablation",
-        "What each part of the optimizer brings",
+        "Ablation: what each optimization of the optimizer gains",
         "benchmarks.optimizer",
         ("--lines", "ablation", "--repeats", "3"),
         ("--lines", "ablation", "--quick"),
@@ -61,7 +60,7 @@ PARTS = (
     ),
     Part(
         "optimizer",
-        "Every setting of the optimizer beside plain PyTorch and DeepSpeed",
+        "Every setting of the optimizer compared with plain PyTorch and DeepSpeed",
         "benchmarks.optimizer",
         ("--lines", "table", "prediction", "--repeats", "2"),
         ("--lines", "table", "prediction", "--quick"),
@@ -70,7 +69,7 @@ PARTS = (
     ),
     Part(
         "clipping",
-        "What clipping costs an update that runs ahead of it",
+        "The cost of clipping for updates that run ahead",
         "benchmarks.optimizer",
         ("--lines", "clipping"),
         ("--lines", "clipping", "--quick"),
@@ -79,7 +78,7 @@ PARTS = (
     ),
     Part(
         "frameworks",
-        "Scripts that know nothing of it: Trainer and Lightning",
+        "Unchanged scripts: Transformers' Trainer and Lightning",
         "benchmarks.frameworks",
         ("--repeats", "1"),
         ("--quick",),
@@ -87,7 +86,7 @@ PARTS = (
     ),
     Part(
         "activations",
-        "Activations: kept, computed again, or moved",
+        "Activations: kept, recomputed, or offloaded",
         "benchmarks.activations",
         ("--lines", "curve", "--processes", "1", "--repeats", "3", "--batches", "4"),
         ("--lines", "curve", "--quick", "--processes", "1", "--repeats", "2", "--batches", "2"),
@@ -95,7 +94,7 @@ PARTS = (
     ),
     Part(
         "planning",
-        "Steps that were predicted",
+        "Predicted and measured steps",
         "benchmarks.planning",
         ("--lines", "predict"),
         ("--lines", "predict", "--quick"),
@@ -103,7 +102,7 @@ PARTS = (
     ),
     Part(
         "io",
-        "Storage alone, beside fio and others",
+        "I/O only, compared with fio and others",
         "benchmarks.io",
         ("bulk", "small", "--repeats", "3"),
         ("bulk", "--quick"),

@@ -65,7 +65,9 @@ def test_causes_are_named_far_from_the_roofline(tmp_path: Path) -> None:
     assert text.index("| far |") < text.index("| near |")
 
 
-def test_a_second_run_is_beside_the_first_and_marked_where_it_differs(tmp_path: Path) -> None:
+def test_a_second_run_is_compared_with_the_first_and_marked_where_it_differs(
+    tmp_path: Path,
+) -> None:
     near, far = {**CLAIM, "name": "near"}, {**CLAIM, "name": "far"}
     for name, ratio in (("first", 2.0), ("second", 1.7)):
         (tmp_path / name).mkdir()
