@@ -154,7 +154,7 @@ def _roofline(found: Mapping[str, Figures]) -> Iterator[str]:
     yield "## Distance from the roofline"
     yield ""
     yield "The shortest possible step is the longer of computation (plain PyTorch's step in the"
-    yield "same round) and the step's bytes at the bandwidth measured in that round, one direction after"
+    yield "same round) and the bytes at the bandwidth measured in that round, one direction after"
     yield f"the other. Above {NEAR:g} the cause is named."
     yield ""
     yield "| | step, s | shortest, s | ratio | limited by | cause |"

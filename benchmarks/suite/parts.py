@@ -45,8 +45,8 @@ PARTS = (
         ("--lines", "contest", "--quick"),
         (33.0, 7.0),  # on a fresh machine, five of them go to compiling DeepSpeed's operators
         "All contenders preload the allocator named below, as docs/activations.md recommends, "
-        "except in the runs with glibc's allocator. FSDP2's `CPUOffloadPolicy` keeps shards in host "
-        "memory, where they are anyway if the host computes, so it takes part on a GPU only "
+        "except in the runs with glibc's allocator. FSDP2's `CPUOffloadPolicy` keeps shards in "
+        "host memory, where they are anyway if the host computes, so it takes part on a GPU only "
         "(`python -m benchmarks.gpu`).",
     ),
     Part(
