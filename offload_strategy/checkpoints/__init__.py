@@ -5,12 +5,13 @@ optimizers, integrations and scripts use it alike.
 """
 
 from offload_strategy.checkpoints.consolidation import consolidate
+from offload_strategy.checkpoints.private_maps import load, small_in_memory
 from offload_strategy.checkpoints.scratch_file import (
     ScratchFile,
     ScratchTensor,
     scratch_directories,
 )
-from offload_strategy.checkpoints.streaming_files import load, save, small_in_memory
+from offload_strategy.checkpoints.streaming_files import save
 
 __all__ = [
     "ScratchFile",

@@ -58,21 +58,17 @@ def consolidate(source: str | os.PathLike[str], target: str | os.PathLike[str]) 
             dcp_to_torch_save(folder, whole)
             content: dict[str, Any] = torch.load(whole, mmap=True, weights_only=False)
             if (folder / _LIGHTNING_FILE).is_file():
-                content = _as_lightning(content, folder / _LIGHTNING_FILE)
-            plain = {key: _by_number(value) for key, value in content.items()}
+                optimizers = [key for key in content if key.startswith(_LIGHTNING_OPTIMIZER)]
+                optimizers.sort(key=lambda key: int(key.removeprefix(_LIGHTNING_OPTIMIZER)))
+                plain = torch.load(folder / _LIGHTNING_FILE, weights_only=False)
+                plain["state_dict"] = content["state_dict"]
+                plain["optimizer_states"] = [_by_number(content[key]) for key in optimizers]
+            else:
+                plain = {key: _by_number(value) for key, value in content.items()}
             save(plain, file)
     except (OSError, RuntimeError) as error:
         raise StorageError(f"{folder} could not be consolidated into {file}: {error}") from error
     return list(plain)
-
-
-def _as_lightning(content: dict[str, Any], rest: Path) -> dict[str, Any]:
-    checkpoint: dict[str, Any] = torch.load(rest, weights_only=False)
-    optimizers = [key for key in content if key.startswith(_LIGHTNING_OPTIMIZER)]
-    optimizers.sort(key=lambda key: int(key.removeprefix(_LIGHTNING_OPTIMIZER)))
-    checkpoint["state_dict"] = content["state_dict"]
-    checkpoint["optimizer_states"] = [_by_number(content[key]) for key in optimizers]
-    return checkpoint
 
 
 def _by_number(value: Any) -> Any:

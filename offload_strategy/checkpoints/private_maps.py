@@ -1,18 +1,17 @@
-"""Private memory maps of a file, and `torch.save` archives that are loaded through them.
+"""Tensors over private memory maps of files, and `torch.save` archives loaded through them.
 
 [Note: tensors over private maps]
 A tensor over a private map is an ordinary tensor. Reading it loads pages that the kernel can drop
 at any time; writing to it copies the pages, and the file does not change. The map keeps the file
-open and each tensor keeps its map, so both are freed with the last tensor.
-Several maps of limited size serve a large file, because kernels refuse a single private map that is
-larger than the memory: they might need room for copies of all its pages.
-A disk that fails while a page is loaded ends the process (SIGBUS), as with every memory map.
+open and each tensor keeps the map, so both are freed with the last tensor. A disk that fails while
+a page is loaded ends the process (SIGBUS), as with every memory map.
 
 [Note: archives larger than the memory]
-`torch.load(mmap=True)` maps the whole file at once. For a larger file torch reads storage by
-storage, and each storage is replaced at once by the same bytes in one of several maps. The records
-`data/0`, `data/1` and so on are in loading order. The bytes are compared, so an archive with
-another layout is loaded correctly too, into memory.
+`torch.load(mmap=True)` makes the kernel reserve memory for copies of all pages, which it refuses
+for a file larger than the memory. torch then reads such a file storage by storage, and each storage
+is replaced at once by the same bytes in a map without reservation. The records `data/0`, `data/1`
+and so on are in loading order. The bytes are compared, so an archive with another layout is loaded
+correctly too, into memory.
 """
 
 from __future__ import annotations
@@ -20,105 +19,107 @@ from __future__ import annotations
 import mmap
 import os
 import re
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from offload_strategy.units import GiB
+from offload_strategy.units import KiB
 
-#: Approximate size of a map that neighbouring tensors share.
-_MAP_BYTES = 1 * GiB
+#: Smaller tensors are created in ordinary memory, where a map would cost more than it saves.
+SMALL_BYTES = 64 * KiB
+#: Signature of the current torch.save format; older formats cannot be mapped.
+_ZIP_SIGNATURE = b"PK\x03\x04"
+#: The kernel reserves no memory for copies of the pages.
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
-class PrivateMaps:
-    """Maps of byte ranges of a file; see [Note: tensors over private maps].
-
-    Args:
-        fd: file descriptor; may be closed afterwards.
-        places: begin and end of each range in bytes, in ascending order.
+def private_map(fd: int, nbytes: int, *, flags: int = _MAP_NORESERVE) -> mmap.mmap:
+    """Map the first `nbytes` of a file; see [Note: tensors over private maps].
 
     Raises:
-        OSError: not enough address space or committed memory.
+        OSError: there is too little address space, or the system promises no more memory.
     """
-
-    def __init__(self, fd: int, places: Sequence[tuple[int, int]]) -> None:
-        begins = [begin for begin, _ in places[:1]]
-        for begin, end in places:
-            if end - begins[-1] > _MAP_BYTES and begin > begins[-1]:
-                begins.append(begin)
-        # A map may begin within the previous range, to align it.
-        unit = mmap.ALLOCATIONGRANULARITY
-        ends = [*begins[1:], *(end for _, end in places[-1:])]
-        self._maps = [
-            (begin // unit * unit, _map(fd, begin // unit * unit, end))
-            for begin, end in zip(begins, ends, strict=True)
-        ]
-
-    def tensor(self, offset: int, dtype: torch.dtype, count: int) -> torch.Tensor:
-        """Return a flat tensor of `count` elements at byte `offset`, with its own storage."""
-        number = bisect_right(self._maps, offset, key=lambda each: each[0]) - 1
-        begin, part = self._maps[number]
-        return torch.frombuffer(part, dtype=dtype, count=count, offset=offset - begin)
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    return mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE | flags, prot=protection)
 
 
-def can_be_mapped(fd: int, nbytes: int) -> bool:
-    """Whether the kernel allows a private map of the first `nbytes` of a file."""
+def can_be_reserved(fd: int, nbytes: int) -> bool:
+    """Whether the kernel reserves memory for copies of all pages of a map."""
     try:
-        _map(fd, 0, nbytes).close()
+        private_map(fd, nbytes, flags=0).close()
     except OSError:
         return False
     return True
 
 
-def _map(fd: int, begin: int, end: int) -> mmap.mmap:
-    return mmap.mmap(
-        fd,
-        end - begin,
-        flags=mmap.MAP_PRIVATE,
-        prot=mmap.PROT_READ | mmap.PROT_WRITE,
-        offset=begin,
-    )
-
-
-def load_in_parts(
-    path: str | os.PathLike[str],
-    locate: Callable[[torch.UntypedStorage, str], Any],
-    weights_only: bool | None,
+def load(
+    path: str | os.PathLike[str], map_location: Any = "cpu", weights_only: bool | None = True
 ) -> Any:
-    """Like `torch.load`, with one storage at a time; see [Note: archives larger than the memory].
+    """Like `torch.load`, but CPU tensors stay in the file until they are read.
+
+    The optimizer that `OffloadEngine.attach` returns copies its states one by one, so
+    `optimizer.load_state_dict(load(path))` never has all of them in memory. While large tensors are
+    in use, the file must not be modified in place; `save` replaces it, `torch.save` modifies it.
 
     Args:
-        path: path of the archive.
-        locate: the user's `map_location` function.
+        path: path of the file. The format before PyTorch 1.6 is read into memory.
+        map_location: as for `torch.load`.
         weights_only: as for `torch.load`.
     """
-    places = _storage_ranges(path)
     with open(path, "rb") as file:
-        maps = PrivateMaps(file.fileno(), sorted(places))
+        is_archive = file.read(len(_ZIP_SIGNATURE)) == _ZIP_SIGNATURE
+        size = os.fstat(file.fileno()).st_size
+        whole = is_archive and can_be_reserved(file.fileno(), size)
+        if is_archive:
+            map_location = small_in_memory(map_location)
+            if not whole and callable(map_location):
+                whole_map = private_map(file.fileno(), size)
+                map_location = _in_map(map_location, whole_map, _storage_ranges(path))
+    return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=whole)
+
+
+def small_in_memory(map_location: Any) -> Any:
+    """Return a `map_location` that copies small tensors, so that they do not keep a file mapped.
+
+    Args:
+        map_location: the user's argument; None and device mappings are returned unchanged.
+    """
+    if not callable(map_location) and str(map_location) != "cpu":
+        return map_location
+
+    def small(storage: torch.UntypedStorage, location: str) -> Any:
+        found = map_location(storage, location) if callable(map_location) else storage
+        # torch handles a result of None.
+        return found.clone() if found is storage and storage.nbytes() < SMALL_BYTES else found
+
+    return small
+
+
+def _in_map(
+    locate: Callable[[Any, str], Any], whole: mmap.mmap, places: list[tuple[int, int]]
+) -> Callable[[Any, str], Any]:
+    """Return a `map_location` that replaces each storage by the same bytes in a map."""
     remaining = iter(places)
 
     def replace(storage: Any, location: str) -> Any:
-        nbytes = storage.nbytes()
-        if nbytes:
-            begin, end = next(remaining, (0, 0))
-            if end - begin == nbytes:
-                flat = maps.tensor(begin, torch.uint8, nbytes)
+        if storage.nbytes():
+            begin, nbytes = next(remaining, (0, 0))
+            if nbytes == storage.nbytes():
+                flat = torch.frombuffer(whole, dtype=torch.uint8, count=nbytes, offset=begin)
                 if torch.equal(flat, torch.empty(0, dtype=torch.uint8).set_(storage)):
                     storage = flat.untyped_storage()
         return locate(storage, location)
 
-    return torch.load(path, map_location=replace, weights_only=weights_only, mmap=False)
+    return replace
 
 
 def _storage_ranges(path: str | os.PathLike[str]) -> list[tuple[int, int]]:
-    """Return the byte range of every non-empty storage, in the order of their numbers."""
+    """Return offset and size of every non-empty storage, in the order of their numbers."""
     reader: Any = torch._C.PyTorchFileReader(os.fspath(path))
-    ranges = {}
-    for name in reader.get_all_records():
-        if number := re.fullmatch(r"data/(\d+)", name):
-            begin, nbytes = reader.get_record_offset(name), reader.get_record_size(name)
-            if nbytes:
-                ranges[int(number[1])] = (begin, begin + nbytes)
-    return [ranges[number] for number in sorted(ranges)]
+    ranges = {
+        int(number[1]): (reader.get_record_offset(name), reader.get_record_size(name))
+        for name in reader.get_all_records()
+        if (number := re.fullmatch(r"data/(\d+)", name))
+    }
+    return [ranges[number] for number in sorted(ranges) if ranges[number][1]]

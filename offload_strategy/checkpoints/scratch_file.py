@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import errno
 import logging
+import mmap
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Self
 
 import torch
 
-from offload_strategy.checkpoints.private_maps import PrivateMaps
+from offload_strategy.checkpoints.private_maps import SMALL_BYTES, private_map
 from offload_strategy.config import default_directory
 from offload_strategy.errors import ConfigError, OffloadError, StorageError, TierFullError
 from offload_strategy.host_memory.buffers import HostBuffer
@@ -30,12 +32,10 @@ from offload_strategy.io.regions.unnamed_files import (
     switch_to_direct_io,
 )
 from offload_strategy.telemetry import get_logger
-from offload_strategy.units import PAGE_BYTES, KiB, MiB, format_size, round_up
+from offload_strategy.units import PAGE_BYTES, MiB, format_size, round_up
 
 logger = get_logger(__name__)
 
-#: Smaller tensors are created in ordinary memory, where a map would cost more than it saves.
-SMALL_BYTES = 64 * KiB
 #: Size of the buffer through which values are written to the file.
 _BUFFER_BYTES = 8 * MiB
 
@@ -43,11 +43,8 @@ _BUFFER_BYTES = 8 * MiB
 def scratch_directories(tiers: Iterable[Path]) -> list[Path]:
     """Return the directories in which a scratch file may be created, best first.
 
-    Args:
-        tiers: paths of the ssd tiers: directories and block devices. Devices hold no files.
-
-    Returns:
-        The directories and the default directory as a fallback; nothing if there are no tiers.
+    They are those among the paths of the ssd tiers, which may be block devices too, then the
+    default directory; without paths there are none.
 
     Raises:
         ConfigError: there are only devices, and $SSD_OFFLOAD_DIR is invalid.
@@ -85,55 +82,35 @@ class ScratchFile:
     def __init__(self, directories: Sequence[Path], what: str = "optimizer states") -> None:
         self._directories = list(directories)
         self._what = what
-        self._places: list[tuple[int, int]] = []  # byte ranges of the tensors
         self._end = 0
-        self._allocated = 0
         self._handle: FileIO | None = None
         self._file: PageFile | None = None
-        self._buffer: HostBuffer | None = None
-        self._maps: PrivateMaps | None = None
+        self._buffer = HostBuffer(_BUFFER_BYTES)
+        self._map: mmap.mmap | None = None
 
     def reserve(
         self, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None
     ) -> ScratchTensor:
         """Reserve space for one tensor.
 
-        Args:
-            shape: shape of the tensor.
-            dtype: dtype of the tensor.
-            stride: strides in elements; None for contiguous. Strides with gaps or overlaps become
-                contiguous, as in `torch.clone`.
+        Strides are in elements, None for contiguous; those with gaps or overlaps become dense, as
+        in `torch.clone`.
         """
-        assert self._maps is None, "reserve everything before the first tensor is mapped"
-        shape = torch.Size(shape)
-        stride = _contiguous(shape) if stride is None else tuple(stride)
-        order = _memory_order(shape, stride)
-        if order is None:
-            stride, order = _contiguous(shape), list(range(len(shape)))
-        nbytes = shape.numel() * dtype.itemsize
-        if nbytes < SMALL_BYTES or not self._directories:
-            return ScratchTensor(self, torch.empty_strided(shape, stride, dtype=dtype), order)
+        assert self._file is None, "reserve everything before the first tensor is filled"
+        like = torch.empty(shape, dtype=dtype, device="meta")
+        if stride is not None:
+            like = torch.empty_like(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
+        if like.nbytes < SMALL_BYTES or not self._directories:
+            return ScratchTensor(self, torch.empty_like(like, device="cpu"))
         offset = self._end
-        self._places.append((offset, offset + nbytes))
-        self._end = round_up(offset + nbytes)
-        # A meta tensor carries shape, dtype and strides.
-        like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        return ScratchTensor(self, like, order, offset)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the file in bytes."""
-        return self._end
+        self._end = round_up(offset + like.nbytes)
+        return ScratchTensor(self, like, offset)
 
     def close(self) -> None:
         """Close the file and the buffer. Idempotent; mapped tensors stay valid."""
-        handle, self._handle = self._handle, None
-        buffer, self._buffer = self._buffer, None
-        self._file = None
-        if handle is not None:
-            handle.close()
-        if buffer is not None:
-            buffer.release()
+        if self._handle is not None:
+            self._handle.close()
+        self._buffer.release()
 
     def __enter__(self) -> Self:
         return self
@@ -143,7 +120,7 @@ class ScratchFile:
 
     # ------------------------------------------------------------------ filling
     def write(self, begin: int, tensor_end: int, values: torch.Tensor, dtype: torch.dtype) -> None:
-        """Write contiguous values in whole pages. Called by `ScratchTensor`.
+        """Write contiguous values in whole pages, through the buffer. Called by `ScratchTensor`.
 
         Args:
             begin: byte offset in the file.
@@ -151,23 +128,25 @@ class ScratchFile:
             values: flat tensor on any device.
             dtype: dtype in which they are written.
         """
-        assert self._maps is None, "fill everything before the first tensor is mapped"
+        assert self._map is None, "fill everything before the first tensor is mapped"
         end = begin + values.numel() * dtype.itemsize
         written = 0
         try:
-            file, buffer = self._opened()
-            flat, exporter = buffer.acquire(_BUFFER_BYTES)
+            file = self._opened()
+            flat, exporter = self._buffer.acquire(_BUFFER_BYTES)
             view = memoryview(exporter).cast("B")
             while begin < end:
                 base = begin // PAGE_BYTES * PAGE_BYTES
                 stop = min(end, base + _BUFFER_BYTES)
-                nbytes = round_up(stop - base)
-                for edge in _shared_pages(begin - base, stop - base, stop == tensor_end):
-                    file.read(view[edge : edge + PAGE_BYTES], base + edge)
+                shared = {base} if begin > base else set()
+                if stop % PAGE_BYTES and stop != tensor_end:
+                    shared.add(stop // PAGE_BYTES * PAGE_BYTES)
+                for page in shared:  # it holds other data too
+                    file.read(view[page - base : page - base + PAGE_BYTES], page)
                 count = (stop - begin) // dtype.itemsize
                 target = flat[begin - base : stop - base].view(dtype)
                 target.copy_(values[written : written + count])
-                file.write(view[:nbytes], base)
+                file.write(view[: round_up(stop - base)], base)
                 begin, written = stop, written + count
         except OSError as error:
             raise StorageError(
@@ -176,89 +155,51 @@ class ScratchFile:
                 f"system's log, or choose another directory for the tier."
             ) from error
 
-    def _opened(self) -> tuple[PageFile, HostBuffer]:
-        """Return the file, grown to the reserved size, and the buffer."""
-        if self._handle is None or self._file is None or self._buffer is None:
-            self._handle = self._create()
-            self._file = PageFile(self._handle.fileno())
-            self._buffer = HostBuffer(_BUFFER_BYTES)
-        if self._allocated < self._end:
-            missing = self._end - self._allocated
-            complaint = self._take_room(self._handle.fileno())
-            if complaint is not None:
-                raise self._full(missing, [f"{self._directories[0]} {complaint}"])
-        return self._file, self._buffer
-
-    def _create(self) -> FileIO:
-        """Create the file in the first directory with room for all reserved tensors."""
+    def _opened(self) -> PageFile:
+        """Return the file, created in the first directory with room for all reserved tensors."""
         complaints: list[str] = []
-        while self._directories:
+        while self._file is None and self._directories:
             directory = self._directories[0]
-            complaint: str | None
             try:
                 # The destructor closes it at the latest.
                 handle = FileIO(create_unnamed(directory), "r+")
                 switch_to_direct_io(handle.fileno())
-                complaint = self._take_room(handle.fileno())
+                complaint = _take_room(handle.fileno(), self._end)
             except OSError as error:
                 complaint = f"cannot hold a file ({error.strerror})"
             else:
                 if complaint is None:
-                    if complaints:
-                        self._log_fallback(complaints)
-                    return handle
+                    self._handle, self._file = handle, PageFile(handle.fileno())
+                    break
                 handle.close()
             complaints.append(f"{directory} {complaint}")
             del self._directories[0]
-        raise self._full(self._end, complaints)
-
-    def _take_room(self, fd: int) -> str | None:
-        """Grow the file to the reserved size; return the reason if it cannot."""
-        stats = os.fstatvfs(fd)
-        free = max(0, stats.f_bavail * stats.f_frsize - RESERVE_BYTES)
-        if self._end - self._allocated > free:
-            return f"has {format_size(free)} free ({format_size(RESERVE_BYTES)} stay reserved)"
-        try:
-            grow(fd, self._allocated, self._end)
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            return "is full"
-        self._allocated = self._end
-        return None
-
-    def _log_fallback(self, complaints: Sequence[str]) -> None:
-        # The user named the other tiers for this purpose, but maybe not the last directory.
-        level = logging.WARNING if len(self._directories) == 1 else logging.INFO
-        logger.log(
-            level,
-            "%s; %s of %s go to a scratch file in %s instead.",
-            "; ".join(complaints),
-            format_size(self._end),
-            self._what,
-            self._directories[0],
-        )
-
-    def _full(self, nbytes: int, complaints: Sequence[str]) -> TierFullError:
-        return TierFullError(
-            f"{format_size(nbytes)} of {self._what} must go to a scratch file, since they may not "
-            f"fit in memory together, and no directory has the room: {'; '.join(complaints)}. "
-            f"Free some space, or set $SSD_OFFLOAD_DIR to a directory that has it."
-        )
+        size, reasons = format_size(self._end), "; ".join(complaints)
+        if self._file is None:
+            raise TierFullError(
+                f"{size} of {self._what} must go to a scratch file, since they may not fit in "
+                f"memory together, and no directory has the room: {reasons}. Free some space, or "
+                f"set $SSD_OFFLOAD_DIR to a directory that has it."
+            )
+        if complaints:
+            # The user named the other tiers for this purpose, but maybe not the last directory.
+            level = logging.WARNING if len(self._directories) == 1 else logging.INFO
+            message = "%s; %s of %s go to a scratch file in %s instead."
+            logger.log(level, message, reasons, size, self._what, self._directories[0])
+        return self._file
 
     # ------------------------------------------------------------------ mapping
-    def mapped(self) -> PrivateMaps:
+    def mapped(self) -> mmap.mmap:
         """Map all tensors; afterwards nothing can be reserved or filled.
 
         Raises:
             OffloadError: the file cannot be mapped.
         """
-        if self._maps is None:
+        if self._map is None:
             try:
-                file, _ = self._opened()
-                file.drain()
+                self._opened().drain()
                 assert self._handle is not None
-                self._maps = PrivateMaps(self._handle.fileno(), self._places)
+                self._map = private_map(self._handle.fileno(), self._end)
             except OSError as error:
                 raise OffloadError(
                     f"could not map {format_size(self._end)} of {self._what} from the scratch file "
@@ -267,45 +208,34 @@ class ScratchFile:
                 ) from error
             finally:
                 self.close()
-        return self._maps
+        return self._map
 
 
+@dataclass(frozen=True)
 class ScratchTensor:
     """One tensor in a scratch file, or in ordinary memory if it is small.
 
     Args:
         file: the scratch file.
-        tensor: the tensor itself if it is in memory, else a meta tensor like it.
-        order: the dimensions by decreasing stride.
+        like: the tensor itself if it is in memory, else a dense meta tensor like it.
         offset: byte offset in the file; None if it is in memory.
     """
 
-    def __init__(
-        self,
-        file: ScratchFile,
-        tensor: torch.Tensor,
-        order: list[int],
-        offset: int | None = None,
-    ) -> None:
-        self._file = file
-        self._like = tensor
-        self._order = order
-        self._offset = offset
+    file: ScratchFile
+    like: torch.Tensor
+    offset: int | None = None
 
     def fill(self, start_row: int, values: torch.Tensor) -> None:
-        """Write rows of the tensor.
+        """Write rows of the tensor from a row on, converted to its dtype; 0 for a scalar.
 
-        Args:
-            start_row: first row (index of the first dimension); 0 for a scalar.
-            values: the rows, on any device; they are converted to the tensor's dtype. If the tensor
-                is not contiguous, all its rows.
+        If the rows are not contiguous, as in a transposed matrix, all must be written at once.
 
         Raises:
-            ValueError: the rows do not exist, or only some rows of a non-contiguous tensor.
-            TierFullError: no directory has room for all reserved tensors.
-            StorageError: the disk failed.
+            ValueError: the rows do not fit, or are only some of those that must be written at once.
+            TierFullError: no directory has room.
+            StorageError: the file cannot be written.
         """
-        like, dtype = self._like, self._like.dtype
+        like, dtype = self.like, self.like.dtype
         rows = like.shape[0] if like.dim() else 1
         given = values.shape[0] if values.dim() else 1
         if values.shape[1:] != like.shape[1:] or not 0 <= start_row <= rows - given:
@@ -313,19 +243,19 @@ class ScratchTensor:
                 f"values of shape {tuple(values.shape)} from row {start_row} on do not fit into a "
                 f"tensor of shape {tuple(like.shape)}"
             )
-        if self._offset is None:
+        if self.offset is None:
             (like[start_row : start_row + given] if like.dim() else like).copy_(values)
             return
-        if given < rows and self._order != list(range(like.dim())):
+        order = sorted(range(like.dim()), key=like.stride, reverse=True)
+        if given < rows and order != list(range(like.dim())):
             raise ValueError(
                 f"a tensor of shape {tuple(like.shape)} and strides {like.stride()} must be filled "
                 f"at once, because its rows are not contiguous"
             )
-        row_bytes = like.shape[1:].numel() * dtype.itemsize
-        end = self._offset + like.numel() * dtype.itemsize
+        begin = self.offset + start_row * like.shape[1:].numel() * dtype.itemsize
         # A view if the values have the same memory order.
-        flat = values.detach().permute(self._order).reshape(-1)
-        self._file.write(self._offset + start_row * row_bytes, end, flat, dtype)
+        flat = values.detach().permute(order).reshape(-1)
+        self.file.write(begin, self.offset + like.nbytes, flat, dtype)
 
     def tensor(self) -> torch.Tensor:
         """Return the tensor with its own storage; afterwards nothing can be reserved or filled.
@@ -333,39 +263,24 @@ class ScratchTensor:
         Raises:
             OffloadError: the file cannot be mapped.
         """
-        if self._offset is None:
-            return self._like
-        like = self._like
-        flat = self._file.mapped().tensor(self._offset, like.dtype, like.numel())
+        like = self.like
+        if self.offset is None:
+            return like
+        whole, count = self.file.mapped(), like.numel()
+        flat = torch.frombuffer(whole, dtype=like.dtype, count=count, offset=self.offset)
         return flat.as_strided(like.shape, like.stride())
 
 
-def _shared_pages(begin: int, end: int, is_last: bool) -> list[int]:
-    """Return the offsets of pages at the edges of [begin, end) that hold other data too.
-
-    Args:
-        begin: offset in the first page.
-        end: offset from the start of the first page.
-        is_last: whether the rest of the last page is unused.
-    """
-    pages = {0} if begin else set()
-    if end % PAGE_BYTES and not is_last:
-        pages.add(end // PAGE_BYTES * PAGE_BYTES)
-    return sorted(pages)
-
-
-def _contiguous(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
-
-
-def _memory_order(shape: torch.Size, stride: tuple[int, ...]) -> list[int] | None:
-    """Return the order of dimensions in which elements are contiguous, or None."""
-    order = sorted(range(len(shape)), key=lambda dim: stride[dim], reverse=True)
-    expected = 1
-    for dim in reversed(order):
-        if shape[dim] == 1:
-            continue
-        if stride[dim] != expected:
-            return None
-        expected *= shape[dim]
-    return order
+def _take_room(fd: int, nbytes: int) -> str | None:
+    """Grow an empty file; return the reason if it cannot."""
+    stats = os.fstatvfs(fd)
+    free = max(0, stats.f_bavail * stats.f_frsize - RESERVE_BYTES)
+    if nbytes > free:
+        return f"has {format_size(free)} free ({format_size(RESERVE_BYTES)} stay reserved)"
+    try:
+        grow(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        return "is full"
+    return None

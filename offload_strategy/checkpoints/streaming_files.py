@@ -1,4 +1,4 @@
-"""Streaming `torch.save` and `torch.load` with atomic replacement of files.
+"""Streaming `torch.save` with atomic replacement of files.
 
 [Note: atomic saves]
 A checkpoint is written to a temporary file in the target's directory, which is renamed to the
@@ -15,7 +15,6 @@ ignored, and torch's own error is dropped.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import os
@@ -23,13 +22,12 @@ import re
 import secrets
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from offload_strategy.checkpoints.private_maps import can_be_mapped, load_in_parts
-from offload_strategy.checkpoints.scratch_file import SMALL_BYTES
 from offload_strategy.errors import StorageError
 from offload_strategy.host_memory.buffers import HostBuffer
 from offload_strategy.io.regions.unnamed_files import PageFile, switch_to_direct_io
@@ -44,8 +42,14 @@ _BUFFER_BYTES = 8 * MiB
 _PARTIAL = ".partial"
 #: Longer names are replaced by a digest in the temporary file's name (the limit is 255 bytes).
 _LONGEST_NAME = 200
-#: Signature of the current torch.save format; older formats cannot be mapped.
-_ZIP_SIGNATURE = b"PK\x03\x04"
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
+
+_ADVICE = {
+    errno.ENOSPC: "Free some space on the disk of {0}, or choose another place.",
+    errno.EDQUOT: "Free some space on the disk of {0}, or choose another place.",
+    errno.ENOENT: "Create the directory {0}, or choose another.",
+    errno.EIO: "Check the disk and the system's log, or choose another place.",
+}
 
 
 def save(obj: Any, path: str | os.PathLike[str]) -> None:
@@ -69,85 +73,32 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
         previous = _previous(target)
         _remove_leftovers(target)
         with _partial_file(target, previous) as (fd, partial):
-            with contextlib.closing(_ArchiveWriter(fd)) as stream:
-                try:
-                    torch.save(obj, cast("Any", stream))
-                    stream.finish()
-                except BaseException:
-                    if stream.error is not None:
-                        raise stream.error from None
-                    raise
-                finally:
-                    size = stream.size
+            stream = _ArchiveWriter(fd)
+            try:
+                torch.save(obj, cast("Any", stream))
+                stream.finish()
+            except BaseException:
+                if stream.error is not None:
+                    raise stream.error from None
+                raise
+            finally:
+                size = stream.size
+                stream.close()
             os.fsync(fd)
             os.replace(partial, target)
             intact = ""
         _sync_directory(target.parent)
     except OSError as error:
+        advice = _ADVICE.get(error.errno or 0, "Choose another file, or change its permissions.")
         raise StorageError(
             f"could not save to {str(path)!r}: {error.strerror or error} after "
-            f"{format_size(size)}. {_advice(error, target)}{intact}"
+            f"{format_size(size)}. {advice.format(target.parent)}{intact}"
         ) from error
-
-
-def load(
-    path: str | os.PathLike[str], map_location: Any = "cpu", weights_only: bool | None = True
-) -> Any:
-    """Like `torch.load`, but CPU tensors stay in the file until they are read.
-
-    The optimizer that `OffloadEngine.attach` returns copies its states one by one, so
-    `optimizer.load_state_dict(load(path))` never has all of them in memory. While large tensors are
-    in use, the file must not be modified in place; `save` replaces it, `torch.save` modifies it.
-
-    Args:
-        path: path of the file. The format before PyTorch 1.6 is read into memory.
-        map_location: as for `torch.load`.
-        weights_only: as for `torch.load`.
-    """
-    with open(path, "rb") as file:
-        mapped = file.read(len(_ZIP_SIGNATURE)) == _ZIP_SIGNATURE
-        size = os.fstat(file.fileno()).st_size
-        whole = mapped and can_be_mapped(file.fileno(), size)
-    if mapped:
-        map_location = small_in_memory(map_location)
-        if not whole and callable(map_location):
-            return load_in_parts(path, map_location, weights_only)
-        mapped = whole
-    return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=mapped)
-
-
-def small_in_memory(map_location: Any) -> Any:
-    """Return a `map_location` that copies small tensors, so that they do not keep a file mapped.
-
-    Args:
-        map_location: the user's argument; None and device mappings are returned unchanged.
-    """
-    if callable(map_location):
-        locate = map_location
-    elif str(map_location) == "cpu":
-        locate = _keep_on_cpu
-    else:
-        return map_location
-
-    def small(storage: torch.UntypedStorage, location: str) -> Any:
-        found = locate(storage, location)
-        # torch handles a result of None.
-        return found.clone() if found is storage and storage.nbytes() < SMALL_BYTES else found
-
-    return small
-
-
-def _keep_on_cpu(storage: torch.UntypedStorage, _: str) -> torch.UntypedStorage:
-    return storage
 
 
 # ---------------------------------------------------------------------- the temporary file
 def _previous(target: Path) -> os.stat_result | None:
-    """Return the status of the existing file, or None.
-
-    Raises:
-        OSError: it cannot be replaced.
-    """
+    """Return the status of the existing file, or None; raises OSError if it is not replaceable."""
     try:
         status = target.stat()
     except FileNotFoundError:
@@ -161,56 +112,49 @@ def _previous(target: Path) -> os.stat_result | None:
     return status
 
 
-@contextlib.contextmanager
+@contextmanager
 def _partial_file(target: Path, previous: os.stat_result | None) -> Iterator[tuple[int, Path]]:
     """Yield a locked, empty file in the target's directory; it is deleted unless renamed.
 
-    Its mode is that of the previous file, or the default of the user's umask.
+    It has mode and owner of the previous file as far as permitted, else those of any new file.
     """
-    mode = 0o666 if previous is None else stat.S_IMODE(previous.st_mode) & 0o777
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-    flags |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
+    mode = 0o666 if previous is None else stat.S_IMODE(previous.st_mode)
     while True:
         partial = target.parent / f"{_prefix(target)}{secrets.token_hex(8)}{_PARTIAL}"
-        fd = os.open(partial, flags, mode)
+        fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_FOLLOW, mode & 0o777)
         # Another process that removes leftovers may have deleted it before the lock.
         if not _lock(fd, wait=True) or os.fstat(fd).st_nlink:
             break
         os.close(fd)
     try:
         if previous is not None:
-            _copy_owner_and_mode(fd, previous)
+            now = os.fstat(fd)
+            if (now.st_uid, now.st_gid) != (previous.st_uid, previous.st_gid):
+                with suppress(OSError):
+                    os.fchown(fd, previous.st_uid, previous.st_gid)
+            with suppress(OSError):
+                os.fchmod(fd, mode)
         switch_to_direct_io(fd)
         yield fd, partial
     finally:
-        with contextlib.suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             os.unlink(partial)
         os.close(fd)
-
-
-def _copy_owner_and_mode(fd: int, previous: os.stat_result) -> None:
-    """Copy owner and mode of the previous file, as far as permitted."""
-    now = os.fstat(fd)
-    if (now.st_uid, now.st_gid) != (previous.st_uid, previous.st_gid):
-        with contextlib.suppress(OSError):
-            os.fchown(fd, previous.st_uid, previous.st_gid)
-    with contextlib.suppress(OSError):
-        os.fchmod(fd, stat.S_IMODE(previous.st_mode))
 
 
 def _remove_leftovers(target: Path) -> None:
     """Remove temporary files of this target whose writers have ended."""
     name = re.compile(re.escape(_prefix(target)) + "[0-9a-f]{16}" + re.escape(_PARTIAL))
-    with os.scandir(target.parent) as entries:
-        found = [entry.path for entry in entries if name.fullmatch(entry.name)]
-    for path in found:
-        with contextlib.suppress(OSError):  # it belongs to another user, or was removed meanwhile
-            fd = os.open(path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
-            try:
-                if _lock(fd, wait=False):
-                    os.unlink(path)
-            finally:
-                os.close(fd)
+    for entry in os.listdir(target.parent):
+        if name.fullmatch(entry):
+            path = target.parent / entry
+            with suppress(OSError):  # it belongs to another user, or was removed meanwhile
+                fd = os.open(path, os.O_RDWR | _NO_FOLLOW)
+                try:
+                    if _lock(fd, wait=False):
+                        os.unlink(path)
+                finally:
+                    os.close(fd)
 
 
 def _prefix(target: Path) -> str:
@@ -243,16 +187,6 @@ def _sync_directory(directory: Path) -> None:
         os.close(fd)
 
 
-def _advice(error: OSError, target: Path) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"Free some space on the disk of {target.parent}, or choose another place."
-    if error.errno == errno.ENOENT:
-        return f"Create the directory {target.parent}, or choose another."
-    if error.errno == errno.EIO:
-        return "Check the disk and the system's log, or choose another place."
-    return "Choose another file, or change its permissions."
-
-
 class _Stopped(Exception):
     """Ends `torch.save`; see [Note: errors while an archive is written]."""
 
@@ -267,8 +201,7 @@ class _ArchiveWriter:
         self._fd = fd
         self._file = PageFile(fd)
         self._buffer = HostBuffer(_BUFFER_BYTES)
-        self._exporter = self._buffer.acquire(_BUFFER_BYTES)[1]
-        self._window = memoryview(self._exporter).cast("B")
+        self._window = memoryview(self._buffer.acquire(_BUFFER_BYTES)[1]).cast("B")
         self._filled = 0
 
     def write(self, data: Any) -> int:
@@ -280,14 +213,14 @@ class _ArchiveWriter:
         length = memoryview(data).nbytes
         if self.error is None:
             try:
-                self._take(memoryview(data).cast("B"))
+                self._append(memoryview(data).cast("B"))
             except BaseException as error:
                 self.error = error
                 del data
                 raise _Stopped from None
         return length
 
-    def _take(self, rest: memoryview) -> None:
+    def _append(self, rest: memoryview) -> None:
         while rest:
             count = min(len(rest), _BUFFER_BYTES - self._filled)
             self._window[self._filled : self._filled + count] = rest[:count]
@@ -305,9 +238,9 @@ class _ArchiveWriter:
         self._file.drain()
 
     def close(self) -> None:
-        """Release the buffer."""
+        """Release the buffer; torch may keep this object alive."""
         self.error = None
-        del self._window, self._exporter
+        del self._window
         self._buffer.release()
         del self._buffer
 

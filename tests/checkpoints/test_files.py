@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-import offload_strategy
 from benchmarks import disks
+from benchmarks.checkpoints.kills import kills
+from benchmarks.checkpoints.small import Job
 from benchmarks.machine import status_bytes
 from offload_strategy import StorageError, load, save
 from offload_strategy.checkpoints import ScratchFile
@@ -70,11 +71,6 @@ def test_what_is_saved_is_read_by_torch_and_by_load(target: Path, way: str) -> N
     assert_is_state(torch.load(target))
     assert_is_state(load(target))
     assert_is_state(load(str(target), weights_only=False))
-
-
-def test_what_torch_saved_is_loaded_in_either_format(target: Path) -> None:
-    torch.save(STATE, target)
-    assert_is_state(load(target))
     torch.save(STATE, target, _use_new_zipfile_serialization=False)
     assert_is_state(load(target))
 
@@ -86,18 +82,13 @@ def test_any_size_is_saved(size: int, target: Path, way: str) -> None:
     assert torch.equal(torch.load(target), values)
 
 
-def test_views_of_one_storage_stay_views_of_one_storage(target: Path) -> None:
-    whole = torch.randn(100, 100)
+def test_what_is_loaded_may_be_written_to_and_the_file_stays_as_it_is(target: Path) -> None:
+    whole = torch.randn(100, 401)
     save([whole, whole[3]], target)
     first, second = load(target)
-    first[3, 0] = 5.0
-    assert second[0] == 5.0
-
-
-def test_what_is_loaded_may_be_written_to_and_the_file_stays_as_it_is(target: Path) -> None:
-    save(STATE, target)
-    load(target)["weights"].zero_()
-    assert_is_state(load(target))
+    first.zero_()
+    assert not second.any(), "views of one storage stay views of one storage"
+    assert torch.equal(load(target)[0], whole)
 
 
 def mapped(path: Path) -> bool:
@@ -125,18 +116,17 @@ def test_a_map_location_of_the_users_decides(target: Path) -> None:
 
 @pytest.fixture
 def too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the kernel refused to map any file as a whole."""
-    monkeypatch.setattr(files, "can_be_mapped", lambda fd, nbytes: False)
-    monkeypatch.setattr(maps, "_MAP_BYTES", 200_000)
+    """As if the kernel had no memory for copies of the pages of any file."""
+    monkeypatch.setattr(maps, "can_be_reserved", lambda fd, nbytes: False)
 
 
 @pytest.mark.parametrize("by", ["torch", "ours"])
-def test_a_file_larger_than_all_memory_is_mapped_in_parts(
-    by: str, target: Path, too_large: None
-) -> None:
+def test_a_file_larger_than_all_memory_is_mapped(by: str, target: Path, too_large: None) -> None:
     state = {**STATE, "view": STATE["weights"][3], "empty": [torch.empty(0), torch.empty(0, 3)]}
     state["more"] = [torch.randn(size) for size in (17_000, 1, 100_000, 60_000)]
     (torch.save if by == "torch" else save)(state, target)
+    assert load(target, "meta")["weights"].is_meta
+    assert_is_state({key: load(target, None)[key] for key in STATE})
     found = load(target)
     assert mapped(target)
     assert torch.equal(found.pop("view"), STATE["weights"][3])
@@ -157,15 +147,13 @@ def test_storages_in_another_order_than_their_numbers_are_read_into_memory(
     assert_is_state(load(target))
 
 
-def test_other_devices_need_no_map(target: Path, too_large: None) -> None:
-    save(STATE, target)
-    assert load(target, "meta")["weights"].is_meta
-    assert_is_state(load(target, None))
-
-
-def test_the_public_names_are_these() -> None:
-    assert offload_strategy.save is files.save
-    assert offload_strategy.load is files.load
+def test_a_map_that_is_larger_than_all_memory(tmp_path: Path) -> None:
+    with open(tmp_path / "sparse", "w+b") as file:
+        file.truncate(1 << 42)
+        with maps.private_map(file.fileno(), 1 << 42) as whole:
+            whole[-1] = 5
+            assert whole[-2:] == b"\0\5"
+        assert os.pread(file.fileno(), 1, (1 << 42) - 1) == b"\0"
 
 
 # ---------------------------------------------------------------------- memory
@@ -213,33 +201,24 @@ def test_what_was_saved_does_not_stay_in_the_page_cache(target: Path, way: str) 
 # ---------------------------------------------------------------------- names, modes, links
 
 
-@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+@pytest.mark.parametrize("mask", [0o022, 0o077])
 def test_a_new_file_has_the_mode_that_torch_would_give_it(mask: int, target: Path) -> None:
     before = os.umask(mask)
     try:
-        torch.save(STATE, target)
-        expected = stat.S_IMODE(target.stat().st_mode)
-        target.unlink()
         save(STATE, target)
     finally:
         os.umask(before)
-    assert stat.S_IMODE(target.stat().st_mode) == expected == 0o666 & ~mask
+    assert stat.S_IMODE(target.stat().st_mode) == 0o666 & ~mask
 
 
-@pytest.mark.parametrize("mode", [0o600, 0o660, 0o644])
-def test_a_file_keeps_its_mode(mode: int, target: Path) -> None:
-    torch.save({}, target)
-    target.chmod(mode)
-    save(STATE, target)
-    assert stat.S_IMODE(target.stat().st_mode) == mode
-    assert_is_state(load(target))
-
-
-def test_while_it_is_written_a_private_file_is_private(
-    target: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("mode", [0o600, 0o660])
+def test_a_file_keeps_its_mode_and_owner_also_while_it_is_written(
+    mode: int, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.save({}, target)
-    target.chmod(0o600)
+    target.chmod(mode)
+    owner = (1234, 2345) if os.geteuid() == 0 else (os.getuid(), os.getgid())
+    os.chown(target, *owner)
     modes = []
     save_to = torch.save
 
@@ -249,16 +228,9 @@ def test_while_it_is_written_a_private_file_is_private(
 
     monkeypatch.setattr(torch, "save", look)
     save(STATE, target)
-    assert modes == [0o600, 0o600]
-
-
-def test_the_owner_of_a_file_stays_the_owner(target: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root may give files away")
-    torch.save({}, target)
-    os.chown(target, 1234, 2345)
-    save(STATE, target)
-    assert (target.stat().st_uid, target.stat().st_gid) == (1234, 2345)
+    assert [*modes, stat.S_IMODE(target.stat().st_mode)] == [mode] * 3
+    assert (target.stat().st_uid, target.stat().st_gid) == owner
+    assert_is_state(load(target))
 
 
 @pytest.mark.parametrize("exists", [True, False])
@@ -302,35 +274,24 @@ def test_an_error_while_saving_leaves_the_previous_file(error: Any, target: Path
 
 
 @pytest.mark.parametrize("at", ["first", "last"])
-def test_a_disk_that_fails_leaves_the_previous_file(
-    at: str, target: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_write_that_fails_leaves_the_previous_file(
+    error: type[BaseException], at: str, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(STATE, target)
     write = files.PageFile.write
 
     def fail(self: Any, view: memoryview, offset: int) -> None:
         if offset == 0 if at == "first" else len(view) < 8 * MiB:
-            raise OSError(5, os.strerror(5))
+            raise error(5, os.strerror(5))
         write(self, view, offset)
 
     monkeypatch.setattr(files.PageFile, "write", fail)
     message = rf"could not save to '{target}': Input/output error after .*Check the disk.*intact"
-    with pytest.raises(StorageError, match=message):
-        save([torch.randn(5 * MiB) for _ in range(2)], target)
-    monkeypatch.undo()
-    assert_is_state(load(target))
-
-
-def test_ctrl_c_within_a_write_leaves_the_previous_file(
-    target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(STATE, target)
-
-    def interrupt(self: Any, view: memoryview, offset: int) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(files.PageFile, "write", interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    expected = (
+        pytest.raises(StorageError, match=message) if error is OSError else pytest.raises(error)
+    )
+    with expected:
         save([torch.randn(5 * MiB) for _ in range(2)], target)
     monkeypatch.undo()
     assert_is_state(load(target))
@@ -350,12 +311,9 @@ def test_a_full_disk_leaves_the_previous_file(tmp_path: Path) -> None:
         assert set(os.listdir(disk.directory)) == {"lost+found", "last.ckpt"}
 
 
-def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+def test_what_cannot_be_a_file_is_named_and_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=f"Create the directory {tmp_path / 'nowhere'}"):
         save(STATE, tmp_path / "nowhere" / "last.ckpt")
-
-
-def test_a_directory_and_a_pipe_are_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="Is a directory"):
         save(STATE, tmp_path)
     os.mkfifo(tmp_path / "pipe")
@@ -374,19 +332,15 @@ def partial(target: Path, digit: str = "a") -> Path:
 
 def test_what_a_killed_save_left_is_removed_by_the_next(target: Path) -> None:
     partial(target, "a").write_bytes(b"half")
-    partial(target, "b").write_bytes(b"half")
-    save(STATE, target)
-    assert_is_state(load(target))
-
-
-def test_what_another_process_is_writing_is_left_alone(target: Path) -> None:
-    busy = partial(target)
+    busy = partial(target, "b")
     with open(busy, "wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         save(STATE, target)
-        assert busy.exists()
+        assert busy.exists(), "another process is writing it"
+        assert not partial(target, "a").exists()
     save(STATE, target)
     assert not busy.exists()
+    assert_is_state(load(target))
 
 
 def test_files_of_other_names_and_links_are_left_alone(target: Path, tmp_path: Path) -> None:
@@ -411,7 +365,6 @@ def _save_for_ever(target: Path) -> None:
         os._exit(1)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_process_killed_while_it_saves_leaves_a_whole_file(target: Path) -> None:
     chance = random.Random(0)
     halves = 0
@@ -432,3 +385,12 @@ def test_a_process_killed_while_it_saves_leaves_a_whole_file(target: Path) -> No
         assert bool((found["first"] == found["last"]).all())
     assert halves > 0  # or nothing was tested
     save(STATE, target)
+
+
+@pytest.mark.slow
+def test_killed_runs_end_with_the_parameters_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    job = Job("", "", steps=30, every=3)
+    found, results = kills(tmp_path, 1, job, say=lambda text: None, seed=1)
+    assert [(kill.identical, kill.left) for kill in found] == [(True, ())]
+    # Whether a kill came within a save is chance: the benchmark has enough runs to tell.
+    assert all(result.held for result in results if "within a save" not in result.name)
