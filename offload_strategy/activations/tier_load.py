@@ -37,13 +37,13 @@ class TierLoad:
 
     def leaving_bytes(self) -> int:
         """Return the bytes of activations in the computing device's memory that are leaving it."""
-        return self._store.source_bytes() if self.on_device else self.own_writing_bytes()
+        return self._store.copies.source_bytes() if self.on_device else self.own_writing_bytes()
 
     def release_at_least(self, nbytes: int, seconds: float) -> None:
         """Free so many of the bytes that leave the computing device, within so many seconds."""
         at_most = max(0, self.leaving_bytes() - nbytes)
         if self.on_device:
-            self._store.release_sources(at_most)
+            self._store.copies.release_sources(at_most)
         elif self.own_writing_bytes() > at_most:
             self.await_own_writing_at_most(at_most, seconds)
 
@@ -53,11 +53,11 @@ class TierLoad:
 
     def stalled_seconds(self) -> float:
         """Return the seconds for which the store made training wait for the tiers."""
-        return self._store.stalled_seconds(self._client)
+        return self._store.recorder.stall_seconds(self._client)
 
     def keep_idle(self, nbytes: int) -> None:
         """Keep at most so many bytes of idle buffers from now on."""
-        self._store.keep_idle(nbytes)
+        self._store.pool.keep_idle(nbytes)
 
     def rate(self, *, write: bool) -> float | None:
         """Return the bytes per second of all paths together, or None if unknown."""

@@ -185,7 +185,7 @@ class AttachedOptimizers:
         if self._section.overlap != "off":
             count = max(1, sum(local_tensor(p).numel() for p in parameters))
             size = min(count, subgroup_size(count))
-            self._resources.store.idle_may_exceed(state_bytes * size // count)
+            self._resources.pool.idle_may_exceed(state_bytes * size // count)
 
     def _check_room(self, parameters: Sequence[nn.Parameter], state_bytes: int) -> int:
         """Return this rank's bytes of states, after checking that the tiers have room for them."""

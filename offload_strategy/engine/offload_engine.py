@@ -28,8 +28,7 @@ from offload_strategy.engine.reports import EngineReports
 from offload_strategy.engine.resources import Resources
 from offload_strategy.engine.step_log import StepLog
 from offload_strategy.errors import ConfigError, OffloadError
-from offload_strategy.host_memory.memory_limits import available_bytes
-from offload_strategy.host_memory.peak_memory import PeakMeter
+from offload_strategy.host_memory.memory_limits import PeakMeter, available_bytes
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from offload_strategy.optimizer.ranks.data_parallel_group import check_parallel, local_processes
 from offload_strategy.plan_runtime.space_requirements import spare_memory_advice

@@ -17,6 +17,7 @@ import mmap
 import os
 import sys
 from bisect import bisect_left
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +45,47 @@ def can_be_used() -> bool:
     return False
 
 
+class FreeRanges:
+    """The ranges of `size` bytes that are not lent, in order of address; no two touch each other.
+
+    Iterating yields the begin and end of each.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._begins = [0]
+        self._ends = [size]
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return zip(self._begins, self._ends, strict=True)
+
+    def take(self, begin: int, size: int) -> None:
+        """Take a part of a free range out of it."""
+        run = bisect_left(self._ends, begin + size)
+        low, high = self._begins[run], self._ends[run]
+        rest = [(low, begin), (begin + size, high)]
+        self._replace(run, run + 1, [(first, end) for first, end in rest if first < end])
+
+    def take_back(self, begin: int, size: int) -> None:
+        """Free a range; neighbours become one range again."""
+        end, after = begin + size, bisect_left(self._begins, begin)
+        first, last = after, after
+        if after < len(self._begins) and self._begins[after] == end:
+            end, last = self._ends[after], after + 1
+        if after > 0 and self._ends[after - 1] == begin:
+            begin, first = self._begins[after - 1], after - 1
+        self._replace(first, last, [(begin, end)])
+
+    def _replace(self, first: int, last: int, ranges: list[tuple[int, int]]) -> None:
+        self._begins[first:last] = [begin for begin, _ in ranges]
+        self._ends[first:last] = [end for _, end in ranges]
+
+
 class Arena:
     """Lends page-aligned ranges; the caller counts what it may hold, and holds a lock.
 
-    Args:
-        budget: bytes that it will be asked to hold at most.
-
-    Raises:
-        OSError: the system has no addresses left for it.
+    `budget` is the bytes that it will be asked to hold at most. Raises OSError if the system has no
+    addresses left for it.
     """
 
     def __init__(self, budget: int) -> None:
@@ -60,26 +94,17 @@ class Arena:
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._first = -address % BLOCK_BYTES
         self._pid = os.getpid()
-        # What is not lent, as begins and ends in order of address; no two touch each other.
-        self._begins = [0]
-        self._ends = [size]
-        self._size = size
+        self._free = FreeRanges(size)
         # A byte for each block up to the last that was ever used: whether there is memory behind.
         self._there = bytearray()
         self.held_bytes = 0
 
     def acquire(self, nbytes: int, room: int) -> tuple[torch.Tensor, Any, int] | None:
-        """A flat uint8 tensor, the exporter that dies with its storage, and where it begins.
+        """Return a flat uint8 tensor, the exporter that dies with its storage, and its begin.
 
-        Memory that is idle is taken first. Where more is needed than `room` bytes, idle memory
-        elsewhere goes back to the system for it.
-
-        Args:
-            nbytes: bytes wanted.
-            room: by how much `held_bytes` may grow.
-
-        Returns:
-            None if that is not to be had.
+        Memory that is idle is taken first. Where more is needed than the `room` bytes by which
+        `held_bytes` may grow, idle memory elsewhere goes back to the system for it. None if that
+        does not suffice.
         """
         size = round_up(nbytes, PAGE_BYTES)
         best = min(self._places(size), default=None)
@@ -97,16 +122,7 @@ class Arena:
 
     def take_back(self, begin: int, nbytes: int) -> None:
         """A range is not lent any more."""
-        end = begin + round_up(nbytes, PAGE_BYTES)
-        after = bisect_left(self._begins, begin)
-        if after < len(self._begins) and self._begins[after] == end:
-            end = self._ends[after]
-            del self._begins[after], self._ends[after]
-        if after > 0 and self._ends[after - 1] == begin:
-            self._ends[after - 1] = end
-        else:
-            self._begins.insert(after, begin)
-            self._ends.insert(after, end)
+        self._free.take_back(begin, round_up(nbytes, PAGE_BYTES))
 
     def idle_bytes(self) -> int:
         """Memory that can go back to the system."""
@@ -115,11 +131,8 @@ class Arena:
     def give_up(self, nbytes: int, spared: tuple[int, int] = (0, 0)) -> None:
         """Give idle memory back to the system, so many bytes or a little more if there are.
 
-        The highest addresses go first, so that what is used comes to lie together.
-
-        Args:
-            nbytes: bytes wanted.
-            spared: begin and end of a range that stays.
+        The highest addresses go first, so that what is used comes to lie together. `spared` is the
+        begin and end of a range that stays.
         """
         for first, after in reversed(self._idle_blocks(*spared)):
             for block in range(after - 1, first - 1, -1):
@@ -133,10 +146,10 @@ class Arena:
     def _places(self, size: int) -> list[tuple[int, int]]:
         """Where a range may begin, each with the bytes of memory that would be fresh."""
         places = []
-        for begin, end in zip(self._begins, self._ends, strict=True):
+        for begin, end in self._free:
             if end - begin >= size:
                 places.append((self._fresh(begin, size), begin))
-                if end < self._size:
+                if end < self._free.size:
                     places.append((self._fresh(end - size, size), end - size))
         return places
 
@@ -145,15 +158,7 @@ class Arena:
         return (last - first - self._there.count(1, first, last)) * BLOCK_BYTES
 
     def _take(self, begin: int, size: int) -> None:
-        run = bisect_left(self._ends, begin + size)
-        low, high = self._begins[run], self._ends[run]
-        del self._begins[run], self._ends[run]
-        if begin + size < high:
-            self._begins.insert(run, begin + size)
-            self._ends.insert(run, high)
-        if low < begin:
-            self._begins.insert(run, low)
-            self._ends.insert(run, begin)
+        self._free.take(begin, size)
         first, last = _touched(begin, size)
         self._there.extend(bytes(max(0, last - len(self._there))))
         self.held_bytes += self._fresh(begin, size)
@@ -163,7 +168,7 @@ class Arena:
     def _idle_blocks(self, spared_begin: int, spared_end: int) -> list[tuple[int, int]]:
         """Blocks of which nothing is lent, as ranges of numbers, but for those of a range."""
         ranges = []
-        for begin, end in zip(self._begins, self._ends, strict=True):
+        for begin, end in self._free:
             parts = [(begin, end)]
             if begin <= spared_begin < spared_end <= end:
                 parts = [

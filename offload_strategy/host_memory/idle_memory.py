@@ -17,8 +17,8 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 
-from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.units import PAGE_BYTES
 
 #: Number of passes that are remembered: of several micro-batches the last one needs most.
@@ -41,64 +41,56 @@ def resident_bytes() -> int | None:
         os.close(file)
 
 
-class IdleMemory:
-    """Unmaps idle memory of a pool if it would raise the peak of the process.
+class IdleLimit:
+    """How much idle memory would raise the peak of the process."""
 
-    Args:
-        pool: The pool.
-    """
-
-    def __init__(self, pool: BufferPool) -> None:
-        self._pool = pool
+    def __init__(self) -> None:
         # Of each pass: the peak of what was needed, and its largest growth between two
         # measurements until backward acquires buffers.
         self._passes: deque[tuple[int, int]] = deque(maxlen=_PASSES)
         self._most = self._need = self._growth = self._latest = 0
         self._in_forward = False
         self._look_at = 0.0
-        self._beyond = 0
+        #: Bytes by which idle memory may raise the memory of the process.
+        self.may_exceed = 0
 
-    def may_exceed(self, nbytes: int) -> None:
-        """Allow idle memory to raise the memory of the process by so many bytes."""
-        self._beyond = max(self._beyond, nbytes)
+    def pass_begins(self) -> bool:
+        """Start a forward pass; a second call before a buffer is acquired has no effect.
 
-    def pass_begins(self) -> None:
-        """Start a forward pass; a second call before a buffer is acquired has no effect."""
+        Returns False if the system cannot tell what is resident.
+        """
         if resident_bytes() is None:
-            self._pool.trim()
-            return
+            return False
         if not self._in_forward:
             self._passes.append((self._need, self._growth))
             self._most = max(need for need, _ in self._passes)
             self._need = self._growth = self._latest = 0
             self._in_forward = True
         self._look_at = 0.0
-        self.look()
+        return True
 
-    def look(self, *, acquires: bool = False) -> None:
-        """Unmap idle memory if there is too much of it, but not before the first pass.
+    def excess(self, idle_bytes: Callable[[], int], *, acquires: bool) -> int:
+        """Return how many bytes too much the process has; 0 before the first pass.
 
-        Args:
-            acquires: Whether a buffer is about to be acquired.
+        `idle_bytes` tells how many of them are idle; `acquires` is whether a buffer is about to be
+        acquired.
         """
         now = time.perf_counter()
         if not self._passes or (now < self._look_at and not (acquires and self._in_forward)):
-            return
+            return 0
         self._look_at = now + _LOOK_SECONDS
-        idle, resident = self._pool.idle_bytes(), resident_bytes()
+        idle, resident = idle_bytes(), resident_bytes()
         if resident is None:
-            return
+            return 0
         need, latest = resident - idle, self._latest
         self._need, self._latest = max(self._need, need), need
-        limit = max(self._most, self._need) + self._beyond
+        limit = max(self._most, self._need) + self.may_exceed
         if self._in_forward:
             self._growth = max(self._growth, need - latest if latest else 0)
             self._in_forward = not acquires
         if self._in_forward:
             limit -= max(growth for _, growth in self._passes)
-        excess = resident - limit
-        if excess > 0 and idle:
-            self._pool.trim(idle - excess)
+        return max(0, resident - limit)
 
     def acquired(self, nbytes: int) -> None:
         """Count a buffer that was acquired after a measurement as needed."""

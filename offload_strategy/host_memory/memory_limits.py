@@ -1,10 +1,13 @@
-"""How much main memory there is for this process."""
+"""How much memory there is for this process, how much it uses, and the peak of that."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import psutil
+import torch
+
+from offload_strategy.torch_support import accelerator
 
 
 def available_bytes() -> int:
@@ -19,8 +22,7 @@ def available_bytes() -> int:
 def memory_cgroup_limit(root: Path = Path("/")) -> int | None:
     """Bytes that this process's memory cgroups allow: the least on the way up, None if unlimited.
 
-    Args:
-        root: where /proc and /sys are.
+    `root` is where /proc and /sys are.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -47,3 +49,57 @@ def memory_cgroup_limit(root: Path = Path("/")) -> int | None:
             if text.isdecimal() and int(text) < 1 << 60:  # version 1 says "no limit" as 2^63
                 limits.append(int(text))
     return min(limits, default=None)
+
+
+class PeakMeter:
+    """Tells what a device, or the process where that is the CPU, had in memory at most.
+
+    The kernel and torch keep one such figure each, which is reset: what others read from
+    `torch.accelerator.max_memory_allocated` or ``VmHWM`` is then that of the last step, too. Where
+    the kernel has none that may be reset (other systems than Linux, some containers), the current
+    use stands for it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._proc = Path("/proc/self")
+        self._resets = True
+
+    @property
+    def counts_host_buffers(self) -> bool:
+        """Whether buffers in host memory are of this memory."""
+        return self._device.type == "cpu"
+
+    def reset_peak(self) -> None:
+        """Begin a new peak."""
+        if accelerator.has_memory_statistics(self._device):
+            accelerator.reset_peak(self._device)
+            return
+        try:
+            (self._proc / "clear_refs").write_text("5")
+        except OSError:  # not allowed: the figure would be that of the process's whole life
+            self._resets = False
+
+    def peak_bytes(self) -> int:
+        """Bytes at most since `reset_peak`."""
+        if accelerator.has_memory_statistics(self._device):
+            return accelerator.peak_allocated_bytes(self._device)
+        try:
+            for line in (self._proc / "status").read_text().splitlines() if self._resets else ():
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+        except OSError:
+            pass
+        return self.used_bytes()
+
+    def used_bytes(self) -> int:
+        """Bytes at this moment."""
+        if accelerator.has_memory_statistics(self._device):
+            return accelerator.allocated_bytes(self._device)
+        return int(psutil.Process().memory_info().rss)
+
+    def total_bytes(self) -> int:
+        """Bytes that this process can have in all."""
+        if accelerator.has_memory_statistics(self._device):
+            return accelerator.available_bytes(self._device)
+        return available_bytes() + self.used_bytes()

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Mapping
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.arena import Arena, can_be_used
 from offload_strategy.host_memory.buffers import HostBuffer
-from offload_strategy.host_memory.slabs import PinnedSlabs, Slab
-from offload_strategy.units import PAGE_BYTES, MiB, format_size, round_up
+from offload_strategy.host_memory.idle_memory import IdleLimit
+from offload_strategy.host_memory.slabs import PinnedSlabs
+from offload_strategy.units import PAGE_BYTES, MiB, round_up
 
 #: Default limit for idle buffers: a new mapping has page faults again (13 % of step time in a trial
 #: without recycling), but idle buffers take memory.
@@ -32,14 +33,7 @@ _SPARE = 0.125
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:
-    """Memory of a pool.
-
-    Args:
-        held_bytes: Mapped bytes, in use or idle.
-        peak_bytes: Largest number of mapped bytes so far.
-        lent_bytes: Bytes in use, rounded up to pages.
-        requested_bytes: Bytes in use as requested.
-    """
+    """Bytes of a pool: mapped, mapped at most so far, in use (whole pages), and as requested."""
 
     held_bytes: int
     peak_bytes: int
@@ -52,27 +46,15 @@ class MemoryUsage:
         return 1.0 - self.requested_bytes / self.lent_bytes if self.lent_bytes else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Range:
-    """A range of an arena or a slab in use."""
-
-    arena: Arena | Slab
-    begin: int
-    nbytes: int
-
-
-#: A tensor, the object that is freed with its storage, and the source of its memory.
-_Lent = tuple[torch.Tensor, Any, HostBuffer | _Range]
+#: A tensor, the object that is freed with its storage, the bytes, and what takes the memory back.
+_Lent = tuple[torch.Tensor, Any, int, Callable[[], None]]
 
 
 class BufferPool:
-    """Allocates flat uint8 tensors over page-aligned host memory.
+    """Allocates flat uint8 tensors over page-aligned host memory, `budget` bytes at a time.
 
     Large ones are ranges of an arena, pinned ones of slabs. Small ones are recycled by size, and so
     are planned ones, so that they exist when they are needed.
-
-    Args:
-        budget: Bytes that may be mapped at a time.
     """
 
     def __init__(self, budget: int) -> None:
@@ -83,104 +65,46 @@ class BufferPool:
         # See [Note: no Python code in finalizers]. A buffer in use is known by its weak
         # reference, which must exist to be notified.
         self._returned: deque[weakref.ref[Any]] = deque()
-        self._loans: dict[int, tuple[weakref.ref[Any], HostBuffer | _Range, int]] = {}
+        # Each with the bytes lent, the bytes requested, and what takes the memory back.
+        self._loans: dict[int, tuple[weakref.ref[Any], int, int, Callable[[], None]]] = {}
         # Bytes of separate mappings, and the idle part of them.
         self._apart = self._idle_bytes = 0
         self._lent = self._requested = self._peak = 0
         self._slabs = PinnedSlabs(budget)
         self._arena: Arena | None = None
         self._has_arena = can_be_used()
-        self._planned: dict[int, int] = {}
+        # Sizes planned by each owner, and in all.
+        self._plans: dict[int, Counter[int]] = {}
+        self._planned: Counter[int] = Counter()
         # Limit of `keep_idle`; without it the default, and the bytes in addition to it.
         self._scarce: int | None = None
         self._beyond = 0
+        self._limit = IdleLimit()
 
-    def plan(self, classes: Mapping[int, int]) -> None:
-        """Keep buffers that will be requested again and again.
+    # ------------------------------------------------------------------ limits of idle memory
+    def plan(self, owner: object, sizes: Iterable[int], at_most: int) -> None:
+        """Keep buffers of these sizes mapped from now on, even if they are idle.
 
-        Idle buffers are unmapped beyond a limit (`keep_idle`); planned ones are kept as long as
-        the budget does not need their memory for others (MemAscend, section IV-B).
+        The budget may still need their memory for others (MemAscend, section IV-B).
 
         Args:
-            classes: Number of buffers in use at a time, by size in bytes.
-
-        Raises:
-            ConfigError: If together they exceed the budget.
+            owner: The client that will use them; this replaces its previous plan.
+            sizes: Size of each buffer in bytes, the most important first; empty for none.
+            at_most: Largest number of bytes of these and of other owners' planned buffers.
         """
-        planned: dict[int, int] = defaultdict(int)
-        for nbytes, count in classes.items():
-            planned[round_up(nbytes, PAGE_BYTES)] += count
-        total = sum(size * count for size, count in planned.items())
-        if total > self.budget:
-            raise ConfigError(
-                f"memory.pinned: the buffers of this model need {format_size(total)}, but only "
-                f"{format_size(self.budget)} are allowed. Raise memory.pinned, or keep fewer "
-                f"blocks in flight (parameters.blocks_in_flight)."
+        with self._lock:
+            self._plans.pop(id(owner), None)
+            room = at_most - sum(
+                size * count for plan in self._plans.values() for size, count in plan.items()
             )
-        with self._lock:
-            self._planned = dict(planned)
+            kept = self._plans[id(owner)] = Counter()
+            for size in sizes:
+                room -= size
+                if room < 0:
+                    break
+                kept[round_up(size, PAGE_BYTES)] += 1
+            self._planned = sum(self._plans.values(), Counter())
             self._collect()
-
-    def acquire(
-        self, nbytes: int, *, pinned: bool = False, beyond_budget: bool = False
-    ) -> torch.Tensor | None:
-        """Return a flat uint8 host tensor of `nbytes`, or None if the budget is used up.
-
-        Its memory returns to the pool when the last alias of the tensor is freed. The contents are
-        undefined.
-
-        Args:
-            nbytes: Size in bytes.
-            pinned: Whether copies from and to a device must be asynchronous.
-            beyond_budget: Whether to exceed the budget if necessary, for a computation that
-                would otherwise wait for ever.
-        """
-        size = max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES))
-        with self._lock:
-            self._collect()
-            acquired: _Lent | None = None
-            if pinned:
-                acquired = self._lend_pinned(nbytes, size, beyond_budget=beyond_budget)
-            else:
-                if size >= _LARGE_BYTES and size not in self._planned:
-                    acquired = self._lend_range(nbytes)
-                if acquired is None:
-                    acquired = self._lend_buffer(nbytes, size, beyond_budget=beyond_budget)
-            if acquired is None:
-                return None
-            tensor, exporter, memory = acquired
-            self._peak = max(self._peak, self._held)
-            self._lent += memory.nbytes
-            self._requested += nbytes
-            loan = weakref.ref(exporter, self._returned.append)
-            self._loans[id(loan)] = (loan, memory, nbytes)
-            return tensor
-
-    def trim(self, keep: int = 0) -> None:
-        """Unmap idle memory before a time with few requests.
-
-        Planned buffers stay, and pinned slabs: to register memory with a device takes long.
-
-        Args:
-            keep: bytes that may stay nevertheless.
-        """
-        with self._lock:
-            self._collect()
-            idle, spare = self._spare()
-            for size, count in spare.items():
-                for _ in range(count):
-                    if idle <= keep:
-                        return
-                    self._unmap_one(size)
-                    idle -= size
-            if self._arena is not None:
-                self._arena.give_up(idle - keep)
-
-    def idle_bytes(self) -> int:
-        """Return the bytes of idle memory that `trim` can unmap."""
-        with self._lock:
-            self._collect()
-            return self._spare()[0]
 
     def keep_idle(self, nbytes: int) -> None:
         """Keep at most so many bytes of idle buffers from now on, because memory is scarce."""
@@ -191,12 +115,81 @@ class BufferPool:
     def keep_idle_beyond(self, nbytes: int) -> None:
         """Keep more idle buffers than the default, unless `keep_idle` limits them.
 
-        Args:
-            nbytes: that a client gives back together, to ask for them again. Of several clients
-                the most counts.
+        For a client that gives back `nbytes` together at the end of a step, to ask for them again
+        in the next. Of several clients the most counts.
         """
         with self._lock:
             self._beyond = max(self._beyond, nbytes)
+
+    def idle_may_exceed(self, nbytes: int) -> None:
+        """Allow idle buffers to raise the memory of the process by so many bytes.
+
+        For clients whose requests use the same buffers one after the other; see
+        [Note: idle memory and peaks]. Of several clients the most counts.
+        """
+        self._limit.may_exceed = max(self._limit.may_exceed, nbytes)
+
+    def pass_begins(self) -> None:
+        """Unmap idle memory that would raise the peak of a forward pass, which starts now."""
+        if self._limit.pass_begins():
+            self.look()
+        else:
+            self.trim()
+
+    def look(self, *, acquires: bool = False) -> None:
+        """Unmap idle memory if it would raise the peak; see [Note: idle memory and peaks]."""
+        excess = self._limit.excess(self.idle_bytes, acquires=acquires)
+        if excess and (idle := self.idle_bytes()):
+            self.trim(idle - excess)
+
+    def trim(self, keep: int = 0) -> None:
+        """Unmap idle memory, but for `keep` bytes, before a time with few requests.
+
+        Planned buffers stay, and pinned slabs: to register memory with a device takes long.
+        """
+        with self._lock:
+            self._collect()
+            self._trim(self.budget, keep)
+
+    def idle_bytes(self) -> int:
+        """Return the bytes of idle memory that `trim` can unmap."""
+        with self._lock:
+            self._collect()
+            in_arena = 0 if self._arena is None else self._arena.idle_bytes()
+            return in_arena + self._spare_bytes(self._planned)
+
+    # ------------------------------------------------------------------ buffers
+    def acquire(
+        self, nbytes: int, *, pinned: bool = False, beyond_budget: bool = False
+    ) -> torch.Tensor | None:
+        """Return a flat uint8 host tensor of `nbytes`, or None if the budget is used up.
+
+        Its memory returns to the pool when the last alias of the tensor is freed. The contents are
+        undefined. Copies between `pinned` memory and a device are asynchronous. `beyond_budget` is
+        for a computation that would otherwise wait for ever.
+        """
+        self.look(acquires=True)
+        size = max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES))
+        with self._lock:
+            self._collect()
+            lent: _Lent | None = None
+            if pinned:
+                lent = self._lend_pinned(nbytes, size, beyond_budget=beyond_budget)
+            else:
+                if size >= _LARGE_BYTES and size not in self._planned:
+                    lent = self._lend_range(nbytes)
+                if lent is None:
+                    lent = self._lend_buffer(nbytes, size, beyond_budget=beyond_budget)
+            if lent is None:
+                return None
+            tensor, exporter, size, take_back = lent
+            self._peak = max(self._peak, self._held)
+            self._lent += size
+            self._requested += nbytes
+            loan = weakref.ref(exporter, self._returned.append)
+            self._loans[id(loan)] = (loan, size, nbytes, take_back)
+        self._limit.acquired(nbytes)
+        return tensor
 
     def usage(self) -> MemoryUsage:
         """Return the current memory of the pool."""
@@ -224,15 +217,6 @@ class BufferPool:
         in_arena = 0 if self._arena is None else self._arena.held_bytes
         return self._apart + self._slabs.held_bytes + in_arena
 
-    def _spare(self) -> tuple[int, dict[int, int]]:
-        """Return the idle bytes that are neither planned nor pinned, and such buffers by size."""
-        spare = {
-            size: max(0, len(buffers) - self._planned.get(size, 0))
-            for size, buffers in self._idle.items()
-        }
-        in_arena = 0 if self._arena is None else self._arena.idle_bytes()
-        return in_arena + sum(size * count for size, count in spare.items()), spare
-
     def _lend_range(self, nbytes: int) -> _Lent | None:
         """Return a range of the arena if it exists and the budget has room, or None."""
         if self._arena is None:
@@ -251,7 +235,8 @@ class BufferPool:
         if acquired is None:
             return None
         tensor, exporter, begin = acquired
-        return tensor, exporter, _Range(arena, begin, round_up(nbytes, PAGE_BYTES))
+        size = round_up(nbytes, PAGE_BYTES)
+        return tensor, exporter, size, partial(arena.take_back, begin, size)
 
     def _lend_pinned(self, nbytes: int, size: int, *, beyond_budget: bool) -> _Lent | None:
         """Return a range of a slab; slabs are registered anew only where the budget is short."""
@@ -263,7 +248,7 @@ class BufferPool:
         if acquired is None:
             return None
         tensor, exporter, slab, begin = acquired
-        return tensor, exporter, _Range(slab, begin, size)
+        return tensor, exporter, size, partial(self._slabs.take_back, slab, begin, size)
 
     def _lend_buffer(self, nbytes: int, size: int, *, beyond_budget: bool) -> _Lent | None:
         """Return a separate mapping, recycled or new."""
@@ -278,7 +263,12 @@ class BufferPool:
                 return None
             buffer = HostBuffer(size)
             self._apart += size
-        return *buffer.acquire(nbytes), buffer
+        tensor, exporter = buffer.acquire(nbytes)
+        return tensor, exporter, buffer.nbytes, partial(self._take_back, buffer)
+
+    def _take_back(self, buffer: HostBuffer) -> None:
+        self._idle.setdefault(buffer.nbytes, []).append(buffer)
+        self._idle_bytes += buffer.nbytes
 
     def _fitting(self, size: int) -> int | None:
         """Return the size of an idle buffer that serves the request, or None."""
@@ -299,16 +289,10 @@ class BufferPool:
             loan = self._loans.pop(id(self._returned.popleft()), None)
             if loan is None:
                 continue  # acquired before `close`
-            _, memory, nbytes = loan
-            self._lent -= memory.nbytes
+            _, size, nbytes, take_back = loan
+            self._lent -= size
             self._requested -= nbytes
-            if isinstance(memory, HostBuffer):
-                self._idle.setdefault(memory.nbytes, []).append(memory)
-                self._idle_bytes += memory.nbytes
-            elif isinstance(memory.arena, Slab):
-                self._slabs.take_back(memory.arena, memory.begin, memory.nbytes)
-            else:
-                memory.arena.take_back(memory.begin, memory.nbytes)
+            take_back()
         self._trim(self.budget, self._idle_at_most)
 
     def _trim(self, held_at_most: int, idle_at_most: int) -> None:
@@ -329,22 +313,20 @@ class BufferPool:
         slabs.give_up(self._held - held_at_most)
         self._unmap({}, held_at_most, self._idle_bytes)
 
+    def _spare_bytes(self, kept: Mapping[int, int]) -> int:
+        idle = self._idle.items()
+        return sum(size * max(0, len(buffers) - kept.get(size, 0)) for size, buffers in idle)
+
     def _unmap(self, kept: Mapping[int, int], held_at_most: int, idle_at_most: int) -> None:
-        spare = sum(
-            size * max(0, len(buffers) - kept.get(size, 0)) for size, buffers in self._idle.items()
-        )
+        spare = self._spare_bytes(kept)
         for size in list(self._idle):
             buffers = self._idle[size]
             while len(buffers) > kept.get(size, 0):
                 if self._held <= held_at_most and spare <= idle_at_most:
                     return
-                self._unmap_one(size)
+                buffers.pop().release()
+                self._apart -= size
+                self._idle_bytes -= size
                 spare -= size
-
-    def _unmap_one(self, size: int) -> None:
-        buffers = self._idle[size]
-        buffers.pop().release()
-        self._apart -= size
-        self._idle_bytes -= size
-        if not buffers:
-            del self._idle[size]
+            if not buffers:
+                del self._idle[size]

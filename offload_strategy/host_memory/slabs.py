@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from offload_strategy.host_memory.arena import FreeRanges
 from offload_strategy.host_memory.buffers import HostBuffer
 from offload_strategy.units import PAGE_BYTES, MiB, round_up
 
@@ -19,60 +20,21 @@ _LEAST_BYTES, _MOST_BYTES = 1 * MiB, 256 * MiB
 
 
 class Slab:
-    """One registered stretch of memory and its free ranges.
-
-    Args:
-        nbytes: Size in bytes.
-    """
+    """One registered stretch of memory and its free ranges."""
 
     def __init__(self, nbytes: int) -> None:
         self.buffer = HostBuffer(nbytes, pinned=True)
-        # Free ranges in order of address, as begins and ends; no two touch each other.
-        self._free = [(0, self.buffer.nbytes)]
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self.buffer.nbytes
+        self.nbytes = self.buffer.nbytes
+        self.free = FreeRanges(self.nbytes)
 
     @property
     def idle(self) -> bool:
         """Whether nothing of the slab is in use."""
-        return self._free == [(0, self.nbytes)]
-
-    def smallest_fit(self, nbytes: int) -> int | None:
-        """Return the size of the smallest free range that serves a request, or None."""
-        return min(
-            (end - begin for begin, end in self._free if end - begin >= nbytes), default=None
-        )
-
-    def take(self, nbytes: int) -> int:
-        """Take a range out of the smallest free one, and return where it begins."""
-        size = self.smallest_fit(nbytes)
-        place = next(i for i, (begin, end) in enumerate(self._free) if end - begin == size)
-        begin, end = self._free.pop(place)
-        if begin + nbytes < end:
-            self._free.insert(place, (begin + nbytes, end))
-        return begin
-
-    def take_back(self, begin: int, nbytes: int) -> None:
-        """Free a range; neighbours become one range again."""
-        self._free.append((begin, begin + nbytes))
-        merged: list[tuple[int, int]] = []
-        for low, high in sorted(self._free):
-            if merged and merged[-1][1] == low:
-                merged[-1] = (merged[-1][0], high)
-            else:
-                merged.append((low, high))
-        self._free = merged
+        return list(self.free) == [(0, self.nbytes)]
 
 
 class PinnedSlabs:
-    """All slabs of a pool; the caller holds a lock.
-
-    Args:
-        budget: Bytes that may be mapped at a time.
-    """
+    """All slabs of a pool, of which `budget` bytes may be mapped; the caller holds a lock."""
 
     def __init__(self, budget: int) -> None:
         size = min(_MOST_BYTES, max(_LEAST_BYTES, budget // _SHARE))
@@ -84,33 +46,34 @@ class PinnedSlabs:
     def acquire(self, nbytes: int, room: int) -> tuple[torch.Tensor, Any, Slab, int] | None:
         """Return a tensor, the exporter that dies with its storage, and where its range is.
 
-        Args:
-            nbytes: Size in bytes.
-            room: Bytes by which `held_bytes` may grow.
-
-        Returns:
-            None if no slab has such a range and a new one would be too large.
+        The smallest free range that fits is taken; without one, a slab is registered if
+        `held_bytes` may grow by its `room` bytes. Otherwise None.
         """
         size = max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES))
-        fitting = [
-            (fit, i) for i, slab in enumerate(self._slabs) if (fit := slab.smallest_fit(size))
-        ]
-        if fitting:
-            slab = self._slabs[min(fitting)[1]]
+        fitting = (
+            (end - begin, number, begin)
+            for number, slab in enumerate(self._slabs)
+            for begin, end in slab.free
+            if end - begin >= size
+        )
+        best = min(fitting, default=None)
+        if best is not None:
+            slab, begin = self._slabs[best[1]], best[2]
         elif size <= room:
             slab = Slab(max(size, min(self._slab_bytes, room // PAGE_BYTES * PAGE_BYTES)))
             self._slabs.append(slab)
             self.held_bytes += slab.nbytes
+            begin = 0
         else:
             return None
-        begin = slab.take(size)
+        slab.free.take(begin, size)
         self.lent_bytes += size
         tensor, exporter = slab.buffer.acquire(nbytes, begin)
         return tensor, exporter, slab, begin
 
     def take_back(self, slab: Slab, begin: int, nbytes: int) -> None:
         """Free a range of a slab."""
-        slab.take_back(begin, nbytes)
+        slab.free.take_back(begin, nbytes)
         self.lent_bytes -= nbytes
 
     def give_up(self, nbytes: int) -> None:

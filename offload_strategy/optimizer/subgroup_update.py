@@ -272,11 +272,11 @@ class Updater:
             if subgroup.slices[0].parameter.device.type == "cpu"
             and all(packable(local_tensor(each.parameter)) for each in subgroup.slices)
         ]
-        self._store.plan(self, sizes, sum(tier.capacity for tier in self._new_weight_tiers))
+        self._store.pool.plan(self, sizes, sum(tier.capacity for tier in self._new_weight_tiers))
         if sizes:
             # When states stay in memory, step() frees all old ones at once.
             host_tiers = [tier for tier in self._tiers if tier.is_host_memory]
-            self._store.keep_idle_beyond(sum(tier.capacity for tier in host_tiers))
+            self._store.pool.keep_idle_beyond(sum(tier.capacity for tier in host_tiers))
 
     def step_ended(self) -> None:
         """Tell the store that all subgroups are updated and a forward pass comes next."""

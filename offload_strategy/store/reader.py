@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -12,75 +13,57 @@ from offload_strategy.io.queues.moves import Move
 from offload_strategy.io.queues.request_queue import MoveState, Priority
 from offload_strategy.io.regions.region import ExternalFile
 from offload_strategy.store import error_messages as reports
-from offload_strategy.store.buffer_allocator import BufferAllocator
 from offload_strategy.store.copy_engine import CopyEngines
 from offload_strategy.store.ticket import ALIGNMENT_BYTES, Entry, TicketState
-from offload_strategy.store.ticket_registry import TicketRegistry
+from offload_strategy.store.ticket_registry import BufferAllocator, TicketRegistry
 from offload_strategy.telemetry import Direction, Recorder
 from offload_strategy.torch_support.deferred_interrupts import UninterruptedSection
 
 
+@dataclass(eq=False)
 class Reader:
-    """Loads stored tickets, and waits for them.
+    """Loads stored tickets, and waits for them."""
 
-    Args:
-        registry: Registry of the tickets.
-        allocator: Allocates buffers to read into.
-        copies: Copies to devices.
-        recorder: Counts stalls and forwarded bytes.
-    """
-
-    def __init__(
-        self,
-        registry: TicketRegistry,
-        allocator: BufferAllocator,
-        copies: CopyEngines,
-        recorder: Recorder,
-    ) -> None:
-        self._registry = registry
-        self._allocator = allocator
-        self._copies = copies
-        self._recorder = recorder
+    registry: TicketRegistry
+    allocator: BufferAllocator
+    copies: CopyEngines
+    recorder: Recorder
 
     def payload_or_move(self, entry: Entry) -> tuple[torch.Tensor | None, Move | None]:
         """Return the bytes if they are in memory, otherwise the load in flight, if any."""
-        with self._registry.lock:
-            self._registry.check_alive(entry)
+        with self.registry.lock:
+            self.registry.check_alive(entry)
             if entry.state is TicketState.LOADING:
                 return None, entry.move
             payload = entry.payload if entry.source is None else entry.source
             if payload is not None and entry.state is TicketState.WRITING:
-                self._recorder.forwarded(entry.client, entry.nbytes)
+                self.recorder.forwarded(entry.client, entry.nbytes)
             return payload, None
 
     def load(self, entry: Entry, priority: Priority) -> Move | None:
         """Start to load a stored entry; return None if it is not stored, or memory is missing."""
-        self._registry.free_dropped()
-        with self._registry.lock:
-            self._registry.check_alive(entry)
+        self.registry.free_dropped()
+        with self.registry.lock:
+            self.registry.check_alive(entry)
             if entry.state is not TicketState.STORED:
                 return None
         memory = self._memory_for(entry, priority)
         if memory is None:
             return None
-        on_end = partial(self._ended, memory=memory)
+        on_end = partial(self._ended, entry, memory=memory)
         on_host = memory.device.type == "cpu"  # buffers there are whole pages
         return self._begin(entry, memory, priority, on_end, whole_pages=on_host)
 
     def load_into(self, entry: Entry, out: torch.Tensor) -> Move | None:
         """Start to read a stored entry into the caller's memory; None if it is not stored."""
-        return self._begin(entry, out, Priority.NEEDED_NOW, self._ended_elsewhere)
+        return self._begin(entry, out, Priority.NEEDED_NOW, partial(self._ended, entry))
 
     def await_load(self, entry: Entry, move: Move) -> None:
-        """Wait for a load that is needed now.
-
-        Raises:
-            StorageError: If it failed.
-        """
+        """Wait for a load that is needed now; raise StorageError if it failed."""
         begin = time.perf_counter()
         move.raise_priority()
         self.wait(entry, move)
-        self._recorder.stalled(entry.client, begin, reading=True)
+        self.recorder.stalled(entry.client, begin, reading=True)
         if move.state is MoveState.FAILED:
             raise reports.failed(entry, move)
 
@@ -95,11 +78,11 @@ class Reader:
 
     def stage(self, entry: Entry) -> None:
         """Start to copy the bytes to their device if they are in host memory."""
-        engine = self._copies.of(entry.device)
+        engine = self.copies.of(entry.device)
         if entry.staged is not None or not engine.asynchronous:
             return
-        with self._registry.lock:
-            self._registry.check_alive(entry)
+        with self.registry.lock:
+            self.registry.check_alive(entry)
             there = entry.source is None and entry.state is not TicketState.LOADING
             payload = entry.payload if there and entry.is_in_host_memory else None
         if payload is not None:
@@ -109,7 +92,7 @@ class Reader:
         """Return the bytes on the device of their entry, and whether the entry shares them."""
         if entry.device.type == "cpu":
             return payload, True
-        engine = self._copies.of(entry.device)
+        engine = self.copies.of(entry.device)
         if payload.device.type != "cpu":
             return engine.adopt_incoming(payload), True
         if not engine.asynchronous:
@@ -122,25 +105,25 @@ class Reader:
     def _memory_for(self, entry: Entry, priority: Priority) -> torch.Tensor | None:
         nbytes, pinned = entry.begin + entry.nbytes, False
         if entry.device.type != "cpu":
-            engine = self._copies.of(entry.device)
+            engine = self.copies.of(entry.device)
             if entry.tier is not None and entry.tier.device_memory:
                 return engine.incoming(nbytes)
             pinned = engine.asynchronous
         if priority is Priority.NEEDED_NOW:
-            return self._allocator.allocate_now(nbytes, pinned=pinned)
-        return self._allocator.try_allocate(nbytes, pinned=pinned)
+            return self.allocator.allocate_now(nbytes, pinned=pinned)
+        return self.allocator.pool.acquire(nbytes, pinned=pinned)
 
     def _begin(
         self,
         entry: Entry,
         memory: torch.Tensor,
         priority: Priority,
-        on_end: Callable[[Entry, Move], None],
+        on_end: Callable[[Move], None],
         *,
         whole_pages: bool = False,
     ) -> Move | None:
         with UninterruptedSection():
-            with self._registry.lock:
+            with self.registry.lock:
                 if entry.state is not TicketState.STORED:
                     return None
                 entry.state = TicketState.LOADING
@@ -154,39 +137,33 @@ class Reader:
                     keep_alive=memory,
                     one_block_at_a_time=entry.one_block_at_a_time,
                     whole_pages=whole_pages,
-                    on_end=partial(on_end, entry),
+                    on_end=on_end,
                 )
-                self._registry.moving.add(entry)
+                self.registry.moving.add(entry)
             move.submit()
         return move
 
-    def _ended(self, entry: Entry, move: Move, memory: torch.Tensor) -> None:
+    def _ended(self, entry: Entry, move: Move, memory: torch.Tensor | None = None) -> None:
+        """End a load into `memory`, or into the caller's own memory if that is None."""
         payload = memory
-        entry.load_times = (move.queued_at, move.finished_at)
-        if move.state is MoveState.DONE:
-            try:
-                payload = self._as_payload(entry, memory)
-            except BaseException as error:  # for example, if the device is out of memory
-                move.fail(error)
-        with self._registry.lock:
-            self._end(entry)
-            if entry.state is TicketState.STORED and move.state is MoveState.DONE:
-                entry.payload = payload
-                self._registry.loaded(entry)
-        self._registry.free_dropped()
-
-    def _ended_elsewhere(self, entry: Entry, move: Move) -> None:
-        with self._registry.lock:
-            self._end(entry)
-        self._registry.free_dropped()
-
-    def _end(self, entry: Entry) -> None:
-        self._registry.moving.discard(entry)
-        entry.move = None
-        if entry.state is TicketState.FREED:
-            self._registry.forget(entry)
-        else:
-            entry.state = TicketState.STORED
+        if memory is not None:
+            entry.load_times = (move.queued_at, move.finished_at)
+            if move.state is MoveState.DONE:
+                try:
+                    payload = self._as_payload(entry, memory)
+                except BaseException as error:  # for example, if the device is out of memory
+                    move.fail(error)
+        with self.registry.lock:
+            self.registry.moving.discard(entry)
+            entry.move = None
+            if entry.state is TicketState.FREED:
+                self.registry.forget(entry)
+            else:
+                entry.state = TicketState.STORED
+                if payload is not None and move.state is MoveState.DONE:
+                    entry.payload = payload
+                    self.registry.loaded(entry)
+        self.registry.free_dropped()
 
     def _as_payload(self, entry: Entry, memory: torch.Tensor) -> torch.Tensor:
         """Return the loaded bytes, aligned."""
@@ -195,5 +172,5 @@ class Reader:
                 stripe.queue.region.check_unchanged()
         payload = memory[entry.begin :]
         if entry.begin % ALIGNMENT_BYTES and entry.device.type == "cpu":
-            return self._allocator.allocate_now(entry.nbytes, pinned=False).copy_(payload)
+            return self.allocator.allocate_now(entry.nbytes, pinned=False).copy_(payload)
         return payload

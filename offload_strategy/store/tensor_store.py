@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -15,11 +14,11 @@ from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.queues.request_queue import Priority
 from offload_strategy.io.regions.region import ExternalFile
 from offload_strategy.store import error_messages as reports
-from offload_strategy.store.buffer_allocator import POLL_SECONDS, BufferAllocator
 from offload_strategy.store.copy_engine import CopyEngines
 from offload_strategy.store.reader import Reader
 from offload_strategy.store.ticket import Entry, Ticket, TicketState, Tier
-from offload_strategy.store.ticket_registry import TicketRegistry
+from offload_strategy.store.ticket_registry import POLL_SECONDS, BufferAllocator, TicketRegistry
+from offload_strategy.store.tiers import HostTier
 from offload_strategy.store.writer import Writer
 from offload_strategy.telemetry import Direction, Recorder
 from offload_strategy.torch_support.deferred_interrupts import UninterruptedSection
@@ -31,19 +30,21 @@ class TensorStore:
     """Immutable tickets over tiers.
 
     Args:
-        pool: Pool of the buffers that reads fill.
+        pool: Pool of host buffers.
         recorder: Counts forwarded bytes and stalls.
         write_behind: Bytes that may wait to be written; a `put` beyond that waits (back-pressure).
     """
 
     def __init__(self, pool: BufferPool, recorder: Recorder, write_behind: int) -> None:
-        self._recorder = recorder
+        self.pool = pool
+        #: Copies between devices and the host.
+        self.copies = CopyEngines()
+        self.recorder = recorder
         self._registry = TicketRegistry()
-        self._copies = CopyEngines()
-        self._allocator = BufferAllocator(pool, self._registry, self._copies, recorder)
-        self._writer = Writer(self._registry, self._allocator, self._copies, recorder, write_behind)
-        self._reader = Reader(self._registry, self._allocator, self._copies, recorder)
-        self._plans: dict[int, Counter[int]] = {}
+        self._allocator = BufferAllocator(pool, self._registry, self.copies, recorder)
+        parts = (self._registry, self._allocator, self.copies, recorder)
+        self._writer = Writer(*parts, write_behind)
+        self._reader = Reader(*parts)
 
     @property
     def live_tickets(self) -> int:
@@ -93,10 +94,8 @@ class TensorStore:
             StorageError: If an earlier write failed.
         """
         self._check_usable()
-        self._registry.release_written()
-        self._registry.free_dropped()
-        self._copies.collect()
-        self._allocator.look()
+        self._collect()
+        self.pool.look()
         self._writer.await_room(client, payload.numel(), tiers)
         with UninterruptedSection():
             replaced = None if replaces is None else replaces.entry
@@ -117,15 +116,8 @@ class TensorStore:
     ) -> Ticket:
         """Return a ticket for a range of an existing file, which is read when needed.
 
-        Args:
-            queue: Queue over an `ExternalFile`, which must stay open as long as its tickets.
-            offset: Offset of the range in bytes.
-            nbytes: Length of the range.
-            client: Name of the client, for metrics.
-            device: Device on which `get` returns the bytes.
-
-        Raises:
-            StorageError: If the file is too short.
+        `queue` is over an `ExternalFile`, which must stay open as long as its tickets; `get`
+        returns the bytes on `device`. Raises StorageError if the file is too short.
         """
         self._check_usable()
         assert isinstance(queue.region, ExternalFile)
@@ -146,7 +138,7 @@ class TensorStore:
         entry = ticket.entry
         with self._registry.lock:
             entry.next_use = next_use
-            if entry.may_leave and entry.tier is not None:
+            if entry.may_leave and isinstance(entry.tier, HostTier):
                 entry.tier.note(entry)
 
     def borrow(self, client: str, nbytes: int, device: torch.device = _CPU) -> torch.Tensor:
@@ -162,11 +154,7 @@ class TensorStore:
 
     # ------------------------------------------------------------------ reading
     def prefetch(self, ticket: Ticket) -> bool:
-        """Start to load a stored ticket if the budget has room for a buffer.
-
-        Returns:
-            Whether the ticket is or will be in memory.
-        """
+        """Load a stored ticket if there is room; return whether it is or will be in memory."""
         self._registry.release_written()
         begun = self._reader.load(ticket.entry, Priority.PREFETCH)
         return begun is not None or ticket.state is not TicketState.STORED
@@ -183,19 +171,15 @@ class TensorStore:
     def get(self, ticket: Ticket) -> torch.Tensor:
         """Return the ticket's bytes as a flat uint8 tensor on the device that they came from.
 
-        The tensor is shared and must not be changed. Waits for a load if necessary.
-
-        Raises:
-            StorageError: If the bytes could not be read.
+        The tensor is shared and must not be changed. Waits for a load if necessary. Raises
+        StorageError if the bytes could not be read.
         """
         return self._get(ticket)[0]
 
     def _get(self, ticket: Ticket) -> tuple[torch.Tensor, bool]:
         """Return what `get` does, and whether the ticket shares it."""
         entry = ticket.entry
-        self._registry.release_written()
-        self._registry.free_dropped()
-        self._copies.collect()
+        self._collect()
         while True:
             payload, move = self._reader.payload_or_move(entry)
             if payload is not None:
@@ -209,13 +193,8 @@ class TensorStore:
     def read_into(self, ticket: Ticket, out: torch.Tensor) -> None:
         """Read the ticket's bytes into the caller's tensor, directly if it is in host memory.
 
-        Args:
-            ticket: The ticket, which does not change.
-            out: Flat contiguous uint8 tensor of the ticket's size, on any device.
-
-        Raises:
-            StorageError: If the bytes could not be read; then the contents of `out` are undefined.
-            ValueError: If `out` has another size, dtype or layout.
+        `out` is a flat contiguous uint8 tensor of the ticket's size, on any device. Raises
+        StorageError if the bytes could not be read; then the contents of `out` are undefined.
         """
         entry = ticket.entry
         if out.numel() != entry.nbytes or out.dtype != torch.uint8 or not out.is_contiguous():
@@ -247,7 +226,7 @@ class TensorStore:
             return payload
         entry = ticket.entry
         with self._registry.lock:
-            if self._registry.is_copy(entry) and entry.payload is payload:
+            if entry.is_copy and entry.payload is payload:
                 self._registry.stored(entry)
                 return payload
         return self.borrow(entry.client, entry.nbytes, entry.device).copy_(payload)
@@ -283,88 +262,29 @@ class TensorStore:
         """Free the copy in memory of a ticket that is stored on a path."""
         entry = ticket.entry
         with self._registry.lock:
-            if self._registry.is_copy(entry):
+            if entry.is_copy:
                 self._registry.stored(entry)
 
     def free(self, ticket: Ticket) -> None:
         """Free a ticket in any state."""
         self._registry.free(ticket.entry)
 
-    def plan(self, owner: object, sizes: Iterable[int], at_most: int) -> None:
-        """Keep buffers of these sizes mapped from now on, even if they are idle.
-
-        Args:
-            owner: The client that will use them; this replaces its previous plan.
-            sizes: Size of each buffer in bytes, the most important first; empty for none.
-            at_most: Largest number of bytes of these and of other owners' planned buffers.
-        """
-        self._plans.pop(id(owner), None)
-        room = at_most - sum(
-            size * count for plan in self._plans.values() for size, count in plan.items()
-        )
-        kept = self._plans[id(owner)] = Counter()
-        for size in sizes:
-            room -= size
-            if room < 0:
-                break
-            kept[size] += 1
-        self._allocator.plan(sum(self._plans.values(), Counter()))
-
     def release_written(self) -> None:
         """Free the memory of tickets that were written."""
         self._registry.release_written()
 
-    def source_bytes(self) -> int:
-        """Return the bytes of device tensors that are kept until they were copied to the host."""
-        return self._copies.source_bytes()
-
-    def release_sources(self, at_most: int) -> None:
-        """Free device tensors in the order of the device until at most so many bytes are kept."""
-        self._copies.release_sources(at_most)
-
-    def stalled_seconds(self, client: str) -> float:
-        """Return the seconds for which a client has waited."""
-        return self._recorder.stall_seconds(client)
-
-    def keep_idle(self, nbytes: int) -> None:
-        """Keep at most so many bytes of idle buffers from now on."""
-        self._allocator.keep_idle(nbytes)
-
-    def keep_idle_beyond(self, nbytes: int) -> None:
-        """Keep more idle buffers than usual, by so many bytes, unless memory is scarce.
-
-        For clients that release buffers at the end of a step and acquire them again in the next.
-        """
-        self._allocator.keep_idle_beyond(nbytes)
-
-    def idle_may_exceed(self, nbytes: int) -> None:
-        """Allow idle buffers to raise the memory of the process by so many bytes.
-
-        For clients whose requests use the same buffers one after the other; see
-        [Note: idle memory and peaks].
-        """
-        self._allocator.idle_may_exceed(nbytes)
-
     def trim(self) -> None:
         """Free idle buffers before a time in which little will be read."""
-        self._registry.free_dropped()
-        self._registry.release_written()
-        self._copies.collect()
-        self._allocator.trim()
+        self._collect()
+        self.pool.trim()
 
     def pass_begins(self) -> None:
         """Free idle buffers that would raise the peak; see [Note: idle memory and peaks]."""
-        self._registry.free_dropped()
-        self._registry.release_written()
-        self._copies.collect()
-        self._allocator.pass_begins()
+        self._collect()
+        self.pool.pass_begins()
 
     def wait_for_writes(self) -> None:
-        """Wait until all writes have ended.
-
-        Raises:
-            StorageError: If a write failed.
-        """
+        """Wait until all writes have ended; raise StorageError if one failed."""
         while self._registry.writing_bytes and not self._registry.closed:
             with self._registry.lock:
                 moves = [entry.move for entry in self._registry.moving]
@@ -373,18 +293,13 @@ class TensorStore:
                     if len(moves) == 1:
                         move.run_queued()
                     move.ended.wait(10 * POLL_SECONDS)
-        self._registry.release_written()
-        self._copies.collect()
+        self._collect()
         self._check_usable()
 
     def await_writes(self, client: str, at_most: int, seconds: float, *, own: bool = False) -> None:
         """Wait until at most `at_most` bytes are to be written, or so many seconds.
 
-        Args:
-            client: The client that waits.
-            at_most: Bytes.
-            seconds: Longest wait.
-            own: Whether only bytes of this client count.
+        With `own` only bytes of the waiting client count.
         """
         self._writer.await_writes(client, at_most, seconds, own=own)
 
@@ -404,7 +319,13 @@ class TensorStore:
             if move is not None:
                 self._reader.wait(entry, move)
         registry.release_written()
-        self._copies.close()
+        self.copies.close()
+
+    def _collect(self) -> None:
+        """Free what was dropped, written and copied, without waiting."""
+        self._registry.release_written()
+        self._registry.free_dropped()
+        self.copies.collect()
 
     def _check_usable(self) -> None:
         if self._registry.closed:

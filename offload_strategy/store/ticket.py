@@ -1,4 +1,4 @@
-"""Tickets: immutable handles to offloaded bytes, and the interface of the tiers that hold them.
+"""Tickets: immutable handles to offloaded bytes, and what they know of the tiers that hold them.
 
 A ticket is written once, read any number of times, then freed.
 
@@ -36,12 +36,7 @@ ALIGNMENT_BYTES = 64
 
 @dataclass(eq=False, slots=True)
 class DeviceCopy:
-    """Bytes on their way to a device.
-
-    Args:
-        tensor: Flat uint8 tensor on the device; None once it was adopted.
-        done: The end of the copy.
-    """
+    """Bytes on their way to a device: a flat uint8 tensor, None once adopted, and their arrival."""
 
     tensor: torch.Tensor | None
     done: torch.Event
@@ -58,18 +53,17 @@ class TicketState(Enum):
 
 
 class Tier(ABC):
-    """A place for tickets: host memory, or one path or several.
-
-    Methods for the other kind of tier do nothing, so that callers need not tell them apart.
-
-    Args:
-        name: name from the config, for messages.
-    """
+    """A place for tickets: a `HostTier` or a `PathTier`; `name` is for messages."""
 
     #: Whether tickets stay in host memory here.
     is_host_memory: bool
-    #: Queues of the tier's paths; empty for host memory.
+    #: The tier's paths and their regions; none for host memory.
     queues: tuple[PathQueue, ...] = ()
+    regions: Sequence[Region] = ()
+    #: Whether a path keeps checksums.
+    checks = False
+    #: Whether all paths transfer directly from and to device memory.
+    device_memory = False
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -84,113 +78,49 @@ class Tier(ABC):
     def used_bytes(self) -> int:
         """Bytes in use, by any user of the same paths."""
 
-    @property
-    def regions(self) -> list[Region]:
-        """The regions of the tier's paths."""
-        return []
-
-    @property
-    def device_memory(self) -> bool:
-        """Whether all paths transfer directly from and to device memory."""
-        return False
-
-    @property
-    def checks(self) -> bool:
-        """Whether a path keeps checksums."""
-        return False
-
     def has_room(self, nbytes: int) -> bool:
         """Whether host memory has room for `nbytes` more; False for paths."""
         return False
 
-    def claim(self, nbytes: int) -> bool:
-        """Reserve `nbytes` of host memory; return False if there is no room, and for paths."""
-        return False
-
-    def claim_over_capacity(self, nbytes: int) -> None:  # noqa: B027
-        """Reserve `nbytes` of host memory even without room, for bytes that replace others."""
-
-    def claim_extents(self, nbytes: int) -> list[Stripe] | None:
-        """Reserve extents for `nbytes`; None if the paths are full, and for host memory."""
-        return None
-
-    def release(self, nbytes: int) -> None:  # noqa: B027
-        """Release `nbytes` of host memory; paths release extents instead."""
-
-    def release_extents(self, stripes: Sequence[Stripe]) -> None:  # noqa: B027
-        """Release extents; host memory has none."""
-
-    def note(self, entry: Entry) -> None:  # noqa: B027
-        """Record an entry that may be evicted from host memory, or its changed next use."""
-
-    def victims(self, nbytes: int, next_use: float) -> list[Entry]:
-        """Return host entries needed after `next_use` whose eviction makes room for `nbytes`."""
-        return []
+    @abstractmethod
+    def release(self, entry: Entry) -> None:
+        """Release what an entry occupies here."""
 
 
+@dataclass(eq=False, slots=True)
 class Entry:
     """The store's side of a ticket; changed only by the store, under its lock."""
 
-    __slots__ = (
-        "begin",
-        "client",
-        "copied",
-        "device",
-        "load_times",
-        "lower",
-        "move",
-        "nbytes",
-        "next_use",
-        "one_block_at_a_time",
-        "payload",
-        "reference",
-        "source",
-        "staged",
-        "state",
-        "stripes",
-        "tier",
-        "whole_pages",
-        "written_at",
-    )
-
-    def __init__(
-        self,
-        client: str,
-        nbytes: int,
-        device: torch.device,
-        tier: Tier | None,
-        next_use: float | None = None,
-    ) -> None:
-        self.client = client
-        self.nbytes = nbytes
-        self.device = device
-        #: None for a range of a foreign file, and for a ticket of no bytes.
-        self.tier = tier
-        #: Where it may go when it has to leave a host tier.
-        self.lower: Sequence[Tier] = ()
-        self.next_use = next_use
-        self.state = TicketState.IN_MEMORY
-        #: When the bytes had been written (`time.perf_counter`).
-        self.written_at: float | None = None
-        #: Flat uint8 tensor with the bytes, where a copy is in memory.
-        self.payload: torch.Tensor | None = None
-        #: The device tensor that a copy to the host is still reading, and the copy's end.
-        self.source: torch.Tensor | None = None
-        self.copied: torch.Event | None = None
-        #: A copy on its way to the device, for the next `TensorStore.get`.
-        self.staged: DeviceCopy | None = None
-        self.stripes: Sequence[Stripe] = ()
-        #: Bytes of the stripes that come before the ticket's own: what lies there in its pages.
-        self.begin = 0
-        self.move: Move | None = None
-        #: When its last load was queued and when it ended.
-        self.load_times: tuple[float, float] | None = None
-        #: Whether what lies around the payload in its pages may be written along.
-        self.whole_pages = False
-        #: See `Move`.
-        self.one_block_at_a_time = False
-        #: Under which the ledger knows the ticket.
-        self.reference = 0
+    client: str
+    nbytes: int
+    device: torch.device
+    #: None for a range of a foreign file, and for a ticket of no bytes.
+    tier: Tier | None
+    next_use: float | None = None
+    #: Whether what lies around the payload in its pages may be written along.
+    whole_pages: bool = False
+    #: See `Move`.
+    one_block_at_a_time: bool = False
+    #: Where it may go when it has to leave a host tier.
+    lower: Sequence[Tier] = ()
+    state: TicketState = TicketState.IN_MEMORY
+    #: Flat uint8 tensor with the bytes, where a copy is in memory.
+    payload: torch.Tensor | None = None
+    #: The device tensor that a copy to the host is still reading, and the copy's end.
+    source: torch.Tensor | None = None
+    copied: torch.Event | None = None
+    #: A copy on its way to the device, for the next `TensorStore.get`.
+    staged: DeviceCopy | None = None
+    stripes: Sequence[Stripe] = ()
+    #: Bytes of the stripes that come before the ticket's own: what lies there in its pages.
+    begin: int = 0
+    move: Move | None = None
+    #: When the bytes had been written (`time.perf_counter`).
+    written_at: float | None = None
+    #: When its last load was queued and when it ended.
+    load_times: tuple[float, float] | None = None
+    #: Under which the registry knows the ticket.
+    reference: int = 0
 
     @property
     def is_in_host_memory(self) -> bool:
@@ -202,6 +132,11 @@ class Entry:
         """Whether it is in a host tier and can be evicted."""
         in_host_tier = self.tier is not None and self.tier.is_host_memory
         return self.state is TicketState.IN_MEMORY and in_host_tier
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the bytes in memory may be freed because they are on paths, too."""
+        return self.state is TicketState.IN_MEMORY and bool(self.stripes)
 
 
 class Ticket:

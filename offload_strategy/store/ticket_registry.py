@@ -1,4 +1,4 @@
-"""The registry of all tickets, their states, and how they are freed.
+"""The registry of all tickets and how they are freed, and allocation of host buffers for them.
 
 [Note: locks]
 One lock guards the states of all entries; no lock is held while bytes move. Queues call the store
@@ -15,17 +15,24 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
 from offload_strategy.errors import OffloadError
+from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.io.queues.moves import Move
+from offload_strategy.store.copy_engine import CopyEngines
 from offload_strategy.store.ticket import Entry, Ticket, TicketState
+from offload_strategy.telemetry import Recorder
 from offload_strategy.torch_support.deferred_interrupts import UninterruptedSection
 from offload_strategy.units import format_size
+
+POLL_SECONDS = 0.001
 
 
 class TicketRegistry:
@@ -85,21 +92,14 @@ class TicketRegistry:
         entry.state = TicketState.IN_MEMORY
         self._copies[entry] = None
 
-    def is_copy(self, entry: Entry) -> bool:
-        """Return whether the bytes in memory may be freed because they are on paths, too."""
-        return entry.state is TicketState.IN_MEMORY and bool(entry.stripes)
-
     def drop_copy(self) -> bool:
         """Free the host copy that is needed last, as far as known; False if there is none."""
         # Loads start in the order of use: of those without a next use, the latest is needed last.
         copies = [entry for entry in reversed(self._copies) if entry.is_in_host_memory]
         if not copies:
             return False
-        latest = max(
-            copies,
-            key=lambda entry: float("-inf") if entry.next_use is None else entry.next_use,
-        )
-        self.stored(latest)
+        never = float("-inf")
+        self.stored(max(copies, key=lambda e: never if e.next_use is None else e.next_use))
         return True
 
     # ------------------------------------------------------------------ checks
@@ -161,15 +161,8 @@ class TicketRegistry:
 
     def forget(self, entry: Entry) -> None:
         """Release the space of a freed entry without a transfer in flight; with the lock held."""
-        self.release_stripes(entry)
         if entry.tier is not None:
-            entry.tier.release(entry.nbytes)
-
-    def release_stripes(self, entry: Entry) -> None:
-        """Release the extents of an entry; with the lock held."""
-        stripes, entry.stripes = entry.stripes, ()
-        if stripes and entry.tier is not None:
-            entry.tier.release_extents(stripes)
+            entry.tier.release(entry)
 
     def _take_dropped(self) -> Iterator[Entry]:
         while self._dropped:
@@ -193,3 +186,47 @@ class TicketRegistry:
     def _cancel(self, move: Move) -> None:
         if os.getpid() == self.pid:
             move.cancel()
+
+
+@dataclass(eq=False)
+class BufferAllocator:
+    """Allocates host buffers for tickets, if necessary by dropping prefetched copies."""
+
+    pool: BufferPool
+    registry: TicketRegistry
+    #: Copies of devices, which keep buffers until they are over.
+    copies: CopyEngines
+    recorder: Recorder
+
+    def allocate_now(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
+        """Return a buffer at once, within the budget if possible."""
+        buffer = self._reclaimed(nbytes, pinned=pinned)
+        return self._beyond(nbytes, pinned=pinned) if buffer is None else buffer
+
+    def allocate_waiting(self, client: str, nbytes: int, *, pinned: bool) -> torch.Tensor:
+        """Return a buffer after waiting for writes, or copies of a device, to free some.
+
+        If none is in flight, this would wait for ever, and exceeds the budget instead.
+        """
+        begin = time.perf_counter()
+        while (buffer := self._reclaimed(nbytes, pinned=pinned)) is None:
+            if pinned and self.copies.wait_for_oldest():
+                continue
+            if not self.registry.writing_bytes:
+                break
+            time.sleep(POLL_SECONDS)
+        self.recorder.stalled(client, begin)
+        return self._beyond(nbytes, pinned=pinned) if buffer is None else buffer
+
+    def _reclaimed(self, nbytes: int, *, pinned: bool) -> torch.Tensor | None:
+        self.registry.release_written()
+        while (buffer := self.pool.acquire(nbytes, pinned=pinned)) is None:
+            with self.registry.lock:
+                if not self.registry.drop_copy():
+                    return None
+        return buffer
+
+    def _beyond(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
+        buffer = self.pool.acquire(nbytes, pinned=pinned, beyond_budget=True)
+        assert buffer is not None
+        return buffer

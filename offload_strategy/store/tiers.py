@@ -1,4 +1,4 @@
-"""The two kinds of tiers: host memory, and one path or several."""
+"""The two kinds of tiers: host memory, and one path or several that share a ticket's bytes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from math import ceil
 from offload_strategy.io.queues.moves import Stripe
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.regions.region import Region
-from offload_strategy.store.striping import STRIPE_UNIT, deal
 from offload_strategy.store.ticket import Entry, Tier
+from offload_strategy.units import MiB
 
 #: Number of entries in the heap above which outdated ones are removed.
 _SWEPT_AT = 256
+#: Smaller tickets go to one path as a whole: two requests would cost more than they share.
+STRIPE_BYTES = 8 * MiB
+#: Parts of a striped ticket are multiples of this, except for the last.
+STRIPE_UNIT = 1 * MiB
 
 
 class HostTier(Tier):
-    """Host memory: a host tensor stays where it is, a device tensor is copied to a host buffer.
+    """Host memory for `capacity` bytes of tickets; the caller holds the store's lock.
 
-    Args:
-        name: name from the config.
-        capacity: maximum bytes of tickets.
+    A host tensor stays where it is, a device tensor is copied to a host buffer.
     """
 
     is_host_memory = True
@@ -44,20 +46,16 @@ class HostTier(Tier):
         """Whether there is room for `nbytes` more."""
         return self.used_bytes + nbytes <= self.capacity
 
-    def claim(self, nbytes: int) -> bool:
-        """Reserve `nbytes`; return False if there is no room."""
-        if not self.has_room(nbytes):
+    def claim(self, nbytes: int, *, over_capacity: bool = False) -> bool:
+        """Reserve `nbytes`; return False if there is no room, unless it may be `over_capacity`."""
+        if not over_capacity and not self.has_room(nbytes):
             return False
         self.used_bytes += nbytes
         return True
 
-    def claim_over_capacity(self, nbytes: int) -> None:
-        """Reserve `nbytes` even without room: the entry that they replace is released soon."""
-        self.used_bytes += nbytes
-
-    def release(self, nbytes: int) -> None:
-        """Release `nbytes`."""
-        self.used_bytes -= nbytes
+    def release(self, entry: Entry) -> None:
+        """Release an entry's bytes."""
+        self.used_bytes -= entry.nbytes
 
     def note(self, entry: Entry) -> None:
         """Record an entry that may be evicted, or its changed next use."""
@@ -77,8 +75,7 @@ class HostTier(Tier):
     def victims(self, nbytes: int, next_use: float) -> list[Entry]:
         """Return entries needed after `next_use` whose eviction makes room for `nbytes`.
 
-        Returns:
-            The entries, latest use first; an empty list if they do not make enough room.
+        Latest use first; an empty list if they do not make enough room.
         """
         chosen: list[tuple[float, int, Entry]] = []
         missing = self.used_bytes + nbytes - self.capacity
@@ -107,12 +104,8 @@ class Quota:
 class PathTier(Tier):
     """One path, or several that work as one (MLP-Offload's virtual tier).
 
-    Tickets are distributed over the paths in proportion to bandwidth; large ones are striped.
-
-    Args:
-        name: name for messages.
-        queues: queues of the paths, which other tiers may use too.
-        quotas: quotas of the queues whose paths share a capacity.
+    Tickets are distributed over the paths in proportion to bandwidth; large ones are striped. Other
+    tiers may use the queues too; `quotas` has those whose paths share a capacity.
     """
 
     is_host_memory = False
@@ -122,76 +115,65 @@ class PathTier(Tier):
     ) -> None:
         super().__init__(name)
         self.queues = tuple(queues)
+        self.regions = [q.region for q in self.queues if isinstance(q.region, Region)]
+        self.checks = any(queue.checksum is not None for queue in self.queues)
+        # A checksum is computed by the host, which cannot read device memory.
+        direct = all(queue.backend.device_memory for queue in self.queues)
+        self.device_memory = direct and not self.checks
         self._quotas = quotas or {}
         self._live = dict.fromkeys(self.queues, 0)
         self._lock = threading.Lock()
 
     @property
-    def regions(self) -> list[Region]:
-        """The regions of its paths."""
-        return [queue.region for queue in self.queues if isinstance(queue.region, Region)]
-
-    @property
     def capacity(self) -> int:
         """Maximum bytes, shared with other users of the paths."""
-        own = [self._quotas[queue] for queue in self.queues if queue in self._quotas]
-        shared = {id(quota): quota.capacity for quota in own}
+        shared = {q for queue in self.queues if (q := self._quotas.get(queue)) is not None}
         single = [q.region for q in self.queues if q not in self._quotas]
-        return sum(shared.values()) + sum(s.capacity for s in single if isinstance(s, Region))
+        return sum(quota.capacity for quota in shared) + sum(
+            region.capacity for region in single if isinstance(region, Region)
+        )
 
     @property
     def used_bytes(self) -> int:
         """Bytes in extents on its paths, by any user."""
         return sum(region.used_bytes for region in self.regions)
 
-    @property
-    def device_memory(self) -> bool:
-        """Whether all paths transfer directly from and to device memory.
-
-        A checksum is computed by the host, which cannot read device memory.
-        """
-        return not self.checks and all(queue.backend.device_memory for queue in self.queues)
-
-    @property
-    def checks(self) -> bool:
-        """Whether a path keeps checksums."""
-        return any(queue.checksum is not None for queue in self.queues)
-
     def claim_extents(self, nbytes: int) -> list[Stripe] | None:
-        """Reserve extents for `nbytes`; None if the paths are full."""
+        """Reserve extents for `nbytes`; None if the paths are full. May grow a file."""
+        stripes: list[Stripe] = []
+        open_queues = list(self.queues)
+        begin = 0
         with self._lock:
-            if len(self.queues) == 1:
-                stripe = self._claim_on(self.queues[0], 0, nbytes)
-                return None if stripe is None else [stripe]
-            stripes: list[Stripe] = []
-            open_queues = list(self.queues)
-            begin = 0
-            while begin < nbytes:
-                if not open_queues:
-                    self._free(stripes)
-                    return None
-                parts = deal(
-                    nbytes - begin,
-                    [self._live[queue] for queue in open_queues],
-                    _weights(open_queues),
-                )
-                # A part with an odd size comes last, so that all parts begin page-aligned.
-                dealt = list(zip(open_queues, parts, strict=True))
-                for queue, part in sorted(dealt, key=lambda pair: pair[1] % STRIPE_UNIT):
-                    try:
+            try:
+                while begin < nbytes and open_queues:
+                    parts = [nbytes - begin]
+                    if len(open_queues) > 1:
+                        live = [self._live[queue] for queue in open_queues]
+                        parts = deal(nbytes - begin, live, _weights(open_queues))
+                    # A part with an odd size comes last, so that all parts begin page-aligned.
+                    dealt = list(zip(open_queues, parts, strict=True))
+                    for queue, part in sorted(dealt, key=lambda pair: pair[1] % STRIPE_UNIT):
                         stripe = self._claim_on(queue, begin, part) if part else None
-                    except BaseException:  # a path failed while its file grew
-                        self._free(stripes)
-                        raise
-                    if stripe is not None:
-                        stripes.append(stripe)
-                        begin += part
-                    elif part:
-                        open_queues.remove(queue)
+                        if stripe is not None:
+                            stripes.append(stripe)
+                            begin += part
+                        elif part:
+                            open_queues.remove(queue)
+            except BaseException:  # a path failed while its file grew
+                self._free(stripes)
+                raise
+            if begin < nbytes:
+                self._free(stripes)
+                return None
             return stripes
 
+    def release(self, entry: Entry) -> None:
+        """Release an entry's extents."""
+        stripes, entry.stripes = entry.stripes, ()
+        self.release_extents(stripes)
+
     def release_extents(self, stripes: Sequence[Stripe]) -> None:
-        """Release extents."""
+        """Release extents that no entry has."""
         with self._lock:
             self._free(stripes)
 
@@ -233,3 +215,36 @@ def _weights(queues: Sequence[PathQueue]) -> list[float]:
     known = [rate for rate in rates if rate]
     usual = sum(known) / len(known) if known else 1.0
     return [rate or usual for rate in rates]
+
+
+def deal(nbytes: int, live: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """Split a ticket so that the bytes alive on each path are in proportion to its bandwidth.
+
+    Then reading all of them takes each path the same time. MLP-Offload deals T_i = M·B_i/ΣB of M
+    subgroups to path i once; looking at what is alive gives the same for a tier that is filled at
+    once, and moves a tier to new shares by itself when a path slows down.
+
+    `live` has the bytes that each path holds now, `weights` the positive bandwidth of each in any
+    unit. Returns the bytes for each path, which add up to `nbytes`.
+    """
+    if nbytes < STRIPE_BYTES:
+        lightest = min(range(len(live)), key=lambda i: (live[i] + nbytes) / weights[i])
+        return [nbytes if i == lightest else 0 for i in range(len(live))]
+    # Water filling: raise the level live/weight of the lowest paths until the ticket is used up.
+    order = sorted(range(len(live)), key=lambda i: live[i] / weights[i])
+    level = 0.0
+    for count in range(1, len(order) + 1):
+        filled = order[:count]
+        level = (nbytes + sum(live[i] for i in filled)) / sum(weights[i] for i in filled)
+        if count == len(order) or level <= live[order[count]] / weights[order[count]]:
+            break
+    wanted = [max(0.0, level * weights[i] - live[i]) for i in range(len(live))]
+    parts = [int(want // STRIPE_UNIT) * STRIPE_UNIT for want in wanted]
+    # What rounding left goes to those who lost most by it.
+    left = nbytes - sum(parts)
+    for i in sorted(range(len(live)), key=lambda i: parts[i] - wanted[i]):
+        more = min(left, STRIPE_UNIT)
+        parts[i] += more
+        left -= more
+    parts[order[0]] += left
+    return parts

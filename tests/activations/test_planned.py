@@ -18,7 +18,7 @@ from offload_strategy.activations.pass_profile import profile_of
 from offload_strategy.activations.planned_budget import MemoryLimit, PlannedBudget
 from offload_strategy.activations.use_order import Trace
 from offload_strategy.errors import ConfigError
-from offload_strategy.host_memory.peak_memory import PeakMeter
+from offload_strategy.host_memory.memory_limits import PeakMeter
 from offload_strategy.plan_runtime.lifetime_plan import plan_lifetimes
 from offload_strategy.plan_runtime.plan_file import GivenPlan, PlannedItem, save_plan
 from offload_strategy.units import MiB

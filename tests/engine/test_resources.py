@@ -69,8 +69,7 @@ def test_training_over_several_paths_changes_no_bit(
     places: list[Path], layout: str, checksum: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Tickets of this model are small; stripe them all the same.
-    monkeypatch.setattr("offload_strategy.store.striping.STRIPE_BYTES", 1)
-    monkeypatch.setattr("offload_strategy.store.striping.STRIPE_UNIT", 4096)
+    monkeypatch.setattr("offload_strategy.store.tiers.STRIPE_BYTES", 1)
     monkeypatch.setattr("offload_strategy.store.tiers.STRIPE_UNIT", 4096)
     if layout == "one tier":
         tiers = [ssd("nvme", places, capacity="64MiB")]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from offload_strategy.host_memory import idle_memory as idle
-from offload_strategy.host_memory.idle_memory import IdleMemory, resident_bytes
+from offload_strategy.host_memory.idle_memory import resident_bytes
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.units import PAGE_BYTES, MiB
 from tests.host_memory.test_pool import acquire
@@ -22,7 +22,6 @@ class Process:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pool = BufferPool(512 * MiB)
         self.rest = _OTHER
-        self.idle = IdleMemory(self.pool)
         self.peak = 0
         monkeypatch.setattr(idle, "resident_bytes", self.resident)
         monkeypatch.setattr(idle, "_LOOK_SECONDS", 0.0)
@@ -39,19 +38,17 @@ class Process:
             The peak.
         """
         self.peak = 0
-        self.idle.pass_begins()
+        self.pool.pass_begins()
         for part in range(11):
             self.rest = _OTHER + part * forward // 10
-            self.idle.look()
+            self.pool.look()
         self.rest += loss
         self.resident()
         acquired: list[torch.Tensor] = []
         for part in range(11):
-            self.idle.look(acquires=True)
             acquired.append(acquire(self.pool, backward // 10))
-            self.idle.acquired(backward // 10)
             del acquired[:-10]
-            self.idle.look()
+            self.pool.look()
             self.rest = _OTHER + (10 - part) * forward // 10
         self.resident()
         del acquired
@@ -72,7 +69,7 @@ def test_buffers_stay_where_backward_needs_more_than_forward(
     process = Process(monkeypatch)
     first, *peaks = process.passes(6, forward=20 * MiB, backward=200 * MiB)
     assert max(peaks) <= first + 8 * MiB
-    process.idle.pass_begins()
+    process.pool.pass_begins()
     assert process.held() >= 180 * MiB, "nothing had to be mapped anew"
 
 
@@ -94,7 +91,7 @@ def test_room_is_left_for_what_is_made_while_nobody_looks(
     assert peaks[-1] <= first + 4 * MiB
     # With less at once there is room for idle buffers.
     process.passes(9, forward=50 * MiB, backward=200 * MiB)
-    process.idle.pass_begins()
+    process.pool.pass_begins()
     assert process.held() >= 150 * MiB
 
 
@@ -110,14 +107,12 @@ def test_a_pass_that_was_large_once_is_forgotten(monkeypatch: pytest.MonkeyPatch
 def test_what_is_lent_between_two_looks_was_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     process = Process(monkeypatch)
     for _ in range(2):
-        process.idle.pass_begins()
-        process.idle.look(acquires=True)
+        process.pool.pass_begins()
         buffer = acquire(process.pool, 64 * MiB)
-        process.idle.acquired(64 * MiB)
         del buffer  # given back before anybody looks again
-        process.idle.look()
+        process.pool.look()
         assert process.held() == 64 * MiB
-    process.idle.pass_begins()
+    process.pool.pass_begins()
     assert process.held() == 64 * MiB
 
 
@@ -126,13 +121,11 @@ def test_a_pass_that_needs_more_than_those_before_it_keeps_what_it_has(
 ) -> None:
     process = Process(monkeypatch)
     process.passes(3, forward=20 * MiB, backward=40 * MiB)
-    process.idle.pass_begins()
-    process.idle.look(acquires=True)
+    process.pool.pass_begins()
     buffer = acquire(process.pool, 200 * MiB)
-    process.idle.acquired(200 * MiB)
-    process.idle.look()
+    process.pool.look()
     del buffer
-    process.idle.look()
+    process.pool.look()
     assert process.held() >= 200 * MiB
 
 
@@ -141,12 +134,12 @@ def test_idle_memory_may_exceed_that_where_it_is_said_so(monkeypatch: pytest.Mon
     peaks, held = [], []
     for beyond in (0, 24 * MiB):
         process = Process(monkeypatch)
-        process.idle.may_exceed(beyond)
-        process.idle.may_exceed(beyond // 2)  # of somebody else: the larger one counts
+        process.pool.idle_may_exceed(beyond)
+        process.pool.idle_may_exceed(beyond // 2)  # of somebody else: the larger one counts
         peaks.append(max(process.passes(6, **sizes)))
-        process.idle.pass_begins()
+        process.pool.pass_begins()
         process.rest = _OTHER + 300 * MiB
-        process.idle.look(acquires=True)  # forward is over
+        process.pool.look(acquires=True)  # forward is over
         held.append(process.held())
     assert peaks[1] <= peaks[0] + 24 * MiB
     assert held[0] + 16 * MiB <= held[1] <= held[0] + 24 * MiB
@@ -156,22 +149,21 @@ def test_told_twice_it_is_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     process = Process(monkeypatch)
     process.one_pass(forward=400 * MiB, backward=100 * MiB)
     for _ in range(20):  # a step ends, a forward pass begins that no backward follows, and so on
-        process.idle.pass_begins()
+        process.pool.pass_begins()
     acquire(process.pool, 300 * MiB)
-    process.idle.look()
+    process.pool.look()
     assert process.held() >= 200 * MiB, "what the large pass needed is remembered"
 
 
 def test_before_the_first_pass_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     process = Process(monkeypatch)
     acquire(process.pool, 20 * MiB)
-    process.idle.look(acquires=True)
+    process.pool.look(acquires=True)
     assert process.held() == 20 * MiB
     for _ in range(30):
         acquire(process.pool, 20 * MiB)
-        process.idle.acquired(20 * MiB)
-    process.idle.pass_begins()
-    process.idle.look(acquires=True)
+    process.pool.pass_begins()
+    process.pool.look(acquires=True)
     assert process.held() == 0, "what was lent before counts for nothing"
 
 
@@ -181,18 +173,18 @@ def test_buffers_go_before_each_pass_where_the_system_does_not_tell(
     process = Process(monkeypatch)
     monkeypatch.setattr(idle, "resident_bytes", lambda: None)
     acquire(process.pool, 20 * MiB)
-    process.idle.look()
+    process.pool.look()
     assert process.held() == 20 * MiB
-    process.idle.pass_begins()
+    process.pool.pass_begins()
     assert process.held() == 0
 
 
 def test_planned_buffers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     process = Process(monkeypatch)
-    process.pool.plan({6 * MiB: 1})
+    process.pool.plan(process, [6 * MiB], 6 * MiB)
     acquired = [acquire(process.pool, size * MiB) for size in (6, 6, 8)]
     acquired.clear()
-    process.idle.pass_begins()
+    process.pool.pass_begins()
     assert process.held() == 6 * MiB
 
 

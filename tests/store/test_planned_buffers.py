@@ -26,25 +26,25 @@ def _held(rig: Rig) -> int:
 
 def test_planned_buffers_stay_and_all_others_go(rig: Rig) -> None:
     owner = object()
-    rig.store.plan(owner, [3 * PAGE, 5 * PAGE, 3 * PAGE], 100 * PAGE)
+    rig.pool.plan(owner, [3 * PAGE, 5 * PAGE, 3 * PAGE], 100 * PAGE)
     _use(rig, 3, 3, 3, 5, 7)
     assert _held(rig) == 3 + 3 + 5
-    rig.store.plan(owner, [3 * PAGE], 100 * PAGE)
+    rig.pool.plan(owner, [3 * PAGE], 100 * PAGE)
     rig.store.trim()
     assert _held(rig) == 3
-    rig.store.plan(owner, [], 100 * PAGE)
+    rig.pool.plan(owner, [], 100 * PAGE)
     rig.store.trim()
     assert _held(rig) == 0
 
 
 def test_owners_share_what_may_be_kept(rig: Rig) -> None:
     first, second = object(), object()
-    rig.store.plan(first, [4 * PAGE, 4 * PAGE], 10 * PAGE)
-    rig.store.plan(second, [2 * PAGE, 2 * PAGE], 10 * PAGE)
+    rig.pool.plan(first, [4 * PAGE, 4 * PAGE], 10 * PAGE)
+    rig.pool.plan(second, [2 * PAGE, 2 * PAGE], 10 * PAGE)
     _use(rig, 4, 4, 2, 2)
     assert _held(rig) == 4 + 4 + 2
-    rig.store.plan(first, [], 10 * PAGE)
-    rig.store.plan(second, [2 * PAGE, 2 * PAGE], 10 * PAGE)
+    rig.pool.plan(first, [], 10 * PAGE)
+    rig.pool.plan(second, [2 * PAGE, 2 * PAGE], 10 * PAGE)
     _use(rig, 4, 4, 2, 2)
     assert _held(rig) == 2 + 2
 

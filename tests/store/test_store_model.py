@@ -19,8 +19,8 @@ from offload_strategy.io.backends.protocol import create_backend
 from offload_strategy.io.bandwidth.estimator import BandwidthEstimator
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.regions.region import ExternalFile, Region
-from offload_strategy.store import striping as dealing
 from offload_strategy.store import tiers
+from offload_strategy.store import tiers as dealing
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, TicketState
 from offload_strategy.store.tiers import HostTier, PathTier

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_strategy.store.striping import STRIPE_BYTES, STRIPE_UNIT, deal
+from offload_strategy.store.tiers import STRIPE_BYTES, STRIPE_UNIT, deal
 from offload_strategy.units import GiB, MiB
 
 paths = st.lists(st.tuples(st.integers(0, 4 * GiB), st.floats(1e6, 1e10)), min_size=1, max_size=6)

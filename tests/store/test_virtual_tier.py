@@ -13,10 +13,9 @@ from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.io.backends.protocol import create_backend
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.regions.region import ExternalFile, Region
-from offload_strategy.store.striping import STRIPE_BYTES
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import TicketState
-from offload_strategy.store.tiers import PathTier, Quota
+from offload_strategy.store.tiers import STRIPE_BYTES, PathTier, Quota
 from offload_strategy.telemetry import Direction, Recorder
 from offload_strategy.units import KiB, MiB
 from tests.store.rig import CLIENT, PAGE, MakeRig, Rig, noise
