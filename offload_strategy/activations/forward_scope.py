@@ -19,7 +19,7 @@ from offload_strategy.activations.module_hooks import After, Before
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload
 from offload_strategy.errors import OffloadError
 from offload_strategy.torch_support.accelerator import is_capturing_graph
-from offload_strategy.torch_support.deferred_interrupts import UninterruptedSection
+from offload_strategy.torch_support.interrupts import UninterruptedSection
 
 
 class ForwardHooks:

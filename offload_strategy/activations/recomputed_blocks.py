@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from offload_strategy.activations.block_calls import BlockCall
 from offload_strategy.activations.use_order import Trace
 from offload_strategy.telemetry import get_logger
-from offload_strategy.torch_support.repeated_blocks import outermost_blocks
+from offload_strategy.torch_support.modules import outermost_blocks
 
 logger = get_logger(__name__)
 

@@ -36,7 +36,7 @@ from offload_strategy.plan_runtime.profile import Profile
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Tier
 from offload_strategy.torch_support.accelerator import is_asynchronous
-from offload_strategy.torch_support.deferred_interrupts import UninterruptedSection
+from offload_strategy.torch_support.interrupts import UninterruptedSection
 
 _CLIENT = "activations"
 #: A view of less than this share of its base is offloaded alone; otherwise the base is.

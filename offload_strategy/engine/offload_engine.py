@@ -34,7 +34,7 @@ from offload_strategy.optimizer.ranks.data_parallel_group import check_parallel,
 from offload_strategy.plan_runtime.space_requirements import spare_memory_advice
 from offload_strategy.telemetry import Recorder, get_logger
 from offload_strategy.torch_support.accelerator import free_bytes, has_memory_statistics
-from offload_strategy.torch_support.weak_callbacks import weakly
+from offload_strategy.torch_support.modules import WeakHook
 from offload_strategy.units import MiB
 from offload_strategy.weights.checkpoint_loading import LoadedWeights
 from offload_strategy.weights.parameter_registry import ParameterRegistry
@@ -410,7 +410,7 @@ class OffloadEngine(EngineReports):
             self._resources.store,
             self._resources.clients.get("activations", []),
             self._registry.is_weight,
-            before_forward=weakly(self._before_forward),
+            before_forward=WeakHook(self._before_forward),
             min_size=section.min_size if section.enabled else sys.maxsize,
             budget="auto" if section.budget == "auto" else limit if fraction is None else fraction,
             prefetch_bytes=None if section.prefetch == "auto" else int(section.prefetch),

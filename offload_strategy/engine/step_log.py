@@ -27,7 +27,7 @@ from offload_strategy.plan_runtime.predicted_and_measured import (
 from offload_strategy.plan_runtime.profile import PathRates, Profile
 from offload_strategy.store.ticket import Tier
 from offload_strategy.telemetry import Direction, Recorder
-from offload_strategy.torch_support.weak_callbacks import weakly
+from offload_strategy.torch_support.modules import WeakHook
 from offload_strategy.units import format_size
 
 #: Steps that are looked at: the middle one of the last counts, as some step is always disturbed.
@@ -74,7 +74,7 @@ class StepLog:
         if isinstance(optimizer, OffloadedOptimizer):
             self._optimizers.add(optimizer)
             # The hook lies on the user's own optimizer, which may live longer.
-            over = weakly(self._step_over)
+            over = WeakHook(self._step_over)
             self._handles.append(optimizer.register_step_post_hook(lambda *_: over()))
 
     def pass_begins(self, *, last: bool) -> None:

@@ -37,8 +37,8 @@ from offload_strategy.optimizer.user_class.compatibility import (
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Tier
 from offload_strategy.telemetry import get_logger
-from offload_strategy.torch_support.grad_mode import keeps_grad_mode
-from offload_strategy.torch_support.weak_callbacks import weakly
+from offload_strategy.torch_support.interrupts import keeps_grad_mode
+from offload_strategy.torch_support.modules import WeakHook
 
 logger = get_logger(__name__)
 
@@ -341,7 +341,7 @@ class OffloadedOptimizer(Optimizer):
         if self._overlap is None:
             return
         # Weak: the parameters' hooks must not keep the engine alive.
-        hook = weakly(self._gradient_ready)
+        hook = WeakHook(self._gradient_ready)
         for parameter in self.parameters():
             if parameter.requires_grad and id(parameter) not in self._hooks:
                 handle = parameter.register_post_accumulate_grad_hook(hook)

@@ -17,7 +17,7 @@ from offload_strategy.store.copy_engine import CopyEngines
 from offload_strategy.store.ticket import ALIGNMENT_BYTES, Entry, TicketState
 from offload_strategy.store.ticket_registry import BufferAllocator, TicketRegistry
 from offload_strategy.telemetry import Direction, Recorder
-from offload_strategy.torch_support.deferred_interrupts import UninterruptedSection
+from offload_strategy.torch_support.interrupts import UninterruptedSection
 
 
 @dataclass(eq=False)

@@ -21,7 +21,7 @@ from offload_strategy.store.ticket_registry import POLL_SECONDS, BufferAllocator
 from offload_strategy.store.tiers import HostTier
 from offload_strategy.store.writer import Writer
 from offload_strategy.telemetry import Direction, Recorder
-from offload_strategy.torch_support.deferred_interrupts import UninterruptedSection
+from offload_strategy.torch_support.interrupts import UninterruptedSection
 
 _CPU = torch.device("cpu")
 

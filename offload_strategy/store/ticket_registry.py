@@ -29,7 +29,7 @@ from offload_strategy.io.queues.moves import Move
 from offload_strategy.store.copy_engine import CopyEngines
 from offload_strategy.store.ticket import Entry, Ticket, TicketState
 from offload_strategy.telemetry import Recorder
-from offload_strategy.torch_support.deferred_interrupts import UninterruptedSection
+from offload_strategy.torch_support.interrupts import UninterruptedSection
 from offload_strategy.units import format_size
 
 POLL_SECONDS = 0.001

@@ -1,15 +1,15 @@
-"""What the device of a tensor can do: the one place that asks PyTorch about kinds of devices.
+"""What devices can do: the one place that asks PyTorch about kinds of devices.
 
 CUDA, ROCm (which PyTorch calls ``cuda``), XPU and devices that register themselves
 (``PrivateUse1``) compute asynchronously on streams. On other devices (MPS, HPU) copies wait for
-the device, which is slower and just as right.
+the device, which is slower and just as correct.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ def is_asynchronous(device: torch.device) -> bool:
     return device.type not in _SYNCHRONOUS and _is_accelerator(device.type)
 
 
-@lru_cache
+@cache
 def _is_accelerator(device_type: str) -> bool:
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and accelerator.type == device_type
@@ -55,9 +55,8 @@ def is_capturing_graph() -> bool:
 
 
 # ---------------------------------------------------------------------- memory of a device
-def has_memory_statistics(device: torch.device) -> bool:
-    """Return whether the device's allocator counts bytes."""
-    return is_asynchronous(device)
+#: Whether the device's allocator counts bytes.
+has_memory_statistics = is_asynchronous
 
 
 def allocated_bytes(device: torch.device) -> int:
@@ -76,7 +75,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes that nobody uses on a device."""
+    """Return the bytes of a device that no process uses."""
     return int(_module(device).mem_get_info(device)[0])
 
 
@@ -87,11 +86,7 @@ def available_bytes(device: torch.device) -> int:
 
 # ---------------------------------------------------------------------- pinned host memory
 def register_host_memory(address: int, nbytes: int) -> bool:
-    """Pin host memory, so that copies from and to it are asynchronous.
-
-    Returns:
-        False if the system refuses, or the device has no such call: copies are synchronous then.
-    """
+    """Pin host memory for asynchronous copies; return False where that is not supported."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return False

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from offload_strategy.torch_support.grad_mode import default_modes, keeps_grad_mode
+from offload_strategy.torch_support.interrupts import default_modes, keeps_grad_mode
 from offload_strategy.weights.resident_weights import ResidentWeights, StreamedBlock
 from offload_strategy.weights.streamed_weight import SavedWeight, StreamedWeight
 

@@ -14,8 +14,8 @@ from torch import nn
 from offload_strategy.errors import OffloadError
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, TicketState, Tier
-from offload_strategy.torch_support.grad_mode import default_modes, keeps_grad_mode
-from offload_strategy.torch_support.weak_callbacks import weakly
+from offload_strategy.torch_support.interrupts import default_modes, keeps_grad_mode
+from offload_strategy.torch_support.modules import WeakHook
 from offload_strategy.weights.guarded_parameter import (
     guard,
     nan_placeholder,
@@ -60,7 +60,7 @@ class StreamedWeight:
         self._unguarded = 0
         #: Whether it must stay until the step ends, because autograd may have saved it.
         self.pinned = False
-        self._parameter = weakref.ref(parameter, weakly(self._on_parameter_freed))
+        self._parameter = weakref.ref(parameter, WeakHook(self._on_parameter_freed))
         self._store = store
         self._tiers = list(tiers)
         self._on_access = on_access

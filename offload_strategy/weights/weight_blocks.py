@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from offload_strategy.errors import ConfigError
-from offload_strategy.torch_support.repeated_blocks import WHOLE, outermost_blocks
+from offload_strategy.torch_support.modules import WHOLE, outermost_blocks
 from offload_strategy.weights.guarded_parameter import GuardedParameter
 
 

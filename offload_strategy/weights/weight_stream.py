@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, Tier
-from offload_strategy.torch_support.weak_callbacks import WeakHook, weakly
+from offload_strategy.torch_support.modules import WeakHook
 from offload_strategy.weights.block_residency import BlockResidency, without_hooks
 from offload_strategy.weights.model_building import (
     materialize_module,
@@ -132,7 +132,7 @@ class WeightStream(BlockResidency):
                 stream = reference()
                 return without_hooks() if stream is None else stream.saving()
 
-            on_access = weakly(self._on_access)
+            on_access = WeakHook(self._on_access)
             weight = StreamedWeight(
                 name, parameter, self._store, self._tiers, on_access, saving, self._lock
             )

@@ -21,7 +21,7 @@ import torch
 
 from offload_strategy.config import OffloadConfig
 from offload_strategy.errors import ConfigError
-from offload_strategy.torch_support.weak_callbacks import WeakHook
+from offload_strategy.torch_support.modules import WeakHook
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -12,7 +12,7 @@ from offload_strategy.io.queues.path_queue import SMALL_BYTES, PathQueue
 from offload_strategy.io.queues.request_queue import MoveState, Priority, QueuedMove, StripeMove
 from offload_strategy.io.regions.extents import Extent
 from offload_strategy.telemetry import Direction
-from offload_strategy.torch_support.deferred_interrupts import UninterruptedSection
+from offload_strategy.torch_support.interrupts import UninterruptedSection
 
 #: Who waits for a small move polls for this long first: falling asleep and being woken costs as
 #: much as reading a small tensor.

@@ -33,7 +33,7 @@ from offload_strategy.optimizer.states.flat_layout import Layout
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Tier
 from offload_strategy.store.tiers import HostTier
-from offload_strategy.torch_support.grad_mode import no_grad
+from offload_strategy.torch_support.interrupts import no_grad
 from offload_strategy.units import MiB
 
 #: Smaller gradients stay where they are: moving them costs more than their memory is worth.

@@ -1,4 +1,4 @@
-"""Changing grad mode and other modes so that Ctrl-C cannot leave them changed.
+"""What Ctrl-C must not leave half done: bookkeeping, and grad mode and other modes of PyTorch.
 
 A signal may raise between entering a context manager and its body. The exit is then never called
 or, for a generator, called when the traceback is freed at some later time. Either way grad mode
@@ -7,10 +7,16 @@ would stay off, and a notebook could no longer train.
 
 from __future__ import annotations
 
+import threading
+
+# The C functions: those of `signal` wrap them to make enums of numbers, and cost ten times as much.
+# A section is entered for every move.
+from _signal import SIGINT, getsignal, signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from types import FrameType
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -18,6 +24,45 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+
+_main_thread = threading.main_thread().ident
+
+
+class UninterruptedSection:
+    """Holds SIGINT back on the main thread while bookkeeping is half done, then delivers it.
+
+    A KeyboardInterrupt between "this block is under way" and "the backend has it" would leave a
+    move that never ends. Waits do not belong inside: they must stay interruptible.
+    """
+
+    __slots__ = ("_handler", "_held_back")
+
+    #: Whether the main thread is inside one already; the outermost does the work.
+    _inside = False
+
+    def __enter__(self) -> None:
+        self._handler: Any = None
+        self._held_back: FrameType | bool | None = False
+        if UninterruptedSection._inside or threading.get_ident() != _main_thread:
+            return
+        handler = getsignal(SIGINT)
+        # The default action ends the process, and what is ignored needs no holding back.
+        if callable(handler):
+            self._handler = handler
+            signal(SIGINT, self._hold_back)
+            UninterruptedSection._inside = True
+
+    def __exit__(self, *_: object) -> None:
+        handler = self._handler
+        if handler is None:
+            return
+        UninterruptedSection._inside = False
+        signal(SIGINT, handler)
+        if self._held_back is not False:
+            handler(SIGINT, self._held_back)
+
+    def _hold_back(self, number: int, frame: FrameType | None) -> None:
+        self._held_back = frame
 
 
 def keeps_grad_mode(function: Callable[_P, _T]) -> Callable[_P, _T]:

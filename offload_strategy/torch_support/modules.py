@@ -1,0 +1,71 @@
+"""Modules: hooks that keep nobody alive, and the layers that repeat.
+
+Blocks are found automatically: members of a `ModuleList`, `Sequential` or `ModuleDict` that has two
+or more children of one class with parameters, at the outermost level.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+from torch import nn
+
+#: Their forward uses weights of modules in them, and reads those before it takes a fast path.
+WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+
+class WeakHook:
+    """A callback that calls a method while its object lives, and then does nothing.
+
+    A copy or a pickle of it, which comes with a copy of the module, does nothing either.
+
+    Args:
+        method: a bound method, whose object is not kept alive; None for a hook that does nothing.
+        first: arguments before those of the hook.
+    """
+
+    def __init__(self, method: Callable[..., Any] | None = None, *first: Any) -> None:
+        self._method = None if method is None else weakref.WeakMethod(method)
+        self._first = first
+
+    def __call__(self, *arguments: Any) -> None:
+        """Call the method."""
+        if self._method is not None and (method := self._method()) is not None:
+            method(*self._first, *arguments)
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return type(self), ()
+
+
+def outermost_blocks(
+    model: nn.Module,
+    classes: Collection[str] = (),
+    choose: Callable[[str, nn.Module], bool] | None = None,
+    prefix: str = "",
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost modules that are blocks with their names, in the order of registration.
+
+    Args:
+        model: the model to search.
+        classes: names of module classes whose instances are blocks besides repeated layers.
+        choose: returns for a module and its name whether it is a block, instead of the search for
+            repeated layers.
+        prefix: prefix of all names.
+    """
+    repeated: set[nn.Module] = set()
+    if choose is None and isinstance(model, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+        by_class: dict[type, list[nn.Module]] = {}
+        for child in model.children():
+            if next(child.parameters(), None) is not None:
+                by_class.setdefault(type(child), []).append(child)
+        repeated.update(*(alike for alike in by_class.values() if len(alike) > 1))
+    for name, child in model.named_children():
+        path = f"{prefix}{name}"
+        chosen = choose is not None and choose(path, child)
+        named = type(child).__name__ in classes or isinstance(child, WHOLE)
+        if chosen or named or child in repeated:
+            yield path, child
+        else:
+            yield from outermost_blocks(child, classes, choose, f"{path}.")
