@@ -17,7 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from offload_strategy.config import OffloadConfig
-from offload_strategy.config.file_systems import file_system_of
+from offload_strategy.config.directories import file_system_of
 from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.io.backends.protocol import Backend, create_backend
 from offload_strategy.io.bandwidth.estimator import round_trip_rate

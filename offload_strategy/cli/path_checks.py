@@ -14,7 +14,7 @@ from typing import Literal
 
 from offload_strategy.cli.machine_checks import Check, ok, problem, warning
 from offload_strategy.config import OffloadConfig, is_memory_filesystem
-from offload_strategy.config.file_systems import FileSystem, file_system_of
+from offload_strategy.config.directories import FileSystem, file_system_of
 from offload_strategy.errors import OffloadError
 from offload_strategy.io.regions.directory_check import check_capacities
 from offload_strategy.io.regions.region import Region

@@ -4,7 +4,7 @@ Imports nothing of the package but errors and units, and no torch, so that a lau
 line can check a file in a moment.
 """
 
-from offload_strategy.config.default_directory import (
+from offload_strategy.config.directories import (
     DIRECTORY_VARIABLE,
     default_directory,
     is_memory_filesystem,

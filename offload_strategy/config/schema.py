@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
@@ -18,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from offload_strategy.config.default_directory import default_directory, expand_path
+from offload_strategy.config.directories import default_directory, expand_path
 from offload_strategy.config.messages import describe
 from offload_strategy.config.sources import read
 from offload_strategy.config.value_types import (
@@ -46,6 +47,14 @@ _TierNames = Annotated[
         "the order in which they are listed."
     ),
 ]
+
+
+_NOT_FOR_DRAM = {
+    "path": "cannot have a path",
+    "endurance_tbw": "does not wear out",
+    "shared": "no other machine uses",
+    "overwrite": "carries nothing",
+}
 
 
 class _Section(BaseModel):
@@ -96,21 +105,16 @@ class TierConfig(_Section):
     def _expand(cls, path: Any) -> Any:
         if path is None:
             return None
-        if not isinstance(path, list | tuple):
-            return cls._expand_one(path)
-        if not path:
+        paths = []
+        for one in path if isinstance(path, list | tuple) else [path]:
+            if not isinstance(one, str | os.PathLike):
+                raise ValueError("must be the path of a directory, or a list of them")
+            paths.append(expand_path(os.fspath(one)))
+            if paths.count(paths[-1]) > 1:
+                raise ValueError(f"{paths[-1]!r} is named twice")
+        if not paths:
             raise ValueError("the list is empty: name at least one directory")
-        paths = [cls._expand_one(one) for one in path]
-        for one in paths:
-            if paths.count(one) > 1:
-                raise ValueError(f"{one!r} is named twice")
-        return paths
-
-    @staticmethod
-    def _expand_one(path: Any) -> str:
-        if not isinstance(path, str | os.PathLike):
-            raise ValueError("must be the path of a directory, or a list of them")
-        return expand_path(os.fspath(path))
+        return paths if isinstance(path, list | tuple) else paths[0]
 
     @property
     def paths(self) -> list[Path]:
@@ -121,35 +125,21 @@ class TierConfig(_Section):
 
     @model_validator(mode="after")
     def _belongs_together(self) -> Self:
+        if self.kind == "ssd" and self.path is None:
+            raise ValueError(
+                f"tier {self.name!r} (kind: ssd) needs a path, such as path: /mnt/nvme0"
+            )
         if self.kind == "dram":
-            if self.path is not None:
-                raise ValueError(
-                    f"tier {self.name!r} is host memory (kind: dram) and cannot have a path: "
-                    "remove path, or set kind: ssd"
-                )
+            for key, reason in _NOT_FOR_DRAM.items():
+                if getattr(self, key):
+                    raise ValueError(
+                        f"tier {self.name!r} is host memory (kind: dram), which {reason}: "
+                        f"remove {key}, or set kind: ssd"
+                    )
             if self.capacity is None:
                 raise ValueError(
                     f"tier {self.name!r} (kind: dram) needs a capacity, such as capacity: 16GiB"
                 )
-            if self.endurance_tbw is not None:
-                raise ValueError(
-                    f"tier {self.name!r} is host memory (kind: dram), which does not wear out: "
-                    "remove endurance_tbw"
-                )
-            if self.shared:
-                raise ValueError(
-                    f"tier {self.name!r} is host memory (kind: dram), which no other machine uses: "
-                    "remove shared"
-                )
-            if self.overwrite:
-                raise ValueError(
-                    f"tier {self.name!r} is host memory (kind: dram), which carries nothing: "
-                    "remove overwrite"
-                )
-        elif self.path is None:
-            raise ValueError(
-                f"tier {self.name!r} (kind: ssd) needs a path, such as path: /mnt/nvme0"
-            )
         return self
 
 
@@ -329,9 +319,8 @@ class OffloadConfig(_Section):
     @field_validator("tiers")
     @classmethod
     def _unique_names(cls, tiers: list[TierConfig]) -> list[TierConfig]:
-        names = [tier.name for tier in tiers]
-        for name in names:
-            if names.count(name) > 1:
+        for name, count in Counter(tier.name for tier in tiers).items():
+            if count > 1:
                 raise ValueError(f"two tiers are named {name!r}: give each its own name")
         return tiers
 
@@ -351,11 +340,11 @@ class OffloadConfig(_Section):
     @model_validator(mode="after")
     def _plan_decides_alone(self) -> Self:
         if self.planning.device_memory is None:
-            if self.planning.plan is not None:
-                raise ValueError(
-                    "planning.plan needs planning.device_memory, the limit within which it holds"
-                )
-            return self
+            if self.planning.plan is None:
+                return self
+            raise ValueError(
+                "planning.plan needs planning.device_memory, the limit within which it holds"
+            )
         if not self.activations.enabled:
             raise ValueError(
                 "planning.device_memory needs activations.enabled: true, as saved tensors are what "
@@ -404,11 +393,10 @@ class OffloadConfig(_Section):
         """
         if among == 1:
             return self
+        parts = [tier.capacity and max(1, tier.capacity // among) for tier in self.tiers]
         tiers = [
-            tier
-            if tier.capacity is None
-            else tier.model_copy(update={"capacity": max(1, tier.capacity // among)})
-            for tier in self.tiers
+            tier.model_copy(update={"capacity": part})
+            for tier, part in zip(self.tiers, parts, strict=True)
         ]
         return self.model_copy(update={"tiers": tiers})
 
@@ -430,8 +418,8 @@ class OffloadConfig(_Section):
             The checked config.
 
         Raises:
-            ConfigError: If it cannot be read or is wrong: one message with every problem, where it
-                is, what was given and what is allowed.
+            ConfigError: it cannot be read or is wrong: one message with every problem, where it is,
+                what was given and what is allowed.
         """
         if isinstance(source, OffloadConfig):
             return source

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
-from offload_strategy.config.default_directory import expand_path
-from offload_strategy.config.messages import no_such_source, short
+from offload_strategy.config.directories import expand_path
+from offload_strategy.config.messages import short
 from offload_strategy.errors import ConfigError
 
 CONFIG_VARIABLE = "SSD_OFFLOAD_CONFIG"
 ACCELERATE_SECTION = "ssd_offload_config"
 
-
-class Sections(NamedTuple):
-    """Sections that were read, and the words for where they come from."""
-
-    values: Mapping[str, Any]
-    label: str
+#: The sections of a config, and the words for where they come from.
+Sections = tuple[Mapping[str, Any], str]
 
 
 def presets() -> dict[str, str]:
@@ -37,20 +34,17 @@ def presets() -> dict[str, str]:
 
 
 def read(source: Mapping[str, Any] | str | os.PathLike[str] | None) -> Sections:
-    """Read the sections of a config.
-
-    Args:
-        source: A mapping, a path, JSON text, the name of a preset, or None for $SSD_OFFLOAD_CONFIG.
+    """Read the sections of a config; see `OffloadConfig.load` for what may stand for one.
 
     Raises:
-        ConfigError: If there is no such source, or it is not a mapping of sections.
+        ConfigError: there is no such source, or it is not a mapping of sections.
     """
     if source is not None:
         return _read(source, "", ())
     from_environment = os.environ.get(CONFIG_VARIABLE, "").strip()
     if from_environment:
         return _read(from_environment, f"${CONFIG_VARIABLE}: ", ())
-    return Sections({}, "the default config")
+    return {}, "the default config"
 
 
 def _read(source: Any, where: str, seen: tuple[Path, ...]) -> Sections:
@@ -85,7 +79,12 @@ def _read_file(name: str, where: str, seen: tuple[Path, ...]) -> Sections:
     try:
         text = path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
-        raise ConfigError(f"{where}{no_such_source(name, list(presets()))}") from None
+        known = list(presets())
+        near = difflib.get_close_matches(name, known, 1)
+        raise ConfigError(
+            f"{where}{name!r} is neither a file that exists nor a preset ({', '.join(known)})."
+            + (f" Did you mean {near[0]!r}?" if near else "")
+        ) from None
     except IsADirectoryError:
         raise ConfigError(f"{label} is a directory: give a YAML or JSON file in it") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -114,7 +113,7 @@ def _sections(content: Any, label: str, seen: tuple[Path, ...]) -> Sections:
     for key in content:
         if not isinstance(key, str):
             raise ConfigError(f"{label}: the key {short(key)} is not text")
-    return Sections(content, label)
+    return content, label
 
 
 def _parse(text: str, label: str, is_json: bool = False) -> Any:

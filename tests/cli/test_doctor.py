@@ -19,7 +19,7 @@ from offload_strategy.cli.path_checks import (
     check_together,
 )
 from offload_strategy.config import OffloadConfig
-from offload_strategy.config.file_systems import FileSystem
+from offload_strategy.config.directories import FileSystem
 from offload_strategy.host_memory.memory_limits import memory_cgroup_limit
 from offload_strategy.units import GiB, MiB
 from tests.io.loop_devices import loop_device, loop_disk
@@ -347,11 +347,11 @@ def test_buffered_io_is_a_warning_unless_it_was_chosen(disk: Path) -> None:
 @pytest.mark.parametrize(
     ("system", "status", "word"),
     [
-        (FileSystem("ext4", "/"), OK, "ext4"),
-        (FileSystem("xfs", "/", rotational=False), OK, "xfs"),
-        (FileSystem("xfs", "/", rotational=True), WARNING, "spinning"),
-        (FileSystem("lustre", "/"), WARNING, "other machines"),
-        (FileSystem("overlay", "/"), WARNING, "container"),
+        (FileSystem("ext4"), OK, "ext4"),
+        (FileSystem("xfs", rotational=False), OK, "xfs"),
+        (FileSystem("xfs", rotational=True), WARNING, "spinning"),
+        (FileSystem("lustre"), WARNING, "other machines"),
+        (FileSystem("overlay"), WARNING, "container"),
         (None, OK, "unknown"),
     ],
 )

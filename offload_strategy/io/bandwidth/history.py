@@ -32,7 +32,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
-from offload_strategy.config.default_directory import expand_path
+from offload_strategy.config.directories import expand_path
 from offload_strategy.io.regions.block_devices import is_block_device
 from offload_strategy.telemetry import Direction, get_logger
 

@@ -1,0 +1,119 @@
+"""Directories of tiers: the default one, and the file system of a path."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from offload_strategy.errors import ConfigError
+
+DIRECTORY_VARIABLE = "SSD_OFFLOAD_DIR"
+
+#: File systems whose data is on other machines.
+_NETWORK = frozenset(
+    [
+        *("nfs", "nfs4", "cifs", "smb3", "lustre", "beegfs", "gpfs", "ceph", "glusterfs"),
+        *("fuse.glusterfs", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.juicefs"),
+        *("wekafs", "9p", "afs", "orangefs", "pvfs2", "panfs"),
+    ]
+)
+#: File systems that are kept in memory.
+_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "rootfs"})
+
+
+def default_directory() -> Path:
+    """Return the directory of the default tier.
+
+    It is $SSD_OFFLOAD_DIR, else the temporary directory, or /var/tmp where the temporary directory
+    is kept in memory, as on many systems.
+
+    Raises:
+        ConfigError: $SSD_OFFLOAD_DIR names a variable that is not set.
+    """
+    configured = os.environ.get(DIRECTORY_VARIABLE, "").strip()
+    if configured:
+        try:
+            return Path(expand_path(configured))
+        except ValueError as error:
+            raise ConfigError(f"${DIRECTORY_VARIABLE}: {error}") from None
+    directory, fallback = Path(tempfile.gettempdir()), Path("/var/tmp")
+    return fallback if is_memory_filesystem(directory) and fallback.is_dir() else directory
+
+
+def expand_path(path: str) -> str:
+    """Expand '~' and '$VARIABLES' and make a path absolute: other processes may start elsewhere.
+
+    Raises:
+        ValueError: the path is empty or uses a variable that is not set.
+    """
+    if not path.strip():
+        raise ValueError("the path is empty")
+    if "\0" in path:
+        raise ValueError(f"{path!r} contains a null character")
+    expanded = os.path.expandvars(path)
+    unset = re.search(r"\$(\w+|\{[^}]*\})", expanded)
+    if unset and unset[0] in path:
+        raise ValueError(f"{path!r} uses the environment variable {unset[0]}, which is not set")
+    return os.path.abspath(os.path.expanduser(expanded))
+
+
+@dataclass(frozen=True, slots=True)
+class FileSystem:
+    """A mounted file system.
+
+    Args:
+        kind: such as ``ext4`` or ``nfs4``.
+        rotational: whether it is on a spinning disk; None where that is unknown.
+    """
+
+    kind: str
+    rotational: bool | None = None
+
+    @property
+    def is_network(self) -> bool:
+        """Whether the data is on another machine."""
+        return self.kind in _NETWORK
+
+
+def file_system_of(path: str | os.PathLike[str]) -> FileSystem | None:
+    """Return the file system of a path, existing or not; None if the system does not tell."""
+    real = Path(os.path.realpath(path))
+    mounts = [m for m in psutil.disk_partitions(all=True) if real.is_relative_to(m.mountpoint)]
+    if not mounts:
+        return None
+    # Of two mounts at one place the later hides the earlier.
+    mount = max(reversed(mounts), key=lambda each: len(each.mountpoint))
+    return FileSystem(mount.fstype, is_rotational(mount.mountpoint))
+
+
+def is_memory_filesystem(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path, existing or not, is in memory; False where that is unknown."""
+    system = file_system_of(path)
+    return system is not None and system.kind in _IN_MEMORY
+
+
+def is_rotational(
+    mount_point: str | os.PathLike[str], devices: Path = Path("/sys/dev/block")
+) -> bool | None:
+    """Return whether a file system is on a spinning disk.
+
+    The result is None for virtual and loop devices, which always report a spinning disk.
+    """
+    try:
+        number = os.stat(mount_point).st_dev
+        folder = devices / f"{os.major(number)}:{os.minor(number)}"
+    except (OSError, AttributeError):  # Windows has no numbers of devices
+        return None
+    if re.match(r"(vd|xvd|loop)", folder.resolve().name):
+        return None
+    for place in (folder, folder / ".."):  # a partition's queue is in the disk's directory
+        try:
+            return (place / "queue" / "rotational").read_text().strip() == "1"
+        except OSError:
+            continue
+    return None
