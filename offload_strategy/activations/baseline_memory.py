@@ -12,7 +12,8 @@ pass is measured from event to event again.
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
+
+from offload_strategy.host_memory.memory_limits import PeakMeter
 
 #: Number of last passes of which the largest correction counts.
 _PASSES = 4
@@ -26,26 +27,6 @@ _CLOSE_EVERY = 16
 BEGIN = 0
 
 
-class MemoryMeter(Protocol):
-    """Measures memory in use."""
-
-    @property
-    def counts_host_buffers(self) -> bool:
-        """Whether buffers in host memory are part of this memory."""
-
-    def reset_peak(self) -> None:
-        """Restart the measurement of the peak."""
-
-    def peak_bytes(self) -> int:
-        """Return the peak since the last reset."""
-
-    def used_bytes(self) -> int:
-        """Return the bytes in use now."""
-
-    def total_bytes(self) -> int:
-        """Return the bytes of the whole memory."""
-
-
 class BaselineMemory:
     """See [Note: baseline memory].
 
@@ -54,7 +35,7 @@ class BaselineMemory:
         passes: Number of first passes that are measured per event.
     """
 
-    def __init__(self, meter: MemoryMeter, passes: int) -> None:
+    def __init__(self, meter: PeakMeter, passes: int) -> None:
         self._meter = meter
         self._close = passes
         self._since_close = 0

@@ -17,10 +17,8 @@ Three rules, of which each sees what the others cannot:
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-
-from offload_strategy.activations.tier_load import TierLoad
-from offload_strategy.activations.use_order import Trace
+from offload_strategy.activations.forward_records import Trace
+from offload_strategy.activations.tier_writes import TierWrites
 from offload_strategy.telemetry import get_logger
 from offload_strategy.units import MiB, format_size
 
@@ -29,8 +27,8 @@ logger = get_logger(__name__)
 #: Share of a step's time that training may wait for activations.
 ALLOWANCE = 0.01
 #: Share of a step's bytes that may wait to be written, and the least that may. A small pass gives
-#: away a larger share at once (see outbox.py), and what is behind such a batch must not be held up,
-#: if the path takes it in within so many seconds.
+#: away a larger share at once (see [Note: batches]), and what is behind such a batch must not be
+#: held up, if the path takes it in within so many seconds.
 _BACKLOG_SHARE = 0.06
 _SMALL_PASS_SHARE, _SMALL_PASS_BYTES = 0.15, 96 * MiB
 _SMALL_PASS_SECONDS = 0.06
@@ -49,10 +47,16 @@ _GROWTH = 0.02
 _SETTLED = 5
 
 
-class Budget(ABC):
-    """Decides which items are offloaded, and learns from the passes."""
+class Budget:
+    """Decides which items are offloaded: a fixed amount per forward pass.
 
-    @abstractmethod
+    Args:
+        budget: Bytes (int), share of what is saved (float, 0 to 1), or None for no limit.
+    """
+
+    def __init__(self, budget: int | float | None = None) -> None:
+        self._budget = budget
+
     def admits(
         self, nbytes: int, trace: Trace, idle: float | None, saved_after: float | None = None
     ) -> bool:
@@ -64,6 +68,10 @@ class Budget(ABC):
             idle: Seconds for which the item will be unused, or None if unknown.
             saved_after: Seconds after the first item at which it is saved, or None if unknown.
         """
+        limit = self._budget
+        if isinstance(limit, float):
+            limit *= trace.saved_bytes
+        return limit is None or trace.left_bytes + nbytes <= limit
 
     def must_leave(self, trace: Trace) -> int | None:
         """Return how many bytes in flight must still be written when backward starts.
@@ -73,9 +81,7 @@ class Budget(ABC):
         """
         return None
 
-    def uses(  # noqa: B027 - most budgets need not know
-        self, trace: Trace, loaded_bytes: int, nbytes: int
-    ) -> None:
+    def uses(self, trace: Trace, loaded_bytes: int, nbytes: int) -> None:
         """Note that backward uses an item for the first time.
 
         Args:
@@ -84,10 +90,10 @@ class Budget(ABC):
             nbytes: Size of this item.
         """
 
-    def observe(self, trace: Trace) -> None:  # noqa: B027 - most budgets need not know
+    def observe(self, trace: Trace) -> None:
         """Note that the backward of a pass has ended, or was launched."""
 
-    def learn(self, trace: Trace) -> None:  # noqa: B027 - a fixed budget learns nothing
+    def learn(self, trace: Trace) -> None:
         """Learn from the times of such a pass, once the device has told them."""
 
     def room(self, trace: Trace) -> int | None:
@@ -95,37 +101,17 @@ class Budget(ABC):
         return None
 
 
-class FixedBudget(Budget):
-    """A fixed amount per forward pass.
-
-    Args:
-        budget: Bytes (int), share of what is saved (float, 0 to 1), or None for no limit.
-    """
-
-    def __init__(self, budget: int | float | None) -> None:
-        self._budget = budget
-
-    def admits(
-        self, nbytes: int, trace: Trace, idle: float | None, saved_after: float | None = None
-    ) -> bool:
-        """See `Budget.admits`."""
-        if self._budget is None:
-            return True
-        share = isinstance(self._budget, float)
-        limit = self._budget * trace.saved_bytes if share else self._budget
-        return trace.left_bytes + nbytes <= limit
-
-
 class AutomaticBudget(Budget):
     """As much as the path can hide; see [Note: the automatic budget].
 
     Args:
-        tier_load: Load of the tiers.
+        writes: Load of the tiers.
         most_backlog: Largest number of bytes that may wait to be written.
     """
 
-    def __init__(self, tier_load: TierLoad, most_backlog: int) -> None:
-        self._tier_load = tier_load
+    def __init__(self, writes: TierWrites, most_backlog: int) -> None:
+        super().__init__()
+        self._writes = writes
         self._most_backlog = most_backlog
         self._backlog = min(_FIRST_BACKLOG_BYTES, most_backlog)
         self._limit: float | None = None
@@ -142,15 +128,15 @@ class AutomaticBudget(Budget):
         self, nbytes: int, trace: Trace, idle: float | None, saved_after: float | None = None
     ) -> bool:
         """See `Budget.admits`; waits a little for the path."""
-        tier_load = self._tier_load
+        writes = self._writes
         if trace.saved_bytes == nbytes:  # a new forward pass
             self._allowed_seconds = self._allowance_seconds
             self._expected_backlog = self._expected_at = 0.0
         if self._limit is not None and trace.left_bytes + nbytes > self._limit:
             return False
-        if tier_load.has_room_in_memory(nbytes):
+        if writes.has_room_in_memory(nbytes):
             return True
-        backlog: float = tier_load.writing_bytes()
+        backlog: float = writes.writing_bytes()
         if trace.on_device:
             if saved_after is None:  # the first passes move what they can, and are timed
                 return True
@@ -166,15 +152,15 @@ class AutomaticBudget(Budget):
         if backlog <= room:
             return True
         if self._allowed_seconds > 0:
-            self._allowed_seconds -= tier_load.await_writing_at_most(room, self._allowed_seconds)
-        return tier_load.writing_bytes() <= room
+            self._allowed_seconds -= writes.await_writing_at_most(room, self._allowed_seconds)
+        return writes.writing_bytes() <= room
 
     def _backlog_at(self, saved_after: float) -> float:
         """Return the bytes that will wait to be written when the device saves an item.
 
         The host asks long before that: it counts on what the path takes until then.
         """
-        rate = self._tier_load.rate(write=True) or 0.0
+        rate = self._writes.rate(write=True) or 0.0
         written = rate * max(0.0, saved_after - self._expected_at)
         self._expected_backlog = max(0.0, self._expected_backlog - written)
         self._expected_at = saved_after
@@ -189,7 +175,7 @@ class AutomaticBudget(Budget):
         """Learn how much a backward pass can hide."""
         saved, left = trace.saved_bytes, trace.left_bytes
         of_small_pass = min(_SMALL_PASS_BYTES, int(_SMALL_PASS_SHARE * saved))
-        rate = self._tier_load.rate(write=True)
+        rate = self._writes.rate(write=True)
         if rate is not None:
             of_small_pass = min(of_small_pass, int(rate * _SMALL_PASS_SECONDS))
         share = max(_LEAST_BACKLOG_BYTES, of_small_pass, int(_BACKLOG_SHARE * saved))
@@ -199,7 +185,7 @@ class AutomaticBudget(Budget):
         self._soon_seconds = _SOON * trace.seconds
         late = trace.waited > allowance
         if late:
-            rate = self._tier_load.rate(write=False) or left / trace.waited
+            rate = self._writes.rate(write=False) or left / trace.waited
             lost = min(left, rate * (trace.waited - allowance))
             self._limit = left - (lost if self._was_late else min(lost, _CHANCE * left))
             self._growth = _GROWTH
@@ -221,7 +207,7 @@ class AutomaticBudget(Budget):
             )
 
     def _round_trip_seconds(self, nbytes: int, backlog: float) -> float:
-        write, read = self._tier_load.rate(write=True), self._tier_load.rate(write=False)
+        write, read = self._writes.rate(write=True), self._writes.rate(write=False)
         if not write or not read:
             return 0.0
         return (backlog + nbytes) / write + nbytes / read

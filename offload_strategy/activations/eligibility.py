@@ -1,9 +1,22 @@
-"""Which saved tensors may leave at all, and why the others stay."""
+"""Which saved tensors may leave at all, as which bytes, and why the others stay.
+
+[Note: identity of storages]
+Neither `id()` nor an address names a tensor for longer than it lives: both are reused at once. A
+storage is named by a weak reference to its Python object, which torch keeps for as long as the
+storage itself lives; an address only tells where to look.
+
+One storage may have several version counters: the chunks that a recurrent layer changes in place
+(`unsafe_chunk`) count for themselves. The version of one says nothing about the bytes of another,
+so bytes are shared among saved tensors as far as the base that they are views of reaches, in which
+such chunks never lie within each other's reach; and beyond that only while their counters are at
+zero: a counter is made with its view, and says then that nobody changed the bytes through it.
+"""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -39,29 +52,35 @@ class Stays(enum.Enum):
     QUANTIZED = "a quantized tensor"
     TRANSFORM = "inside a torch.func transform"
 
-    @property
-    def is_shortcoming(self) -> bool:
-        """Whether it would have left if this package knew how to move it."""
-        return self in _SHORTCOMINGS
+
+#: Dispatch keys, as bits, to why tensors of that kind stay.
+_KINDS: dict[int, Stays | None] = {}
 
 
-_SHORTCOMINGS = frozenset(
-    {Stays.SUBCLASS, Stays.LAYOUT, Stays.NESTED, Stays.QUANTIZED, Stays.TRANSFORM}
-)
+def is_small(tensor: torch.Tensor, min_size: int) -> bool:
+    """Whether a tensor stays for the size of its storage: most are small, and this is quick."""
+    try:
+        return tensor.nbytes < min_size and tensor.untyped_storage().nbytes() < min_size
+    except (NotImplementedError, RuntimeError):  # without a storage of its own
+        return False
 
 
 def why_it_stays(tensor: torch.Tensor, is_weight: Callable[[torch.Tensor], bool]) -> Stays | None:
-    """The reason why a saved tensor cannot leave, or None if it can.
+    """Return the reason why a saved tensor cannot leave, or None if it can.
 
-    What leaves is the bytes; `identity.SavedView` rebuilds the rest, lazy conjugates included.
+    What leaves is the bytes; `OffloadedTensor` rebuilds the rest, lazy conjugates included.
 
     Args:
-        tensor: what autograd is about to save.
-        is_weight: tells whether a tensor shares its storage with a parameter or buffer.
+        tensor: What autograd is about to save.
+        is_weight: Tells whether a tensor shares its storage with a parameter or buffer.
     """
     if type(tensor) not in _PLAIN:
         return Stays.WEIGHT if is_weight(tensor) else Stays.SUBCLASS
-    kind = _kind(tensor)
+    # Ten questions to every saved tensor would cost more than to move it.
+    keys = int(torch._C._dispatch_keys(tensor).raw_repr())
+    if keys not in _KINDS:
+        _KINDS[keys] = _kind(tensor)
+    kind = _KINDS[keys]
     if kind is not None and kind is not Stays.QUANTIZED:
         return kind
     if tensor.numel() == 0 or tensor.untyped_storage().nbytes() == 0:
@@ -72,23 +91,7 @@ def why_it_stays(tensor: torch.Tensor, is_weight: Callable[[torch.Tensor], bool]
 
 
 def _kind(tensor: torch.Tensor) -> Stays | None:
-    """Why tensors of its kind stay, whatever their sizes and values.
-
-    All of it is told by what torch dispatches on, so each combination is looked at once: ten
-    questions to every saved tensor would cost more than to move it.
-    """
-    keys = int(torch._C._dispatch_keys(tensor).raw_repr())
-    try:
-        return _KINDS[keys]
-    except KeyError:
-        return _KINDS.setdefault(keys, _look(tensor))
-
-
-#: Dispatch keys, as bits, to the answer.
-_KINDS: dict[int, Stays | None] = {}
-
-
-def _look(tensor: torch.Tensor) -> Stays | None:
+    """Return why tensors with such dispatch keys stay, whatever their sizes and values."""
     # The order matters: a nested tensor calls itself strided, and a wrapped one answers for what it
     # wraps.
     if tensor.is_nested:
@@ -105,37 +108,21 @@ def _look(tensor: torch.Tensor) -> Stays | None:
     return Stays.QUANTIZED if tensor.is_quantized else None
 
 
-def is_small(tensor: torch.Tensor, min_size: int) -> bool:
-    """Whether a saved tensor stays for its size, whatever it is: most are small, this is quick.
-
-    Args:
-        tensor: what autograd is about to save.
-        min_size: bytes of a storage that may leave.
-    """
-    try:
-        return tensor.nbytes < min_size and tensor.untyped_storage().nbytes() < min_size
-    except (NotImplementedError, RuntimeError):  # without a storage of its own
-        return False
-
-
 def _is_form_of_weight(tensor: torch.Tensor, is_weight: Callable[[torch.Tensor], bool]) -> bool:
     """Whether it is a weight, a view of one, or one in another precision.
 
     Parameters are weights wherever they live: sharded training gathers a whole layer into one that
     no module owned when the forward pass began, and takes its memory away again after the layer.
+    Autocast saves a low-precision copy of a weight, mostly as a view of it (a linear layer saves
+    its transpose): cast from the weight, and it lives on in a cache.
     """
     base = tensor._base
     if isinstance(tensor, torch.nn.Parameter) or isinstance(base, torch.nn.Parameter):
         return True
-    return is_weight(tensor) or _is_cast_weight(tensor if base is None else base, is_weight)
-
-
-def _is_cast_weight(tensor: torch.Tensor, is_weight: Callable[[torch.Tensor], bool]) -> bool:
-    """Autocast saves a low-precision copy of a weight: cast from it, and it lives on in a cache.
-
-    Mostly as a view of the copy: a linear layer saves its transpose.
-    """
-    node = tensor.grad_fn
+    if is_weight(tensor):
+        return True
+    whole = tensor if base is None else base
+    node = whole.grad_fn
     for _ in range(_FORM_DEPTH):
         if node is None:
             return False
@@ -143,41 +130,77 @@ def _is_cast_weight(tensor: torch.Tensor, is_weight: Callable[[torch.Tensor], bo
         if name == "torch::autograd::AccumulateGrad":
             # A cast of something expanded is larger than the weight, and no form of it.
             variable = node.variable  # type: ignore[attr-defined]
-            return tensor.numel() <= variable.numel() and is_weight(variable)
+            return whole.numel() <= variable.numel() and is_weight(variable)
         if name not in _FORM_NODES:
             return False
         node = node.next_functions[0][0]
     return False
 
 
-class StayCounts:
-    """Counts what stays although it should not have to, and names each kind once."""
+# ---------------------------------------------------------------------- bytes
+class ByteRange(NamedTuple):
+    """Bytes `start` to `end` of a storage, that is, what a view can reach."""
+
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its length in bytes."""
+        return self.end - self.start
+
+    def covers(self, other: ByteRange) -> bool:
+        """Whether every byte of `other` lies in this range."""
+        return self.start <= other.start and other.end <= self.end
+
+
+def reach(tensor: torch.Tensor) -> ByteRange:
+    """Return the bytes of its storage that a strided tensor can touch (no stride is negative)."""
+    itemsize = tensor.itemsize
+    start = int(tensor.storage_offset()) * itemsize
+    if tensor.is_contiguous():
+        return ByteRange(start, start + max(itemsize, tensor.nbytes))
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in strides)
+    return ByteRange(start, start + (last + 1) * itemsize)
+
+
+def reach_of_base(tensor: torch.Tensor, own: ByteRange) -> ByteRange:
+    """Return the bytes to take along with a tensor's own `reach`, for other views that are saved.
+
+    Those that share its version counter: of what it is a view of, or its own. And all of its
+    storage, if it lies between others there (query, key and value of one product, which a compiled
+    region saves as views without a base) and nothing that its counter knows of has changed them.
+    """
+    base = tensor._base
+    if base is None:
+        if tensor.nbytes >= own.nbytes or tensor._version:
+            return own
+        return ByteRange(0, tensor.untyped_storage().nbytes())
+    if base.layout is not torch.strided or base.numel() == 0:
+        return own
+    same = base.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+    return reach(base) if same else own
+
+
+# ---------------------------------------------------------------------- what stays
+class UnsupportedTensors:
+    """Counts what stays for want of knowing how to move it, and names each kind once."""
 
     def __init__(self) -> None:
-        self.tensors: dict[Stays, int] = {}
-        self.nbytes: dict[Stays, int] = {}
-        self._named: set[str] = set()
+        self.nbytes = 0
+        self._named: set[tuple[Stays, str]] = set()
 
-    def note(self, reason: Stays, tensor: torch.Tensor, at_least: int = 0) -> None:
-        """A saved tensor stays.
-
-        Args:
-            reason: why.
-            tensor: which one.
-            at_least: bytes below which it would have stayed anyway and is not worth a word.
-        """
-        if not reason.is_shortcoming:
+    def note(self, reason: Stays, tensor: torch.Tensor, min_size: int) -> None:
+        """Count a saved tensor that stays, and name it if it is larger than others that stay."""
+        if reason in (Stays.WEIGHT, Stays.EMPTY, Stays.INFERENCE):
             return
         nbytes = bytes_in_memory(tensor)
-        self.tensors[reason] = self.tensors.get(reason, 0) + 1
-        self.nbytes[reason] = self.nbytes.get(reason, 0) + nbytes
-        if nbytes < at_least:
-            return
+        self.nbytes += nbytes
         kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
         kind = f"{kind} with {tensor.layout}" if reason is Stays.LAYOUT else kind
-        name = f"{reason.name} {kind}"
-        if name not in self._named:
-            self._named.add(name)
+        if nbytes >= min_size and (reason, kind) not in self._named:
+            self._named.add((reason, kind))
             logger.info(
                 "a saved tensor of %s (%s) stays in memory, and so will others like it: it is %s, "
                 "which cannot be offloaded.",
@@ -187,18 +210,22 @@ class StayCounts:
             )
 
 
+_INDICES = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
 def bytes_in_memory(tensor: torch.Tensor) -> int:
-    """Bytes of a saved tensor of any kind, those of the tensors that it consists of included."""
+    """Return the bytes of a tensor of any kind, with those of tensors that it consists of."""
     if is_traceable_wrapper_subclass(tensor):
         # Among them may be what is no tensor, as the mesh of devices of a DTensor.
-        parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-        return sum(bytes_in_memory(part) for part in parts if isinstance(part, torch.Tensor))
-    if tensor.layout is torch.sparse_coo:
-        return bytes_in_memory(tensor._indices()) + bytes_in_memory(tensor._values())
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        parts = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-        return sum(bytes_in_memory(part) for part in parts)
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        parts = (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-        return sum(bytes_in_memory(part) for part in parts)
-    return int(tensor.numel()) * tensor.element_size()
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    elif tensor.layout in _INDICES:
+        parts = [getattr(tensor, name)() for name in _INDICES[tensor.layout]]
+    else:
+        return int(tensor.numel()) * tensor.element_size()
+    return sum(bytes_in_memory(part) for part in parts if isinstance(part, torch.Tensor))

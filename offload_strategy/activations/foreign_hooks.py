@@ -1,5 +1,12 @@
 """Getting on with saved-tensor hooks that are not ours, and with code that allows none.
 
+[Note: others who offload]
+Of nested saved-tensor hooks one pair gets the tensor, so two who offload do not add up: one of them
+would do nothing, unnoticed. Two are known, each an option that somebody has set, and are refused:
+TRL's `activation_offloading=True` puts hooks around the whole training step, outside of ours, and
+hands on numbers in place of tensors; Transformers' `activation_checkpointing_kwargs={"offload":
+True}` puts `save_on_cpu` around each recomputed layer, inside of ours.
+
 [Note: hooks around ours]
 Of nested saved-tensor hooks torch calls the innermost alone. Ours come with a module that was
 attached, and whoever wraps the call of that module in hooks of his own (to count, to compress, to
@@ -21,10 +28,22 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+
+from offload_strategy.errors import ConfigError
 
 _autograd: Any = torch._C._autograd
 _KEYS = torch._C._TorchDispatchModeKey
 _TRACING_MODES = (_KEYS.FAKE, _KEYS.PROXY, _KEYS.FUNCTIONAL)
+
+
+#: Part of the names of modules that define such hooks: TRL's, and those that it was made after.
+_OFFLOADERS = "activation_offload"
+_ADVICE = (
+    "and one tensor can leave only once. Leave that out and let this engine move activations, or "
+    "keep it and set activations: {enabled: false} in the config of offload-strategy; optimizer "
+    "states are offloaded either way."
+)
 
 
 class HookPair(NamedTuple):
@@ -32,6 +51,11 @@ class HookPair(NamedTuple):
 
     pack: Callable[[torch.Tensor], Any]
     unpack: Callable[[Any], torch.Tensor]
+
+    @property
+    def owner(self) -> object:
+        """The object whose methods they are, or None."""
+        return getattr(self.pack, "__self__", None)
 
 
 def innermost() -> HookPair | None:
@@ -54,27 +78,19 @@ def may_open() -> bool:
 
 
 def foreign(owner: type) -> HookPair | None:
-    """The hooks in force that do not belong to an `owner`, or to whom one of ours hands on.
-
-    Args:
-        owner: class whose methods our own hooks are.
-    """
+    """The hooks in force that are no methods of an `owner`, or that such methods stand behind."""
     pair = innermost()
-    if pair is None:
-        return None
-    of = getattr(pair.pack, "__self__", None)
-    if isinstance(of, _Through):
-        return of.outer
-    return None if isinstance(of, owner) else pair
+    if pair is not None and isinstance(pair.owner, _Through):
+        return pair.owner.outer
+    return None if pair is None or isinstance(pair.owner, owner) else pair
 
 
 def belong_to(owner: object) -> bool:
     """Whether the hooks in force are methods of `owner`."""
     pair = innermost()
-    of = None if pair is None else getattr(pair.pack, "__self__", None)
-    if isinstance(of, _Through):
-        of = getattr(of.ours.pack, "__self__", None)
-    return of is owner
+    if pair is not None and isinstance(pair.owner, _Through):
+        pair = pair.owner.ours
+    return pair is not None and pair.owner is owner
 
 
 def go_through(outer: HookPair) -> None:
@@ -109,6 +125,39 @@ class _Through:
         return self.outer.unpack(self.ours.unpack(packed))
 
 
+# ---------------------------------------------------------------------- others who offload
+def refuse_hooks_that_offload(outer: HookPair | None) -> None:
+    """Refuse saved-tensor hooks around ours that offload.
+
+    Raises:
+        ConfigError: They are those of another activation offload.
+    """
+    module = getattr(outer.pack, "__module__", None) if outer is not None else None
+    if module is not None and _OFFLOADERS in module:
+        raise ConfigError(
+            f"activations are offloaded by {module} already (in TRL: activation_offloading=True), "
+            f"{_ADVICE}"
+        )
+
+
+def refuse_checkpoints_that_offload(model: nn.Module) -> None:
+    """Refuse a model whose layers move to the host what they keep for recomputing.
+
+    Raises:
+        ConfigError: Transformers' activation checkpointing was enabled with ``offload``.
+    """
+    for name, module in model.named_modules():
+        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
+        function = getattr(checkpoint, "func", checkpoint)  # a partial, with the user's options
+        code = getattr(function, "__code__", None)
+        if code is not None and "save_on_cpu" in code.co_names:
+            raise ConfigError(
+                f"activation checkpointing of {name or type(module).__name__!r} offloads what it "
+                f'keeps (in Transformers: activation_checkpointing_kwargs={{"offload": True}}), '
+                f"{_ADVICE}"
+            )
+
+
 # ---------------------------------------------------------------------- transforms
 class _Aside(threading.local):
     """Hooks of ours that were taken off this thread's stack, innermost first."""
@@ -122,22 +171,22 @@ _owner: type | None = None
 
 
 def step_aside_for_transforms(owner: type) -> None:
-    """See to it that transforms which allow no hooks find none of ours. Idempotent.
-
-    Args:
-        owner: class whose methods our own hooks are.
-    """
+    """See to it that transforms which allow no hooks find none of an `owner`'s. Idempotent."""
     global _owner
-    if _owner is not None or not _can_be_replaced():
+    names = ("_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable")
+    if _owner is not None or not all(hasattr(_autograd, name) for name in names):
         return
     _owner = owner
-    disable, enable = _autograd._saved_tensors_hooks_disable, _autograd._saved_tensors_hooks_enable
+    disable, enable = (getattr(_autograd, name) for name in names)
 
     def disable_hooks(message: str, fail_if_non_empty: bool = True) -> None:
         if not fail_if_non_empty:
             disable(message, False)
             return
-        _take_off()
+        # Somebody else's hooks stay, and ours behind somebody else's: the error is theirs.
+        while (pair := innermost()) is not None and isinstance(pair.owner, owner):
+            _aside.pairs.append(pair)
+            _autograd._pop_saved_tensors_default_hooks()
         disable(message)
 
     def enable_hooks() -> None:
@@ -147,17 +196,3 @@ def step_aside_for_transforms(owner: type) -> None:
 
     _autograd._saved_tensors_hooks_disable = disable_hooks
     _autograd._saved_tensors_hooks_enable = enable_hooks
-
-
-def _can_be_replaced() -> bool:
-    names = ("_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable")
-    return all(hasattr(_autograd, name) for name in names)
-
-
-def _take_off() -> None:
-    while (pair := innermost()) is not None:
-        of = getattr(pair.pack, "__self__", None)
-        if _owner is None or not isinstance(of, _owner):
-            return  # somebody else's, or ours behind somebody else's: the error is theirs
-        _aside.pairs.append(pair)
-        _autograd._pop_saved_tensors_default_hooks()

@@ -1,97 +1,268 @@
-"""The record of one forward pass: its saved items, and where their bytes are."""
+"""The record of one forward pass: its saved items, where their bytes are, and their times.
+
+[Note: items, traces and use orders]
+An *item* is one range of one storage that autograd saved and that could be offloaded, whether it
+was or not; items are numbered in the order of saving. The *trace* of a forward pass records when
+each item was saved, and when backward first used it. Forward passes that save the same kinds of
+items in the same order (whatever their sizes: sequences vary in length) share a *use order*: the
+order of first uses and their times, without the time that backward waited for bytes. A pass of a
+new kind is assumed to use items in the reverse order of saving, at unknown times.
+"""
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator
-from typing import Protocol
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from offload_strategy.activations.saved_views import ByteRange
-from offload_strategy.activations.use_order import StorageReference, Trace, UseOrder
-from offload_strategy.store.tensor_store import TensorStore
-from offload_strategy.store.ticket import Ticket, TicketState
-
-#: A shorter wait for a load does not count.
-WORTH_SECONDS = 0.001
+from offload_strategy.activations.device_times import DeviceTimes
+from offload_strategy.activations.eligibility import ByteRange
+from offload_strategy.store.ticket import Entry, Ticket, TicketState
 
 
-class LoadScheduler(Protocol):
-    """The interface between a record and the prefetcher."""
+class StorageReference(weakref.ref[torch.UntypedStorage]):
+    """A weak reference to the storage of an item.
 
-    def begins(self, record: ForwardRecord) -> None:
-        """Note that backward reaches a record."""
+    Others may keep the storage alive: an offloaded item stays in memory as long as a model or an
+    output references it.
+    """
 
-    def ended(self, record: ForwardRecord) -> None:
-        """Note that backward has used every item of a record."""
+    __slots__ = ("entry", "nbytes", "number")
 
-    def uses(self, record: ForwardRecord, item: SavedItem) -> None:
-        """Note that an item is used for the first time."""
-
-    def missed(self) -> None:
-        """Note that an item was needed before its load started."""
-
-    def waited(self, seconds: float) -> None:
-        """Note that training waited for a load."""
-
-    def loaded(self, ticket: Ticket) -> None:
-        """Note that a load has ended."""
-
-    def fetch_ahead(self, record: ForwardRecord, item: SavedItem) -> None:
-        """Start the loads that must start before the next item is used."""
+    number: int
+    nbytes: int
+    #: The store's entry, once the item is offloaded.
+    entry: Entry | None
 
 
-class View(Protocol):
-    """A saved view of an item's bytes."""
+@dataclass(slots=True)
+class BlockCall:
+    """A call of a block.
 
-    unpacked: bool
+    Args:
+        name: Name of the block.
+        first: Number of the first item that is saved within the block.
+        begins_at: Start (`time.perf_counter`), minus the time that forward had waited.
+        input_bytes: Bytes of its input tensors that are not inputs of an earlier block.
+        end: Number of the first item after the block.
+        ends_at: End, as `begins_at`; None while it runs, or if it raised.
+    """
+
+    name: str
+    first: int
+    begins_at: float
+    input_bytes: int
+    end: int = 0
+    ends_at: float | None = None
 
 
+@dataclass(slots=True)
+class BlockCalls:
+    """The calls of blocks in one forward pass, in order."""
+
+    all: list[BlockCall] = field(default_factory=list)
+    _inputs: set[int] = field(default_factory=set)
+
+    def begin(self, name: str, inputs: Iterable[torch.Tensor], first: int, at: float) -> None:
+        """Record the start of a call; see `BlockCall`."""
+        nbytes = 0
+        for tensor in inputs:
+            try:
+                storage = tensor.untyped_storage()
+            except (NotImplementedError, RuntimeError):  # it has no storage
+                continue
+            if storage._cdata not in self._inputs:
+                self._inputs.add(int(storage._cdata))
+                nbytes += storage.nbytes()
+        self.all.append(BlockCall(name, first, at, nbytes))
+
+    def end(self, name: str, end: int, at: float) -> None:
+        """Record the end of the last call: blocks do not contain each other."""
+        if self.all and self.all[-1].name == name:
+            self.all[-1].end, self.all[-1].ends_at = end, at
+
+
+@dataclass(slots=True, eq=False)
+class Trace:
+    """The times at which items of one forward pass were saved and used (`time.perf_counter`)."""
+
+    started_at: float = field(default_factory=time.perf_counter)
+    saved_at: list[float] = field(default_factory=list)
+    #: Bytes of each item; seconds that forward waited for room in total, and until each item.
+    sizes: list[int] = field(default_factory=list)
+    held: float = 0.0
+    held_at: list[float] = field(default_factory=list)
+    #: Bytes of all items so far, and of those that were offloaded.
+    saved_bytes: int = 0
+    left_bytes: int = 0
+    #: A hash of the kinds of items up to each item: the kind of pass so far.
+    prefixes: list[int] = field(default_factory=list)
+    #: (item, time of first use, seconds that backward had waited until then)
+    uses: list[tuple[int, float, float]] = field(default_factory=list)
+    #: Seconds that backward waited for bytes.
+    waited: float = 0.0
+    #: Number of uses that the history has learned.
+    learned: int = 0
+    #: Until when offloaded items stayed in memory because others referenced them, without the
+    #: seconds for which training had waited; None if nobody did.
+    held_until: dict[int, float | None] = field(default_factory=dict)
+    #: Calls of blocks that may be recomputed.
+    blocks: BlockCalls = field(default_factory=BlockCalls)
+    #: Whether an accelerator computes the pass, and its events if the pass is timed by it.
+    on_device: bool = False
+    device_times: DeviceTimes | None = None
+    _storages: list[StorageReference] = field(default_factory=list)
+    # Storages are freed on any thread; appending to a deque runs no Python code.
+    _died: deque[Any] = field(default_factory=deque)
+    _alive_bytes: int = 0
+    _looked_at: float = 0.0
+
+    @property
+    def signature(self) -> int:
+        """The hash of the kinds of all items: the kind of pass."""
+        return self.prefixes[-1] if self.prefixes else 0
+
+    def prefix_with(self, tensor: torch.Tensor) -> int:
+        """Return the hash of the pass with this tensor as its next item."""
+        return hash((self.signature, tensor.ndim, tensor.dtype))
+
+    @property
+    def complete(self) -> bool:
+        """Whether every item was used."""
+        return len(self.uses) == len(self.saved_at)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the start of the forward pass to the last use of an item."""
+        return self.uses[-1][1] - self.started_at if self.uses else 0.0
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that were written and read."""
+        return 2 * self.left_bytes
+
+    @property
+    def computing_seconds(self) -> float:
+        """Seconds from the start of the forward pass to the last use, without waits."""
+        return max(0.0, self.seconds - self.held - self.waited)
+
+    def computed_by(self, device: torch.device, *, timed: bool) -> None:
+        """Record that an accelerator computes this pass; see [Note: clocks]."""
+        self.on_device = True
+        self.device_times = DeviceTimes(device) if timed else None
+
+    def saved(self, prefix: int, nbytes: int) -> int:
+        """Record a new item with its `prefix_with`, and return its number."""
+        if self.device_times is not None:
+            self.device_times.saved()
+        self.prefixes.append(prefix)
+        self.sizes.append(nbytes)
+        self.held_at.append(self.held)
+        # Last, because its length is the number of items, and Ctrl-C may come between two lines.
+        self.saved_at.append(time.perf_counter())
+        return len(self.saved_at) - 1
+
+    def used(self, number: int) -> None:
+        """Record the first use of an item."""
+        if self.device_times is not None:
+            self.device_times.used()
+        self.uses.append((number, time.perf_counter(), self.waited))
+        storage = self._storages[number]
+        self._alive_bytes -= storage.nbytes
+        storage.nbytes = 0
+
+    def watch(self, number: int, storage: torch.UntypedStorage, nbytes: int) -> StorageReference:
+        """Observe when the storage of an item is freed."""
+        watched = StorageReference(storage, self._died.append)
+        watched.number, watched.nbytes, watched.entry = number, nbytes, None
+        self._storages.append(watched)
+        self._alive_bytes += nbytes
+        return watched
+
+    def alive_bytes(self) -> int:
+        """Return the bytes of items in memory that backward has not used, offloaded or not."""
+        now = time.perf_counter()
+        while self._died:
+            dead: StorageReference = self._died.popleft()
+            self._alive_bytes -= dead.nbytes
+            dead.nbytes = 0
+            entry, dead.entry = dead.entry, None
+            if entry is not None and entry.written_at is not None:
+                held = entry.written_at < self._looked_at
+                self.held_until[dead.number] = (now - self.held - self.waited) if held else None
+        self._looked_at = now
+        return self._alive_bytes
+
+    def resolve_times(self) -> bool:
+        """Replace the host's times by the device's; return whether the times are right now."""
+        times = self.device_times
+        if times is None:
+            return not self.on_device
+        if not self.uses or not times.over:
+            return False
+        start = self.started_at
+        self.saved_at = [start + seconds for seconds in times.saved_after()]
+        self.held_at = [0.0] * len(self.saved_at)
+        self.held, self.waited = 0.0, times.waited()
+        self.uses = [
+            (number, start + seconds, waited)
+            for (number, _, _), (seconds, waited) in zip(self.uses, times.used_after(), strict=True)
+        ]
+        self.on_device, self.device_times = False, None
+        return True
+
+
+@dataclass(slots=True)
+class UseOrder:
+    """The order in which backward uses the items of a forward pass.
+
+    Args:
+        sequence: Item numbers in the order of their first use.
+        due: Seconds from the first use of any item to that of each, in the same order; None if
+            unknown.
+    """
+
+    sequence: list[int]
+    due: list[float] | None = None
+    position: dict[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.position = {number: place for place, number in enumerate(self.sequence)}
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class SavedItem:
     """A range of one storage, shared by every saved view of it.
 
     The store's ticket exists as long as some saved view does, that is, as long as the graph.
 
     Args:
-        number: Number among the items of its forward pass.
-        span: Range of bytes of the storage.
+        record: Record of its forward pass.
+        number: Number among the items of that pass.
+        range: Range of bytes of the storage.
         storage: Storage of the saved tensor.
         version: Version counter of the saved tensor.
+        ticket: None if the item is kept in memory, or is still in a batch.
+        payload: The bytes while they are in a batch.
+        cached: The loaded bytes while other views are still to be unpacked.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_cached",
-        "_views",
-        "number",
-        "payload",
-        "range",
-        "storage",
-        "ticket",
-        "used",
-        "version",
-    )
-
-    def __init__(
-        self, number: int, span: ByteRange, storage: StorageReference, version: int
-    ) -> None:
-        self.number = number
-        #: None if the item is kept in memory, or is still in a batch.
-        self.ticket: Ticket | None = None
-        #: The bytes while they are in a batch.
-        self.payload: torch.Tensor | None = None
-        self.range = span
-        self.storage = storage
-        self.version = version
-        self.used = False
-        self._cached: torch.Tensor | None = None
-        self._views: list[weakref.ref[View]] = []
-
-    def add_view(self, view: View) -> None:
-        """Add another saved view of these bytes."""
-        self._views.append(weakref.ref(view))
+    record: ForwardRecord
+    number: int
+    range: ByteRange
+    storage: StorageReference
+    version: int
+    ticket: Ticket | None = None
+    payload: torch.Tensor | None = None
+    cached: torch.Tensor | None = None
+    used: bool = False
+    #: The packed tensors of these bytes; each has `unpacked`.
+    views: list[weakref.ref[Any]] = field(default_factory=list)
 
     @property
     def leaves(self) -> bool:
@@ -101,12 +272,7 @@ class SavedItem:
     @property
     def has_pending_views(self) -> bool:
         """Whether a view exists that was never unpacked."""
-        return any((view := ref()) is not None and not view.unpacked for ref in self._views)
-
-    @property
-    def cached(self) -> bool:
-        """Whether the bytes are held in memory for views that are still to be unpacked."""
-        return self._cached is not None
+        return any((view := ref()) is not None and not view.unpacked for ref in self.views)
 
     @property
     def still_to_load(self) -> bool:
@@ -115,48 +281,34 @@ class SavedItem:
         return (
             ticket is not None
             and ticket.state is TicketState.STORED
-            and self._cached is None
+            and self.cached is None
             and self.has_pending_views
         )
 
-    def bytes(self, store: TensorStore) -> torch.Tensor:
-        """Return the bytes; they stay in memory only while other views are to be unpacked."""
-        assert self.ticket is not None
-        payload = store.get(self.ticket) if self._cached is None else self._cached
-        store.evict(self.ticket)
-        self._cached = payload if self.has_pending_views else None
-        return payload
 
-
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class ForwardRecord:
     """The saved items of one micro-batch's forward pass, in order.
 
-    Several records exist at a time if several micro-batches wait for their backward.
-
-    Args:
-        serial: Number of the forward pass.
-        store: Store of the bytes.
-        prefetcher: Decides what to prefetch.
+    Several records exist at a time if several micro-batches wait for their backward. A record
+    lives as long as the graph; its trace may be kept for longer.
     """
 
-    def __init__(self, serial: int, store: TensorStore, prefetcher: LoadScheduler) -> None:
-        self.serial = serial
-        self.trace = Trace()
-        #: Bytes of kept items that backward has used.
-        self.released_bytes = 0
-        #: Bytes of offloaded items that are loaded or loading, and that backward has not used.
-        self.loaded_bytes = 0
-        #: Of these, bytes that are copied to the device ahead of their use.
-        self.staged_bytes = 0
-        #: Bytes of the largest item.
-        self.largest = 0
-        self.plan: UseOrder | None = None
-        #: Places of offloaded items in the use order, ascending.
-        self.upcoming: list[int] = []
-        self._store = store
-        self._prefetcher = prefetcher
-        self._items: list[weakref.ref[SavedItem]] = []
-        self._by_storage: dict[int, list[weakref.ref[SavedItem]]] = {}
+    serial: int
+    trace: Trace = field(default_factory=Trace)
+    #: Bytes of kept items that backward has used.
+    released_bytes: int = 0
+    #: Bytes of offloaded items that are loaded or loading, and that backward has not used; of
+    #: these, bytes that are copied to the device ahead of their use.
+    loaded_bytes: int = 0
+    staged_bytes: int = 0
+    #: Bytes of the largest item.
+    largest: int = 0
+    #: The order in which to prefetch, and the places of offloaded items in it, ascending.
+    plan: UseOrder | None = None
+    upcoming: list[int] = field(default_factory=list)
+    _items: list[weakref.ref[SavedItem]] = field(default_factory=list)
+    _by_storage: dict[int, list[weakref.ref[SavedItem]]] = field(default_factory=dict)
 
     @property
     def in_backward(self) -> bool:
@@ -167,11 +319,6 @@ class ForwardRecord:
     def resident_bytes(self) -> int:
         """Bytes of loaded items in the memory of the device that computes."""
         return self.staged_bytes if self.trace.on_device else self.loaded_bytes
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of kept items that backward has not used yet."""
-        return self.trace.saved_bytes - self.trace.left_bytes - self.released_bytes
 
     def find(self, tensor: torch.Tensor, wanted: ByteRange) -> SavedItem | None:
         """Return the item that already has these bytes at this version, or None."""
@@ -189,18 +336,12 @@ class ForwardRecord:
         return None
 
     def add(self, tensor: torch.Tensor, span: ByteRange, prefix: int) -> SavedItem:
-        """Add an item; it stays in memory until it has a ticket.
-
-        Args:
-            tensor: The saved tensor.
-            span: Range of bytes of its storage.
-            prefix: Hash of the forward pass up to this item (`Trace.prefix_with`).
-        """
+        """Add a range of a saved tensor's storage, with its `Trace.prefix_with`."""
         storage = tensor.untyped_storage()
         number = self.trace.saved(prefix, span.nbytes)
         self.largest = max(self.largest, span.nbytes)
         watched = self.trace.watch(number, storage, span.nbytes)
-        item = SavedItem(number, span, watched, tensor._version)
+        item = SavedItem(self, number, span, watched, tensor._version)
         reference = weakref.ref(item)
         self._items.append(reference)
         self._by_storage.setdefault(int(storage._cdata), []).append(reference)
@@ -220,62 +361,8 @@ class ForwardRecord:
     def follow(self, plan: UseOrder) -> None:
         """Prefetch in this order from now on."""
         self.plan = plan
-        places = enumerate(plan.sequence)
-        self.upcoming = [place for place, number in places if self._left(number)]
-
-    def _left(self, number: int) -> bool:
-        item = self.unused(number)
-        return item is not None and item.ticket is not None
-
-    def bytes_of(self, item: SavedItem) -> torch.Tensor:
-        """Return the bytes of an offloaded item; `used` must be called after it.
-
-        Raises:
-            StorageError: If they could not be read.
-        """
-        self._begin_use(item)
-        ticket = item.ticket
-        if ticket is None:
-            assert item.payload is not None
-            return item.payload
-        state = ticket.state
-        absent = not item.cached and state in (TicketState.STORED, TicketState.LOADING)
-        if absent:
-            if state is TicketState.STORED:
-                self._prefetcher.missed()
-                self._store.prefetch(ticket)  # before prefetches
-            # The wait for this item leaves time for that.
-            self._prefetcher.fetch_ahead(self, item)
-        times = self.trace.device_times
-        if times is not None:
-            times.wait_begins()
-        begin = time.perf_counter()
-        payload = item.bytes(self._store)
-        waited = time.perf_counter() - begin
-        if times is not None:
-            times.wait_ended()
-        if absent:
-            self._prefetcher.waited(waited)
-        if absent or waited > WORTH_SECONDS:  # its write could not be cancelled
-            self.trace.waited += waited
-        self._prefetcher.loaded(ticket)
-        return payload
-
-    def used(self, item: SavedItem) -> None:
-        """Note that backward used an item, and prefetch the next ones."""
-        if self._begin_use(item):
-            self.released_bytes += item.range.nbytes
-        self._prefetcher.fetch_ahead(self, item)
-        if self.trace.complete:
-            self._prefetcher.ended(self)
-
-    def _begin_use(self, item: SavedItem) -> bool:
-        """Record the first use of an item; return whether this is it."""
-        if item.used:
-            return False
-        if not self.in_backward:
-            self._prefetcher.begins(self)
-        item.used = True
-        self.trace.used(item.number)
-        self._prefetcher.uses(self, item)
-        return True
+        self.upcoming = [
+            place
+            for place, number in enumerate(plan.sequence)
+            if (item := self.unused(number)) is not None and item.ticket is not None
+        ]

@@ -1,25 +1,39 @@
-"""Hooks on a module that open and close a forward scope around every call of it."""
+"""Hooks on a module that open and close a forward scope around every call of it.
+
+[Note: torch.compile]
+Where a compiled graph breaks, torch.compile tries to compile every Python function that runs next,
+those included that our hooks call: seconds of compilation for nothing, and a warning for each
+builtin that it cannot trace. It has a list of files that it leaves alone.
+"""
 
 from __future__ import annotations
 
+import pkgutil
 import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from types import FrameType
-from typing import Any, NamedTuple
+from types import FrameType, ModuleType
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from wrapt import register_post_import_hook
 
+import offload_strategy
 from offload_strategy.activations import foreign_hooks as other_hooks
-from offload_strategy.activations.compile_exclusion import keep_torch_compile_out
-from offload_strategy.activations.module_hooks import After, Before
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload
 from offload_strategy.errors import OffloadError
 from offload_strategy.torch_support.accelerator import is_capturing_graph
 from offload_strategy.torch_support.interrupts import UninterruptedSection
+
+_CALL_CODE = nn.Module._call_impl.__code__
+_COMPILED_AROUND_HOOKS = (
+    "activation offload begins here, which cannot be part of a compiled graph. For "
+    "torch.compile(model, fullgraph=True) compile first, and attach what it returns: "
+    "engine.attach(compiled, ...)."
+)
 
 
 class ForwardHooks:
@@ -36,12 +50,13 @@ class ForwardHooks:
 
     def __init__(self, module: nn.Module, offload: ActivationOffload, owner: Any = None) -> None:
         other_hooks.step_aside_for_transforms(ActivationOffload)
-        keep_torch_compile_out()
+        _keep_torch_compile_out()
         self._module = weakref.ref(module)
         self._scopes = _Scopes(offload, owner)
+        hook = _Hook(self._scopes)
         self._handles = [
-            module.register_forward_pre_hook(Before(self._scopes), prepend=True),
-            module.register_forward_hook(After(self._scopes), always_call=True),
+            module.register_forward_pre_hook(hook, prepend=True),
+            module.register_forward_hook(hook, always_call=True),
         ]
 
     def remove(self) -> None:
@@ -53,6 +68,20 @@ class ForwardHooks:
             self._scopes.leave_all()
 
 
+class _Hook:
+    """Forward pre-hook and forward hook. A copy or a pickle of it does nothing."""
+
+    def __init__(self, scopes: _Scopes | None = None) -> None:
+        self._scopes = scopes
+
+    def __call__(self, module: nn.Module, args: Any, *output: Any) -> None:
+        if self._scopes is not None:
+            (self._scopes.leave if output else self._scopes.enter)(module)
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return type(self), ()
+
+
 class _Scopes:
     """The scopes that calls of one module have opened and not closed, on each thread."""
 
@@ -62,11 +91,14 @@ class _Scopes:
         self._local = threading.local()
 
     @property
-    def _open(self) -> list[_Scope]:
-        scopes: list[_Scope] = self._local.__dict__.setdefault("open", [])
+    def _open(self) -> list[tuple[int, saved_tensors_hooks | None]]:
+        """Of each call what tells it apart from others under way, and the hooks that it opened."""
+        scopes: list[tuple[int, saved_tensors_hooks | None]]
+        scopes = self._local.__dict__.setdefault("open", [])
         return scopes
 
     def enter(self, module: nn.Module) -> None:
+        """Open a scope for a call that begins."""
         call = _innermost_call(module)
         if self._open and _calls_under_way(module) == 1:
             # Only the call that asks is under way. A KeyboardInterrupt ended an earlier one: torch
@@ -75,38 +107,35 @@ class _Scopes:
         # What a checkpointed region computes again inside backward is needed at once.
         recomputes = torch._C._current_graph_task_id() != -1
         trains = torch.is_grad_enabled() and module.training and not recomputes
-        if trains:
-            _refuse_capture(module)
+        if trains and is_capturing_graph():
+            raise OffloadError(
+                f"the forward pass of {type(module).__name__} is being captured into a CUDA graph, "
+                f"which would replay the kernels but not the moves of activations to the host. "
+                f"Train without CUDA graphs (torch.compile: any mode but 'reduce-overhead' and "
+                f"'max-autotune'), or without activation offload (activations.enabled: false)."
+            )
         # Ctrl-C between hooks that are in force and the note of it would leave them so for ever.
         with UninterruptedSection():
-            self._open.append(_Scope(call, self._offload.enter() if trains else None))
+            self._open.append((call, self._offload.enter() if trains else None))
 
     def leave(self, module: nn.Module) -> None:
+        """Close the scope of a call that ends, or raised."""
         # When a hook before ours raises, ours are not told of the beginning, but of the end.
-        if self._open and self._open[-1].call == _innermost_call(module):
+        if self._open and self._open[-1][0] == _innermost_call(module):
             self._leave()
 
     def leave_all(self) -> None:
+        """Close the scopes of this thread."""
         while self._open:
             self._leave()
 
     def _leave(self) -> None:
         with UninterruptedSection():
-            self._offload.leave(self._open.pop().hooks)
-
-
-class _Scope(NamedTuple):
-    """What one call of the module opened."""
-
-    #: Of the call's frame, or 0; tells calls that are under way at the same time apart.
-    call: int
-    hooks: saved_tensors_hooks | None
+            self._offload.leave(self._open.pop()[1])
 
 
 def _innermost_call(module: nn.Module) -> int:
-    for frame in _calls(module):
-        return id(frame)
-    return 0
+    return next((id(frame) for frame in _calls(module)), 0)
 
 
 def _calls_under_way(module: nn.Module) -> int:
@@ -123,14 +152,22 @@ def _calls(module: nn.Module) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-_CALL_CODE = nn.Module._call_impl.__code__
+# ---------------------------------------------------------------------- torch.compile
+_registered = False
 
 
-def _refuse_capture(module: nn.Module) -> None:
-    if is_capturing_graph():
-        raise OffloadError(
-            f"the forward pass of {type(module).__name__} is being captured into a CUDA graph, "
-            f"which would replay the kernels but not the moves of activations to the host. Train "
-            f"without CUDA graphs (torch.compile: any mode but 'reduce-overhead' and "
-            f"'max-autotune'), or without activation offload (activations.enabled: false)."
-        )
+def _keep_torch_compile_out() -> None:
+    """See to it that torch.compile does not look into this package. Idempotent."""
+    global _registered
+    if not _registered:
+        _registered = True
+        # Importing torch._dynamo takes seconds, and who does not compile may never need it.
+        register_post_import_hook(_keep_out, "torch._dynamo")
+
+
+def _keep_out(dynamo: ModuleType) -> None:
+    for module in pkgutil.iter_modules(offload_strategy.__path__, "offload_strategy."):
+        if module.name != "offload_strategy.examples":  # models of ours are to be compiled
+            dynamo.trace_rules.add(module.name)
+    # A graph that reaches a hook breaks with words of ours.
+    _Hook.__call__ = dynamo.disable(_Hook.__call__, reason=_COMPILED_AROUND_HOOKS)  # type: ignore[method-assign]

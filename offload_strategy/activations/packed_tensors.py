@@ -1,16 +1,25 @@
-"""The objects that autograd holds in place of saved tensors until backward unpacks them."""
+"""The objects that autograd holds in place of saved tensors until backward unpacks them.
+
+[Note: the interpreter lock]
+If a call into torch releases the interpreter lock, I/O threads that were just woken acquire it, and
+training waits for them. So calls into torch come before calls that wake threads: giving bytes to
+the store and prefetching come last, and the threads start during the operation that training runs
+next.
+
+[Note: version counters]
+Under saved-tensor hooks autograd does not check whether a saved tensor was changed in place
+afterwards, which would give wrong gradients in silence; so the check is made here.
+"""
 
 from __future__ import annotations
 
+import functools
+import weakref
+
 import torch
 
-from offload_strategy.activations.forward_records import ForwardRecord, SavedItem
-from offload_strategy.activations.saved_views import (
-    ByteRange,
-    SavedView,
-    VersionProbe,
-    raise_if_changed,
-)
+from offload_strategy.activations.forward_records import SavedItem
+from offload_strategy.activations.prefetch import Prefetcher
 
 
 class KeptTensor:
@@ -19,25 +28,25 @@ class KeptTensor:
     Args:
         tensor: The saved tensor.
         item: The item of its bytes if they could have been offloaded: its use is learned from.
-        record: Record of the forward pass of the item.
+        prefetcher: Learns the use of the item.
     """
 
-    __slots__ = ("__weakref__", "item", "record", "tensor", "unpacked", "version")
+    __slots__ = ("__weakref__", "item", "prefetcher", "tensor", "unpacked", "version")
 
     def __init__(
         self,
         tensor: torch.Tensor,
         item: SavedItem | None = None,
-        record: ForwardRecord | None = None,
+        prefetcher: Prefetcher | None = None,
     ) -> None:
         # Detached: otherwise a node that saves its own output would be part of a reference cycle.
         self.tensor = tensor.detach()
         self.version = -1 if tensor.is_inference() else tensor._version
         self.item = item
-        self.record = record
+        self.prefetcher = prefetcher
         self.unpacked = False
         if item is not None:
-            item.add_view(self)
+            item.views.append(weakref.ref(self))
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor.
@@ -45,44 +54,45 @@ class KeptTensor:
         Raises:
             RuntimeError: If it was changed in place, with autograd's message.
         """
-        if self.version >= 0:
-            raise_if_changed(self.tensor, self.version)
-        if self.item is not None and self.record is not None:
+        if self.version >= 0 and self.tensor._version != self.version:
+            raise _changed(self.tensor, self.version, self.tensor.shape)
+        if self.item is not None and self.prefetcher is not None:
             self.unpacked = True
-            self.record.used(self.item)
+            self.prefetcher.used(self.item)
         return self.tensor
 
 
 class OffloadedTensor:
-    """A saved tensor whose bytes are offloaded.
-
-    [Note: the interpreter lock]
-    If a call into torch releases the interpreter lock, I/O threads that were just woken acquire it,
-    and training waits for them. So calls into torch come before calls that wake threads: giving
-    bytes to the store and prefetching come last, and the threads start during the operation that
-    training runs next.
+    """A saved tensor whose bytes are offloaded, as a view of them.
 
     Args:
-        tensor: The saved tensor, which is not kept alive.
-        span: Range of bytes of its storage that is offloaded.
-        record: Record of the forward pass.
+        tensor: The saved, strided tensor, which is not kept alive.
+        item: The item that has its bytes.
+        prefetcher: Loads them.
     """
 
-    __slots__ = ("__weakref__", "item", "probe", "record", "unpacked", "view")
+    __slots__ = (
+        "__weakref__", "alias", "conjugated", "dtype", "item", "negated", "offset_bytes",
+        "prefetcher", "shape", "strides", "unpacked", "version",
+    )  # fmt: skip
 
-    item: SavedItem
-
-    def __init__(self, tensor: torch.Tensor, span: ByteRange, record: ForwardRecord) -> None:
-        self.record = record
-        self.view = SavedView(tensor, span)
-        self.probe = VersionProbe(tensor)
-        self.unpacked = False
-
-    def attach(self, item: SavedItem) -> OffloadedTensor:
-        """Set the item that has the bytes."""
+    def __init__(self, tensor: torch.Tensor, item: SavedItem, prefetcher: Prefetcher) -> None:
+        self.shape = tensor.shape
+        self.strides = tensor.stride()
+        self.dtype = tensor.dtype
+        self.offset_bytes = int(tensor.storage_offset()) * tensor.element_size() - item.range.start
+        # Flags beside the bytes: conjugation, and the negated imaginary part of a conjugate, are
+        # put off until somebody computes with them.
+        self.conjugated = tensor.dtype.is_complex and tensor.is_conj()
+        self.negated = tensor.is_neg()
+        # A detached alias shares the version counter; pointing it at nothing lets the data go.
+        self.alias = tensor.detach()
+        self.alias.data = _nothing(tensor.dtype, tensor.device)
+        self.version = tensor._version
         self.item = item
-        item.add_view(self)
-        return self
+        self.prefetcher = prefetcher
+        self.unpacked = False
+        item.views.append(weakref.ref(self))
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor, rebuilt from its bytes.
@@ -91,8 +101,45 @@ class OffloadedTensor:
             RuntimeError: If it was changed in place, with autograd's message.
             StorageError: If the bytes could not be read.
         """
-        self.probe.check()
+        if self.alias._version != self.version:
+            raise _changed(self.alias, self.version, self.shape)
         self.unpacked = True
-        tensor = self.view.rebuild(self.record.bytes_of(self.item))
-        self.record.used(self.item)
+        tensor = self.rebuild(self.prefetcher.bytes_of(self.item))
+        self.prefetcher.used(self.item)
         return tensor
+
+    def rebuild(self, loaded: torch.Tensor) -> torch.Tensor:
+        """Return the tensor on the item's bytes: flat uint8, on the device where it was."""
+        start = (loaded.storage_offset() + self.offset_bytes) // self.dtype.itemsize
+        tensor = torch.empty(0, dtype=self.dtype, device=loaded.device).set_(
+            loaded.untyped_storage(), start, self.shape, self.strides
+        )
+        if self.conjugated:
+            tensor = torch._conj(tensor)
+        return torch._neg_view(tensor) if self.negated else tensor
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor without elements; the same one each time, as nobody changes it."""
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+def _changed(alias: torch.Tensor, expected: int, shape: torch.Size) -> RuntimeError:
+    """Return what autograd raises for a saved tensor that was changed in place.
+
+    Args:
+        alias: Shares the version counter of the saved tensor.
+        expected: Its version when it was saved.
+        shape: Its shape.
+    """
+    try:
+        kind = alias.type()
+    except RuntimeError:  # compressed sparse and opaque layouts have no name of that kind
+        kind = f"{alias.dtype}, {alias.layout}"
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: [{kind} {list(shape)}] is at version {alias._version}; expected version "
+        f"{expected} instead. Hint: enable anomaly detection to find the operation that failed to "
+        "compute its gradient, with torch.autograd.set_detect_anomaly(True)."
+    )

@@ -1,16 +1,113 @@
-"""The profile of a pass, derived from its trace."""
+"""The profile of a pass, derived from its trace: names of items, lives, rates, and overhead.
+
+[Note: overhead of I/O]
+Hooks, copies in the operating system and its drivers take time from the cores that compute, or from
+the thread that launches kernels. It is estimated from passes of the same kind that move different
+amounts: the slope of computing time over moved bytes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import statistics
+import sys
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
 
 from offload_strategy.activations.baseline_memory import BEGIN, BaselineMemory
-from offload_strategy.activations.io_overhead import IoOverhead
+from offload_strategy.activations.forward_records import Trace
 from offload_strategy.activations.recomputed_blocks import RecomputableBlocks
-from offload_strategy.activations.saved_tensor_names import SavedTensorNames
-from offload_strategy.activations.tier_load import TierLoad
-from offload_strategy.activations.use_order import Trace
+from offload_strategy.activations.tier_writes import TierWrites
 from offload_strategy.plan_runtime.profile import Block, PathRates, Profile, TensorLife
+
+#: Kinds of items whose names are remembered.
+_MOST_NAMES = 65536
+#: Kinds of passes that are remembered, and passes of each kind after the first, which warms up
+#: caches, allocator and threads.
+_MOST_KINDS, _PASSES = 8, 12
+#: Passes count only if their moved bytes differ by this share of what they save.
+_LEAST_DIFFERENCE = 0.15
+#: Largest plausible seconds per byte; more is a disturbance.
+_MOST_OVERHEAD = 3e-9
+
+
+class SavedTensorNames:
+    """Names of items for people: the module that saved them, dtype and shape.
+
+    The module is found on the call stack, so that it needs no hook; a compiled region has none.
+    """
+
+    def __init__(self) -> None:
+        self._modules: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._names: dict[int, str] = {}
+
+    def add_modules(self, model: nn.Module) -> None:
+        """Register the modules of a model under their names in it."""
+        for name, module in model.named_modules():
+            self._modules.setdefault(module, name or type(module).__name__)
+
+    def note(self, prefix: int, tensor: torch.Tensor) -> None:
+        """Name a saved tensor with its `Trace.prefix_with` after the module that runs now."""
+        if prefix in self._names:
+            return
+        if len(self._names) >= _MOST_NAMES:
+            self._names.clear()
+        looks = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        self._names[prefix] = f"{self._running()} {looks}".strip()
+
+    def of(self, prefix: int) -> str | None:
+        """Return the name of an item, or None."""
+        return self._names.get(prefix)
+
+    def _running(self) -> str:
+        frame = sys._getframe(1)
+        while frame.f_back is not None:
+            frame = frame.f_back
+            if frame.f_code is nn.Module._call_impl.__code__:
+                module = frame.f_locals.get("self")
+                if isinstance(module, nn.Module):
+                    return self._modules.get(module, type(module).__name__)
+        return ""
+
+
+class IoOverhead:
+    """See [Note: overhead of I/O]."""
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[int, deque[tuple[int, float]]] = OrderedDict()
+        #: Seconds per byte that is written or read.
+        self.per_byte = 0.0
+
+    def observe(self, trace: Trace) -> None:
+        """Learn from a pass whose backward has ended."""
+        passes = self._seen.get(trace.signature)
+        if passes is None:  # the first of its kind does not count
+            self._seen[trace.signature] = deque(maxlen=_PASSES)
+            if len(self._seen) > _MOST_KINDS:
+                self._seen.popitem(last=False)
+            return
+        self._seen.move_to_end(trace.signature)
+        passes.append((trace.moved_bytes, trace.computing_seconds))
+        amounts = [moved for moved, _ in passes]
+        half = (min(amounts) + max(amounts)) / 2
+        low = [one for one in passes if one[0] <= half]
+        high = [one for one in passes if one[0] > half]
+        if not high:
+            return
+        bytes_apart, seconds_apart = (
+            statistics.median(one[of] for one in high) - statistics.median(one[of] for one in low)
+            for of in (0, 1)
+        )
+        if bytes_apart >= max(1.0, _LEAST_DIFFERENCE * 2 * trace.saved_bytes):
+            self.per_byte = min(max(0.0, seconds_apart / bytes_apart), _MOST_OVERHEAD)
+
+    def seconds(self, trace: Trace) -> float:
+        """Return the overhead of a pass in seconds."""
+        return min(self.per_byte * trace.moved_bytes, 0.5 * trace.computing_seconds)
 
 
 def use_event(trace: Trace, place: int) -> int:
@@ -18,90 +115,88 @@ def use_event(trace: Trace, place: int) -> int:
     return hash((trace.signature, place))
 
 
-def profile_of(
-    trace: Trace,
-    tier_load: TierLoad,
-    names: SavedTensorNames | None = None,
-    *,
-    busy: Sequence[tuple[float, float]] = (),
-    baseline: BaselineMemory | None = None,
-    held_until: Mapping[int, float] | None = None,
-    ended_at: float | None = None,
-    blocks: RecomputableBlocks | None = None,
-    io_overhead: IoOverhead | None = None,
-) -> Profile | None:
-    """Return the profile of a pass without the time in which it waited.
+@dataclass
+class PassProfiler:
+    """Makes profiles of passes, with what is known besides their traces.
 
     Args:
-        trace: Trace of a pass whose backward has ended.
-        tier_load: Load of the tiers.
+        writes: Load of the tiers.
+        blocks: Blocks of the model that may be recomputed.
         names: Names of items.
-        busy: Spans in which something else ran on its thread, which do not count.
-        baseline: Baseline memory of such a pass.
+        io_overhead: Overhead of I/O, which is subtracted from all times.
+        baseline: Baseline memory of passes, if it is measured.
         held_until: Seconds from the start of the pass until which others reference an item, by the
             prefix of the item.
-        ended_at: End of everything that follows its backward (`time.perf_counter`); None for the
-            last use.
-        blocks: Blocks of its model that may be recomputed.
-        io_overhead: Overhead of I/O, which is subtracted from all times.
-
-    Returns:
-        The profile; None if no item was used.
     """
-    if not trace.uses:
-        return None
-    start = trace.started_at
-    pace = 1.0
-    if io_overhead is not None and trace.seconds > 0:
-        pace -= io_overhead.seconds(trace) / trace.seconds
-    used = {
-        number: pace * (at - start - trace.held - waited - _before(at, busy))
-        for number, at, waited in trace.uses
-    }
-    last_use = used[trace.uses[-1][0]]
-    step = last_use
-    if ended_at is not None:
-        whole = ended_at - start - trace.held - trace.waited - _before(ended_at, busy)
-        step = max(step, pace * whole)
-    forward = max(0.0, min(used.values()))
-    tensors, made = [], []
-    for number, nbytes in enumerate(trace.sizes):
-        saved = max(0.0, pace * (trace.saved_at[number] - start - trace.held_at[number]))
-        # An item that backward has not used exists until its end.
-        made.append(saved)
-        name = None if names is None else names.of(trace.prefixes[number])
-        life = (saved, max(saved, used.get(number, last_use)))
-        held = pace * (held_until or {}).get(trace.prefixes[number], 0.0)
-        tensors.append(TensorLife(name or f"item {number}", nbytes, life, held_until=held))
-    others = [] if baseline is None else [(0.0, baseline.after(BEGIN))]
-    if baseline is not None:
-        saves = zip(made, trace.prefixes, strict=True)
-        others += [(at, baseline.after(prefix)) for at, prefix in saves]
-        uses = enumerate(used.values())
-        others += [(at, baseline.after(use_event(trace, place))) for place, at in uses]
-    # A path that was never busy moves at least what is offloaded in a pass.
-    known = [tier_load.rate(write=write) for write in (False, True)]
-    read, write = (rate or max(1.0, 2 * trace.left_bytes / max(step, 1e-6)) for rate in known)
-    return Profile(
-        forward_seconds=min(forward, step),
-        step_seconds=step,
-        tensors=tuple(tensors),
-        other_bytes=max((nbytes for _, nbytes in others), default=0),
-        others=tuple(sorted(others, key=lambda one: one[0])),
-        blocks=() if blocks is None else tuple(_blocks(trace, blocks, pace)),
-        paths=(PathRates("tiers", read=read, write=write),),
-        io_overhead=0.0 if io_overhead is None else io_overhead.per_byte,
-    )
 
+    writes: TierWrites
+    blocks: RecomputableBlocks
+    names: SavedTensorNames = field(default_factory=SavedTensorNames)
+    io_overhead: IoOverhead = field(default_factory=IoOverhead)
+    baseline: BaselineMemory | None = None
+    held_until: dict[int, float] = field(default_factory=dict)
 
-def _before(moment: float, busy: Sequence[tuple[float, float]]) -> float:
-    """Return the seconds of spans before a moment."""
-    return sum(min(end, moment) - begin for begin, end in busy if begin < moment)
+    def profile(
+        self,
+        trace: Trace,
+        ended_at: float | None = None,
+        busy: Sequence[tuple[float, float]] = (),
+    ) -> Profile:
+        """Return the profile of a pass without the time in which it waited.
 
+        Args:
+            trace: Trace of a pass whose backward has used an item.
+            ended_at: End of everything that follows its backward (`time.perf_counter`); None for
+                the last use.
+            busy: Spans in which something else ran on its thread, which do not count.
+        """
 
-def _blocks(trace: Trace, blocks: RecomputableBlocks, pace: float) -> Iterator[Block]:
-    start = trace.started_at
-    for call in blocks.allowed(trace.blocks.all):
-        if call.first < call.end and call.ends_at is not None:
-            begin, end = (max(0.0, at - start) for at in (call.begins_at, call.ends_at))
-            yield Block(call.name, call.first, call.end, pace * begin, pace * end, call.input_bytes)
+        def computed(at: float, waited: float) -> float:
+            before = sum(min(end, at) - begin for begin, end in busy if begin < at)
+            return pace * (at - trace.started_at - waited - before)
+
+        pace = 1.0
+        if trace.seconds > 0:
+            pace -= self.io_overhead.seconds(trace) / trace.seconds
+        used = {number: computed(at, trace.held + waited) for number, at, waited in trace.uses}
+        last_use = step = used[trace.uses[-1][0]]
+        if ended_at is not None:
+            step = max(step, computed(ended_at, trace.held + trace.waited))
+        tensors, made = [], []
+        for number, (nbytes, prefix) in enumerate(zip(trace.sizes, trace.prefixes, strict=True)):
+            at = trace.saved_at[number] - trace.started_at - trace.held_at[number]
+            made.append(max(0.0, pace * at))
+            # An item that backward has not used exists until its end.
+            life = (made[-1], max(made[-1], used.get(number, last_use)))
+            held = pace * self.held_until.get(prefix, 0.0)
+            name = self.names.of(prefix) or f"item {number}"
+            tensors.append(TensorLife(name, nbytes, life, held_until=held))
+        others = []
+        if self.baseline is not None:
+            events = [(0.0, BEGIN), *zip(made, trace.prefixes, strict=True)]
+            events += [(at, use_event(trace, place)) for place, at in enumerate(used.values())]
+            events.sort(key=lambda one: one[0])
+            others = [(at, self.baseline.after(event)) for at, event in events]
+        # A path that was never busy moves at least what is offloaded in a pass.
+        least = max(1.0, 2 * trace.left_bytes / max(step, 1e-6))
+        read, write = (self.writes.rate(write=write) or least for write in (False, True))
+        return Profile(
+            forward_seconds=min(max(0.0, min(used.values())), step),
+            step_seconds=step,
+            tensors=tuple(tensors),
+            other_bytes=max((nbytes for _, nbytes in others), default=0),
+            others=tuple(others),
+            blocks=tuple(self._blocks(trace, pace)),
+            paths=(PathRates("tiers", read=read, write=write),),
+            io_overhead=self.io_overhead.per_byte,
+        )
+
+    def _blocks(self, trace: Trace, pace: float) -> list[Block]:
+        found = []
+        for call in self.blocks.allowed(trace.blocks.all):
+            if call.first < call.end and call.ends_at is not None:
+                begin, end = (
+                    pace * max(0.0, at - trace.started_at) for at in (call.begins_at, call.ends_at)
+                )
+                found.append(Block(call.name, call.first, call.end, begin, end, call.input_bytes))
+        return found

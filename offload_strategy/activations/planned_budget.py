@@ -17,17 +17,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from offload_strategy.activations.baseline_memory import BaselineMemory, MemoryMeter
-from offload_strategy.activations.batcher import OffloadBatcher
+from offload_strategy.activations.baseline_memory import BaselineMemory
 from offload_strategy.activations.budgets import Budget
-from offload_strategy.activations.io_overhead import IoOverhead
-from offload_strategy.activations.pass_profile import profile_of, use_event
-from offload_strategy.activations.recomputed_blocks import RecomputableBlocks
-from offload_strategy.activations.saved_tensor_names import SavedTensorNames
-from offload_strategy.activations.tier_load import TierLoad
-from offload_strategy.activations.use_order import Trace
+from offload_strategy.activations.forward_records import Trace
+from offload_strategy.activations.pass_profile import PassProfiler, use_event
 from offload_strategy.config import PlanningConfig
 from offload_strategy.errors import ConfigError
+from offload_strategy.host_memory.memory_limits import PeakMeter
 from offload_strategy.plan_runtime.lifetime_plan import LifetimePlan, plan_lifetimes, within
 from offload_strategy.plan_runtime.plan_file import GivenPlan, load_plan
 from offload_strategy.plan_runtime.profile import Profile
@@ -67,7 +63,7 @@ class MemoryLimit:
 
     nbytes: int | None
     profile_passes: int
-    meter: MemoryMeter | None = None
+    meter: PeakMeter | None = None
     given: GivenPlan | None = None
 
     @classmethod
@@ -88,39 +84,27 @@ class PlannedBudget(Budget):
     """Keeps training within a limit; see [Note: from the first steps to a plan].
 
     Args:
-        tier_load: Load of the tiers.
         limit: The limit.
-        batcher: Batches of items for the store.
-        names: Names of items.
-        blocks: Blocks that may be recomputed.
+        profiler: Makes profiles; it gets the baseline memory, and what is learned from passes.
 
     Raises:
         ConfigError: In the first forward pass, if the limit is used up already.
     """
 
-    def __init__(
-        self,
-        tier_load: TierLoad,
-        limit: MemoryLimit,
-        batcher: OffloadBatcher,
-        names: SavedTensorNames | None = None,
-        blocks: RecomputableBlocks | None = None,
-    ) -> None:
-        self._tier_load = tier_load
-        self._names = names
-        self._blocks = blocks
-        self._choices_left = _CHOICES
-        if blocks is not None and limit.given is not None:
-            blocks.want(limit.given.recomputed)
-            self._choices_left = 0
+    def __init__(self, limit: MemoryLimit, profiler: PassProfiler) -> None:
+        super().__init__()
         self._memory = limit
-        self._batcher = batcher
+        self._profiler = profiler
+        self._writes = profiler.writes
+        self._blocks = profiler.blocks
+        self._choices_left = _CHOICES
+        if limit.given is not None:
+            self._blocks.want(limit.given.recomputed)
+            self._choices_left = 0
         self._passes_left = limit.profile_passes
         self._limit = 0
         #: Returns the bytes in memory of items of passes other than the given one.
         self.others_bytes: Callable[[Trace], int] = lambda trace: 0
-        #: Baseline memory; None before the first pass.
-        self.baseline: BaselineMemory | None = None
         # Bytes of items that may be in memory in the first pass.
         self._first_room: int | None = None
         self._planned_for: int | None = None
@@ -129,13 +113,10 @@ class PlannedBudget(Budget):
         self._over: Trace | None = None
         # The last pass whose times are known.
         self._timed: Trace | None = None
-        #: Seconds from the start of the pass until which others reference an item, by its prefix.
-        self.held_until: dict[int, float] = {}
         #: Whether an item is offloaded, by its prefix.
         self._leaves: dict[int, bool] = {}
         self.plan: LifetimePlan | None = None
         self.profile: Profile | None = None
-        self.io_overhead = IoOverhead()
         #: Items that the plan did not know, or that had to be offloaded against the plan.
         self.deviations = 0
         self.over_limit_passes = 0
@@ -149,89 +130,88 @@ class PlannedBudget(Budget):
             "plan_peak_bytes": float(self.latest_peak_bytes),
             "plan_deviations": float(self.deviations),
             "plan_over_limit_passes": float(self.over_limit_passes),
-            "plan_recomputed_blocks": float(len(self._blocks.recomputed) if self._blocks else 0),
+            "plan_recomputed_blocks": float(len(self._blocks.recomputed)),
         }
-
-    @property
-    def _meter(self) -> MemoryMeter:
-        assert self._memory.meter is not None
-        return self._memory.meter
 
     def admits(
         self, nbytes: int, trace: Trace, idle: float | None, saved_after: float | None = None
     ) -> bool:
         """See `Budget.admits`; waits for room in memory."""
-        if self.baseline is None:
-            self.baseline = self._begin(nbytes)
+        baseline = self._profiler.baseline
+        if baseline is None:
+            baseline = self._profiler.baseline = self._begin(nbytes)
         elif trace.saved_bytes == nbytes:
-            self._begin_pass(trace, self.baseline)
+            self._begin_pass(trace, baseline)
         leaves = True
         begin = time.perf_counter()
-        self._tier_load.release_written()
-        items = trace.alive_bytes() + self.others_bytes(trace)
-        self.baseline.record_event(trace.signature, items - nbytes)
-        room = self._room_after(trace.signature, self.baseline)
+        self._writes.release_written()
+        items = self._items_bytes(trace)
+        baseline.record_event(trace.signature, items - nbytes)
+        room = self._room_after(trace.signature, baseline)
         # Items that must stay, and items that others reference.
-        stays = items - nbytes - self._leaving_bytes()
+        stays = items - nbytes - self._writes.leaving_bytes()
         if self.plan is not None or self._memory.given is not None:
             known = self._decided(nbytes, trace)
             too_much = known is False and stays + nbytes > room
             self.deviations += known is None or too_much
             leaves = known is None or known or too_much
         self._wait_for_room(items, room)
-        self.baseline.resume(trace.alive_bytes() + self.others_bytes(trace))
+        baseline.resume(self._items_bytes(trace))
         # Measuring takes time, too.
         trace.held += time.perf_counter() - begin
         return leaves
 
     def must_leave(self, trace: Trace) -> int | None:
         """See `Budget.must_leave`: the bytes for which there is no room."""
-        if self.baseline is None:
+        baseline = self._profiler.baseline
+        if baseline is None:
             return 0
-        items = trace.alive_bytes() + self.others_bytes(trace)
-        return max(0, items - self._room_from(trace, 0, self.baseline))
+        return max(0, self._items_bytes(trace) - self._room_from(trace, 0, baseline))
 
     def uses(self, trace: Trace, loaded_bytes: int, nbytes: int) -> None:
         """See `Budget.uses`; waits for room in memory."""
-        if self.baseline is not None:
+        baseline, meter = self._profiler.baseline, self._memory.meter
+        if baseline is not None and meter is not None:
             begin = time.perf_counter()
-            if self._meter.counts_host_buffers:
-                self._tier_load.keep_idle(0)
-            self._tier_load.release_written()
+            if meter.counts_host_buffers:
+                self._writes.keep_no_idle_buffers()
+            self._writes.release_written()
             use = len(trace.uses) - 1
-            items = trace.alive_bytes() + loaded_bytes + self.others_bytes(trace)
-            self.baseline.record_event(use_event(trace, use), items + nbytes)
-            self._wait_for_room(items, self._room_from(trace, use, self.baseline))
+            items = loaded_bytes + self._items_bytes(trace)
+            baseline.record_event(use_event(trace, use), items + nbytes)
+            self._wait_for_room(items, self._room_from(trace, use, baseline))
             # From now on its bytes count as baseline memory of its use.
-            self.baseline.resume(items)
+            baseline.resume(items)
             trace.waited += time.perf_counter() - begin
 
     def observe(self, trace: Trace) -> None:
         """See `Budget.observe`; what follows until the next pass belongs to this one."""
-        if self.baseline is not None:
-            self.latest_peak_bytes = self.baseline.look()
+        if self._profiler.baseline is not None:
+            self.latest_peak_bytes = self._profiler.baseline.look()
             self._over = trace
             for number, until in trace.held_until.items():
                 held = 0.0 if until is None else until - trace.started_at
-                self.held_until[trace.prefixes[number]] = held
+                self._profiler.held_until[trace.prefixes[number]] = held
 
     def learn(self, trace: Trace) -> None:
         """See `Budget.learn`."""
         self._timed = trace
-        self.io_overhead.observe(trace)
+        self._profiler.io_overhead.observe(trace)
 
     def room(self, trace: Trace) -> int | None:
         """See `Budget.room`."""
-        if self.baseline is None:
+        baseline = self._profiler.baseline
+        if baseline is None:
             return None
-        room = self._room_from(trace, len(trace.uses) - 1, self.baseline)
-        return max(0, room - trace.alive_bytes() - self.others_bytes(trace))
+        room = self._room_from(trace, len(trace.uses) - 1, baseline)
+        return max(0, room - self._items_bytes(trace))
 
     # ------------------------------------------------------------------ passes
     def _begin(self, nbytes: int) -> BaselineMemory:
-        used = self._meter.used_bytes() - nbytes
-        given = self._memory.nbytes
-        self._limit = int(_FREE_SHARE * self._meter.total_bytes()) if given is None else given
+        meter, given = self._memory.meter, self._memory.nbytes
+        assert meter is not None
+        used = meter.used_bytes() - nbytes
+        self._limit = int(_FREE_SHARE * meter.total_bytes()) if given is None else given
         if used >= self._limit:
             raise ConfigError(
                 f"planning.device_memory is {format_size(self._limit)}, and {format_size(used)} "
@@ -239,7 +219,7 @@ class PlannedBudget(Budget):
                 "weights leave as well."
             )
         self._first_room = max(_LEAST_ROOM_BYTES, int(_FIRST_SHARE * (self._limit - used)))
-        baseline = BaselineMemory(self._meter, self._memory.profile_passes)
+        baseline = BaselineMemory(meter, self._memory.profile_passes)
         baseline.begin(0)
         return baseline
 
@@ -258,7 +238,7 @@ class PlannedBudget(Budget):
         self._passes_left -= 1
         if self._passes_left > 0:
             return
-        if self._target - baseline.most_bytes < _LEAST_ROOM_BYTES and not self._told:
+        if within(self._limit) - baseline.most_bytes < _LEAST_ROOM_BYTES and not self._told:
             self._told = True
             logger.warning(
                 "planning.device_memory: %s cannot be kept: a step takes %s with next to nothing "
@@ -284,18 +264,14 @@ class PlannedBudget(Budget):
             return items[number].leaves
         return self._leaves.get(trace.signature)
 
-    @property
-    def _target(self) -> int:
-        return within(self._limit)
-
     # ------------------------------------------------------------------ room
-    def _leaving_bytes(self) -> int:
-        return self._tier_load.leaving_bytes() + self._batcher.nbytes
+    def _items_bytes(self, trace: Trace) -> int:
+        return trace.alive_bytes() + self.others_bytes(trace)
 
     def _room_after(self, event: int, baseline: BaselineMemory) -> int:
         if self._first_room is not None:
             return self._first_room
-        return max(_LEAST_ROOM_BYTES, self._target - baseline.after(event))
+        return max(_LEAST_ROOM_BYTES, within(self._limit) - baseline.after(event))
 
     def _room_from(self, trace: Trace, use: int, baseline: BaselineMemory) -> int:
         """Return the smallest room after a use and some following ones."""
@@ -304,39 +280,26 @@ class PlannedBudget(Budget):
 
     def _wait_for_room(self, items: int, room: int) -> None:
         """Wait for writes in flight until the items in memory fit into the room."""
-        if items <= room:
-            return
-        self._batcher.flush()
-        self._tier_load.release_at_least(items - room, _PATIENCE_SECONDS)
+        if items > room:
+            self._writes.release_at_least(items - room, _PATIENCE_SECONDS)
 
     def _make_plan(
         self, trace: Trace, baseline: BaselineMemory, ended_at: float, *, per_event: bool
     ) -> None:
-        profile = profile_of(
-            trace,
-            self._tier_load,
-            self._names,
-            baseline=baseline,
-            held_until=self.held_until,
-            ended_at=ended_at,
-            blocks=self._blocks,
-            io_overhead=self.io_overhead,
-        )
-        if profile is None:
-            return
+        profile = self._profiler.profile(trace, ended_at)
         self.profile, self._planned_for = profile, baseline.correction
         if self.plan is None:
             # With a plan there are fewer buffers in flight.
             baseline.measure_next_pass()
         blocks = self._blocks
         # Recomputation changes memory between events, which only a pass per event measures.
-        if blocks is not None and not blocks.settled and (per_event or not blocks.recomputed):
-            self._recompute(profile, blocks)
-        self.plan = plan_lifetimes(profile, self._target)
+        if not blocks.settled and (per_event or not blocks.recomputed):
+            self._recompute(profile)
+        self.plan = plan_lifetimes(profile, within(self._limit))
         leave = {move.tensor for move in self.plan.moves}
         if len(self._leaves) > _MOST_ITEMS:
             self._leaves.clear()
-            self.held_until.clear()
+            self._profiler.held_until.clear()
         for number, prefix in enumerate(trace.prefixes):
             self._leaves[prefix] = number in leave
         logger.info(
@@ -348,14 +311,15 @@ class PlannedBudget(Budget):
             "" if self.plan.hidden else "; training waits for some of them",
         )
 
-    def _recompute(self, profile: Profile, blocks: RecomputableBlocks) -> None:
+    def _recompute(self, profile: Profile) -> None:
         """Select blocks, and later further ones: early rates of the paths are uncertain."""
+        blocks = self._blocks
         if not self._choices_left:
             blocks.settle()
             return
         if any(block.name in blocks.recomputed for block in profile.blocks):
             return  # the profile is of a pass before the last selection
-        mix = choose_mix(profile, self._target)
+        mix = choose_mix(profile, within(self._limit))
         if mix.recomputed:
             self._choices_left -= 1
             blocks.want(mix.recomputed)

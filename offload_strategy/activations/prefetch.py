@@ -12,20 +12,21 @@ import time
 import weakref
 from bisect import bisect_right
 from collections import deque
-from typing import TYPE_CHECKING
 
-from offload_strategy.activations.batcher import batch_bytes
-from offload_strategy.activations.forward_records import WORTH_SECONDS, ForwardRecord, SavedItem
-from offload_strategy.activations.use_order import Trace, UseOrder, UseOrderHistory
+import torch
+
+from offload_strategy.activations.budgets import Budget
+from offload_strategy.activations.forward_records import ForwardRecord, SavedItem, Trace, UseOrder
+from offload_strategy.activations.tier_writes import batch_bytes
+from offload_strategy.activations.use_order import UseOrderHistory
 from offload_strategy.store.tensor_store import TensorStore
-from offload_strategy.store.ticket import Ticket, TicketState
+from offload_strategy.store.ticket import TicketState
 from offload_strategy.units import MiB
-
-if TYPE_CHECKING:
-    from offload_strategy.activations.budgets import Budget
 
 #: Largest number of prefetched bytes with `activations.prefetch: auto`, unless more were freed.
 AUTO_BYTES = 32 * MiB
+#: A shorter wait for a load does not count.
+_WORTH_SECONDS = 0.001
 #: Seconds of a load of any size: a thread must be woken while all cores compute.
 _LATENCY_SECONDS = 0.003
 _LEAST_MARGIN, _FIRST_MARGIN, _MOST_MARGIN = 1.5, 2.0, 16.0
@@ -38,7 +39,7 @@ _MOST_OPEN = 64
 
 
 class Prefetcher:
-    """Prefetches for all records of one engine.
+    """Loads the items of all records of one engine, and learns from their use.
 
     Args:
         store: Loads the bytes.
@@ -50,7 +51,7 @@ class Prefetcher:
         self._store = store
         self._budget = budget
         self._limit_bytes = limit_bytes
-        self._history = UseOrderHistory()
+        self.history = UseOrderHistory()
         self._margin = _FIRST_MARGIN
         self._speed = _Speed()
         self._alive: dict[int, weakref.ref[ForwardRecord]] = {}
@@ -64,10 +65,6 @@ class Prefetcher:
         #: Items that were needed before their load started, and before it ended.
         self.missed_loads = 0
         self.late_loads = 0
-
-    def times(self, prefix: int) -> tuple[float | None, float | None]:
-        """See `UseOrderHistory.times`."""
-        return self._history.times(prefix)
 
     @property
     def latest_trace(self) -> Trace | None:
@@ -83,14 +80,13 @@ class Prefetcher:
 
     def others_bytes(self, trace: Trace) -> int:
         """Return the bytes in memory of items of other passes."""
-        nbytes = 0
-        for reference in self._alive.values():
-            record = reference()
-            if record is not None and record.trace is not trace:
-                nbytes += record.trace.alive_bytes() + record.resident_bytes
-        return nbytes
+        records = (reference() for reference in self._alive.values())
+        return sum(
+            record.trace.alive_bytes() + record.resident_bytes
+            for record in records
+            if record is not None and record.trace is not trace
+        )
 
-    # ------------------------------------------------------------------ the life of a record
     def add(self, record: ForwardRecord) -> None:
         """Add the record of a new forward pass."""
         for serial in [number for number, alive in self._alive.items() if alive() is None]:
@@ -100,17 +96,84 @@ class Prefetcher:
         if latest is not None:
             self._tail = record.trace.started_at - latest.uses[-1][1]
         self._learn_open()
-        self._learn_untimed()
+        while self._untimed and self._untimed[0].resolve_times():
+            trace = self._untimed.popleft()
+            trace.learned = 0
+            self._learn_times(trace)
 
-    def begins(self, record: ForwardRecord) -> None:
-        """Note that backward reaches a record."""
+    # ------------------------------------------------------------------ uses
+    def bytes_of(self, item: SavedItem) -> torch.Tensor:
+        """Return the bytes of an offloaded item; `used` must be called after it.
+
+        Raises:
+            StorageError: If they could not be read.
+        """
+        trace = item.record.trace
+        self._begin_use(item)
+        ticket = item.ticket
+        if ticket is None:
+            assert item.payload is not None
+            return item.payload
+        state = ticket.state
+        absent = item.cached is None and state in (TicketState.STORED, TicketState.LOADING)
+        if absent:
+            if state is TicketState.STORED:
+                self.missed_loads += 1
+                self._store.prefetch(ticket)  # before prefetches
+            # The wait for this item leaves time for that.
+            self._fetch_ahead(item)
+        if trace.device_times is not None:
+            trace.device_times.wait_begins()
+        begin = time.perf_counter()
+        payload = self._store.get(ticket) if item.cached is None else item.cached
+        self._store.evict(ticket)
+        # The bytes stay in memory only while other views are to be unpacked.
+        item.cached = payload if item.has_pending_views else None
+        waited = time.perf_counter() - begin
+        if trace.device_times is not None:
+            trace.device_times.wait_ended()
+        if absent and waited > _WORTH_SECONDS:
+            self.late_loads += 1
+            self._margin = min(_MOST_MARGIN, 1.3 * self._margin)
+        if absent or waited > _WORTH_SECONDS:  # its write could not be cancelled
+            trace.waited += waited
+        if ticket.load_times is not None:
+            self._speed.add(ticket.nbytes, *ticket.load_times)
+        return payload
+
+    def used(self, item: SavedItem) -> None:
+        """Note that backward used an item, and prefetch the next ones."""
+        record = item.record
+        if self._begin_use(item):
+            record.released_bytes += item.range.nbytes
+        self._fetch_ahead(item)
+        if record.trace.complete:
+            self._learn(record.trace)
+            self._open.pop(record.serial, None)
+
+    def _begin_use(self, item: SavedItem) -> bool:
+        """Record the first use of an item; return whether this is it."""
+        if item.used:
+            return False
+        record, nbytes = item.record, item.range.nbytes
+        if not record.in_backward:
+            self._begin_backward(record)
+        item.used = True
+        record.trace.used(item.number)
+        if item.leaves:
+            record.loaded_bytes = max(0, record.loaded_bytes - nbytes)
+            record.staged_bytes = max(0, record.staged_bytes - nbytes)
+        self._budget.uses(record.trace, record.resident_bytes, nbytes)
+        return True
+
+    def _begin_backward(self, record: ForwardRecord) -> None:
         self._learn_open()
         if self._latest is not None and self._latest[0] != record.serial:
             serial, trace = self._latest
-            self._history.follows(trace, record.serial - serial)
+            self.history.follows(trace, record.serial - serial)
         self._latest = (record.serial, record.trace)
         self._open[record.serial] = record.trace
-        record.follow(self._history.plan(record.trace))
+        record.follow(self.history.plan(record.trace))
         leaving = self._budget.must_leave(record.trace)
         if leaving is not None:
             for ticket in record.tickets():
@@ -122,11 +185,7 @@ class Prefetcher:
                     self._store.cancel_write(ticket)
                     record.trace.left_bytes -= ticket.nbytes
 
-    def ended(self, record: ForwardRecord) -> None:
-        """Note that backward has used every item of a record."""
-        self._learn(record.trace)
-        self._open.pop(record.serial, None)
-
+    # ------------------------------------------------------------------ learning
     def _learn_open(self) -> None:
         # The end of a backward that does not use every item (as with LoRA) shows only by what
         # follows it.
@@ -146,53 +205,28 @@ class Prefetcher:
         else:
             self._learn_times(trace)
 
-    def _learn_untimed(self) -> None:
-        while self._untimed and self._untimed[0].resolve_times():
-            trace = self._untimed.popleft()
-            trace.learned = 0
-            self._learn_times(trace)
-
     def _learn_times(self, trace: Trace) -> None:
-        if self._history.learn(trace):
+        if self.history.learn(trace):
             self._budget.learn(trace)
-            if trace.waited < WORTH_SECONDS:
+            if trace.waited < _WORTH_SECONDS:
                 self._margin = max(_LEAST_MARGIN, 0.97 * self._margin)
 
-    # ------------------------------------------------------------------ what backward found
-    def uses(self, record: ForwardRecord, item: SavedItem) -> None:
-        """Note that an item is used for the first time."""
-        nbytes = item.range.nbytes
-        if item.leaves:
-            record.loaded_bytes = max(0, record.loaded_bytes - nbytes)
-            record.staged_bytes = max(0, record.staged_bytes - nbytes)
-        self._budget.uses(record.trace, record.resident_bytes, nbytes)
-
-    def missed(self) -> None:
-        """Count an item whose load had not started when it was needed."""
-        self.missed_loads += 1
-
-    def waited(self, seconds: float) -> None:
-        """Count an item that was not loaded when it was needed, and raise the margin."""
-        if seconds > WORTH_SECONDS:
-            self.late_loads += 1
-            self._margin = min(_MOST_MARGIN, 1.3 * self._margin)
-
-    def loaded(self, ticket: Ticket) -> None:
-        """Learn from the times of a load."""
-        if ticket.load_times is not None:
-            self._speed.add(ticket.nbytes, *ticket.load_times)
-
     # ------------------------------------------------------------------ fetching
-    def fetch_ahead(self, record: ForwardRecord, item: SavedItem) -> None:
+    def _fetch_ahead(self, item: SavedItem) -> None:
         """Start the loads that cannot wait until backward uses its next item."""
+        record = item.record
         plan = record.plan
         place = None if plan is None else plan.position.get(item.number)
         if plan is None or place is None:
             return
-        limit = self._limit(record)
+        limit, room = self._limit_bytes, self._budget.room(record.trace)
+        if limit is None:
+            # Kept items that were used have freed memory.
+            limit = max(AUTO_BYTES, record.released_bytes) if room is None else room
         record.loaded_bytes, all_here = self._fetch(record, plan, place, limit)
         if record.trace.on_device:
-            self._stage(record, plan, place)
+            staged = max(_STAGED_BYTES, 2 * record.largest)
+            self._stage(record, plan, place, staged if room is None else min(staged, room))
         if all_here:
             self._fetch_next_record(record, limit - record.loaded_bytes)
 
@@ -200,9 +234,9 @@ class Prefetcher:
         self, record: ForwardRecord, plan: UseOrder, place: int, limit: int
     ) -> tuple[int, bool]:
         """Prefetch items after a place; return the loaded bytes, and whether that is all."""
-        occasion = None
-        if self._limit_bytes is None and plan.due is not None and place + 1 < len(plan.due):
-            occasion = plan.due[place + 1]
+        due, occasion = plan.due, None
+        if self._limit_bytes is None and due is not None and place + 1 < len(due):
+            occasion = due[place + 1]
         # See [Note: batches].
         together = batch_bytes(record.trace.saved_bytes)
         ahead = loading = begun_now = 0
@@ -219,10 +253,12 @@ class Prefetcher:
                 return ahead, False
             begun = not item.still_to_load
             along = 0 < begun_now <= together - ticket.nbytes and ticket.entry.one_block_at_a_time
-            if ahead and not (begun or along) and occasion is not None and plan.due is not None:
+            if ahead and not (begun or along) and occasion is not None and due is not None:
                 seconds = self._speed.seconds(loading + ticket.nbytes)
-                if seconds is not None and plan.due[later] - self._with_margin(seconds) > occasion:
-                    return ahead, False
+                if seconds is not None:
+                    begin_at = due[later] - _LATENCY_SECONDS - self._margin * seconds
+                    if begin_at > occasion:
+                        return ahead, False
             if not begun:
                 if not self._store.prefetch(ticket):
                     return ahead, False
@@ -232,12 +268,8 @@ class Prefetcher:
                 loading += ticket.nbytes
         return ahead, True
 
-    def _stage(self, record: ForwardRecord, plan: UseOrder, place: int) -> None:
+    def _stage(self, record: ForwardRecord, plan: UseOrder, place: int, room: int) -> None:
         """Start to copy the next items to the device, as far as they are in host memory."""
-        room = max(_STAGED_BYTES, 2 * record.largest)
-        allowed = self._budget.room(record.trace)
-        if allowed is not None:
-            room = min(room, allowed)
         staged = 0
         for position in range(bisect_right(record.upcoming, place), len(record.upcoming)):
             item = record.unused(plan.sequence[record.upcoming[position]])
@@ -251,30 +283,18 @@ class Prefetcher:
 
     def _fetch_next_record(self, record: ForwardRecord, room: int) -> None:
         """Prefetch the record whose backward is expected next, because this one is loaded."""
-        distance = self._history.following(record.trace)
+        distance = self.history.following(record.trace)
         reference = None if distance is None else self._alive.get(record.serial + distance)
         following = None if reference is None else reference()
         if following is None or following.in_backward:
             return
-        for number in self._history.plan(following.trace).sequence:
+        for number in self.history.plan(following.trace).sequence:
             item = following.unused(number)
             if item is None or item.ticket is None:
                 continue
             room -= item.ticket.nbytes
             if room < 0 or (item.still_to_load and not self._store.prefetch(item.ticket)):
                 return
-
-    def _limit(self, record: ForwardRecord) -> int:
-        if self._limit_bytes is not None:
-            return self._limit_bytes
-        room = self._budget.room(record.trace)
-        if room is not None:
-            return room
-        # Kept items that were used have freed memory.
-        return max(AUTO_BYTES, record.released_bytes)
-
-    def _with_margin(self, seconds: float) -> float:
-        return _LATENCY_SECONDS + self._margin * seconds
 
 
 class _Speed:

@@ -24,8 +24,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from offload_strategy.activations.block_calls import BlockCall
-from offload_strategy.activations.use_order import Trace
+from offload_strategy.activations.forward_records import BlockCall, Trace
 from offload_strategy.telemetry import get_logger
 from offload_strategy.torch_support.modules import outermost_blocks
 

@@ -11,34 +11,35 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload_strategy.activations import foreign_hooks as other_hooks
-from offload_strategy.activations.batcher import OffloadBatcher, batch_bytes
-from offload_strategy.activations.budgets import AutomaticBudget, Budget, FixedBudget
-from offload_strategy.activations.conflicting_offloads import refuse_hooks_that_offload
+from offload_strategy.activations.budgets import AutomaticBudget, Budget
 from offload_strategy.activations.device_times import is_timed
-from offload_strategy.activations.eligibility import StayCounts, is_small, why_it_stays
-from offload_strategy.activations.forward_records import ForwardRecord, SavedItem
+from offload_strategy.activations.eligibility import (
+    ByteRange,
+    UnsupportedTensors,
+    is_small,
+    reach,
+    reach_of_base,
+    why_it_stays,
+)
+from offload_strategy.activations.forward_records import ForwardRecord, Trace
 from offload_strategy.activations.packed_tensors import KeptTensor, OffloadedTensor
-from offload_strategy.activations.pass_profile import profile_of
+from offload_strategy.activations.pass_profile import PassProfiler
 from offload_strategy.activations.planned_budget import MemoryLimit, PlannedBudget
 from offload_strategy.activations.prefetch import Prefetcher
 from offload_strategy.activations.recomputed_blocks import RecomputableBlocks
-from offload_strategy.activations.saved_tensor_names import SavedTensorNames
-from offload_strategy.activations.saved_views import ByteRange, reach, reach_of_base
-from offload_strategy.activations.tier_load import TierLoad
-from offload_strategy.activations.use_order import Trace
+from offload_strategy.activations.tier_writes import TierWrites, batch_bytes
 from offload_strategy.plan_runtime.profile import Profile
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Tier
 from offload_strategy.torch_support.accelerator import is_asynchronous
 from offload_strategy.torch_support.interrupts import UninterruptedSection
 
-_CLIENT = "activations"
 #: A view of less than this share of its base is offloaded alone; otherwise the base is.
 _WHOLE_BASE_SHARE = 0.5
 
@@ -93,38 +94,36 @@ class ActivationOffload:
         save_weight: Callable[[torch.Tensor], Packed | None] | None = None,
     ) -> None:
         self._store = store
-        self._tiers = list(tiers)
         self._is_weight = is_weight
         self._before_forward = before_forward
         self._min_size = min_size
         self.save_weight = save_weight
-        self._tier_load = TierLoad(store, tiers, _CLIENT)
-        self._batcher = OffloadBatcher(self._give)
-        self.names = SavedTensorNames()
+        self._writes = TierWrites(store, tiers)
         self._open = _Open()
         self.blocks = RecomputableBlocks(recompute, self._trace)
+        self._profiler = PassProfiler(self._writes, self.blocks)
+        self.names = self._profiler.names
+        #: The budget, if it goes by a plan.
+        self.planned: PlannedBudget | None = None
         self._budget: Budget
         if plan_within is not None:
-            self._budget = PlannedBudget(
-                self._tier_load, plan_within, self._batcher, self.names, self.blocks
-            )
+            self._budget = self.planned = PlannedBudget(plan_within, self._profiler)
         elif budget == "auto":
-            self._budget = AutomaticBudget(self._tier_load, most_backlog)
+            self._budget = AutomaticBudget(self._writes, most_backlog)
         else:
-            self._budget = FixedBudget(budget)
+            self._budget = Budget(budget)
         self._prefetcher = Prefetcher(store, self._budget, prefetch_bytes)
-        if isinstance(self._budget, PlannedBudget):
-            self._budget.others_bytes = self._prefetcher.others_bytes
+        if self.planned is not None:
+            self.planned.others_bytes = self._prefetcher.others_bytes
         # What `_batch_bytes` found, and for which pass.
         self._batch: tuple[Trace, int] | None = None
         self._hint = 0
         self._serials = itertools.count()
         self._saved = itertools.count()
         self.enabled = True
-        #: What stays for want of knowing how to move it.
-        self.stays = StayCounts()
-        #: Bytes that could have left and were kept, over all forward passes.
-        self.kept_bytes = 0
+        self._unsupported = UnsupportedTensors()
+        # Bytes that could have left and were kept, over all forward passes.
+        self._kept_bytes = 0
 
     def figures(self) -> dict[str, float]:
         """Return current counts and bytes for metrics."""
@@ -133,8 +132,8 @@ class ActivationOffload:
         return planned | {
             "missed_loads": float(self._prefetcher.missed_loads),
             "late_loads": float(self._prefetcher.late_loads),
-            "kept_bytes": float(self.kept_bytes),
-            "unsupported_bytes": float(sum(self.stays.nbytes.values())),
+            "kept_bytes": float(self._kept_bytes),
+            "unsupported_bytes": float(self._unsupported.nbytes),
             "step_saved_bytes": float(latest.saved_bytes) if latest else 0.0,
             "step_left_bytes": float(latest.left_bytes) if latest else 0.0,
         }
@@ -153,26 +152,7 @@ class ActivationOffload:
         latest = self._prefetcher.latest_trace
         if latest is None:
             return None
-        planned = self.planned
-        baseline = None if planned is None else planned.baseline
-        held = None if planned is None else planned.held_until
-        end = self._prefetcher.ended_at(latest)
-        return profile_of(
-            latest,
-            self._tier_load,
-            self.names,
-            busy=busy,
-            baseline=baseline,
-            held_until=held,
-            ended_at=end,
-            blocks=self.blocks,
-            io_overhead=None if planned is None else planned.io_overhead,
-        )
-
-    @property
-    def planned(self) -> PlannedBudget | None:
-        """The budget, if it goes by a plan."""
-        return self._budget if isinstance(self._budget, PlannedBudget) else None
+        return self._profiler.profile(latest, self._prefetcher.ended_at(latest), busy)
 
     # ------------------------------------------------------------------ forward passes
     def hint(self) -> None:
@@ -194,19 +174,16 @@ class ActivationOffload:
             return None
         outer = other_hooks.foreign(ActivationOffload)
         if self._min_size < sys.maxsize:
-            refuse_hooks_that_offload(outer)
+            other_hooks.refuse_hooks_that_offload(outer)
         self._before_forward()
         self.blocks.forward_begins()
         if self.planned is None:
             self._store.pass_begins()
         else:  # memory is at its peak when forward ends; backward needs the buffers
             self._store.trim()
-        hooks = saved_tensors_hooks(self._pack, self._unpack)
         # Ctrl-C between entering the hooks and recording it would leave them active for ever.
         with UninterruptedSection():
-            hooks.__enter__()
-            if outer is not None:
-                other_hooks.go_through(outer)
+            hooks = self._enter_hooks(self._pack, outer)
             self._open.record = self._record()
         return hooks
 
@@ -219,9 +196,9 @@ class ActivationOffload:
                 self._open.record = None
             if sys.exc_info()[0] is None and self.enabled and record is not None:
                 with self._held(record.trace):
-                    self._batcher.flush()
+                    self._writes.flush()
             else:
-                self._batcher.discard()
+                self._writes.discard()
 
     @contextmanager
     def saving_weights(self) -> Iterator[bool]:
@@ -237,11 +214,8 @@ class ActivationOffload:
             yield True
             return
         outer = other_hooks.foreign(ActivationOffload)
-        hooks = saved_tensors_hooks(self._pack_weight, self._unpack)
         with UninterruptedSection():
-            hooks.__enter__()
-            if outer is not None:
-                other_hooks.go_through(outer)
+            hooks = self._enter_hooks(self._pack_weight, outer)
             opened = other_hooks.innermost()
         try:
             yield True
@@ -250,6 +224,15 @@ class ActivationOffload:
             if other_hooks.innermost() == opened:
                 hooks.__exit__(None, None, None)
 
+    def _enter_hooks(
+        self, pack: Callable[[torch.Tensor], Any], outer: other_hooks.HookPair | None
+    ) -> saved_tensors_hooks:
+        hooks = saved_tensors_hooks(pack, self._unpack)
+        hooks.__enter__()
+        if outer is not None:
+            other_hooks.go_through(outer)
+        return hooks
+
     def _pack_weight(self, tensor: torch.Tensor) -> Packed:
         weight = None if self.save_weight is None else self.save_weight(tensor)
         return KeptTensor(tensor) if weight is None else weight
@@ -257,9 +240,9 @@ class ActivationOffload:
     @contextmanager
     def _held(self, trace: Trace) -> Iterator[None]:
         """Add the time that forward waits for the tiers in this context to its trace."""
-        before = self._tier_load.stalled_seconds()
+        before = self._writes.stalled_seconds()
         yield
-        trace.held += self._tier_load.stalled_seconds() - before
+        trace.held += self._writes.stalled_seconds() - before
 
     def _trace(self) -> Trace | None:
         record = self._open.record
@@ -272,7 +255,7 @@ class ActivationOffload:
         same = self._hint > 0 and opened.hint == self._hint
         if same and latest is not None and not latest.in_backward:
             return latest
-        record = ForwardRecord(next(self._serials), self._store, self._prefetcher)
+        record = ForwardRecord(next(self._serials))
         self._prefetcher.add(record)
         opened.latest = record if self._hint else None
         opened.hint = self._hint
@@ -293,14 +276,13 @@ class ActivationOffload:
             return KeptTensor(tensor)
         reason = why_it_stays(tensor, self._is_weight)
         if reason is not None:
-            self.stays.note(reason, tensor, self._min_size)
+            self._unsupported.note(reason, tensor, self._min_size)
             return KeptTensor(tensor)
         wanted = reach(tensor)
         item = record.find(tensor, wanted)
         if item is not None:
-            if not item.leaves:
-                return KeptTensor(tensor, item, record)
-            return OffloadedTensor(tensor, item.range, record).attach(item)
+            kind = OffloadedTensor if item.leaves else KeptTensor
+            return kind(tensor, item, self._prefetcher)
         # Views of one activation (query, key, value) overlap: the whole is offloaded once. A small
         # view of a large tensor (a batch of a data set) must not offload all of it.
         span = reach_of_base(tensor, wanted)
@@ -310,22 +292,20 @@ class ActivationOffload:
             return KeptTensor(tensor)
         return self._new_item(tensor, span, record)
 
-    def _new_item(
-        self, tensor: torch.Tensor, span: ByteRange, record: ForwardRecord
-    ) -> KeptTensor | OffloadedTensor:
+    def _new_item(self, tensor: torch.Tensor, span: ByteRange, record: ForwardRecord) -> Packed:
         trace = record.trace
         trace.saved_bytes += span.nbytes
         prefix = trace.prefix_with(tensor)
         if tensor.device.type != "cpu" and not trace.sizes and is_asynchronous(tensor.device):
             trace.computed_by(tensor.device, timed=is_timed(record.serial))
-            self._tier_load.on_device = True
-        idle, saved_after = self._prefetcher.times(prefix)
+            self._writes.on_device = True
+        idle, saved_after = self._prefetcher.history.times(prefix)
         item = record.add(tensor, span, prefix)
         self.names.note(prefix, tensor)
         if not self._budget.admits(span.nbytes, trace, idle, saved_after):
-            self.kept_bytes += span.nbytes
-            return KeptTensor(tensor, item, record)
-        handle = OffloadedTensor(tensor, span, record).attach(item)
+            self._kept_bytes += span.nbytes
+            return KeptTensor(tensor, item, self._prefetcher)
+        handle = OffloadedTensor(tensor, item, self._prefetcher)
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         flat.set_(tensor.untyped_storage(), span.start, (span.nbytes,), (1,))
         item.payload = flat
@@ -337,30 +317,15 @@ class ActivationOffload:
         # Backward starts with what was saved last: that stays if host memory is scarce.
         # This call comes last: see [Note: the interpreter lock].
         with self._held(trace):
-            self._batcher.add(item, -next(self._saved), together)
+            self._writes.add(item, -next(self._saved), together)
         return handle
 
     def _batch_bytes(self, latest: Trace) -> int:
         """Return the size of a batch; computed once per pass, because this runs for every item."""
-        known = self._batch
-        if known is None or known[0] is not latest:
-            known = (latest, batch_bytes(latest.saved_bytes, self._tier_load.rate(write=True)))
-            self._batch = known
-        return known[1]
-
-    def _give(self, item: SavedItem, next_use: int) -> None:
-        payload = item.payload
-        assert payload is not None
-        item.ticket = self._store.put(
-            payload,
-            _CLIENT,
-            self._tiers,
-            next_use=next_use,
-            whole_pages=True,
-            one_block_at_a_time=payload.device.type == "cpu",
-        )
-        item.storage.entry = item.ticket.entry
-        item.payload = None
+        if self._batch is None or self._batch[0] is not latest:
+            rate = self._writes.rate(write=True)
+            self._batch = latest, batch_bytes(latest.saved_bytes, rate)
+        return self._batch[1]
 
     def _unpack(self, packed: Packed) -> torch.Tensor:
         return packed.unpack()

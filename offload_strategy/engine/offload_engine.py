@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from offload_strategy.activations.conflicting_offloads import refuse_checkpoints_that_offload
+from offload_strategy.activations.foreign_hooks import refuse_checkpoints_that_offload
 from offload_strategy.activations.forward_scope import ForwardHooks
 from offload_strategy.activations.planned_budget import MemoryLimit
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload, Packed

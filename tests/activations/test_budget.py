@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from offload_strategy.activations.budgets import ALLOWANCE, AutomaticBudget, FixedBudget
-from offload_strategy.activations.use_order import Trace
+from offload_strategy.activations.budgets import ALLOWANCE, AutomaticBudget, Budget
+from offload_strategy.activations.forward_records import Trace
 from offload_strategy.units import GiB, MiB
 from tests.training import activations_only, assert_same_bits, gradients
 
@@ -65,7 +65,7 @@ def offer(budget: AutomaticBudget, nbytes: int, trace: Trace, idle: float | None
     ("budget", "expected"), [(None, 10), (0, 0), (35, 3), (0.5, 5), (1.0, 10), (0.0, 0)]
 )
 def test_fixed_amounts(budget: int | float | None, expected: int) -> None:
-    fixed, trace = FixedBudget(budget), Trace()
+    fixed, trace = Budget(budget), Trace()
     left = 0
     for _ in range(10):
         trace.saved_bytes += 10

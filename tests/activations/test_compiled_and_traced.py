@@ -12,7 +12,6 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from offload_strategy import OffloadEngine, OffloadError
-from offload_strategy.activations.module_hooks import Before
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload
 from offload_strategy.examples.gpt import GPT
 from offload_strategy.store.tensor_store import TensorStore
@@ -243,4 +242,3 @@ def test_torch_compile_leaves_the_packages_own_code_alone(engine: OffloadEngine)
     ):
         assert is_left_alone(function)
     assert not is_left_alone(GPT.forward)
-    assert not is_left_alone(Before.__call__)

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_map
 
 from offload_strategy import OffloadEngine
 from offload_strategy.activations.eligibility import (
-    StayCounts,
     Stays,
+    UnsupportedTensors,
     bytes_in_memory,
     why_it_stays,
 )
@@ -218,18 +218,17 @@ def test_an_address_means_nothing_once_its_weight_is_gone() -> None:
 def test_what_stays_is_counted_and_each_kind_named_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    counts = StayCounts()
+    counts = UnsupportedTensors()
     with caplog.at_level(logging.INFO, "offload_strategy"):
-        counts.note(Stays.WEIGHT, noise(4))
-        counts.note(Stays.EMPTY, noise(0))
+        counts.note(Stays.WEIGHT, noise(4), 0)
+        counts.note(Stays.EMPTY, noise(0), 0)
         assert not caplog.records
         for _ in range(3):
-            counts.note(Stays.SUBCLASS, Quantized.of(noise(8, 8)))
-            counts.note(Stays.LAYOUT, torch.eye(4).to_sparse())
-            counts.note(Stays.LAYOUT, torch.eye(4).to_sparse_csr())
-            counts.note(Stays.QUANTIZED, REASONS["quantized"][1](), at_least=1000)
-    assert counts.tensors == {Stays.SUBCLASS: 3, Stays.LAYOUT: 6, Stays.QUANTIZED: 3}
-    assert counts.nbytes[Stays.SUBCLASS] == 3 * (64 + 4)
+            counts.note(Stays.SUBCLASS, Quantized.of(noise(8, 8)), 0)
+            counts.note(Stays.LAYOUT, torch.eye(4).to_sparse(), 0)
+            counts.note(Stays.LAYOUT, torch.eye(4).to_sparse_csr(), 0)
+            counts.note(Stays.QUANTIZED, REASONS["quantized"][1](), 1000)
+    assert counts.nbytes == 3 * (64 + 4) + 3 * 80 + 3 * 88 + 3 * 16
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 3
     assert "test_eligibility.Quantized (68 B) stays in memory" in said[0]

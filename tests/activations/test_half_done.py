@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from offload_strategy import OffloadEngine
-from offload_strategy.activations.use_order import Trace
+from offload_strategy.activations.forward_records import Trace
 from tests.activations import half_done
 from tests.activations.half_done import Training, arm
 from tests.training import Numbers, activations_only, assert_same_bits

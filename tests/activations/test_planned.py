@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from offload_strategy import OffloadConfig, OffloadEngine
-from offload_strategy.activations.batcher import OffloadBatcher
-from offload_strategy.activations.pass_profile import profile_of
+from offload_strategy.activations.forward_records import Trace
+from offload_strategy.activations.pass_profile import PassProfiler
 from offload_strategy.activations.planned_budget import MemoryLimit, PlannedBudget
-from offload_strategy.activations.use_order import Trace
+from offload_strategy.activations.recomputed_blocks import RecomputableBlocks
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.memory_limits import PeakMeter
 from offload_strategy.plan_runtime.lifetime_plan import plan_lifetimes
@@ -42,8 +42,8 @@ class TierLoad:
     def release_written(self) -> None:
         pass
 
-    def keep_idle(self, nbytes: int) -> None:
-        self.idle = nbytes
+    def keep_no_idle_buffers(self) -> None:
+        pass
 
     def leaving_bytes(self) -> int:
         return self.writing
@@ -96,13 +96,15 @@ class Memory:
         return 4 * self.others
 
 
+def profiler(tier_load: TierLoad) -> PassProfiler:
+    return PassProfiler(tier_load, RecomputableBlocks(False, lambda: None))
+
+
 def training(
     limit: int | None, others: int = 500 * MiB, *, passes: int = 2, rate: float | None = 400.0 * MiB
 ) -> tuple[PlannedBudget, TierLoad, Memory]:
     tier_load, memory = TierLoad(rate), Memory(others)
-    budget = PlannedBudget(
-        tier_load, MemoryLimit(limit, passes, memory), OffloadBatcher(lambda *_: None)
-    )
+    budget = PlannedBudget(MemoryLimit(limit, passes, memory), profiler(tier_load))
     return budget, tier_load, memory
 
 
@@ -286,8 +288,7 @@ def test_a_profile_has_no_time_in_which_training_waited() -> None:
         trace.saved_at[-1], trace.held_at[-1] = saved_at, held
     trace.held = 2.5
     trace.uses = [(1, 15.0, 0.0), (0, 17.0, 0.5)]
-    profile = profile_of(trace, TierLoad())
-    assert profile is not None
+    profile = profiler(TierLoad()).profile(trace)
     assert [tensor.uses for tensor in profile.tensors] == [(1.0, 4.0), (2.0, 2.5)]
     assert (profile.forward_seconds, profile.step_seconds) == (2.5, 4.0)
 
@@ -299,8 +300,7 @@ def test_a_profile_has_no_time_in_which_something_else_ran() -> None:
     trace.saved(2, ITEM)
     trace.saved_at = [11.0, 12.0]
     trace.uses = [(1, 13.0, 0.0), (0, 18.0, 0.0)]
-    profile = profile_of(trace, TierLoad(), busy=[(13.5, 15.0), (17.0, 19.0)])
-    assert profile is not None
+    profile = profiler(TierLoad()).profile(trace, busy=[(13.5, 15.0), (17.0, 19.0)])
     assert [tensor.uses for tensor in profile.tensors] == [(1.0, 5.5), (2.0, 3.0)]
     assert profile.step_seconds == 5.5
     assert profile.other_bytes == 0

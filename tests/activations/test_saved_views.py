@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from torch import nn
 
 from offload_strategy import OffloadEngine
-from offload_strategy.activations.saved_views import ByteRange, SavedView, reach, reach_of_base
+from offload_strategy.activations.eligibility import ByteRange, reach, reach_of_base
+from offload_strategy.activations.packed_tensors import OffloadedTensor
 from tests.activations.support import Calls, X, compare, noise, written
 from tests.training import (
     activations_only,
@@ -152,12 +154,12 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_a_view_is_rebuilt_on_bytes_that_came_back(kind: str) -> None:
     source = torch.view_as_complex(noise(10, 8, 2, seed=5))[2:8, 1:]
     view = VIEWS[kind](source)
-    for span in (reach(view), reach_of_base(view), ByteRange(0, 10 * 8 * 8)):
+    for span in (reach(view), reach_of_base(view, reach(view)), ByteRange(0, 10 * 8 * 8)):
         assert span.covers(reach(view))
         there = torch.empty(0, dtype=torch.uint8)
         there.set_(source.untyped_storage(), span.start, (span.nbytes,), (1,))
         back = torch.cat([torch.zeros(64, dtype=torch.uint8), there])[64:]
-        rebuilt = SavedView(view, span).rebuild(back)
+        rebuilt = OffloadedTensor(view, SimpleNamespace(range=span, views=[]), None).rebuild(back)
         assert rebuilt.stride() == view.stride()
         assert (rebuilt.is_conj(), rebuilt.is_neg()) == (view.is_conj(), view.is_neg())
         assert bits(rebuilt) == bits(view)

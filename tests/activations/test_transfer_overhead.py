@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from offload_strategy.activations.io_overhead import IoOverhead
-from offload_strategy.activations.use_order import Trace
+from offload_strategy.activations.forward_records import Trace
+from offload_strategy.activations.pass_profile import IoOverhead
 from offload_strategy.units import MiB
 
 SAVED = 1000 * MiB

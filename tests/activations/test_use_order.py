@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offload_strategy import OffloadEngine
-from offload_strategy.activations.use_order import Trace, UseOrderHistory
+from offload_strategy.activations.forward_records import Trace
+from offload_strategy.activations.use_order import UseOrderHistory
 from tests.training import activations_only, assert_same_bits, gradients, moved, on_disk
 
 
@@ -222,7 +223,7 @@ def test_a_step_without_all_of_its_backward_is_learned_from_as_well(disk: Path) 
             torch.autograd.grad(out, list(model.branches[0].parameters()))
             del out
         assert engine._activations is not None
-        assert engine._activations._prefetcher._history._plans
+        assert engine._activations._prefetcher.history._plans
 
 
 def test_what_a_checkpoint_computes_again_is_no_item(disk: Path) -> None:

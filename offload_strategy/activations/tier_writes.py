@@ -1,0 +1,157 @@
+"""Saved tensors on their way to the tiers: batches, bytes in flight, and rates.
+
+[Note: batches]
+After each operation of a model on the CPU, the processor's caches hold tensors and Python code runs
+cold: to give one tensor to the store takes several times as long as to give the next one right
+after it, and each wakes a thread that takes a core from computation. So items wait for each other
+as long as they are a small share of what a pass saves.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+
+from offload_strategy.activations.forward_records import SavedItem
+from offload_strategy.store.tensor_store import TensorStore
+from offload_strategy.store.ticket import Tier
+from offload_strategy.telemetry import Direction
+from offload_strategy.units import MiB
+
+_CLIENT = "activations"
+#: Largest batch in bytes, and as a share of what a forward pass saves.
+_MOST_BYTES = 48 * MiB
+_SHARE = 0.07
+#: A batch that a path cannot write in so many seconds would cause bursts: then it is smaller.
+_SECONDS = 0.03
+_SLOW_BYTES = 16 * MiB
+_SLOW_SHARE = 0.03
+
+
+def batch_bytes(saved_bytes: int, rate: float | None = None) -> int:
+    """Return the size of a batch in bytes.
+
+    Args:
+        saved_bytes: Bytes that a forward pass saves, as far as known.
+        rate: Write rate of the tiers in bytes per second, or None if unknown.
+    """
+    most = min(_MOST_BYTES, int(_SHARE * saved_bytes))
+    if rate is None:
+        return most
+    return max(min(_SLOW_BYTES, int(_SLOW_SHARE * saved_bytes)), min(most, int(rate * _SECONDS)))
+
+
+class _Batch(threading.local):
+    """The batch of one thread's forward pass: items with the times of their next use."""
+
+    def __init__(self) -> None:
+        self.items: list[tuple[weakref.ref[SavedItem], int]] = []
+        self.nbytes = 0
+
+
+class TierWrites:
+    """Gives items to the store in batches, and knows the load of the tiers of activations.
+
+    Items hold their bytes themselves: an item that is freed in a batch is never offloaded.
+
+    Args:
+        store: The store that moves the bytes.
+        tiers: Tiers of activations, in order.
+    """
+
+    def __init__(self, store: TensorStore, tiers: Sequence[Tier]) -> None:
+        self._store = store
+        self._tiers = list(tiers)
+        self._host = [tier for tier in tiers if tier.is_host_memory]
+        self._queues = [queue for tier in tiers for queue in tier.queues]
+        self._batch = _Batch()
+        #: Whether an accelerator computes: its memory is free when a copy to the host is over.
+        self.on_device = False
+
+    # ------------------------------------------------------------------ batches
+    def add(self, item: SavedItem, next_use: int, at_least: int) -> None:
+        """Add an item to this thread's batch, and give the batch to the store if it is full.
+
+        Args:
+            item: The item, with its `payload`.
+            next_use: Time of its next use on the store's clock.
+            at_least: Bytes of a full batch; 0 to give the item at once.
+        """
+        batch = self._batch
+        batch.items.append((weakref.ref(item), next_use))
+        batch.nbytes += item.range.nbytes
+        if batch.nbytes >= at_least:
+            self.flush()
+
+    def flush(self) -> None:
+        """Give this thread's batch to the store."""
+        items = self._batch.items
+        self.discard()
+        for reference, next_use in items:
+            item = reference()
+            if item is not None and item.payload is not None:
+                item.ticket = self._store.put(
+                    item.payload,
+                    _CLIENT,
+                    self._tiers,
+                    next_use=next_use,
+                    whole_pages=True,
+                    one_block_at_a_time=item.payload.device.type == "cpu",
+                )
+                item.storage.entry = item.ticket.entry
+                item.payload = None
+
+    def discard(self) -> None:
+        """Keep this thread's batch in memory, because its pass has failed."""
+        self._batch.items, self._batch.nbytes = [], 0
+
+    # ------------------------------------------------------------------ load of the tiers
+    def writing_bytes(self) -> int:
+        """Return the bytes of all clients that are to be written."""
+        return self._store.writing_bytes
+
+    def leaving_bytes(self) -> int:
+        """Return the bytes of activations that are leaving the computing device's memory."""
+        if self.on_device:
+            return self._store.copies.source_bytes() + self._batch.nbytes
+        return self._store.writing_bytes_of(_CLIENT) + self._batch.nbytes
+
+    def release_at_least(self, nbytes: int, seconds: float) -> None:
+        """Free so many of the bytes that leave the computing device, within so many seconds."""
+        self.flush()
+        leaving = self.leaving_bytes()
+        at_most = max(0, leaving - nbytes)
+        if self.on_device:
+            self._store.copies.release_sources(at_most)
+        elif leaving > at_most:
+            self._store.await_writes(_CLIENT, at_most, seconds, own=True)
+
+    def release_written(self) -> None:
+        """Free the memory of what was written."""
+        self._store.release_written()
+
+    def keep_no_idle_buffers(self) -> None:
+        """Free idle buffers from now on."""
+        self._store.pool.keep_idle(0)
+
+    def stalled_seconds(self) -> float:
+        """Return the seconds for which the store made training wait for the tiers."""
+        return self._store.recorder.stall_seconds(_CLIENT)
+
+    def rate(self, *, write: bool) -> float | None:
+        """Return the bytes per second of all paths together, or None if unknown."""
+        direction = Direction.WRITE if write else Direction.READ
+        known = [rate for queue in self._queues if (rate := queue.bandwidth.rate(direction))]
+        return sum(known) * len(self._queues) / len(known) if known else None
+
+    def has_room_in_memory(self, nbytes: int) -> bool:
+        """Return whether a host tier has room for so many bytes."""
+        return any(tier.has_room(nbytes) for tier in self._host)
+
+    def await_writing_at_most(self, nbytes: int, seconds: float) -> float:
+        """Wait until at most so many bytes are to be written, or so long; return the seconds."""
+        begin = time.perf_counter()
+        self._store.await_writes(_CLIENT, nbytes, seconds)
+        return time.perf_counter() - begin
