@@ -13,6 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -21,7 +22,6 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from wrapt import register_post_import_hook
 
-import offload_strategy
 from offload_strategy.activations import foreign_hooks as other_hooks
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload
 from offload_strategy.errors import OffloadError
@@ -166,7 +166,7 @@ def _keep_torch_compile_out() -> None:
 
 
 def _keep_out(dynamo: ModuleType) -> None:
-    for module in pkgutil.iter_modules(offload_strategy.__path__, "offload_strategy."):
+    for module in pkgutil.iter_modules([str(Path(__file__).parents[1])], "offload_strategy."):
         if module.name != "offload_strategy.examples":  # models of ours are to be compiled
             dynamo.trace_rules.add(module.name)
     # A graph that reaches a hook breaks with words of ours.
