@@ -28,15 +28,10 @@ BEGIN = 0
 
 
 class BaselineMemory:
-    """See [Note: baseline memory].
-
-    Args:
-        meter: Measures the memory.
-        passes: Number of first passes that are measured per event.
-    """
+    """See [Note: baseline memory]; the first `passes` passes are measured per event."""
 
     def __init__(self, meter: PeakMeter, passes: int) -> None:
-        self._meter = meter
+        self.meter = meter
         self._close = passes
         self._since_close = 0
         #: Whether the current pass is measured from event to event.
@@ -71,18 +66,13 @@ class BaselineMemory:
 
     def look(self) -> int:
         """Return the peak of the current pass so far; others may reset the meter after this."""
-        self._seen = max(self._seen, self._meter.peak_bytes())
+        self._seen = max(self._seen, self.meter.peak_bytes())
         return self._seen
 
     def end(self, items: int, *, learn: bool) -> int:
-        """End a pass with everything that followed its backward.
+        """End a pass with everything that followed its backward, and return its peak in bytes.
 
-        Args:
-            items: Bytes of items in memory.
-            learn: Whether to learn from the pass; not from one without a backward.
-
-        Returns:
-            The peak of the pass in bytes.
+        So many bytes of items are in memory. Nothing is learned from a pass without a backward.
         """
         peak = self.look()
         if not learn:
@@ -109,7 +99,7 @@ class BaselineMemory:
             self._since_close = 0
             if len(self._levels) > _MOST_EVENTS:
                 self._levels.clear()
-        self._used = self._meter.used_bytes() - items
+        self._used = self.meter.used_bytes() - items
         self._shift = 0 if self._base is None else self._used - self._base
         self._predicted_bytes = self._seen = 0
         self._complete = True
@@ -129,13 +119,13 @@ class BaselineMemory:
         """Continue with so many bytes of items in memory."""
         self._items = items
         if self.per_event or self._event == BEGIN:
-            self._meter.reset_peak()
+            self.meter.reset_peak()
 
     def _note(self, items: int) -> None:
         # Items that are being written may be gone at the peak.
         items = min(self._items, items)
         if self.per_event:
-            peak = self._meter.peak_bytes()
+            peak = self.meter.peak_bytes()
             self._seen = max(self._seen, peak)
             self._levels[self._event] = max(0, peak - items)
         level = self._levels.get(self._event)

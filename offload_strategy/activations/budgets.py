@@ -62,11 +62,8 @@ class Budget:
     ) -> bool:
         """Return whether an item is offloaded; may wait for room in memory or on the path.
 
-        Args:
-            nbytes: Size of the item.
-            trace: Trace of the forward pass so far, with this item among the saved ones.
-            idle: Seconds for which the item will be unused, or None if unknown.
-            saved_after: Seconds after the first item at which it is saved, or None if unknown.
+        Its bytes are among the saved ones of the trace already. It will be unused for `idle`
+        seconds, and is saved so many seconds after the first item; None if unknown.
         """
         limit = self._budget
         if isinstance(limit, float):
@@ -74,20 +71,16 @@ class Budget:
         return limit is None or trace.left_bytes + nbytes <= limit
 
     def must_leave(self, trace: Trace) -> int | None:
-        """Return how many bytes in flight must still be written when backward starts.
+        """Return how many bytes in flight must still be written when backward starts; None for all.
 
-        Returns:
-            None for all. The rest should stay in memory, because it is needed soon.
+        The rest should stay in memory, because it is needed soon.
         """
         return None
 
     def uses(self, trace: Trace, loaded_bytes: int, nbytes: int) -> None:
-        """Note that backward uses an item for the first time.
+        """Note that backward uses an item of so many bytes for the first time.
 
-        Args:
-            trace: Trace of its pass, with this use.
-            loaded_bytes: Bytes of other items of the pass that were offloaded and loaded again.
-            nbytes: Size of this item.
+        So many bytes of other items of the pass were offloaded and loaded again.
         """
 
     def observe(self, trace: Trace) -> None:
@@ -102,11 +95,9 @@ class Budget:
 
 
 class AutomaticBudget(Budget):
-    """As much as the path can hide; see [Note: the automatic budget].
+    """As much as the path can hide; at most so many bytes may wait to be written.
 
-    Args:
-        writes: Load of the tiers.
-        most_backlog: Largest number of bytes that may wait to be written.
+    See [Note: the automatic budget].
     """
 
     def __init__(self, writes: TierWrites, most_backlog: int) -> None:

@@ -23,11 +23,7 @@ def is_timed(serial: int) -> bool:
 
 
 class DeviceTimes:
-    """The events of one pass.
-
-    Args:
-        device: The device that computes it.
-    """
+    """The events of one pass on the device that computes it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -68,7 +64,7 @@ class DeviceTimes:
 
     def saved_after(self) -> list[float]:
         """Return the seconds from the first save to each."""
-        return [self._seconds(event) for event in self._saved]
+        return [_elapsed(self._saved[0], event) for event in self._saved]
 
     def used_after(self) -> list[tuple[float, float]]:
         """Return for each use the seconds since the first save, and how long was waited so far."""
@@ -77,15 +73,12 @@ class DeviceTimes:
         for number, event in enumerate(self._used):
             while waits and waits[0][0] <= number:
                 waited += waits.popleft()[1]
-            found.append((self._seconds(event), waited))
+            found.append((_elapsed(self._saved[0], event), waited))
         return found
 
     def waited(self) -> float:
         """Return the seconds for which the device waited for bytes in backward."""
         return sum(_elapsed(begin, end) for _, begin, end in self._waits)
-
-    def _seconds(self, event: torch.Event) -> float:
-        return _elapsed(self._saved[0], event)
 
 
 def _elapsed(begin: torch.Event, end: torch.Event) -> float:

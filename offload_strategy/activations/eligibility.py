@@ -69,10 +69,7 @@ def why_it_stays(tensor: torch.Tensor, is_weight: Callable[[torch.Tensor], bool]
     """Return the reason why a saved tensor cannot leave, or None if it can.
 
     What leaves is the bytes; `OffloadedTensor` rebuilds the rest, lazy conjugates included.
-
-    Args:
-        tensor: What autograd is about to save.
-        is_weight: Tells whether a tensor shares its storage with a parameter or buffer.
+    `is_weight` tells whether a tensor shares its storage with a parameter or buffer.
     """
     if type(tensor) not in _PLAIN:
         return Stays.WEIGHT if is_weight(tensor) else Stays.SUBCLASS

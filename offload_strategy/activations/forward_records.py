@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from offload_strategy.store.ticket import Entry, Ticket, TicketState
 
 
 class StorageReference(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to the storage of an item.
+    """A weak reference to the storage of an item, and the store's entry once it is offloaded.
 
     Others may keep the storage alive: an offloaded item stays in memory as long as a model or an
     output references it.
@@ -36,28 +37,22 @@ class StorageReference(weakref.ref[torch.UntypedStorage]):
 
     number: int
     nbytes: int
-    #: The store's entry, once the item is offloaded.
     entry: Entry | None
 
 
 @dataclass(slots=True)
 class BlockCall:
-    """A call of a block.
-
-    Args:
-        name: Name of the block.
-        first: Number of the first item that is saved within the block.
-        begins_at: Start (`time.perf_counter`), minus the time that forward had waited.
-        input_bytes: Bytes of its input tensors that are not inputs of an earlier block.
-        end: Number of the first item after the block.
-        ends_at: End, as `begins_at`; None while it runs, or if it raised.
-    """
+    """A call of a block, with times (`time.perf_counter`) minus those that forward had waited."""
 
     name: str
+    #: Number of the first item that is saved within the block.
     first: int
     begins_at: float
+    #: Bytes of its input tensors that are not inputs of an earlier block.
     input_bytes: int
+    #: Number of the first item after the block.
     end: int = 0
+    #: None while it runs, or if it raised.
     ends_at: float | None = None
 
 
@@ -142,11 +137,6 @@ class Trace:
         return self.uses[-1][1] - self.started_at if self.uses else 0.0
 
     @property
-    def moved_bytes(self) -> int:
-        """Bytes that were written and read."""
-        return 2 * self.left_bytes
-
-    @property
     def computing_seconds(self) -> float:
         """Seconds from the start of the forward pass to the last use, without waits."""
         return max(0.0, self.seconds - self.held - self.waited)
@@ -219,15 +209,11 @@ class Trace:
 
 @dataclass(slots=True)
 class UseOrder:
-    """The order in which backward uses the items of a forward pass.
+    """The order in which backward uses the items of a forward pass."""
 
-    Args:
-        sequence: Item numbers in the order of their first use.
-        due: Seconds from the first use of any item to that of each, in the same order; None if
-            unknown.
-    """
-
+    #: Item numbers in the order of their first use.
     sequence: list[int]
+    #: Seconds from the first use of any item to that of each, in the same order; None if unknown.
     due: list[float] | None = None
     position: dict[int, int] = field(init=False)
 
@@ -240,25 +226,19 @@ class SavedItem:
     """A range of one storage, shared by every saved view of it.
 
     The store's ticket exists as long as some saved view does, that is, as long as the graph.
-
-    Args:
-        record: Record of its forward pass.
-        number: Number among the items of that pass.
-        range: Range of bytes of the storage.
-        storage: Storage of the saved tensor.
-        version: Version counter of the saved tensor.
-        ticket: None if the item is kept in memory, or is still in a batch.
-        payload: The bytes while they are in a batch.
-        cached: The loaded bytes while other views are still to be unpacked.
     """
 
     record: ForwardRecord
     number: int
     range: ByteRange
     storage: StorageReference
+    #: Version counter of the saved tensor.
     version: int
+    #: None if the item is kept in memory, or is still in a batch.
     ticket: Ticket | None = None
+    #: The bytes while they are in a batch.
     payload: torch.Tensor | None = None
+    #: The loaded bytes while other views are still to be unpacked.
     cached: torch.Tensor | None = None
     used: bool = False
     #: The packed tensors of these bytes; each has `unpacked`.
@@ -306,7 +286,7 @@ class ForwardRecord:
     largest: int = 0
     #: The order in which to prefetch, and the places of offloaded items in it, ascending.
     plan: UseOrder | None = None
-    upcoming: list[int] = field(default_factory=list)
+    _places: list[int] = field(default_factory=list)
     _items: list[weakref.ref[SavedItem]] = field(default_factory=list)
     _by_storage: dict[int, list[weakref.ref[SavedItem]]] = field(default_factory=dict)
 
@@ -361,8 +341,20 @@ class ForwardRecord:
     def follow(self, plan: UseOrder) -> None:
         """Prefetch in this order from now on."""
         self.plan = plan
-        self.upcoming = [
+        self._places = [
             place
             for place, number in enumerate(plan.sequence)
             if (item := self.unused(number)) is not None and item.ticket is not None
         ]
+
+    def upcoming(self, place: int) -> Iterator[tuple[int, SavedItem, Ticket]]:
+        """Yield the offloaded items that come after a place and were not used, with their places.
+
+        The places are those in the plan.
+        """
+        assert self.plan is not None
+        for position in range(bisect_right(self._places, place), len(self._places)):
+            later = self._places[position]
+            item = self.unused(self.plan.sequence[later])
+            if item is not None and item.ticket is not None:
+                yield later, item, item.ticket

@@ -40,12 +40,7 @@ class ForwardHooks:
     """Covers every training call of `module` with a scope of `offload`.
 
     Hooks rather than a replaced `forward`: signatures, scripts and other people's patches stay as
-    they are.
-
-    Args:
-        module: the model.
-        offload: whose scope to open.
-        owner: kept alive as long as the module has these hooks.
+    they are. The owner is kept alive as long as the module has these hooks.
     """
 
     def __init__(self, module: nn.Module, offload: ActivationOffload, owner: Any = None) -> None:

@@ -23,13 +23,7 @@ from offload_strategy.activations.prefetch import Prefetcher
 
 
 class KeptTensor:
-    """A saved tensor that stays in memory.
-
-    Args:
-        tensor: The saved tensor.
-        item: The item of its bytes if they could have been offloaded: its use is learned from.
-        prefetcher: Learns the use of the item.
-    """
+    """A saved tensor that stays in memory; the use of its item, if it has one, is learned from."""
 
     __slots__ = ("__weakref__", "item", "prefetcher", "tensor", "unpacked", "version")
 
@@ -49,11 +43,7 @@ class KeptTensor:
             item.views.append(weakref.ref(self))
 
     def unpack(self) -> torch.Tensor:
-        """Return the tensor.
-
-        Raises:
-            RuntimeError: If it was changed in place, with autograd's message.
-        """
+        """Return the tensor, or raise autograd's error if it was changed in place."""
         if self.version >= 0 and self.tensor._version != self.version:
             raise _changed(self.tensor, self.version, self.tensor.shape)
         if self.item is not None and self.prefetcher is not None:
@@ -63,13 +53,7 @@ class KeptTensor:
 
 
 class OffloadedTensor:
-    """A saved tensor whose bytes are offloaded, as a view of them.
-
-    Args:
-        tensor: The saved, strided tensor, which is not kept alive.
-        item: The item that has its bytes.
-        prefetcher: Loads them.
-    """
+    """A saved strided tensor as a view of the bytes of an item; the tensor is not kept alive."""
 
     __slots__ = (
         "__weakref__", "alias", "conjugated", "dtype", "item", "negated", "offset_bytes",
@@ -95,12 +79,7 @@ class OffloadedTensor:
         item.views.append(weakref.ref(self))
 
     def unpack(self) -> torch.Tensor:
-        """Return the tensor, rebuilt from its bytes.
-
-        Raises:
-            RuntimeError: If it was changed in place, with autograd's message.
-            StorageError: If the bytes could not be read.
-        """
+        """Return the tensor rebuilt from its bytes, or raise autograd's error if it was changed."""
         if self.alias._version != self.version:
             raise _changed(self.alias, self.version, self.shape)
         self.unpacked = True
@@ -126,13 +105,7 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def _changed(alias: torch.Tensor, expected: int, shape: torch.Size) -> RuntimeError:
-    """Return what autograd raises for a saved tensor that was changed in place.
-
-    Args:
-        alias: Shares the version counter of the saved tensor.
-        expected: Its version when it was saved.
-        shape: Its shape.
-    """
+    """Return what autograd raises for a tensor whose version was another when it was saved."""
     try:
         kind = alias.type()
     except RuntimeError:  # compressed sparse and opaque layouts have no name of that kind

@@ -91,7 +91,7 @@ class IoOverhead:
                 self._seen.popitem(last=False)
             return
         self._seen.move_to_end(trace.signature)
-        passes.append((trace.moved_bytes, trace.computing_seconds))
+        passes.append((2 * trace.left_bytes, trace.computing_seconds))
         amounts = [moved for moved, _ in passes]
         half = (min(amounts) + max(amounts)) / 2
         low = [one for one in passes if one[0] <= half]
@@ -107,7 +107,7 @@ class IoOverhead:
 
     def seconds(self, trace: Trace) -> float:
         """Return the overhead of a pass in seconds."""
-        return min(self.per_byte * trace.moved_bytes, 0.5 * trace.computing_seconds)
+        return min(2 * self.per_byte * trace.left_bytes, 0.5 * trace.computing_seconds)
 
 
 def use_event(trace: Trace, place: int) -> int:
@@ -117,23 +117,15 @@ def use_event(trace: Trace, place: int) -> int:
 
 @dataclass
 class PassProfiler:
-    """Makes profiles of passes, with what is known besides their traces.
-
-    Args:
-        writes: Load of the tiers.
-        blocks: Blocks of the model that may be recomputed.
-        names: Names of items.
-        io_overhead: Overhead of I/O, which is subtracted from all times.
-        baseline: Baseline memory of passes, if it is measured.
-        held_until: Seconds from the start of the pass until which others reference an item, by the
-            prefix of the item.
-    """
+    """Makes profiles of passes, with what is known besides their traces."""
 
     writes: TierWrites
     blocks: RecomputableBlocks
     names: SavedTensorNames = field(default_factory=SavedTensorNames)
+    #: Is subtracted from all times.
     io_overhead: IoOverhead = field(default_factory=IoOverhead)
     baseline: BaselineMemory | None = None
+    #: Seconds from the start of the pass until which others reference an item, by its prefix.
     held_until: dict[int, float] = field(default_factory=dict)
 
     def profile(

@@ -109,9 +109,8 @@ class PlannedBudget(Budget):
         self._first_room: int | None = None
         self._planned_for: int | None = None
         self._told = False
-        # The pass whose backward ended last, until the next one starts.
+        # The pass whose backward ended last, until the next one starts; the last with known times.
         self._over: Trace | None = None
-        # The last pass whose times are known.
         self._timed: Trace | None = None
         #: Whether an item is offloaded, by its prefix.
         self._leaves: dict[int, bool] = {}
@@ -126,28 +125,33 @@ class PlannedBudget(Budget):
     def figures(self) -> dict[str, float]:
         """Return current bytes and counts for metrics."""
         return {
-            "plan_limit_bytes": float(self._limit),
-            "plan_peak_bytes": float(self.latest_peak_bytes),
-            "plan_deviations": float(self.deviations),
-            "plan_over_limit_passes": float(self.over_limit_passes),
-            "plan_recomputed_blocks": float(len(self._blocks.recomputed)),
+            "plan_limit_bytes": self._limit,
+            "plan_peak_bytes": self.latest_peak_bytes,
+            "plan_deviations": self.deviations,
+            "plan_over_limit_passes": self.over_limit_passes,
+            "plan_recomputed_blocks": len(self._blocks.recomputed),
         }
+
+    @property
+    def _baseline(self) -> BaselineMemory:
+        """Baseline memory, which exists from the first item on."""
+        assert self._profiler.baseline is not None
+        return self._profiler.baseline
 
     def admits(
         self, nbytes: int, trace: Trace, idle: float | None, saved_after: float | None = None
     ) -> bool:
         """See `Budget.admits`; waits for room in memory."""
-        baseline = self._profiler.baseline
-        if baseline is None:
-            baseline = self._profiler.baseline = self._begin(nbytes)
+        if self._profiler.baseline is None:
+            self._begin(nbytes)
         elif trace.saved_bytes == nbytes:
-            self._begin_pass(trace, baseline)
-        leaves = True
+            self._begin_pass(trace)
+        leaves, baseline = True, self._baseline
         begin = time.perf_counter()
         self._writes.release_written()
         items = self._items_bytes(trace)
         baseline.record_event(trace.signature, items - nbytes)
-        room = self._room_after(trace.signature, baseline)
+        room = self._room_after(trace.signature)
         # Items that must stay, and items that others reference.
         stays = items - nbytes - self._writes.leaving_bytes()
         if self.plan is not None or self._memory.given is not None:
@@ -163,35 +167,29 @@ class PlannedBudget(Budget):
 
     def must_leave(self, trace: Trace) -> int | None:
         """See `Budget.must_leave`: the bytes for which there is no room."""
-        baseline = self._profiler.baseline
-        if baseline is None:
-            return 0
-        return max(0, self._items_bytes(trace) - self._room_from(trace, 0, baseline))
+        return max(0, self._items_bytes(trace) - self._room_from(trace, 0))
 
     def uses(self, trace: Trace, loaded_bytes: int, nbytes: int) -> None:
         """See `Budget.uses`; waits for room in memory."""
-        baseline, meter = self._profiler.baseline, self._memory.meter
-        if baseline is not None and meter is not None:
-            begin = time.perf_counter()
-            if meter.counts_host_buffers:
-                self._writes.keep_no_idle_buffers()
-            self._writes.release_written()
-            use = len(trace.uses) - 1
-            items = loaded_bytes + self._items_bytes(trace)
-            baseline.record_event(use_event(trace, use), items + nbytes)
-            self._wait_for_room(items, self._room_from(trace, use, baseline))
-            # From now on its bytes count as baseline memory of its use.
-            baseline.resume(items)
-            trace.waited += time.perf_counter() - begin
+        begin = time.perf_counter()
+        if self._baseline.meter.counts_host_buffers:
+            self._writes.keep_no_idle_buffers()
+        self._writes.release_written()
+        use = len(trace.uses) - 1
+        items = loaded_bytes + self._items_bytes(trace)
+        self._baseline.record_event(use_event(trace, use), items + nbytes)
+        self._wait_for_room(items, self._room_from(trace, use))
+        # From now on its bytes count as baseline memory of its use.
+        self._baseline.resume(items)
+        trace.waited += time.perf_counter() - begin
 
     def observe(self, trace: Trace) -> None:
         """See `Budget.observe`; what follows until the next pass belongs to this one."""
-        if self._profiler.baseline is not None:
-            self.latest_peak_bytes = self._profiler.baseline.look()
-            self._over = trace
-            for number, until in trace.held_until.items():
-                held = 0.0 if until is None else until - trace.started_at
-                self._profiler.held_until[trace.prefixes[number]] = held
+        self.latest_peak_bytes = self._baseline.look()
+        self._over = trace
+        for number, until in trace.held_until.items():
+            held = 0.0 if until is None else until - trace.started_at
+            self._profiler.held_until[trace.prefixes[number]] = held
 
     def learn(self, trace: Trace) -> None:
         """See `Budget.learn`."""
@@ -200,14 +198,11 @@ class PlannedBudget(Budget):
 
     def room(self, trace: Trace) -> int | None:
         """See `Budget.room`."""
-        baseline = self._profiler.baseline
-        if baseline is None:
-            return None
-        room = self._room_from(trace, len(trace.uses) - 1, baseline)
+        room = self._room_from(trace, len(trace.uses) - 1)
         return max(0, room - self._items_bytes(trace))
 
     # ------------------------------------------------------------------ passes
-    def _begin(self, nbytes: int) -> BaselineMemory:
+    def _begin(self, nbytes: int) -> None:
         meter, given = self._memory.meter, self._memory.nbytes
         assert meter is not None
         used = meter.used_bytes() - nbytes
@@ -219,12 +214,12 @@ class PlannedBudget(Budget):
                 "weights leave as well."
             )
         self._first_room = max(_LEAST_ROOM_BYTES, int(_FIRST_SHARE * (self._limit - used)))
-        baseline = BaselineMemory(meter, self._memory.profile_passes)
-        baseline.begin(0)
-        return baseline
+        self._profiler.baseline = BaselineMemory(meter, self._memory.profile_passes)
+        self._baseline.begin(0)
 
-    def _begin_pass(self, trace: Trace, baseline: BaselineMemory) -> None:
+    def _begin_pass(self, trace: Trace) -> None:
         """Learn from the last pass with everything that followed its backward, and plan."""
+        baseline = self._baseline
         others = self.others_bytes(trace)
         over, self._over = self._over, None
         per_event = baseline.per_event
@@ -254,7 +249,7 @@ class PlannedBudget(Budget):
             return  # the device has not told the times of such a pass
         if known is None or per_event or worth or over.signature not in self._leaves:
             ended_at = timed.uses[-1][1] + (trace.started_at - over.uses[-1][1])
-            self._make_plan(timed, baseline, ended_at, per_event=per_event)
+            self._make_plan(timed, ended_at, per_event=per_event)
 
     def _decided(self, nbytes: int, trace: Trace) -> bool | None:
         """Return whether an item is offloaded by the plan or a file; None if neither knows it."""
@@ -268,29 +263,27 @@ class PlannedBudget(Budget):
     def _items_bytes(self, trace: Trace) -> int:
         return trace.alive_bytes() + self.others_bytes(trace)
 
-    def _room_after(self, event: int, baseline: BaselineMemory) -> int:
+    def _room_after(self, event: int) -> int:
         if self._first_room is not None:
             return self._first_room
-        return max(_LEAST_ROOM_BYTES, within(self._limit) - baseline.after(event))
+        return max(_LEAST_ROOM_BYTES, within(self._limit) - self._baseline.after(event))
 
-    def _room_from(self, trace: Trace, use: int, baseline: BaselineMemory) -> int:
+    def _room_from(self, trace: Trace, use: int) -> int:
         """Return the smallest room after a use and some following ones."""
         uses = range(max(0, use), max(1, min(use + _USES_AHEAD, len(trace.sizes))))
-        return min(self._room_after(use_event(trace, one), baseline) for one in uses)
+        return min(self._room_after(use_event(trace, one)) for one in uses)
 
     def _wait_for_room(self, items: int, room: int) -> None:
         """Wait for writes in flight until the items in memory fit into the room."""
         if items > room:
             self._writes.release_at_least(items - room, _PATIENCE_SECONDS)
 
-    def _make_plan(
-        self, trace: Trace, baseline: BaselineMemory, ended_at: float, *, per_event: bool
-    ) -> None:
+    def _make_plan(self, trace: Trace, ended_at: float, *, per_event: bool) -> None:
         profile = self._profiler.profile(trace, ended_at)
-        self.profile, self._planned_for = profile, baseline.correction
+        self.profile, self._planned_for = profile, self._baseline.correction
         if self.plan is None:
             # With a plan there are fewer buffers in flight.
-            baseline.measure_next_pass()
+            self._baseline.measure_next_pass()
         blocks = self._blocks
         # Recomputation changes memory between events, which only a pass per event measures.
         if not blocks.settled and (per_event or not blocks.recomputed):

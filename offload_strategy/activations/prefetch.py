@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from bisect import bisect_right
 from collections import deque
 
 import torch
@@ -41,10 +40,7 @@ _MOST_OPEN = 64
 class Prefetcher:
     """Loads the items of all records of one engine, and learns from their use.
 
-    Args:
-        store: Loads the bytes.
-        budget: Learns from each backward.
-        limit_bytes: Bytes to prefetch whatever the time; None to prefetch by time.
+    So many bytes are prefetched whatever the time; None to prefetch by time.
     """
 
     def __init__(self, store: TensorStore, budget: Budget, limit_bytes: int | None) -> None:
@@ -103,11 +99,7 @@ class Prefetcher:
 
     # ------------------------------------------------------------------ uses
     def bytes_of(self, item: SavedItem) -> torch.Tensor:
-        """Return the bytes of an offloaded item; `used` must be called after it.
-
-        Raises:
-            StorageError: If they could not be read.
-        """
+        """Return the bytes of an offloaded item; `used` must be called after it."""
         trace = item.record.trace
         self._begin_use(item)
         ticket = item.ticket
@@ -226,27 +218,21 @@ class Prefetcher:
         record.loaded_bytes, all_here = self._fetch(record, plan, place, limit)
         if record.trace.on_device:
             staged = max(_STAGED_BYTES, 2 * record.largest)
-            self._stage(record, plan, place, staged if room is None else min(staged, room))
+            self._stage(record, place, staged if room is None else min(staged, room))
         if all_here:
             self._fetch_next_record(record, limit - record.loaded_bytes)
 
     def _fetch(
         self, record: ForwardRecord, plan: UseOrder, place: int, limit: int
     ) -> tuple[int, bool]:
-        """Prefetch items after a place; return the loaded bytes, and whether that is all."""
+        """Prefetch items after a place; return the loaded bytes, and whether those are all."""
         due, occasion = plan.due, None
         if self._limit_bytes is None and due is not None and place + 1 < len(due):
             occasion = due[place + 1]
         # See [Note: batches].
         together = batch_bytes(record.trace.saved_bytes)
         ahead = loading = begun_now = 0
-        first = bisect_right(record.upcoming, place)
-        for position in range(first, len(record.upcoming)):
-            later = record.upcoming[position]
-            item = record.unused(plan.sequence[later])
-            if item is None or item.ticket is None:
-                continue
-            ticket = item.ticket
+        for later, item, ticket in record.upcoming(place):
             if ticket.state is TicketState.WRITING:
                 continue  # still in memory
             if ahead and ahead + ticket.nbytes > limit:
@@ -268,18 +254,15 @@ class Prefetcher:
                 loading += ticket.nbytes
         return ahead, True
 
-    def _stage(self, record: ForwardRecord, plan: UseOrder, place: int, room: int) -> None:
+    def _stage(self, record: ForwardRecord, place: int, room: int) -> None:
         """Start to copy the next items to the device, as far as they are in host memory."""
-        staged = 0
-        for position in range(bisect_right(record.upcoming, place), len(record.upcoming)):
-            item = record.unused(plan.sequence[record.upcoming[position]])
-            if item is None or item.ticket is None or not item.has_pending_views:
-                continue
-            if staged + item.ticket.nbytes > room:
-                break
-            staged += item.ticket.nbytes
-            self._store.stage(item.ticket)
-        record.staged_bytes = staged
+        record.staged_bytes = 0
+        for _, item, ticket in record.upcoming(place):
+            if item.has_pending_views:
+                if record.staged_bytes + ticket.nbytes > room:
+                    break
+                record.staged_bytes += ticket.nbytes
+                self._store.stage(ticket)
 
     def _fetch_next_record(self, record: ForwardRecord, room: int) -> None:
         """Prefetch the record whose backward is expected next, because this one is loaded."""

@@ -63,18 +63,18 @@ class ActivationOffload:
     """Offloads what autograd saves inside `forward()`.
 
     Args:
-        store: takes the bytes.
-        tiers: where they may go, in order.
-        is_weight: tells whether a tensor shares its storage with a parameter or buffer; those stay.
-        before_forward: called at the start of each forward pass.
-        min_size: bytes below which a saved tensor stays.
-        budget: bytes (int) or share (float, 0 to 1) that may leave per forward; None for all, and
+        store: Takes the bytes.
+        tiers: Where they may go, in order.
+        is_weight: Tells whether a tensor shares its storage with a parameter or buffer; those stay.
+        before_forward: Called at the start of each forward pass.
+        min_size: Bytes below which a saved tensor stays.
+        budget: Bytes (int) or share (float, 0 to 1) that may leave per forward; None for all, and
             "auto" for as much as can be hidden (SSDTrain, section 3.1).
-        prefetch_bytes: how far ahead of the backward pass to load; None to load by time.
-        most_backlog: bytes that may wait to be written at most.
-        plan_within: a limit of memory by which a plan decides what leaves, instead of a budget.
-        recompute: which blocks of a model may run twice, see `RecomputableBlocks`.
-        save_weight: what autograd shall hold in place of a streamed weight; None of others. May
+        prefetch_bytes: How far ahead of the backward pass to load; None to load by time.
+        most_backlog: Most bytes that may wait to be written.
+        plan_within: A limit of memory by which a plan decides what leaves, instead of a budget.
+        recompute: Blocks of a model that may run twice, see `RecomputableBlocks`.
+        save_weight: What autograd shall hold in place of a streamed weight; None of others. May
             be set later, before the first forward pass.
     """
 
@@ -128,15 +128,16 @@ class ActivationOffload:
     def figures(self) -> dict[str, float]:
         """Return current counts and bytes for metrics."""
         latest = self._prefetcher.latest_trace
-        planned = {} if self.planned is None else self.planned.figures()
-        return planned | {
-            "missed_loads": float(self._prefetcher.missed_loads),
-            "late_loads": float(self._prefetcher.late_loads),
-            "kept_bytes": float(self._kept_bytes),
-            "unsupported_bytes": float(self._unsupported.nbytes),
-            "step_saved_bytes": float(latest.saved_bytes) if latest else 0.0,
-            "step_left_bytes": float(latest.left_bytes) if latest else 0.0,
+        figures = {} if self.planned is None else self.planned.figures()
+        figures |= {
+            "missed_loads": self._prefetcher.missed_loads,
+            "late_loads": self._prefetcher.late_loads,
+            "kept_bytes": self._kept_bytes,
+            "unsupported_bytes": self._unsupported.nbytes,
+            "step_saved_bytes": latest.saved_bytes if latest else 0,
+            "step_left_bytes": latest.left_bytes if latest else 0,
         }
+        return {name: float(value) for name, value in figures.items()}
 
     def latest_pass_started_at(self) -> float | None:
         """Return the start of the pass of the last backward (`time.perf_counter`), or None."""
@@ -144,11 +145,7 @@ class ActivationOffload:
         return None if latest is None else latest.started_at
 
     def profile(self, busy: Sequence[tuple[float, float]] = ()) -> Profile | None:
-        """Return the profile of the last pass, once its backward has ended.
-
-        Args:
-            busy: Spans in which something else ran on its thread (`time.perf_counter`).
-        """
+        """Return the profile of the last pass, once its backward has ended; see `PassProfiler`."""
         latest = self._prefetcher.latest_trace
         if latest is None:
             return None
@@ -195,17 +192,15 @@ class ActivationOffload:
                 hooks.__exit__(None, None, None)
                 self._open.record = None
             if sys.exc_info()[0] is None and self.enabled and record is not None:
-                with self._held(record.trace):
-                    self._writes.flush()
+                self._writes.flush(record.trace)
             else:
                 self._writes.discard()
 
     @contextmanager
     def saving_weights(self) -> Iterator[bool]:
-        """Save streamed weights by reference in this context; nothing else is offloaded.
+        """Save streamed weights by reference in this context, and yield whether hooks allow that.
 
-        Yields:
-            Whether our hooks are active; False if no hooks are allowed.
+        Nothing else is offloaded.
         """
         if not other_hooks.may_open():
             yield False
@@ -236,13 +231,6 @@ class ActivationOffload:
     def _pack_weight(self, tensor: torch.Tensor) -> Packed:
         weight = None if self.save_weight is None else self.save_weight(tensor)
         return KeptTensor(tensor) if weight is None else weight
-
-    @contextmanager
-    def _held(self, trace: Trace) -> Iterator[None]:
-        """Add the time that forward waits for the tiers in this context to its trace."""
-        before = self._writes.stalled_seconds()
-        yield
-        trace.held += self._writes.stalled_seconds() - before
 
     def _trace(self) -> Trace | None:
         record = self._open.record
@@ -316,8 +304,7 @@ class ActivationOffload:
             together = self._batch_bytes(latest)
         # Backward starts with what was saved last: that stays if host memory is scarce.
         # This call comes last: see [Note: the interpreter lock].
-        with self._held(trace):
-            self._writes.add(item, -next(self._saved), together)
+        self._writes.add(item, -next(self._saved), together)
         return handle
 
     def _batch_bytes(self, latest: Trace) -> int:

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Sequence
 
-from offload_strategy.activations.forward_records import SavedItem
+from offload_strategy.activations.forward_records import SavedItem, Trace
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Tier
 from offload_strategy.telemetry import Direction
@@ -31,12 +31,7 @@ _SLOW_SHARE = 0.03
 
 
 def batch_bytes(saved_bytes: int, rate: float | None = None) -> int:
-    """Return the size of a batch in bytes.
-
-    Args:
-        saved_bytes: Bytes that a forward pass saves, as far as known.
-        rate: Write rate of the tiers in bytes per second, or None if unknown.
-    """
+    """Return the bytes of a batch of a pass that saves so many, at a write rate in bytes/s."""
     most = min(_MOST_BYTES, int(_SHARE * saved_bytes))
     if rate is None:
         return most
@@ -55,10 +50,6 @@ class TierWrites:
     """Gives items to the store in batches, and knows the load of the tiers of activations.
 
     Items hold their bytes themselves: an item that is freed in a batch is never offloaded.
-
-    Args:
-        store: The store that moves the bytes.
-        tiers: Tiers of activations, in order.
     """
 
     def __init__(self, store: TensorStore, tiers: Sequence[Tier]) -> None:
@@ -72,23 +63,21 @@ class TierWrites:
 
     # ------------------------------------------------------------------ batches
     def add(self, item: SavedItem, next_use: int, at_least: int) -> None:
-        """Add an item to this thread's batch, and give the batch to the store if it is full.
+        """Add an item with its `payload` to this thread's batch, which is full at so many bytes.
 
-        Args:
-            item: The item, with its `payload`.
-            next_use: Time of its next use on the store's clock.
-            at_least: Bytes of a full batch; 0 to give the item at once.
+        The time of its next use is one on the store's clock.
         """
         batch = self._batch
         batch.items.append((weakref.ref(item), next_use))
         batch.nbytes += item.range.nbytes
         if batch.nbytes >= at_least:
-            self.flush()
+            self.flush(item.record.trace)
 
-    def flush(self) -> None:
-        """Give this thread's batch to the store."""
+    def flush(self, trace: Trace | None = None) -> None:
+        """Give this thread's batch to the store; what forward waits is added to its trace."""
         items = self._batch.items
         self.discard()
+        stalled = self._stalled_seconds()
         for reference, next_use in items:
             item = reference()
             if item is not None and item.payload is not None:
@@ -102,6 +91,8 @@ class TierWrites:
                 )
                 item.storage.entry = item.ticket.entry
                 item.payload = None
+        if trace is not None:
+            trace.held += self._stalled_seconds() - stalled
 
     def discard(self) -> None:
         """Keep this thread's batch in memory, because its pass has failed."""
@@ -136,8 +127,7 @@ class TierWrites:
         """Free idle buffers from now on."""
         self._store.pool.keep_idle(0)
 
-    def stalled_seconds(self) -> float:
-        """Return the seconds for which the store made training wait for the tiers."""
+    def _stalled_seconds(self) -> float:
         return self._store.recorder.stall_seconds(_CLIENT)
 
     def rate(self, *, write: bool) -> float | None:

@@ -63,11 +63,9 @@ class UseOrderHistory:
         return known
 
     def times(self, prefix: int) -> tuple[float | None, float | None]:
-        """Return what is known of the last item of such a prefix.
+        """Return for how many seconds the last item of such a prefix is unused, if known.
 
-        Returns:
-            Seconds for which it was unused, and seconds from the first save of its pass to its own;
-            None if unknown.
+        And how many seconds after the first save of its pass it is saved.
         """
         return self._idle.get(prefix, (None, None))
 
