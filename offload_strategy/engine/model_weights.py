@@ -114,14 +114,10 @@ class ModelWeights:
             if adopt:
                 moving = (parameter for parameter in moving if parameter.requires_grad)
             self._check_room("load_weights", self.stream.unplaced_bytes(moving))
-        loader = Loader(
-            self._resources.store,
-            self.stream,
-            self._resources.clients.get("parameters", []),
-            device,
-        )
+        store, tiers = self._resources.store, self._resources.clients.get("parameters", [])
         with self._resources.files(keep=adopt) as open_file:
-            return loader.load(model, checkpoint, open_file, adopt=adopt, strict=strict)
+            loader = Loader(store, self.stream, tiers, device, open_file)
+            return loader.load(model, checkpoint, adopt=adopt, strict=strict)
 
     def save(
         self, model: nn.Module, directory: str | os.PathLike[str], shard_bytes: int

@@ -1,10 +1,12 @@
-"""Block residency: when the weights of a block must be in memory, and what autograd saves of them.
+"""Block residency: when the weights of a block are in memory, and what autograd saves of them.
 
 [Note: block residency]
 A block's weights are acquired during its forward (again inside backward, where it is recomputed)
 and during every update. Autograd saves only the position of a tensor within its weight, so backward
 finds the bytes wherever they are by then. Released weights stay in memory until another block needs
-the room; of the resident blocks the one that is expected last is offloaded first.
+the room: the least recently used block is offloaded first, unless it is among the next blocks.
+Weights that are accessed outside their blocks are tracked apart: a few of them may stay besides the
+one that is accessed now.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -21,42 +23,57 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload_strategy.torch_support.interrupts import default_modes, keeps_grad_mode
-from offload_strategy.weights.resident_weights import ResidentWeights, StreamedBlock
+from offload_strategy.units import MiB
 from offload_strategy.weights.streamed_weight import SavedWeight, StreamedWeight
+from offload_strategy.weights.weight_blocks import BlockOrder, StreamedBlock
+
+#: Bytes of weights accessed outside their blocks that may stay besides the current one.
+_ACCESSED_BYTES = 64 * MiB
 
 
 class BlockResidency:
-    """Loads the weights of a block before it computes, and releases them afterwards."""
+    """Loads the weights of a block before it computes, and offloads them for the next ones.
+
+    Args:
+        blocks_in_flight: maximum number of blocks in memory or being loaded.
+    """
 
     def __init__(self, blocks_in_flight: int) -> None:
-        self._residents = ResidentWeights(blocks_in_flight)
+        self._most = blocks_in_flight
         self._lock = threading.RLock()
         self._open = _Open()
+        self._order = BlockOrder()
         self._weights: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._blocks_of: dict[StreamedWeight, list[StreamedBlock]] = {}
+        # Blocks with weights in memory, least recently used first.
+        self._resident: dict[StreamedBlock, None] = {}
+        # Weights accessed outside their blocks, least recently accessed first.
+        self._accessed: dict[StreamedWeight, None] = {}
+        self._by_storage: dict[int, StreamedWeight] = {}
         #: Context with the saved-tensor hooks that recognize weights; yields whether it has any.
-        self.saving: Callable[[], AbstractContextManager[bool]] = without_hooks
+        self.saving: Callable[[], AbstractContextManager[bool]] = lambda: nullcontext(False)
         #: Number of accesses to weights outside their blocks.
         self.accesses = 0
 
+    # ------------------------------------------------------------------ blocks
     @keeps_grad_mode
     def enter_block(self, block: StreamedBlock, *_: Any) -> None:
         """Load and acquire the weights of a block that is about to compute; a pre-hook."""
         with self._lock, default_modes():
-            self._residents.mark_needed(block, backward=_in_backward())
-            self._residents.load(block)
+            self._mark_needed(block)
+            self._load(block)
             with ExitStack() as acquired:
                 for weight in block.weights:
                     weight.acquire()
                     acquired.callback(weight.release)
                 acquired.pop_all()
             self._open.blocks.append((block, ExitStack()))
-            self._residents.prefetch_next()
+            self._prefetch_next()
         if torch.is_grad_enabled():
             found_again = self._open.blocks[-1][1].enter_context(self.saving())
             if not found_again:
                 for weight in block.weights:
-                    weight.pin()
+                    weight.pinned = True
 
     @keeps_grad_mode
     def exit_block(self, block: StreamedBlock, *_: Any) -> None:
@@ -69,9 +86,39 @@ class BlockResidency:
         with self._lock, default_modes():
             for weight in block.weights:
                 weight.release()
-            if not self._residents.order.is_needed_again:
-                self._residents.offload(block)
+            if not self._order.is_needed_again:
+                self._offload(block)
 
+    def enter_model(self, blocks: list[StreamedBlock], model: nn.Module, *_: Any) -> None:
+        """Exit leftover blocks at a model's outermost call on this thread; a pre-hook.
+
+        torch does not run always_call hooks after Ctrl-C.
+        """
+        if _calls_under_way(model) == 1:
+            self._exit_blocks([block for block, _ in self._open.blocks if block in blocks])
+
+    @keeps_grad_mode
+    def reset_peak(self) -> None:
+        """End a step: nothing that autograd saved is needed any more."""
+        self._exit_blocks([block for block, _ in self._open.blocks])
+        with self._lock, default_modes():
+            self._order.step_ended()
+            for weight in list(self._weights.values()):
+                weight.pinned = False
+            self._offload_accessed()
+            self._make_room(self._most)
+
+    def _exit_blocks(self, blocks: list[StreamedBlock]) -> None:
+        """Exit blocks of a pass that Ctrl-C interrupted before their forward hooks ran."""
+        for block in reversed(blocks):
+            self.exit_block(block)
+
+    @property
+    def has_seen_a_step(self) -> bool:
+        """Whether the block order of a whole step is known."""
+        return bool(self._order.last_step)
+
+    # ------------------------------------------------------------------ parameters
     @contextmanager
     def resident(self, parameters: Iterable[torch.Tensor], *, changes: bool) -> Iterator[None]:
         """Keep the streamed weights among some parameters in memory within the context.
@@ -91,51 +138,21 @@ class BlockResidency:
                 with default_modes():
                     for weight in weights:
                         for block in self._blocks_of.get(weight, ())[:1]:
-                            self._residents.add(block)
+                            self._resident[block] = None
                         weight.acquire()
                         acquired.callback(weight.release)
-                        if changes:
-                            weight.mark_changed()
+                        weight.changed |= changes
                 yield
             finally:
                 with default_modes():
                     acquired.close()
-                    self._residents.make_room()
+                    self._make_room(self._most)
 
     def prefetch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Prefetch the streamed weights among some parameters."""
         for parameter in parameters if self._weights else ():
             if (weight := self._weights.get(parameter)) is not None:
                 weight.prefetch()
-
-    @keeps_grad_mode
-    def reset_peak(self) -> None:
-        """End a step: nothing that autograd saved is needed any more."""
-        self._exit_blocks(self._open.blocks)
-        with self._lock, default_modes():
-            self._residents.order.step_ended()
-            for weight in list(self._weights.values()):
-                weight.pinned = False
-            self._residents.offload_accessed()
-            self._residents.make_room()
-
-    def enter_model(self, blocks: list[StreamedBlock], model: nn.Module, *_: Any) -> None:
-        """Exit leftover blocks at a model's outermost call on this thread; a pre-hook.
-
-        torch does not run always_call hooks after Ctrl-C.
-        """
-        if _calls_under_way(model) == 1:
-            self._exit_blocks([entry for entry in self._open.blocks if entry[0] in blocks])
-
-    def _exit_blocks(self, entries: list[tuple[StreamedBlock, ExitStack]]) -> None:
-        """Exit blocks of a pass that Ctrl-C interrupted before their forward hooks ran."""
-        for block, _ in reversed(list(entries)):
-            self.exit_block(block)
-
-    @property
-    def has_seen_a_step(self) -> bool:
-        """Whether the block order of a whole step is known."""
-        return bool(self._residents.order.last_step)
 
     @contextmanager
     def read(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -150,29 +167,94 @@ class BlockResidency:
     def save(self, tensor: torch.Tensor) -> SavedWeight | None:
         """Return the handle autograd keeps for a streamed weight or a view of one, else None."""
         try:
-            storage = tensor.untyped_storage()
+            weight = self._by_storage.get(int(tensor.untyped_storage()._cdata))
         except (NotImplementedError, RuntimeError):
             return None
-        weight = self._residents.weight_in(int(storage._cdata))
-        if weight is None or tensor.dtype != weight.form.dtype or not weight.covers(tensor):
+        offset = None if weight is None else weight.offset_of(tensor)
+        if weight is None or offset is None:
             return None  # a view with another dtype or range keeps the storage alive
         with default_modes():
-            return SavedWeight(tensor, weight, self._load_for_backward)
+            return SavedWeight(tensor, weight, offset, self._load_for_backward)
 
     def _load_for_backward(self, weight: StreamedWeight) -> torch.Tensor:
         with self._lock, default_modes():
             for block in self._blocks_of.get(weight, ())[:1]:
-                self._residents.mark_needed(block, backward=_in_backward())
+                self._mark_needed(block)
                 if not weight.is_resident:
-                    self._residents.load(block, only=weight)
-                self._residents.prefetch_next()
+                    self._load(block, only=weight)
+                self._prefetch_next()
             weight.load()
             return weight.values()
 
     def _on_access(self, weight: StreamedWeight) -> None:
         self.accesses += 1
         with self._lock:
-            self._residents.add_accessed(weight)
+            self._add_accessed(weight)
+
+    # ------------------------------------------------------------------ memory, under the lock
+    def _mark_needed(self, block: StreamedBlock) -> None:
+        in_backward = torch._C._current_graph_task_id() != -1
+        self._order.record(block, backward=in_backward)
+        self._resident.pop(block, None)
+        self._resident[block] = None
+
+    def _load(self, block: StreamedBlock, only: StreamedWeight | None = None) -> None:
+        """Load the weights of a block that is needed now, or one of them."""
+        self._make_room(max(1, self._most - 1), keep=block)
+        for weight in block.weights:
+            weight.prefetch()
+        for weight in block.weights if only is None else [only]:
+            weight.load()
+        for weight in block.weights:
+            if weight.is_resident:
+                self._by_storage[weight.storage_key] = weight
+
+    def _prefetch_next(self) -> None:
+        """Start loading the next blocks, as far as there is memory for them."""
+        for block in self._order.next_blocks(self._most - 1):
+            for weight in block.weights:
+                if not weight.prefetch():
+                    return
+
+    def _make_room(self, most: int, keep: StreamedBlock | None = None) -> None:
+        """Offload blocks until at most `most` are in memory, as far as possible."""
+        needed = [keep, *self._order.next_blocks(max(0, most - 1))]
+        for block in [block for block in self._resident if block not in needed]:
+            if len(self._resident) <= most:
+                return
+            self._offload(block)
+
+    def _offload(self, block: StreamedBlock) -> None:
+        """Offload the weights of a block that can be offloaded."""
+        # A tied weight stays while another block computes with it.
+        if all([self._offload_weight(weight) for weight in block.weights]):
+            self._resident.pop(block, None)
+
+    def _add_accessed(self, weight: StreamedWeight) -> None:
+        """Record an access to a weight outside its block, and make room for it."""
+        self._accessed.pop(weight, None)
+        self._accessed[weight] = None
+        self._offload_accessed(weight)
+
+    def _offload_accessed(self, keep: StreamedWeight | None = None) -> None:
+        """Offload weights accessed outside their blocks; some may stay besides `keep`."""
+        room = 0 if keep is None else max(keep.nbytes, _ACCESSED_BYTES)
+        held = sum(weight.nbytes for weight in self._accessed)
+        for weight in list(self._accessed):
+            if held <= room:
+                return
+            if weight is not keep and self._offload_weight(weight):
+                held -= weight.nbytes
+                del self._accessed[weight]
+
+    def _offload_weight(self, weight: StreamedWeight) -> bool:
+        """Offload a weight if possible; return whether it is offloaded."""
+        if weight.parameter is None:
+            return True
+        if weight.is_resident and weight.can_be_offloaded():
+            self._by_storage.pop(weight.storage_key, None)
+            weight.offload()
+        return not weight.is_resident
 
 
 class _Open(threading.local):
@@ -180,16 +262,6 @@ class _Open(threading.local):
 
     def __init__(self) -> None:
         self.blocks: list[tuple[StreamedBlock, ExitStack]] = []
-
-
-@contextmanager
-def without_hooks() -> Iterator[bool]:
-    """The default of `BlockResidency.saving`: no saved-tensor hooks."""
-    yield False
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _calls_under_way(module: nn.Module) -> int:

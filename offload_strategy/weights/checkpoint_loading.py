@@ -10,7 +10,7 @@ written.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,8 +30,6 @@ from offload_strategy.weights.weight_stream import WeightStream
 _CLIENT = "parameters"
 #: Bytes of reads and writes in flight together, unless two tensors are larger.
 _WINDOW_BYTES = 64 * MiB
-
-OpenFile = Callable[[Path], PathQueue]
 
 
 @dataclass(frozen=True)
@@ -56,44 +54,33 @@ class _Match:
     stored: StoredTensor
 
 
+@dataclass(frozen=True)
 class Loader:
-    """Loads checkpoints into the models of one engine.
+    """Loads checkpoints into models.
 
     Args:
         store: reads the files.
         stream: receives the weights; None if weights are not streamed.
         tiers: tiers to use, in order.
         device: device for parameters on the meta device.
+        open_file: returns the queue that reads a file; to adopt weights it must stay open while
+            they are streamed.
     """
 
-    def __init__(
-        self,
-        store: TensorStore,
-        stream: WeightStream | None,
-        tiers: Iterable[Tier],
-        device: torch.device,
-    ) -> None:
-        self._store = store
-        self._stream = stream
-        self._tiers = list(tiers)
-        self._device = device
+    store: TensorStore
+    stream: WeightStream | None
+    tiers: Sequence[Tier]
+    device: torch.device
+    open_file: Callable[[Path], PathQueue]
 
     def load(
-        self,
-        model: nn.Module,
-        checkpoint: Mapping[str, StoredTensor],
-        open_file: OpenFile,
-        *,
-        adopt: bool,
-        strict: bool,
+        self, model: nn.Module, checkpoint: Mapping[str, StoredTensor], *, adopt: bool, strict: bool
     ) -> LoadedWeights:
         """Load a checkpoint into a model; nothing is changed before everything is checked.
 
         Args:
             model: a model, attached or not, possibly on the meta device.
             checkpoint: the checkpoint's tensors by name.
-            open_file: returns the queue that reads a file; with `adopt` it must stay open while the
-                weights are streamed.
             adopt: keep the bytes of streamed weights with equal dtype in the files.
             strict: missing and unexpected names are errors.
 
@@ -101,114 +88,97 @@ class Loader:
             ConfigError: names or shapes differ.
             StorageError: a file cannot be read; the model has been loaded partly.
         """
-        _tie(model)
+        tie = getattr(model, "tie_weights", None)
+        if callable(tie) and any(parameter.is_meta for parameter in model.parameters()):
+            # Contexts for empty models create a new parameter at every registration, also for
+            # shared ones. Transformers' loaders tie them again too.
+            tie()
         matches, found = match(model, checkpoint, strict=strict)
-        streamed: list[_Match] = []
-        rest: list[_Match] = []
-        for one in matches:
-            (streamed if self._is_streamed(one) else rest).append(one)
+        streamed = []
         with torch.no_grad():
-            for one in rest:
-                self._copy_values(model, one, open_file)
-            arriving = self._adopt_from_files if adopt else self._copy_to_tiers
-            for one, ticket in arriving(streamed, open_file):
-                self._take_ticket(one, ticket)
+            for one in matches:
+                if self._is_streamed(one):
+                    streamed.append(one)
+                else:
+                    self._copy_values(model, one)
+            for one, ticket in self._adopted(streamed) if adopt else self._copied(streamed):
+                assert self.stream is not None
+                assert isinstance(one.tensor, nn.Parameter)
+                if one.tensor.is_meta:
+                    materialize(one.tensor, self.device)
+                self.stream.take_ticket(one.name, one.tensor, ticket)
         return found
 
     def _is_streamed(self, one: _Match) -> bool:
         return (
-            self._stream is not None
+            self.stream is not None
             and isinstance(one.tensor, nn.Parameter)
             and one.tensor.dtype == one.stored.dtype
-            and self._stream.is_streamed(one.tensor)
+            and self.stream.is_streamed(one.tensor)
         )
 
-    def _take_ticket(self, one: _Match, ticket: Ticket) -> None:
-        assert self._stream is not None
-        assert isinstance(one.tensor, nn.Parameter)
-        if one.tensor.is_meta:
-            materialize(one.tensor, self._device)
-        self._stream.take_ticket(one.name, one.tensor, ticket)
-
-    # ------------------------------------------------------------------ reading
-    def _copy_values(self, model: nn.Module, one: _Match, open_file: OpenFile) -> None:
+    def _copy_values(self, model: nn.Module, one: _Match) -> None:
         """Copy values into a tensor that is not streamed."""
         tensor = one.tensor
         if tensor.is_meta:
             tensor = self._materialized(model, tensor)
-        ticket = self._file_ticket(one, open_file, torch.device("cpu"))
-        flat = self._store.get(ticket)
+        ticket = self._file_ticket(one, torch.device("cpu"))
+        flat = self.store.get(ticket)
         values = flat.view(one.stored.dtype).view(one.stored.shape)
-        stream = self._stream
+        stream = self.stream
         with nullcontext() if stream is None else stream.resident([tensor], changes=True):
             tensor.copy_(values)
         del flat, values
-        self._store.free(ticket)
+        self.store.free(ticket)
         if stream is not None and isinstance(tensor, nn.Parameter):
             stream.stream_parameter(one.name, tensor)
 
     def _materialized(self, model: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
         """Allocate a meta parameter or buffer on the loader's device."""
         if isinstance(tensor, nn.Parameter):
-            materialize(tensor, self._device)
+            materialize(tensor, self.device)
             return tensor
-        values = torch.empty_like(tensor, device=self._device)
+        values = torch.empty_like(tensor, device=self.device)
         for module in model.modules():
             for key, buffer in module._buffers.items():
                 if buffer is tensor:
                     module._buffers[key] = values
         return values
 
-    def _adopt_from_files(
-        self, matches: Iterable[_Match], open_file: OpenFile
-    ) -> Iterator[tuple[_Match, Ticket]]:
+    def _adopted(self, matches: Iterable[_Match]) -> Iterator[tuple[_Match, Ticket]]:
+        """Yield tickets of the bytes in the files."""
         for one in matches:
-            yield one, self._file_ticket(one, open_file, self._device_of(one.tensor))
+            yield one, self._file_ticket(one, self._device_of(one.tensor))
 
-    def _copy_to_tiers(
-        self, matches: Iterable[_Match], open_file: OpenFile
-    ) -> Iterator[tuple[_Match, Ticket]]:
-        matches = list(matches)
-        half = max([_WINDOW_BYTES // 2, *(one.stored.nbytes for one in matches)])
+    def _copied(self, matches: Iterable[_Match]) -> Iterator[tuple[_Match, Ticket]]:
+        """Yield tickets of copies on the tiers, with a window of reads and writes in flight."""
         waiting = deque(matches)
+        half = max([_WINDOW_BYTES // 2, *(one.stored.nbytes for one in waiting)])
         coming: deque[tuple[_Match, Ticket]] = deque()
         ahead = 0
+        store = self.store
         while waiting or coming:
             while waiting and (not coming or ahead + waiting[0].stored.nbytes <= half):
                 one = waiting.popleft()
-                ticket = self._file_ticket(one, open_file, torch.device("cpu"))
-                self._store.prefetch(ticket)
-                coming.append((one, ticket))
+                coming.append((one, self._file_ticket(one, torch.device("cpu"))))
+                store.prefetch(coming[-1][1])
                 ahead += one.stored.nbytes
             one, ticket = coming.popleft()
-            ahead -= one.stored.nbytes
-            yield one, self._offload_copy(ticket, one.tensor, half)
-
-    def _offload_copy(self, ticket: Ticket, tensor: torch.Tensor, most: int) -> Ticket:
-        """Write the bytes of a file's ticket to the tiers; return the new ticket, free the old."""
-        store, owner = self._store, self._device_of(tensor)
-        payload = store.take(ticket)
-        while store.writing_bytes and store.writing_bytes + payload.numel() > most:
-            store.await_writes(_CLIENT, max(0, most - payload.numel()), seconds=1.0)
-        return store.put(payload.to(owner), _CLIENT, self._tiers, whole_pages=owner.type == "cpu")
+            size, device = one.stored.nbytes, self._device_of(one.tensor)
+            ahead -= size
+            payload = store.take(ticket)
+            while store.writing_bytes and store.writing_bytes + size > half:
+                store.await_writes(_CLIENT, max(0, half - size), seconds=1.0)
+            on_host = device.type == "cpu"
+            yield one, store.put(payload.to(device), _CLIENT, self.tiers, whole_pages=on_host)
 
     def _device_of(self, tensor: torch.Tensor) -> torch.device:
-        return self._device if tensor.is_meta else tensor.device
+        return self.device if tensor.is_meta else tensor.device
 
-    def _file_ticket(self, one: _Match, open_file: OpenFile, device: torch.device) -> Ticket:
+    def _file_ticket(self, one: _Match, device: torch.device) -> Ticket:
         stored = one.stored
-        queue = open_file(stored.file)
-        return self._store.adopt(queue, stored.offset, stored.nbytes, _CLIENT, device)
-
-
-def _tie(model: nn.Module) -> None:
-    """Restore tied weights of a meta model, as Transformers' loaders do.
-
-    Contexts for empty models create a new parameter at every registration, also for shared ones.
-    """
-    tie = getattr(model, "tie_weights", None)
-    if callable(tie) and any(parameter.is_meta for parameter in model.parameters()):
-        tie()
+        queue = self.open_file(stored.file)
+        return self.store.adopt(queue, stored.offset, stored.nbytes, _CLIENT, device)
 
 
 def match(

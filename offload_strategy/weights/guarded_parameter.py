@@ -31,6 +31,9 @@ class ParameterOwner(Protocol):
     #: Meta tensor with the parameter's shape, strides and dtype.
     form: torch.Tensor
 
+    #: Whether autograd saved the parameter itself, so that its bytes must stay until the step ends.
+    pinned: bool
+
     @property
     def is_resident(self) -> bool:
         """Whether the bytes are in memory."""
@@ -38,14 +41,12 @@ class ParameterOwner(Protocol):
     def begin_access(self) -> None:
         """Load the bytes and keep them until `end_access`; they may be changed."""
 
-    def saving(self) -> AbstractContextManager[bool]:
-        """Context in which saved weights are recognized; yields False where that is impossible."""
-
-    def pin(self) -> None:
-        """Keep the bytes until the step ends, because autograd saved the parameter itself."""
-
     def end_access(self) -> None:
         """Undo `begin_access`."""
+
+    @property
+    def saving(self) -> Callable[[], AbstractContextManager[bool]]:
+        """Makes a context that recognizes saved weights; it yields False if it cannot."""
 
 
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -128,7 +129,7 @@ class GuardedParameter(nn.Parameter):
                 result = func(*args, **kwargs)
             if not found_again and _is_in_graph(result):
                 for owner in accessed:
-                    owner.pin()
+                    owner.pinned = True
             if again:
                 with torch._C.DisableTorchFunctionSubclass():
                     result = _Tensor._make_subclass(nn.Parameter, result)
@@ -141,29 +142,24 @@ class GuardedParameter(nn.Parameter):
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """Route a method that `__torch_function__` does not intercept."""
-        function = GuardedParameter.__torch_function__
-        return function(_Tensor.set_, (type(self),), (self, *args), kwargs)
+        return self.__torch_function__(_Tensor.set_, (type(self),), (self, *args), kwargs)
 
     def as_subclass(self, cls: Any) -> Any:
         """Route a method that `__torch_function__` does not intercept."""
-        function = GuardedParameter.__torch_function__
-        return function(_Tensor.as_subclass, (type(self),), (self, cls))
+        return self.__torch_function__(_Tensor.as_subclass, (type(self),), (self, cls))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a plain parameter with a copy of the values."""
         if id(self) not in memo:
-            copy = nn.Parameter(self.detach().clone(), self.requires_grad)
-            memo[id(self)] = copy
+            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Behave like the plain parameter."""
         plain = self._plain()
         plain.__dict__.update(self.__dict__)
         return plain.__reduce_ex__(protocol)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Behave like the plain parameter."""
         return repr(self._plain())
 
     def _plain(self) -> nn.Parameter:

@@ -10,35 +10,14 @@ them again. The weights are therefore bit-identical to those of a plain build.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from offload_strategy.errors import ConfigError
 
 _TensorType = TypeVar("_TensorType", bound=torch.Tensor)
-Register = Callable[[str, nn.Parameter], None]
-
-
-@contextmanager
-def on_parameter_registration(register: Register) -> Iterator[None]:
-    """Call a function for each real parameter that any module registers within the context.
-
-    It receives a name for messages, and the parameter before its initialization.
-    """
-
-    def noticed(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            register(f"{type(module).__name__}.{name}", parameter)
-
-    handle = register_module_parameter_registration_hook(noticed)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def modules_to_materialize(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -47,7 +26,11 @@ def modules_to_materialize(model: nn.Module) -> list[tuple[str, nn.Module]]:
     Raises:
         ConfigError: one of them has no `reset_parameters`, or a buffer would stay uninitialized.
     """
-    found = [(name, m) for name, m in _inner_first(model) if _meta_tensors(m._parameters)]
+    named: dict[nn.Module, str] = {}
+    for name, module in _inner_first(model):
+        if _meta_tensors(module._parameters):
+            named.setdefault(module, name)
+    found = [(name, module) for module, name in named.items()]
     without_reset = [
         f"{name or '(the model)'} ({type(module).__name__})"
         for name, module in found
@@ -75,7 +58,9 @@ def modules_to_materialize(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def materialize_module(name: str, module: nn.Module, device: torch.device, made: Register) -> None:
+def materialize_module(
+    name: str, module: nn.Module, device: torch.device, made: Callable[[str, nn.Parameter], None]
+) -> None:
     """Materialize and initialize the own parameters and buffers of a module on the meta device.
 
     `made` is called with each parameter after its allocation and before its initialization.
@@ -119,13 +104,7 @@ def _reset_method(module: nn.Module) -> Any:
     return reset or getattr(module, "_reset_parameters", None)
 
 
-def _inner_first(
-    module: nn.Module, name: str = "", seen: set[int] | None = None
-) -> Iterator[tuple[str, nn.Module]]:
-    seen = set() if seen is None else seen
-    if id(module) in seen:
-        return
-    seen.add(id(module))
+def _inner_first(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
     for child_name, child in module.named_children():
-        yield from _inner_first(child, f"{name}.{child_name}" if name else child_name, seen)
+        yield from _inner_first(child, f"{name}.{child_name}".lstrip("."))
     yield name, module

@@ -59,11 +59,7 @@ class ParameterRegistry:
         self._modules.discard(module)
 
     def check_unclaimed(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Check that no attached optimizer has one of these parameters already.
-
-        Raises:
-            ConfigError: one of them belongs to another optimizer.
-        """
+        """Raise ConfigError if an attached optimizer has one of these parameters already."""
         for parameter in parameters:
             if _owner(_states_owner, parameter) is not None:
                 raise ConfigError(
@@ -107,15 +103,13 @@ class ParameterRegistry:
         A wrapper subclass (such as a quantized weight of integers and scales) is a weight if any of
         its inner tensors is, and so is each inner tensor.
         """
-        if type(tensor) in _PLAIN:
-            return self._is_weight_storage(tensor)
-        return any(self._is_weight_storage(part) for part in _parts(tensor))
-
-    def _is_weight_storage(self, tensor: torch.Tensor) -> bool:
-        storage = _storage(tensor)
-        reference = None if storage is None else self._storages.get(int(storage._cdata))
-        # Addresses are reused, so the storage must be the same living object.
-        return reference is not None and reference() is storage
+        for part in (tensor,) if type(tensor) in _PLAIN else _parts(tensor):
+            storage = _storage(part)
+            reference = None if storage is None else self._storages.get(int(storage._cdata))
+            # Addresses are reused, so the storage must be the same living object.
+            if reference is not None and reference() is storage:
+                return True
+        return False
 
 
 def _owner(owners: WeakTensorKeyDictionary | WeakIdKeyDictionary, key: object) -> object | None:

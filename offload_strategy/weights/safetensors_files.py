@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +24,10 @@ from offload_strategy.errors import ConfigError, StorageError
 
 _SUFFIX = ".safetensors"
 _INDEX = f"{_SUFFIX}.index.json"
+_NAME = "model"
+_PARTIAL = ".model.partial"
+
+Read = Callable[[torch.Tensor], AbstractContextManager[torch.Tensor]]
 
 #: dtypes by their name in a header; sub-byte formats have no torch dtype of that size.
 _DTYPES = {
@@ -45,15 +49,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Location of a contiguous tensor in a file.
-
-    Args:
-        file: the file that holds it.
-        dtype: its dtype.
-        shape: its shape.
-        offset: byte offset in the file.
-        nbytes: size in bytes.
-    """
+    """Location of a contiguous tensor in a file; offset and size in bytes."""
 
     file: Path
     dtype: torch.dtype
@@ -71,38 +67,33 @@ def read_index(source: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     Raises:
         ConfigError: a file is missing or damaged, or safetensors is not installed.
     """
-    found: dict[str, StoredTensor] = {}
-    for file in _files(Path(source)):
-        found.update(_header(file))
-    return found
+    return {name: stored for file in _files(Path(source)) for name, stored in _header(file).items()}
 
 
 def _files(source: Path) -> list[Path]:
     if not source.is_dir():
         return [source]
     indexes = sorted(source.glob(f"*{_INDEX}"))
-    if len(indexes) == 1:
-        return _indexed(indexes[0])
     files = sorted(source.glob(f"*{_SUFFIX}"))
-    if len(files) == 1:
-        return files
-    found = ", ".join(path.name for path in [*indexes, *files]) or f"no {_SUFFIX} file"
-    raise ConfigError(
-        f"{str(source)!r} has {found}: name the one file, or a directory with one file or one "
-        f"index (*{_INDEX})."
-    )
-
-
-def _indexed(index: Path) -> list[Path]:
-    try:
-        names: Iterable[Any] = json.loads(index.read_text())["weight_map"].values()
-        files = sorted({index.parent / str(name) for name in names})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{str(index)!r} is not a safetensors index: {error!r}") from error
-    missing = [path.name for path in files if not path.is_file()]
-    if missing:
+    if len(indexes) == 1:
+        try:
+            names = set(json.loads(indexes[0].read_text())["weight_map"].values())
+            files = sorted(source / str(name) for name in names)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{str(indexes[0])!r} is not a safetensors index: {error!r}"
+            ) from error
+        missing = [path.name for path in files if not path.is_file()]
+        if missing:
+            raise ConfigError(
+                f"{str(indexes[0])!r} names {', '.join(missing)}, which is missing there. "
+                f"Download it again."
+            )
+    elif len(files) != 1:
+        found = ", ".join(path.name for path in [*indexes, *files]) or f"no {_SUFFIX} file"
         raise ConfigError(
-            f"{str(index)!r} names {', '.join(missing)}, which is missing there. Download it again."
+            f"{str(source)!r} has {found}: name the one file, or a directory with one file or one "
+            f"index (*{_INDEX})."
         )
     return files
 
@@ -123,23 +114,15 @@ def _header(file: Path) -> dict[str, StoredTensor]:
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"cannot load weights from {str(file)!r}: {error}") from error
     entries.pop("__metadata__", None)
-    tensors = {name: _stored(file, name, 8 + length, entry) for name, entry in entries.items()}
-    return dict(sorted(tensors.items(), key=lambda item: item[1].offset))
-
-
-def _stored(file: Path, name: str, base: int, entry: dict[str, Any]) -> StoredTensor:
-    dtype = _DTYPES.get(entry["dtype"])
-    if dtype is None:
-        raise ConfigError(f"{str(file)!r}: {name} has the unsupported dtype {entry['dtype']}.")
-    begin, end = entry["data_offsets"]
-    return StoredTensor(file, dtype, tuple(entry["shape"]), base + begin, end - begin)
-
-
-_NAME = "model"
-_INDEX_NAME = f"{_NAME}{_INDEX}"
-_PARTIAL = ".partial"
-
-Read = Callable[[torch.Tensor], AbstractContextManager[torch.Tensor]]
+    tensors = {}
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+        dtype = _DTYPES.get(entry["dtype"])
+        if dtype is None:
+            raise ConfigError(f"{str(file)!r}: {name} has the unsupported dtype {entry['dtype']}.")
+        begin, end = entry["data_offsets"]
+        shape = tuple(entry["shape"])
+        tensors[name] = StoredTensor(file, dtype, shape, 8 + length + begin, end - begin)
+    return tensors
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -176,70 +159,51 @@ def save_shards(
         raise ConfigError(
             "save_weights needs the package safetensors. Install it with `pip install safetensors`."
         ) from error
-    first, same = _unique_tensors(tensors)
-    shards = list(_shards(first, shard_bytes))
-    names = [
-        f"{_NAME}.safetensors"
-        if len(shards) == 1
-        else f"{_NAME}-{number + 1:05}-of-{len(shards):05}.safetensors"
-        for number in range(len(shards))
-    ]
-    partial = [directory / f".{name}{_PARTIAL}" for name in names]
+    first: dict[int, str] = {}
+    names = {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
+    same = {name: kept for name, kept in names.items() if kept != name}
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name in first.values():
+        if size + tensors[name].nbytes > shard_bytes and shards[-1]:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensors[name]
+        size += tensors[name].nbytes
+    total = len(shards)
+    files = {
+        f"{_NAME}{_SUFFIX}" if total == 1 else f"{_NAME}-{number:05}-of-{total:05}{_SUFFIX}": shard
+        for number, shard in enumerate(shards, 1)
+    }
+    index = {
+        "metadata": {"total_size": sum(tensors[name].nbytes for name in first.values())},
+        "weight_map": {name: file for file, shard in files.items() for name in shard},
+    }
+    partial = directory / _PARTIAL
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for file, shard in zip(partial, shards, strict=True):
+        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+        partial.mkdir()
+        for file, shard in files.items():
             with ExitStack() as held:
                 values = {
                     name: held.enter_context(read(tensor)).contiguous()
                     for name, tensor in shard.items()
                 }
-                save_file(values, file, metadata={"format": "pt", **same})
+                save_file(values, partial / file, metadata={"format": "pt", **same})
                 del values
-            _flush_to_disk(file)
-        index = {
-            "metadata": {"total_size": sum(tensor.nbytes for tensor in first.values())},
-            "weight_map": {key: name for name, s in zip(names, shards, strict=True) for key in s},
-        }
-        for file, name in zip(partial, names, strict=True):
-            os.replace(file, directory / name)
-        listing = directory / f".{_INDEX_NAME}{_PARTIAL}"
-        listing.write_text(json.dumps(index, indent=2) + "\n")
-        os.replace(listing, directory / _INDEX_NAME)
+            _flush_to_disk(partial / file)
+        (partial / f"{_NAME}{_INDEX}").write_text(json.dumps(index, indent=2) + "\n")
+        for file in (*files, f"{_NAME}{_INDEX}"):
+            os.replace(partial / file, directory / file)
     except OSError as error:
         raise StorageError(
             f"could not save weights to {str(directory)!r}: {error.strerror or error}. Free some "
             f"space, or choose another directory."
         ) from error
     finally:
-        for file in partial:
-            file.unlink(missing_ok=True)
-    return [directory / name for name in names]
-
-
-def _unique_tensors(
-    tensors: Mapping[str, torch.Tensor],
-) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return each tensor under its first name, and the first name of every alias."""
-    first: dict[int, str] = {}
-    same = {}
-    for name, tensor in tensors.items():
-        kept = first.setdefault(id(tensor), name)
-        if kept != name:
-            same[name] = kept
-    return {name: tensors[name] for name in first.values()}, same
-
-
-def _shards(tensors: Mapping[str, torch.Tensor], most: int) -> Iterator[dict[str, torch.Tensor]]:
-    shard: dict[str, torch.Tensor] = {}
-    size = 0
-    for name, tensor in tensors.items():
-        if shard and size + tensor.nbytes > most:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = tensor
-        size += tensor.nbytes
-    if shard:
-        yield shard
+        shutil.rmtree(partial, ignore_errors=True)
+    return [directory / file for file in files]
 
 
 def _flush_to_disk(file: Path) -> None:

@@ -60,6 +60,9 @@ class StreamedWeight:
         self._unguarded = 0
         #: Whether it must stay until the step ends, because autograd may have saved it.
         self.pinned = False
+        #: Whether the values may differ from the ticket's besides what the version counter shows.
+        self.changed = True
+        self._version = -1
         self._parameter = weakref.ref(parameter, WeakHook(self._on_parameter_freed))
         self._store = store
         self._tiers = list(tiers)
@@ -68,9 +71,6 @@ class StreamedWeight:
         self._lock = lock
         self._ticket: Ticket | None = None
         self._here = True
-        # Whether the values in memory differ from the ticket: by version, or by a marked change.
-        self._version = -1
-        self._maybe_changed = True
         guard(parameter, self)
 
     def _take_form(self, parameter: torch.Tensor) -> None:
@@ -108,20 +108,17 @@ class StreamedWeight:
         """Key of the storage that holds the bytes now."""
         return int(self.values().untyped_storage()._cdata)
 
-    def lies_in(self, storage_key: int) -> bool:
-        """Whether the bytes are in that storage now."""
-        return self.is_resident and self.storage_key == storage_key
-
-    def offset_of(self, tensor: torch.Tensor) -> int:
-        """Offset of a tensor of that storage in this weight, in elements."""
-        return int(tensor.storage_offset() - self.values().storage_offset())
-
-    def covers(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of that storage lies within this weight."""
-        begin = self.offset_of(tensor)
+    def offset_of(self, tensor: torch.Tensor) -> int | None:
+        """Offset of a tensor in the resident values in elements; None if it is no view of them."""
+        if tensor.dtype != self.form.dtype or not self.is_resident:
+            return None
+        values = self.values()
+        if values.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
+            return None
+        begin = int(tensor.storage_offset() - values.storage_offset())
         strides = zip(tensor.shape, tensor.stride(), strict=True)
         last = begin + sum((size - 1) * stride for size, stride in strides)
-        return begin >= 0 and last < self.form.numel()
+        return begin if begin >= 0 and last < self.form.numel() else None
 
     def values(self) -> torch.Tensor:
         """Return the resident values as a plain tensor that shares the version counter."""
@@ -143,8 +140,7 @@ class StreamedWeight:
             self.load()
             self.users += 1
             self._unguarded += 1
-            parameter = self._parameter()
-            if self._unguarded == 1 and parameter is not None:
+            if self._unguarded == 1 and (parameter := self._parameter()) is not None:
                 unguard(parameter)
 
     def release(self) -> None:
@@ -152,8 +148,7 @@ class StreamedWeight:
         with self._lock:
             self.users -= 1
             self._unguarded -= 1
-            parameter = self._parameter()
-            if self._unguarded == 0 and parameter is not None:
+            if self._unguarded == 0 and (parameter := self._parameter()) is not None:
                 guard(parameter, self)
 
     @keeps_grad_mode
@@ -163,20 +158,12 @@ class StreamedWeight:
             self._on_access(self)
             self.load()
             self.users += 1
-            self.mark_changed()
+            self.changed = True
 
     def end_access(self) -> None:
         """Undo one `begin_access`."""
         with self._lock:
             self.users -= 1
-
-    def pin(self) -> None:
-        """Keep the bytes in memory until the step ends."""
-        self.pinned = True
-
-    def mark_changed(self) -> None:
-        """Record that the values may differ from those of the ticket."""
-        self._maybe_changed = True
 
     def prefetch(self) -> bool:
         """Start loading the bytes; return False if there is no memory for them."""
@@ -200,10 +187,9 @@ class StreamedWeight:
         ticket = self._ticket
         if self._here or ticket is None or self._parameter() is None:
             return
-        stored = ticket.state in (TicketState.STORED, TicketState.LOADING) or bool(
-            ticket.entry.stripes and ticket.state is TicketState.IN_MEMORY
-        )
-        if stored:
+        state = ticket.state
+        written = state is TicketState.IN_MEMORY and bool(ticket.entry.stripes)
+        if written or state in (TicketState.STORED, TicketState.LOADING):
             flat = self._store.private(ticket)
         else:  # still being written, or in a host tier: take the buffer without a copy
             flat = self._store.take(ticket)
@@ -211,7 +197,7 @@ class StreamedWeight:
         parameter = self._live_parameter()
         set_data(parameter, self._with_form(flat))
         self._version = parameter._version
-        self._maybe_changed = False
+        self.changed = False
         self._here = True
 
     def can_be_offloaded(self) -> bool:
@@ -233,7 +219,7 @@ class StreamedWeight:
         if self._here and not self.can_be_offloaded():  # others hold its memory
             with torch.no_grad():
                 self.values().copy_(self._with_form(self._store.get(ticket)))
-            self.mark_changed()
+            self.changed = True
             self._store.free(ticket)
             return
         parameter = self._live_parameter()
@@ -246,8 +232,7 @@ class StreamedWeight:
     def offload(self) -> None:
         """Offload the bytes, writing them if they changed; requires `can_be_offloaded`."""
         parameter = self._live_parameter()
-        changed = self._maybe_changed or parameter._version != self._version
-        if changed or self._ticket is None:
+        if self.changed or parameter._version != self._version or self._ticket is None:
             self._replace_ticket(
                 self._store.put(
                     self._bytes(),
@@ -305,10 +290,8 @@ class StreamedWeight:
         self._replace_ticket(None)
 
 
-@functools.cache
-def _placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a shared tensor without elements."""
-    return torch.empty(0, dtype=dtype, device=device)
+#: Returns a shared tensor without elements, for a dtype and a device.
+_nothing = functools.cache(lambda dtype, device: torch.empty(0, dtype=dtype, device=device))
 
 
 class SavedWeight:
@@ -317,6 +300,7 @@ class SavedWeight:
     Args:
         tensor: the tensor that autograd saves; it is not kept.
         weight: the weight that it is a view of.
+        offset: its offset in the weight, in elements.
         load_for_backward: loads a weight and returns its values.
     """
 
@@ -324,17 +308,18 @@ class SavedWeight:
         self,
         tensor: torch.Tensor,
         weight: StreamedWeight,
+        offset: int,
         load_for_backward: Callable[[StreamedWeight], torch.Tensor],
     ) -> None:
         self._weight = weight
         self._parameter = weight.parameter  # a graph keeps its parameters alive
         self._load_for_backward = load_for_backward
         self._shape, self._strides = tensor.shape, tensor.stride()
-        self._offset = weight.offset_of(tensor)
+        self._offset = offset
         # Tensors that share the storage without being views (`.data`) count versions separately.
         self._version = tensor._version
         self._alias = tensor.detach()
-        self._alias.data = _placeholder(tensor.dtype, tensor.device)
+        self._alias.data = _nothing(tensor.dtype, tensor.device)
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor on the bytes where they are now.

@@ -1,13 +1,13 @@
-"""Partitioning a model into blocks whose weights are loaded and offloaded together.
+"""Blocks of a model, whose weights are loaded and offloaded together, and their order in a step.
 
-Repeated layers are found automatically (torch_support/repeated_blocks.py). A module outside of
-them, such as an embedding or a head, is a block if it holds a large parameter itself.
+Repeated layers are found automatically (torch_support/modules.py). A module outside of them, such
+as an embedding or a head, is a block if it holds a large parameter itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -15,14 +15,10 @@ from torch import nn
 from offload_strategy.errors import ConfigError
 from offload_strategy.torch_support.modules import WHOLE, outermost_blocks
 from offload_strategy.weights.guarded_parameter import GuardedParameter
+from offload_strategy.weights.streamed_weight import StreamedWeight
 
-
-class ModuleBlock(NamedTuple):
-    """A module whose forward needs streamed parameters; tied ones are in several blocks."""
-
-    name: str
-    module: nn.Module
-    parameters: dict[str, nn.Parameter]
+#: Longer sequences (generation, which never ends a step) are not recorded completely.
+_MOST_ENTRIES = 4096
 
 
 def cut_into_blocks(
@@ -30,8 +26,11 @@ def cut_into_blocks(
     classes: Collection[str],
     choose: Callable[[str, nn.Module], bool] | None,
     min_bytes: int,
-) -> list[ModuleBlock]:
+) -> list[tuple[str, nn.Module, dict[str, nn.Parameter]]]:
     """Return the blocks of a model in the order in which its modules are registered.
+
+    A block is a name, a module, and the parameters that are streamed for its forward; tied ones are
+    in several blocks.
 
     Args:
         model: a model on any device, including meta.
@@ -54,22 +53,26 @@ def cut_into_blocks(
     roots = [("", model)] if whole else list(outermost_blocks(model, classes, choose))
     named = [(name, module, module.named_parameters(prefix=name)) for name, module in roots]
     covered = {id(inner) for _, module in roots for inner in module.modules()}
-    for name, module in model.named_modules():
+    order = {}
+    for place, (name, module) in enumerate(model.named_modules()):
+        order[id(module)] = place
         if id(module) not in covered:
             named.append((name, module, module.named_parameters(prefix=name, recurse=False)))
-    for name, module in model.named_modules():
         if isinstance(module, nn.TransformerEncoder):  # its forward reads the first layer's weights
             first = next(iter(module.layers.children()), None)
             if first is not None:
                 prefix = f"{name}.layers.0".lstrip(".")
                 named.append((name, module, first.named_parameters(prefix=prefix)))
-    blocks = []
-    for name, module, parameters in named:
-        streamed = {key: p for key, p in parameters if can_be_streamed(p, min_bytes)}
-        if streamed:
-            blocks.append(ModuleBlock(name or type(module).__name__, module, streamed))
-    order = {id(module): place for place, module in enumerate(model.modules())}
-    return sorted(blocks, key=lambda block: order[id(block.module)])
+    named.sort(key=lambda block: order[id(block[1])])
+    blocks = [
+        (
+            name or type(module).__name__,
+            module,
+            {key: p for key, p in parameters if can_be_streamed(p, min_bytes)},
+        )
+        for name, module, parameters in named
+    ]
+    return [block for block in blocks if block[2]]
 
 
 def can_be_streamed(parameter: torch.Tensor, min_bytes: int) -> bool:
@@ -82,3 +85,81 @@ def can_be_streamed(parameter: torch.Tensor, min_bytes: int) -> bool:
         and parameter.is_contiguous()
         and parameter.nbytes >= max(1, min_bytes)
     )
+
+
+@dataclass(eq=False)
+class StreamedBlock:
+    """Weights that are loaded and offloaded together; tied weights are in several blocks."""
+
+    name: str
+    weights: list[StreamedWeight]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its weights."""
+        return sum(weight.nbytes for weight in self.weights)
+
+    @property
+    def trained(self) -> int:
+        """Bytes of the weights that require gradients."""
+        return sum(weight.nbytes for weight in self.weights if weight.is_trained)
+
+
+_Key = tuple[StreamedBlock | None, StreamedBlock, bool]
+
+
+class BlockOrder:
+    """Predicts the next blocks from what followed the last time.
+
+    The key is a block, its predecessor and whether backward runs. The blocks in use may change from
+    one pass to the next (mixture of experts, validation); a wrong prediction only costs time.
+    """
+
+    def __init__(self) -> None:
+        self._next: dict[_Key, StreamedBlock] = {}
+        # Keys whose block was needed twice in a row: in this pass, and in the previous one.
+        self._repeated: set[_Key] = set()
+        self._again: set[_Key] = set()
+        self._key: _Key | None = None
+        # The blocks needed since the last step ended, and those of the last whole step.
+        self._step: list[tuple[StreamedBlock, bool]] = []
+        self.last_step: list[tuple[StreamedBlock, bool]] = []
+
+    def record(self, block: StreamedBlock, *, backward: bool) -> None:
+        """Record that a block is needed now."""
+        entry = (block, backward)
+        if len(self._step) < _MOST_ENTRIES and (not self._step or self._step[-1] != entry):
+            self._step.append(entry)
+        key = self._key
+        if key is not None:
+            if key[1] is block:
+                self._repeated.add(key)
+                return
+            self._next[key] = block
+            (self._again.add if key in self._repeated else self._again.discard)(key)
+            self._repeated.discard(key)
+        self._key = (None if key is None else key[1], block, backward)
+
+    def step_ended(self) -> None:
+        """Keep the recorded blocks as the order of a step, if they include a backward pass."""
+        if any(backward for _, backward in self._step):
+            self.last_step = self._step
+        self._step = []
+
+    @property
+    def is_needed_again(self) -> bool:
+        """Whether the current block was needed twice in a row the last time."""
+        return self._key in self._again
+
+    def next_blocks(self, count: int) -> Iterator[StreamedBlock]:
+        """Yield the blocks that are expected next, at most `count` different ones."""
+        key = self._key
+        seen = set() if key is None else {key[1]}
+        for _ in range(4 * count):
+            block = None if key is None else self._next.get(key)
+            if key is None or block is None or len(seen) > count:
+                return
+            if block not in seen:
+                seen.add(block)
+                yield block
+            key = (key[1], block, key[2])

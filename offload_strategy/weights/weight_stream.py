@@ -1,32 +1,27 @@
-"""Streamed weights: a block's weights are in memory while it computes, and offloaded otherwise.
+"""Streamed weights: which models are streamed, and how their weights are created.
 
-This file has which models are streamed and how their weights are created; block_residency.py has
-what happens during training.
+What happens during training is in block_residency.py.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, Tier
 from offload_strategy.torch_support.modules import WeakHook
-from offload_strategy.weights.block_residency import BlockResidency, without_hooks
-from offload_strategy.weights.model_building import (
-    materialize_module,
-    modules_to_materialize,
-    on_parameter_registration,
-)
-from offload_strategy.weights.resident_weights import StreamedBlock
+from offload_strategy.weights.block_residency import BlockResidency
+from offload_strategy.weights.model_building import materialize_module, modules_to_materialize
 from offload_strategy.weights.streamed_weight import StreamedWeight
-from offload_strategy.weights.weight_blocks import can_be_streamed, cut_into_blocks
+from offload_strategy.weights.weight_blocks import StreamedBlock, can_be_streamed, cut_into_blocks
 
 
 @dataclass(eq=False)
@@ -71,12 +66,18 @@ class WeightStream(BlockResidency):
     @contextmanager
     def building(self) -> Iterator[None]:
         """Offload weights while models are built within the context; see model_building.py."""
+
+        def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            if parameter is not None and not parameter.is_meta:
+                self.stream_parameter(f"{type(module).__name__}.{name}", parameter)
+
+        handle = register_module_parameter_registration_hook(registered)
         try:
-            with on_parameter_registration(self.stream_parameter):
-                yield
+            yield
         finally:
+            handle.remove()
             with self._lock:
-                self._residents.offload_accessed()
+                self._offload_accessed()
 
     def is_streamed(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter is streamed, or will be once its model is attached."""
@@ -109,13 +110,13 @@ class WeightStream(BlockResidency):
         for name, module in modules_to_materialize(model):
             materialize_module(name, module, device, self.stream_parameter)
             with self._lock:
-                self._residents.offload_accessed()
+                self._offload_accessed()
 
     def stream_parameter(self, name: str, parameter: nn.Parameter) -> None:
         """Stream a resident parameter; it is offloaded when others need the room."""
         if can_be_streamed(parameter, self._min_bytes):
             with self._lock:
-                self._residents.add_accessed(self._stream(name, parameter))
+                self._add_accessed(self._stream(name, parameter))
 
     def take_ticket(self, name: str, parameter: nn.Parameter, ticket: Ticket) -> None:
         """Set a parameter to the values of a ticket, without loading them."""
@@ -130,7 +131,7 @@ class WeightStream(BlockResidency):
 
             def saving() -> AbstractContextManager[bool]:
                 stream = reference()
-                return without_hooks() if stream is None else stream.saving()
+                return nullcontext(False) if stream is None else stream.saving()
 
             on_access = WeakHook(self._on_access)
             weight = StreamedWeight(
@@ -162,16 +163,16 @@ class WeightStream(BlockResidency):
             for weight in block.weights:
                 self._blocks_of.setdefault(weight, []).append(block)
             with self._lock:
-                self._residents.add(block)
-                self._residents.make_room()
+                self._resident[block] = None
+                self._make_room(self._most)
             enter, leave = WeakHook(self.enter_block, block), WeakHook(self.exit_block, block)
             attached.handles += [
                 module.register_forward_pre_hook(enter, prepend=True),
                 module.register_forward_hook(leave, always_call=True),
             ]
         with self._lock:
-            self._residents.make_room(0)
-            self._residents.offload_accessed()
+            self._make_room(0)
+            self._offload_accessed()
 
     def detach(self, model: nn.Module, *, restore: bool = True) -> None:
         """Stop streaming a model.
@@ -198,7 +199,7 @@ class WeightStream(BlockResidency):
             for handle in attached.handles:
                 handle.remove()
             for block in attached.blocks:
-                self._residents.forget_block(block)
+                self._resident.pop(block, None)
                 for weight in block.weights:
                     blocks = self._blocks_of.get(weight, [])
                     if block in blocks:
@@ -208,9 +209,10 @@ class WeightStream(BlockResidency):
                             self._close(weight, restore=restore)
 
     def _close(self, weight: StreamedWeight, *, restore: bool) -> None:
-        self._residents.forget_weight(weight)
-        parameter = weight.parameter
-        if parameter is not None:
+        self._accessed.pop(weight, None)
+        for key in [key for key, known in self._by_storage.items() if known is weight]:
+            del self._by_storage[key]
+        if (parameter := weight.parameter) is not None:
             self._weights.pop(parameter, None)
         weight.close(restore=restore)
 
@@ -232,7 +234,7 @@ class WeightStream(BlockResidency):
         The order is that of the last step; before the first step, module order and its reverse.
         """
         with self._lock:
-            learned = self._residents.order.last_step
+            learned = self._order.last_step
         if learned:
             backward = {block for block, in_backward in learned if in_backward}
             # Backward does not need a first layer's weight if its input requires no gradient.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from offload_strategy import ConfigError, OffloadEngine
-from offload_strategy.weights import resident_weights as residents
+from offload_strategy.weights import block_residency as residents
 from tests.activations.zoo import batch, build, loss_of
 from tests.training import assert_same_bits, settings, weights
 from tests.weights.test_streaming import away, streaming

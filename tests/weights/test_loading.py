@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from offload_strategy import ConfigError, OffloadEngine, StorageError
+from offload_strategy.weights import block_residency as residents
 from offload_strategy.weights import checkpoint_loading as loading
-from offload_strategy.weights import resident_weights as residents
 from tests.activations.zoo import batch, build, loss_of
 from tests.training import assert_same_bits, assert_same_history, bits, moved, settings, weights
 from tests.weights.test_streaming import away, streaming
