@@ -144,7 +144,9 @@ class Resources:
             for client, names in wanted.items():
                 resources.clients[client] = resources._tiers_of(names)
                 resources.paths[client] = [path for tier in names for path in tier.paths]
-            resources.new_weight_tiers = [HostTier("waiting room", config.memory.pinned // 2)]
+            resources.new_weight_tiers = [
+                HostTier("new weights in memory.pinned", config.memory.pinned // 2)
+            ]
             resources._measure()
         except BaseException:
             resources.close()

@@ -1,12 +1,11 @@
 """Large buffers of any size out of one stretch of memory.
 
 [Note: memory that stays]
-Fresh memory is filled with zeros by the kernel, page by page, on the thread that touches it first:
-of a thread that reads from a disk that was more than all else that it does. Buffers that are kept
-by size are fresh whenever another size is wanted and the budget is used up, as is usual: tensors
-have many sizes. So large buffers are ranges of one private mapping. What one gave back, others use,
-whatever their sizes; neighbours that were given back are one range again. Only what is idle and has
-to go is given back to the system, by whole huge pages, as a part of one would not become free.
+The kernel fills fresh memory with zeros on the thread that touches it first, which takes a thread
+longer than all else when it reads from a disk. Buffers that are recycled by size are fresh whenever
+the budget is used up and another size is wanted. So large buffers are ranges of one private
+mapping, which serve any size. Only idle memory that has to go is given back to the system, by whole
+huge pages, because a part of one would not become free.
 """
 
 from __future__ import annotations
@@ -46,10 +45,7 @@ def can_be_used() -> bool:
 
 
 class FreeRanges:
-    """The ranges of `size` bytes that are not lent, in order of address; no two touch each other.
-
-    Iterating yields the begin and end of each.
-    """
+    """Begins and ends of what is not lent of `size` bytes, in order; no two touch each other."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -82,10 +78,9 @@ class FreeRanges:
 
 
 class Arena:
-    """Lends page-aligned ranges; the caller counts what it may hold, and holds a lock.
+    """Lends page-aligned ranges of `budget` bytes at most; the caller holds a lock.
 
-    `budget` is the bytes that it will be asked to hold at most. Raises OSError if the system has no
-    addresses left for it.
+    Raises OSError if the system has no addresses left for it.
     """
 
     def __init__(self, budget: int) -> None:
@@ -129,10 +124,9 @@ class Arena:
         return self._idle_bytes(0, 0)
 
     def give_up(self, nbytes: int, spared: tuple[int, int] = (0, 0)) -> None:
-        """Give idle memory back to the system, so many bytes or a little more if there are.
+        """Give back so many bytes of idle memory or a little more, but none of the range `spared`.
 
-        The highest addresses go first, so that what is used comes to lie together. `spared` is the
-        begin and end of a range that stays.
+        The highest addresses go first, so that what is used comes to lie together.
         """
         for first, after in reversed(self._idle_blocks(*spared)):
             for block in range(after - 1, first - 1, -1):

@@ -40,14 +40,9 @@ _parents_memory: list[mmap.mmap] = []
 class HostBuffer:
     """Private anonymous memory of exactly `nbytes`, rounded up to the page.
 
-    Args:
-        nbytes: bytes that will be used.
-        pinned: register the memory with the device if the system allows it, so that copies
-            to and from the device are asynchronous. PyTorch's own pinned allocator rounds to the
-            next power of two; this does not (MemAscend, section on exact-size pinned memory).
-
-    Raises:
-        OSError: the system has no room.
+    `pinned` registers it with the device if the system allows it, so that copies to and from the
+    device are asynchronous. PyTorch's own pinned allocator rounds to the next power of two; this
+    does not (MemAscend, section on exact-size pinned memory). Raises OSError if there is no room.
     """
 
     __slots__ = ("__weakref__", "_memory", "_pid", "address", "nbytes", "pinned")
@@ -56,7 +51,9 @@ class HostBuffer:
         self.nbytes = max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES))
         self._memory = map_private(self.nbytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self.pinned = pinned and _register(self.address, self.nbytes)
+        self.pinned = pinned and register_host_memory(self.address, self.nbytes)
+        if pinned and not self.pinned:
+            _warn_of_pageable_memory(self.nbytes)
         self._pid = os.getpid()
 
     def acquire(
@@ -84,39 +81,20 @@ class HostBuffer:
 
 
 def map_private(nbytes: int) -> mmap.mmap:
-    """Anonymous memory of this process alone, of huge pages where they pay.
-
-    Raises:
-        OSError: the system has no room.
-    """
-    memory = _map_unadvised(nbytes)
-    if nbytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        _advise(memory, mmap.MADV_HUGEPAGE)
-    if hasattr(mmap, "MADV_DONTFORK"):
-        # Data-loader workers are forked; they have no use for these pages and must not copy them.
-        _advise(memory, mmap.MADV_DONTFORK)
+    """Anonymous memory of this process alone, of huge pages where they pay."""
+    if hasattr(mmap, "MAP_PRIVATE"):
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | getattr(mmap, "MAP_ANONYMOUS", 0))
+    else:  # Windows: an anonymous mapping of the paging file
+        memory = mmap.mmap(-1, nbytes)
+    # Data-loader workers are forked; they have no use for these pages and must not copy them.
+    names = ["MADV_DONTFORK"]
+    if nbytes >= _HUGE_PAGE_BYTES:
+        names.append("MADV_HUGEPAGE")
+    for advice in [getattr(mmap, name) for name in names if hasattr(mmap, name)]:
+        with contextlib.suppress(OSError):  # kernels built without it
+            memory.madvise(advice)
     _live.add(memory)
     return memory
-
-
-def _map_unadvised(nbytes: int) -> mmap.mmap:
-    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows: an anonymous mapping of the paging file
-        return mmap.mmap(-1, nbytes)
-    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | getattr(mmap, "MAP_ANONYMOUS", 0))
-
-
-def _advise(memory: mmap.mmap, advice: int) -> None:
-    try:
-        memory.madvise(advice)
-    except OSError:
-        return  # advice only: kernels built without it go on unadvised
-
-
-def _register(address: int, nbytes: int) -> bool:
-    pinned = register_host_memory(address, nbytes)
-    if not pinned:
-        _warn_of_pageable_memory(nbytes)
-    return pinned
 
 
 @lru_cache(maxsize=1)

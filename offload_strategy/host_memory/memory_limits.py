@@ -20,10 +20,7 @@ def available_bytes() -> int:
 
 
 def memory_cgroup_limit(root: Path = Path("/")) -> int | None:
-    """Bytes that this process's memory cgroups allow: the least on the way up, None if unlimited.
-
-    `root` is where /proc and /sys are.
-    """
+    """Bytes that the memory cgroups of this process allow, or None if they are unlimited."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -22,12 +22,11 @@ from offload_strategy.units import PAGE_BYTES, MiB, round_up
 #: without recycling), but idle buffers take memory.
 IDLE_BYTES = 256 * MiB
 
-#: Buffers of this size or more are ranges of an arena, which can be reused for any size. Smaller
-#: ones have no huge pages, and new pages for them cost little.
+#: Buffers of this size or more are ranges of an arena. New pages for smaller ones cost little.
 _LARGE_BYTES = 1 * MiB
 
 #: An idle buffer may be larger than the request by this share: otherwise sizes that differ a little
-#: would each have buffers of their own, which are idle most of the time.
+#: would each have buffers of their own.
 _SPARE = 0.125
 
 
@@ -85,12 +84,9 @@ class BufferPool:
     def plan(self, owner: object, sizes: Iterable[int], at_most: int) -> None:
         """Keep buffers of these sizes mapped from now on, even if they are idle.
 
-        The budget may still need their memory for others (MemAscend, section IV-B).
-
-        Args:
-            owner: The client that will use them; this replaces its previous plan.
-            sizes: Size of each buffer in bytes, the most important first; empty for none.
-            at_most: Largest number of bytes of these and of other owners' planned buffers.
+        The budget may still need their memory for others (MemAscend, section IV-B). This replaces
+        the previous plan of its `owner`; `sizes` are in bytes, the most important first. `at_most`
+        limits the bytes of all owners' planned buffers.
         """
         with self._lock:
             self._plans.pop(id(owner), None)

@@ -43,9 +43,6 @@ class CopyEngine:
     """All copies between one device and the host.
 
     Any thread may call it; the calling thread's current stream is the compute stream.
-
-    Args:
-        device: The device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -69,10 +66,7 @@ class CopyEngine:
     def copy_out(self, entry: Entry, payload: torch.Tensor, host: torch.Tensor) -> None:
         """Start to copy a payload to a host buffer, which becomes the payload of the entry.
 
-        Args:
-            entry: The entry; `copied` is set if the copy is not over when this returns.
-            payload: Flat uint8 tensor on the device.
-            host: Flat uint8 tensor of the same size.
+        `entry.copied` is set if the copy is not over when this returns.
         """
         entry.payload = host
         if not self.asynchronous:
@@ -157,12 +151,9 @@ class CopyEngine:
         return waiting is not None
 
     def when_copied(self, event: torch.Event, kept: object, then: Callable[[], None]) -> None:
-        """Call a function on another thread once the device has reached an event.
+        """Call `then`, which must not raise, on another thread once the device reaches an event.
 
-        Args:
-            event: An event that waits without spinning.
-            kept: What must stay alive until then.
-            then: The function; it must not raise.
+        The event waits without spinning; `kept` stays alive until then.
         """
         with self._lock:
             if self._watcher is None:
@@ -178,11 +169,9 @@ class CopyEngine:
 
     # ------------------------------------------------------------------ to the device
     def load(self, host: torch.Tensor, after: torch.Event | None) -> DeviceCopy:
-        """Start to copy a host buffer to the device; `adopt` the copy before its use.
+        """Start to copy a host buffer, which must not change, to the device; `adopt` the copy.
 
-        Args:
-            host: Flat uint8 tensor, which must not change until the copy is over.
-            after: The end of a copy into this buffer, or None.
+        `after` is the end of a copy into this buffer, or None.
         """
         compute = self._compute()
         tensor = torch.empty(host.numel(), dtype=torch.uint8, device=self.device)

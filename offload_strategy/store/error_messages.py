@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from offload_strategy.errors import CorruptDataError, OffloadError, StorageError, TierFullError
 from offload_strategy.io.queues.moves import Move
+from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.store.ticket import Entry, Tier
 from offload_strategy.telemetry import get_logger
 from offload_strategy.units import format_size
@@ -21,20 +22,19 @@ def no_room(nbytes: int, client: str, tiers: Sequence[Tier]) -> TierFullError:
     """No tier takes a ticket."""
     usage = ", ".join(
         f"{tier.name}: {format_size(tier.used_bytes)} of {format_size(tier.capacity)} used"
-        f"{_at(tier)}"
+        f"{' at ' if tier.queues else ''}{_paths(tier.queues)}"
         for tier in tiers
     )
-    full = f"no tier has room for {format_size(nbytes)} of {client} ({usage})."
     shortages = {region.shortage for tier in tiers for region in tier.regions if region.shortage}
+    advice = "Raise a tier's capacity, add a tier, or"
     if shortages:
-        return TierFullError(
-            f"{full} {'; '.join(sorted(shortages))}. Others have filled the disk since the start: "
-            f"free some space there, add a tier, or offload less (activations.budget, a smaller "
-            f"batch)."
+        advice = (
+            f"{'; '.join(sorted(shortages))}. Others have filled the disk since the start: free "
+            f"some space there, add a tier, or"
         )
     return TierFullError(
-        f"{full} Raise a tier's capacity, add a tier, or offload less (activations.budget, a "
-        f"smaller batch)."
+        f"no tier has room for {format_size(nbytes)} of {client} ({usage}). {advice} offload less "
+        f"(activations.budget, a smaller batch)."
     )
 
 
@@ -45,7 +45,7 @@ def failed(entry: Entry, move: Move) -> OffloadError:
     if isinstance(cause, CorruptDataError):
         return again(cause)
     tiers = " and ".join(sorted({repr(stripe.queue.tier) for stripe in entry.stripes}))
-    paths = _paths_of(entry)
+    paths = _paths(stripe.queue for stripe in entry.stripes)
     what = f"{move.direction.value} {format_size(entry.nbytes)} of {entry.client} at {paths}"
     error: OffloadError
     if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -70,15 +70,8 @@ def again(error: OffloadError) -> OffloadError:
     return type(error)(*error.args)
 
 
-def _at(tier: Tier) -> str:
-    """Where a tier's paths are."""
-    paths = [str(queue.path) for queue in tier.queues]
-    return f" at {' and '.join(paths)}" if paths else ""
-
-
-def _paths_of(entry: Entry) -> str:
-    """Where an entry lies."""
-    return " and ".join(sorted({str(stripe.queue.path) for stripe in entry.stripes}))
+def _paths(queues: Iterable[PathQueue]) -> str:
+    return " and ".join(sorted({str(queue.path) for queue in queues}))
 
 
 def still_waiting(entry: Entry, move: Move, seconds: float) -> None:
@@ -86,7 +79,7 @@ def still_waiting(entry: Entry, move: Move, seconds: float) -> None:
     logger.warning(
         "waiting for %s to %s %s for %.0f s; the path does not answer, training resumes when it "
         "does",
-        " and ".join(move.unfinished_paths()) or _paths_of(entry),
+        move.unfinished_paths() or _paths(stripe.queue for stripe in entry.stripes),
         move.direction.value,
         format_size(entry.nbytes),
         seconds,
@@ -95,10 +88,9 @@ def still_waiting(entry: Entry, move: Move, seconds: float) -> None:
 
 def still_full(waiting_bytes: int, tiers: Sequence[Tier], seconds: float) -> None:
     """Say that writes do not get on."""
-    queues = [queue for tier in tiers for queue in tier.queues]
     logger.warning(
         "%s have been waiting to be written to %s for %.0f s; training resumes when it takes them",
         format_size(waiting_bytes),
-        " and ".join(str(queue.path) for queue in queues),
+        _paths(queue for tier in tiers for queue in tier.queues),
         seconds,
     )

@@ -83,15 +83,11 @@ class TensorStore:
                 neither evicts others nor is evicted.
             whole_pages: Whether to write whole memory pages around the payload, if direct I/O
                 would otherwise need a copy. `read_into` then needs a copy.
-            one_block_at_a_time: Whether to keep only one block in flight while nobody waits for
-                it, because I/O threads take cores from a host that computes.
-            replaces: A ticket of one of these tiers, of which either it or the new one will be
-                freed: if it is in host memory, the new one is, too, and the tier holds both
-                until then.
+            one_block_at_a_time: See `Move`.
+            replaces: A ticket of one of these tiers that is freed when the new one is current, or
+                the other way round: if it is in host memory, the tier holds both until then.
 
-        Raises:
-            TierFullError: If no tier has room.
-            StorageError: If an earlier write failed.
+        Raises TierFullError if no tier has room, StorageError if an earlier write failed.
         """
         self._check_usable()
         self._collect()
@@ -145,8 +141,7 @@ class TensorStore:
         """Return a flat uint8 tensor with undefined contents, to be filled and then `put`.
 
         On the host it is a page-aligned buffer, which is written without a copy. If the budget is
-        used up, this waits for writes to free buffers; if no write is in flight, it would wait for
-        ever, and exceeds the budget instead.
+        used up, this waits for writes to free buffers, or exceeds it if none is in flight.
         """
         if device.type != "cpu":
             return torch.empty(nbytes, dtype=torch.uint8, device=device)

@@ -1,10 +1,10 @@
 """The registry of all tickets and how they are freed, and allocation of host buffers for them.
 
 [Note: locks]
-One lock guards the states of all entries; no lock is held while bytes move. Queues call the store
-at the end of a transfer, so the store never calls a queue while it holds the lock. Garbage
-collection may drop tickets at any point of the program, so dropping only appends to a deque; the
-next operation, or the next end of a transfer, frees the dropped tickets.
+One lock guards the states of all entries. Queues call the store at the end of a transfer, so the
+store never calls a queue while it holds the lock. Garbage collection may drop tickets at any point
+of the program, so dropping only appends to a deque; the next operation, or the next end of a
+transfer, frees the dropped tickets.
 
 Ctrl-C cannot leave a plain lock in a plain `with` locked. It can leave a condition locked: its
 `__enter__` is Python code that a KeyboardInterrupt may end after it took the lock. So waits poll.
@@ -139,8 +139,7 @@ class TicketRegistry:
     def release_written(self) -> None:
         """Free the memory of tickets that were written.
 
-        Unmapping takes time, which I/O threads would take from a computation on all cores: so the
-        training thread does it between two operations, as it would without offload.
+        Unmapping on I/O threads would take time from a computation on all cores.
         """
         while self._written_payloads:
             with contextlib.suppress(IndexError):  # another thread was faster

@@ -38,27 +38,16 @@ def write_trace(
     *,
     process_name: str = "offload-strategy",
 ) -> None:
-    """Write the records of one process as a trace.
+    """Write the records of one process as a trace, compressed if the name ends with ``.gz``.
 
-    Args:
-        file: The file, which is replaced, and compressed if its name ends with ``.gz``.
-        moves: For example `Recorder.moves`.
-        stalls: For example `Recorder.stalls`.
-        process_name: Heading of the process in the trace, for example with its rank.
-
-    Raises:
-        OffloadError: If the file cannot be written.
+    `process_name` is its heading in the trace. Raises OffloadError if the file cannot be written.
     """
     # Copies: the recorder continues while the trace is written.
     text = json.dumps(trace_object(list(moves), list(stalls), process_name=process_name))
     name = os.fspath(file)
     try:
-        if name.endswith(".gz"):
-            with gzip.open(name, "wt", encoding="utf-8") as compressed:
-                compressed.write(text)
-        else:
-            with open(name, "w", encoding="utf-8") as plain:
-                plain.write(text)
+        with open(name, "wb") as stream:
+            stream.write(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
     except OSError as error:
         raise OffloadError(
             f"the trace cannot be written to {name!r}: {error.strerror}. Check the directory and "

@@ -26,13 +26,7 @@ class Direction(StrEnum):
 class MoveRecord(NamedTuple):
     """One finished transfer between a path and memory (one on each path for a striped ticket).
 
-    Args:
-        client: The client (one of `CLIENTS`).
-        tier: Name of the tier.
-        path: Path of the tier.
-        direction: Read or write.
-        nbytes: Transferred bytes.
-        queued_at, started_at, finished_at: `time.perf_counter()` seconds.
+    The client is one of `CLIENTS`; times are of `time.perf_counter`, in seconds.
     """
 
     client: str
@@ -46,12 +40,7 @@ class MoveRecord(NamedTuple):
 
 
 class StallRecord(NamedTuple):
-    """A span in which training waited for transfers.
-
-    Args:
-        client: The client of the transfers (one of `CLIENTS`).
-        started_at, finished_at: `time.perf_counter()` seconds.
-    """
+    """A span in which training waited for a client's transfers (`time.perf_counter`, seconds)."""
 
     client: str
     started_at: float
@@ -83,11 +72,7 @@ class _BusyClock:
 
 
 class Recorder:
-    """Thread-safe sums over all transfers of one engine, and the latest records.
-
-    Args:
-        keep: Number of latest `MoveRecord`s, and of `StallRecord`s, to keep for traces.
-    """
+    """Thread-safe sums over all transfers of one engine, and the latest `keep` records of each."""
 
     def __init__(self, keep: int = 65536) -> None:
         self.started_at = time.perf_counter()
@@ -130,13 +115,7 @@ class Recorder:
             self._client_bytes[client, "forwarded"] += nbytes
 
     def stalled(self, client: str, since: float, *, reading: bool = False) -> None:
-        """Count the time since `since` (`time.perf_counter()`) as a stall.
-
-        Args:
-            client: The client of the transfers.
-            since: Start of the stall.
-            reading: Whether training waited for a read; otherwise for writes to free memory.
-        """
+        """Count the time since `since` as a stall, for a read (`reading`) or for memory."""
         now = time.perf_counter()
         with self._lock:
             self._stall_seconds[client] += now - since

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import mmap
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,9 +14,8 @@ import pytest
 import torch
 
 from benchmarks.disks import LoopDisk, Throttle, loop_disk, throttle
-from benchmarks.faults.scenes import answers, cut, fill, kill_worker
-from benchmarks.faults.subject import threads
-from offload_strategy.errors import CorruptDataError, StorageError, TierFullError
+from benchmarks.faults.scenes import cut, fill
+from offload_strategy.errors import StorageError, TierFullError
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.io.backends.protocol import create_backend
 from offload_strategy.io.queues.checksums import create_checksum
@@ -30,7 +26,7 @@ from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, TicketState
 from offload_strategy.store.tiers import PathTier
 from offload_strategy.telemetry import Recorder
-from offload_strategy.units import PAGE_BYTES, KiB, MiB
+from offload_strategy.units import KiB, MiB
 from tests.store.rig import CLIENT, noise
 
 #: Without capacity a space takes what is free but 64 MiB.
@@ -100,45 +96,6 @@ def make_store(disks: Disks) -> Iterator[MakeStore]:
 
 
 # ---------------------------------------------------------------------- EIO
-def test_a_write_that_failed_leaves_the_bytes_in_memory(
-    disks: Disks, make_store: MakeStore
-) -> None:
-    disk = disks()
-    store = make_store(disk.directory)
-    before = store.stored(1)
-    cut(disk)
-    ticket = store.store.put(noise(1 * MiB, 2), CLIENT, store.tiers)
-    with pytest.raises(StorageError, match=f"'nvme0': could not write 1 MiB .*{disk.directory}"):
-        store.store.wait_for_writes()
-    assert ticket.state is TicketState.IN_MEMORY
-    assert store.holds(ticket, 2)
-    with pytest.raises(StorageError, match="could not write 1 MiB"):
-        store.store.put(noise(10, 3), CLIENT, store.tiers)
-    assert store.used() == before.nbytes, "the extent of the failed write was not given back"
-
-
-def test_a_read_that_failed_fails_each_time_and_lends_no_buffer(
-    disks: Disks, make_store: MakeStore
-) -> None:
-    disk = disks()
-    store = make_store(disk.directory)
-    ticket = store.stored(1)
-    held = store.pool.usage().requested_bytes
-    cut(disk)
-    out = torch.empty(ticket.nbytes, dtype=torch.uint8)
-    for read in (store.store.get, store.store.private, lambda t: store.store.read_into(t, out)):
-        with pytest.raises(StorageError, match="'nvme0': could not read 1 MiB") as failed:
-            read(ticket)
-        assert isinstance(failed.value.__cause__, OSError)
-        assert failed.value.__cause__.errno == errno.EIO
-        del failed
-        assert ticket.state is TicketState.STORED
-    assert store.store.prefetch(ticket)
-    with pytest.raises(StorageError, match="could not read"):
-        store.store.get(ticket)
-    assert store.pool.usage().requested_bytes == held
-    store.store.free(ticket)
-    assert store.used() == 0
 
 
 def test_a_ticket_on_two_disks_needs_both(
@@ -241,52 +198,3 @@ def test_too_many_stalled_writes_say_where_and_how_long(
 
 
 # ---------------------------------------------------------------------- wrong bytes, odd answers
-def test_only_the_ticket_with_the_flipped_byte_is_refused(
-    disks: Disks, make_store: MakeStore
-) -> None:
-    pytest.importorskip("xxhash")
-    store = make_store(disks().directory, checksum=True)
-    tickets = [store.stored(seed) for seed in range(3)]
-    (stripe,) = tickets[1].entry.stripes
-    fd, place = store.regions[0].fd, stripe.extent.offset + 512 * KiB
-    with mmap.mmap(-1, PAGE_BYTES) as page:
-        os.preadv(fd, [page], place)
-        page[77] ^= 1
-        os.pwritev(fd, [page], place)
-    with pytest.raises(
-        CorruptDataError, match=r"'nvme0' at /.*: 64 KiB at offset \d+ are not .*checksum"
-    ):
-        store.store.get(tickets[1])
-    assert tickets[1].state is TicketState.STORED
-    assert store.holds(tickets[0], 0)
-    assert store.holds(tickets[2], 2)
-
-
-def test_threads_that_die_lose_no_request(disks: Disks, make_store: MakeStore) -> None:
-    store = make_store(disks().directory)
-    tickets = [store.stored(seed) for seed in range(4)]
-    refused = []
-    with answers(_slowly):
-        for _ in range(5):
-            assert all(store.store.prefetch(ticket) for ticket in tickets)
-            time.sleep(0.002)
-            for thread in threads():
-                kill_worker(thread)
-            for seed, ticket in enumerate(tickets):
-                try:
-                    assert store.holds(ticket, seed)
-                except StorageError as error:
-                    refused.append(str(error))
-                store.store.evict(ticket)
-    assert refused, "no thread died while it moved a block"
-    assert [text for text in refused if "SystemExit" not in text] == []
-    assert all(store.holds(ticket, seed) for seed, ticket in enumerate(tickets))
-    ticket = store.stored(9)
-    assert store.holds(ticket, 9)
-
-
-def _slowly(call: Callable[..., int], fd: int, views: list[memoryview], offset: int) -> int:
-    """A call after which the thread is in Python for a moment, where it can be ended."""
-    done = call(fd, views, offset)
-    time.sleep(0.001)
-    return done

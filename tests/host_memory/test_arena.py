@@ -17,7 +17,7 @@ from offload_strategy.host_memory.arena import BLOCK_BYTES, Arena
 from offload_strategy.host_memory.idle_memory import resident_bytes
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.units import PAGE_BYTES, MiB, round_up
-from tests.host_memory.test_pool import acquire, in_a_child, mapped, needs_fork
+from tests.host_memory.test_pool import acquire, mapped
 
 pytestmark = pytest.mark.skipif(
     not arena.can_be_used(), reason="needs Linux, without strict counting of addresses"
@@ -81,15 +81,6 @@ def test_idle_memory_elsewhere_makes_room_within_the_budget() -> None:
     assert acquire(pool, 2 * MiB).fill_(3).sum() == 6 * MiB
     assert bool((large == 9).all())
     assert bool((middle == 7).all())
-
-
-def test_what_begins_and_ends_within_blocks_leaves_its_neighbours_their_memory() -> None:
-    pool = BufferPool(64 * MiB)
-    acquired = [acquire(pool, 3 * MiB + PAGE_BYTES).fill_(number) for number in range(12)]
-    del acquired[1::2]
-    pool.trim()
-    assert all(bool((tensor == 2 * place).all()) for place, tensor in enumerate(acquired))
-    assert pool.usage().held_bytes < 12 * 3 * MiB
 
 
 @settings(max_examples=60, deadline=None)
@@ -171,16 +162,6 @@ def test_without_an_arena_buffers_are_mapped_one_by_one(
     assert pool.usage().held_bytes == 0
 
 
-def test_beyond_the_budget_more_is_mapped() -> None:
-    pool = BufferPool(4 * MiB)
-    first = acquire(pool, 4 * MiB).fill_(1)
-    second = acquire(pool, 4 * MiB, beyond_budget=True).fill_(2)
-    assert pool.usage().held_bytes == 8 * MiB
-    assert bool((first == 1).all())
-    del second
-    assert pool.usage().held_bytes == 4 * MiB
-
-
 def test_a_closed_pool_leaves_its_loans_their_memory_and_may_lend_again() -> None:
     pool = BufferPool(64 * MiB)
     acquired = [acquire(pool, 4 * MiB).fill_(number) for number in range(4)]
@@ -210,25 +191,3 @@ def test_a_pool_that_is_forgotten_takes_its_arena_along() -> None:
     del buffer
     gc.collect()
     assert not mapped(address)
-
-
-@needs_fork
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_leaves_the_parents_memory_alone() -> None:
-    pool = BufferPool(64 * MiB)
-    acquired = [acquire(pool, 4 * MiB).fill_(5) for _ in range(4)]
-    address = acquired[0].data_ptr()
-    acquired.pop()
-
-    def child() -> bool:
-        unseen = not mapped(address)
-        acquired.clear()
-        pool.trim()
-        pool.close()
-        gc.collect()
-        return unseen
-
-    assert in_a_child(child) == 0
-    assert all(bool((buffer == 5).all()) for buffer in acquired)
-    pool.trim()
-    assert pool.usage().held_bytes == 12 * MiB

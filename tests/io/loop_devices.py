@@ -8,10 +8,12 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+import benchmarks.disks
+from benchmarks.disks import LoopDisk, why_not
 
 
 def run(*command: str | Path) -> str:
@@ -79,57 +81,18 @@ def mounted(device: Path, directory: Path) -> Iterator[Path]:
     try:
         yield directory
     finally:
-        _unmount(directory)
+        done = subprocess.run(["umount", str(directory)], capture_output=True, text=True)
+        if done.returncode != 0:  # it vanishes when what is open in it is closed
+            run("umount", "--lazy", directory)
+            raise AssertionError(f"a test left a file open: {done.stderr.strip()}")
 
 
 @contextlib.contextmanager
-def tmpfs(directory: Path, nbytes: int) -> Iterator[Path]:
-    """A small file system in memory, mounted for a while."""
-    need("mount", "umount")
-    run("mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", directory)
-    try:
-        yield directory
-    finally:
-        _unmount(directory)
-
-
-def _unmount(directory: Path) -> None:
-    """Unmount, and fail if something in it is still open; it vanishes when that is closed."""
-    done = subprocess.run(
-        ["umount", str(directory)], capture_output=True, text=True, timeout=60, check=False
-    )
-    if done.returncode != 0:
-        run("umount", "--lazy", directory)
-        raise AssertionError(f"a test left a file open: {done.stderr.strip()}")
-
-
-@dataclass
-class LoopDisk:
-    """A loop device: `device`, the `file` behind it, and the `directory` where it is mounted."""
-
-    device: Path
-    file: Path
-    directory: Path
-
-
-@contextlib.contextmanager
-def loop_disk(folder: Path, nbytes: int, *, sparse: bool = False) -> Iterator[LoopDisk]:
-    """An ext4 file system of `nbytes` on a loop device; everything is undone at the end.
-
-    `sparse`: the file behind it allocates its blocks when they are written, and may find none.
-    """
-    need("mkfs.ext4")
+def loop_disk(folder: Path, nbytes: int) -> Iterator[LoopDisk]:
+    """An ext4 file system of `nbytes` on a loop device over a file in `folder`."""
+    reason = why_not(throttled=False)
+    if reason is not None:
+        pytest.skip(reason)
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "disk.img"
-    with open(file, "wb") as image:
-        if sparse:
-            image.truncate(nbytes)
-        else:
-            os.posix_fallocate(image.fileno(), 0, nbytes)
-    try:
-        with loop_device(file) as device:
-            run("mkfs.ext4", "-q", "-m", "0", "-E", "lazy_itable_init=0", device)
-            with mounted(device, folder / "mount") as directory:
-                yield LoopDisk(device, file, directory)
-    finally:
-        file.unlink()
+    with benchmarks.disks.loop_disk(folder, nbytes) as disk:
+        yield disk

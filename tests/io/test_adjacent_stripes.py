@@ -165,18 +165,6 @@ def test_each_fails_and_is_cancelled_on_its_own(queue: PathQueue, backend: Adjac
     assert again.state is MoveState.DONE
 
 
-def test_a_backend_that_refuses_adjacent_moves_fails_them_all(
-    queue: PathQueue, backend: AdjacentBackend
-) -> None:
-    aligned(queue, 100).submit()
-    moves = [aligned(queue, page) for page in (3, 4)]
-    for move in moves:
-        move.submit()
-    backend.closed = True
-    backend.complete()
-    assert [move.state for move in moves] == 2 * [MoveState.FAILED]
-
-
 def test_many_moves_of_any_size_come_back_as_they_were(disk: Path) -> None:
     """On the real backend, with moves that go together and others."""
     random_ = random.Random(5)

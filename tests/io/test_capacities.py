@@ -12,7 +12,7 @@ import pytest
 from offload_strategy.errors import ConfigError
 from offload_strategy.io.regions.directory_check import check_capacities
 from offload_strategy.units import GiB, MiB, format_size
-from tests.io.loop_devices import loop_device, mounted, need, run
+from tests.io.loop_devices import loop_device, loop_disk
 
 
 class Disks(NamedTuple):
@@ -25,15 +25,14 @@ class Disks(NamedTuple):
 
 @pytest.fixture
 def disks(tmp_path: Path) -> Iterator[Disks]:
-    need("mkfs.ext4")
     with (
-        loop_device(tmp_path / "0.img", 512 * MiB) as first,
-        loop_device(tmp_path / "1.img", 512 * MiB) as second,
+        loop_disk(tmp_path / "0", 128 * MiB) as first,
+        loop_disk(tmp_path / "1", 128 * MiB) as second,
     ):
-        for device in (first, second):
-            run("mkfs.ext4", "-q", device)
-        with mounted(first, tmp_path / "nvme0") as one, mounted(second, tmp_path / "nvme1") as two:
-            yield Disks(one, two, shutil.disk_usage(one).free - 64 * MiB)
+        links = tmp_path / "nvme0", tmp_path / "nvme1"
+        for link, disk in zip(links, (first, second), strict=True):
+            link.symlink_to(disk.directory)
+        yield Disks(*links, shutil.disk_usage(links[0]).free - 64 * MiB)
 
 
 @pytest.fixture(autouse=True)

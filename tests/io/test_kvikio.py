@@ -135,15 +135,6 @@ def device_memory(library: Library, nbytes: int, misalignment: int = 0) -> HostM
     return memory
 
 
-class TestHostMemory(Conformance):
-    """It never reaches cuFile."""
-
-    @pytest.fixture
-    def name(self, library: Library) -> Iterator[str]:
-        yield "kvikio"
-        assert library.moved == []
-
-
 class TestDeviceMemory(Conformance):
     @pytest.fixture
     def name(self, library: Library) -> Iterator[str]:
@@ -179,26 +170,25 @@ def test_more_threads_that_somebody_else_asked_for_stay(library: Library) -> Non
     assert library.settings["num_threads"] == 16
 
 
-@pytest.mark.parametrize("write", [True, False])
-def test_fewer_bytes_than_asked_for_are_an_error(
-    library: Library, region: Region, write: bool
-) -> None:
+def test_host_memory_never_reaches_cufile(library: Library, region: Region) -> None:
     backend = create_backend("kvikio", threads=1, block_size=BLOCK)
-    library.short = 1
-    memory = device_memory(library, BLOCK)
-    error = begin(backend, region.fd, memory, write=write).get()
-    assert isinstance(error, OSError)
-    assert error.errno == errno.EIO
-    assert f"{BLOCK - 1} of {BLOCK} bytes" in str(error)
+    for write in (True, False):
+        assert begin(backend, region.fd, HostMemory(BLOCK), write=write).get() is None
+    assert library.moved == []
     backend.close()
 
 
-def test_an_error_of_cufile_is_an_error_of_the_request(library: Library, region: Region) -> None:
+@pytest.mark.parametrize("write", [True, False])
+@pytest.mark.parametrize("how", ["short", "fails"])
+def test_errors_of_cufile_are_errors_of_the_request(
+    library: Library, region: Region, write: bool, how: str
+) -> None:
     backend = create_backend("kvikio", threads=1, block_size=BLOCK)
-    library.error = "cuFile error: 5011"
-    error = begin(backend, region.fd, device_memory(library, BLOCK), write=True).get()
+    library.short, library.error = (1, None) if how == "short" else (0, "cuFile error: 5011")
+    error = begin(backend, region.fd, device_memory(library, BLOCK), write=write).get()
     assert isinstance(error, OSError)
-    assert "5011" in str(error)
+    assert error.errno == errno.EIO
+    assert (f"{BLOCK - 1} of {BLOCK} bytes" if how == "short" else "5011") in str(error)
     backend.close()
 
 

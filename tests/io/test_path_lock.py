@@ -158,12 +158,6 @@ def test_a_forked_child_does_not_keep_the_lock_of_its_parent(lock: PathLock, dis
     late.end()
 
 
-def test_no_file_is_created(lock: PathLock, other: Other, disk: Path) -> None:
-    lock.acquire()
-    assert list(disk.iterdir()) == []
-    lock.release()
-
-
 def test_closing_twice_and_releasing_late_is_harmless(lock: PathLock) -> None:
     lock.acquire()
     lock.close()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from functools import partial
-from pathlib import Path
 
 import pytest
 
-from offload_strategy.io.backends.protocol import create_backend
 from offload_strategy.io.queues.moves import Latch, Move
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.queues.request_queue import MoveState, Priority
@@ -150,15 +147,6 @@ def test_a_cancelled_move_ends_when_its_blocks_in_flight_have(
     assert recorder.busy_seconds() > 0
 
 
-def test_a_move_that_is_over_cannot_be_cancelled(queue: PathQueue, manual: ManualBackend) -> None:
-    ended: list[Move] = []
-    move = submit(queue, 0, ended=ended)
-    manual.complete_all()
-    move.cancel()
-    assert move.state is MoveState.DONE
-    assert ended == [move]
-
-
 def test_after_an_error_no_further_block_of_the_move_begins(
     queue: PathQueue, manual: ManualBackend, recorder: Recorder
 ) -> None:
@@ -240,40 +228,3 @@ def test_every_move_is_recorded_with_its_times(
         assert record.queued_at <= record.started_at <= record.finished_at
     assert recorder.client_bytes("activations", "written") == PAGE_BYTES + 1
     assert recorder.tier_bytes("nvme", Direction.READ) == 10
-
-
-def test_many_threads_may_submit_and_cancel_at_once(disk: Path, recorder: Recorder) -> None:
-    region = Region(disk, "nvme", 4096 * PAGE_BYTES)
-    backend = create_backend("posix", threads=3, block_size=PAGE_BYTES)
-    queue = PathQueue(region, backend, recorder)
-    ends: list[Move] = []
-    all_moves: list[Move] = []
-
-    def work(seed: int) -> None:
-        for index in range(60):
-            place = region.allocate(3 * PAGE_BYTES)
-            assert place is not None
-            move = make_move(
-                queue, place, 2 * PAGE_BYTES + 5, write=(seed + index) % 3 != 0, on_end=ends.append
-            )
-            all_moves.append(move)
-            move.submit()
-            if index % 4 == 0:
-                move.raise_priority()
-            if index % 5 == 0:
-                move.cancel()
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    for move in all_moves:
-        assert move.ended.wait(60)
-    backend.close()
-    region.close()
-    assert sorted(map(id, ends)) == sorted(map(id, all_moves)), "each ended once"
-    done = [move for move in all_moves if move.state is MoveState.DONE]
-    moved = {way: sum(m.nbytes for m in done if m.direction is way) for way in Direction}
-    assert moved == {way: recorder.tier_bytes("nvme", way) for way in Direction}
-    assert len(done) >= len(all_moves) * 3 // 4

@@ -57,16 +57,6 @@ def test_the_file_has_no_name_and_only_its_owner_may_read_it(region: Region, dis
     assert not os.get_inheritable(region.fd)
 
 
-def test_a_permissive_umask_does_not_open_the_file_to_others(disk: Path) -> None:
-    before = os.umask(0)
-    try:
-        region = Region(disk, "nvme", capacity=1 * MiB)
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(os.fstat(region.fd).st_mode) == 0o600
-    region.close()
-
-
 def test_blocks_are_there_before_they_are_written(region: Region) -> None:
     assert os.fstat(region.fd).st_blocks == 0
     extent = region.allocate(10 * MiB)

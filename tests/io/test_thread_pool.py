@@ -49,18 +49,6 @@ def no_new_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], pytest.Monke
     return begin
 
 
-def end_thread(thread: threading.Thread) -> None:
-    """Raise SystemExit in a thread at its next bytecode, as a debugger or a supervisor may."""
-    assert thread.ident is not None
-    set_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
-    assert set_exception(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit)) == 1
-
-
-def the_thread() -> threading.Thread:
-    (thread,) = our_threads()
-    return thread
-
-
 def occupy(pool: ThreadPool) -> threading.Event:
     """Keep a thread busy until the event is set."""
     gate, begun = threading.Event(), threading.Event()
@@ -132,35 +120,6 @@ def test_one_thread_is_enough_where_no_second_can_start(
 
 
 # ---------------------------------------------------------------------- threads that die
-def test_a_thread_that_is_ended_while_it_sleeps_is_replaced(pool: ThreadPool) -> None:
-    ran = threading.Event()
-    pool.submit(ran.set)
-    assert ran.wait(30)
-    first = the_thread()
-    end_thread(first)
-    again = threading.Event()
-    pool.submit(again.set)  # wakes it, and it ends
-    assert again.wait(30)
-    first.join(30)
-    assert first not in our_threads()
-
-
-def test_a_job_that_raises_ends_its_thread_and_the_next_one_runs(pool: ThreadPool) -> None:
-    died: list[BaseException] = []
-    gate, ran = threading.Event(), threading.Event()
-
-    def job() -> None:
-        gate.wait(30)
-        raise SystemExit(3)
-
-    pool.submit(job, died.append)
-    first = the_thread()
-    pool.submit(ran.set)
-    gate.set()
-    assert ran.wait(30)
-    assert [type(error) for error in died] == [SystemExit]
-    first.join(30)
-    assert the_thread() is not first
 
 
 def test_a_thread_that_cannot_be_replaced_continues(
@@ -240,28 +199,6 @@ def test_a_request_whose_thread_dies_fails_and_the_others_continue(
     assert str(PAGE_BYTES) in str(error)
     assert [other.errors for other in others] == [[None]] * 10
     assert our_threads() == set()
-
-
-def test_a_thread_that_is_ended_from_outside_fails_its_request_only(region: Region) -> None:
-    backend = PosixBackend(threads=1, block_size=1 * MiB)
-    begun, stop = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        begun.set()
-        deadline = time.monotonic() + 30
-        while not stop.is_set() and time.monotonic() < deadline:
-            time.sleep(0.001)
-
-    memory = HostMemory(PAGE_BYTES)
-    victim = begin(backend, region.fd, memory, write=True, before=wait)
-    assert begun.wait(30)
-    other = begin(backend, region.fd, memory, write=True)
-    end_thread(next(t for t in our_threads() if t.name.endswith("-0")))
-    assert isinstance(victim.get(), StorageError)
-    assert other.get() is None
-    stop.set()
-    backend.close()
-    assert [len(one.errors) for one in (victim, other)] == [1, 1]
 
 
 # ---------------------------------------------------------------------- jobs on the calling thread

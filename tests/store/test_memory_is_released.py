@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import weakref
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from offload_strategy import OffloadEngine
 from offload_strategy.store.ticket import TicketState
 from offload_strategy.units import PAGE_BYTES as PAGE
 from offload_strategy.units import KiB
-from tests.store.rig import MakeRig, Rig, noise
+from tests.store.rig import MakeRig, noise
 from tests.training import settings
 
 
@@ -28,8 +27,8 @@ def _bytes_before(tensor: torch.Tensor, count: int) -> bytes:
     return ctypes.string_at(tensor.data_ptr() - count, count)
 
 
-@pytest.mark.parametrize("shift", [64, 128, PAGE - 64, 0], ids="{} into a page".format)
-@pytest.mark.parametrize("nbytes", [64 * KiB, 100 * KiB + 8, 300 * KiB])
+@pytest.mark.parametrize("shift", [64, PAGE - 64, 0], ids="{} into a page".format)
+@pytest.mark.parametrize("nbytes", [64 * KiB, 100 * KiB + 8])
 @pytest.mark.parametrize("direct", ["auto", False], ids=["direct", "buffered"])
 def test_a_tensor_leaves_with_what_lies_before_it_in_its_page(
     disk: Path, shift: int, nbytes: int, direct: str | bool
@@ -117,13 +116,9 @@ def test_a_write_that_is_stopped_leaves_the_bytes_in_memory(make_rig: MakeRig) -
     assert rig.count("written") == 0
     rig.store.cancel_write(ticket)  # nothing to stop
     rig.store.free(ticket)
-
-
-def test_what_was_written_already_stays_written(rig: Rig) -> None:
-    ticket = rig.stored(noise(PAGE))
-    rig.store.cancel_write(ticket)
-    assert ticket.state is TicketState.STORED
-    rig.store.free(ticket)
+    stored = rig.stored(noise(PAGE))
+    rig.store.cancel_write(stored)
+    assert stored.state is TicketState.STORED
 
 
 def test_waiting_for_writes_ends_when_few_are_left_or_time_is_up(make_rig: MakeRig) -> None:
@@ -135,21 +130,6 @@ def test_waiting_for_writes_ends_when_few_are_left_or_time_is_up(make_rig: MakeR
     rig.store.await_writes("activations", 0, 60.0)
     assert rig.store.writing_bytes == 0
     for ticket in tickets:
-        rig.store.free(ticket)
-
-
-def test_memory_goes_with_the_callers_next_call_and_not_on_an_io_thread(rig: Rig) -> None:
-    payload = noise(PAGE)
-    reference = weakref.ref(payload)
-    first = rig.put(payload)
-    del payload
-    rig.complete()
-    assert first.state is TicketState.STORED
-    assert reference() is not None
-    second = rig.put(noise(PAGE))
-    assert reference() is None
-    rig.complete()
-    for ticket in (first, second):
         rig.store.free(ticket)
 
 

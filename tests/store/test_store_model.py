@@ -19,7 +19,6 @@ from offload_strategy.io.backends.protocol import create_backend
 from offload_strategy.io.bandwidth.estimator import BandwidthEstimator
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.regions.region import ExternalFile, Region
-from offload_strategy.store import tiers
 from offload_strategy.store import tiers as dealing
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, TicketState
@@ -44,7 +43,6 @@ class HeapAgainstADictionary(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(dealing, "STRIPE_BYTES", 2 * PAGE)
         self.patch.setattr(dealing, "STRIPE_UNIT", PAGE)
-        self.patch.setattr(tiers, "STRIPE_UNIT", PAGE)
         # Shares that follow the clock would deal a replay otherwise than the run before.
         self.patch.setattr(BandwidthEstimator, "completed", lambda *args, **options: None)
         self.foreign_bytes = noise(5 * PAGE + 123, seed=12345)
@@ -204,14 +202,18 @@ HeapAgainstADictionary.TestCase.settings = settings(
 TestHeapAgainstADictionary = HeapAgainstADictionary.TestCase
 
 
-def test_threads_that_put_read_and_drop_at_once_get_their_own_bytes(disk: Path) -> None:
+def test_threads_that_put_read_and_drop_at_once_get_their_own_bytes(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dealing, "STRIPE_BYTES", 8 * KiB)
+    monkeypatch.setattr(dealing, "STRIPE_UNIT", PAGE)
     recorder, pool = Recorder(), BufferPool(1 * MiB)
     store = TensorStore(pool, recorder, write_behind=256 * KiB)
-    region = Region(disk, "nvme", 8 * MiB)
+    regions = [Region(disk, "nvme", 8 * MiB) for _ in range(2)]
     backend = create_backend("posix", threads=3, block_size=8 * KiB)
     tiers = [
         HostTier("host", 64 * KiB),
-        PathTier("nvme", [PathQueue(region, backend, recorder)]),
+        PathTier("nvme", [PathQueue(region, backend, recorder) for region in regions]),
     ]
     problems: list[str] = []
 
@@ -253,7 +255,8 @@ def test_threads_that_put_read_and_drop_at_once_get_their_own_bytes(disk: Path) 
     assert store.live_tickets == 0
     store.close()
     backend.close()
-    assert region.used_bytes == 0
-    region.close()
+    for region in regions:
+        assert region.used_bytes == 0
+        region.close()
     pool.close()
     assert pool.usage().held_bytes == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import threading
 import weakref
@@ -54,13 +55,6 @@ def test_what_goes_to_a_disk_is_in_memory_until_its_last_block_is_written(
     assert rig.count("written") == 3 * PAGE - 5
 
 
-def test_a_payload_that_shares_a_storage_is_written_from_where_it_lies(rig: Rig) -> None:
-    whole = noise(10 * KiB)
-    ticket = rig.put(whole[1001:5001])
-    rig.complete()
-    assert rig.bytes_on_disk(ticket) == whole.numpy().tobytes()[1001:5001]
-
-
 def test_a_read_ends_with_its_last_page_in_memory_of_ours_and_with_its_last_byte_in_others(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,17 +96,6 @@ def test_full_tiers_spill_into_the_next_and_the_last_one_says_so(make_rig: MakeR
     del tickets[3]
     assert rig.put(noise(3 * KiB)).entry.tier.name == "nvme"
     rig.complete()
-
-
-def test_the_second_disk_takes_what_the_first_has_no_room_for(make_rig: MakeRig) -> None:
-    first, second = make_rig(disk_bytes=4 * KiB), make_rig(disk_bytes=4 * KiB)
-    both = [first.disk, second.disk]
-    tickets = [first.store.put(noise(10, seed=seed), "optimizer", both) for seed in range(2)]
-    assert [ticket.entry.tier for ticket in tickets] == both
-    first.at_once()
-    second.at_once()
-    for seed, ticket in enumerate(tickets):
-        assert torch.equal(first.store.get(ticket), noise(10, seed=seed))
 
 
 # ---------------------------------------------------------------------- forwarding
@@ -212,25 +195,21 @@ def test_a_failed_read_is_told_and_may_be_tried_again(rig: Rig) -> None:
     ticket = rig.stored(noise(5000))
     rig.at_once()
     rig.backend.error = BROKEN
-    with pytest.raises(StorageError) as told:
-        rig.store.get(ticket)
-    for part in ("'nvme'", "could not read 4.9 KiB", "activations", str(rig.region.path)):
-        assert part in str(told.value)
-    assert told.value.__cause__ is BROKEN
-    assert ticket.state is TicketState.STORED
-    rig.backend.error = None
-    assert torch.equal(rig.store.get(ticket), noise(5000))
-
-
-def test_a_prefetch_that_failed_is_read_again_when_needed(rig: Rig) -> None:
-    ticket = rig.stored(noise(5000))
-    rig.at_once()
-    rig.backend.error = BROKEN
+    out = torch.empty(5000, dtype=torch.uint8)
+    for read in (rig.store.get, rig.store.private, lambda t: rig.store.read_into(t, out)):
+        with pytest.raises(StorageError) as told:
+            read(ticket)
+        for part in ("'nvme'", "could not read 4.9 KiB", "activations", str(rig.region.path)):
+            assert part in str(told.value)
+        assert told.value.__cause__ is BROKEN
+        assert ticket.state is TicketState.STORED
     rig.store.prefetch(ticket)
-    assert ticket.state is TicketState.STORED
+    del told
+    BROKEN.__traceback__ = None  # its frames have the buffers
+    gc.collect()
+    assert rig.pool.usage().requested_bytes == 0
     rig.backend.error = None
     assert torch.equal(rig.store.get(ticket), noise(5000))
-    assert rig.count("read") == 5000
 
 
 def test_a_prefetch_without_memory_does_nothing_and_a_get_goes_beyond(make_rig: MakeRig) -> None:
@@ -246,68 +225,34 @@ def test_a_prefetch_without_memory_does_nothing_and_a_get_goes_beyond(make_rig: 
 
 
 # ---------------------------------------------------------------------- evicting, taking
-def test_an_evicted_copy_gives_its_memory_back_and_is_loaded_again(rig: Rig) -> None:
-    ticket = rig.stored(noise(4 * KiB))
-    rig.at_once()
-    rig.store.get(ticket)
-    assert rig.pool.usage().lent_bytes == 4 * KiB
-    rig.store.evict(ticket)
-    assert ticket.state is TicketState.STORED
-    assert rig.pool.usage().lent_bytes == 0
-    assert torch.equal(rig.store.get(ticket), noise(4 * KiB))
-    assert rig.count("read") == 8 * KiB
 
 
-def test_evicting_does_not_pull_the_memory_from_under_a_reader(rig: Rig) -> None:
+def test_evicting_frees_memory_but_not_from_under_a_reader(rig: Rig) -> None:
     ticket = rig.stored(noise(4 * KiB))
     rig.at_once()
     loaded = rig.store.get(ticket)
     rig.store.evict(ticket)
+    assert ticket.state is TicketState.STORED
     again = rig.store.get(ticket)
     assert again.data_ptr() != loaded.data_ptr()
     assert torch.equal(loaded, again)
+    del loaded, again
+    rig.store.evict(ticket)
+    assert rig.pool.usage().lent_bytes == 0
+    assert rig.count("read") == 8 * KiB
 
 
-@pytest.mark.parametrize("where", ["host", "writing", "stored", "loading", "loaded"])
-@pytest.mark.parametrize("how", ["private", "take"])
-def test_bytes_may_be_had_to_change_from_every_state(
-    make_rig: MakeRig, where: str, how: str
-) -> None:
-    rig = make_rig(host_bytes=1 * MiB if where == "host" else 0)
-    payload = noise(4 * KiB)
-    ticket = rig.put(payload)
-    if where in ("stored", "loading", "loaded"):
-        rig.complete()
-    if where in ("loading", "loaded"):
-        rig.store.prefetch(ticket)
-    if where == "loaded":
-        rig.complete()
-    writing = where == "writing"
-    if not writing:
-        rig.backend.at_once = True
-    if where == "loading":
-        rig.complete()
-    if writing and how == "take":
-        # A block is under way: taking waits until the memory is not read any more.
-        taken: list[torch.Tensor] = []
-        thread = threading.Thread(target=lambda: taken.append(rig.store.take(ticket)))
-        thread.start()
-        assert taken == []
-        rig.backend.complete()
-        thread.join(30)
-        mine = taken.pop()
-    else:
-        mine = getattr(rig.store, how)(ticket)
-    assert torch.equal(mine, noise(4 * KiB))
-    mine.zero_()
-    if how == "take":
-        assert ticket.state is TicketState.FREED
-        assert rig.store.live_tickets == 0
-        assert rig.host.used_bytes == rig.region.used_bytes == 0
-    else:
-        rig.at_once()
-        assert torch.equal(rig.store.get(ticket), noise(4 * KiB))
-        assert torch.equal(payload, noise(4 * KiB))
+def test_taking_waits_for_the_block_that_is_being_written(rig: Rig) -> None:
+    ticket = rig.put(noise(4 * KiB))
+    taken: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: taken.append(rig.store.take(ticket)))
+    thread.start()
+    assert taken == []
+    rig.backend.complete()
+    thread.join(30)
+    assert torch.equal(taken.pop().clone(), noise(4 * KiB))
+    assert ticket.state is TicketState.FREED
+    assert rig.store.live_tickets == rig.region.used_bytes == 0
 
 
 def test_taking_what_waits_to_be_written_cancels_the_write(rig: Rig) -> None:

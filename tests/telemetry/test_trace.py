@@ -180,13 +180,6 @@ def test_queued_bytes_wait_from_being_queued_to_being_started() -> None:
     assert found == [(1_000_000, 10), (2_000_000, 30), (3_000_000, 20), (4_000_000, 0)]
 
 
-def test_a_trace_without_records_is_a_trace() -> None:
-    trace = trace_object([], [])
-    assert_valid(trace)
-    (only,) = trace["traceEvents"]
-    assert (only["name"], only["args"]) == ("process_name", {"name": "offload-strategy"})
-
-
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
 def test_the_file_holds_the_trace(name: str, tmp_path: Path) -> None:
     file = tmp_path / name

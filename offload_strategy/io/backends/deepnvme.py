@@ -22,6 +22,7 @@ import subprocess
 import tempfile
 import threading
 from collections import deque
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -76,62 +77,42 @@ class DeepNvmeBackend(PosixBackend):
     def __init__(self, *, threads: int, block_size: int) -> None:
         self._aio = _load()
         super().__init__(threads=threads, block_size=block_size)
-        self._current = _CurrentRequest()
         self._idle_handles: deque[_Handle] = deque()
 
     def run(self, request: BlockRequest) -> None:
         """Perform all of a request except `on_done`."""
-        self._current.verified = request.after is not None
         try:
             super().run(request)
         except CorruptDataError:
             if request.write or request.after is None:
                 raise
-            self._current.verified = False
+            verify, request.after = request.after, None
             self.move(request)
-            request.after()
+            verify()
 
-    def write_pages(self, fd: int, view: memoryview, offset: int) -> None:
-        """Write whole pages; an error of DeepSpeed's stays unknown until they are read."""
-        if is_buffered(fd):
-            super().write_pages(fd, view, offset)
+    def move_pages(self, request: BlockRequest, view: memoryview, offset: int, needed: int) -> None:
+        """Move whole pages; errors of DeepSpeed's stay unknown until what was read is verified."""
+        fd, asynchronous = request.fd, not is_buffered(request.fd)
+        if asynchronous and not request.write:
+            inside = offset + len(view) <= os.fstat(fd).st_size  # False on a block device
+            asynchronous = inside and request.after is not None
+        if not asynchronous:
+            super().move_pages(request, view, offset, needed)
             return
-        handle = self._borrow()
         try:
-            handle.write(fd, view, offset)
-        finally:
-            self._idle_handles.append(handle)
-
-    def read_pages(self, fd: int, view: memoryview, offset: int, needed: int) -> None:
-        """Read into page-aligned memory; the file may end after `needed` bytes."""
-        inside = offset + len(view) <= os.fstat(fd).st_size  # False on a block device
-        if not self._current.verified or not inside or is_buffered(fd):
-            super().read_pages(fd, view, offset, needed)
-            return
-        handle = self._borrow()
+            handle = self._idle_handles.pop()
+        except IndexError:
+            handle = _Handle(self._aio, self.block_size)
         try:
-            handle.read(fd, view, offset)
+            handle.move(fd, view, offset, write=request.write)
         finally:
             self._idle_handles.append(handle)
 
     def close(self) -> None:
         """Finish what was submitted, end the threads and free the locked memory."""
         super().close()
-        with suppress(IndexError):
-            while True:
-                self._idle_handles.pop().release()
-
-    def _borrow(self) -> _Handle:
-        try:
-            return self._idle_handles.pop()
-        except IndexError:
-            return _Handle(self._aio, self.block_size)
-
-
-class _CurrentRequest(threading.local):
-    """Whether the request that a thread runs is verified afterwards."""
-
-    verified = False
+        while self._idle_handles:
+            self._idle_handles.pop().release()
 
 
 class _Handle:
@@ -152,25 +133,19 @@ class _Handle:
             block_size, torch.empty(0, dtype=torch.uint8)
         )
 
-    def write(self, fd: int, view: memoryview, offset: int) -> None:
-        """Write memory, with an unknown result."""
+    def move(self, fd: int, view: memoryview, offset: int, *, write: bool) -> None:
+        """Write or read memory, with an unknown result."""
         import torch
 
-        memory = torch.frombuffer(view, dtype=torch.uint8)
-        if not self._aio.is_pinned(memory):
-            memory = self._locked[: len(view)].copy_(memory)
-        if self._aio.sync_pwrite(memory, f"/proc/self/fd/{fd}", offset) < 0:
-            raise OSError(errno.EIO, f"DeepSpeed's aio refuses to write at offset {offset}")
-
-    def read(self, fd: int, view: memoryview, offset: int) -> None:
-        """Read into memory, with an unknown result."""
-        import torch
-
-        target = torch.frombuffer(view, dtype=torch.uint8)
-        memory = target if self._aio.is_pinned(target) else self._locked[: len(view)]
-        if self._aio.sync_pread(memory, f"/proc/self/fd/{fd}", offset) < 0:
-            raise OSError(errno.EIO, f"DeepSpeed's aio refuses to read at offset {offset}")
-        if memory is not target:
+        memory = target = torch.frombuffer(view, dtype=torch.uint8)
+        if not self._aio.is_pinned(target):
+            memory = self._locked[: len(view)]
+            if write:
+                memory.copy_(target)
+        call = self._aio.sync_pwrite if write else self._aio.sync_pread
+        if call(memory, f"/proc/self/fd/{fd}", offset) < 0:
+            raise OSError(errno.EIO, f"DeepSpeed's aio refuses to move bytes at offset {offset}")
+        if memory is not target and not write:
             target.copy_(memory)
 
     def release(self) -> None:
@@ -212,44 +187,43 @@ def _load() -> Any:
 def _write_first(aio: Any) -> None:
     """Make DeepSpeed's first write on one thread.
 
-    The first write calls Python from within `std::call_once`. A second thread that got there
-    meanwhile would wait forever while it holds the interpreter lock.
+    It calls Python from within `std::call_once`: a second thread that got there meanwhile would
+    wait forever while it holds the interpreter lock.
     """
     handle = _Handle(aio, PAGE_BYTES)
     try:
         page = mmap.mmap(-1, PAGE_BYTES)
         # An error is fine, for instance if the file system does not support direct I/O.
         with tempfile.TemporaryFile() as file, suppress(OSError):
-            handle.write(file.fileno(), memoryview(page), 0)
+            handle.move(file.fileno(), memoryview(page), 0, write=True)
     finally:
         handle.release()
 
 
 def _build() -> Any:
-    outcome: list[Any] = []
-    failure: list[BaseException] = []
+    built: Future[Any] = Future()
 
     def build() -> None:
         try:
             from deepspeed.ops.op_builder import AsyncIOBuilder
 
-            outcome.append(AsyncIOBuilder().load(verbose=False))
+            built.set_result(AsyncIOBuilder().load(verbose=False))
         except BaseException as error:
-            failure.append(error)
+            built.set_exception(error)
 
-    thread = threading.Thread(target=build, name="deepnvme-build", daemon=True)
-    thread.start()
-    thread.join(_BUILD_SECONDS)
-    if failure:
-        raise ConfigError(
-            f"io.backend: deepnvme cannot run here: DeepSpeed's aio does not load: {failure[0]}. "
-            f"It needs {_INSTALL}. Or use 'auto'."
-        ) from failure[0]
-    if not outcome:
+    threading.Thread(target=build, name="deepnvme-build", daemon=True).start()
+    wait([built], _BUILD_SECONDS)
+    if not built.done():
         raise ConfigError(
             f"io.backend: deepnvme cannot run here: DeepSpeed's aio was not compiled within "
             f"{_BUILD_SECONDS:.0f} s. If no other process is compiling it, remove the file 'lock' "
             f"that an earlier build left in torch's extensions directory "
             f"(~/.cache/torch_extensions/*/async_io). Or use 'auto'."
         )
-    return outcome[0]
+    try:
+        return built.result()
+    except BaseException as error:
+        raise ConfigError(
+            f"io.backend: deepnvme cannot run here: DeepSpeed's aio does not load: {error}. "
+            f"It needs {_INSTALL}. Or use 'auto'."
+        ) from error

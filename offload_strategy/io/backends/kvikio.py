@@ -70,8 +70,7 @@ class KvikioBackend(PosixBackend):
         super().__init__(threads=threads, block_size=block_size)
         kvikio = _cufile()
         self.device_memory = not kvikio.defaults.is_compat_mode_preferred()
-        # kvikio moves the bytes on its own threads, by default one for the whole process, and
-        # restarts them when their number changes.
+        # kvikio moves the bytes on its own threads, and restarts them when their number changes.
         if kvikio.defaults.get("num_threads") < 2 * threads:
             kvikio.defaults.set("num_threads", 2 * threads)
         # Below its threshold kvikio copies through the page cache, where a later write error is
@@ -95,11 +94,8 @@ class KvikioBackend(PosixBackend):
         except RuntimeError as error:  # kvikio's type for errors of cuFile
             raise OSError(errno.EIO, f"cuFile: {error}") from error
         if done < request.nbytes:
-            verb = "wrote" if request.write else "read"
-            raise OSError(
-                errno.EIO,
-                f"cuFile {verb} {done} of {request.nbytes} bytes at offset {request.offset}",
-            )
+            text = f"cuFile moved {done} of {request.nbytes} bytes at offset {request.offset}"
+            raise OSError(errno.EIO, text)
 
     def close(self) -> None:
         """Finish what was submitted, end the threads and close the files."""
@@ -129,13 +125,8 @@ class _DeviceMemory:
     """Device memory as the CUDA array interface describes it."""
 
     def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "strides": None,
-            "version": 3,
-        }
+        interface = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+        self.__cuda_array_interface__ = {**interface, "strides": None}
 
 
 def _is_device_memory(address: int) -> bool:

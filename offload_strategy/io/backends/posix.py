@@ -53,10 +53,8 @@ class PosixBackend(Backend):
 
     Blocks in page-aligned memory move without a copy. Others, and a partial last page that is read,
     pass through one block-sized buffer per thread. A partial last page that is written includes the
-    rest of its page: memory and extents consist of whole pages.
-
-    Where a file was not opened for direct I/O, the moved blocks are dropped from the page cache:
-    they are read only once.
+    rest of its page: memory and extents consist of whole pages. Buffered blocks are dropped from
+    the page cache, because they are read only once.
     """
 
     max_adjacent = _MAX_ADJACENT
@@ -110,20 +108,15 @@ class PosixBackend(Backend):
             whole = round_up(request.nbytes, PAGE_BYTES)
         if whole:
             view = _view_of(request.address, whole)
-            if request.write:
-                self.write_pages(request.fd, view, request.offset)
-            else:
-                needed = min(whole, request.nbytes)
-                self.read_pages(request.fd, view, request.offset, needed)
+            self.move_pages(request, view, request.offset, min(whole, request.nbytes))
         rest = request.nbytes - whole
         if rest > 0:
             bounce = self._bounce
             padded = bounce.view[: round_up(rest, PAGE_BYTES)]
             if request.write:
                 _memmove(bounce.address, request.address + whole, rest)
-                self.write_pages(request.fd, padded, request.offset + whole)
-            else:
-                self.read_pages(request.fd, padded, request.offset + whole, rest)
+            self.move_pages(request, padded, request.offset + whole, rest)
+            if not request.write:
                 _memmove(request.address + whole, bounce.address, rest)
 
     def move_adjacent(self, requests: Sequence[BlockRequest]) -> bool:
@@ -131,26 +124,24 @@ class PosixBackend(Backend):
         first = requests[0]
         views = [_view_of(r.address, round_up(r.nbytes, PAGE_BYTES)) for r in requests]
         nbytes = sum(map(len, views))
-        self._cached.will_move(first.fd, first.offset, nbytes)
         call = os.pwritev if first.write else os.preadv
         try:
             done = call(first.fd, views, first.offset)
         except OSError:
             return False
-        self._cached.drop()
+        self._cached.moved(first.fd, first.offset, nbytes)
         return done == nbytes
 
-    def write_pages(self, fd: int, view: memoryview, offset: int) -> None:
-        """Write whole pages of page-aligned memory at a page-aligned offset."""
-        self._cached.will_move(fd, offset, len(view))
-        write_all(fd, view, offset)
-        self._cached.drop()
+    def move_pages(self, request: BlockRequest, view: memoryview, offset: int, needed: int) -> None:
+        """Move whole pages of page-aligned memory at a page-aligned offset.
 
-    def read_pages(self, fd: int, view: memoryview, offset: int, needed: int) -> None:
-        """Read into page-aligned memory; the file may end after `needed` bytes."""
-        self._cached.will_move(fd, offset, len(view))
-        read_all(fd, view, offset, needed)
-        self._cached.drop()
+        The file may end after `needed` bytes of a read.
+        """
+        if request.write:
+            write_all(request.fd, view, offset)
+        else:
+            read_all(request.fd, view, offset, needed)
+        self._cached.moved(request.fd, offset, len(view))
 
 
 class _Batch:
@@ -210,21 +201,14 @@ class _CachedBlocks(threading.local):
 
     def __init__(self) -> None:
         self._blocks: deque[tuple[int, int, int]] = deque()
-        self._pending = False
 
-    def will_move(self, fd: int, offset: int, nbytes: int) -> None:
-        """Record a block if its file uses the page cache."""
-        self._pending = is_buffered(fd)
-        if self._pending:
+    def moved(self, fd: int, offset: int, nbytes: int) -> None:
+        """Start the write-out of a block, and drop an earlier one."""
+        if is_buffered(fd):
             self._blocks.append((fd, offset, nbytes))
-
-    def drop(self) -> None:
-        """Start the write-out of the block just moved, and drop an earlier one from the cache."""
-        if not self._pending:
-            return
-        _drop_from_cache(*self._blocks[-1])
-        while len(self._blocks) > _BLOCKS_UNTIL_CLEAN:
-            _drop_from_cache(*self._blocks.popleft())
+            _drop_from_cache(fd, offset, nbytes)
+            while len(self._blocks) > _BLOCKS_UNTIL_CLEAN:
+                _drop_from_cache(*self._blocks.popleft())
 
 
 def _view_of(address: int, nbytes: int) -> memoryview:

@@ -17,10 +17,9 @@ class BlockRequest:
     `offset` is a multiple of the page size; `address` may have any alignment, and the caller keeps
     its memory alive until `on_done` is called, once, on a thread of the backend, with None or the
     error. The file's range is rounded up to the page; a read may end beyond the end of the file as
-    long as its `nbytes` exist. `before` (for instance waiting for a device copy into the memory)
-    and `after` (verifying the bytes) run on the backend's thread around the transfer; what they
-    raise is the request's error, and after a failed `before` nothing moves. With `whole_pages` a
-    read may overwrite its memory up to the end of the last page, which saves a separate read.
+    long as its `nbytes` exist. `before` and `after` run on the backend's thread around the
+    transfer; what they raise is the request's error, and after a failed `before` nothing moves.
+    With `whole_pages` a read may overwrite its memory up to the end of the last page.
     """
 
     write: bool
@@ -54,8 +53,7 @@ class Backend(ABC):
     def submit_adjacent(self, requests: Sequence[BlockRequest]) -> None:
         """Begin requests of one direction whose page-aligned ranges follow each other in one file.
 
-        If there are several, their memory is page-aligned too. Each `on_done` is called as if the
-        requests had been submitted one by one.
+        If there are several, their memory is page-aligned too. Each `on_done` is called on its own.
         """
         for request in requests:
             self.submit(request)
@@ -66,10 +64,9 @@ class Backend(ABC):
         return 0
 
     def run_queued(self, what: str) -> bool:
-        """Run one queued request on the calling thread, which waits for it anyway.
+        """Run one queued request on the calling thread; return False if there is none.
 
-        `what` is named in the warning if the path does not answer. Returns False if nothing was
-        queued.
+        `what` is named in the warning if the path does not answer.
         """
         return False
 
@@ -91,10 +88,7 @@ def create_backend(name: str, *, threads: int, block_size: int) -> Backend:
     """Create the backend that `io.backend` names, with `threads` requests in flight per direction.
 
     ``"auto"`` is kvikio where cuFile has a working driver, else posix. `block_size` (bytes that a
-    request may carry) is a multiple of the page size.
-
-    Raises:
-        ConfigError: there is no such backend, or it cannot run here.
+    request may carry) is a multiple of the page size. Raises ConfigError if it cannot run here.
     """
     if name == "auto":
         kvikio = import_module("offload_strategy.io.backends.kvikio")

@@ -26,18 +26,17 @@ IDLE_SECONDS = 2.0
 SILENT_SECONDS = 30.0
 
 
-class ThreadPool:
-    """Run callables on at most `count` threads, first in, first out.
+_Job = Callable[[], None]
+_Died = Callable[[BaseException], None] | None
 
-    Threads are daemons: an interpreter that exits does not wait for them, and the files that they
-    write are unnamed and vanish with the process.
-    """
+
+class ThreadPool:
+    """Run callables on at most `count` daemon threads, first in, first out."""
 
     def __init__(self, name: str, count: int) -> None:
         self._name = name
         self._count = count
-        self._jobs: deque[tuple[Callable[[], None], Callable[[BaseException], None] | None]]
-        self._jobs = deque()
+        self._jobs: deque[tuple[_Job, _Died]] = deque()
         #: One locked lock per sleeping thread; releasing it wakes the thread.
         self._sleeping: deque[threading.Lock] = deque()
         self._threads: set[threading.Thread] = set()
@@ -50,16 +49,12 @@ class ThreadPool:
         self._warned_at = 0.0
         self._pid = os.getpid()
 
-    def submit(
-        self, job: Callable[[], None], died: Callable[[BaseException], None] | None = None
-    ) -> None:
+    def submit(self, job: _Job, died: _Died = None) -> None:
         """Queue a job; if it raises, its thread ends and calls `died` with the exception.
 
         The first job that a job submits, as its last act, is taken by its own thread: waking
-        another thread for it, only to fall asleep, would cost more than a small job.
-
-        Raises:
-            RuntimeError: after `close`, or in a forked child, where the threads do not exist.
+        another one would cost more than a small job. Raises RuntimeError after `close`, or in a
+        forked child, where the threads do not exist.
         """
         if os.getpid() != self._pid:
             raise RuntimeError("a forked process cannot use its parent's offload engine")
@@ -90,8 +85,8 @@ class ThreadPool:
     def run_queued(self, what: str) -> bool:
         """Run one queued job on the calling thread, which has nothing else to do; False if none is.
 
-        A thread that was woken for a job takes longer to begin than a small job takes. `what` is
-        named in the warning if the job takes long.
+        To wake a thread for a small job takes longer than the job. A warning that the job takes
+        long names `what`.
         """
         with self._lock:
             if not self._jobs:
@@ -186,18 +181,14 @@ class ThreadPool:
             raise
 
     def _warn_if_caller_waits(self) -> None:
-        running, now = self._caller_runs, time.monotonic()
-        if running is None:
-            return
-        what, since = running
+        now = time.monotonic()
+        what, since = self._caller_runs or ("", now)
         if now - max(since, self._warned_at) > SILENT_SECONDS:
             self._warned_at = now
-            logger.warning(
-                "waiting for %s for %.0f s; the path does not answer, training resumes when it "
-                "does",
-                what,
-                now - since,
+            text = (
+                "waiting for %s for %.0f s; the path does not answer, training resumes when it does"
             )
+            logger.warning(text, what, now - since)
 
     def _may_end(self) -> bool:
         """Whether this thread may end; a new one replaces it if jobs are queued."""

@@ -16,8 +16,7 @@ _SEED_SECONDS = 0.25
 def round_trip_rate(read: float, write: float) -> float:
     """Bytes per second for bytes that are written once and read once: the harmonic mean.
 
-    MLP-Offload (section 3.3) distributes by the smaller of the two rates. Here every written byte
-    is read, so the time that a byte costs its path is the sum of both.
+    MLP-Offload (section 3.3) takes the smaller rate; but a byte costs the time of both directions.
     """
     return 2 / (1 / read + 1 / write)
 
@@ -34,27 +33,26 @@ class Transferred(NamedTuple):
         return self.nbytes / self.seconds if self.seconds > 0 else None
 
 
-def _nothing() -> dict[Direction, Transferred]:
-    return {direction: Transferred() for direction in Direction}
-
-
 @dataclass(slots=True)
 class BandwidthEstimator:
     """Running estimates of a path's bandwidth, per direction; its queue is the only writer.
 
-    Only time in which the path was saturated shows what it can do: a path with one small block in
-    flight is slow because nobody asked for more. A request's bytes count by the share of its time
-    that was saturated, and each completed request accounts for the saturated time since the one
-    before it, so a path that reads and writes at once divides its time between the two. A burst
-    counts from when it saturated the path: completions are often noticed all at once, because
-    threads wait for the interpreter lock.
+    Only time in which the path was saturated shows what it can do. A request's bytes count by the
+    share of its time that was saturated, and each completed request accounts for the saturated time
+    since the one before it, so a path that reads and writes at once divides its time between the
+    two. A burst counts from when it saturated the path: completions are often noticed all at once,
+    because threads wait for the interpreter lock.
 
-    Besides these current rates there are sums for the whole run (`sustained`), in which each
-    direction has its own time: what it carries under a load like this run's.
+    Besides there are sums for the whole run (`sustained`), in which each direction has its own
+    time: what it carries under a load like this run's.
     """
 
-    _recent: dict[Direction, Transferred] = field(default_factory=_nothing)
-    _sustained: dict[Direction, Transferred] = field(default_factory=_nothing)
+    _recent: dict[Direction, Transferred] = field(
+        default_factory=lambda: dict.fromkeys(Direction, Transferred())
+    )
+    _sustained: dict[Direction, Transferred] = field(
+        default_factory=lambda: dict.fromkeys(Direction, Transferred())
+    )
     #: Since when a direction's queue has not been empty.
     _full_since: dict[Direction, float | None] = field(
         default_factory=lambda: dict.fromkeys(Direction)
@@ -71,9 +69,9 @@ class BandwidthEstimator:
                 self._recent[direction] = Transferred(rate * _SEED_SECONDS, _SEED_SECONDS)
 
     def begins(self, now: float, *, saturated: bool) -> float:
-        """Record that a request begins at `now` (seconds), with all slots taken from now on or not.
+        """Record that a request begins; return the saturated seconds so far, for `completed`.
 
-        Returns the seconds for which the path has been saturated, for `completed`.
+        `saturated`: all slots are taken from `now` (seconds) on.
         """
         return self._busy_until(now, saturated)
 

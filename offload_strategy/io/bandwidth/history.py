@@ -1,10 +1,9 @@
 """Rates of paths that earlier runs measured: a small file for each path in the cache directory.
 
 [Note: where rates are saved]
-Nothing is ever left on a path itself, so its rates are saved elsewhere: in $SSD_OFFLOAD_CACHE, else
-in `offload-strategy` in the user's cache directory ($XDG_CACHE_HOME, else ~/.cache). An empty
-$SSD_OFFLOAD_CACHE saves nothing. Home directories are shared between machines, disks are replaced,
-and processes that share a path get a part of it each: rates hold only for the same machine, file
+Nothing is ever left on a path itself, so its rates are saved in $SSD_OFFLOAD_CACHE (empty: never),
+else in `offload-strategy` in the user's cache directory. Home directories are shared between
+machines, disks are replaced, and processes share paths: rates hold only for the same machine, file
 system, number of processes, backend and depth.
 
 [Note: one odd run]
@@ -84,9 +83,9 @@ class PathIdentity:
 
 @dataclass(frozen=True, config=_STRICT)
 class MeasuredRate:
-    """Bytes per second of one direction of a path, and how they were measured.
+    """Bytes per second of one direction of a path, measured over `nbytes` in all `runs`.
 
-    `nbytes` were moved to measure it, in all `runs`; `date` is of the last of them (ISO 8601, UTC).
+    `date` is of the last run (ISO 8601, UTC).
     """
 
     rate: Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -29,9 +29,9 @@ _MIN_BYTES = 64 * MiB
 
 
 class RateComparison(NamedTuple):
-    """The rate of one direction that was known before the run, and the rate that the run observed.
+    """The rate of a direction that was known before the run, and the rate that the run observed.
 
-    Either is None if unknown; `observed` is over the time in which the queue was never empty.
+    `observed` is over the time in which the queue was never empty. None is unknown.
     """
 
     path: Path

@@ -7,16 +7,16 @@ import mmap
 import os
 import queue
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 from offload_strategy.errors import OffloadError, StorageError
+from offload_strategy.host_memory.buffers import map_private
 from offload_strategy.io.backends.protocol import Backend
-from offload_strategy.io.backends.thread_pool import ThreadPool
 from offload_strategy.io.bandwidth.history import MeasuredRate, Rates
-from offload_strategy.io.queues.moves import Latch, Move, Stripe
+from offload_strategy.io.queues.moves import Move, Stripe
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.queues.request_queue import MoveState, Priority
 from offload_strategy.io.regions.extents import Extent
@@ -56,27 +56,25 @@ def probe(
     Takes about `seconds` in each direction, also on a slow path: nothing begins that would not be
     over in time. For buffered regions the write-out of the page cache is measured too. Uses
     `nbytes` of the path at most, or a quarter of what is free, if that is less. `on_progress` gets
-    the share that is done, 0 to 1; if it raises, the probe ends with its error.
-
-    Raises:
-        StorageError: the path is too full to measure, a read or a write failed, or the path did
-            not answer for a minute.
+    the share that is done, 0 to 1; if it raises, the probe ends with its error. Raises StorageError
+    if the path is too full, fails, or does not answer for a minute.
     """
     report = on_progress or _ignore
     run = _Measurement(region, backend, nbytes)
+    reach, rates = run.extent.nbytes, {}
     try:
-        write = run.stream(
-            Direction.WRITE, run.extent.nbytes, seconds, lambda done: report(done / 2)
-        )
-        # What was never written reads as zeros without touching the disk: read no further.
-        run.drop_cached()
-        read = run.stream(Direction.READ, write.reach, seconds, lambda done: report(0.5 + done / 2))
+        for begin, direction in ((0.0, Direction.WRITE), (0.5, Direction.READ)):
+
+            def progress(share: float, begin: float = begin) -> None:
+                report(begin + share / 2)
+
+            nbytes, elapsed, reach = run.stream(direction, reach, seconds, progress)
+            rates[direction] = MeasuredRate(nbytes / elapsed, "probe", nbytes)
+            # What was never written reads as zeros without touching the disk: read no further.
+            run.drop_cached()
     finally:
         run.finish()
-    return {
-        Direction.READ: MeasuredRate(read.nbytes / read.seconds, "probe", read.nbytes),
-        Direction.WRITE: MeasuredRate(write.nbytes / write.seconds, "probe", write.nbytes),
-    }
+    return rates
 
 
 def write_latencies(
@@ -88,9 +86,9 @@ def write_latencies(
     most: int = 1000,
     on_progress: _Report | None = None,
 ) -> list[float]:
-    """Write tensors of `nbytes` one at a time, and return how many seconds each took.
+    """Write tensors of `nbytes` one at a time, for `seconds`; return how long each took.
 
-    Stops after `seconds` or `most` writes, with at least one done. Otherwise as `probe`.
+    Stops after `most` writes, with at least one done. Otherwise as `probe`.
     """
     report = on_progress or _ignore
     latencies: list[float] = []
@@ -125,19 +123,11 @@ def _allocate(region: Region, nbytes: int, at_least: int) -> Extent:
     )
 
 
-class _Stream(NamedTuple):
-    """What was moved in one direction; `reach` is the end of the part that was touched."""
-
-    nbytes: int
-    seconds: float
-    reach: int
-
-
 class _Measurement:
     """The extent, the memory and the moves of one measurement.
 
-    Moves keep the memory alive: after an error, and even on a device that never answers, it lives
-    until the last request is over. The extent is freed only when nothing is in flight any more.
+    Moves keep the memory alive, even on a device that never answers. The extent is freed only when
+    nothing is in flight any more.
     """
 
     def __init__(
@@ -165,8 +155,13 @@ class _Measurement:
             region.free(self.extent)
             raise
 
-    def stream(self, direction: Direction, reach: int, seconds: float, report: _Report) -> _Stream:
-        """Move blocks through the first `reach` bytes of the extent, again and again."""
+    def stream(
+        self, direction: Direction, reach: int, seconds: float, report: _Report
+    ) -> tuple[int, float, int]:
+        """Move blocks through the first `reach` bytes of the extent, again and again.
+
+        Returns the bytes that were moved, the seconds, and the end of the part that was touched.
+        """
         buffered, write = not self._region.direct, direction is Direction.WRITE
         size = min(_FIRST_BYTES, self._slot_bytes)
         position = moved = uncounted = 0
@@ -185,7 +180,7 @@ class _Measurement:
                 self._submit(direction, begin, free.pop(), nbytes)
                 position += nbytes
             if not self._moves:
-                return _Stream(moved, elapsed, min(position, reach))
+                return moved, elapsed, min(position, reach)
             nbytes, finished = self._next()
             uncounted += nbytes
             if write and buffered:
@@ -253,24 +248,23 @@ class _Measurement:
 
     def _sync(self) -> float:
         """Wait until written pages are on the disk; returns when they were."""
-        done, errors = Latch(), list[BaseException]()
+        errors = list[BaseException]()
 
         def sync() -> None:
             try:
                 os.fdatasync(self._region.fd)
             except OSError as error:
                 errors.append(error)
-            done.set()
 
-        threads = ThreadPool("ssd-offload-probe", 1)  # not this one, which might never come back
-        threads.submit(sync)
-        if not done.wait(STALLED_SECONDS):
+        # Not on this thread, which might never come back.
+        thread = threading.Thread(target=sync, name="ssd-offload-probe", daemon=True)
+        thread.start()
+        thread.join(STALLED_SECONDS)
+        if thread.is_alive():
             raise self._no_answer()
-        finished = _clock()
-        threads.close()
         if errors:
             raise errors[0]
-        return finished
+        return _clock()
 
     def _no_answer(self) -> StorageError:
         return StorageError(
@@ -281,6 +275,7 @@ class _Measurement:
 
 
 def _note_end(ended: queue.SimpleQueue[tuple[int, Move, float]], slot: int, move: Move) -> None:
+    # Not a method of the measurement, which must not outlive an error with the moves.
     ended.put((slot, move, _clock()))
 
 
@@ -290,14 +285,7 @@ def _incompressible(slots: int, nbytes: int) -> mmap.mmap:
     The random bytes are made once and rotated for each slot. No two pages are equal, so a drive
     that compresses or deduplicates gains nothing.
     """
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, slots * nbytes, flags=flags)
-    for advice in (getattr(mmap, "MADV_HUGEPAGE", None), getattr(mmap, "MADV_DONTFORK", None)):
-        if advice is not None:
-            try:
-                memory.madvise(advice)
-            except OSError:
-                continue  # kernels built without it
+    memory = map_private(slots * nbytes)
     block = os.urandom(nbytes)
     for slot in range(slots):
         shift = slot * 61 % nbytes

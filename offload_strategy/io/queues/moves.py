@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload_strategy.io.queues.path_queue import SMALL_BYTES, PathQueue
-from offload_strategy.io.queues.request_queue import MoveState, Priority, QueuedMove, StripeMove
+from offload_strategy.io.queues.request_queue import MoveState, Priority, StripeMove
 from offload_strategy.io.regions.extents import Extent
 from offload_strategy.telemetry import Direction
 from offload_strategy.torch_support.interrupts import UninterruptedSection
@@ -22,8 +22,8 @@ _POLL_SECONDS = 0.0004
 class Latch:
     """An event that is set once, and that Ctrl-C in a waiting thread cannot leave locked.
 
-    `threading.Event` guards itself with a condition, whose `__enter__` is Python code: a
-    KeyboardInterrupt may end it after it took the lock, and then `set` would wait forever.
+    A KeyboardInterrupt may end the `__enter__` of the condition in `threading.Event` after it took
+    the lock, and then `set` would wait forever.
     """
 
     __slots__ = ("_is_set", "_lock")
@@ -63,10 +63,7 @@ class Latch:
 
 @dataclass(eq=False, slots=True)
 class Stripe:
-    """Where a part of a ticket is stored: one extent of one path.
-
-    `begin` is the offset of the first byte within the ticket; `digests` has a checksum per block.
-    """
+    """The part of a ticket from `begin` on that one path has; `digests`: a checksum per block."""
 
     queue: PathQueue
     extent: Extent
@@ -75,7 +72,7 @@ class Stripe:
     digests: list[int] | None = None
 
 
-class Move(QueuedMove):
+class Move:
     """A transfer between memory and one or several paths.
 
     Args:
@@ -87,20 +84,6 @@ class Move(QueuedMove):
             moves bytes takes a core from a host that computes.
         whole_pages: a read may overwrite its memory up to the end of the last page.
     """
-
-    __slots__ = (
-        "_finished",
-        "_lock",
-        "_parts_left",
-        "_queues",
-        "ended",
-        "error",
-        "finished_at",
-        "keep_alive",
-        "nbytes",
-        "on_end",
-        "parts",
-    )
 
     def __init__(
         self,
@@ -116,22 +99,31 @@ class Move(QueuedMove):
         one_block_at_a_time: bool = False,
         whole_pages: bool = False,
     ) -> None:
-        self.client = client
-        self.one_block_at_a_time = one_block_at_a_time
-        self.whole_pages = whole_pages
         self.direction = direction
         self.nbytes = nbytes
         self.keep_alive = keep_alive
         self.on_end = on_end
-        self._queues = [stripe.queue for stripe in stripes]
-        self.parts = [
-            StripeMove(self, s.extent.offset, s.nbytes, address + s.begin, s.digests, priority)
-            for s in stripes
-        ]
-        self.error: BaseException | None = None
         self.queued_at = time.perf_counter()
         self.finished_at = 0.0
+        self.error: BaseException | None = None
         self.ended = Latch()
+        self._queues = [stripe.queue for stripe in stripes]
+        self.parts = [
+            StripeMove(
+                client,
+                direction,
+                stripe.extent.offset,
+                stripe.nbytes,
+                address + stripe.begin,
+                stripe.digests,
+                priority,
+                self._part_ended,
+                self.queued_at,
+                one_block_at_a_time,
+                whole_pages,
+            )
+            for stripe in stripes
+        ]
         self._parts_left = len(self.parts)
         self._finished: MoveState | None = None
         self._lock = threading.Lock()
@@ -163,10 +155,7 @@ class Move(QueuedMove):
             queue.raise_priority(part, priority)
 
     def cancel(self) -> None:
-        """Cancel it: blocks in flight finish, the others never start.
-
-        `on_end` is called as for any move, at once if nothing was in flight.
-        """
+        """Cancel it: blocks in flight finish, the others never start. `on_end` is called."""
         with UninterruptedSection():
             for queue, part in zip(self._queues, self.parts, strict=False):
                 queue.cancel(part)
@@ -176,13 +165,12 @@ class Move(QueuedMove):
         self.error = error
         self._finished = MoveState.FAILED
 
-    def unfinished_paths(self) -> list[str]:
+    def unfinished_paths(self) -> str:
         """The paths that it still waits for."""
         pairs = zip(self._queues, self.parts, strict=False)
-        return [str(queue.path) for queue, part in pairs if not part.is_over]
+        return " and ".join(str(queue.path) for queue, part in pairs if not part.is_over)
 
-    def stripe_ended(self, part: StripeMove) -> None:
-        """Count a part as ended, for the queues; the last one ends the move."""
+    def _part_ended(self, part: StripeMove) -> None:
         with self._lock:
             self._parts_left -= 1
             last = self._parts_left == 0

@@ -2,16 +2,13 @@
 
 [Note: the path lock is for reads]
 Processes that read one disk at the same time get its bandwidth in sum, but each read takes as many
-times longer as there are processes. With a lock the sum is the same, and each read has the whole
-disk (MLP-Offload, section on concurrency control for the storage tiers). Nobody waits for a write,
-so writes gain nothing from the lock. And a path that reads and writes at once has more bandwidth
-than in either direction alone; a lock for both would leave it unused while its holder has nothing
-to write.
+times longer as there are processes. With a lock each read has the whole disk (MLP-Offload, section
+on concurrency control for the storage tiers). Nobody waits for a write, so writes gain nothing from
+it; and a path has more bandwidth when it reads and writes at once.
 
 [Note: flock and abstract sockets]
-The lock is `flock` on the directory itself: no file is created that could remain, and the kernel
-releases it when the process dies. Who else uses the path is known from abstract sockets, which the
-kernel lists and which vanish with their process, too.
+The lock is `flock` on the directory itself, which the kernel releases when the process dies. Who
+else uses the path is known from abstract sockets, which vanish with their process, too.
 """
 
 from __future__ import annotations
@@ -77,10 +74,7 @@ class PathLock:
         return self._others
 
     def acquire(self) -> None:
-        """Wait for the lock, until its holder releases it or dies.
-
-        Raises OSError if the file system cannot lock, or this object was closed.
-        """
+        """Wait for the lock; raise OSError if the file system cannot lock, or after `close`."""
         assert fcntl is not None
         pause = self._released_at + _REACQUIRE_PAUSE_SECONDS - time.monotonic()
         if pause > 0:
@@ -144,12 +138,9 @@ class PathLock:
 def _close_in_child() -> None:
     # A forked child shares the lock's file description: the lock would outlive its holder there.
     for lock in list(_open):
-        fd, lock._fd = lock._fd, -1
-        if fd >= 0:
-            with contextlib.suppress(OSError):
-                os.close(fd)
-        if lock._presence is not None:
-            lock._presence.close()
+        lock._lock = threading.Lock()  # a thread of the parent may have held it
+        with contextlib.suppress(OSError):
+            lock.close()
 
 
 if hasattr(os, "register_at_fork"):
@@ -160,7 +151,7 @@ class PathLockHolder:
     """One queue's use of a path lock: not needed, waited for, or held.
 
     All methods but `close` are called under the queue's lock; `on_acquired` is called without it,
-    on a thread of this object, and must call `acquired` under it.
+    on a thread of this object, and calls `acquired` under it.
     """
 
     def __init__(self, lock: PathLock, on_acquired: Callable[[], None]) -> None:

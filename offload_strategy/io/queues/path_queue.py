@@ -43,9 +43,8 @@ class PathQueue:
     """Feeds one backend, which other queues may share, with the blocks of many moves.
 
     Only as many blocks are in flight in each direction as the backend can use, so an urgent move
-    waits for a few blocks at most, never for a queue of write-backs. Within a priority it is first
-    in, first out. Writes wait while a read is needed now, and take half of the slots at most while
-    reads are prefetched.
+    waits for a few blocks at most. Within a priority it is first in, first out. Writes wait while a
+    read is needed now, and take half of the slots at most while reads are prefetched.
     """
 
     def __init__(
@@ -117,10 +116,7 @@ class PathQueue:
         self._dispatch()
 
     def run_queued(self) -> bool:
-        """Run a queued request on the calling thread, which waits anyway; False if there is none.
-
-        Only where requests are short: Ctrl-C is deferred until the end.
-        """
+        """Run a queued request, if it is short, on the calling thread, which waits anyway."""
         if not 0 < self._request_seconds < _SHORT_REQUEST_SECONDS:
             return False
         with UninterruptedSection():
@@ -137,7 +133,7 @@ class PathQueue:
         heapq.heappush(self._queue(part).waiting, (int(part.priority), self._sequence, part))
 
     def _queue(self, part: StripeMove) -> RequestQueue:
-        return self._writes if part.move.direction is Direction.WRITE else self._reads
+        return self._writes if part.direction is Direction.WRITE else self._reads
 
     def _next(self) -> StripeMove | None:
         depth = self.backend.depth
@@ -165,14 +161,14 @@ class PathQueue:
         most = self.backend.block_size
         if part.digests is not None:
             return most  # each block has its own checksum
-        rate = self.bandwidth.rate(part.move.direction)
+        rate = self.bandwidth.rate(part.direction)
         wanted = most // 2 if rate is None else int(rate * _IN_FLIGHT_SECONDS / self.backend.depth)
         wanted = max(wanted, _MIN_REQUEST_BYTES)
         return min(most, wanted // PAGE_BYTES * PAGE_BYTES)
 
     def _slots(self, queue: RequestQueue, head: StripeMove) -> int:
         """How many blocks of a direction may be in flight."""
-        one = head.move.one_block_at_a_time and head.priority is not Priority.NEEDED_NOW
+        one = head.one_block_at_a_time and head.priority is not Priority.NEEDED_NOW
         return 1 if one and len(queue.waiting) <= _FEW_WAITING else self.backend.depth
 
     def _dispatch(self) -> None:
@@ -221,7 +217,7 @@ class PathQueue:
         return self._reads.in_flight + self._writes.in_flight >= self.backend.depth
 
     def _may_join(self, part: StripeMove) -> bool:
-        if part.move.direction is Direction.READ and not self._may_read(part):
+        if part.direction is Direction.READ and not self._may_read(part):
             return False
         self._begins(part, part.nbytes)
         return True
@@ -230,8 +226,8 @@ class PathQueue:
         """Record that a block of a part begins."""
         if part.state is MoveState.QUEUED:
             part.state = MoveState.RUNNING
-            part.started_at = self._recorder.move_started(self.tier, part.move.direction)
-        if self._path_lock is not None and part.move.direction is Direction.READ:
+            part.started_at = self._recorder.move_started(self.tier, part.direction)
+        if self._path_lock is not None and part.direction is Direction.READ:
             self._path_lock.count(nbytes)
 
     def _request(
@@ -241,14 +237,13 @@ class PathQueue:
         nbytes: int,
         done: Callable[[BaseException | None], None],
     ) -> BlockRequest:
-        move = part.move
         request = BlockRequest(
-            write=move.direction is Direction.WRITE,
+            write=part.direction is Direction.WRITE,
             fd=self.region.fd,
             offset=part.offset + begin,
             address=part.address + begin,
             nbytes=nbytes,
-            whole_pages=move.whole_pages,
+            whole_pages=part.whole_pages,
             on_done=done,
         )
         if part.digests is not None and self.checksum is not None:
@@ -273,7 +268,7 @@ class PathQueue:
             was_saturated = self._is_saturated()
             if request_over := in_flight.block_ended():
                 self._request_seconds += (now - in_flight.begun - self._request_seconds) / 4
-                direction, queue, nbytes = part.move.direction, in_flight.queue, in_flight.nbytes
+                direction, queue, nbytes = part.direction, in_flight.queue, in_flight.nbytes
                 self.bandwidth.completed(
                     direction,
                     nbytes,
@@ -305,24 +300,22 @@ class PathQueue:
         return request_over
 
     def _end(self, part: StripeMove, *, started: bool) -> None:
-        move = part.move
         if started:
             record = MoveRecord(
-                move.client,
+                part.client,
                 self.tier,
                 str(self.path),
-                move.direction,
+                part.direction,
                 part.nbytes,
-                move.queued_at,
+                part.queued_at,
                 part.started_at,
                 time.perf_counter(),
             )
             self._recorder.move_finished(record, completed=part.state is MoveState.DONE)
-        move.stripe_ended(part)
+        part.on_end(part)
 
     # ------------------------------------------------------------------ path lock
     def _may_read(self, part: StripeMove) -> bool:
-        """Whether a block may be read now: see [Note: the path lock is for reads]."""
         first_block = part.state is MoveState.QUEUED
         return self._path_lock is None or self._path_lock.may_begin(first_block=first_block)
 

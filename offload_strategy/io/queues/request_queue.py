@@ -2,16 +2,14 @@
 
 [Note: adjacent stripes]
 A system call, and waking the thread that makes it, cost the same for a small tensor as for a large
-one. Tensors that are offloaded one after the other get adjacent extents, and a backward pass loads
-them in reverse order. So parts of moves that follow each other in the queue and are adjacent on
-the path go in one request (`pwritev`, `preadv`), up to the size of a request. Each still completes,
-or fails, on its own.
+one. Tensors that are offloaded one after the other get adjacent extents, and backward loads them in
+reverse order. So parts that follow each other in the queue and are adjacent on the path go in one
+request (`pwritev`, `preadv`). Each still completes, or fails, on its own.
 """
 
 from __future__ import annotations
 
 import heapq
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, IntEnum
@@ -38,35 +36,25 @@ class MoveState(Enum):
     CANCELLED = "cancelled"
 
 
-class QueuedMove(ABC):
-    """What path queues know of a move; see `Move` for the attributes."""
-
-    __slots__ = ("client", "direction", "one_block_at_a_time", "queued_at", "whole_pages")
-
-    client: str
-    direction: Direction
-    one_block_at_a_time: bool
-    whole_pages: bool
-    queued_at: float
-
-    @abstractmethod
-    def stripe_ended(self, part: StripeMove) -> None:
-        """One of the move's parts is done, failed or cancelled."""
-
-
 @dataclass(eq=False, slots=True)
 class StripeMove:
     """The part of a move that concerns one stripe; the path's queue is its only writer.
 
-    `offset` is in bytes on the path; `digests` has a checksum per block, on paths with checksums.
+    `offset` is in bytes on the path; `digests` has a checksum per block, on paths with checksums;
+    `on_end` is called once it is done, failed or cancelled. For the hints see `Move`.
     """
 
-    move: QueuedMove
+    client: str
+    direction: Direction
     offset: int
     nbytes: int
     address: int
     digests: list[int] | None
     priority: Priority
+    on_end: Callable[[StripeMove], None]
+    queued_at: float
+    one_block_at_a_time: bool
+    whole_pages: bool
     state: MoveState = MoveState.QUEUED
     error: BaseException | None = None
     started_at: float = 0.0
@@ -118,23 +106,18 @@ class RequestQueue:
         asked before each is taken. Returns all parts in the order of their offsets on the path.
         """
         parts = [first]
-        if most <= 1 or not _can_join(first):
-            return parts
         low, high = first.offset, _end(first)
-        while len(parts) < most:
+        while len(parts) < most and _can_join(first):
             part = self.head()
             if part is None or part.priority is not first.priority or part.nbytes > room:
                 break
             if part.state is not MoveState.QUEUED or not _can_join(part):
                 break
-            end = _end(part)
-            if part.offset != high and end != low:
+            if (high != part.offset and low != _end(part)) or not may_begin(part):
                 break
-            if not may_begin(part):
-                break
-            if part.offset == high:
+            if high == part.offset:
                 parts.append(part)
-                high = end
+                high = _end(part)
             else:
                 parts.insert(0, part)
                 low = part.offset
@@ -145,10 +128,8 @@ class RequestQueue:
 
 def _can_join(part: StripeMove) -> bool:
     """Whether its bytes can share a request: whole pages and no call before or after the block."""
-    move = part.move
-    whole = move.direction is Direction.WRITE or move.whole_pages or not part.nbytes % PAGE_BYTES
-    alone = part.digests is not None
-    return whole and not alone and part.address % PAGE_BYTES == 0
+    whole = part.direction is Direction.WRITE or part.whole_pages or not part.nbytes % PAGE_BYTES
+    return whole and part.digests is None and part.address % PAGE_BYTES == 0
 
 
 def _end(part: StripeMove) -> int:
@@ -159,8 +140,7 @@ def _end(part: StripeMove) -> int:
 class InFlight:
     """One request of the backend: a block of one part, or several whole adjacent parts.
 
-    `blocks` has each part with its block's begin within the part and its bytes; `busy_before` is
-    what `BandwidthEstimator.begins` returned.
+    `blocks` has each part with its block's begin within the part and its bytes.
     """
 
     queue: RequestQueue

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
+import shutil
 import stat
 import struct
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from offload_strategy.errors import ConfigError
-from offload_strategy.io.regions.disk_signatures import HEAD_BYTES, TAIL_BYTES, recognise
 from offload_strategy.telemetry import get_logger
-from offload_strategy.units import PAGE_BYTES, format_size
+from offload_strategy.units import PAGE_BYTES, MiB, format_size
 
 logger = get_logger(__name__)
+
+#: Bytes at the start of a device that are inspected, and never written.
+HEAD_BYTES = 1 * MiB
 
 _BLKDISCARD = 0x1277  # linux/fs.h
 _BLKSSZGET = 0x1268
@@ -30,10 +33,7 @@ _READ_ONLY = (
 
 @dataclass(frozen=True, slots=True)
 class OpenDevice:
-    """A block device that is opened exclusively, with symbolic links resolved.
-
-    The `capacity` bytes from `begin` on, in whole pages, may be written.
-    """
+    """A device that is opened exclusively; `capacity` bytes from `begin` on may be written."""
 
     path: Path
     fd: int
@@ -64,10 +64,7 @@ def open_device(
     """Open a block device exclusively, and check that there is no data on it, unless `overwrite`.
 
     Links such as those in /dev/disk/by-id are followed first. With `direct` False, I/O goes through
-    the page cache.
-
-    Raises:
-        ConfigError: it is in use, read-only, not permitted, too small, or has data on it.
+    the page cache. Raises ConfigError if the device cannot be used.
     """
     where = f"tier {tier!r} (tiers[].path)"
     resolved = path.resolve()
@@ -95,10 +92,10 @@ def open_device(
                 f"{where}: the device {resolved} has sectors of {sector} bytes; at most "
                 f"{PAGE_BYTES} are supported. Put a file system on it and name a directory there."
             )
-        found = _inspect(fd, size, resolved, where)
+        found = _content(resolved, size, where, overwrite=overwrite)
         if found is not None and not overwrite:
             raise ConfigError(
-                f"{where}: the device {resolved} ({format_size(size)}) has {found} on it. It "
+                f"{where}: the device {resolved} ({format_size(size)}) has {found} on it, which "
                 f"would be lost. Name another device, or, if nobody needs what is there, set "
                 f"overwrite: true for this tier or run `wipefs --all {resolved}`."
             )
@@ -112,29 +109,39 @@ def open_device(
     return OpenDevice(resolved, fd, direct is not False, HEAD_BYTES, capacity)
 
 
-def _inspect(fd: int, size: int, path: Path, where: str) -> str | None:
-    """Name what is on the device, by its first and last megabyte."""
-    tail_at = max(0, (size - TAIL_BYTES) // PAGE_BYTES * PAGE_BYTES)
+def _content(path: Path, size: int, where: str, *, overwrite: bool) -> str | None:
+    """Name what is on a device, or None if it looks empty: `wipefs` knows most signatures."""
     try:
-        return recognise(_read(fd, 0, HEAD_BYTES), _read(fd, tail_at, size - tail_at), size)
+        with open(path, "rb") as device:
+            head = device.read(HEAD_BYTES)
+            device.seek(size - PAGE_BYTES)
+            tail = device.read(PAGE_BYTES)
     except OSError as error:
         raise ConfigError(
             f"{where}: the device {path} cannot be read: {error.strerror}. Check the cable and the "
             f"kernel's log (dmesg), or name another."
         ) from error
-
-
-def _read(fd: int, offset: int, nbytes: int) -> bytes:
-    # A page-aligned buffer: the device may have been opened for direct I/O.
-    with mmap.mmap(-1, nbytes) as buffer:
-        done = 0
-        while done < nbytes:
-            with memoryview(buffer) as view, view[done:] as rest:
-                count = os.preadv(fd, [rest], offset + done)
-            if count == 0:
-                break
-            done += count
-        return buffer[:done]
+    # It is not on the path of every user.
+    program = shutil.which("wipefs", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+    command = [program or "wipefs", "--no-act", "--parsable", str(path)]
+    try:
+        listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        if not overwrite:
+            raise ConfigError(
+                f"{where}: whether there is data on {path} cannot be checked: {error}. Install "
+                f"util-linux, or, if nobody needs what is there, set overwrite: true for this tier."
+            ) from error
+        listed = ""
+    kinds = {line.rpartition(",")[2] for line in listed.splitlines() if not line.startswith("#")}
+    if b"EFI PART" in (
+        tail[-512:][:8],
+        tail[:8],
+    ):  # wipefs does not look there if the head is empty
+        kinds.add("gpt")
+    if kinds:
+        return f"signatures of {', '.join(sorted(kinds))}"
+    return "data of an unknown kind" if any(head) else None
 
 
 def _query(fd: int, request: int) -> int:
@@ -160,17 +167,12 @@ def _open_error(path: Path, error: OSError) -> str:
     if error.errno == errno.EROFS:
         return _READ_ONLY.format(path=path)
     if error.errno in (errno.EACCES, errno.EPERM):
-        group = _group_of(path)
+        group = "disk"
+        with contextlib.suppress(KeyError, OSError, NotImplementedError):
+            group = path.group()
         return (
             f"this user may not open the device {path}: {error.strerror}. Add the user to the "
             f"device's group ({group}) with `usermod -aG {group} USER` and log in again, or name a "
             f"directory on a file system."
         )
     return f"the device {path} cannot be opened: {error.strerror}. Name another."
-
-
-def _group_of(path: Path) -> str:
-    try:
-        return path.group()
-    except (KeyError, OSError, NotImplementedError):
-        return "disk"

@@ -32,13 +32,9 @@ def make_process_directory(path: Path) -> Path:
 
 
 def check_directory(path: Path, tier: str) -> Path:
-    """Check that a directory can be the path of an ssd tier, without leaving anything in it.
+    """Return a directory that can be the path of an ssd tier, with symbolic links resolved.
 
-    Returns:
-        The directory, with symbolic links resolved.
-
-    Raises:
-        ConfigError: it does not exist, is not a directory, or is not writable.
+    Raises ConfigError if it does not exist, is not a directory, or is not writable.
     """
     where = f"tier {tier!r} (tiers[].path)"
     if not hasattr(os, "pread"):
@@ -82,16 +78,11 @@ def check_directory(path: Path, tier: str) -> Path:
 
 
 def check_capacities(tiers: Sequence[tuple[str, Path, int | None]]) -> None:
-    """Check sums of capacities: of all tiers on one file system, for all processes.
+    """Check that the tiers on one file system fit together, for all processes of this machine.
 
-    Opening a region checks each tier alone. Several tiers may be on one file system, and every
-    process that a launcher started here (``LOCAL_WORLD_SIZE``) has its own files. `tiers` has for
-    each path of an ssd tier the tier's name, the path, and the bytes that it may take there, or
-    None for what is free.
-
-    Raises:
-        ConfigError: together they need more than the file system has, or two tiers name the same
-            block device.
+    Opening a region checks each tier alone. `tiers` has for each path of an ssd tier the tier's
+    name, the path, and the bytes that it may take there, or None for what is free. Raises
+    ConfigError if they do not fit, or two tiers name the same block device.
     """
     on: dict[int, list[tuple[str, Path, int | None]]] = {}
     devices: dict[int, str] = {}
@@ -156,8 +147,7 @@ def _devices_of_others(path: Path) -> Iterator[int]:
     """
     rank = os.environ.get("LOCAL_RANK", "")
     try:
-        size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        own = int(rank or "0")
+        size, own = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(rank or "0")
     except ValueError:
         return
     ours, text = path.stat().st_dev, str(path)

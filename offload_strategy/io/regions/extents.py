@@ -12,8 +12,6 @@ from offload_strategy.units import PAGE_BYTES, MiB, round_up
 LARGE_BYTES = 8 * MiB
 #: After this many of the lowest large holes, a large extent takes the best fit, too.
 _HOLES_TRIED = 32
-#: Each doubling of the size has two to this power classes of holes.
-_CLASS_BITS = 3
 
 
 class Extent(NamedTuple):
@@ -26,13 +24,9 @@ class Extent(NamedTuple):
 class ExtentAllocator:
     """Best fit for small extents, first fit for large ones; not thread-safe.
 
-    Small extents take the smallest hole that is large enough, and the lowest of those: they fill
-    gaps and never split a large hole. Large extents take a low address, so that the tickets of a
-    step, which are written one after the other, are adjacent. Steps that write and free in the same
-    pattern get the same extents again.
-
-    The holes of a size class are a sorted list: finding one is a binary search. There is one entry
-    for each allocated extent and at most one hole before each.
+    Small extents fill gaps and never split a large hole. Large extents take a low address, so that
+    the tickets of a step, which are written one after the other, are adjacent. Steps that write and
+    free in the same pattern get the same extents again.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -43,8 +37,7 @@ class ExtentAllocator:
         self._allocated: dict[int, int] = {}  # start -> size
         self._holes: dict[int, int] = {}  # start -> size
         self._ends: dict[int, int] = {}  # end -> start, of the holes
-        self._by_class: dict[int, list[tuple[int, int]]] = {}  # class -> sorted (size, start)
-        self._classes = 0  # bit n: class n has holes
+        self._by_size: list[tuple[int, int]] = []  # sorted (size, start), of the holes
         self._large: list[int] = []  # sorted starts of the holes of LARGE_BYTES and more
 
     @property
@@ -96,42 +89,19 @@ class ExtentAllocator:
             for start in islice(self._large, _HOLES_TRIED):
                 if self._holes[start] >= size:
                     return start
-        number = _class_of(size)
-        # Holes of the same class may be too small, those of a higher one never are.
-        holes = self._by_class.get(number, ())
-        at = bisect_left(holes, (size, 0))
-        if at < len(holes):
-            return holes[at][1]
-        higher = self._classes >> (number + 1)
-        if not higher:
-            return None
-        lowest = (higher & -higher).bit_length() + number
-        return self._by_class[lowest][0][1]
+        at = bisect_left(self._by_size, (size, 0))
+        return self._by_size[at][1] if at < len(self._by_size) else None
 
     def _add(self, start: int, size: int) -> None:
         self._holes[start] = size
         self._ends[start + size] = start
-        number = _class_of(size)
-        insort(self._by_class.setdefault(number, []), (size, start))
-        self._classes |= 1 << number
+        insort(self._by_size, (size, start))
         if size >= LARGE_BYTES:
             insort(self._large, start)
 
     def _remove(self, start: int) -> None:
         size = self._holes.pop(start)
         del self._ends[start + size]
-        number = _class_of(size)
-        holes = self._by_class[number]
-        del holes[bisect_left(holes, (size, start))]
-        if not holes:
-            del self._by_class[number]
-            self._classes &= ~(1 << number)
+        del self._by_size[bisect_left(self._by_size, (size, start))]
         if size >= LARGE_BYTES:
             del self._large[bisect_left(self._large, start)]
-
-
-def _class_of(size: int) -> int:
-    """Number the class of a size: its highest bits and how many bits follow."""
-    pages = size // PAGE_BYTES
-    shift = max(0, pages.bit_length() - 1 - _CLASS_BITS)
-    return (shift << _CLASS_BITS) + (pages >> shift)

@@ -29,23 +29,16 @@ GROWTH_BYTES = 1 * GiB
 
 
 class Region:
-    """The bytes of one path of an ssd tier: an unnamed file, so nothing outlives the process.
+    """The bytes of one path of an ssd tier: an unnamed file in a directory, or a block device.
 
-    The file is opened with ``O_TMPFILE`` where the file system offers it; elsewhere it is created
-    exclusively with mode 0600 and unlinked at once. Either way `kill -9` leaves nothing behind. A
-    block device is opened exclusively, its first megabyte is never written, and the used part is
-    discarded at the end; after `kill -9` the bytes stay on it until they are overwritten.
+    The file vanishes with the process, also after `kill -9`. A block device is opened exclusively,
+    its first megabyte is never written, and the used part is discarded at the end; after `kill -9`
+    the bytes stay on it until they are overwritten.
 
-    Args:
-        path: the directory where the file lives, or a block device.
-        tier: the tier's name, for messages.
-        capacity: bytes at most, or None for what the file system has free or the device has.
-        direct: True, False, or ``"auto"`` (direct I/O where the file system supports it).
-        overwrite: use a block device although it has a file system or other data.
-
-    Raises:
-        ConfigError: the path is unusable, has too little room for `capacity`, or refuses direct
-            I/O although `direct` is True.
+    Without a `capacity` in bytes it has what the file system has free, or all of the device.
+    `direct` is True, False, or ``"auto"`` (direct I/O where the file system supports it).
+    `overwrite` uses a block device although there is data on it. Raises ConfigError if the path
+    cannot be used so.
     """
 
     def __init__(
@@ -58,24 +51,35 @@ class Region:
         overwrite: bool = False,
     ) -> None:
         self.tier = tier
-        self.path: Path
-        self.fd: int
-        self.direct: bool
-        self.capacity: int
         #: Why the file system had no room for the last allocation, if that was the reason.
         self.shortage: str | None = None
         self._device: OpenDevice | None = None
         self._begin = 0  # of the device; what is before it is never written
         self._used_end = 0
         if is_block_device(path):
-            self._open_device(path, capacity, direct, overwrite=overwrite)
+            device = open_device(path, tier, overwrite=overwrite, direct=direct)
+            self.path, self.fd, self.direct = device.path, device.fd, device.direct
+            self._device, self._begin, available = device, device.begin, device.capacity
+        elif overwrite:
+            raise ConfigError(
+                f"tier {tier!r}: overwrite: true is for block devices, and {str(path)!r} is not "
+                f"one. Leave it out: files in a directory never replace others."
+            )
         else:
-            if overwrite:
-                raise ConfigError(
-                    f"tier {tier!r}: overwrite: true is for block devices, and {str(path)!r} is "
-                    f"not one. Leave it out: files in a directory never replace others."
-                )
-            self._open_file(path, capacity, direct)
+            self.path = check_directory(path, tier)
+            self.fd = -1
+            available = self._available()
+        self.capacity = available if capacity is None else capacity
+        if self.capacity > available:
+            if self.fd >= 0:
+                os.close(self.fd)
+            raise ConfigError(
+                f"tier {tier!r}: capacity is {format_size(self.capacity)}, but {self.path} has "
+                f"only {format_size(available)} available, besides a reserve. Lower the capacity, "
+                f"free some space, or name another path."
+            )
+        if self._device is None:
+            self.fd, self.direct = self._open(direct)
         self._extents = ExtentAllocator(self.capacity)
         self._reserved = 0
         self._lock = threading.Lock()
@@ -133,44 +137,12 @@ class Region:
             os.close(fd)
 
     # ------------------------------------------------------------------ opening
-    def _open_device(
-        self,
-        path: Path,
-        capacity: int | None,
-        direct: bool | Literal["auto"],
-        *,
-        overwrite: bool,
-    ) -> None:
-        device = open_device(path, self.tier, overwrite=overwrite, direct=direct)
-        if capacity is not None and capacity > device.capacity:
-            os.close(device.fd)
-            raise ConfigError(
-                f"tier {self.tier!r}: capacity is {format_size(capacity)}, but the device "
-                f"{device.path} has only {format_size(device.capacity)} available. Lower the "
-                f"capacity, or name another device."
-            )
-        self._device = device
-        self.path, self.fd, self.direct = device.path, device.fd, device.direct
-        self.capacity = device.capacity if capacity is None else capacity
-        self._begin = device.begin
-
-    def _open_file(
-        self, directory: Path, capacity: int | None, direct: bool | Literal["auto"]
-    ) -> None:
-        tier = self.tier
-        self.path = check_directory(directory, tier)
+    def _available(self) -> int:
+        """Return the bytes of the file system that may be used."""
         free = shutil.disk_usage(self.path).free
-        usable = max(0, free - RESERVE_BYTES)
-        if capacity is not None and capacity > usable:
+        if free - RESERVE_BYTES < PAGE_BYTES:
             raise ConfigError(
-                f"tier {tier!r}: capacity is {format_size(capacity)}, but {self.path} has only "
-                f"{format_size(usable)} available ({format_size(free)} free, less a "
-                f"reserve of {format_size(RESERVE_BYTES)}). Lower the capacity, free some "
-                f"space, or name another directory."
-            )
-        if usable < PAGE_BYTES:
-            raise ConfigError(
-                f"tier {tier!r}: {self.path} has too little free space "
+                f"tier {self.tier!r}: {self.path} has too little free space "
                 f"({format_size(free)}): {format_size(RESERVE_BYTES)} are reserved "
                 f"for others. Free some, or name another directory."
             )
@@ -178,11 +150,10 @@ class Region:
             logger.warning(
                 "tier %r: %s is a file system in main memory: what is written there still uses "
                 "host memory. Name a directory on a disk.",
-                tier,
+                self.tier,
                 self.path,
             )
-        self.capacity = usable if capacity is None else capacity
-        self.fd, self.direct = self._open(direct)
+        return free - RESERVE_BYTES
 
     def _open(self, direct: bool | Literal["auto"]) -> tuple[int, bool]:
         direct_flag = getattr(os, "O_DIRECT", 0)
@@ -250,11 +221,8 @@ class Region:
 class ExternalFile:
     """An existing file, for instance a shard of a checkpoint, whose ranges are read as extents.
 
-    It must not change while ranges are in use. Reads are recorded under the name `tier`, and bypass
-    the page cache if `direct` and the file system supports it.
-
-    Raises:
-        ConfigError: it cannot be opened.
+    It must not change meanwhile. Reads are recorded under the name `tier`, and bypass the page
+    cache if `direct` and the file system supports it. Raises ConfigError if it cannot be opened.
     """
 
     def __init__(self, path: str | os.PathLike[str], tier: str, *, direct: bool = True) -> None:
@@ -276,10 +244,7 @@ class ExternalFile:
         self.nbytes = self._status.st_size
 
     def cover(self, offset: int, nbytes: int) -> tuple[Extent, int]:
-        """Return the page-aligned extent around a range, and the range's begin within it.
-
-        Raises StorageError if the range is not inside the file.
-        """
+        """Return the page-aligned extent around a range inside the file, and its begin there."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise StorageError(
                 f"{self.path}: bytes {offset} to {offset + nbytes} were requested, but the file "

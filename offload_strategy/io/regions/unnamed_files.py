@@ -22,10 +22,7 @@ _DIRTY_BYTES = 32 * MiB
 
 
 def create_unnamed(directory: Path, extra_flags: int = 0) -> int:
-    """Create an owner-only file that vanishes with its last descriptor, also after `kill -9`.
-
-    Returns the descriptor; raises OSError if the file cannot be created in the directory.
-    """
+    """Open an owner-only file that vanishes with its last descriptor, also after `kill -9`."""
     flags = os.O_RDWR | extra_flags | getattr(os, "O_CLOEXEC", 0)
     unnamed = getattr(os, "O_TMPFILE", 0)
     if unnamed:
@@ -43,9 +40,9 @@ def create_unnamed(directory: Path, extra_flags: int = 0) -> int:
 
 
 def supports_direct_io(fd: int) -> bool:
-    """Whether a page can be written and read (some file systems accept the flag but fail later).
+    """Whether a page of an empty file can be written and read; some fail only then.
 
-    The file is empty, before and afterwards. Raises OSError if the disk fails.
+    Raises OSError if the disk fails.
     """
     page = mmap.mmap(-1, PAGE_BYTES)
     try:
@@ -78,10 +75,7 @@ def switch_to_direct_io(fd: int) -> None:
 
 
 def grow(fd: int, begin: int, end: int) -> None:
-    """Grow a file from `begin` to `end` bytes, preallocated where the file system supports it.
-
-    Raises OSError: ENOSPC when the disk is full, others when it fails.
-    """
+    """Grow a file from `begin` to `end` bytes, preallocated where the file system supports it."""
     if hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(fd, begin, end - begin)
@@ -95,8 +89,7 @@ def grow(fd: int, begin: int, end: int) -> None:
 class PageFile:
     """Reads and writes whole pages of a file, with at most 32 MiB of them in the page cache.
 
-    In a memory cgroup, written pages count until they are on the disk: writing a checkpoint would
-    otherwise take as much memory as the checkpoint has bytes. The caller closes the file.
+    In a memory cgroup, written pages count until they are on the disk. The caller closes the file.
     """
 
     def __init__(self, fd: int) -> None:
@@ -105,10 +98,7 @@ class PageFile:
         self._dirty_bytes = 0
 
     def write(self, view: memoryview, offset: int) -> None:
-        """Write page-aligned memory at a page-aligned offset.
-
-        Whole pages; the last may be partial without direct I/O.
-        """
+        """Write whole pages; without direct I/O the last may be partial."""
         write_all(self._fd, view, offset)
         self._dirty_bytes += len(view)
         if self._buffered and self._dirty_bytes >= _DIRTY_BYTES:
