@@ -65,11 +65,11 @@ class ExtentsAgainstAPageMap(RuleBasedStateMachine):
     def figures_agree(self) -> None:
         assert self.allocator.used_bytes == sum(self.taken) * PAGE_BYTES
         assert self.allocator.high_water == self.last_page() * PAGE_BYTES
-        assert self.allocator.free_ranges == len(self.holes())
+        assert len(self.allocator._holes) == len(self.holes())
 
     @invariant()
     def bookkeeping_is_bounded(self) -> None:
-        assert self.allocator.free_ranges <= len(self.allocator._allocated)
+        assert len(self.allocator._holes) <= len(self.allocator._allocated)
         assert entries(self.allocator) <= 5 * len(self.allocator._allocated)
 
     def last_page(self) -> int:

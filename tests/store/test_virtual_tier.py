@@ -13,6 +13,7 @@ from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.io.backends.protocol import create_backend
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.regions.region import ExternalFile
+from offload_strategy.store import tiers
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import TicketState
 from offload_strategy.store.tiers import PathTier, Quota
@@ -20,22 +21,31 @@ from offload_strategy.telemetry import Recorder
 from offload_strategy.units import KiB, MiB
 from tests.store.rig import CLIENT, PAGE, MakeRig, Rig, noise
 
-
 # ---------------------------------------------------------------------- several paths
+#: Parts of striped tickets are multiples of this here.
+UNIT = 64 * KiB
+
+
+@pytest.fixture(autouse=True)
+def _small_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "STRIPE_BYTES", 8 * UNIT)
+    monkeypatch.setattr(tiers, "STRIPE_UNIT", UNIT)
+
+
 @pytest.fixture
 def pair(make_rig: MakeRig) -> Rig:
     """Two paths; the first is twice as fast."""
-    rig = make_rig(paths=2, disk_bytes=96 * MiB, budget=256 * MiB, write_behind=256 * MiB)
+    rig = make_rig(paths=2, disk_bytes=96 * UNIT)
     rig.queues[0].bandwidth.seed(read=2e9, write=2e9)
     rig.queues[1].bandwidth.seed(read=1e9, write=1e9)
     return rig
 
 
 def test_a_large_ticket_lies_on_all_paths_in_proportion(pair: Rig) -> None:
-    payload = noise(24 * MiB + 7)
+    payload = noise(24 * UNIT + 7)
     ticket = pair.stored(payload)
     parts = {stripe.queue: stripe.nbytes for stripe in ticket.entry.stripes}
-    assert parts[pair.queues[0]] == pytest.approx(16 * MiB, abs=1 * MiB)
+    assert parts[pair.queues[0]] == pytest.approx(16 * UNIT, abs=1 * UNIT)
     assert sum(parts.values()) == ticket.nbytes
     assert pair.bytes_on_disk(ticket) == payload.numpy().tobytes()
     assert sorted(r.nbytes for r in pair.recorder.moves) == sorted(parts.values())
@@ -45,7 +55,7 @@ def test_a_large_ticket_lies_on_all_paths_in_proportion(pair: Rig) -> None:
 
 
 def test_both_paths_work_at_the_same_time(pair: Rig) -> None:
-    ticket = pair.put(noise(24 * MiB))
+    ticket = pair.put(noise(24 * UNIT))
     assert all(backend.waiting for backend in pair.backends)
     pair.complete()
     pair.store.prefetch(ticket)
@@ -55,58 +65,58 @@ def test_both_paths_work_at_the_same_time(pair: Rig) -> None:
 
 
 def test_small_tickets_stay_whole(pair: Rig) -> None:
-    tickets = [pair.put(noise(64 * KiB, seed)) for seed in range(9)]
+    tickets = [pair.put(noise(UNIT, seed)) for seed in range(9)]
     assert all(len(ticket.entry.stripes) == 1 for ticket in tickets)
     assert pair.regions[0].used_bytes == 2 * pair.regions[1].used_bytes
     pair.complete()
 
 
 def test_a_full_path_leaves_the_rest_to_the_others(pair: Rig) -> None:
-    tickets = [pair.put(noise(24 * MiB, seed)) for seed in range(7)]
-    assert pair.regions[0].free_bytes < 24 * MiB
-    with pytest.raises(TierFullError, match="no tier has room for 32 MiB"):
-        pair.put(noise(32 * MiB))
-    assert pair.disk.used_bytes == 7 * 24 * MiB  # what did not fit left nothing behind
+    tickets = [pair.put(noise(24 * UNIT, seed)) for seed in range(7)]
+    assert pair.regions[0].free_bytes < 24 * UNIT
+    with pytest.raises(TierFullError, match="no tier has room for 2 MiB"):
+        pair.put(noise(32 * UNIT))
+    assert pair.disk.used_bytes == 7 * 24 * UNIT  # what did not fit left nothing behind
     pair.at_once()
     for seed, ticket in enumerate(tickets):
-        assert torch.equal(pair.store.get(ticket), noise(24 * MiB, seed))
+        assert torch.equal(pair.store.get(ticket), noise(24 * UNIT, seed))
         pair.store.evict(ticket)
 
 
 def test_one_capacity_over_several_paths(pair: Rig) -> None:
-    quota = Quota(40 * MiB)
+    quota = Quota(40 * UNIT)
     tier = PathTier("nvme", pair.queues, dict.fromkeys(pair.queues, quota))
-    assert tier.capacity == 40 * MiB
+    assert tier.capacity == 40 * UNIT
     other = PathTier("pfs", pair.queues[1:], {pair.queues[0]: quota})
     assert other.capacity == pair.regions[1].capacity, "the quota of a path that is not its own"
-    first = tier.claim_extents(30 * MiB)
+    first = tier.claim_extents(30 * UNIT)
     assert first is not None
-    assert tier.claim_extents(20 * MiB) is None
-    assert quota.used_bytes == 30 * MiB
+    assert tier.claim_extents(20 * UNIT) is None
+    assert quota.used_bytes == 30 * UNIT
     tier.release_extents(first)
     assert quota.used_bytes == 0
 
 
 def test_a_path_that_slows_down_gets_less(pair: Rig) -> None:
     assert [round(share, 2) for share in pair.disk.shares().values()] != [0.5, 0.5]
-    before = pair.stored(noise(24 * MiB))
+    before = pair.stored(noise(24 * UNIT))
     pair.queues[0].bandwidth.seed(read=1e8, write=1e8)
-    after = pair.stored(noise(24 * MiB))
+    after = pair.stored(noise(24 * UNIT))
     on_first = [
         sum(stripe.nbytes for stripe in ticket.entry.stripes if stripe.queue is pair.queues[0])
         for ticket in (before, after)
     ]
-    assert on_first[0] >= 15 * MiB
+    assert on_first[0] >= 15 * UNIT
     assert on_first[1] == 0
 
 
 def test_a_part_that_cannot_be_written_fails_the_ticket(pair: Rig) -> None:
-    payload = noise(24 * MiB)
+    payload = noise(24 * UNIT)
     ticket = pair.put(payload)
     pair.backends[1].complete(error=OSError(5, "Input/output error"))
     pair.complete()
     assert torch.equal(pair.store.get(ticket), payload)  # kept in memory
-    with pytest.raises(StorageError, match=r"'nvme'.*could not write 24 MiB of activations"):
+    with pytest.raises(StorageError, match=r"'nvme'.*could not write 1.5 MiB of activations"):
         pair.put(noise(16))
     assert pair.disk.used_bytes == 0
 
@@ -114,12 +124,12 @@ def test_a_part_that_cannot_be_written_fails_the_ticket(pair: Rig) -> None:
 # ---------------------------------------------------------------------- checksums
 def test_a_flipped_bit_is_found_and_named(make_rig: MakeRig) -> None:
     rig = make_rig(checksum=True, paths=2)
-    payload = noise(10 * MiB + 3)
+    payload = noise(10 * UNIT + 3)
     ticket = rig.stored(payload)
     rig.at_once()
     assert torch.equal(rig.store.get(ticket), payload)
     rig.store.evict(ticket)
-    for index in (0, 5 * MiB, 10 * MiB + 2):
+    for index in (0, 5 * UNIT, 10 * UNIT + 2):
         rig.flip(ticket, index)
         with pytest.raises(CorruptDataError, match=r"'nvme'.*not what was written there"):
             rig.store.get(ticket)

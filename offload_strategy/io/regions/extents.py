@@ -40,11 +40,6 @@ class ExtentAllocator:
         self._by_size: list[tuple[int, int]] = []  # sorted (size, start), of the holes
         self._large: list[int] = []  # sorted starts of the holes of LARGE_BYTES and more
 
-    @property
-    def free_ranges(self) -> int:
-        """How many separate free ranges are below the high-water mark."""
-        return len(self._holes)
-
     def allocate(self, nbytes: int) -> Extent | None:
         """Allocate an extent of at least `nbytes`, or None when no range is large enough."""
         size = max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES))
