@@ -103,12 +103,7 @@ class TensorStore:
         return ticket
 
     def adopt(
-        self,
-        queue: PathQueue,
-        offset: int,
-        nbytes: int,
-        client: str,
-        device: torch.device = _CPU,
+        self, queue: PathQueue, offset: int, nbytes: int, client: str, device: torch.device = _CPU
     ) -> Ticket:
         """Return a ticket for a range of an existing file, which is read when needed.
 

@@ -87,8 +87,7 @@ def test_idle_memory_elsewhere_makes_room_within_the_budget() -> None:
 @given(
     steps=st.lists(
         st.tuples(
-            st.sampled_from(["lend", "must", "drop", "drop", "trim", "keep"]),
-            st.integers(0, 3000),
+            st.sampled_from(["lend", "must", "drop", "drop", "trim", "keep"]), st.integers(0, 3000)
         ),
         max_size=60,
     )

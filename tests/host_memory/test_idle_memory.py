@@ -70,17 +70,13 @@ def test_buffers_stay_where_backward_needs_more_than_forward(
     assert process.held() >= 180 * MiB, "nothing had to be mapped anew"
 
 
-def test_buffers_go_where_forward_needs_more_than_backward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_buffers_go_where_forward_needs_more_than_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     process = Process(monkeypatch)
     first, *peaks = process.passes(6, forward=300 * MiB, backward=200 * MiB)
     assert max(peaks) <= first + 4 * MiB
 
 
-def test_room_is_left_for_what_is_made_while_nobody_looks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_room_is_left_for_what_is_made_while_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     process = Process(monkeypatch)
     sizes = {"forward": 50 * MiB, "backward": 200 * MiB, "loss": 150 * MiB}
     first, *peaks = process.passes(6, **sizes)

@@ -23,16 +23,7 @@ from tests.conftest import our_threads
 from tests.io.loop_devices import loop_disk, run
 
 BLOCK = 64 * PAGE_BYTES
-SIZES = [
-    1,
-    511,
-    PAGE_BYTES - 1,
-    PAGE_BYTES,
-    PAGE_BYTES + 1,
-    5 * PAGE_BYTES + 77,
-    BLOCK - 1,
-    BLOCK,
-]
+SIZES = [1, 511, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 5 * PAGE_BYTES + 77, BLOCK - 1, BLOCK]
 
 
 class Memory(Protocol):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -163,53 +162,6 @@ def test_each_fails_and_is_cancelled_on_its_own(queue: PathQueue, backend: Adjac
     again.submit()
     backend.complete_all()
     assert again.state is MoveState.DONE
-
-
-def test_many_moves_of_any_size_come_back_as_they_were(disk: Path) -> None:
-    """On the real backend, with moves that go together and others."""
-    random_ = random.Random(5)
-    region = Region(disk, "nvme", 1024 * PAGE_BYTES)
-    backend = create_backend("posix", threads=2, block_size=32 * PAGE_BYTES)
-    queue = PathQueue(region, backend, Recorder())
-    written, read = [], []
-    try:
-        for _ in range(100):
-            nbytes = random_.choice([PAGE_BYTES, 2 * PAGE_BYTES, 3 * PAGE_BYTES + 77, 500])
-            place = region.allocate(nbytes)
-            assert place is not None
-            move = aligned(
-                queue,
-                place.offset // PAGE_BYTES,
-                nbytes,
-                misalignment=random_.choice([0, 0, 0, 0, 64]),
-            )
-            data = random_.randbytes(nbytes)
-            memory = move.keep_alive
-            ctypes.memmove(move.parts[0].address, data, nbytes)
-            move.submit()
-            written.append((move, place, data, memory))
-        for move, _, _, _ in written:
-            assert move.ended.wait(60)
-            assert move.state is MoveState.DONE
-        for _, place, data, _ in reversed(written):
-            move = aligned(
-                queue,
-                place.offset // PAGE_BYTES,
-                len(data),
-                write=False,
-                whole_pages=True,
-                priority=Priority.PREFETCH,
-            )
-            address, memory = move.parts[0].address, move.keep_alive
-            move.submit()
-            read.append((move, address, memory, data))
-        for move, address, _, data in read:
-            assert move.ended.wait(60)
-            assert move.state is MoveState.DONE
-            assert ctypes.string_at(address, len(data)) == data
-    finally:
-        backend.close()
-        region.close()
 
 
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])

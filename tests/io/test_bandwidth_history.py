@@ -162,23 +162,15 @@ def _changed(**parts: Any) -> str:
 INVALID: dict[str, str | bytes] = {
     "empty": "",
     "no JSON": "{",
-    "a number": "3",
     "deep": "[" * 50000,
     "another format": _changed(format=2),
-    "no identity": _changed(of=None),
     "an identity of other fields": _changed(of={"path": "/mnt"}),
-    "an identity of other kinds": _changed(of={**asdict(IDENTITY), "path": 3}),
     "somebody else's": _changed(of={**asdict(IDENTITY), "machine": "node8"}),
-    "no figure": _changed(read=3),
     "a figure of other fields": _changed(read={"rate": 1e9}),
     "a rate of 0": _changed(read={**asdict(RATES[READ]), "rate": 0}),
-    "a negative rate": _changed(read={**asdict(RATES[READ]), "rate": -1e9}),
-    "no number": _changed(read={**asdict(RATES[READ]), "rate": "fast"}),
     "NaN": _changed(read={**asdict(RATES[READ]), "rate": float("nan")}),
-    "infinity": _changed(read={**asdict(RATES[READ]), "rate": float("inf")}),
     "true": _changed(read={**asdict(RATES[READ]), "rate": True}),
     "an unknown source": _changed(read={**asdict(RATES[READ]), "source": "hearsay"}),
-    "fractions of bytes": _changed(read={**asdict(RATES[READ]), "nbytes": 0.5}),
     "large": _changed(more="x" * 100_000),
     "binary": bytes(range(256)),
 }
@@ -214,8 +206,7 @@ def test_invalid_files_do_not_hide_valid_ones(cache: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("observed", "after"),
-    [(2.25e9, 1.5e9), (0.25e9, 0.5e9), (1e9, 1e9), (1e12, 2e9), (1e3, 0.5e9)],
+    ("observed", "after"), [(2.25e9, 1.5e9), (0.25e9, 0.5e9), (1e9, 1e9), (1e12, 2e9), (1e3, 0.5e9)]
 )
 def test_a_run_moves_a_rate_by_half_and_twofold_at_most(observed: float, after: float) -> None:
     found = updated_rate(MeasuredRate(1e9, "observed", 100, 3), observed, 50)

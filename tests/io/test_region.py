@@ -16,7 +16,7 @@ from offload_strategy.errors import ConfigError, StorageError
 from offload_strategy.io.regions import region as region_module
 from offload_strategy.io.regions.directory_check import check_directory
 from offload_strategy.io.regions.region import Region
-from offload_strategy.units import PAGE_BYTES, GiB, MiB, format_size
+from offload_strategy.units import GiB, MiB, format_size
 
 UNNAMED = [
     pytest.param(True, id="unnamed", marks=pytest.mark.skipif(
@@ -74,23 +74,6 @@ def test_the_file_grows_in_large_steps(disk: Path, monkeypatch: pytest.MonkeyPat
         assert region.allocate(1 * MiB) is not None
         sizes.append(os.fstat(region.fd).st_size // MiB)
     assert sizes == [8] * 8 + [16] * 8 + [24] * 8 + [30] * 6
-    region.close()
-
-
-def test_no_more_than_the_capacity_is_allocated(region: Region) -> None:
-    extents = [region.allocate(16 * MiB) for _ in range(4)]
-    assert None not in extents
-    assert region.free_bytes == 0
-    assert region.allocate(1) is None
-    region.free(extents[1])  # type: ignore[arg-type]
-    assert region.used_bytes == 48 * MiB
-    assert region.allocate(17 * MiB) is None
-    assert region.allocate(16 * MiB) == extents[1]
-
-
-def test_a_capacity_that_is_not_whole_pages_loses_the_rest(disk: Path) -> None:
-    region = Region(disk, "nvme", capacity=3 * PAGE_BYTES + 1)
-    assert [region.allocate(1) is None for _ in range(4)] == [False, False, False, True]
     region.close()
 
 

@@ -52,9 +52,7 @@ def test_owners_share_what_may_be_kept(rig: Rig) -> None:
 @pytest.mark.parametrize("pinned", ["64MiB", "1MiB"])
 def test_new_weights_find_their_buffers_again_in_every_step(disk: Path, pinned: str) -> None:
     config = settings(
-        disk,
-        memory={"pinned": pinned},
-        optimizer={"overlap": "commit", "subgroup_size": 50_000},
+        disk, memory={"pinned": pinned}, optimizer={"overlap": "commit", "subgroup_size": 50_000}
     )
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(200, 200) for _ in range(6)))

@@ -112,9 +112,7 @@ def test_reading_what_is_being_written_returns_the_bytes_in_memory(rig: Rig) -> 
 
 
 # ---------------------------------------------------------------------- failing to write
-def test_a_failed_write_keeps_the_bytes_and_is_told_at_the_next_put(
-    make_rig: MakeRig,
-) -> None:
+def test_a_failed_write_keeps_the_bytes_and_is_told_at_the_next_put(make_rig: MakeRig) -> None:
     rig = make_rig(block_size=PAGE)
     payload = noise(3 * PAGE)
     ticket, other = rig.put(payload), rig.put(noise(PAGE, seed=1))

@@ -64,13 +64,6 @@ def test_both_paths_work_at_the_same_time(pair: Rig) -> None:
     assert ticket.state is TicketState.IN_MEMORY
 
 
-def test_small_tickets_stay_whole(pair: Rig) -> None:
-    tickets = [pair.put(noise(UNIT, seed)) for seed in range(9)]
-    assert all(len(ticket.entry.stripes) == 1 for ticket in tickets)
-    assert pair.regions[0].used_bytes == 2 * pair.regions[1].used_bytes
-    pair.complete()
-
-
 def test_a_full_path_leaves_the_rest_to_the_others(pair: Rig) -> None:
     tickets = [pair.put(noise(24 * UNIT, seed)) for seed in range(7)]
     assert pair.regions[0].free_bytes < 24 * UNIT
