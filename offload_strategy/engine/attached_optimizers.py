@@ -19,11 +19,8 @@ from offload_strategy.optimizer.ranks.data_parallel_group import GroupRegistry
 from offload_strategy.optimizer.states.parameter_slices import local_tensor
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.user_class.compatibility import check_supported
-from offload_strategy.plan_runtime.space_requirements import (
-    optimizer_need,
-    shortfall,
-    subgroup_size,
-)
+from offload_strategy.plan_runtime.space_requirements import optimizer_need, subgroup_size
+from offload_strategy.units import format_size
 from offload_strategy.weights.parameter_registry import ParameterRegistry
 from offload_strategy.weights.weight_stream import WeightStream
 
@@ -31,11 +28,8 @@ from offload_strategy.weights.weight_stream import WeightStream
 class AttachedOptimizers:
     """The optimizers of an engine; iterates over those that are wrapped and alive.
 
-    Args:
-        resources: the engine's open resources.
-        section: the ``optimizer`` section of the config.
-        registry: knows which parameters have an owner already.
-        residence: the stream of streamed weights, or None without ``parameters.enabled``.
+    The registry knows which parameters have an owner already; the stream is that of streamed
+    weights, or None without ``parameters.enabled``.
     """
 
     def __init__(
@@ -43,12 +37,12 @@ class AttachedOptimizers:
         resources: Resources,
         section: OptimizerConfig,
         registry: ParameterRegistry,
-        residence: WeightStream | None,
+        stream: WeightStream | None,
     ) -> None:
         self._resources = resources
         self._section = section
         self._registry = registry
-        self._residence = residence
+        self._stream = stream
         self._dp_groups = GroupRegistry(shards_states=section.sharding)
         self._wrapped: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
         self._guards: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = (
@@ -57,6 +51,9 @@ class AttachedOptimizers:
 
     def __iter__(self) -> Iterator[OffloadedOptimizer]:
         return iter(list(self._wrapped))
+
+    def __len__(self) -> int:
+        return len(self._wrapped)
 
     @property
     def state_bytes(self) -> int:
@@ -70,12 +67,8 @@ class AttachedOptimizers:
     def wrap(self, optimizer: Optimizer, is_last: Callable[[], bool]) -> Optimizer:
         """Offload the states of an optimizer, if the config enables it.
 
-        Args:
-            optimizer: the user's optimizer.
-            is_last: returns whether a step follows the current backward pass.
-
-        Raises:
-            ConfigError: it is not supported, is attached already, or the tiers are too small.
+        `is_last` returns whether a step follows the current backward pass. Raises a ConfigError if
+        the optimizer is not supported, is attached already, or the tiers are too small.
         """
         if isinstance(optimizer, OffloadedOptimizer):
             raise ConfigError("attach: this optimizer is attached already. Attach it once.")
@@ -104,7 +97,7 @@ class AttachedOptimizers:
             new_weight_tiers=self._resources.new_weight_tiers,
             gradient_memory=section.gradient_memory,
             directories=self._resources.scratch_directories("optimizer"),
-            residency=self._residence,
+            residency=self._stream,
             dp_groups=self._dp_groups,
         )
         self._registry.claim_states(parameters, wrapped)
@@ -141,19 +134,17 @@ class AttachedOptimizers:
             # The wrapping optimizer runs these hooks with itself as argument, and so does a class
             # whose step() calls its base class on the stand-in for one subgroup.
             if optimizer is own() and engine() is not None:
-                name = type(optimizer).__name__
                 raise OffloadError(
-                    f"step(): an offload engine has the states of this {name}, which does not step "
-                    f"by itself any more. Train with the optimizer that attach returned: "
-                    "`optimizer = engine.attach(model, optimizer)`. To train without offload "
-                    "again, close the engine."
+                    f"step(): an offload engine has the states of this {type(optimizer).__name__}, "
+                    "which does not step by itself any more. Train with the optimizer that attach "
+                    "returned: `optimizer = engine.attach(model, optimizer)`. To train without "
+                    "offload again, close the engine."
                 )
 
         self._guards[inner] = inner.register_step_pre_hook(refuse)
 
     def _unguard(self, inner: Optimizer) -> None:
-        handle = self._guards.pop(inner, None)
-        if handle is not None:
+        if (handle := self._guards.pop(inner, None)) is not None:
             handle.remove()
 
     def _subgroup_size(
@@ -168,8 +159,7 @@ class AttachedOptimizers:
         if self._section.overlap == "commit":  # new weights wait in the rest
             moved += sum(local_tensor(p).nbytes for p in parameters)
             memory -= sum(tier.capacity for tier in self._resources.new_weight_tiers)
-        each = moved / max(1, sum(local_tensor(p).numel() for p in parameters))
-        return partial(subgroup_size, each=each, memory=memory)
+        return partial(subgroup_size, each=moved / _elements(parameters), memory=memory)
 
     def _expect(
         self,
@@ -183,7 +173,7 @@ class AttachedOptimizers:
         into them.
         """
         if self._section.overlap != "off":
-            count = max(1, sum(local_tensor(p).numel() for p in parameters))
+            count = _elements(parameters)
             size = min(count, subgroup_size(count))
             self._resources.pool.idle_may_exceed(state_bytes * size // count)
 
@@ -197,8 +187,18 @@ class AttachedOptimizers:
             weights_bytes = -(-weights_bytes // dp_group.size)
         waiting_bytes = max(0, weights_bytes - section.gradient_memory)
         need = optimizer_need(state_bytes, weights_bytes, section.overlap, waiting_bytes)
-        tiers = self._resources.clients["optimizer"]
-        complaint = shortfall(need, sum(tier.capacity - tier.used_bytes for tier in tiers))
-        if complaint is not None:
-            raise ConfigError(f"attach: {complaint}")
+        detail = f"{format_size(state_bytes)} of states"
+        if need > state_bytes:
+            updates = format_size(need - state_bytes)
+            detail += f" and {updates} of updates on their way (overlap: commit)"
+        self._resources.check_room(
+            "optimizer",
+            need,
+            f"attach: optimizer states need {format_size(need)} ({detail})",
+            "add a tier, or set optimizer.overlap to off, which needs less",
+        )
         return state_bytes
+
+
+def _elements(parameters: Sequence[nn.Parameter]) -> int:
+    return max(1, sum(local_tensor(p).numel() for p in parameters))

@@ -11,7 +11,7 @@ import torch
 
 from offload_strategy.config import OffloadConfig
 from offload_strategy.engine.resources import Resources
-from offload_strategy.telemetry import CLIENTS, Direction, Recorder, get_logger
+from offload_strategy.telemetry import CLIENTS, Direction, get_logger
 from offload_strategy.torch_support.accelerator import has_memory_statistics, peak_allocated_bytes
 from offload_strategy.units import format_size
 
@@ -22,18 +22,12 @@ logger = get_logger(__name__)
 
 
 class Metrics:
-    """Reads the metrics of one engine.
+    """Reads the metrics of one engine, and warns of wear of its drives."""
 
-    Args:
-        config: the engine's config.
-        resources: the engine's open resources.
-        recorder: the record of all transfers and stalls.
-    """
-
-    def __init__(self, config: OffloadConfig, resources: Resources, recorder: Recorder) -> None:
+    def __init__(self, config: OffloadConfig, resources: Resources) -> None:
         self._config = config
         self._resources = resources
-        self._recorder = recorder
+        self._recorder = resources.recorder
         self._started_at = time.perf_counter()
         self._warned: set[str] = set()
 
@@ -43,13 +37,7 @@ class Metrics:
         activations: Mapping[str, float],
         optimizers: Sequence[Mapping[str, float]],
     ) -> dict[str, float]:
-        """Return the current metrics; see `OffloadEngine.metrics`.
-
-        Args:
-            device: the device that computes.
-            activations: metrics of activation offloading.
-            optimizers: metrics of each attached optimizer.
-        """
+        """Return the metrics, with those of activation offloading and of each optimizer."""
         recorder, resources = self._recorder, self._resources
         _ = resources.store.live_tickets  # also frees tickets that were garbage-collected
         metrics: dict[str, float] = {}
@@ -71,15 +59,17 @@ class Metrics:
         for name in ("speculated_steps", "redone_steps"):
             metrics[f"offload/optimizer/{name}"] = sum((each[name] for each in optimizers), 0.0)
         usage = resources.pool.usage()
-        metrics["offload/memory/pinned_bytes"] = float(usage.held_bytes)
-        metrics["offload/memory/pinned_peak_bytes"] = float(usage.peak_bytes)
-        metrics["offload/memory/fragmentation"] = usage.fragmentation
-        metrics["offload/host/rss_bytes"] = float(psutil.Process().memory_info().rss)
-        metrics["offload/device/peak_bytes"] = _device_peak_bytes(device)
-        metrics["offload/transfer/busy_seconds"] = recorder.busy_seconds()
-        metrics["offload/transfer/hidden_share"] = recorder.hidden_share()
-        metrics.update(self._endurance())
-        return metrics
+        on_device = has_memory_statistics(device)
+        return metrics | {
+            "offload/memory/pinned_bytes": float(usage.held_bytes),
+            "offload/memory/pinned_peak_bytes": float(usage.peak_bytes),
+            "offload/memory/fragmentation": usage.fragmentation,
+            "offload/host/rss_bytes": float(psutil.Process().memory_info().rss),
+            "offload/device/peak_bytes": float(peak_allocated_bytes(device) if on_device else 0),
+            "offload/transfer/busy_seconds": recorder.busy_seconds(),
+            "offload/transfer/hidden_share": recorder.hidden_share(),
+            **self._endurance(),
+        }
 
     def warn_about_endurance(self) -> None:
         """Warn once per tier when this run has written much of its drives' rated endurance."""
@@ -107,15 +97,13 @@ class Metrics:
 
     def _endurance(self) -> dict[str, float]:
         elapsed = time.perf_counter() - self._started_at
-        written = 0
-        years = math.inf
+        written, years = 0, math.inf
         for tier in self._config.tiers:
-            if tier.kind != "ssd":
-                continue
-            tier_written = self._recorder.tier_bytes(tier.name, Direction.WRITE)
-            written += tier_written
-            if tier.endurance_tbw is not None and tier_written and elapsed > 0:
-                years = min(years, _years(tier.endurance_tbw, tier_written, elapsed))
+            if tier.kind == "ssd":
+                tier_written = self._recorder.tier_bytes(tier.name, Direction.WRITE)
+                written += tier_written
+                if tier.endurance_tbw is not None and tier_written:
+                    years = min(years, _years(tier.endurance_tbw, tier_written, elapsed))
         return {
             "offload/endurance/written_bytes": float(written),
             "offload/endurance/written_bytes_per_day": written / elapsed * _SECONDS_PER_DAY,
@@ -126,9 +114,3 @@ class Metrics:
 def _years(endurance_tbw: float, written: int, seconds: float) -> float:
     """Return the lifetime in years of drives that are written to at this rate."""
     return endurance_tbw * 1e12 / (written / seconds) / _SECONDS_PER_YEAR
-
-
-def _device_peak_bytes(device: torch.device) -> float:
-    if has_memory_statistics(device):
-        return float(peak_allocated_bytes(device))
-    return 0.0

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
-import psutil
 import torch
 from torch import nn
 
@@ -15,7 +14,6 @@ from offload_strategy.config import ParametersConfig
 from offload_strategy.engine.resources import Resources
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.memory_limits import available_bytes
-from offload_strategy.plan_runtime.space_requirements import weights_shortfall
 from offload_strategy.plan_runtime.weight_schedule import BlockPass, WeightSchedule, weight_schedule
 from offload_strategy.telemetry import get_logger
 from offload_strategy.units import format_size
@@ -30,13 +28,7 @@ _RESTORED_SHARE = 0.8
 
 
 class ModelWeights:
-    """The weights of an engine's models; without ``parameters.enabled`` they stay in memory.
-
-    Args:
-        resources: the engine's open resources.
-        section: the ``parameters`` section of the config.
-        is_block: returns for a module and its name whether it is a block.
-    """
+    """The weights of an engine's models; without ``parameters.enabled`` they stay in memory."""
 
     def __init__(
         self,
@@ -57,16 +49,10 @@ class ModelWeights:
                 min_bytes=section.min_size,
             )
 
-    # ------------------------------------------------------------------ models
     def expect(self, model: nn.Module, device: torch.device) -> None:
         """Check the room for a model that will be attached, and materialize its meta parameters.
 
-        Args:
-            model: may have parameters on the meta device.
-            device: the device for those.
-
-        Raises:
-            ConfigError: the tiers are too small, or a parameter cannot be initialized.
+        Raises a ConfigError if the tiers are too small, or a parameter cannot be initialized.
         """
         if self.stream is not None:
             self._check_room("attach", self.stream.bytes_to_stream(model))
@@ -79,20 +65,13 @@ class ModelWeights:
             )
 
     def _check_room(self, doing: str, nbytes: int) -> None:
-        tiers = self._resources.clients["parameters"]
-        room = sum(tier.capacity - tier.used_bytes for tier in tiers)
-        complaint = weights_shortfall(nbytes, room)
-        if complaint is not None:
-            raise ConfigError(f"{doing}: {complaint}")
+        message = f"{doing}: the weights need {format_size(nbytes)}"
+        advice = "or add a tier to parameters.tiers"
+        self._resources.check_room("parameters", nbytes, message, advice)
 
-    @contextmanager
-    def building(self) -> Iterator[None]:
+    def building(self) -> AbstractContextManager[None]:
         """See `OffloadEngine.building`."""
-        if self.stream is None:
-            yield
-            return
-        with self.stream.building():
-            yield
+        return nullcontext() if self.stream is None else self.stream.building()
 
     def load(
         self,
@@ -129,9 +108,8 @@ class ModelWeights:
     def plan(self, states_share: float, *, updates: bool) -> WeightSchedule:
         """See `OffloadEngine.plan`.
 
-        Args:
-            states_share: bytes of optimizer states per byte of trained weights.
-            updates: whether updates run during backward.
+        There are so many bytes of optimizer states per byte of trained weights, and updates run
+        during backward or not.
         """
         if self.stream is None:
             raise ConfigError("plan: no weights are streamed. Set parameters.enabled: true.")
@@ -143,19 +121,6 @@ class ModelWeights:
             passes, self._blocks_in_flight, learned=self.stream.has_seen_a_step, updates=updates
         )
 
-    def blocks(self) -> list[int]:
-        """Return the bytes of each block, in the order in which they compute."""
-        assert self.stream is not None
-        return [block.nbytes for block, backward in self.stream.schedule() if not backward]
-
-    def process_bytes(self) -> int:
-        """Return the host memory of the process without buffers, while nothing moves."""
-        self._resources.store.wait_for_writes()
-        self._resources.store.trim()
-        buffers = self._resources.pool.usage().held_bytes
-        return int(psutil.Process().memory_info().rss) - buffers
-
-    # ------------------------------------------------------------------ life
     def close(self) -> None:
         """Restore streamed weights in memory, if they fit."""
         stream = self.stream

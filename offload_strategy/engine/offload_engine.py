@@ -31,16 +31,17 @@ from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.host_memory.memory_limits import PeakMeter, available_bytes
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from offload_strategy.optimizer.ranks.data_parallel_group import check_parallel, local_processes
-from offload_strategy.plan_runtime.space_requirements import spare_memory_advice
 from offload_strategy.telemetry import Recorder, get_logger
 from offload_strategy.torch_support.accelerator import free_bytes, has_memory_statistics
 from offload_strategy.torch_support.modules import WeakHook
-from offload_strategy.units import MiB
+from offload_strategy.units import MiB, format_size
 from offload_strategy.weights.checkpoint_loading import LoadedWeights
 from offload_strategy.weights.parameter_registry import ParameterRegistry
 
 logger = get_logger(__name__)
 
+#: Offload is reported as unnecessary if what it moves would fit this many times into free memory.
+_FREE_MEMORY_FACTOR = 2
 #: Forward passes between two checks of how much was written to each drive.
 _ENDURANCE_CHECK_INTERVAL = 32
 
@@ -89,8 +90,8 @@ class OffloadEngine(EngineReports):
         self._last_microbatch = True
         self._forwards = 0
         self._device = torch.device("cpu")
-        self._metrics = Metrics(self.config, self._resources, self._recorder)
-        self._log = StepLog(self._recorder)
+        self._metrics = Metrics(self.config, self._resources)
+        self._log = StepLog(self._recorder, self._optimizers)
 
     # ------------------------------------------------------------------ attaching
     @overload
@@ -342,13 +343,15 @@ class OffloadEngine(EngineReports):
             self._recorder.client_bytes("activations", verb) for verb in ("written", "forwarded")
         )
         moved += self._optimizers.state_bytes
-        if has_memory_statistics(self._device):
-            free = free_bytes(self._device)
-        else:
-            free = available_bytes()
-        advice = spare_memory_advice(moved, free)
-        if advice is not None:
-            logger.info(advice)
+        on_device = has_memory_statistics(self._device)
+        free = free_bytes(self._device) if on_device else available_bytes()
+        if 0 < moved * _FREE_MEMORY_FACTOR <= free:
+            logger.info(
+                "offload is not needed here: the %s that it moves would fit into the %s of memory "
+                "that are free",
+                format_size(moved),
+                format_size(free),
+            )
 
     # ------------------------------------------------------------------ life
     @property

@@ -4,27 +4,42 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from offload_strategy.activations.fake_tensor_estimate import estimate_memory
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload
 from offload_strategy.config import OffloadConfig
 from offload_strategy.engine.attached_optimizers import AttachedOptimizers
-from offload_strategy.engine.memory_prediction import predict_memory
 from offload_strategy.engine.metrics import Metrics
 from offload_strategy.engine.model_weights import ModelWeights
 from offload_strategy.engine.resources import Resources
 from offload_strategy.engine.step_log import StepLog, compare_step
-from offload_strategy.engine.step_profiler import profile_step
 from offload_strategy.errors import ConfigError
-from offload_strategy.plan_runtime.host_memory_prediction import HostMemoryPrediction
+from offload_strategy.host_memory.pool import IDLE_BYTES
+from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
+from offload_strategy.optimizer.states.precision import Precision
+from offload_strategy.optimizer.user_class.compatibility import check_supported
 from offload_strategy.plan_runtime.predicted_and_measured import PredictionComparison
-from offload_strategy.plan_runtime.profile import Profile
+from offload_strategy.plan_runtime.profile import Profile, Update
+from offload_strategy.plan_runtime.space_requirements import (
+    HostMemoryPrediction,
+    predict_host_memory,
+)
 from offload_strategy.plan_runtime.weight_schedule import WeightSchedule
 from offload_strategy.telemetry import Recorder, write_trace
+
+#: Gradients that exist in backward while updates consume them.
+_GRADIENTS_HELD = 1
+_NO_PROFILE = (
+    "profile: no backward pass has finished yet. Train a step first, with activations.enabled: "
+    "true."
+)
 
 
 class EngineReports(ABC):
@@ -74,16 +89,29 @@ class EngineReports(ABC):
             ConfigError: no step was trained yet, or activations are not offloaded.
         """
         self._check_open()
-        found = None
-        if self._activations is not None:
-            shared = self._device.type == "cpu"
-            found = profile_step(self._activations, list(self._optimizers), shared_cores=shared)
+        activations, start = self._activations, None
+        if activations is not None:
+            start = activations.latest_pass_started_at()
+        if activations is None or start is None:
+            raise ConfigError(_NO_PROFILE)
+        timings = sorted(
+            (timing for optimizer in self._optimizers for timing in optimizer.timings.since(start)),
+            key=lambda timing: timing.begin,
+        )
+        # Updates run between the nodes of backward: their time is not the model's.
+        found = activations.profile([(timing.begin, timing.end) for timing in timings])
         if found is None:
-            raise ConfigError(
-                "profile: no backward pass has finished yet. Train a step first, with "
-                "activations.enabled: true."
-            )
-        return found
+            raise ConfigError(_NO_PROFILE)
+        updates = []
+        for timing in timings:
+            before = sum(other.end - other.begin for other in timings if other.end <= timing.begin)
+            ready = timing.begin - start - before
+            # What `step()` does comes after all that is computed.
+            ready = min(max(ready, found.forward_seconds), found.step_seconds)
+            seconds = timing.end - timing.begin - timing.waited
+            updates.append(Update(ready, seconds, timing.read_bytes, timing.written_bytes))
+        shared = self._device.type == "cpu"
+        return replace(found, updates=tuple(updates), shared_cores=shared)
 
     def compare_prediction(self) -> PredictionComparison:
         """Compare the prediction of a step with its measurement, figure by figure; printable.
@@ -95,16 +123,15 @@ class EngineReports(ABC):
         Raises:
             ConfigError: fewer than four steps were trained, or activations are not offloaded.
         """
-        profile, found = self.profile(), None
-        if self._activations is not None:
-            optimizers = list(self._optimizers)
-            found = compare_step(profile, self._activations, optimizers, self._resources, self._log)
-        if found is None:
+        profile, seen = self.profile(), self._log.middle_step()
+        if seen is None:
             raise ConfigError(
                 "compare_prediction: too few steps were trained. Train at least four, and more for "
                 "meaningful figures."
             )
-        return found
+        assert self._activations is not None
+        state_bytes = self._optimizers.state_bytes
+        return compare_step(profile, self._activations, self._resources, state_bytes, seen)
 
     def predict_memory(
         self, model: nn.Module, optimizer: Optimizer, *inputs: Any, **named_inputs: Any
@@ -124,14 +151,55 @@ class EngineReports(ABC):
             ConfigError: weights are not streamed, or the model cannot run on fake tensors.
         """
         self._check_open()
-        if self._weights.stream is None or not self._is_attached(model):
+        stream = self._weights.stream
+        if stream is None or not self._is_attached(model):
             raise ConfigError(
                 "predict_memory: the model's weights are not streamed. Attach it to an engine with "
                 "parameters.enabled: true first."
             )
-        return predict_memory(
-            self.config, self._weights, self._device, model, optimizer, inputs, named_inputs
+        config, section = self.config, self.config.optimizer
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        trained = [parameter for parameter in trained if parameter.requires_grad]
+        trained_bytes = sum(parameter.nbytes for parameter in trained)
+        states_share = upcast_share = 0.0
+        subgroup = in_memory = 0
+        if isinstance(optimizer, OffloadedOptimizer):
+            subgroup = optimizer.largest_subgroup_bytes()
+            states_share = optimizer.state_bytes / trained_bytes if trained_bytes else 0.0
+            upcast_share = 2 * states_share if section.state_dtype == "bfloat16" else 0.0
+        else:
+            in_memory = check_supported(optimizer, Precision())
+        computing = 0
+        if self._device.type == "cpu":  # memory of an accelerator is not counted
+            used_up = section.overlap == "eager" and isinstance(optimizer, OffloadedOptimizer)
+            computing = estimate_memory(
+                model,
+                inputs,
+                named_inputs,
+                min_size=config.activations.min_size if config.activations.enabled else None,
+                gradients=_GRADIENTS_HELD if used_up else None,
+            ).peak_bytes
+        return predict_host_memory(
+            process_bytes=self._process_bytes() + in_memory,
+            computing_bytes=computing,
+            blocks=[block.nbytes for block, backward in stream.schedule() if not backward],
+            blocks_in_flight=config.parameters.blocks_in_flight,
+            trained=trained_bytes,
+            largest=max((parameter.nbytes for parameter in trained), default=0),
+            subgroup=subgroup,
+            states_share=states_share,
+            upcast_share=upcast_share,
+            overlap=section.overlap,
+            pinned=config.memory.pinned,
+            idle=IDLE_BYTES,
         )
+
+    def _process_bytes(self) -> int:
+        """Return the host memory of the process without buffers, while nothing moves."""
+        self._resources.store.wait_for_writes()
+        self._resources.store.trim()
+        buffers = self._resources.pool.usage().held_bytes
+        return int(psutil.Process().memory_info().rss) - buffers
 
     def metrics(self) -> dict[str, float]:
         """Return the current metrics in bytes, seconds, GB/s (1e9 bytes per second) and shares.

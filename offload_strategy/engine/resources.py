@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -15,7 +14,7 @@ from offload_strategy.checkpoints import scratch_directories
 from offload_strategy.config import Client, OffloadConfig, TierConfig
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.pool import BufferPool
-from offload_strategy.io.backends.protocol import Backend, create_backend
+from offload_strategy.io.backends.protocol import create_backend
 from offload_strategy.io.bandwidth.measured_paths import MeasuredPaths
 from offload_strategy.io.queues.checksums import Checksum, create_checksum
 from offload_strategy.io.queues.path_lock import PathLock
@@ -32,69 +31,27 @@ from offload_strategy.units import MiB, format_size
 _FILE_BLOCK_BYTES = 32 * MiB
 
 
-class _OpenFiles:
-    """External files that are opened once each and read by a backend of their own.
-
-    Args:
-        recorder: records the reads.
-    """
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._backend: Backend | None = None
-        self._queues: dict[Path, PathQueue] = {}
-
-    def queue(self, file: Path) -> PathQueue:
-        """Return the queue that reads a file.
-
-        Raises:
-            ConfigError: the file cannot be opened.
-        """
-        if file not in self._queues:
-            if self._backend is None:
-                self._backend = create_backend("posix", threads=2, block_size=_FILE_BLOCK_BYTES)
-            place = ExternalFile(file, "checkpoint")
-            self._queues[file] = PathQueue(place, self._backend, self._recorder)
-        return self._queues[file]
-
-    def close(self) -> None:
-        """Close all files; no read may be in flight."""
-        for queue in self._queues.values():
-            queue.close()
-        if self._backend is not None:
-            self._backend.close()  # what is under way ends first
-        for queue in self._queues.values():
-            assert isinstance(queue.region, ExternalFile)
-            queue.region.close()
-        self._queues.clear()
-
-
 @dataclass
 class Resources:
-    """Everything that must be closed, in order; holds no reference to the engine."""
+    """Everything that must be closed; holds no reference to the engine."""
 
     store: TensorStore
     pool: BufferPool
+    recorder: Recorder
+    #: Bandwidth of the paths from earlier runs or a probe, updated by this run.
+    measured_paths: MeasuredPaths
     #: Bytes of the pool that do not belong to dram tiers.
     pinned_bytes: int
+    #: Tier for new weights that wait for `step()`.
+    new_weight_tiers: list[Tier]
     host_tiers: dict[str, HostTier] = field(default_factory=dict)
     queues: dict[str, list[PathQueue]] = field(default_factory=dict)
     quotas: dict[PathQueue, Quota] = field(default_factory=dict)
-    backends: list[Backend] = field(default_factory=list)
     regions: list[Region] = field(default_factory=list)
-    path_locks: list[PathLock] = field(default_factory=list)
-    #: Directories of this process on paths that other machines share.
-    folders: list[Path] = field(default_factory=list)
     clients: dict[Client, list[Tier]] = field(default_factory=dict)
-    #: Tier for new weights that wait for `step()`.
-    new_weight_tiers: list[Tier] = field(default_factory=list)
     paths: dict[Client, list[Path]] = field(default_factory=dict)
     pid: int = field(default_factory=os.getpid)
-    #: Bandwidth of the paths from earlier runs or a probe, updated by this run.
-    measured_paths: MeasuredPaths = field(default_factory=lambda: MeasuredPaths(1))
-    #: External files whose bytes are read in place.
-    _files: list[_OpenFiles] = field(default_factory=list)
-    _recorder: Recorder = field(default_factory=Recorder)
+    _stack: ExitStack = field(default_factory=ExitStack)
 
     @classmethod
     def open(cls, config: OffloadConfig, recorder: Recorder, processes: int = 1) -> Resources:
@@ -115,17 +72,6 @@ class Resources:
         }
         used = {tier.name for tiers in wanted.values() for tier in tiers}
         tiers = [tier for tier in config.tiers if tier.name in used]
-        host = sum(tier.capacity or 0 for tier in tiers if tier.kind == "dram")
-        # Tickets from a device that stay in a dram tier are held in buffers too.
-        pool = BufferPool(config.memory.pinned + host)
-        store = TensorStore(pool, recorder, write_behind=config.memory.pinned)
-        resources = cls(
-            store,
-            pool,
-            config.memory.pinned,
-            measured_paths=MeasuredPaths(processes),
-            _recorder=recorder,
-        )
         check_capacities(
             [
                 (tier.name, path, tier.capacity if len(tier.paths) == 1 else None)
@@ -134,24 +80,44 @@ class Resources:
             ]
         )
         checksum = create_checksum() if config.io.checksum else None
+        pinned = config.memory.pinned
+        # Tickets from a device that stay in a dram tier are held in buffers too.
+        host = sum(tier.capacity or 0 for tier in tiers if tier.kind == "dram")
+        pool = BufferPool(pinned + host)
+        resources = cls(
+            TensorStore(pool, recorder, write_behind=pinned),
+            pool,
+            recorder,
+            MeasuredPaths(processes),
+            pinned,
+            new_weight_tiers=[HostTier("new weights in memory.pinned", pinned // 2)],
+        )
+        resources._stack.callback(resources.measured_paths.save)
+        resources._stack.callback(pool.close)
         try:
             for tier in tiers:
                 if tier.kind == "dram":
                     assert tier.capacity is not None
                     resources.host_tiers[tier.name] = HostTier(tier.name, tier.capacity)
                 else:
-                    resources._open_paths(tier, config, recorder, checksum)
+                    resources._open_paths(tier, config, checksum)
             for client, names in wanted.items():
                 resources.clients[client] = resources._tiers_of(names)
                 resources.paths[client] = [path for tier in names for path in tier.paths]
-            resources.new_weight_tiers = [
-                HostTier("new weights in memory.pinned", config.memory.pinned // 2)
-            ]
             resources._measure()
         except BaseException:
             resources.close()
             raise
         return resources
+
+    def check_room(self, client: Client, needed: int, message: str, advice: str) -> None:
+        """Raise a ConfigError unless the tiers of a client have so many bytes left."""
+        room = sum(tier.capacity - tier.used_bytes for tier in self.clients[client])
+        if needed > room:
+            raise ConfigError(
+                f"{message}, but the tiers have {format_size(room)}: {format_size(needed - room)} "
+                f"too little. Raise a tier's capacity, {advice}."
+            )
 
     def scratch_directories(self, client: Client) -> list[Path]:
         """Return directories for a client's temporary files outside its tiers, best first."""
@@ -166,79 +132,63 @@ class Resources:
 
     @contextmanager
     def files(self, *, keep: bool) -> Iterator[Callable[[Path], PathQueue]]:
-        """Yield a function that returns the queue that reads an external file.
+        """Yield a function that returns the queue that reads an external file, opened once.
 
-        Args:
-            keep: keep the files open until `close`; otherwise they are closed with the context.
+        The files are closed with the context, or by `close` if they are to be kept.
         """
-        files = _OpenFiles(self._recorder)
-        try:
-            yield files.queue
-        except BaseException:
-            files.close()
-            raise
-        if keep:
-            self._files.append(files)
-        else:
-            files.close()
+        queues: dict[Path, PathQueue] = {}
+        with ExitStack() as stack:
+            files = stack.enter_context(ExitStack())
+            backend = create_backend("posix", threads=2, block_size=_FILE_BLOCK_BYTES)
+            stack.callback(backend.close)  # what is under way ends before the files are closed
+
+            def queue(path: Path) -> PathQueue:
+                if path not in queues:
+                    file = ExternalFile(path, "checkpoint")
+                    files.callback(file.close)
+                    queues[path] = PathQueue(file, backend, self.recorder)
+                    stack.callback(queues[path].close)
+                return queues[path]
+
+            yield queue
+            if keep:
+                self._stack.enter_context(stack.pop_all())
 
     def close(self) -> None:
         """Close everything. Idempotent; does nothing in a forked child."""
-        if os.getpid() != self.pid:
-            return  # threads and files belong to the parent
-        self.store.close()
-        for queue in itertools.chain.from_iterable(self.queues.values()):
-            queue.close()
-        for files in self._files:
-            files.close()
-        for backend in self.backends:
-            backend.close()
-        for path_lock in self.path_locks:
-            path_lock.close()
-        for region in self.regions:
-            region.close()
-        for folder in self.folders:
-            with contextlib.suppress(OSError):  # another process has put a file there
-                folder.rmdir()
-        self.pool.close()
-        self.measured_paths.save()
+        if os.getpid() == self.pid:  # in a child, threads and files belong to the parent
+            self.store.close()
+            self._stack.close()
 
     def _open_paths(
-        self,
-        tier: TierConfig,
-        config: OffloadConfig,
-        recorder: Recorder,
-        checksum: Checksum | None,
+        self, tier: TierConfig, config: OffloadConfig, checksum: Checksum | None
     ) -> None:
-        several = len(tier.paths) > 1
+        several, close = len(tier.paths) > 1, self._stack.callback
         queues = self.queues[tier.name] = []
         for place in tier.paths:
             path = make_process_directory(place) if tier.shared else place
             if tier.shared:
-                self.folders.append(path)
-            region = Region(
-                path,
-                tier.name,
-                None if several else tier.capacity,
-                config.io.direct,
-                overwrite=tier.overwrite,
-            )
+                close(_remove_empty, path)
+            capacity = None if several else tier.capacity
+            region = Region(path, tier.name, capacity, config.io.direct, overwrite=tier.overwrite)
+            close(region.close)
             self.regions.append(region)
+            path_lock = PathLock(region.path)
+            close(path_lock.close)
             backend = create_backend(
                 config.io.backend,
                 threads=config.io.threads_to_use(),
                 block_size=config.io.block_size,
             )
-            self.backends.append(backend)
-            path_lock = PathLock(region.path)
-            self.path_locks.append(path_lock)
-            queue = PathQueue(region, backend, recorder, path_lock=path_lock, checksum=checksum)
+            close(backend.close)
+            queue = PathQueue(
+                region, backend, self.recorder, path_lock=path_lock, checksum=checksum
+            )
+            close(queue.close)
             self.measured_paths.add(queue, place)
             queues.append(queue)
         if several and tier.capacity is not None:
-            room = sum(
-                queue.region.capacity for queue in queues if isinstance(queue.region, Region)
-            )
+            room = sum(region.capacity for region in self.regions if region.tier == tier.name)
             if room < tier.capacity:
                 raise ConfigError(
                     f"tier {tier.name!r}: capacity is {format_size(tier.capacity)}, but its paths "
@@ -271,3 +221,8 @@ class Resources:
         }
         for queue in sorted(together, key=lambda queue: str(queue.path)):
             self.measured_paths.probe(queue)
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):  # another process has put a file there
+        folder.rmdir()

@@ -15,33 +15,17 @@ for them, and a replay predicts how long.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
-from offload_strategy.plan_runtime.booked_path import BookedPath
-from offload_strategy.plan_runtime.memory_curve import MemoryCurve
-from offload_strategy.plan_runtime.profile import PathRates, Profile
+from offload_strategy.plan_runtime.profile import Profile
+from offload_strategy.plan_runtime.step_usage import BookedPath, MemoryCurve
 from offload_strategy.units import format_size
 
-#: Name of host memory as a destination.
-HOST = "host memory"
 #: Share of a limit that a plan leaves free, because steps differ a little.
 _MARGIN = 0.015
 #: A read is urgent if it cannot start earlier than this share of its time before it must.
 _SLACK = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class HostRoom:
-    """Host memory for tensors of a device whose paths have no time left.
-
-    Args:
-        capacity: Bytes.
-        link: Bytes per second between host and device, in each direction.
-    """
-
-    capacity: int
-    link: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +37,7 @@ class PlannedMove:
         period: Number of the idle period.
         name: Name for people.
         nbytes: Size of the tensor.
-        place: Name of the path, or `HOST`.
+        place: Name of the path.
         leaves_at: Time from which it may be written.
         gone_at: Time at which its memory is free.
         fetch_at: Time at which its read starts.
@@ -127,135 +111,88 @@ class LifetimePlan:
         return "\n".join(rows)
 
 
-@dataclass(slots=True)
-class _Candidate:
-    tensor: int
-    period: int
-    name: str
-    nbytes: int
-    begin: float
-    end: float
-    #: Time from which its memory can be free.
-    free_at: float
+def within(limit: int) -> int:
+    """Return the bytes to plan for if training must not exceed a limit."""
+    return int(limit * (1 - _MARGIN))
+
+
+def plan_lifetimes(profile: Profile, limit: int) -> LifetimePlan:
+    """Select what is offloaded to the paths of a profile so that a step fits in a limit in bytes.
+
+    The plan does not fit if all possible moves together are not enough.
+    """
+    planner = _Planner(profile, limit)
+    unplanned = planner.curve.peak_bytes
+    planner.choose()
+    planner.force()
+    moves = sorted(planner.moves, key=lambda move: (move.leaves_at, move.tensor))
+    return LifetimePlan(limit, planner.curve.peak_bytes, unplanned, tuple(moves))
 
 
 @dataclass(slots=True)
 class _Offer:
-    """The benefit of a candidate for its cost, and its transfers."""
+    """The benefit of a move for its cost, and its transfers."""
 
     ratio: float
-    place: BookedPath
+    path: BookedPath
     written: float
     gone: float
     back: float
 
 
-def within(limit: int) -> int:
-    """Return the bytes to plan for if training must stay below a limit.
-
-    Args:
-        limit: Bytes of memory that must not be exceeded.
-    """
-    return int(limit * (1 - _MARGIN))
-
-
-def plan_lifetimes(
-    profile: Profile,
-    limit: int,
-    *,
-    paths: Sequence[PathRates] | None = None,
-    host: HostRoom | None = None,
-) -> LifetimePlan:
-    """Select what is offloaded so that a step fits in a limit.
-
-    Args:
-        profile: Profile of the step.
-        limit: Bytes of memory that the step may require.
-        paths: Paths for tensors; None for those of the profile.
-        host: Host memory in addition to the paths, for tensors of a device.
-
-    Returns:
-        The plan; it does not fit if all possible moves together are not enough.
-    """
-    booked = [BookedPath(rates) for rates in (profile.paths if paths is None else paths)]
-    planner = _Planner(profile, limit, booked, host)
-    unplanned = planner.curve.peak_bytes
-    planner.choose()
-    if planner.curve.peak_bytes > limit:
-        planner.force()
-    moves = sorted(planner.moves, key=lambda move: (move.leaves_at, move.tensor))
-    return LifetimePlan(limit, planner.curve.peak_bytes, unplanned, tuple(moves))
-
-
 class _Planner:
-    def __init__(
-        self, profile: Profile, limit: int, paths: list[BookedPath], host: HostRoom | None
-    ) -> None:
+    def __init__(self, profile: Profile, limit: int) -> None:
         self.curve = MemoryCurve(profile.tensors, profile.step_seconds, profile.baseline)
         self.moves: list[PlannedMove] = []
         self._limit = limit
-        self._paths = paths
-        self._host_capacity = 0 if host is None else host.capacity
-        self._host = None
-        if host is not None:
-            self._host = BookedPath(PathRates(HOST, host.link, host.link))
-        self._host_used = MemoryCurve((), profile.step_seconds)
-        self._left = [
-            _Candidate(
-                number,
-                period,
-                tensor.name,
-                tensor.nbytes,
-                begin,
-                end,
-                max(begin, tensor.held_until),
+        self._paths = [BookedPath(rates) for rates in profile.paths]
+        # Possible moves by number, each with the first time at which its memory can be free.
+        self._left = dict(
+            enumerate(
+                PlannedMove(number, period, tensor.name, tensor.nbytes, "", begin, free, end, end)
+                for number, tensor in enumerate(profile.tensors)
+                for period, (begin, end) in enumerate(tensor.idle_periods(profile.step_seconds))
+                if tensor.nbytes and end > (free := max(begin, tensor.held_until))
             )
-            for number, tensor in enumerate(profile.tensors)
-            if tensor.nbytes
-            for period, (begin, end) in enumerate(tensor.idle_periods(profile.step_seconds))
-            if end > max(begin, tensor.held_until)
-        ]
+        )
 
     def choose(self) -> None:
         """Select moves that computation hides; see [Note: greedy selection]."""
-        taken = set()
-        for number, offer in self._best_first(self._offer):
-            self._take(self._left[number], offer)
-            taken.add(number)
-        self._left = [one for number, one in enumerate(self._left) if number not in taken]
+        for number, offer in self._best_first(self._hidden_offer):
+            move = self._left.pop(number)
+            self.curve.add(offer.gone, offer.back, -move.nbytes)
+            self._book(move, offer.path, offer.written, offer.back, hidden=True)
 
     def force(self) -> None:
         """Select further moves, for which training will wait."""
-        if not self._paths:
+        if not self._paths or self.curve.peak_bytes <= self._limit:
             return
         fastest = max(self._paths, key=lambda path: min(path.rates.read, path.rates.write))
         forced = []
-        for number, _ in self._best_first(lambda one: self._forced_offer(one, fastest)):
-            one = self._left[number]
-            self.curve.add(one.free_at, one.end, -one.nbytes)
-            forced.append(one)
-        for one in sorted(forced, key=lambda one: one.end):
+        for number, _ in self._best_first(
+            lambda move: self._offer(move, fastest, move.leaves_at, move.needed_at)
+        ):
+            move = self._left[number]
+            self.curve.add(move.gone_at, move.needed_at, -move.nbytes)
+            forced.append(move)
+        for move in sorted(forced, key=lambda move: move.needed_at):
             # As soon as there is room: the path is the bottleneck and must not idle.
-            back = self.curve.since(one.free_at, one.end, self._limit - one.nbytes)
+            back = self.curve.since(move.gone_at, move.needed_at, self._limit - move.nbytes)
             path = min(self._paths, key=lambda path: path.reads.busy_seconds)
-            written = path.writes.after(one.begin, path.write_seconds(one.nbytes))
-            gone = max(written, one.free_at)
-            path.book(one.begin, written, back, one.end)
-            self.curve.add(back, one.end, one.nbytes)
-            self._note(one, path, gone, back, hidden=False)
+            self._book(move, path, path.written(move.nbytes, move.leaves_at), back, hidden=False)
+            self.curve.add(back, move.needed_at, move.nbytes)
 
     def _best_first(
-        self, look: Callable[[_Candidate], _Offer | None]
+        self, look: Callable[[PlannedMove], _Offer | None]
     ) -> Iterator[tuple[int, _Offer]]:
-        """Yield candidates, the best one that is left first, until the step fits.
+        """Yield the numbers of moves and what `look` offers for them, until the step fits.
 
-        Args:
-            look: Evaluates a candidate now. The caller selects a candidate before the next one.
+        The best offer comes first. The caller selects a move before it asks for the next one.
         """
         queue = [
-            (*_rank(offer.ratio, candidate), number)
-            for number, candidate in enumerate(self._left)
-            if (offer := look(candidate)) is not None
+            (*_rank(offer, move), number)
+            for number, move in self._left.items()
+            if (offer := look(move)) is not None
         ]
         heapq.heapify(queue)
         while queue and self.curve.peak_bytes > self._limit:
@@ -263,75 +200,47 @@ class _Planner:
             offer = look(self._left[number])
             if offer is None:
                 continue
-            rank = _rank(offer.ratio, self._left[number])
+            rank = _rank(offer, self._left[number])
             if queue and rank > queue[0][:2]:
                 heapq.heappush(queue, (*rank, number))
             else:
                 yield number, offer
 
-    def _forced_offer(self, one: _Candidate, path: BookedPath) -> _Offer | None:
-        return self._offer_for(one, path, one.begin, one.free_at, one.end)
-
-    def _offer(self, one: _Candidate) -> _Offer | None:
+    def _hidden_offer(self, move: PlannedMove) -> _Offer | None:
+        """Return the best offer of a path that has time for the transfers."""
         best = None
         for path in self._paths:
-            offer = self._offer_of(one, path)
+            written = path.written(move.nbytes, move.leaves_at)
+            back = path.read_from(move.nbytes, move.needed_at)
+            offer = self._offer(move, path, written, back)
             if offer is not None and (best is None or offer.ratio > best.ratio):
                 best = offer
-        if best is None and self._host is not None:
-            # SSDs first: host memory is scarce. See section 3.2.
-            best = self._offer_of(one, self._host)
-            if best is not None:
-                used = self._host_used.most(one.begin, one.end)
-                if used + one.nbytes > self._host_capacity:
-                    return None
         return best
 
-    def _offer_of(self, one: _Candidate, path: BookedPath) -> _Offer | None:
-        span = path.away(one.nbytes, one.begin, one.end)
-        if span is None:
-            return None
-        written, back = span
-        gone = max(written, one.free_at)
-        return self._offer_for(one, path, written, gone, back) if gone < back else None
-
-    def _offer_for(
-        self, one: _Candidate, path: BookedPath, written: float, gone: float, back: float
+    def _offer(
+        self, move: PlannedMove, path: BookedPath, written: float, back: float
     ) -> _Offer | None:
         """Return the offer for being away in a span; None if that relieves nothing."""
-        gained = self.curve.relief(gone, back, one.nbytes, self._limit)
+        gone = max(written, move.gone_at)
+        gained = self.curve.relief(gone, back, move.nbytes, self._limit) if gone < back else 0.0
         if gained <= 0:
             return None
-        cost = path.write_seconds(one.nbytes) + path.read_seconds(one.nbytes)
+        cost = sum(path.rates.seconds(move.nbytes, write=write) for write in (True, False))
         return _Offer(gained / cost, path, written, gone, back)
 
-    def _take(self, one: _Candidate, offer: _Offer) -> None:
-        offer.place.book(one.begin, offer.written, offer.back, one.end)
-        self.curve.add(offer.gone, offer.back, -one.nbytes)
-        if offer.place is self._host:
-            self._host_used.add(one.begin, one.end, one.nbytes)
-        self._note(one, offer.place, offer.gone, offer.back, hidden=True)
-
-    def _note(
-        self, one: _Candidate, path: BookedPath, gone: float, back: float, *, hidden: bool
+    def _book(
+        self, move: PlannedMove, path: BookedPath, written: float, back: float, *, hidden: bool
     ) -> None:
+        path.writes.book(move.leaves_at, written)
+        path.reads.book(back, move.needed_at)
+        gone = max(written, move.gone_at)
+        urgent = back - gone < _SLACK * path.rates.seconds(move.nbytes, write=False)
+        place = path.rates.name
         self.moves.append(
-            PlannedMove(
-                one.tensor,
-                one.period,
-                one.name,
-                one.nbytes,
-                path.rates.name,
-                leaves_at=one.begin,
-                gone_at=gone,
-                fetch_at=back,
-                needed_at=one.end,
-                urgent=back - gone < _SLACK * path.read_seconds(one.nbytes),
-                hidden=hidden,
-            )
+            replace(move, place=place, gone_at=gone, fetch_at=back, urgent=urgent, hidden=hidden)
         )
 
 
-def _rank(ratio: float, one: _Candidate) -> tuple[float, float]:
+def _rank(offer: _Offer, move: PlannedMove) -> tuple[float, float]:
     """Sort by the better ratio, then by the longer idle period, which leaves time to spare."""
-    return -float(f"{ratio:.9g}"), one.begin - one.end
+    return -float(f"{offer.ratio:.9g}"), move.leaves_at - move.needed_at

@@ -10,22 +10,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from offload_strategy.plan_runtime.json_files import FORMAT, load_json, write_text
 from offload_strategy.plan_runtime.lifetime_plan import LifetimePlan
-from offload_strategy.plan_runtime.profile import Profile
+from offload_strategy.plan_runtime.profile import FORMAT, Profile, load_json, write_text
 
 _HOW = "Write one with `ssd-offload plan --profile FILE --write-plan FILE`."
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedItem:
-    """What a plan file says about a saved tensor.
-
-    Args:
-        item: Number of the tensor, in the order in which tensors are saved.
-        bytes: Size of the tensor.
-        does: Whether it is offloaded between its uses ("leaves") or kept in memory ("stays").
-    """
+    """What a plan file says about a saved tensor, by its number in the order of saving."""
 
     item: int
     bytes: Annotated[int, Field(ge=0)]
@@ -39,15 +32,7 @@ class PlannedItem:
 
 @dataclass(frozen=True, slots=True)
 class GivenPlan:
-    """The content of a plan file.
-
-    Args:
-        items: Saved tensors, in the order in which they are saved.
-        recomputed: Names of blocks that are recomputed in backward.
-
-    Raises:
-        ValueError: If an item is missing.
-    """
+    """The content of a plan file: all saved tensors, and the names of recomputed blocks."""
 
     items: Annotated[tuple[PlannedItem, ...], Field(min_length=1)]
     recomputed: tuple[str, ...] = ()
@@ -61,13 +46,9 @@ class GivenPlan:
 def save_plan(
     plan: LifetimePlan, profile: Profile, file: Path, recomputed: Sequence[str] = ()
 ) -> None:
-    """Write a plan as JSON, one line per tensor in the order in which tensors are saved.
+    """Write a plan for a profile as JSON, one line per tensor in the order of saving.
 
-    Args:
-        plan: The plan.
-        profile: The profile from which the plan was made.
-        file: The file, which is overwritten.
-        recomputed: Names of blocks that are recomputed; the profile is that of such a step.
+    Where blocks are recomputed, the profile is that of such a step.
 
     Raises:
         ConfigError: If the file cannot be written.

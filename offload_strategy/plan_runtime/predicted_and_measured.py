@@ -10,37 +10,41 @@ computing, including data loading and logging, which a replay does not know.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from offload_strategy.plan_runtime.booked_path import BookedPath
-from offload_strategy.plan_runtime.json_files import load_json, save_json
 from offload_strategy.plan_runtime.lifetime_plan import LifetimePlan, PlannedMove, plan_lifetimes
-from offload_strategy.plan_runtime.profile import PathRates, Profile
+from offload_strategy.plan_runtime.profile import Profile, load_json, save_json
 from offload_strategy.plan_runtime.replay import replay
 from offload_strategy.plan_runtime.replay_lanes import StepReplay
+from offload_strategy.plan_runtime.step_usage import BookedPath
 from offload_strategy.units import format_size
 
 Unit = Literal["s", "B", "B/s"]
 
+_ROWS: tuple[tuple[str, str, Unit], ...] = (
+    ("step", "step_seconds", "s"),
+    ("computing", "computing_seconds", "s"),
+    ("updates", "update_seconds", "s"),
+    ("waiting for reads", "read_wait_seconds", "s"),
+    ("waiting for room", "room_wait_seconds", "s"),
+    ("waiting for updates", "update_wait_seconds", "s"),
+    ("waiting for weights", "weight_wait_seconds", "s"),
+    ("read in a step", "read_bytes", "B"),
+    ("written in a step", "written_bytes", "B"),
+    ("peak of memory", "peak_bytes", "B"),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """One step, predicted or measured; see [Note: parts of a step].
+    """Seconds and bytes of one step, predicted or measured; see [Note: parts of a step].
 
-    Args:
-        step_seconds: Seconds of the step.
-        computing_seconds: Seconds in which neither updates ran nor training waited.
-        update_seconds: Seconds of updates on the training thread, without waiting.
-        read_wait_seconds: Seconds of waiting for saved tensors.
-        room_wait_seconds: Seconds of waiting for writes because memory or buffers were used up.
-        update_wait_seconds: Seconds of waiting for states of the optimizer.
-        read_bytes: Bytes that were read from paths.
-        written_bytes: Bytes that were written to paths.
-        peak_bytes: Peak memory; None if it is not known.
-        other_wait_seconds: Seconds of waiting for streamed weights, which a replay does not know.
+    Training waits for saved tensors, for room (memory or buffers that writes must free), for states
+    of the optimizer, and for streamed weights. Without streamed weights, and in a prediction, the
+    last of these is None. The peak is None unless memory is limited.
     """
 
     step_seconds: float
@@ -51,90 +55,38 @@ class StepFigures:
     update_wait_seconds: float
     read_bytes: float
     written_bytes: float
+    weight_wait_seconds: float | None = None
     peak_bytes: int | None = None
-    other_wait_seconds: float = 0.0
 
     @classmethod
-    def of(
-        cls, found: StepReplay, *, paths: Sequence[PathRates], updating: float = 0.0
-    ) -> StepFigures:
-        """Return the figures of a replay.
-
-        Args:
-            found: The replay.
-            paths: Its paths, whose names identify the lanes.
-            updating: Seconds of updates on the cores that train.
-        """
-        stalls = {
-            reason: found.stalls.get(reason, 0.0) for reason in ("reads", "memory", "updates")
-        }
-        moved = {
-            verb: float(
-                sum(
-                    found.lanes[lane].nbytes
-                    for path in paths
-                    if (lane := f"{path.name} {verb}") in found.lanes
-                )
-            )
-            for verb in ("read", "write")
-        }
+    def of(cls, found: StepReplay, updating: float = 0.0) -> StepFigures:
+        """Return the figures of a replay with so many seconds of updates on the training cores."""
+        stalls, lanes = found.stalls, found.lanes.items()
+        read, written = (
+            float(sum(use.nbytes for lane, use in lanes if lane.endswith(verb)))
+            for verb in (" read", " write")
+        )
         rest = max(0.0, found.step_seconds - found.computing_seconds - sum(stalls.values()))
         # Updates also compute while training waits for them; a run does not count that as waiting.
         within = min(max(0.0, updating - rest), stalls["updates"])
         return cls(
             found.step_seconds,
             found.computing_seconds,
-            rest + within,
-            stalls["reads"],
-            stalls["memory"],
-            stalls["updates"] - within,
-            moved["read"],
-            moved["write"],
-            found.peak_bytes,
+            update_seconds=rest + within,
+            read_wait_seconds=stalls["reads"],
+            room_wait_seconds=stalls["memory"],
+            update_wait_seconds=stalls["updates"] - within,
+            read_bytes=read,
+            written_bytes=written,
+            peak_bytes=found.peak_bytes,
         )
-
-    def __add__(self, other: StepFigures) -> StepFigures:
-        """Add up two consecutive passes of a step."""
-        values = {
-            one.name: getattr(self, one.name) + getattr(other, one.name)
-            for one in fields(self)
-            if one.name != "peak_bytes"
-        }
-        peaks = (self.peak_bytes, other.peak_bytes)
-        known = [peak for peak in peaks if peak is not None]
-        return StepFigures(**values, peak_bytes=max(known) if len(known) == len(peaks) else None)
-
-
-@dataclass(frozen=True, slots=True)
-class PathComparison:
-    """One direction of a path.
-
-    Args:
-        name: The path and the direction.
-        predicted: Bytes per second as known before the run; None if unknown.
-        observed: Bytes per second while its queue was never empty; None if that was too rare.
-        remark: Where the figures come from.
-    """
-
-    name: str
-    predicted: float | None
-    observed: float | None
-    remark: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedFigure:
-    """One row of a comparison.
+    """One row of a comparison in seconds, bytes, or bytes per second, with a remark for people.
 
-    Args:
-        part: Name of the row.
-        predicted: Figure predicted before the run; None if nothing was predicted.
-        observed: Measured figure; None if it was not measured.
-        unit: Unit of both: seconds, bytes, or bytes per second.
-        remark: Note for people.
-
-    Raises:
-        ValueError: If a figure is not finite.
+    A figure is None if it was not predicted or not measured; another one must be finite.
     """
 
     part: str
@@ -173,39 +125,21 @@ class PredictionComparison:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def part(self, name: str) -> ComparedFigure:
-        """Return the row with this name.
-
-        Raises:
-            KeyError: If there is none.
-        """
-        for part in self.parts:
-            if part.part == name:
-                return part
-        raise KeyError(name)
+        """Return the row with this name; raise a KeyError if there is none."""
+        return {part.part: part for part in self.parts}[name]
 
     def as_dict(self) -> dict[str, Any]:
         """Return rows with ratios, in seconds, bytes, and bytes per second, ready for JSON."""
-        return {
-            "parts": [asdict(part) | {"ratio": part.ratio} for part in self.parts],
-            "remarks": list(self.remarks),
-            "about": dict(self.about),
-        }
+        parts = [asdict(part) | {"ratio": part.ratio} for part in self.parts]
+        return {"parts": parts, "remarks": list(self.remarks), "about": dict(self.about)}
 
     def save(self, file: Path) -> None:
-        """Write the comparison as JSON, for ``ssd-offload report``.
-
-        Raises:
-            ConfigError: If the file cannot be written.
-        """
+        """Write the comparison as JSON, for ``ssd-offload report``."""
         save_json(file, self.as_dict())
 
     @classmethod
     def load(cls, file: Path) -> Self:
-        """Read what `save` wrote.
-
-        Raises:
-            ConfigError: If the file is something else.
-        """
+        """Read what `save` wrote; raise a ConfigError if the file is something else."""
         how = "Write one with engine.compare_prediction().save(Path(...))."
         return load_json(file, cls, "a comparison with a prediction", how)
 
@@ -238,75 +172,43 @@ def predict_figures(
         limit: Bytes of memory for which a plan decides what is offloaded.
         passes: Forward and backward passes of a step; updates belong to the last.
     """
-    if limit is None:
-        plan = _all_of(profile, leaving)
-        room = None
-    else:
-        plan, room = plan_lifetimes(profile, limit), limit
+    plan = _all_of(profile, leaving) if limit is None else plan_lifetimes(profile, limit)
 
     def of(one: Profile) -> StepFigures:
-        most = one.peak_bytes + one.tensors_bytes if room is None else room
         updating = sum(update.seconds for update in one.updates) if one.shared_cores else 0.0
-        return StepFigures.of(replay(one, plan, limit=most), paths=one.paths, updating=updating)
+        return StepFigures.of(replay(one, plan), updating)
 
-    whole = of(profile)
-    if passes > 1:
-        before = of(replace(profile, updates=()))
-        for _ in range(passes - 1):
-            whole = before + whole
-    return whole
+    last = of(profile)
+    before = [of(replace(profile, updates=()))] * (passes - 1) if passes > 1 else []
+    sums = {
+        figure: sum(getattr(one, figure) for one in (*before, last))
+        for _, figure, _ in _ROWS
+        if figure not in ("weight_wait_seconds", "peak_bytes")
+    }
+    return replace(last, **sums, peak_bytes=max(one.peak_bytes or 0 for one in (*before, last)))
 
 
 def compare_prediction(
     profile: Profile,
     predicted: StepFigures,
     observed: StepFigures,
-    paths: Iterable[PathComparison] = (),
+    paths: Iterable[ComparedFigure] = (),
     *,
     remarks: Iterable[str] = (),
     about: Mapping[str, Any] | None = None,
 ) -> PredictionComparison:
-    """Compare predicted and measured figures of a step.
-
-    Args:
-        profile: Profile of the step.
-        predicted: Predicted figures.
-        observed: Measured figures.
-        paths: Each direction of each path.
-        remarks: What to know about these figures.
-        about: Further facts, for people.
-    """
-    seconds = {
-        "step": "step_seconds",
-        "computing": "computing_seconds",
-        "updates": "update_seconds",
-        "waiting for reads": "read_wait_seconds",
-        "waiting for room": "room_wait_seconds",
-        "waiting for updates": "update_wait_seconds",
-    }
-    parts = [
-        ComparedFigure(name, getattr(predicted, figure), getattr(observed, figure), "s")
-        for name, figure in seconds.items()
-    ]
-    if observed.other_wait_seconds:
-        parts.append(ComparedFigure("waiting for weights", None, observed.other_wait_seconds, "s"))
-    parts += [
-        ComparedFigure("read in a step", predicted.read_bytes, observed.read_bytes, "B"),
-        ComparedFigure("written in a step", predicted.written_bytes, observed.written_bytes, "B"),
-    ]
-    if observed.peak_bytes is not None:
-        parts.append(
-            ComparedFigure("peak of memory", predicted.peak_bytes, observed.peak_bytes, "B")
-        )
-    parts += [
-        ComparedFigure(one.name, one.predicted, one.observed, "B/s", one.remark) for one in paths
-    ]
+    """Compare the figures of a profiled step; rows for each direction of each path follow."""
+    parts = []
+    for part, figure, unit in _ROWS:
+        values = getattr(predicted, figure), getattr(observed, figure)
+        if values[1] is not None:
+            parts.append(ComparedFigure(part, *values, unit))
     known = {"saved_bytes": profile.tensors_bytes, "updates": len(profile.updates)}
-    return PredictionComparison(tuple(parts), tuple(remarks), known | dict(about or {}))
+    return PredictionComparison((*parts, *paths), tuple(remarks), known | dict(about or {}))
 
 
 def _all_of(profile: Profile, leaving: Iterable[int]) -> LifetimePlan:
-    """Return a plan that offloads tensors however much room there is, and reads them just in time.
+    """Return a plan that offloads tensors whatever room there is, and reads them just in time.
 
     Each tensor is offloaded in the idle period before its last use. Reads are in the order of
     need: a read starts earlier if its path has no time left, with backward at the earliest.
@@ -319,7 +221,7 @@ def _all_of(profile: Profile, leaving: Iterable[int]) -> LifetimePlan:
         tensor = tensors[number]
         leaves, needed = tensor.uses[-2:]
         path = min(paths, key=lambda path: path.reads.busy_seconds)
-        fetch = path.reads.before(needed, path.read_seconds(tensor.nbytes))
+        fetch = path.read_from(tensor.nbytes, needed)
         path.reads.book(fetch, needed)
         moves.append(
             PlannedMove(
@@ -335,7 +237,7 @@ def _all_of(profile: Profile, leaving: Iterable[int]) -> LifetimePlan:
             )
         )
     peak = profile.peak_bytes
-    return LifetimePlan(limit=peak, peak_bytes=peak, unplanned_bytes=peak, moves=tuple(moves))
+    return LifetimePlan(peak + profile.tensors_bytes, peak, peak, tuple(moves))
 
 
 def _text(value: float | None, unit: Unit) -> str:

@@ -3,35 +3,39 @@
 A lifetime plan and a replay start from it. Times are seconds from the start of the forward pass
 without the time in which training waited. So a profile that was taken with offload is the same as
 one that was taken without.
+
+Profiles, plans and comparisons are saved as JSON. A file of another format is refused, and so is
+one that contradicts the types of its dataclass.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from offload_strategy.plan_runtime.json_files import load_json, save_json
+from pydantic import TypeAdapter, ValidationError
+
+from offload_strategy.errors import ConfigError
+
+#: Format of JSON files; another one is refused.
+FORMAT = 1
+
+_Data = TypeVar("_Data")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLife:
     """The lifetime of one tensor within a step.
 
-    Args:
-        name: What the tensor is and where it was made, for people.
-        nbytes: Size in bytes.
-        uses: Seconds at which training uses it, in ascending order. The first is its creation,
-            unless it exists from step to step.
-        cyclic: Whether it exists from step to step; it is then also idle from the last use of a
-            step to the first use of the next.
-        held_until: Seconds until which its memory is in use even if it was offloaded, because
-            training references it otherwise (a skip connection, an output).
-
-    Raises:
-        ValueError: If the size is negative, or uses are missing or not ascending.
+    Its name is for people. Uses are seconds in ascending order; the first is its creation, unless
+    it is cyclic: it then exists from step to step, and is also idle from the last use of a step to
+    the first use of the next. Until `held_until` its memory is in use even if it was offloaded,
+    because training references it otherwise (a skip connection, an output).
     """
 
     name: str
@@ -46,6 +50,10 @@ class TensorLife:
         if list(self.uses) != sorted(self.uses) or not all(map(math.isfinite, self.uses)):
             raise ValueError(f"{self.name}: uses must be numbers that rise")
 
+    def span(self, step_seconds: float) -> tuple[float, float]:
+        """Return from when to when within a step it exists."""
+        return (0.0, step_seconds) if self.cyclic else (self.uses[0], self.uses[-1])
+
     def idle_periods(self, step_seconds: float) -> list[tuple[float, float]]:
         """Return the spans between uses, for a cyclic tensor also across the end of a step."""
         periods = list(zip(self.uses, self.uses[1:], strict=False))
@@ -56,15 +64,9 @@ class TensorLife:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A part of the forward pass that may be recomputed in backward from its inputs.
+    """A module that may be recomputed in backward from its inputs, which have so many bytes.
 
-    Args:
-        name: Name of the module.
-        first: Number of the first tensor that is saved within the block.
-        end: Number of the first tensor after the block.
-        begins_at: Seconds at which its computation starts.
-        ends_at: Seconds at which its computation ends.
-        input_bytes: Bytes of the inputs that recomputation needs.
+    Within it the tensors from `first` up to, but without, `end` are saved.
     """
 
     name: str
@@ -82,14 +84,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """An optimizer update that runs once its gradients are final.
-
-    Args:
-        ready_at: Seconds within the step at which they are final.
-        seconds: Seconds of computation.
-        read_bytes: Bytes of states that it reads.
-        written_bytes: Bytes that it writes.
-    """
+    """An optimizer update that computes for some seconds once its gradients are final."""
 
     ready_at: float
     seconds: float
@@ -101,27 +96,22 @@ class Update:
 class PathRates:
     """Rates of one path, in bytes per second.
 
-    Args:
-        name: Name of the path.
-        read: Read rate.
-        write: Write rate.
-        simplex: Whether reads and writes share the path's time; otherwise they run concurrently.
-        latency: Seconds that a transfer takes in addition to its bytes.
-
-    Raises:
-        ValueError: If a rate is not above 0.
+    Reads and writes share the time of a simplex path; on others they run concurrently.
     """
 
     name: str
     read: float
     write: float
     simplex: bool = False
-    latency: float = 0.0
 
     def __post_init__(self) -> None:
         for rate in (self.read, self.write):
             if not rate > 0:
                 raise ValueError(f"{self.name}: bytes per second must be more than 0, got {rate}")
+
+    def seconds(self, nbytes: int, *, write: bool) -> float:
+        """Return the seconds of a transfer on an idle path."""
+        return nbytes / (self.write if write else self.read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,23 +196,49 @@ def peak_of(
     step_seconds: float,
     others: Sequence[tuple[float, int]] = (),
 ) -> int:
-    """Return the largest number of bytes that exist at the same time.
-
-    Args:
-        tensors: Tensors of a step.
-        step_seconds: Seconds of the step.
-        others: Baseline memory over the step, as in a profile.
-    """
+    """Return the largest number of bytes of tensors and baseline memory that exist at a time."""
     changes: list[tuple[float, int]] = []
     before = 0
     for moment, nbytes in others:
         changes.append((moment, nbytes - before))
         before = nbytes
     for tensor in tensors:
-        begin, end = (0.0, step_seconds) if tensor.cyclic else (tensor.uses[0], tensor.uses[-1])
+        begin, end = tensor.span(step_seconds)
         changes += [(begin, tensor.nbytes), (math.nextafter(end, math.inf), -tensor.nbytes)]
-    now = peak = 0
-    for _, change in sorted(changes, key=lambda one: (one[0], one[1])):
-        now += change
-        peak = max(peak, now)
-    return peak
+    sizes = (change for _, change in sorted(changes))
+    return max(itertools.accumulate(sizes, initial=0))
+
+
+def save_json(file: Path, figures: Mapping[str, Any]) -> None:
+    """Write figures by name as JSON; raise a ConfigError if that fails."""
+    write_text(file, json.dumps({"format": FORMAT, **figures}, indent=1) + "\n")
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a text file; raise a ConfigError if that fails."""
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror or error}") from error
+
+
+def load_json(file: Path, kind: type[_Data], what: str, how: str) -> _Data:
+    """Read a dataclass from JSON; raise a ConfigError if the file has something else.
+
+    The error names the content, such as "a profile", and says how to write such a file.
+    """
+    try:
+        found: Any = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
+            raise ValueError(f"it is not of format {FORMAT}")
+        return TypeAdapter(kind).validate_python(found)
+    except ValidationError as error:
+        detail = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in detail["loc"])
+        message = detail["msg"].removeprefix("Value error, ")
+        if isinstance(detail["input"], str | int | float):
+            message += f", not {detail['input']!r}"
+        reason = f"{where}: {message}" if where else message
+        raise ConfigError(f"{file} cannot be read as {what}: {reason}. {how}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read as {what}: {error}. {how}") from error

@@ -5,21 +5,26 @@ Training passes the events of a profile in order: a tensor is created, used, may
 should be fetched; baseline memory grows or shrinks; the gradients of an update are final. Between
 two events it computes. It waits for a tensor that is not back, for memory if the limit is reached
 and a write is in flight, and at the end of the step for updates. Each direction of a path runs one
-transfer at a time, first in, first out; transfers that training waits for overtake others.
+transfer at a time, first in, first out; transfers that training waits for overtake others. States
+of the optimizer are prefetched from the start of backward, updated and written concurrently.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, IntEnum
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
 
-from offload_strategy.plan_runtime.lifetime_plan import HOST, HostRoom, LifetimePlan, PlannedMove
-from offload_strategy.plan_runtime.profile import PathRates, Profile
+from offload_strategy.plan_runtime.lifetime_plan import LifetimePlan, PlannedMove
+from offload_strategy.plan_runtime.profile import Profile, TensorLife
 from offload_strategy.plan_runtime.replay_lanes import Lane, LaneUse, Span, StepReplay, Transfer
-from offload_strategy.plan_runtime.replay_optimizer import Updates
+
+#: Updates whose states are read, computed or written at the same time (Fuyou, section 4.2).
+_BUFFERS = 3
 
 
 class _Kind(IntEnum):
@@ -35,116 +40,72 @@ class _Kind(IntEnum):
     END = 7
 
 
-#: Reasons for which training waits.
-_CAUSES = ("reads", "memory", "updates")
-
-
-class _Where(Enum):
-    MEMORY = "memory"
-    LEAVING = "leaving"
-    AWAY = "away"
-    RETURNING = "returning"
-
-
 @dataclass(eq=False, slots=True)
 class _Tensor:
-    nbytes: int
-    where: _Where = _Where.MEMORY
-    job: Transfer | None = None
+    number: int
+    life: TensorLife
+    #: Its write or its read that is queued or in flight.
+    transfer: Transfer | None = None
     move: PlannedMove | None = None
+    away: bool = False
     wanted: bool = False
-    #: Whether training references its memory otherwise, and whether only that keeps it.
+    #: Whether training references the memory otherwise, and whether only that keeps it.
     held: bool = False
     lingers: bool = False
 
-
-@dataclass(slots=True)
-class _Totals:
-    """Figures of one step."""
-
-    began: float = 0.0
-    computing: float = 0.0
-    stalls: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_CAUSES, 0.0))
-    peak: int = 0
-    memory: list[tuple[float, int]] = field(default_factory=list)
-    moved: dict[str, int] = field(default_factory=dict)
-    busy: dict[str, float] = field(default_factory=dict)
-    spans: int = 0
+    @property
+    def leaving(self) -> bool:
+        return self.transfer is not None and self.transfer.write
 
 
-def replay(
-    profile: Profile,
-    plan: LifetimePlan | None = None,
-    *,
-    limit: int | None = None,
-    paths: Sequence[PathRates] | None = None,
-    host: HostRoom | None = None,
-    steps: int = 3,
-) -> StepReplay:
-    """Replay a step in the middle of training.
+#: Time within the step, kind, what returns the cause of a wait or None, and what happens.
+_Event = tuple[float, _Kind, Callable[[], str | None], Callable[[], None]]
+
+
+def _nothing() -> None:
+    pass
+
+
+def replay(profile: Profile, plan: LifetimePlan | None = None, *, steps: int = 3) -> StepReplay:
+    """Replay a step in the middle of training, on the paths of its profile.
 
     Args:
         profile: Profile of the step.
-        plan: The moves; None for nothing but the states of updates.
-        limit: Bytes of memory at which training waits for writes in flight; None for the limit of
-            the plan.
-        paths: Paths of the plan; None for those of the profile.
-        host: Host memory of the plan.
+        plan: The moves, and the limit of memory; None to move only the states of updates.
         steps: Number of simulated steps; the result is the last one, in the steady state.
     """
-    if limit is None and plan is not None:
-        limit = plan.limit
-    rates = list(profile.paths if paths is None else paths)
-    return Replay(profile, plan, limit, rates, host).run(steps)
+    return _Replay(profile, plan).run(max(1, steps))
 
 
-class Replay:
-    """The state of a replay; see `replay`."""
-
-    def __init__(
-        self,
-        profile: Profile,
-        plan: LifetimePlan | None,
-        limit: int | None,
-        paths: Sequence[PathRates],
-        host: HostRoom | None,
-    ) -> None:
+class _Replay:
+    def __init__(self, profile: Profile, plan: LifetimePlan | None) -> None:
         self._profile = profile
-        self._limit = limit
+        self._limit = math.inf if plan is None else plan.limit
         self._now = 0.0
         self._serial = itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._writes: dict[str, Lane] = {}
         self._reads: dict[str, Lane] = {}
-        self._spans: list[Span] = []
-        places = [*paths, PathRates(HOST, host.link, host.link)] if host is not None else paths
-        for path in places:
-            write = Lane(f"{path.name} {'' if path.simplex else 'write'}".strip(), path)
+        for path in profile.paths:
+            write = Lane(path.name if path.simplex else f"{path.name} write", path)
             self._writes[path.name] = write
             self._reads[path.name] = write if path.simplex else Lane(f"{path.name} read", path)
-        self._paths = [path.name for path in paths]
-        self._tensors = [_Tensor(tensor.nbytes) for tensor in profile.tensors]
-        self._others = profile.baseline[-1][1]
-        self._memory = self._others + sum(t.nbytes for t in profile.tensors if t.cyclic)
+        self._tensors = [_Tensor(number, life) for number, life in enumerate(profile.tensors)]
+        self._memory = profile.baseline[-1][1]
+        self._memory += sum(life.nbytes for life in profile.tensors if life.cyclic)
+        self._leaving = 0
         moves = () if plan is None else plan.moves
         self._moves = {(move.tensor, move.period): move for move in moves}
-        self._step_events = sorted(self._events_of_a_step(), key=lambda event: event[:2])
-        self._place = 0
-        self._training = 0.0  # time of training within the step
         self._delay = 0.0  # delay of computation by transfers and updates
-        self._waits: tuple[str, float] | None = None
-        self._leaving = 0
-        self._updates = Updates(self, profile.updates, shared_cores=profile.shared_cores)
-        self._totals = _Totals()
-        self._steps = 0
+        self._waits = False
         self._done: StepReplay | None = None
+        self._writing_updates = 0
+        self._begin_step()
 
-    # -------------------------------------------------------------- interface
     def run(self, steps: int) -> StepReplay:
         """Simulate so many steps and return the last one."""
-        self._steps = max(1, steps)
-        self._begin_step()
-        self._compute()
+        self._training = self._train(steps)
+        self._go_on()
         while self._done is None:
             if not self._events:
                 raise RuntimeError("the replay waits for an event that never happens")
@@ -152,276 +113,288 @@ class Replay:
             happen()
         return self._done
 
-    def at(self, seconds: float, happen: Callable[[], None]) -> None:
-        """Schedule a call."""
+    def _at(self, seconds: float, happen: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self._now + seconds, next(self._serial), happen))
 
-    def move(self, job: Transfer, lane: Lane) -> None:
-        """Queue a transfer."""
-        lane.waiting.append(job)
-        self._serve(lane)
+    # ------------------------------------------------------------------ training
+    def _train(self, steps: int) -> Iterator[float | None]:
+        """Yield the seconds that training computes until its next event, and None while it waits.
 
-    def stripe(self, what: str, nbytes: int, *, write: bool, done: Callable[[], None]) -> None:
-        """Stripe bytes over all paths, in proportion to their rates."""
-        lanes = [(self._writes if write else self._reads)[name] for name in self._paths]
-        if not lanes or not nbytes:
-            done()
-            return
-        rates = [lane.rates.write if write else lane.rates.read for lane in lanes]
-        left = [len(lanes)]
+        It is resumed after these seconds, and after each transfer or update while it waits.
+        """
+        events = self._events_of_a_step()
+        for _ in range(steps):
+            self._begin_step()
+            passed = computing = 0.0
+            stalls = dict.fromkeys(("reads", "memory", "updates"), 0.0)
+            for at, _, missing, happen in events:
+                seconds = max(0.0, at - passed)
+                computing += seconds
+                passed = max(at, passed)
+                yield seconds + self._take_delay()
+                while self._delay > 0:  # delayed meanwhile
+                    yield self._take_delay()
+                cause, since = None, self._now
+                while (what := missing()) is not None:
+                    cause = cause or what
+                    self._waits = True
+                    yield None
+                if cause is not None:
+                    stalls[cause] += self._now - since
+                    self._waits = False
+                happen()
+        self._done = self._finished(computing, stalls)
 
-        def part() -> None:
-            left[0] -= 1
-            if not left[0]:
-                done()
+    def _go_on(self) -> None:
+        seconds = next(self._training, None)
+        if seconds is not None:
+            self._at(seconds, self._go_on)
 
-        for lane, rate in zip(lanes, rates, strict=True):
-            self.move(Transfer(what, int(nbytes * rate / sum(rates)), write, part), lane)
+    def _take_delay(self) -> float:
+        delay, self._delay = self._delay, 0.0
+        return delay
 
-    def span(self, lane: str, what: str, seconds: float, nbytes: int = 0) -> None:
-        """Record what a lane does from now on."""
-        self._spans.append(Span(lane, what, self._now, self._now + seconds, nbytes))
-        totals = self._totals
-        totals.busy[lane] = totals.busy.get(lane, 0.0) + seconds
-        totals.moved[lane] = totals.moved.get(lane, 0) + nbytes
-
-    def delay(self, seconds: float) -> None:
+    def _delay_computing(self, seconds: float) -> None:
         """Delay computation; no delay if training waits anyway."""
-        if self._waits is None:
+        if not self._waits:
             self._delay += seconds
 
-    def retry(self) -> None:
+    def _retry(self) -> None:
         """Check whether training can go on after a transfer or an update has ended."""
         self._serve_all()
-        if self._waits is not None:
-            self._pass_event()
+        if self._waits:
+            self._go_on()
 
-    # ------------------------------------------------------------------ events
-    def _events_of_a_step(self) -> list[tuple[float, int, int, int]]:
-        step = self._profile.step_seconds
-        events: list[tuple[float, int, int, int]] = [(step, _Kind.END, 0, 0)]
-        for number, tensor in enumerate(self._profile.tensors):
-            events += [(use, _Kind.USE, number, place) for place, use in enumerate(tensor.uses)]
-            if tensor.held_until > tensor.uses[0]:
-                events.append((min(tensor.held_until, step), _Kind.FREE, number, 0))
+    def _events_of_a_step(self) -> list[_Event]:
+        profile, step = self._profile, self._profile.step_seconds
+        events: list[_Event] = [
+            (profile.forward_seconds, _Kind.BACKWARD, _nothing, self._read_states),
+            (step, _Kind.END, self._missing_updates, _nothing),
+        ]
+        for tensor in self._tensors:
+            life = tensor.life
+            for place, use in enumerate(life.uses):
+                missing = partial(self._missing, tensor, place)
+                events.append((use, _Kind.USE, missing, partial(self._use, tensor, place)))
+            if life.held_until > life.uses[0]:
+                at = min(life.held_until, step)
+                events.append((at, _Kind.FREE, _nothing, partial(self._release, tensor)))
         for move in self._moves.values():
-            at = move.fetch_at - step if move.fetch_at > step else move.fetch_at
-            events.append((min(at, step), _Kind.FETCH, move.tensor, move.period))
-        before = self._others
-        for number, (at, nbytes) in enumerate(self._profile.baseline):
-            kind = _Kind.MORE if nbytes > before else _Kind.LESS
-            events.append((min(at, step), kind, number, 0))
-            before = nbytes
-        events.append((self._profile.forward_seconds, _Kind.BACKWARD, 0, 0))
-        for number, update in enumerate(self._profile.updates):
-            events.append((min(update.ready_at, step), _Kind.UPDATE, number, 0))
-        return events
+            at = min(move.fetch_at - step if move.fetch_at > step else move.fetch_at, step)
+            fetch = partial(self._fetch, self._tensors[move.tensor])
+            events.append((at, _Kind.FETCH, _nothing, fetch))
+        before = profile.baseline[-1][1]
+        for at, nbytes in profile.baseline:
+            grows, before = nbytes - before, nbytes
+            kind = _Kind.MORE if grows > 0 else _Kind.LESS
+            room = partial(self._room_missing, grows)
+            events.append((min(at, step), kind, room, partial(self._require, grows)))
+        for number, update in enumerate(profile.updates):
+            ready = partial(self._gradients_ready, number)
+            events.append((min(update.ready_at, step), _Kind.UPDATE, _nothing, ready))
+        return sorted(events, key=lambda event: event[:2])
 
-    def _begin_step(self) -> None:
-        self._place, self._training = 0, 0.0
-        self._totals = _Totals(began=self._now, peak=self._memory, spans=len(self._spans))
-        self._totals.memory.append((0.0, self._memory))
-        self._updates.begin_step()
-
-    def _compute(self) -> None:
-        """Compute until the next event."""
-        at = self._step_events[self._place][0]
-        seconds = max(0.0, at - self._training)
-        lost, self._delay = self._delay, 0.0
-        self._totals.computing += seconds
-        self._training = max(at, self._training)
-        self.at(seconds + lost, self._arrived)
-
-    def _arrived(self) -> None:
-        if self._delay > 0:  # delayed meanwhile
-            lost, self._delay = self._delay, 0.0
-            self.at(lost, self._arrived)
-        else:
-            self._pass_event()
-
-    def _pass_event(self) -> None:
-        """Pass the next event if training need not wait, and go on."""
-        _, kind, number, place = self._step_events[self._place]
-        missing = self._missing(_Kind(kind), number, place)
-        if missing is not None:
-            if self._waits is None:
-                self._waits = (missing, self._now)
-            return
-        if self._waits is not None:
-            reason, since = self._waits
-            self._totals.stalls[reason] += self._now - since
-            self._waits = None
-        if kind == _Kind.END:
-            self._end_step()
-            return
-        self._place += 1
-        if kind in (_Kind.LESS, _Kind.MORE):
-            before, self._others = self._others, self._profile.baseline[number][1]
-            self._require(self._others - before)
-            if self._others < before:
-                self._serve_all()
-        elif kind == _Kind.FREE:
-            self._free(self._tensors[number])
-        elif kind == _Kind.USE:
-            self._use(number, place)
-        elif kind == _Kind.FETCH:
-            self._fetch(number)
-        elif kind == _Kind.BACKWARD:
-            self._updates.read_ahead()
-        else:
-            self._updates.ready(number)
-        self._compute()
-
-    def _missing(self, kind: _Kind, number: int, place: int) -> str | None:
-        """Return what training has to wait for, or None."""
-        if kind is _Kind.END:
-            return None if self._updates.over else "updates"
-        if kind is _Kind.MORE:
-            return self._room_missing(self._profile.baseline[number][1] - self._others)
-        if kind is not _Kind.USE:
-            return None
-        tensor, life = self._tensors[number], self._profile.tensors[number]
-        if place == 0 and not life.cyclic:
-            return self._room_missing(tensor.nbytes)
-        if tensor.where in (_Where.MEMORY, _Where.LEAVING):
-            return None
-        if tensor.where is _Where.AWAY:
+    # ------------------------------------------------------------------ tensors
+    def _missing(self, tensor: _Tensor, place: int) -> str | None:
+        """Return what training has to wait for before it uses a tensor, or None."""
+        if place == 0 and not tensor.life.cyclic:
+            return self._room_missing(tensor.life.nbytes)
+        if tensor.away:
             self._load(tensor)
-        if tensor.job is not None and not tensor.job.begun:
+        if tensor.transfer is None or tensor.leaving:
+            return None
+        if not tensor.transfer.begun:
             assert tensor.move is not None
             lane = self._reads[tensor.move.place]
-            lane.prioritize(tensor.job)
+            lane.prioritize(tensor.transfer)
             self._serve(lane)
         return "reads"
 
     def _room_missing(self, nbytes: int) -> str | None:
         """Return "memory" if there is too little of it and a write in flight will free some."""
-        over = self._limit is not None and self._memory + nbytes > self._limit
+        over = nbytes > 0 and self._memory + nbytes > self._limit
         return "memory" if over and self._leaving else None
 
-    def _use(self, number: int, place: int) -> None:
-        tensor, life = self._tensors[number], self._profile.tensors[number]
-        if tensor.where is _Where.LEAVING:  # still in memory: cancel the offload
-            assert tensor.job is not None
-            if not tensor.job.begun:
-                tensor.job.cancelled = True
-            self._leaving -= tensor.nbytes
-            tensor.where, tensor.job = _Where.MEMORY, None
+    def _use(self, tensor: _Tensor, place: int) -> None:
+        life = tensor.life
+        if tensor.transfer is not None:  # still in memory: cancel the offload
+            tensor.transfer.cancelled = not tensor.transfer.begun
+            tensor.transfer = None
+            self._leaving -= life.nbytes
         if place == 0 and not life.cyclic:
-            self._require(tensor.nbytes)
-        last = place == len(life.uses) - 1
-        move = self._moves.get((number, place))
+            tensor.away = False
+            self._require(life.nbytes)
+        move = self._moves.get((tensor.number, place))
         if move is not None:
             self._offload(tensor, move)
-        elif last and not life.cyclic:
-            self._require(-tensor.nbytes)
-            tensor.where = _Where.MEMORY
-            self._serve_all()
-
-    def _serve_all(self) -> None:
-        """Start reads that waited for memory which may be free now."""
-        for lane in (*self._reads.values(), *self._writes.values()):
-            self._serve(lane)
+        elif place == len(life.uses) - 1 and not life.cyclic:
+            self._require(-life.nbytes)
 
     def _offload(self, tensor: _Tensor, move: PlannedMove) -> None:
-        job: Transfer
+        nbytes = tensor.life.nbytes
 
         def gone() -> None:
-            self.delay(self._profile.io_overhead * tensor.nbytes)
-            if tensor.job is job:
-                tensor.where, tensor.job = _Where.AWAY, None
-                self._leaving -= tensor.nbytes
-                if tensor.held:
-                    tensor.lingers = True
-                else:
-                    self._require(-tensor.nbytes)
+            self._delay_computing(self._profile.io_overhead * nbytes)
+            if tensor.transfer is transfer:
+                tensor.away, tensor.transfer = True, None
+                self._leaving -= nbytes
+                tensor.lingers = tensor.held
+                if not tensor.held:
+                    self._count(-nbytes)
                 if tensor.wanted:
                     self._load(tensor)
-            self.retry()
+            self._retry()
 
-        job = Transfer(move.name, tensor.nbytes, True, gone)
-        tensor.where, tensor.job, tensor.move, tensor.wanted = _Where.LEAVING, job, move, False
-        life = self._profile.tensors[move.tensor]
-        tensor.held = move.period == 0 and life.held_until > life.uses[0]
-        self._leaving += tensor.nbytes
-        self.move(job, self._writes[move.place])
+        transfer = Transfer(move.name, nbytes, True, gone)
+        tensor.transfer, tensor.move, tensor.wanted = transfer, move, False
+        tensor.held = move.period == 0 and tensor.life.held_until > tensor.life.uses[0]
+        self._leaving += nbytes
+        self._queue(transfer, self._writes[move.place])
 
-    def _free(self, tensor: _Tensor) -> None:
+    def _release(self, tensor: _Tensor) -> None:
         """Drop training's own reference to a tensor."""
         tensor.held = False
         if tensor.lingers:
             tensor.lingers = False
-            self._require(-tensor.nbytes)
-            self._serve_all()
+            self._require(-tensor.life.nbytes)
 
-    def _fetch(self, number: int) -> None:
-        tensor = self._tensors[number]
-        if tensor.where is _Where.AWAY:
+    def _fetch(self, tensor: _Tensor) -> None:
+        tensor.wanted = tensor.leaving
+        if tensor.away:
             self._load(tensor)
-        elif tensor.where is _Where.LEAVING:
-            tensor.wanted = True
 
     def _load(self, tensor: _Tensor) -> None:
-        move = tensor.move
-        assert move is not None
-        tensor.where, tensor.wanted = _Where.RETURNING, False
-
-        def room() -> bool:
-            return self._limit is None or self._memory + tensor.nbytes <= self._limit
-
-        def begins() -> None:
-            self._require(tensor.nbytes)
+        nbytes = tensor.life.nbytes
 
         def back() -> None:
-            self.delay(self._profile.io_overhead * tensor.nbytes)
-            tensor.where, tensor.job = _Where.MEMORY, None
-            self.retry()
+            self._delay_computing(self._profile.io_overhead * nbytes)
+            tensor.transfer = None
+            self._retry()
 
-        job = Transfer(move.name, tensor.nbytes, False, back, begins, room)
-        tensor.job = job
-        self.move(job, self._reads[move.place])
+        assert tensor.move is not None
+        transfer = Transfer(tensor.move.name, nbytes, False, back, takes=nbytes)
+        tensor.away, tensor.wanted, tensor.transfer = False, False, transfer
+        self._queue(transfer, self._reads[tensor.move.place])
 
-    # ------------------------------------------------------------------ lanes and memory
-    def _serve(self, lane: Lane) -> None:
-        job = lane.next()
-        if job is None:
+    def _require(self, nbytes: int) -> None:
+        """Count bytes of memory, and start reads that waited for what is free now."""
+        self._count(nbytes)
+        if nbytes < 0:
+            self._serve_all()
+
+    def _count(self, nbytes: int) -> None:
+        self._memory += nbytes
+        self._curve.append((self._now - self._began, self._memory))
+
+    # ------------------------------------------------------------------ updates
+    def _missing_updates(self) -> str | None:
+        return None if self._updated == len(self._profile.updates) else "updates"
+
+    def _read_states(self) -> None:
+        self._reading_states = True
+        self._update()
+
+    def _gradients_ready(self, number: int) -> None:
+        self._ready.add(number)
+        self._update()
+
+    def _update(self) -> None:
+        """Read states ahead, and compute the next update if its states and gradients are here."""
+        updates = self._profile.updates
+        held = self._asked - self._updated + self._writing_updates
+        while self._reading_states and self._asked < len(updates) and held < _BUFFERS:
+            number = self._asked
+            self._asked += 1
+            held += 1
+            self._stripe(number, updates[number].read_bytes, write=False)
+        number = self._updated
+        if number not in self._ready or number not in self._read:
             return
-        lane.busy = job.begun = True
-        if job.begins is not None:
-            job.begins()
-        seconds = lane.seconds(job)
-        self.span(lane.name, job.what, seconds, job.nbytes)
+        self._ready.remove(number)  # it has begun
+        seconds = updates[number].seconds
+        self._span("update", f"update {number}", seconds)
+        if self._profile.shared_cores:
+            self._delay_computing(seconds)
+        self._at(seconds, lambda: self._update_over(number))
+
+    def _update_over(self, number: int) -> None:
+        self._updated += 1
+        self._writing_updates += 1
+        self._stripe(number, self._profile.updates[number].written_bytes, write=True)
+        self._update()
+        self._retry()
+
+    def _stripe(self, number: int, nbytes: int, *, write: bool) -> None:
+        """Transfer the states of an update over all paths, in proportion to their rates."""
+        lanes = list((self._writes if write else self._reads).values()) if nbytes else []
+        rates = [lane.rates.write if write else lane.rates.read for lane in lanes]
+        left = max(1, len(lanes))
+
+        def part() -> None:
+            nonlocal left
+            left -= 1
+            if left:
+                return
+            if write:
+                self._writing_updates -= 1
+            else:
+                self._read.add(number)
+            self._update()
+
+        for lane, rate in zip(lanes, rates, strict=True):
+            share = int(nbytes * rate / sum(rates))
+            self._queue(Transfer(f"states {number}", share, write, part), lane)
+        if not lanes:
+            part()
+
+    # ------------------------------------------------------------------ lanes
+    def _queue(self, transfer: Transfer, lane: Lane) -> None:
+        lane.waiting.append(transfer)
+        self._serve(lane)
+
+    def _serve_all(self) -> None:
+        for lane in (*self._reads.values(), *self._writes.values()):
+            self._serve(lane)
+
+    def _serve(self, lane: Lane) -> None:
+        """Start the next transfer of a lane that is idle."""
+        transfer = lane.next(self._limit - self._memory)
+        if transfer is None:
+            return
+        lane.busy = transfer.begun = True
+        if transfer.takes:
+            self._count(transfer.takes)
+        seconds = lane.rates.seconds(transfer.nbytes, write=transfer.write)
+        self._span(lane.name, transfer.what, seconds, transfer.nbytes)
 
         def over() -> None:
             lane.busy = False
-            job.done()
+            transfer.done()
             self._serve(lane)
 
-        self.at(seconds, over)
+        self._at(seconds, over)
 
-    def _require(self, nbytes: int) -> None:
-        self._memory += nbytes
-        totals = self._totals
-        totals.peak = max(totals.peak, self._memory)
-        totals.memory.append((self._now - totals.began, self._memory))
+    def _span(self, lane: str, what: str, seconds: float, nbytes: int = 0) -> None:
+        begin = self._now - self._began
+        self._spans.append(Span(lane, what, begin, begin + seconds, nbytes))
 
-    # ------------------------------------------------------------------ the end
-    def _end_step(self) -> None:
-        self._steps -= 1
-        if self._steps:
-            self._begin_step()
-            self._compute()
-            return
-        totals = self._totals
-        seconds = self._now - totals.began
-        shares = {
-            lane: LaneUse(totals.moved[lane], busy / seconds if seconds else 0.0)
-            for lane, busy in totals.busy.items()
-        }
-        spans = [
-            Span(s.lane, s.what, s.begin - totals.began, s.end - totals.began, s.nbytes)
-            for s in self._spans[totals.spans :]
-        ]
-        self._done = StepReplay(
-            seconds, totals.computing, totals.stalls, totals.peak, shares, totals.memory, spans
-        )
+    # ------------------------------------------------------------------ steps
+    def _begin_step(self) -> None:
+        self._began = self._now
+        self._curve = [(0.0, self._memory)]
+        self._spans: list[Span] = []
+        # Updates of the last step may still be written.
+        self._ready: set[int] = set()
+        self._read: set[int] = set()
+        self._asked = self._updated = 0
+        self._reading_states = False
+
+    def _finished(self, computing: float, stalls: dict[str, float]) -> StepReplay:
+        seconds = self._now - self._began
+        lanes: dict[str, LaneUse] = {}
+        for span in self._spans:
+            use = lanes.get(span.lane, LaneUse(0, 0.0))
+            share = (span.end - span.begin) / seconds if seconds else 0.0
+            lanes[span.lane] = LaneUse(use.nbytes + span.nbytes, use.busy_share + share)
+        peak = max(nbytes for _, nbytes in self._curve)
+        return StepReplay(seconds, computing, stalls, peak, lanes, self._curve, self._spans)

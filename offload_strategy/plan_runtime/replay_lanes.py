@@ -1,4 +1,4 @@
-"""The lanes of a replay: queued and running transfers of each direction of a path."""
+"""What a replay consists of: the lanes of paths with their transfers, and the replayed step."""
 
 from __future__ import annotations
 
@@ -9,41 +9,9 @@ from dataclasses import dataclass, field
 from offload_strategy.plan_runtime.profile import PathRates
 
 
-@dataclass(eq=False, slots=True)
-class Transfer:
-    """A transfer over a path.
-
-    Args:
-        what: Name for charts.
-        nbytes: Size in bytes.
-        write: Whether it is a write; otherwise it is a read.
-        done: Called at its end.
-        begins: Called at its start.
-        may_begin: Asked before its start; None for always.
-        cancelled: Whether it is no longer needed.
-    """
-
-    what: str
-    nbytes: int
-    write: bool
-    done: Callable[[], None]
-    begins: Callable[[], None] | None = None
-    may_begin: Callable[[], bool] | None = None
-    cancelled: bool = False
-    begun: bool = False
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Span:
-    """What a lane did in a span of time, for charts.
-
-    Args:
-        lane: Name of the lane.
-        what: Name of what it moved or computed.
-        begin: Start in seconds.
-        end: End in seconds.
-        nbytes: Moved bytes.
-    """
+    """What a lane moved or computed between two times in seconds, for charts."""
 
     lane: str
     what: str
@@ -52,60 +20,9 @@ class Span:
     nbytes: int = 0
 
 
-@dataclass(eq=False)
-class Lane:
-    """One direction of a path, or both if they share its time; first in, first out.
-
-    Args:
-        name: Name of the lane.
-        rates: Rates of its path.
-    """
-
-    name: str
-    rates: PathRates
-    waiting: deque[Transfer] = field(default_factory=deque)
-    busy: bool = False
-    moved_bytes: int = 0
-    busy_seconds: float = 0.0
-    spans: list[Span] = field(default_factory=list)
-
-    def next(self) -> Transfer | None:
-        """Return the transfer to start now, or None."""
-        while self.waiting and self.waiting[0].cancelled:
-            self.waiting.popleft()
-        if self.busy or not self.waiting:
-            return None
-        head = self.waiting[0]
-        if head.may_begin is not None and not head.may_begin():
-            # A read without room must not block a write that would free some.
-            head = next((job for job in self.waiting if job.may_begin is None), head)
-            if head.may_begin is not None:
-                return None
-            self.waiting.remove(head)
-            return None if head.cancelled else head
-        return self.waiting.popleft()
-
-    def prioritize(self, job: Transfer) -> None:
-        """Make a queued transfer the next one, whether there is room for it or not."""
-        job.may_begin = None
-        if job in self.waiting:
-            self.waiting.remove(job)
-            self.waiting.appendleft(job)
-
-    def seconds(self, job: Transfer) -> float:
-        """Return the seconds of a transfer."""
-        rate = self.rates.write if job.write else self.rates.read
-        return self.rates.latency + job.nbytes / rate
-
-
 @dataclass(frozen=True, slots=True)
 class LaneUse:
-    """Use of a lane in a step.
-
-    Args:
-        nbytes: Moved bytes.
-        busy_share: Share of the step in which the lane was busy.
-    """
+    """The bytes that a lane moved in a step, and the share of the step in which it was busy."""
 
     nbytes: int
     busy_share: float
@@ -132,3 +49,53 @@ class StepReplay:
     lanes: Mapping[str, LaneUse]
     memory: Sequence[tuple[float, int]]
     spans: Sequence[Span]
+
+
+@dataclass(eq=False, slots=True)
+class Transfer:
+    """A transfer over a path; `done` is called at its end.
+
+    A transfer that `takes` memory begins only when there is room for so many bytes, unless training
+    waits for it and it is `urgent`.
+    """
+
+    what: str
+    nbytes: int
+    write: bool
+    done: Callable[[], None]
+    takes: int = 0
+    urgent: bool = False
+    cancelled: bool = False
+    begun: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Lane:
+    """One direction of a path, or both if they share its time; first in, first out."""
+
+    name: str
+    rates: PathRates
+    waiting: deque[Transfer] = field(default_factory=deque)
+    busy: bool = False
+
+    def next(self, room: float) -> Transfer | None:
+        """Take the transfer that starts now from the queue, if so many bytes of memory are free."""
+        while self.waiting and self.waiting[0].cancelled:
+            self.waiting.popleft()
+        if self.busy or not self.waiting:
+            return None
+        # A read without room must not block a write that would free some.
+        fits = (one for one in self.waiting if one.urgent or not one.takes)
+        head = self.waiting[0]
+        found = head if head.takes <= room else next(fits, None)
+        if found is None:
+            return None
+        self.waiting.remove(found)
+        return None if found.cancelled else found
+
+    def prioritize(self, transfer: Transfer) -> None:
+        """Make a queued transfer the next one, whether there is room for it or not."""
+        transfer.urgent = True
+        if transfer in self.waiting:
+            self.waiting.remove(transfer)
+            self.waiting.appendleft(transfer)

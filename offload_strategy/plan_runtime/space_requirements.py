@@ -1,21 +1,35 @@
-"""Space that states and weights need, checked before the first step, and the size of subgroups."""
+"""Memory and space that training needs, known before its first step.
+
+[Note: memory at the peak]
+The peak of training with streamed weights is in backward, while a block in the middle of the model
+computes. Outside of buffers there are activations in use, gradients that no update has used yet,
+and what the process had before. In buffers there are the weights of the blocks in flight; the
+states of the parameter that is being updated and of the next subgroup; with `commit`, new weights
+that wait for `step()`; prefetched activations; and idle buffers that are kept for the next request.
+``memory.pinned`` bounds the sum of all buffers.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from offload_strategy.units import format_size
+from offload_strategy.units import MiB, format_size
+
+Overlap = Literal["commit", "eager", "off"]
 
 #: Subgroups in buffers at a time: one is read, one updated, one written, and one is ready.
 SUBGROUPS_IN_FLIGHT = 4
-#: Offload is reported as unnecessary if what it moves would fit this many times into free memory.
-_FREE_MEMORY_FACTOR = 2
 #: Parameters of a subgroup if memory allows: few enough that the first update starts early and that
 #: several subgroups in memory do not count, and enough that I/O requests and updates are efficient.
 _SUBGROUP_RANGE = (1 << 18, 1 << 22)
 _SUBGROUPS_PER_OPTIMIZER = 16
 _SMALLEST_SUBGROUP = 1 << 16
+#: Libraries, thread stacks and kernel workspaces that the first step adds.
+_FIRST_STEP_BYTES = 38 * MiB
+#: Prefetched activations.
+_AHEAD_BYTES = 32 * MiB
 
 
 def subgroup_size(parameters: int, each: float, memory: int) -> int:
@@ -34,90 +48,102 @@ def subgroup_size(parameters: int, each: float, memory: int) -> int:
     return size
 
 
-@dataclass(frozen=True, slots=True)
-class SpaceNeed:
-    """Bytes that the optimizer's tickets take on their tiers at most.
-
-    Args:
-        states_bytes: Bytes of current states.
-        in_flight_bytes: Bytes of updates that wait for `step()`.
-    """
-
-    states_bytes: int
-    in_flight_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        """Sum of both."""
-        return self.states_bytes + self.in_flight_bytes
-
-
 def optimizer_need(
-    states_bytes: int,
-    weights_bytes: int,
-    overlap: Literal["commit", "eager", "off"],
-    gradients_bytes: int = 0,
-) -> SpaceNeed:
-    """Return the space that an optimizer needs on its tiers.
+    states_bytes: int, weights_bytes: int, overlap: Overlap, gradients_bytes: int = 0
+) -> int:
+    """Return the bytes that an optimizer's tickets take on their tiers at most.
 
     With `commit`, old states stay until the new ones become current at `step()`, and new weights
     wait next to them: twice the states, once the weights, and the gradients that memory has no room
     for.
-
-    Args:
-        states_bytes: States of all attached parameters.
-        weights_bytes: The parameters themselves.
-        overlap: The configured overlap.
-        gradients_bytes: Gradients that wait for `step()` in the tiers.
     """
     ahead = states_bytes + weights_bytes + gradients_bytes if overlap == "commit" else 0
-    return SpaceNeed(states_bytes, ahead)
+    return states_bytes + ahead
 
 
-def shortfall(need: SpaceNeed, available_bytes: int) -> str | None:
-    """Return a message if the tiers are too small for the states, otherwise None."""
-    missing = need.total_bytes - available_bytes
-    if missing <= 0:
-        return None
-    detail = f"{format_size(need.states_bytes)} of states"
-    if need.in_flight_bytes:
-        detail += (
-            f" and {format_size(need.in_flight_bytes)} of updates on their way (overlap: commit)"
-        )
-    return (
-        f"optimizer states need {format_size(need.total_bytes)} ({detail}), but its tiers have "
-        f"{format_size(available_bytes)}: {format_size(missing)} too little. Raise a tier's "
-        f"capacity, add a tier, or set optimizer.overlap to off, which needs less."
-    )
-
-
-def weights_shortfall(weights_bytes: int, available_bytes: int) -> str | None:
-    """Return a message if the tiers are too small for streamed weights, otherwise None.
+@dataclass(frozen=True, slots=True)
+class HostMemoryPrediction:
+    """Bytes at the peak by their use; `str` gives a table. See [Note: memory at the peak].
 
     Args:
-        weights_bytes: Bytes of the weights that are not on the tiers yet.
-        available_bytes: Free bytes of their tiers.
+        process: Memory of the process now, and what the first step adds.
+        computing: Activations in use, and gradients.
+        weights: Buffers of the blocks in flight.
+        states: Buffers of optimizer states that are updated now and next.
+        waiting: Buffers of new weights that wait for `step()`.
+        ready: Idle buffers, and buffers of prefetched activations.
+        beyond: The part of these buffers that ``memory.pinned`` does not allow.
     """
-    missing = weights_bytes - available_bytes
-    if missing <= 0:
-        return None
-    return (
-        f"the weights need {format_size(weights_bytes)}, but their tiers have "
-        f"{format_size(available_bytes)}: {format_size(missing)} too little. Raise a tier's "
-        f"capacity, or add a tier to parameters.tiers."
-    )
+
+    process: int
+    computing: int
+    weights: int
+    states: int
+    waiting: int
+    ready: int
+    beyond: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of all parts."""
+        buffers = self.weights + self.states + self.waiting + self.ready - self.beyond
+        return self.process + self.computing + buffers
+
+    def __str__(self) -> str:
+        """A table in Markdown."""
+        rows = {
+            "process before the first step": self.process,
+            "activations in use, gradients": self.computing,
+            "weights of blocks in flight": self.weights,
+            "optimizer states": self.states,
+            "new weights until `step()`": self.waiting,
+            "idle and prefetched buffers": self.ready,
+            "buffers beyond memory.pinned": -self.beyond,
+            "peak": self.peak_bytes,
+        }
+        lines = ["| | host memory |", "|---|---|"]
+        for name, nbytes in rows.items():
+            sign = "-" if nbytes < 0 else ""
+            lines.append(f"| {name} | {sign}{format_size(abs(nbytes))} |")
+        return "\n".join(lines)
 
 
-def spare_memory_advice(moved_bytes: int, free_bytes: int) -> str | None:
-    """Return a line for users who do not need offload here, otherwise None.
+def predict_host_memory(
+    *,
+    process_bytes: int,
+    computing_bytes: int,
+    blocks: Sequence[int],
+    blocks_in_flight: int,
+    trained: int,
+    largest: int,
+    subgroup: int,
+    states_share: float,
+    upcast_share: float = 0.0,
+    overlap: Overlap,
+    pinned: int,
+    idle: int,
+) -> HostMemoryPrediction:
+    """Add up the memory at the peak of training with streamed weights, in bytes.
 
-    Args:
-        moved_bytes: Bytes of the saved tensors of one step and of the optimizer states.
-        free_bytes: Free memory of the device that trains.
+    The process is counted without buffers and weights that will be offloaded; computing needs
+    activations and gradients. `blocks` has the weights of each block, in the order in which they
+    compute. Weights that are `trained` have so many bytes in all, in the `largest` one, and in a
+    `subgroup` that is updated at a time; each of their bytes has a share of states on the tiers and
+    of upcast copies of states. At most `idle` bytes of buffers are kept for the next request.
     """
-    if moved_bytes <= 0 or moved_bytes * _FREE_MEMORY_FACTOR > free_bytes:
-        return None
-    return (
-        f"offload is not needed here: the {format_size(moved_bytes)} that it moves would fit into "
-        f"the {format_size(free_bytes)} of memory that are free"
+    runs = (sum(blocks[place : place + blocks_in_flight]) for place in range(len(blocks)))
+    weights = max(runs, default=0)
+    # In backward all subgroups of a parameter get their gradients at once; at step() one by one.
+    updated = 2 * subgroup if overlap == "off" else largest
+    states = int(states_share * (updated + subgroup))
+    waiting = min(trained, pinned // 2) if overlap == "commit" else 0
+    ready = idle + _AHEAD_BYTES
+    return HostMemoryPrediction(
+        process=process_bytes + _FIRST_STEP_BYTES,
+        computing=computing_bytes + int(upcast_share * subgroup),
+        weights=weights,
+        states=states,
+        waiting=waiting,
+        ready=ready,
+        beyond=max(0, weights + states + waiting + ready - pinned),
     )

@@ -15,14 +15,9 @@ from offload_strategy.units import format_size
 
 @dataclass(frozen=True, slots=True)
 class BlockPass:
-    """One pass of a block, forward or backward.
+    """A forward or backward pass of a block.
 
-    Args:
-        block: Name of the block.
-        backward: Whether the pass is backward.
-        weights_bytes: Bytes of the block's streamed weights.
-        trained_bytes: Bytes of those weights that are updated.
-        states_bytes: Bytes of optimizer states of the block's parameters.
+    Bytes are those of its streamed weights, of the weights that are updated, and of their states.
     """
 
     block: str
@@ -36,12 +31,8 @@ class BlockPass:
 class ScheduleRow:
     """I/O while a block computes.
 
-    Args:
-        block_pass: The pass of the block.
-        read_ahead: Names of the blocks whose weights are prefetched meanwhile.
-        read_bytes: Bytes of those weights and, in backward, of the states for the update.
-        written: Name of the block whose new weights and states are written; None for none.
-        written_bytes: Bytes that are written.
+    Weights of some blocks are prefetched, and the states for its update are read; new weights and
+    states of one block are written.
     """
 
     block_pass: BlockPass
@@ -101,56 +92,45 @@ class WeightSchedule:
 def weight_schedule(
     passes: Sequence[BlockPass], blocks_in_flight: int, *, learned: bool, updates: bool
 ) -> WeightSchedule:
-    """Return the schedule of one step.
+    """Return the schedule of a step whose passes begin again with the next one.
 
-    Args:
-        passes: Passes of all blocks, in order. The next step starts with the first one again.
-        blocks_in_flight: Blocks whose weights are in memory or being read at a time.
-        learned: See `WeightSchedule`.
-        updates: Whether updates run during backward; otherwise `step()` does their I/O.
+    At most so many blocks have their weights in memory or being read at a time. Updates run during
+    backward, or `step()` does their I/O.
     """
     rows: list[ScheduleRow] = []
     here: list[str] = []  # blocks in memory or being read, the least recently used first
     before: BlockPass | None = None
-    for count in range(2 * len(passes)):  # the second round shows a step that is not the first
-        place = count % len(passes)
-        block_pass = passes[place]
-        read, names = 0, []
+    # The second round shows a step that is not the first.
+    for place, block_pass in [*enumerate(passes)] * 2:
+        following = _following(passes, place, blocks_in_flight - 1)
+        ahead = [later for later in following if later.block not in here]
+        read = sum(later.weights_bytes for later in ahead)
         if block_pass.block not in here:  # it could not be prefetched
             read += block_pass.weights_bytes
-        here = [name for name in here if name != block_pass.block] + [block_pass.block]
-        following = _following(passes, place, blocks_in_flight - 1)
-        for later in following:
-            if later.block not in here:
-                names.append(later.block)
-                read += later.weights_bytes
-                here.append(later.block)
+        here = [name for name in here if name != block_pass.block]
+        here += [block_pass.block, *(later.block for later in ahead)]
         wanted = {block_pass.block, *(later.block for later in following)}
-        spare = max(0, blocks_in_flight - len(wanted))
         rest = [name for name in here if name not in wanted]
-        here = [name for name in here if name in wanted or name in rest[len(rest) - spare :]]
-        if block_pass.backward and updates:
-            read += block_pass.states_bytes
+        gone = rest[: max(0, len(here) - max(blocks_in_flight, len(wanted)))]
+        here = [name for name in here if name not in gone]
         written, written_bytes = None, 0
-        if updates and before is not None and before.backward and before.trained_bytes:
-            written, written_bytes = before.block, before.trained_bytes + before.states_bytes
-        row = ScheduleRow(block_pass, tuple(names), read, written, written_bytes)
-        if count >= len(passes):
-            rows.append(row)
+        if updates:
+            read += block_pass.states_bytes * block_pass.backward
+            if before is not None and before.backward and before.trained_bytes:
+                written, written_bytes = before.block, before.trained_bytes + before.states_bytes
+        names = tuple(later.block for later in ahead)
+        rows.append(ScheduleRow(block_pass, names, read, written, written_bytes))
         before = block_pass
-    return WeightSchedule(tuple(rows), learned)
+    return WeightSchedule(tuple(rows[len(passes) :]), learned)
 
 
 def _following(passes: Sequence[BlockPass], place: int, count: int) -> list[BlockPass]:
     """Return the next passes of other blocks, each block once, wrapping to the next step."""
     found: dict[str, BlockPass] = {}
-    for distance in range(1, len(passes)):
-        block_pass = passes[(place + distance) % len(passes)]
-        if len(found) == count:
-            break
+    for block_pass in [*passes[place + 1 :], *passes[:place]]:
         if block_pass.block != passes[place].block:
             found.setdefault(block_pass.block, block_pass)
-    return list(found.values())
+    return list(found.values())[:count]
 
 
 def _size(nbytes: int) -> str:

@@ -73,7 +73,7 @@ def states_bytes(request: Request, *, streams: bool) -> int:
     """
     weights = WEIGHT_BYTES * request.shape.parameters
     states = optimizer_need(STATE_BYTES * request.shape.parameters, weights, "commit")
-    return states.total_bytes + (weights if streams else 0)
+    return states + (weights if streams else 0)
 
 
 def planned_swap(request: Request, *, streams: bool) -> Swap:

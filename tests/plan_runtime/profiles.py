@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 from offload_strategy.plan_runtime.profile import PathRates, Profile, TensorLife
@@ -22,3 +23,13 @@ def stack(
     )
     options.setdefault("paths", (PathRates("disk", path, path),))
     return Profile(forward, 3 * forward, tensors, **options)
+
+
+def random_step(chance: random.Random, **options: Any) -> Profile:
+    """A step of 20 s with tensors of any lifetimes, some of them cyclic."""
+    tensors = []
+    for number in range(22):
+        uses = tuple(sorted(chance.uniform(0, 20) for _ in range(chance.randint(2, 4))))
+        cyclic = chance.random() < 0.3
+        tensors.append(TensorLife(f"t{number}", chance.randint(1, 300), uses, cyclic))
+    return Profile(10.0, 20.0, tuple(tensors), **options)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from offload_strategy.errors import ConfigError
-from offload_strategy.plan_runtime.lifetime_plan import HOST, HostRoom, plan_lifetimes
-from offload_strategy.plan_runtime.memory_curve import MemoryCurve
+from offload_strategy.plan_runtime.lifetime_plan import plan_lifetimes
 from offload_strategy.plan_runtime.profile import PathRates, Profile, TensorLife, Update
-from tests.plan_runtime.profiles import stack
+from offload_strategy.plan_runtime.step_usage import MemoryCurve
+from tests.plan_runtime.profiles import random_step, stack
 
 
 def test_what_fits_moves_nothing() -> None:
@@ -65,25 +65,9 @@ def test_a_limit_below_what_never_leaves_does_not_fit() -> None:
     assert not plan.fits
 
 
-def test_paths_are_used_before_host_memory() -> None:
-    profile = stack(10, path=40.0)
-    host = HostRoom(capacity=10_000, link=1000.0)
-    plan = plan_lifetimes(profile, 400, host=host)
-    places = [move.place for move in plan.moves]
-    assert plan.fits
-    assert plan.hidden
-    assert "disk" in places
-    assert HOST in places
-
-
-def test_host_memory_is_not_overfilled() -> None:
-    plan = plan_lifetimes(stack(10, path=1e-3), 400, host=HostRoom(capacity=250, link=1000.0))
-    assert sum(move.nbytes for move in plan.moves if move.place == HOST) <= 250
-
-
 def test_two_paths_take_what_one_of_the_same_sum_takes() -> None:
     two = tuple(PathRates(name, 60.0, 60.0) for name in ("a", "b"))
-    plan = plan_lifetimes(stack(20), 800, paths=two)
+    plan = plan_lifetimes(stack(20, paths=two), 800)
     assert plan.fits
     assert {move.place for move in plan.moves} == {"a", "b"}
 
@@ -102,26 +86,14 @@ def test_weights_leave_between_their_steps() -> None:
 def test_of_random_steps_the_plan_says_truly_what_is_required() -> None:
     chance = random.Random(3)
     for _ in range(60):
-        tensors = []
-        for number in range(25):
-            uses = sorted(chance.uniform(0, 20) for _ in range(chance.randint(2, 4)))
-            tensors.append(
-                TensorLife(
-                    f"t{number}", chance.randint(1, 200), tuple(uses), cyclic=chance.random() < 0.3
-                )
-            )
         paths = tuple(PathRates(f"p{k}", chance.uniform(20, 200), 100.0) for k in range(2))
-        profile = Profile(10.0, 20.0, tuple(tensors), paths=paths)
-        limit = int(profile.peak_bytes * chance.uniform(0.3, 1.0))
-        plan = plan_lifetimes(profile, limit)
-        pressure = MemoryCurve(profile.tensors, 20.0)
+        profile = random_step(chance, paths=paths)
+        plan = plan_lifetimes(profile, int(profile.peak_bytes * chance.uniform(0.3, 1.0)))
+        curve = MemoryCurve(profile.tensors, 20.0)
         for move in plan.moves:
-            if move.hidden:
-                pressure.add(move.gone_at, move.fetch_at, -move.nbytes)
-            else:
-                pressure.add(move.leaves_at, move.fetch_at, -move.nbytes)
-        assert abs(pressure.peak_bytes - plan.peak_bytes) < 1e-6
-        assert plan.peak_bytes <= plan.unplanned_bytes
+            gone = move.gone_at if move.hidden else move.leaves_at
+            curve.add(gone, move.fetch_at, -move.nbytes)
+        assert curve.peak_bytes == plan.peak_bytes <= plan.unplanned_bytes
         assert len({(move.tensor, move.period) for move in plan.moves}) == len(plan.moves)
 
 

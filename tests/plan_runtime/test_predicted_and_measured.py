@@ -11,7 +11,6 @@ import pytest
 from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime.predicted_and_measured import (
     ComparedFigure,
-    PathComparison,
     PredictionComparison,
     StepFigures,
     compare_prediction,
@@ -35,10 +34,10 @@ FIGURES = StepFigures(
 
 
 def test_what_happened_as_predicted_has_a_ratio_of_one() -> None:
-    paths = [PathComparison("/mnt/nvme0 read", 2e9, 2e9)]
+    paths = [ComparedFigure("/mnt/nvme0 read", 2e9, 2e9, "B/s")]
     found = compare_prediction(stack(4), FIGURES, FIGURES, paths)
     assert len(found.parts) == 10
-    assert [part.ratio for part in found.parts] == [1.0] * len(found.parts)
+    assert [part.ratio for part in found.parts] == [1.0] * len(found.parts), "0 of 0 too"
 
 
 def test_each_part_is_told_with_its_own_ratio() -> None:
@@ -48,11 +47,11 @@ def test_each_part_is_told_with_its_own_ratio() -> None:
     found = compare_prediction(
         stack(4),
         FIGURES,
-        replace(observed, other_wait_seconds=0.1),
+        replace(observed, weight_wait_seconds=0.1),
         [
-            PathComparison("/mnt/nvme0 read", 4e9, 3e9, "predicted by the probe"),
-            PathComparison("/mnt/nvme0 write", 2e9, None),
-            PathComparison("/mnt/nvme1 write", None, 1e9),
+            ComparedFigure("/mnt/nvme0 read", 4e9, 3e9, "B/s", "predicted by the probe"),
+            ComparedFigure("/mnt/nvme0 write", 2e9, None, "B/s"),
+            ComparedFigure("/mnt/nvme1 write", None, 1e9, "B/s"),
         ],
     )
     ratios = {part.part: part.ratio for part in found.parts}
@@ -71,7 +70,7 @@ def test_each_part_is_told_with_its_own_ratio() -> None:
 
 
 def test_it_prints_a_table() -> None:
-    path = PathComparison("/mnt/nvme0 read", 4e9, 3e9, "predicted by the probe at the start")
+    path = ComparedFigure("/mnt/nvme0 read", 4e9, 3e9, "B/s", "predicted by the probe at the start")
     text = str(compare_prediction(stack(4), FIGURES, FIGURES, [path], remarks=["A remark."]))
     assert text.startswith("| part | predicted | observed | ratio | |\n|---|---|---|---|---|\n")
     assert "| step | 2.000 s | 2.000 s | 1.00 |  |" in text
@@ -85,7 +84,7 @@ def test_it_is_the_same_after_it_was_saved(tmp_path: Path) -> None:
         stack(4),
         FIGURES,
         replace(FIGURES, peak_bytes=None),
-        [PathComparison("/mnt/nvme0 read", None, 3e9, "new")],
+        [ComparedFigure("/mnt/nvme0 read", None, 3e9, "B/s", "new")],
         remarks=["A remark."],
         about={"passes_in_a_step": 2},
     )
@@ -122,11 +121,6 @@ def test_something_else_is_refused_with_a_word(tmp_path: Path, text: str) -> Non
     file.write_text(text)
     with pytest.raises(ConfigError, match="cannot be read as a comparison with a prediction"):
         PredictionComparison.load(file)
-
-
-def test_a_part_of_nothing_that_was_nothing_is_as_predicted() -> None:
-    assert ComparedFigure("waiting for room", 0.0, 0.0, "s").ratio == 1.0
-    assert ComparedFigure("waiting for room", 0.0, 0.1, "s").ratio is None
 
 
 # ---------------------------------------------------------------------- what is predicted
@@ -192,13 +186,10 @@ def test_passes_of_a_step_add_up_and_updates_come_with_the_last() -> None:
     assert three.peak_bytes == one.peak_bytes
 
 
-def test_where_there_is_no_path_nothing_leaves() -> None:
+def test_what_has_no_path_or_is_used_once_does_not_leave() -> None:
     found = predict_figures(stack(5, paths=()), leaving=range(5))
     assert found.step_seconds == pytest.approx(15.0)
     assert found.written_bytes == 0
-
-
-def test_what_is_used_once_has_no_time_to_leave() -> None:
     profile = stack(2)
     once = replace(profile.tensors[0], uses=(1.0,))
     found = predict_figures(replace(profile, tensors=(once, profile.tensors[1])), leaving=[0, 1])

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 
 import pytest
 
-from offload_strategy.plan_runtime.lifetime_plan import (
-    HostRoom,
-    LifetimePlan,
-    PlannedMove,
-    plan_lifetimes,
-)
+from offload_strategy.plan_runtime.lifetime_plan import LifetimePlan, PlannedMove, plan_lifetimes
 from offload_strategy.plan_runtime.profile import PathRates, Profile, TensorLife, Update
 from offload_strategy.plan_runtime.replay import replay
-from tests.plan_runtime.profiles import stack
+from tests.plan_runtime.profiles import random_step, stack
 
 
 def all_leave(profile: Profile, limit: int) -> LifetimePlan:
@@ -83,7 +79,8 @@ def test_a_simplex_path_takes_longer() -> None:
     simplex, duplex = (PathRates("disk", 30.0, 30.0, simplex=one) for one in (True, False))
     profile = Profile(10.0, 20.0, weights, paths=(duplex,))
     plan = plan_lifetimes(profile, 150)
-    assert replay(profile, plan, paths=[simplex]).step_seconds > replay(profile, plan).step_seconds
+    shared = replace(profile, paths=(simplex,))
+    assert replay(shared, plan).step_seconds > replay(profile, plan).step_seconds
 
 
 def updates(count: int, seconds: float, nbytes: int) -> tuple[Update, ...]:
@@ -125,29 +122,25 @@ def test_bytes_that_cost_computing_time_make_the_step_longer() -> None:
 def test_of_random_steps_none_hangs_and_none_is_faster_than_it_computes() -> None:
     chance = random.Random(5)
     for _ in range(60):
-        tensors = []
-        for number in range(20):
-            uses = sorted(chance.uniform(0, 20) for _ in range(chance.randint(2, 4)))
-            cyclic = chance.random() < 0.3
-            tensors.append(TensorLife(f"t{number}", chance.randint(1, 300), tuple(uses), cyclic))
         paths = tuple(
             PathRates(f"p{k}", chance.uniform(5, 200), 50.0, simplex=chance.random() < 0.3)
             for k in range(2)
         )
-        profile = Profile(10.0, 20.0, tuple(tensors), paths=paths, updates=updates(3, 0.1, 50))
-        host = HostRoom(200, 500.0) if chance.random() < 0.3 else None
-        plan = plan_lifetimes(profile, int(profile.peak_bytes * chance.uniform(0.2, 1)), host=host)
-        found = replay(profile, plan, host=host)
+        profile = random_step(chance, paths=paths, updates=updates(3, 0.1, 50))
+        plan = plan_lifetimes(profile, int(profile.peak_bytes * chance.uniform(0.2, 1)))
+        found = replay(profile, plan)
         assert found.step_seconds >= 20.0 - 1e-6
         assert sum(found.stalls.values()) <= found.step_seconds - found.computing_seconds + 1e-6
-        assert all(0 <= use.busy_share <= 1 + 1e-6 for use in found.lanes.values())
+        # A transfer may end in the next step.
+        longest = max(span.end - span.begin for span in found.spans)
+        busiest = max(use.busy_share for use in found.lanes.values())
+        assert busiest * found.step_seconds <= found.step_seconds + longest + 1e-6
 
 
-def test_ten_thousand_events_take_less_than_a_second() -> None:
+def test_ten_thousand_events_take_less_than_a_second_of_a_core() -> None:
     profile = stack(2000, path=110.0)
     plan = all_leave(profile, 50_000)
-    begin = time.perf_counter()
+    begin = time.process_time()
     found = replay(profile, plan, steps=1)
-    seconds = time.perf_counter() - begin
-    events = 3 * 2000 + len(found.spans)
-    assert events / seconds > 10_000
+    seconds = time.process_time() - begin
+    assert (3 * 2000 + len(found.spans)) / seconds > 10_000

@@ -129,10 +129,9 @@ class Point:
 @functools.cache
 def point(setting: Setting, bandwidth: float) -> Point:
     """Plan and replay a step at so many GB/s."""
-    found = profile(setting.step)
     path = PathRates("SSDs", bandwidth * 1e9, bandwidth * 1e9, simplex=setting.simplex)
-    plan = plan_lifetimes(found, setting.limit, paths=[path])
-    step = replay(found, plan, paths=[path])
+    found = replace(profile(setting.step), paths=(path,))
+    step = replay(found, plan_lifetimes(found, setting.limit))
     return Point(found.step_seconds / step.step_seconds, step.peak_bytes)
 
 
@@ -153,8 +152,8 @@ def near_ideal_from(setting: Setting, bandwidths: Sequence[int] = BANDWIDTHS) ->
 @functools.cache
 def least_moved(setting: Setting) -> int:
     """Bytes that must leave where bandwidth is no matter, and come back."""
-    ample = PathRates("ample", 1e13, 1e13)
-    return plan_lifetimes(profile(setting.step), setting.limit, paths=[ample]).moved_bytes
+    ample = replace(profile(setting.step), paths=(PathRates("ample", 1e13, 1e13),))
+    return plan_lifetimes(ample, setting.limit).moved_bytes
 
 
 def all_idle(step: StageStep) -> int:

@@ -47,7 +47,7 @@ def test_disk_holds_states_twice_and_what_moves():
     found = analyse(request("gpt3-175b", 16, "4090"))
     p = request("gpt3-175b").shape.parameters
     assert found.streams_weights
-    states = optimizer_need(12 * p, 2 * p, "commit").total_bytes
+    states = optimizer_need(12 * p, 2 * p, "commit")
     assert fit(found, "disk").needed_bytes == states + 2 * p + found.swap.moved_bytes
     assert fit(found, "disk").available_bytes == 12 * 3.84e12
     assert all(one.ok for one in found.fits)  # Fuyou trains it (section 5.3)

@@ -119,12 +119,11 @@ def test_the_largest_product_is_counted_once_more():
 def test_a_profile_can_be_saved_planned_and_replayed(tmp_path: Path):
     file = tmp_path / "profile.json"
     step_profile(STEP).save(file)
-    profile = Profile.load(file)
-    path = PathRates("disk", 2e9, 2e9)
-    plan = plan_lifetimes(profile, int(0.7 * profile.peak_bytes), paths=[path])
+    profile = replace(Profile.load(file), paths=(PathRates("disk", 2e9, 2e9),))
+    plan = plan_lifetimes(profile, int(0.7 * profile.peak_bytes))
     assert plan.fits
     assert plan.moves
-    found = replay(profile, plan, paths=[path])
+    found = replay(profile, plan)
     assert found.step_seconds >= profile.step_seconds * (1 - 1e-9)
 
 

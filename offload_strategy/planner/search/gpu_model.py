@@ -161,7 +161,7 @@ def _offloaded_bytes(
     if settings.offloads_optimizer:
         states = settings.state_bytes * sizes.parameters
         # `optimizer_need` counts new weights with the updates; here they are among what waits.
-        found["states"] = optimizer_need(states, 0, settings.overlap).total_bytes
+        found["states"] = optimizer_need(states, 0, settings.overlap)
         if settings.overlap == "commit":
             found["waiting"] = 2 * weights
     if settings.streams_weights:

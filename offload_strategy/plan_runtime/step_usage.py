@@ -1,11 +1,14 @@
-"""Memory that a step requires over time, and how much of it is above a limit."""
+"""What is taken over the time of a step: memory that it requires, and time of paths.
+
+Planning looks for memory above a limit, and for time that paths have left for transfers.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 
-from offload_strategy.plan_runtime.profile import TensorLife
+from offload_strategy.plan_runtime.profile import PathRates, TensorLife
 
 
 class MemoryCurve:
@@ -24,21 +27,15 @@ class MemoryCurve:
         others: Sequence[tuple[float, int]] = (),
     ) -> None:
         self._step = step_seconds
-        moments = {0.0, step_seconds}
-        moments.update(moment for moment, _ in others if 0 <= moment <= step_seconds)
-        for tensor in tensors:
-            moments.update(moment for moment in tensor.uses if 0 <= moment <= step_seconds)
         #: Starts of segments, and the end of the step.
-        self.moments = sorted(moments)
+        self.moments = sorted({0.0, step_seconds})
         self.levels = [0] * (len(self.moments) - 1)
         ends = [*(moment for moment, _ in others[1:]), step_seconds]
         for (begin, nbytes), end in zip(others, ends, strict=False):
             self.add(begin, end, nbytes)
         for tensor in tensors:
-            if tensor.cyclic:
-                self.add(0.0, step_seconds, tensor.nbytes)
-            else:
-                self.add(tensor.uses[0], tensor.uses[-1], tensor.nbytes)
+            begin, end = tensor.span(step_seconds)
+            self.add(begin, end, tensor.nbytes)
 
     @property
     def peak_bytes(self) -> int:
@@ -66,22 +63,10 @@ class MemoryCurve:
                 place += 1
         return gained
 
-    def most(self, begin: float, end: float) -> int:
-        """Return the largest number of required bytes in a span."""
-        found = 0
-        for first, last in self._within(begin, end):
-            low = bisect_right(self.moments, first) - 1
-            high = bisect_left(self.moments, last)
-            found = max(found, max(self.levels[low:high], default=0))
-        return found
-
     def since(self, begin: float, end: float, level: int) -> float:
         """Return the earliest time from which no more than `level` bytes are required until `end`.
 
-        Args:
-            begin: Lower bound of the result.
-            end: End of the span, which may be in the next step.
-            level: Bytes.
+        It is not before `begin`; the end may be in the next step.
         """
         for first, last in reversed(list(self._within(begin, end))):
             beyond = end - last  # by how much these moments lie in another step
@@ -111,3 +96,65 @@ class MemoryCurve:
             self.moments.insert(place, moment)
             self.levels.insert(place, self.levels[place - 1])
         return place
+
+
+class Timeline:
+    """Reserved time of one direction of a path. Other transfers may interrupt a transfer.
+
+    Times may be negative or beyond the end of a step: a late transfer ends in the next step.
+    """
+
+    def __init__(self) -> None:
+        self._begins: list[float] = []
+        self._ends: list[float] = []
+
+    def after(self, begin: float, seconds: float) -> float:
+        """Return the earliest time at which so many free seconds have passed since `begin`."""
+        now, left = begin, seconds
+        for place in range(bisect_right(self._ends, begin), len(self._begins)):
+            free = self._begins[place] - now
+            if free >= left:
+                break
+            left -= max(0.0, free)
+            now = max(now, self._ends[place])
+        return now + left
+
+    def before(self, end: float, seconds: float) -> float:
+        """Return the latest time from which so many free seconds pass until `end`."""
+        now, left = end, seconds
+        for place in range(bisect_left(self._begins, end) - 1, -1, -1):
+            free = now - self._ends[place]
+            if free >= left:
+                break
+            left -= max(0.0, free)
+            now = min(now, self._begins[place])
+        return now - left
+
+    def book(self, begin: float, end: float) -> None:
+        """Reserve all free seconds of a span."""
+        first, last = bisect_left(self._ends, begin), bisect_right(self._begins, end)
+        if first < last:
+            begin, end = min(begin, self._begins[first]), max(end, self._ends[last - 1])
+        self._begins[first:last], self._ends[first:last] = [begin], [end]
+
+    @property
+    def busy_seconds(self) -> float:
+        """Reserved seconds in total."""
+        return sum(end - begin for begin, end in zip(self._begins, self._ends, strict=True))
+
+
+class BookedPath:
+    """A path and its reserved time."""
+
+    def __init__(self, rates: PathRates) -> None:
+        self.rates = rates
+        self.writes = Timeline()
+        self.reads = self.writes if rates.simplex else Timeline()
+
+    def written(self, nbytes: int, begin: float) -> float:
+        """Return when a tensor that may be written from `begin` on would be written."""
+        return self.writes.after(begin, self.rates.seconds(nbytes, write=True))
+
+    def read_from(self, nbytes: int, end: float) -> float:
+        """Return when the read of a tensor must start that must be back at `end`."""
+        return self.reads.before(end, self.rates.seconds(nbytes, write=False))
