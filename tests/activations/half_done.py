@@ -182,11 +182,3 @@ class Training:
         numbers = gradients(self.model)
         self.optimizer.step()
         return {"loss": torch.stack(losses), **numbers, **weights(self.model)}
-
-
-def expected(file: str) -> None:
-    """What two steps give in this process, without offload."""
-    torch.set_num_threads(1)
-    training = Training()
-    training.step(0)
-    torch.save(training.step(1), file)

@@ -15,7 +15,7 @@ from offload_strategy import OffloadEngine, OffloadError
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload
 from offload_strategy.examples.gpt import GPT
 from offload_strategy.store.tensor_store import TensorStore
-from tests.activations.support import Calls, X, compare, noise
+from tests.activations.support import compare, noise
 from tests.training import activations_only, assert_same_bits, gradients, moved, on_disk
 
 
@@ -149,32 +149,6 @@ def test_graphs_that_break(engine: OffloadEngine) -> None:
     x = noise(4, 8).requires_grad_()
     for sign in (1, -1):
         compare(engine, call, lambda sign=sign: (call(x * sign).pow(2).sum(), x))
-
-
-def test_a_transform_inside_of_a_compiled_model(engine: OffloadEngine) -> None:
-    model = Calls(
-        lambda w: torch.func.grad(lambda v: (v.sin() * (w @ X).exp()).sum())(w * 1).exp().sum()
-    )
-    call = compiled(model)
-    compare(engine, call, lambda: call())
-
-
-def test_compiled_under_autocast_and_with_checkpoints(engine: OffloadEngine) -> None:
-    layers = network()
-
-    def function(w: torch.Tensor) -> torch.Tensor:
-        y = torch.utils.checkpoint.checkpoint(layers, X @ w, use_reentrant=False)
-        return (y @ w).float().exp().sum()
-
-    model = Calls(function)
-    model.layers = layers
-    call = compiled(model)
-
-    def step() -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return call()
-
-    compare(engine, call, step)
 
 
 # ---------------------------------------------------------------------- traced, without data

@@ -17,19 +17,6 @@ from tests.activations.support import Calls, X, noise
 from tests.training import activations_only, assert_same_bits, bits, gradients, moved, on_disk
 
 
-def test_backward_may_run_inside_the_scope(engine: OffloadEngine) -> None:
-    model = Calls(lambda w: (X @ w).exp().sin().sum())
-    model().backward()
-    expected = gradients(model)
-    engine.attach(model)
-    for _ in range(2):
-        model.zero_grad()
-        with engine.forward():
-            loss = model()
-            loss.backward()
-        assert_same_bits(gradients(model), expected)
-
-
 def test_a_scope_covers_work_outside_of_the_model(engine: OffloadEngine) -> None:
     model = nn.Linear(8, 8)
     x, target = noise(4, 8), noise(4, 8, seed=9)
@@ -68,65 +55,6 @@ def test_nothing_leaves_when_nothing_is_trained(engine: OffloadEngine, how: str)
         with engine.forward():
             pass
     assert moved(engine) == moved(engine, verb="forwarded") == 0
-    assert engine._resources.store.live_tickets == 0
-
-
-def test_training_goes_on_after_an_evaluation_in_between(engine: OffloadEngine) -> None:
-    model = Calls(lambda w: (X @ w).exp().sin().sum())
-    model().backward()
-    expected = gradients(model)
-    engine.attach(model)
-    model.zero_grad()
-    loss = model()
-    model.eval()
-    with torch.no_grad():
-        model()
-    model.train()
-    loss.backward()
-    assert_same_bits(gradients(model), expected)
-
-
-class _Stop(BaseException):
-    """As KeyboardInterrupt: no subclass of Exception."""
-
-
-@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, _Stop, GeneratorExit])
-@pytest.mark.parametrize("where", ["model", "submodule", "scope"])
-def test_an_exception_in_forward_leaves_nothing_behind(
-    engine: OffloadEngine, kind: type[BaseException], where: str
-) -> None:
-    fail = False
-
-    def function(w: torch.Tensor) -> torch.Tensor:
-        y = (X @ w).exp()
-        if fail:
-            raise kind("stop")
-        return y.sin().sum()
-
-    inner = Calls(function)
-    model = nn.Sequential(inner) if where == "submodule" else inner
-
-    class Wrapper(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self) -> torch.Tensor:
-            return self.inner()
-
-    model = Wrapper() if where == "submodule" else inner
-    model().backward()
-    expected = gradients(model)
-    engine.attach(model)
-    for _ in range(2):
-        fail = True
-        with pytest.raises(kind), engine.forward() if where == "scope" else nullcontext():
-            model()
-        fail = False
-        model.zero_grad()
-        model().backward()
-        assert_same_bits(gradients(model), expected)
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     assert engine._resources.store.live_tickets == 0
 
 

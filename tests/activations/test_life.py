@@ -36,26 +36,6 @@ def _double_backward(model: nn.Module) -> None:
     slope.pow(2).sum().backward()
 
 
-def _slopes_that_nobody_uses(model: nn.Module) -> None:
-    torch.autograd.grad(model(), model.weight, create_graph=True)
-
-
-def _exception_in_forward(model: nn.Module) -> None:
-    handle = model.register_forward_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        model()
-    handle.remove()
-
-
-def _exception_in_backward(model: nn.Module) -> None:
-    loss = model()
-    handle = loss.register_hook(lambda grad: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        loss.backward()
-    handle.remove()
-    loss.backward()
-
-
 def _exception_in_the_middle_of_backward(model: nn.Module) -> None:
     loss = model()
     handle = model.weight.register_hook(lambda grad: 1 / 0)
@@ -95,13 +75,6 @@ def _in_another_thread(model: nn.Module) -> None:
     assert not losses
 
 
-def _given_up_in_another_thread(model: nn.Module) -> None:
-    losses = [model()]
-    thread = threading.Thread(target=losses.clear)
-    thread.start()
-    thread.join(30)
-
-
 def _carried_on(model: nn.Module) -> None:
     """Truncated backpropagation through time."""
     state = torch.zeros(())
@@ -114,19 +87,13 @@ ENDS: dict[str, Callable[[nn.Module], None]] = {
     "backward": lambda m: m().backward(),
     "no backward": lambda m: m(),
     "two backwards": _two_backwards,
-    "kept after backward, then dropped": lambda m: m().backward(retain_graph=True),
     "double backward": _double_backward,
-    "slopes that nobody uses": _slopes_that_nobody_uses,
-    "autograd.grad": lambda m: torch.autograd.grad(m(), m.weight),
     "autograd.grad, kept": lambda m: torch.autograd.grad(m(), m.weight, retain_graph=True),
-    "exception in forward": _exception_in_forward,
-    "exception in backward": _exception_in_backward,
     "exception in the middle of backward": _exception_in_the_middle_of_backward,
     "one head of two": _one_head_of_two,
     "a sum of losses": _as_a_sum,
     "looked at by hand": _looked_at_by_hand,
     "backward in another thread": _in_another_thread,
-    "dropped in another thread": _given_up_in_another_thread,
     "carried on": _carried_on,
 }
 
@@ -225,70 +192,7 @@ def test_second_derivatives_are_the_same(engine: OffloadEngine) -> None:
     compare(engine, model, step)
 
 
-def test_autograd_grad_reaches_inputs_outputs_and_what_lies_between(
-    engine: OffloadEngine,
-) -> None:
-    x = noise(8, 8, seed=4).requires_grad_()
-
-    def function(w: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        middle = (x @ w).exp()
-        return middle, middle.sin().sum()
-
-    model = Calls(function)
-
-    def run() -> list[tuple[Any, ...]]:
-        middle, loss = model(x)
-        grads = torch.autograd.grad(loss, [middle, x, model.weight], retain_graph=True)
-        again = torch.autograd.grad([middle, loss], [x], [torch.ones_like(middle), None])
-        return [bits(grad) for grad in (*grads, *again)]
-
-    expected = run()
-    engine.attach(model)
-    assert run() == expected
-
-
-def test_several_forwards_may_come_before_their_backwards(engine: OffloadEngine) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 8))
-    batches = [noise(4, 8, seed=seed) for seed in range(4)]
-
-    def run(order: list[int], wait: Callable[[], None]) -> list[tuple[Any, ...]]:
-        torch.manual_seed(5)
-        model.zero_grad()
-        for module in model.modules():
-            if isinstance(module, nn.BatchNorm1d):
-                module.reset_running_stats()
-        losses = [model(batch).pow(2).sum() for batch in batches]
-        wait()
-        results = []
-        for index in order:
-            losses[index].backward()
-            results.extend(bits(grad) for grad in gradients(model).values())
-        return results
-
-    for order in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]):
-        expected = run(order, lambda: None)
-        engine.attach(model)
-        assert run(order, lambda: on_disk(engine)) == expected
-        engine.detach_model(model)
-
-
 # ---------------------------------------------------------------------- when things end early
-def test_a_graph_that_is_dropped_takes_its_tickets_along(engine: OffloadEngine) -> None:
-    model = Calls(lambda w: (X @ w).exp().sin().sum())
-    engine.attach(model)
-    store = engine._resources.store
-    for wait in (True, False):
-        loss = model()
-        assert store.live_tickets > 0
-        if wait:
-            on_disk(engine)
-        del loss
-        assert store.live_tickets == 0
-    store.wait_for_writes()
-    assert engine.metrics()["offload/tier/nvme/used_bytes"] == 0
-
-
 def test_memory_is_given_back_while_backward_goes_on(engine: OffloadEngine) -> None:
     alive: list[int] = []
     model = Calls(lambda w: _chain(w, lambda: alive.append(engine._resources.store.live_tickets)))

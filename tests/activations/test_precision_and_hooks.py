@@ -20,7 +20,6 @@ from tests.training import (
     assert_same_bits,
     assert_same_history,
     backward_history,
-    bits,
     gradients,
     moved,
     on_disk,
@@ -75,21 +74,6 @@ def test_three_steps_are_the_same_in(precision: str, disk: Path) -> None:
         engine.attach(model)
         assert_same_history(history(model, between=lambda: on_disk(engine)), expected)
         assert moved(engine) > 0
-
-
-def test_autocast_may_begin_and_end_inside_of_the_model(engine: OffloadEngine) -> None:
-    layer = nn.Linear(8, 8)
-
-    def function(w: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            y = layer(X @ w)
-            with torch.autocast("cpu", enabled=False):
-                y = torch.tanh(y.float() @ w)
-            return (y @ w).float().exp().sum()
-
-    model = Calls(function)
-    model.layer = layer
-    compare(engine, model, lambda: model())
 
 
 @pytest.mark.parametrize("offloads_states", [False, True])
@@ -283,26 +267,6 @@ def test_hooks_inside_a_model_are_called_in_place_of_ours(engine: OffloadEngine)
 
 
 # ---------------------------------------------------------------------- calls of other kinds
-def test_a_module_that_is_called_several_times(engine: OffloadEngine) -> None:
-    shared = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Tanh())
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.shared = shared
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.shared(self.shared(x) * self.shared(x[:, [7, 6, 5, 4, 3, 2, 1, 0]]))
-
-    model, x = Model(), noise(4, 8).requires_grad_()
-    compare(engine, model, lambda: (model(x).sum(), x))
-    engine.attach(shared)  # the part alone: three scopes a step
-    before = moved(engine)
-    model(x).sum().backward()
-    on_disk(engine)
-    assert moved(engine) > before
-
-
 @pytest.mark.parametrize("how", ["no_grad", "inference_mode", "detached"])
 def test_part_of_a_batch_without_gradients(engine: OffloadEngine, how: str) -> None:
     """As contrastive learning and reinforcement learning do: some samples only give targets."""
@@ -320,34 +284,6 @@ def test_part_of_a_batch_without_gradients(engine: OffloadEngine, how: str) -> N
         return (model(x[:3]) - target).pow(2).sum()
 
     compare(engine, model, step)
-
-
-def test_no_grad_inside_of_a_model(engine: OffloadEngine) -> None:
-    def function(w: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            target = (X @ w).exp()
-        with torch.enable_grad():
-            y = (X @ w).exp()
-        return ((y - target.mean()) ** 2).sum()
-
-    model = Calls(function)
-    compare(engine, model, lambda: model())
-
-
-def test_gradients_inside_of_no_grad(engine: OffloadEngine) -> None:
-    """As attacks and energies do: the caller wants none, the model makes its own."""
-
-    def function(w: torch.Tensor) -> torch.Tensor:
-        with torch.enable_grad():
-            x = X.clone().requires_grad_()
-            return torch.autograd.grad((x @ w).exp().sum(), x)[0]
-
-    model = Calls(function)
-    with torch.no_grad():
-        expected = model()
-    engine.attach(model)
-    with torch.no_grad():
-        assert bits(model()) == bits(expected)
 
 
 @pytest.mark.parametrize("moment", ["between forward and backward", "inside of the model"])

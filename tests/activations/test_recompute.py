@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
-    checkpoint_sequential,
     create_selective_checkpoint_contexts,
     set_checkpoint_early_stop,
 )
@@ -157,18 +156,6 @@ def test_a_model_may_be_attached_inside_of_a_region(
     assert engine._forwards == (0 if way == "reentrant" else 4)
 
 
-def test_a_region_is_gone_through_twice_when_its_graph_is_kept(engine: OffloadEngine) -> None:
-    model, x = Model(non_reentrant), noise(4, 8).requires_grad_()
-
-    def step() -> tuple[torch.Tensor, torch.Tensor]:
-        loss = model(x)
-        loss.backward(retain_graph=True)
-        on_disk(engine)
-        return loss, x
-
-    compare(engine, model, step)
-
-
 def test_second_derivatives_go_through_regions(engine: OffloadEngine) -> None:
     x = noise(4, 8).requires_grad_()
     model = Model(non_reentrant)
@@ -178,20 +165,3 @@ def test_second_derivatives_go_through_regions(engine: OffloadEngine) -> None:
         return slope.pow(2).sum(), x
 
     compare(engine, model, step)
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_sequences_in_regions(engine: OffloadEngine, use_reentrant: bool) -> None:
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Tanh()) for _ in range(6)]
-
-    class Sequence(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(*layers)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint_sequential(self.layers, 3, x, use_reentrant=use_reentrant)
-
-    model, x = Sequence(), noise(4, 8).requires_grad_()
-    compare(engine, model, lambda: (model(x).pow(2).sum(), x))

@@ -77,42 +77,6 @@ def test_a_model_may_be_called_by(transform: str, engine: OffloadEngine) -> None
     assert run() == expected
 
 
-INSIDE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "grad": lambda w: torch.func.grad(lambda v: (v.sin() * (w * 2).exp()).sum())(w * 1),
-    "vjp": lambda w: torch.func.vjp(lambda v: v.sin() * w, w * 1)[1](torch.ones(8, 8))[0],
-    "jacrev": lambda w: torch.func.jacrev(lambda v: (v @ w).sin().sum(0))(X),
-    "jvp": lambda w: torch.func.jvp(lambda v: (v @ w).sin(), (X,), (X * 2,))[1],
-    "hessian": lambda w: torch.func.hessian(lambda v: (v @ w).sin().sum())(X[0]),
-    "vmap of grad": lambda w: torch.func.vmap(
-        torch.func.grad(lambda row: (row @ w).exp().sum())
-    )(X),
-    "grad of grad": lambda w: torch.func.vmap(
-        torch.func.grad(torch.func.grad(lambda v: (v.sin() * v).exp()))
-    )((w * 1).view(-1)),
-    "functionalize": lambda w: torch.func.functionalize(lambda v: v.sin().mul_(2).exp())(w * 2),
-    "a Jacobian of autograd's own": lambda w: torch.autograd.functional.jacobian(
-        lambda v: (v @ w).sin().sum(0), X, create_graph=True
-    ),
-    "gradients in between": lambda w: torch.autograd.grad(
-        (w * 2).exp().sum(), w, create_graph=True
-    )[0],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("transform", INSIDE)
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_a_model_may_use(transform: str, engine: OffloadEngine) -> None:
-    """Before it and after it things are saved as ever; they leave, and come back."""
-
-    def function(w: torch.Tensor) -> torch.Tensor:
-        before = (X @ w).exp()
-        return INSIDE[transform](w).sum() + before.sin().sum()
-
-    model = Calls(function)
-    compare(engine, model, lambda: model())
-    assert torch._C._autograd._saved_tensors_hooks_is_enabled()
-
-
 def test_an_error_inside_a_transform_leaves_the_scope_as_it_was(engine: OffloadEngine) -> None:
     def fail(v: torch.Tensor) -> torch.Tensor:
         raise ValueError("inside")

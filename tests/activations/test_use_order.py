@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from offload_strategy import OffloadEngine
 from offload_strategy.activations.forward_records import Trace
 from offload_strategy.activations.use_order import UseOrderHistory
-from tests.training import activations_only, assert_same_bits, gradients, moved, on_disk
+from tests.training import activations_only, assert_same_bits, gradients, on_disk
 
 
 def _saved(trace: Trace, *kinds: tuple[int, ...]) -> Trace:
@@ -74,17 +72,6 @@ def test_how_long_an_item_lies_unused_is_known_from_what_came_before_it() -> Non
     _saved(again, (2,))
     assert book.times(again.prefix_with(torch.empty(3)))[0] == 3.0
     assert book.times(again.prefix_with(torch.empty(3, 3))) == (None, None)
-
-
-def test_plans_are_forgotten_when_there_are_too_many() -> None:
-    book = UseOrderHistory()
-    for length in range(1, 100):
-        trace = _saved(Trace(), *[(2,)] * length)
-        _used(trace, *[(number, float(number), 0.0) for number in range(length)])
-        book.learn(trace)
-    assert len(book._plans) <= 64
-    assert book.plan(_saved(Trace(), *[(2,)] * 99)).due is not None
-    assert book.plan(_saved(Trace(), (2,))).due is None
 
 
 def test_which_pass_is_next_is_known_from_those_before_it() -> None:
@@ -170,34 +157,6 @@ def test_a_distance_in_bytes_is_kept_to(disk: Path) -> None:
         assert 0 < most <= 3 * 64 * 32 * 4
 
 
-@pytest.mark.parametrize("hinted", [True, False], ids=["hinted", "by graph"])
-def test_micro_batches_in_flight_have_a_record_each(disk: Path, hinted: bool) -> None:
-    model = _Crossed()
-    inputs = [torch.linspace(-1, 1 + i, 64 * 32).reshape(64, 32) for i in range(4)]
-
-    def run(engine: OffloadEngine | None) -> dict[str, torch.Tensor]:
-        """1F1B with two forwards ahead."""
-        model.zero_grad()
-        losses = []
-        for index, x in enumerate(inputs):
-            if engine is not None and hinted:
-                engine.microbatch(index, last=index == len(inputs) - 1)
-            losses.append(model(x))
-            if index >= 2:
-                losses[index - 2].backward()
-        losses[2].backward()
-        losses[3].backward()
-        return gradients(model)
-
-    expected = run(None)
-    with activations_only(disk) as engine:
-        engine.attach(model)
-        for _ in range(3):
-            assert_same_bits(run(engine), expected)
-        assert engine._resources.store.live_tickets == 0
-        assert moved(engine) + moved(engine, verb="forwarded") > 0
-
-
 def test_forward_passes_under_one_hint_are_one_record(disk: Path) -> None:
     model = _Crossed()
     x = torch.linspace(-1, 1, 64 * 32).reshape(64, 32)
@@ -224,14 +183,3 @@ def test_a_step_without_all_of_its_backward_is_learned_from_as_well(disk: Path) 
             del out
         assert engine._activations is not None
         assert engine._activations._prefetcher.history._plans
-
-
-def test_what_a_checkpoint_computes_again_is_no_item(disk: Path) -> None:
-    model = nn.Linear(32, 32)
-    x = torch.randn(64, 32, requires_grad=True)
-    with activations_only(disk) as engine:
-        engine.attach(model)
-        with engine.forward():
-            loss = checkpoint(lambda v: model(v).tanh().exp(), x, use_reentrant=False).sum()
-        loss.backward()
-        assert figures(engine)["step_saved_bytes"] == x.nbytes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,19 +11,6 @@ from torch import nn
 from tests.activations.zoo import own, pretrained
 
 Batch = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Animal:
-    """A model of the zoo.
-
-    Args:
-        make: builds it from torch's random state.
-        batch: its input, from a generator and, for text, a length.
-    """
-
-    make: Callable[[], nn.Module]
-    batch: Callable[[torch.Generator, int], Batch]
 
 
 def _tokens(generator: torch.Generator, length: int) -> torch.Tensor:
@@ -69,23 +55,20 @@ def _diffusion(generator: torch.Generator, _: int) -> Batch:
     }
 
 
-ZOO: dict[str, Animal] = {
-    "GPT-2": Animal(pretrained.gpt2, _text),
-    "Llama": Animal(pretrained.llama, _text),
-    "Mistral": Animal(pretrained.mistral, _text),
-    "Qwen2": Animal(pretrained.qwen2, _text),
-    "Mixtral": Animal(pretrained.mixtral, _text),
-    "BERT": Animal(pretrained.bert, _text),
-    "T5": Animal(pretrained.t5, _text),
-    "Whisper": Animal(pretrained.whisper, _speech),
-    "ViT": Animal(pretrained.vit, _pictures("pixel_values")),
-    "CLIP": Animal(pretrained.clip, _pairs),
-    "ResNet": Animal(own.ResNet, _pictures("images")),
-    "LSTM": Animal(own.LSTM, lambda g, length: {"tokens": _tokens(g, length)}),
-    "UNet": Animal(own.UNet, _diffusion),
-    "diffusion transformer": Animal(
-        own.DiffusionTransformer, lambda g, n: {**_diffusion(g, n), "labels": _labels(g)}
-    ),
+#: By name: the model's input from a generator and, for text, a length.
+ZOO: dict[str, Callable[[torch.Generator, int], Batch]] = {
+    **dict.fromkeys(("GPT-2", "Llama", "Qwen2", "Mixtral", "BERT", "T5"), _text),
+    "Whisper": _speech,
+    "ViT": _pictures("pixel_values"),
+    "CLIP": _pairs,
+    "ResNet": _pictures("images"),
+    "LSTM": lambda generator, length: {"tokens": _tokens(generator, length)},
+    "UNet": _diffusion,
+}
+_OWN: dict[str, Callable[[], nn.Module]] = {
+    "ResNet": own.ResNet,
+    "LSTM": own.LSTM,
+    "UNet": own.UNet,
 }
 
 
@@ -97,7 +80,7 @@ def build(kind: str, reentrant: bool | None = None) -> Any:
         reentrant: which kind of checkpointing its blocks run under; None for none.
     """
     torch.manual_seed(0)
-    model: Any = ZOO[kind].make().train()
+    model: Any = (_OWN[kind]() if kind in _OWN else pretrained.make(kind)).train()
     if reentrant is not None:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     return model
@@ -105,7 +88,7 @@ def build(kind: str, reentrant: bool | None = None) -> Any:
 
 def batch(kind: str, number: int, length: int = 12) -> Batch:
     """The same data for the same number, every time."""
-    return ZOO[kind].batch(torch.Generator().manual_seed(number), length)
+    return ZOO[kind](torch.Generator().manual_seed(number), length)
 
 
 def loss_of(model: Any, data: Batch) -> torch.Tensor:

@@ -1,0 +1,145 @@
+"""Every model of the zoo: the same to the last bit, and nearly everything that is saved leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch._inductor.config
+from torch import nn
+from torch._dynamo.utils import counters
+
+from tests.activations.zoo import ZOO, Batch, batch, build, loss_of
+from tests.activations.zoo.training import SCHEDULES, compare, train
+from tests.training import (
+    Numbers,
+    activations_only,
+    assert_same_history,
+    moved,
+    on_disk,
+    saved_storages,
+)
+
+pytest.importorskip("transformers")
+
+ALL, BOTH = list(SCHEDULES.values()), [*SCHEDULES.values()][::2]
+CHECKPOINTING = {"no checkpointing": None, "reentrant": True, "non-reentrant": False}
+
+
+def run(kind: str, model: nn.Module, **options: Any) -> list[Numbers]:
+    return train(model, lambda number: batch(kind, number), **options)
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize("kind", ZOO)
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+def test_training_is_the_same(kind: str, checkpointing: str, disk: Path) -> None:
+    reentrant = CHECKPOINTING[checkpointing]
+    compare(lambda: build(kind, reentrant), kind, disk, ALL)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"disk": True, "prefetch": 0, "budget": "60%"}, {"host": "64MiB", "budget": "100%"}],
+    ids=["races with the disk", "host memory alone"],
+)
+@pytest.mark.parametrize("kind", ZOO)
+def test_the_same_without_waiting_for_the_disk(
+    kind: str, options: dict[str, Any], disk: Path
+) -> None:
+    schedule = SCHEDULES["three forwards first"]
+    expected = run(kind, build(kind), schedule=schedule)
+    model = build(kind)
+    options = dict(options)
+    with activations_only(disk if options.pop("disk", False) else None, **options) as engine:
+        engine.attach(model)
+        assert_same_history(run(kind, model, schedule=schedule), expected)
+        assert moved(engine) + moved(engine, verb="forwarded") > 0
+        if "host" in options:
+            assert engine.metrics()["offload/tier/host/used_bytes"] == 0
+
+
+def _in_bfloat16(model: nn.Module, data: Batch) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return loss_of(model, data)
+
+
+@pytest.mark.parametrize("kind", ZOO)
+def test_autocast_is_the_same_and_casts_of_weights_stay(kind: str, disk: Path) -> None:
+    try:
+        expected = run(kind, build(kind), steps=1, forward=_in_bfloat16)
+    except RuntimeError as error:  # plain PyTorch, without this package
+        if "could not create a primitive" not in str(error):
+            raise
+        pytest.skip(f"oneDNN has no bfloat16 kernel for {kind} on this processor")
+    model = build(kind)
+    with activations_only(disk, budget="100%") as engine:
+        engine.attach(model)
+        got = run(kind, model, steps=1, forward=_in_bfloat16, between=lambda: on_disk(engine))
+        assert_same_history(got, expected)
+        left = moved(engine)
+
+    model = build(kind)
+    # Copies of weights are told by what they hold.
+    casts = {bytes(p.detach().to(torch.bfloat16).untyped_storage()) for p in model.parameters()}
+    torch.manual_seed(1000)
+    saved = saved_storages(
+        lambda: _in_bfloat16(model, batch(kind, 0)), [*model.parameters(), *model.buffers()]
+    )
+    of_weights = [storage for storage in saved if bytes(storage) in casts]
+    assert of_weights
+    others = sum(storage.nbytes() for storage in saved if storage not in of_weights)
+    assert 0.97 * others < left <= others
+
+
+# ---------------------------------------------------------------------- compiled
+# A compiled region saves what its partitioner chose, as a few large tensors, by the same hooks.
+@pytest.fixture
+def graphs(tmp_path: Path) -> Iterator[list[int]]:
+    """The numbers of graphs that Dynamo made, model by model."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        torch._inductor.config.patch(compile_threads=1),  # no pool of processes
+        torch._dynamo.config.patch(allow_rnn=True),  # else Dynamo makes no graph of an LSTM
+    ):
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+        yield []
+        torch._dynamo.reset()
+
+
+def compare_compiled(
+    graphs: list[int], kind: str, disk: Path, backend: str, **options: Any
+) -> None:
+    """Numbers are the same, and Dynamo compiles as often without and with offload."""
+
+    def make() -> Any:
+        graphs.append(counters["stats"]["unique_graphs"])
+        torch._dynamo.reset()
+        counters.clear()
+        return torch.compile(build(kind, **options), backend=backend)
+
+    compare(make, kind, disk, BOTH)
+    without = graphs[-1]
+    assert counters["stats"]["unique_graphs"] == without > 0
+
+
+@pytest.mark.parametrize("kind", ZOO)
+def test_a_compiled_model_is_the_same(kind: str, disk: Path, graphs: list[int]) -> None:
+    compare_compiled(graphs, kind, disk, "aot_eager")
+
+
+@pytest.mark.parametrize("kind", ["Llama", "UNet"])
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+def test_a_compiled_model_with_checkpointing_is_the_same(
+    kind: str, disk: Path, graphs: list[int]
+) -> None:
+    compare_compiled(graphs, kind, disk, "aot_eager", reentrant=False)
+
+
+@pytest.mark.slow
+def test_generated_kernels_get_the_same_inputs(disk: Path, graphs: list[int]) -> None:
+    compare_compiled(graphs, "ResNet", disk, "inductor")
