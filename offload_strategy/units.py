@@ -1,9 +1,10 @@
-"""Sizes in bytes and counts of parameters, as text and as numbers."""
+"""Sizes in bytes and counts of parameters, as text and as numbers; lists and tables as Markdown."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from fractions import Fraction
 
 KiB = 1024
@@ -97,6 +98,17 @@ def exact_size(size: int) -> str | int:
 def round_up(size: int, multiple: int = PAGE_BYTES) -> int:
     """Return the smallest multiple of `multiple` that is not below `size`."""
     return -(-size // multiple) * multiple
+
+
+def markdown_table(head: str, rows: Iterable[Iterable[object]]) -> str:
+    """Return a table in Markdown with a head such as "name | seconds"."""
+    lines = [f"| {head} |", "|---" * (head.count("|") + 1) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)])
+
+
+def markdown_list(title: str, items: Iterable[object]) -> str:
+    """Return a title and a list in Markdown."""
+    return "\n".join([f"{title}:\n", *(f"- {item}" for item in items)])
 
 
 def _split(value: str | int | float, wanted: str) -> tuple[Fraction, str]:

@@ -8,35 +8,14 @@ import torch
 
 from benchmarks.io.results import Context, Result
 from offload_strategy.host_memory.pool import BufferPool
-from offload_strategy.planner.host_memory_needs import NamedSize, StagingBuffers, staging_buffers
+from offload_strategy.planner.host_memory_needs import WeightBuffers, weight_buffers
+from offload_strategy.planner.model_presets import preset
 from offload_strategy.units import PAGE_BYTES, GiB
 
-
-def _qwen2(hidden: int, intermediate: int, layers: int, kv_width: int) -> dict[str, int]:
-    return {
-        "vocabulary": 152064,
-        "hidden": hidden,
-        "intermediate": intermediate,
-        "layers": layers,
-        "kv_width": kv_width,
-    }
-
-
-#: Shapes from the models' published configurations (config.json).
-MODELS = {
-    "Qwen2.5-7B": _qwen2(3584, 18944, 28, 4 * 128),
-    "Llama-3.1-8B": {
-        "vocabulary": 128256,
-        "hidden": 4096,
-        "intermediate": 14336,
-        "layers": 32,
-        "kv_width": 8 * 128,
-    },
-    "Qwen2.5-14B": _qwen2(5120, 13824, 48, 8 * 128),
-    "Qwen2.5-32B": _qwen2(5120, 27648, 64, 8 * 128),
-}
+#: Presets of the planner.
+MODELS = ("qwen2.5-7b", "llama3.1-8b", "qwen2.5-14b", "qwen2.5-32b")
 #: MemAscend's own figures for Qwen2.5-7B, in GiB.
-PUBLISHED = {"Qwen2.5-7B": (2.46, 9.14)}
+PUBLISHED = {"qwen2.5-7b": (2.46, 9.14)}
 _ALLOCATIONS = 1000
 #: Bytes lent at a time in the random run, at most.
 _LENT = 2 * GiB
@@ -45,24 +24,21 @@ _LENT = 2 * GiB
 def buffers(context: Context) -> list[Result]:
     """GiB of fp16 buffers with one block in flight: exact sizes compared with one size for all."""
     results = []
-    for name, shapes in MODELS.items():
-        census = staging_buffers(weights(**shapes), blocks_in_flight=1)
+    for name in MODELS:
+        census = weight_buffers(preset(name))
         results += _compared_with_one_size(name, census)
         context.say(f"{name}: {_ALLOCATIONS} random allocations per class")
-        runs = [_random_run([group.nbytes] * _ALLOCATIONS) for group in census.classes]
+        runs = [_random_run([nbytes] * _ALLOCATIONS) for nbytes in census.counts]
         results.append(max((_held(f"{name}, each class", run) for run in runs), key=_ratio))
-        mixed = [group.nbytes for group in census.classes for _ in range(_ALLOCATIONS)]
+        mixed = [nbytes for nbytes in census.counts for _ in range(_ALLOCATIONS)]
         results.append(_held(f"{name}, classes mixed", _random_run(mixed), judged=False))
     return results
 
 
-def _compared_with_one_size(name: str, census: StagingBuffers) -> list[Result]:
+def _compared_with_one_size(name: str, census: WeightBuffers) -> list[Result]:
     exact, one_size = census.exact_bytes / GiB, census.one_size_bytes / GiB
     command = "as many buffers, all of the largest weight's size"
-    classes = [
-        {"bytes": group.nbytes, "buffers": group.buffers, "example": group.example}
-        for group in census.classes
-    ]
+    classes = [{"bytes": size, "buffers": count} for size, count in census.counts.items()]
     results = [
         Result(
             name=f"buffers: {name}, exact sizes",
@@ -96,25 +72,6 @@ def _compared_with_one_size(name: str, census: StagingBuffers) -> list[Result]:
                 )
             )
     return results
-
-
-def weights(
-    *, vocabulary: int, hidden: int, intermediate: int, layers: int, kv_width: int
-) -> list[NamedSize]:
-    """The matrices of a decoder with untied embeddings, in fp16."""
-    block = {
-        "self_attn.q_proj": hidden * hidden,
-        "self_attn.k_proj": hidden * kv_width,
-        "self_attn.v_proj": hidden * kv_width,
-        "self_attn.o_proj": hidden * hidden,
-        "mlp.gate_proj": hidden * intermediate,
-        "mlp.up_proj": hidden * intermediate,
-        "mlp.down_proj": hidden * intermediate,
-    }
-    sizes = {"model.embed_tokens": vocabulary * hidden, "lm_head": vocabulary * hidden}
-    for layer in range(layers):
-        sizes |= {f"model.layers.{layer}.{name}": size for name, size in block.items()}
-    return [NamedSize(f"{name}.weight", 2 * size) for name, size in sizes.items()]
 
 
 def _random_run(sizes: list[int]) -> tuple[float, int, int]:

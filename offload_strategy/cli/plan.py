@@ -17,10 +17,11 @@ from offload_strategy.cli.plan_search import (
 from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime.profile import Profile
 from offload_strategy.planner.analysis import analyse
+from offload_strategy.planner.costs import Prices
 from offload_strategy.planner.hardware import device as device_named
 from offload_strategy.planner.hardware import drive_set
 from offload_strategy.planner.model_presets import PRESETS, from_config, preset
-from offload_strategy.planner.request import Prices, Request
+from offload_strategy.planner.request import Request
 from offload_strategy.planner.saved_tensor_bytes import Workload
 from offload_strategy.planner.transformer_shape import Kind, TransformerShape
 from offload_strategy.units import parse_size

@@ -8,17 +8,11 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from typing import Any
 
 from offload_strategy.planner.hardware import Drives
-from offload_strategy.planner.memory_needs import (
-    Fit,
-    device_bytes,
-    planned_swap,
-    streams_weights,
-)
-from offload_strategy.planner.request import Request
-from offload_strategy.planner.step_estimate import Swap
+from offload_strategy.planner.step_estimate import Fit, StepEstimate
 from offload_strategy.units import format_size
 
 #: A gain below this is not worth a line.
@@ -31,88 +25,80 @@ _MOST_DRIVES = 64
 _WANTED_YEARS = 3.0
 
 
-def advise(
-    request: Request,
-    swap: Swap,
-    streams: bool,
-    fits: Sequence[Fit],
-    lifespans: Mapping[str, float],
-) -> Iterator[str]:
+def advise(run: StepEstimate, rated_years: float | None) -> Iterator[str]:
     """Say what to change, what does not fit first.
 
-    Args:
-        request: the run.
-        swap: its best step.
-        streams: whether weights pass through the device.
-        fits: what fits.
-        lifespans: years of the drives, the maker's rating first.
+    `rated_years` is the life of the drives by their maker's rating, None if it is not known.
     """
-    for fit in fits:
+    for fit in run.fits:
         if not fit.ok:
-            yield _make_room(request, fit)
-    yield from _hide(request, swap)
-    yield from _device(request, swap)
-    yield from _spare_drives(request, swap)
-    yield from _lifespan(request, lifespans)
-
-
-def _make_room(request: Request, fit: Fit) -> str:
-    missing = format_size(fit.needed_bytes - fit.available_bytes)
-    if fit.what == "disk":
-        each = request.drives.drive.capacity_bytes
-        return (
-            f"disk is {missing} too small: take {math.ceil(fit.needed_bytes / each)} of the drives"
-        )
-    if fit.what == "host memory":
-        return f"host memory is {missing} too small: add as much, or take a smaller vocabulary"
-    batch = _largest_batch(request)
-    if batch:
-        return f"device memory is {missing} too small: a batch of {batch} fits"
-    return f"device memory is {missing} too small even for a batch of 1: take a larger device"
-
-
-def _largest_batch(request: Request) -> int:
-    """The largest batch that the device has memory for, at most the one asked for."""
-    fitting, too_many = 0, request.work.batch
-    while too_many - fitting > 1:
-        middle = (fitting + too_many) // 2
-        smaller = _with_batch(request, middle)
-        if device_bytes(smaller, streams=True) <= request.device.memory_bytes:
-            fitting = middle
-        else:
-            too_many = middle
-    return fitting
-
-
-def _hide(request: Request, swap: Swap) -> Iterator[str]:
-    """Advice for the stage that is not limited by computation on the device."""
-    backward, forward = swap.limit("backward"), swap.limit("forward")
-    limits = swap.time.resource_seconds
+            yield _make_room(run, fit)
+    backward, forward = run.swap.limit("backward"), run.swap.limit("forward")
+    limits = run.swap.time.resource_seconds
     if backward == "update":
-        over = _over(limits, "update", "backward")
+        twice = _with(run, update_rate=2 * run.request.updates)
         yield (
-            f"the update on the host limits the backward pass by {over:.2f}x: faster or more cores "
-            f"({_gain(request, swap, _twice_the_updates)} with twice the rate)"
+            f"the update on the host limits the backward pass by "
+            f"{_over(limits, 'update', 'backward'):.2f}x: faster or more cores "
+            f"({run.seconds / twice.seconds:.2f}x with twice the rate)"
         )
+    enough = _enough_drives(run)
     slow = [
         f"the {stage} pass by {_over(limits, name, stage):.2f}x"
         for name, stage in ((backward, "backward"), (forward, "forward"))
         if name.endswith("paths")
     ]
     if slow:
-        yield f"the drives limit {' and '.join(slow)}: {_more_drives(request, swap)}"
+        count = run.request.drives.count
+        one_more, many = (_with_drives(run, number).seconds for number in (count + 1, enough))
+        yield (
+            f"the drives limit {' and '.join(slow)}: one more makes the step "
+            f"{run.seconds / one_more:.2f}x as fast, {enough} in all {run.seconds / many:.2f}x, "
+            f"and more than that no faster"
+        )
     for name in (backward, forward):
         if name.endswith("link"):
             yield (
                 f"the link between host and device limits the step ({name} {limits[name]:.1f} s): "
                 f"a wider one, or a smaller model"
             )
-    if not backward.endswith("computation"):
-        yield from _larger_batch(request, swap)
+    if backward.endswith("computation"):
+        yield (
+            "the device limits the step, "
+            f"{run.swap.flops / run.seconds / run.request.flops:.0%} busy: only a faster one, or "
+            "several, makes it shorter"
+        )
+    else:
+        yield from _larger_batch(run)
+    yield from _drive_count(run, enough, rated_years)
 
 
-def _over(limits: Mapping[str, float], name: str, stage: str) -> float:
-    """By how much something takes longer than the next slowest of its stage."""
+def _make_room(run: StepEstimate, fit: Fit) -> str:
+    missing = format_size(fit.needed_bytes - fit.available_bytes)
+    if fit.what == "disk":
+        each = run.request.drives.drive.capacity_bytes
+        return (
+            f"disk is {missing} too small: take {math.ceil(fit.needed_bytes / each)} of the drives"
+        )
+    if fit.what == "host memory":
+        return f"host memory is {missing} too small: add as much, or take a smaller vocabulary"
+    batch = _largest_batch(run)
+    if batch:
+        return f"device memory is {missing} too small: a batch of {batch} fits"
+    return f"device memory is {missing} too small even for a batch of 1: take a larger device"
+
+
+def _largest_batch(run: StepEstimate) -> int:
+    """Return the largest batch below the one asked for that fits on the device, or 0."""
+    memory = run.request.device.memory_bytes
+    batches = range(1, run.request.work.batch)
+    return bisect.bisect_right(
+        batches, memory, key=lambda batch: _with_batch(run, batch).device_bytes(streams=True)
+    )
+
+
+def _over(limits: dict[str, float], name: str, stage: str) -> float:
+    """Return by how much something takes longer than the next slowest of its stage."""
     others = [
         seconds
         for other, seconds in limits.items()
@@ -121,28 +107,16 @@ def _over(limits: Mapping[str, float], name: str, stage: str) -> float:
     return limits[name] / max(others)
 
 
-def _device(request: Request, swap: Swap) -> Iterator[str]:
-    if swap.limit("backward").endswith("computation"):
-        yield (
-            "the device limits the step, "
-            f"{swap.flops / swap.time.seconds / request.flops:.0%} busy: only a faster one, or "
-            "several, makes it shorter"
-        )
-
-
-def _larger_batch(request: Request, swap: Swap) -> Iterator[str]:
-    """A batch that hides states behind computation, if the device has memory for one."""
-    speed = request.work.tokens / swap.time.seconds
+def _larger_batch(run: StepEstimate) -> Iterator[str]:
+    """Propose a batch that hides states behind computation, if the device has memory for one."""
     best = None
     for factor in (2, 4, 8):
-        larger = _with_batch(request, factor * request.work.batch)
-        streams = streams_weights(larger)
-        if device_bytes(larger, streams=streams) > request.device.memory_bytes:
+        larger = _with_batch(run, factor * run.request.work.batch)
+        if not larger.fits[0].ok:
             break
-        step = planned_swap(larger, streams=streams).time.seconds
-        gain = larger.work.tokens / step / speed
+        gain = larger.tokens_per_second / run.tokens_per_second
         if best is None or gain > best[1] * _WORTH:
-            best = larger.work.batch, gain
+            best = larger.request.work.batch, gain
     if best is not None and best[1] >= _WORTH:
         yield (
             f"the batch is too small to hide the states: one of {best[0]} gives {best[1]:.2f} "
@@ -150,65 +124,41 @@ def _larger_batch(request: Request, swap: Swap) -> Iterator[str]:
         )
 
 
-def _more_drives(request: Request, swap: Swap) -> str:
-    one_more = _gain(request, swap, lambda run: _with_drives(run, run.drives.count + 1))
-    enough = _enough_drives(request)
-    many = _gain(request, swap, lambda run: _with_drives(run, enough))
-    return (
-        f"one more makes the step {one_more} as fast, {enough} in all {many}, and more than that "
-        f"no faster"
-    )
-
-
-def _enough_drives(request: Request) -> int:
-    """The fewest drives that are as fast as any number of them, to 1 %."""
-    ideal = _step(_with_drives(request, _MOST_DRIVES))
+def _enough_drives(run: StepEstimate) -> int:
+    """Return the fewest drives that are as fast as any number of them, to 1 %."""
+    ideal = _with_drives(run, _MOST_DRIVES).seconds
     # More drives are never slower.
     return 1 + bisect.bisect_left(
         range(1, _MOST_DRIVES),
         True,
-        key=lambda count: _step(_with_drives(request, count)) <= _AS_FAST * ideal,
+        key=lambda count: _with_drives(run, count).seconds <= _AS_FAST * ideal,
     )
 
 
-def _spare_drives(request: Request, swap: Swap) -> Iterator[str]:
-    enough = _enough_drives(request)
-    if enough < request.drives.count:
-        slower = _step(_with_drives(request, enough)) / swap.time.seconds
+def _drive_count(run: StepEstimate, enough: int, rated_years: float | None) -> Iterator[str]:
+    """Say whether fewer drives are as fast, and how many last long enough."""
+    count = run.request.drives.count
+    if enough < count:
+        slower = _with_drives(run, enough).seconds / run.seconds
         yield (
-            f"{enough} of the {request.drives.count} drives are as fast ({slower - 1:+.1%} of the "
-            f"step); the others add space and life"
+            f"{enough} of the {count} drives are as fast ({slower - 1:+.1%} of the step); the "
+            f"others add space and life"
+        )
+    if rated_years is not None and rated_years < _WANTED_YEARS:
+        yield (
+            f"by their rating the drives last {rated_years:.2g} years of training without a pause: "
+            f"for {_WANTED_YEARS:g} years take {math.ceil(count * _WANTED_YEARS / rated_years)} of "
+            f"them, or drives that are rated for {_WANTED_YEARS / rated_years:.0f} times the bytes"
         )
 
 
-def _lifespan(request: Request, lifespans: Mapping[str, float]) -> Iterator[str]:
-    if not lifespans:
-        return
-    years = next(iter(lifespans.values()))
-    if years < _WANTED_YEARS:
-        count = math.ceil(request.drives.count * _WANTED_YEARS / years)
-        yield (
-            f"by their rating the drives last {years:.2g} years of training without a pause: for "
-            f"{_WANTED_YEARS:g} years take {count} of them, or drives that are rated for "
-            f"{_WANTED_YEARS / years:.0f} times the bytes"
-        )
+def _with(run: StepEstimate, **changes: Any) -> StepEstimate:
+    return StepEstimate(dataclasses.replace(run.request, **changes))
 
 
-def _gain(request: Request, swap: Swap, change: Callable[[Request], Request]) -> str:
-    return f"{swap.time.seconds / _step(change(request)):.2f}x"
+def _with_drives(run: StepEstimate, count: int) -> StepEstimate:
+    return _with(run, drives=Drives(run.request.drives.drive, count))
 
 
-def _step(request: Request) -> float:
-    return planned_swap(request, streams=streams_weights(request)).time.seconds
-
-
-def _twice_the_updates(request: Request) -> Request:
-    return dataclasses.replace(request, update_rate=2 * request.updates)
-
-
-def _with_drives(request: Request, count: int) -> Request:
-    return dataclasses.replace(request, drives=Drives(request.drives.drive, count))
-
-
-def _with_batch(request: Request, batch: int) -> Request:
-    return dataclasses.replace(request, work=dataclasses.replace(request.work, batch=batch))
+def _with_batch(run: StepEstimate, batch: int) -> StepEstimate:
+    return _with(run, work=dataclasses.replace(run.request.work, batch=batch))

@@ -9,42 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from offload_strategy.errors import ConfigError
-from offload_strategy.planner.transformer_shape import TransformerShape
+from offload_strategy.planner.transformer_shape import Kind, TransformerShape
 
 
 def _gpt3(layers: int, heads: int, hidden: int) -> TransformerShape:
     return TransformerShape("gpt", layers, hidden, heads, vocabulary=50257, max_positions=2048)
 
 
-def _llama3(
-    layers: int, hidden: int, heads: int, inner: int, tied: bool = False
+def _llama(
+    layers: int, hidden: int, heads: int, vocabulary: int, kv_heads: int, inner: int, **more: bool
 ) -> TransformerShape:
-    return TransformerShape(
-        "llama",
-        layers,
-        hidden,
-        heads,
-        vocabulary=128256,
-        kv_heads=8,
-        feed_forward=inner,
-        gated=True,
-        tied=tied,
-    )
-
-
-def _qwen25(layers: int, hidden: int, heads: int, kv_heads: int, inner: int) -> TransformerShape:
-    return TransformerShape(
-        "llama",
-        layers,
-        hidden,
-        heads,
-        vocabulary=152064,
-        kv_heads=kv_heads,
-        feed_forward=inner,
-        gated=True,
-        tied=False,
-        qkv_bias=True,
-    )
+    sizes = (layers, hidden, heads, vocabulary, kv_heads, inner)
+    return TransformerShape("llama", *sizes, gated=True, tied=False, **more)
 
 
 #: Shapes by name; GPT-3's are those of Fuyou's table 4.
@@ -64,23 +40,59 @@ PRESETS: Mapping[str, TransformerShape] = {
     "gpt3-276b": _gpt3(112, 112, 14336),
     "gpt3-412b": _gpt3(128, 128, 16384),
     "gpt3-805b": _gpt3(160, 160, 20480),
-    "llama3-8b": _llama3(32, 4096, 32, 14336),
-    "llama3-70b": _llama3(80, 8192, 64, 28672),
-    "qwen2.5-7b": _qwen25(28, 3584, 28, 4, 18944),
-    "qwen2.5-14b": _qwen25(48, 5120, 40, 8, 13824),
-    "qwen2.5-32b": _qwen25(64, 5120, 40, 8, 27648),
-    "mistral-7b": TransformerShape(
-        "llama", 32, 4096, 32, 32000, kv_heads=8, feed_forward=14336, gated=True, tied=False
-    ),
+    "llama3-8b": _llama(32, 4096, 32, 128256, 8, 14336),
+    "llama3-70b": _llama(80, 8192, 64, 128256, 8, 28672),
+    "qwen2.5-7b": _llama(28, 3584, 28, 152064, 4, 18944, qkv_bias=True),
+    "qwen2.5-14b": _llama(48, 5120, 40, 152064, 8, 13824, qkv_bias=True),
+    "qwen2.5-32b": _llama(64, 5120, 40, 152064, 8, 27648, qkv_bias=True),
+    "mistral-7b": _llama(32, 4096, 32, 32000, 8, 14336),
+}
+
+#: Kinds by model_type of a config.json.
+_KINDS: Mapping[str, Kind] = {
+    "gpt2": "gpt",
+    **dict.fromkeys(("bert", "roberta"), "bert"),
+    **dict.fromkeys(("t5", "mt5", "umt5"), "t5"),
+    **dict.fromkeys(("llama", "mistral", "qwen2"), "llama"),
+}
+_BERT_KEYS = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "vocabulary": "vocab_size",
+    "feed_forward": "intermediate_size",
+}
+#: The keys of numbers that a config.json must have, by kind and argument of the shape.
+_NEEDED: Mapping[Kind, Mapping[str, str]] = {
+    "gpt": {
+        "layers": "n_layer",
+        "hidden": "n_embd",
+        "heads": "n_head",
+        "vocabulary": "vocab_size",
+        "max_positions": "n_positions",
+    },
+    "bert": {**_BERT_KEYS, "max_positions": "max_position_embeddings"},
+    "t5": {
+        "layers": "num_layers",
+        "hidden": "d_model",
+        "heads": "num_heads",
+        "vocabulary": "vocab_size",
+        "feed_forward": "d_ff",
+        "head_size": "d_kv",
+    },
+    "llama": _BERT_KEYS,
+}
+#: Those that may be missing or null.
+_OPTIONAL: Mapping[Kind, Mapping[str, str]] = {
+    "gpt": {"feed_forward": "n_inner"},
+    "bert": {},
+    "t5": {"decoder_layers": "num_decoder_layers"},
+    "llama": {"kv_heads": "num_key_value_heads", "head_size": "head_dim"},
 }
 
 
 def preset(name: str) -> TransformerShape:
-    """Look up a shape by name.
-
-    Raises:
-        ConfigError: if there is none; the message names the nearest ones.
-    """
+    """Look up a shape by name, or raise a ConfigError that names the nearest ones."""
     shape = PRESETS.get(name.lower().replace("llama3.1", "llama3").replace("_", "-"))
     if shape is not None:
         return shape
@@ -101,24 +113,28 @@ def from_config(config: Mapping[str, Any] | str | Path) -> TransformerShape:
     Raises:
         ConfigError: if the file cannot be read, or a key is missing or of the wrong type.
     """
+    where = "config"
     if not isinstance(config, Mapping):
         where, config = _load(Path(config))
-    else:
-        where = "config"
-    reader = _Keys(config, where)
-    kind = str(config.get("model_type", "")).lower()
-    if kind == "gpt2" or (not kind and "n_embd" in config):
-        return _from_gpt2(reader)
-    if kind in ("bert", "roberta"):
-        return _from_bert(reader)
-    if kind in ("t5", "mt5", "umt5"):
-        return _from_t5(reader)
-    if kind in ("llama", "mistral", "qwen2") or (not kind and "num_hidden_layers" in config):
-        return _from_llama(reader, kind)
-    raise ConfigError(
-        f"{where}: model_type is {kind or 'missing'}; known are gpt2, bert, roberta, t5, mt5, "
-        f"umt5, llama, mistral and qwen2. Set it to the one whose keys these are"
-    )
+    named = str(config.get("model_type", "")).lower()
+    usual = "gpt2" if "n_embd" in config else "llama" if "num_hidden_layers" in config else ""
+    kind = _KINDS.get(named or usual)
+    if kind is None:
+        raise ConfigError(
+            f"{where}: model_type is {named or 'missing'}; known are gpt2, bert, roberta, t5, mt5, "
+            f"umt5, llama, mistral and qwen2. Set it to the one whose keys these are"
+        )
+    sizes = {name: _number(config, key, where) for name, key in _NEEDED[kind].items()}
+    for name, key in _OPTIONAL[kind].items():
+        if config.get(key) is not None:
+            sizes[name] = _number(config, key, where)
+    if kind == "t5":
+        sizes["layers"] += sizes.setdefault("decoder_layers", sizes["layers"])
+    tied = config.get("tie_word_embeddings", kind != "llama")
+    if not isinstance(tied, bool):
+        raise ConfigError(f"{where}: tie_word_embeddings is {tied!r}; give true or false")
+    gated = kind == "llama" or "gated" in str(config.get("feed_forward_proj", ""))
+    return TransformerShape(kind, **sizes, tied=tied, gated=gated, qkv_bias=named == "qwen2")
 
 
 def _load(path: Path) -> tuple[str, Mapping[str, Any]]:
@@ -134,91 +150,10 @@ def _load(path: Path) -> tuple[str, Mapping[str, Any]]:
     return str(file), loaded
 
 
-class _Keys:
-    """A config that says which key is missing or wrong."""
-
-    def __init__(self, config: Mapping[str, Any], where: str) -> None:
-        self._config = config
-        self._where = where
-
-    def number(self, key: str, default: int | None = None) -> int:
-        value = self._config.get(key, default)
-        if value is None and key in self._config and default is not None:
-            value = default
-        if value is None:
-            raise ConfigError(f"{self._where} has no key {key!r}; add it, a whole number above 0")
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise ConfigError(f"{self._where}: {key} is {value!r}; give a whole number above 0")
-        return value
-
-    def optional(self, key: str) -> int | None:
-        return None if self._config.get(key) is None else self.number(key)
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self._config.get(key, default)
-        if not isinstance(value, bool):
-            raise ConfigError(f"{self._where}: {key} is {value!r}; give true or false")
-        return value
-
-    def text(self, key: str, default: str) -> str:
-        return str(self._config.get(key, default))
-
-
-def _from_gpt2(keys: _Keys) -> TransformerShape:
-    return TransformerShape(
-        "gpt",
-        layers=keys.number("n_layer"),
-        hidden=keys.number("n_embd"),
-        heads=keys.number("n_head"),
-        vocabulary=keys.number("vocab_size"),
-        feed_forward=keys.optional("n_inner"),
-        tied=keys.flag("tie_word_embeddings", True),
-        max_positions=keys.number("n_positions"),
-    )
-
-
-def _from_bert(keys: _Keys) -> TransformerShape:
-    return TransformerShape(
-        "bert",
-        layers=keys.number("num_hidden_layers"),
-        hidden=keys.number("hidden_size"),
-        heads=keys.number("num_attention_heads"),
-        vocabulary=keys.number("vocab_size"),
-        feed_forward=keys.number("intermediate_size"),
-        tied=keys.flag("tie_word_embeddings", True),
-        max_positions=keys.number("max_position_embeddings"),
-    )
-
-
-def _from_t5(keys: _Keys) -> TransformerShape:
-    encoder = keys.number("num_layers")
-    decoder = keys.number("num_decoder_layers", encoder)
-    return TransformerShape(
-        "t5",
-        layers=encoder + decoder,
-        hidden=keys.number("d_model"),
-        heads=keys.number("num_heads"),
-        vocabulary=keys.number("vocab_size"),
-        feed_forward=keys.number("d_ff"),
-        gated="gated" in keys.text("feed_forward_proj", "relu"),
-        tied=keys.flag("tie_word_embeddings", True),
-        head_size=keys.number("d_kv"),
-        decoder_layers=decoder,
-    )
-
-
-def _from_llama(keys: _Keys, kind: str) -> TransformerShape:
-    heads = keys.number("num_attention_heads")
-    return TransformerShape(
-        "llama",
-        layers=keys.number("num_hidden_layers"),
-        hidden=keys.number("hidden_size"),
-        heads=heads,
-        vocabulary=keys.number("vocab_size"),
-        kv_heads=keys.number("num_key_value_heads", heads),
-        feed_forward=keys.number("intermediate_size"),
-        gated=True,
-        tied=keys.flag("tie_word_embeddings", False),
-        head_size=keys.optional("head_dim"),
-        qkv_bias=kind == "qwen2",
-    )
+def _number(config: Mapping[str, Any], key: str, where: str) -> int:
+    value = config.get(key)
+    if value is None:
+        raise ConfigError(f"{where} has no key {key!r}; add it, a whole number above 0")
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise ConfigError(f"{where}: {key} is {value!r}; give a whole number above 0")
+    return value

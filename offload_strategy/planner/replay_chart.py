@@ -10,15 +10,10 @@ from offload_strategy.units import MiB
 
 
 def draw(found: StepReplay, limit: int, file: Path) -> None:
-    """Draw lanes and memory over the time of a step.
+    """Draw lanes and memory over the time of a step into a svg, png or pdf file.
 
-    Args:
-        found: the replay.
-        limit: bytes of memory.
-        file: to write; its ending says what (svg, png, pdf).
-
-    Raises:
-        ConfigError: matplotlib is not installed, or the file cannot be written.
+    `limit` is in bytes. Raises a ConfigError if matplotlib is not installed, or the file cannot be
+    written.
     """
     try:
         from matplotlib.figure import Figure

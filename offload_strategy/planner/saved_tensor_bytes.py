@@ -23,9 +23,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from offload_strategy.errors import ConfigError
-from offload_strategy.planner.transformer_shape import TransformerShape, positive
+from offload_strategy.planner.transformer_shape import TransformerShape, require_positive
 
 #: What SSDTrain leaves on the device: tensors of fewer elements (algorithm 1, line 2).
 SMALL_ELEMENTS = 2**20
@@ -35,32 +36,19 @@ _STATISTICS_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is computed in one pass, on one device.
+    """What is computed in one pass, on one device."""
 
-    Args:
-        batch: sequences.
-        sequence: positions of each.
-        dtype_bytes: of an activation.
-        tensor_parallel: devices that share each layer.
-        sequence_parallel: whether they also divide what lies between the products.
-        flash_attention: whether scores are computed again in backward.
-        dropout: whether masks are saved.
-
-    Raises:
-        ConfigError: if a number is not above 0.
-    """
-
-    batch: int
-    sequence: int
-    dtype_bytes: int = 2
-    tensor_parallel: int = 1
-    sequence_parallel: bool = False
-    flash_attention: bool = True
-    dropout: bool = False
+    batch: int  # Sequences
+    sequence: int  # Positions of each
+    dtype_bytes: int = 2  # Of an activation
+    tensor_parallel: int = 1  # Devices that share each layer
+    sequence_parallel: bool = False  # Whether they also divide what lies between the products
+    flash_attention: bool = True  # Whether scores are computed again in backward
+    dropout: bool = False  # Whether masks are saved
 
     def __post_init__(self) -> None:
-        for name in ("batch", "sequence", "dtype_bytes", "tensor_parallel"):
-            positive(f"workload: {name}", getattr(self, name))
+        names = ("batch", "sequence", "dtype_bytes", "tensor_parallel")
+        require_positive(self, "workload: ", *names)
 
     @property
     def tokens(self) -> int:
@@ -68,15 +56,8 @@ class Workload:
         return self.batch * self.sequence
 
 
-@dataclass(frozen=True, slots=True)
-class SavedTensor:
-    """A tensor that waits for the backward pass.
-
-    Args:
-        name: what it is.
-        elements: of it, on one device.
-        element_bytes: bytes of each.
-    """
+class SavedTensor(NamedTuple):
+    """A tensor that waits for the backward pass, or its part on one device."""
 
     name: str
     elements: int
@@ -84,7 +65,7 @@ class SavedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of it."""
+        """Bytes of all elements."""
         return self.elements * self.element_bytes
 
 
@@ -93,15 +74,14 @@ def layer_tensors(
 ) -> list[SavedTensor]:
     """List what a layer saves; see [Note: what a layer saves].
 
-    Args:
-        shape: of the model.
-        work: what is computed.
-        crosses: whether the layer attends to an encoder as well, of an equally long sequence.
-
-    Raises:
-        ConfigError: if the heads cannot be shared among the tensor-parallel devices.
+    With `crosses` the layer attends to an encoder as well, of an equally long sequence. Raises a
+    ConfigError if the heads cannot be shared among the tensor-parallel devices.
     """
-    _check_division(shape, work)
+    if shape.heads % work.tensor_parallel:
+        raise ConfigError(
+            f"workload: tensor_parallel is {work.tensor_parallel}, which does not divide the "
+            f"{shape.heads} heads; give a divisor of them"
+        )
     found = [
         *_attention(shape, work, ""),
         *(_attention(shape, work, "cross ") if crosses else []),
@@ -127,10 +107,8 @@ def forward_tensors(shape: TransformerShape, work: Workload) -> list[SavedTensor
     tensors = []
     if work.dropout:
         tensors.append(_whole("mask after the embedding", shape, work, element_bytes=1))
-    plain = layer_tensors(shape, work)
-    crossing = layer_tensors(shape, work, crosses=True) if shape.decoder_layers else []
-    for index in range(shape.layers):
-        tensors += crossing if index >= shape.layers - shape.decoder_layers else plain
+    tensors += (shape.layers - shape.decoder_layers) * layer_tensors(shape, work)
+    tensors += shape.decoder_layers * layer_tensors(shape, work, crosses=True)
     tensors.append(_whole("input of the last norm", shape, work))
     return tensors
 
@@ -138,13 +116,7 @@ def forward_tensors(shape: TransformerShape, work: Workload) -> list[SavedTensor
 def activation_bytes(
     shape: TransformerShape, work: Workload, min_elements: int = SMALL_ELEMENTS
 ) -> int:
-    """Bytes that one device saves in a forward pass, and would offload.
-
-    Args:
-        shape: of the model.
-        work: what is computed.
-        min_elements: smaller tensors stay where they are.
-    """
+    """Bytes that one device saves in a forward pass in tensors of at least `min_elements`."""
     tensors = forward_tensors(shape, work)
     return sum(tensor.nbytes for tensor in tensors if tensor.elements >= min_elements)
 
@@ -155,14 +127,13 @@ def layer_activation_bytes(shape: TransformerShape, work: Workload) -> int:
     return sum(tensor.nbytes for tensor in layer_tensors(shape, work, crosses=crosses))
 
 
-def checkpoint_bytes(shape: TransformerShape, work: Workload) -> int:
-    """Bytes of the inputs of all layers: what is kept when each layer is computed again."""
-    return shape.layers * _whole("input", shape, work).nbytes
+def layer_input_bytes(shape: TransformerShape, work: Workload) -> int:
+    """Bytes of the input of a layer: what is kept of it when it is computed again."""
+    return _whole("input", shape, work).nbytes
 
 
 def _attention(shape: TransformerShape, work: Workload, prefix: str) -> list[SavedTensor]:
-    share = work.tensor_parallel
-    scores = work.batch * math.ceil(shape.heads / share) * work.sequence
+    scores = work.batch * math.ceil(shape.heads / work.tensor_parallel) * work.sequence
     found = [
         _whole(f"{prefix}input of the norm", shape, work),
         _whole(f"{prefix}input of qkv", shape, work),
@@ -197,11 +168,3 @@ def _shared(name: str, width: int, work: Workload) -> SavedTensor:
     """A tensor between two products, of which each tensor-parallel device has its columns."""
     elements = math.ceil(work.tokens * width / work.tensor_parallel)
     return SavedTensor(name, elements, work.dtype_bytes)
-
-
-def _check_division(shape: TransformerShape, work: Workload) -> None:
-    if shape.heads % work.tensor_parallel:
-        raise ConfigError(
-            f"workload: tensor_parallel is {work.tensor_parallel}, which does not divide the "
-            f"{shape.heads} heads; give a divisor of them"
-        )

@@ -19,6 +19,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
+
+Way = Literal["to_device", "from_device", "read", "written"]
 
 #: Seconds of backward for each second of forward computation (Fuyou, equation 8).
 BACKWARD_OVER_FORWARD = 2.0
@@ -26,15 +29,7 @@ BACKWARD_OVER_FORWARD = 2.0
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """What one stage of a step computes and moves; loads can be added.
-
-    Args:
-        computation: Seconds of computation.
-        to_device: Bytes that cross the link to the device.
-        from_device: Bytes that cross the link from the device.
-        read: Bytes that are read from the paths.
-        written: Bytes that are written to the paths.
-    """
+    """Seconds of computation of a stage, and bytes over the link and of the paths."""
 
     computation: float = 0.0
     to_device: float = 0.0
@@ -54,17 +49,15 @@ class StageLoad:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage of a step.
+    """One stage of a step, which occurs `times` times.
 
-    Args:
-        name: For example "forward" or "backward".
-        times: How often the stage occurs in a step.
-        limits: Seconds that each resource ("computation", "link", "paths", "update") would take
-            if it were the only one.
+    `limits` has the seconds that each resource ("computation", "link", "paths", "update") would
+    take if it were the only one.
     """
 
     name: str
     times: int
+    load: StageLoad
     limits: Mapping[str, float]
 
     @property
@@ -80,27 +73,28 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """The time of a step.
-
-    Args:
-        stages: The stages, in order.
-        written_bytes: Bytes that the step writes to the paths.
-    """
+    """The time of a step by stage, in order."""
 
     stages: tuple[Stage, ...]
-    written_bytes: float
 
     @property
     def seconds(self) -> float:
         """Seconds of the whole step (equation 1)."""
         return sum(stage.times * stage.seconds for stage in self.stages)
 
-    def stage(self, name: str) -> Stage:
-        """Return the first stage of this name.
+    def moved_bytes(self, *ways: Way) -> float:
+        """Bytes that the step moves in these ways, as `StageLoad` names them."""
+        loads = ((stage.times, getattr(stage.load, way)) for stage in self.stages for way in ways)
+        total: float = sum(times * nbytes for times, nbytes in loads)
+        return total
 
-        Raises:
-            StopIteration: If no stage has this name.
-        """
+    @property
+    def written_bytes(self) -> float:
+        """Bytes that the step writes to the paths."""
+        return self.moved_bytes("written")
+
+    def stage(self, name: str) -> Stage:
+        """Return the first stage of this name, or raise StopIteration."""
         return next(stage for stage in self.stages if stage.name == name)
 
     @property
@@ -136,28 +130,20 @@ def limit_name(stage: str, resource: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a machine moves, in bytes per second.
+    """What a machine moves, in bytes per second."""
 
-    Args:
-        read: Read rate of one path.
-        write: Write rate of one path.
-        paths: Number of paths.
-        link: Rate between host and device in each direction; infinite if the model trains on the
-            CPU.
-        shared_cores: Whether the model runs on the cores that run the optimizer; see
-            [Note: one set of cores].
-        io_overhead: Seconds of computation that are lost for each byte that a path moves. It
-            counts with `shared_cores` only.
-        duplex: Whether a path reads and writes at its rates at the same time; otherwise reads and
-            writes share its time.
-    """
-
-    read: float
-    write: float
-    paths: int = 1
+    read: float  # Read rate of one path
+    write: float  # Write rate of one path
+    paths: int = 1  # Number of paths
+    # Rate between host and device in each direction; infinite if the model trains on the CPU
     link: float = math.inf
+    # Whether the model runs on the cores that run the optimizer; see [Note: one set of cores]
     shared_cores: bool = False
+    # Seconds of computation that are lost for each byte that a path moves. It counts with
+    # `shared_cores` only
     io_overhead: float = 0.0
+    # Whether a path reads and writes at its rates at the same time; otherwise reads and
+    # writes share its time
     duplex: bool = False
 
     def paths_seconds(self, read_bytes: float, written_bytes: float) -> float:
@@ -170,11 +156,7 @@ class Rates:
     ) -> Stage:
         """Return the stage that a load makes.
 
-        Args:
-            name: Name of the stage.
-            load: What the stage computes and moves.
-            times: How often the stage occurs in a step.
-            update: Seconds of an optimizer update on the host that runs within the stage, if any.
+        `update` are the seconds of an optimizer update on the host that runs within it, if any.
         """
         computation = load.computation
         if self.shared_cores:
@@ -184,34 +166,25 @@ class Rates:
             limits["update"] = update
         limits["link"] = max(load.to_device, load.from_device) / self.link
         limits["paths"] = self.paths_seconds(load.read, load.written)
-        return Stage(name, times, limits)
+        return Stage(name, times, load, limits)
 
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """What a step computes and moves, in seconds and bytes.
+    """What a step computes and moves, in seconds and bytes."""
 
-    Args:
-        forward_seconds: Computation of the forward pass.
-        update_seconds: Computation of the optimizer over all parameters, copies included.
-        backward_seconds: Computation of the backward pass; None for twice the forward pass.
-        recompute_seconds: Computation of activations that are neither kept nor offloaded.
-        weights_bytes: Weights that are read from the paths in each of both passes and written back
-            after the update; 0 if they stay on the device.
-        gradients_bytes: Gradients that go from the device to the host.
-        states_read_bytes: Optimizer states that are read from the paths.
-        states_written_bytes: Optimizer states that are written to the paths.
-        activations_bytes: Activations that are written in the forward pass and read in backward.
-    """
-
-    forward_seconds: float
-    update_seconds: float
+    forward_seconds: float  # Computation of the forward pass
+    update_seconds: float  # Computation of the optimizer over all parameters, copies included
+    # Computation of the backward pass; None for twice the forward pass
     backward_seconds: float | None = None
-    recompute_seconds: float = 0.0
+    recompute_seconds: float = 0.0  # Computation of activations that are neither kept nor offloaded
+    # Weights that are read from the paths in each of both passes and written back after the
+    # update; 0 if they stay on the device
     weights_bytes: float = 0.0
-    gradients_bytes: float = 0.0
-    states_read_bytes: float = 0.0
-    states_written_bytes: float = 0.0
+    gradients_bytes: float = 0.0  # Gradients that go from the device to the host
+    states_read_bytes: float = 0.0  # Optimizer states that are read from the paths
+    states_written_bytes: float = 0.0  # Optimizer states that are written to the paths
+    # Activations that are written in the forward pass and read in backward
     activations_bytes: float = 0.0
 
     @property
@@ -224,12 +197,7 @@ class StepProfile:
 
 
 def predict_step(profile: StepProfile, rates: Rates) -> StepTime:
-    """Predict the stages "forward" and "backward" of a step (equations 1 to 8).
-
-    Args:
-        profile: What the step computes and moves.
-        rates: What the machine moves in a second.
-    """
+    """Predict the stages "forward" and "backward" of a step (equations 1 to 8)."""
     weights, activations = profile.weights_bytes, profile.activations_bytes
     forward = StageLoad(
         profile.forward_seconds, weights, activations, read=weights, written=activations
@@ -241,8 +209,7 @@ def predict_step(profile: StepProfile, rates: Rates) -> StepTime:
         read=profile.states_read_bytes + weights + activations,
         written=profile.states_written_bytes + weights,
     )
-    stages = (
-        rates.stage("forward", forward),
-        rates.stage("backward", backward, update=profile.update_seconds),
+    update = profile.update_seconds
+    return StepTime(
+        (rates.stage("forward", forward), rates.stage("backward", backward, update=update))
     )
-    return StepTime(stages, forward.written + backward.written)

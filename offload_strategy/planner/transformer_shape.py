@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from offload_strategy.errors import ConfigError
 
@@ -15,15 +15,8 @@ _T5_BUCKETS = 32
 _BERT_TYPES = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A matrix product of a layer, or its attention, in one forward pass over a batch.
-
-    Args:
-        name: "qkv", "attention", "projection", "up" or "down".
-        flops: that it computes.
-        output_bytes: of its result.
-    """
+class Part(NamedTuple):
+    """A matrix product of a layer, or its attention, in one forward pass over a batch."""
 
     name: str
     flops: float
@@ -35,14 +28,8 @@ class Part:
         return self.flops / self.output_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """A matrix of the model, as the loaders of checkpoints name it.
-
-    Args:
-        name: "layers.3.down", or "embedding".
-        elements: of it.
-    """
+class Weight(NamedTuple):
+    """A matrix of the model, as the loaders of checkpoints name it: "layers.3.down"."""
 
     name: str
     elements: int
@@ -50,53 +37,34 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class TransformerShape:
-    """The shape of a transformer.
+    """The shape of a transformer."""
 
-    Args:
-        kind: "gpt" (learned positions, biases, layer norm), "bert" (likewise, with segments and
-            its heads), "t5" (relative positions, no biases) or "llama" (rotary positions, no
-            biases, RMS norm).
-        layers: of encoder and decoder together.
-        hidden: width of the residual stream.
-        heads: of attention.
-        vocabulary: tokens.
-        kv_heads: of keys and values; None for as many as `heads`.
-        feed_forward: width between the two products of the feed-forward part; None for 4 x hidden.
-        gated: whether a third product gates it (SwiGLU).
-        tied: whether embedding and head are one matrix.
-        max_positions: learned positions; of "gpt" and "bert" alone.
-        head_size: None for hidden / heads.
-        qkv_bias: whether queries, keys and values have biases though the kind has none (Qwen2).
-        decoder_layers: how many of `layers` also attend to an encoder ("t5").
-
-    Raises:
-        ConfigError: if a number is not positive, or heads do not divide.
-    """
-
+    # "gpt" (learned positions, biases, layer norm), "bert" (likewise, with segments and its
+    # heads), "t5" (relative positions, no biases) or "llama" (rotary positions, no biases,
+    # RMS norm)
     kind: Kind
-    layers: int
-    hidden: int
-    heads: int
-    vocabulary: int
-    kv_heads: int | None = None
+    layers: int  # Of encoder and decoder together
+    hidden: int  # Width of the residual stream
+    heads: int  # Of attention
+    vocabulary: int  # Tokens
+    kv_heads: int | None = None  # Of keys and values; None for as many as `heads`
+    # Width between the two products of the feed-forward part; None for 4 x hidden
     feed_forward: int | None = None
-    gated: bool = False
-    tied: bool = True
-    max_positions: int = 0
-    head_size: int | None = None
+    gated: bool = False  # Whether a third product gates it (SwiGLU)
+    tied: bool = True  # Whether embedding and head are one matrix
+    max_positions: int = 0  # Learned positions; of "gpt" and "bert" alone
+    head_size: int | None = None  # None for hidden / heads
+    # Whether queries, keys and values have biases though the kind has none (Qwen2)
     qkv_bias: bool = False
-    decoder_layers: int = 0
+    decoder_layers: int = 0  # How many of `layers` also attend to an encoder ("t5")
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
             raise ConfigError(
                 f"transformer: kind is {self.kind!r}; give one of {', '.join(get_args(Kind))}"
             )
-        for name in ("layers", "hidden", "heads", "vocabulary"):
-            positive(f"transformer: {name}", getattr(self, name))
-        for name in ("kv_heads", "feed_forward", "head_size"):
-            if getattr(self, name) is not None:
-                positive(f"transformer: {name}", getattr(self, name))
+        sizes = ("layers", "hidden", "heads", "vocabulary", "kv_heads", "feed_forward", "head_size")
+        require_positive(self, "transformer: ", *sizes)
         for name in ("max_positions", "decoder_layers"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"transformer: {name} is {getattr(self, name)}; give 0 or more")
@@ -160,6 +128,11 @@ class TransformerShape:
         return found
 
     @property
+    def end_parameters(self) -> int:
+        """Parameters of embedding and head; one matrix if they are tied."""
+        return (1 if self.tied else 2) * self.vocabulary * self.hidden
+
+    @property
     def layer_parameters(self) -> int:
         """Parameters of the largest layer."""
         return self._layer(self.layers - 1)
@@ -167,22 +140,20 @@ class TransformerShape:
     @property
     def parameters(self) -> int:
         """All parameters; BERT with its pooler and the heads that it is trained with."""
+        h = self.hidden
         plain = self.layers - self.decoder_layers
         total = plain * self._layer(0) + self.decoder_layers * self._layer(self.layers - 1)
-        total += (1 if self.tied else 2) * self.vocabulary * self.hidden
-        norm = (2 if self.has_biases else 1) * self.hidden
+        norm = (2 if self.has_biases else 1) * h
+        total += self.end_parameters + norm
         if self.kind == "gpt":
-            total += self.max_positions * self.hidden + norm
+            total += self.max_positions * h
         elif self.kind == "bert":
-            h = self.hidden
-            total += (self.max_positions + _BERT_TYPES) * h + norm
+            total += (self.max_positions + _BERT_TYPES) * h
             pooler, transform = h * h + h, h * h + h + norm
             total += pooler + transform + self.vocabulary + 2 * h + 2
         elif self.kind == "t5":
             stacks = 2 if self.decoder_layers else 1
-            total += stacks * (norm + _T5_BUCKETS * self.heads)
-        else:
-            total += norm
+            total += (stacks - 1) * norm + stacks * _T5_BUCKETS * self.heads
         return total
 
     def parts(self, batch: int, sequence: int, dtype_bytes: int = 2) -> list[Part]:
@@ -190,11 +161,6 @@ class TransformerShape:
 
         The products of queries, keys and values count as one, those of gate and up as well. Scores
         of attention are counted for every pair of positions, masked or not, as Megatron-LM does.
-
-        Args:
-            batch: sequences.
-            sequence: positions of each.
-            dtype_bytes: of an element.
         """
         tokens = batch * sequence
         h, q, kv, f = self.hidden, self.attention_width, self.keys_width, self.inner
@@ -214,12 +180,11 @@ class TransformerShape:
 
     def layer_flops(self, batch: int, sequence: int) -> float:
         """FLOP of a layer's forward pass; of all layers divided evenly where they differ."""
-        flops = sum(part.flops for part in self.parts(batch, sequence))
+        parts = self.parts(batch, sequence)
+        flops = sum(part.flops for part in parts)
         if self.decoder_layers:
-            of_attention = flops - sum(
-                part.flops for part in self.parts(batch, sequence) if part.name in ("up", "down")
-            )
-            flops += of_attention * self.decoder_layers / self.layers
+            of_ups = sum(part.flops for part in parts if part.name in ("up", "down"))
+            flops += (flops - of_ups) * self.decoder_layers / self.layers
         return flops
 
     def head_flops(self, batch: int, sequence: int) -> float:
@@ -245,10 +210,13 @@ class TransformerShape:
 
 
 def positive(what: str, value: float) -> None:
-    """Refuse what is not above 0.
-
-    Raises:
-        ConfigError: naming `what` and the value.
-    """
+    """Raise a ConfigError that names `what` unless its value is above 0."""
     if not value > 0:
         raise ConfigError(f"{what} is {value}; give a number above 0")
+
+
+def require_positive(of: object, prefix: str, *names: str) -> None:
+    """Check attributes as `positive` does, except for those that are None."""
+    for name in names:
+        if getattr(of, name) is not None:
+            positive(f"{prefix}{name}", getattr(of, name))

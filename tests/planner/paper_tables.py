@@ -7,24 +7,24 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from offload_strategy.planner.endurance import (
+from offload_strategy.planner.costs import (
     SECONDS_PER_YEAR,
     SSDTRAIN,
     lifespan_seconds,
     required_write_rate,
 )
-from offload_strategy.planner.hardware import device, drive_set, host
+from offload_strategy.planner.hardware import device, drive_set
 from offload_strategy.planner.host_memory_needs import host_memory, weight_buffers
 from offload_strategy.planner.model_presets import preset
+from offload_strategy.planner.request import Request
 from offload_strategy.planner.saved_tensor_bytes import Workload, activation_bytes
-from offload_strategy.planner.step_estimate import Machine, Swap, best_swap, swaps
-from offload_strategy.planner.step_time import Rates
+from offload_strategy.planner.step_estimate import Swap, best_swap, swaps
 from offload_strategy.planner.transformer_shape import TransformerShape
-from offload_strategy.units import GiB
-from tests.planner.zero_subgroups import split_subgroups
+from offload_strategy.units import GiB, markdown_table
 
 #: SSDTrain, section IV-A: sequence 1024, two devices in tensor parallelism, heads of 128, float16.
 BERT_WORK = Workload(batch=16, sequence=1024, tensor_parallel=2)
@@ -34,8 +34,8 @@ SSDTRAIN_TABLE_3 = [
     (12288, 3, 12.85, 12.60, 13.8),
     (16384, 2, 10.75, 11.50, 8.76),
 ]
-#: SSDTrain, section III-D: four of them for each device.
-FOUR_980 = drive_set("4x980-pro-1tb")
+#: SSDTrain, section III-D: rated bytes of the four drives for each device.
+FOUR_980 = 4 * 600e12
 
 #: MemAscend, section VI-B2 (figure 13): GiB at the peak, ZeRO-Infinity and MemAscend.
 MEMASCEND_FIGURE_13 = {
@@ -68,18 +68,18 @@ class Run:
     """A row of Megatron-LM's table 2 (Narayanan et al. 2021), whose runs compute layers again.
 
     Devices, sequences of a step, TFLOPS of a device and days for 300 billion tokens are the
-    table's; layers, hidden and heads those of its table 1.
+    table's; layers and hidden (heads of 128 or 160) those of its table 1.
     """
 
     name: str
     layers: int
     hidden: int
     heads: int
+    tensor_parallel: int
     devices: int
     sequences: int
     tflops: float
     days: int
-    tensor_parallel: int
 
     @property
     def shape(self) -> TransformerShape:
@@ -92,67 +92,42 @@ class Run:
 
     def activation_bytes(self, shares_everything: bool = True) -> float:
         """Of one device in a step, its part of the layers of a pipeline counted."""
+        t = self.tensor_parallel
         work = Workload(
-            1,
-            2048,
-            tensor_parallel=self.tensor_parallel,
-            sequence_parallel=shares_everything,
-            dropout=True,
+            1, 2048, tensor_parallel=t, sequence_parallel=shares_everything, dropout=True
         )
-        of_a_sequence = activation_bytes(self.shape, work, 0) * self.tensor_parallel
-        return of_a_sequence * self.sequences / self.devices
+        return activation_bytes(self.shape, work, 0) * t * self.sequences / self.devices
 
 
-def _runs(
-    name: str, size: tuple[int, int, int], rows: Iterable[tuple[int, int, float, int]], tp: int
-) -> list[Run]:
-    return [Run(name, *size, *row, tp) for row in rows]
-
-
-_175B, _530B = (96, 12288, 96), (105, 20480, 128)
 # SSDTrain's figure 5 is a picture; its text gives the bounds, the drives and that the data is
 # Megatron-LM's, with and without ZeRO-3. That it means this table is our reading of its labels.
+_SHAPES = {"175B": (96, 12288, 96), "530B": (105, 20480, 128)}
 MEGATRON_RUNS = [
-    *_runs(
-        "175B, ZeRO-3",
-        _175B,
-        [(384, 1536, 144, 90), (768, 1536, 88, 74), (1536, 1536, 44, 74)],
-        1,
-    ),
-    *_runs(
-        "530B, ZeRO-3",
-        _530B,
-        [(640, 2560, 138, 169), (1120, 2240, 98, 137), (2240, 2240, 48, 140)],
-        1,
-    ),
-    *_runs(
-        "175B, Megatron",
-        _175B,
-        [(384, 1536, 153, 84), (768, 1536, 149, 43), (1536, 1536, 141, 23)],
-        8,
-    ),
-    *_runs(
-        "530B, Megatron",
-        _530B,
-        [(560, 2240, 171, 156), (1120, 2240, 167, 80), (2240, 2240, 159, 42)],
-        8,
-    ),
+    Run(name, *_SHAPES[name[:4]], *row)
+    for name, *row in (
+        ("175B, ZeRO-3", 1, 384, 1536, 144, 90),
+        ("175B, ZeRO-3", 1, 768, 1536, 88, 74),
+        ("175B, ZeRO-3", 1, 1536, 1536, 44, 74),
+        ("530B, ZeRO-3", 1, 640, 2560, 138, 169),
+        ("530B, ZeRO-3", 1, 1120, 2240, 98, 137),
+        ("530B, ZeRO-3", 1, 2240, 2240, 48, 140),
+        ("175B, Megatron", 8, 384, 1536, 153, 84),
+        ("175B, Megatron", 8, 768, 1536, 149, 43),
+        ("175B, Megatron", 8, 1536, 1536, 141, 23),
+        ("530B, Megatron", 8, 560, 2240, 171, 156),
+        ("530B, Megatron", 8, 1120, 2240, 167, 80),
+        ("530B, Megatron", 8, 2240, 2240, 159, 42),
+    )
 ]
 
 
-def fuyou_machine(gpu: str, drives: int = 12, update_rate: float | None = None) -> Machine:
-    """The machine of Fuyou's table 3."""
-    card, drive = device(gpu), drive_set("P5510").drive
-    rates = Rates(drive.read, drive.write, drives, card.link)
-    rate = update_rate or host("fuyou").update_rate
-    assert card.sustained_flops is not None
-    assert rate is not None
-    return Machine(card.sustained_flops, rate, rates)
-
-
-def fuyou_swap(model: str, batch: int, machine: Machine) -> Swap:
-    """The best step that Fuyou's equations see for GPT-3."""
-    return best_swap(preset(f"gpt3-{model}"), Workload(batch, 1024), machine)
+def fuyou(
+    model: str, batch: int, gpu: str, drives: int = 12, update_rate: float | None = None
+) -> Request:
+    """GPT-3 on the machine of Fuyou's table 3."""
+    machine = (device(gpu), drive_set(f"{drives}xP5510"), 768 * GiB)
+    work = Workload(batch, 1024)
+    return Request(preset(f"gpt3-{model}"), work, *machine, update_rate=update_rate)
 
 
 def tflops(found: Swap) -> float:
@@ -160,31 +135,39 @@ def tflops(found: Swap) -> float:
     return found.flops / found.time.seconds / 1e12
 
 
-def _off(ours: float, paper: float) -> str:
-    percent = round((ours / paper - 1) * 100)
-    return f"{percent:+d} %" if percent else "0 %"
+def split_subgroups(count: int, bandwidths: Sequence[float]) -> list[int]:
+    """Deal subgroups to paths in proportion to their bandwidth (MLP-Offload, equation 1).
+
+    T_i = ceil(M B_i / sum B), adjusted so that they add up to M. The paper leaves the adjustment
+    open: what rounding up gave too much is taken back one by one, each time from the path that
+    takes longest for its share.
+
+    With 5.3 and 3.6 GB/s (table 1, the smaller of each path's two rates) this is 1.47 : 1, of 100
+    subgroups 59 and 41. The paper writes 2 : 1 (section 4.3): that is what the equation gives for
+    three subgroups, as many as it keeps in flight, and it is near the 1.92 : 1 of the rates of
+    reading, 6.9 and 3.6 GB/s.
+    """
+    total = math.fsum(bandwidths)
+    shares = [math.ceil(count * rate / total) for rate in bandwidths]
+    while sum(shares) > count:
+        taken = (place for place, share in enumerate(shares) if share)
+        shares[max(taken, key=lambda place: shares[place] / bandwidths[place])] -= 1
+    return shares
 
 
-def markdown_table(head: str, rows: Iterable[Iterable[object]]) -> str:
-    columns = head.count("|") + 1
-    lines = [f"| {head} |", "|---" * columns + "|"]
-    return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)])
+def _off(ours: float, paper: float, digits: int = 0) -> str:
+    percent = round((ours / paper - 1) * 100, digits or None)
+    return f"{percent:+.{digits}f} %" if percent else "0 %"
 
 
 def activations_table() -> str:
     rows = []
     masked = dataclasses.replace(BERT_WORK, dropout=True)
     for hidden, layers, measured, estimate, _ in SSDTRAIN_TABLE_3:
-        ours, most = (activation_bytes(bert(hidden, layers), w) / 1e9 for w in (BERT_WORK, masked))
-        rows.append(
-            (
-                f"hidden {hidden}, {layers} layers",
-                f"{measured:.2f} GB",
-                f"{estimate:.2f} GB",
-                f"{ours:.2f} GB ({(ours / measured - 1) * 100:+.1f} %)",
-                f"{most:.2f} GB ({(most / measured - 1) * 100:+.1f} %)",
-            )
-        )
+        both = (activation_bytes(bert(hidden, layers), work) / 1e9 for work in (BERT_WORK, masked))
+        ours = (f"{size:.2f} GB ({_off(size, measured, 1)})" for size in both)
+        name = f"hidden {hidden}, {layers} layers"
+        rows.append((name, f"{measured:.2f} GB", f"{estimate:.2f} GB", *ours))
     return markdown_table(
         "BERT | offloaded | SSDTrain's estimate | ours | with masks of dropout", rows
     )
@@ -194,8 +177,6 @@ def lifespan_table() -> str:
     rows = []
     for run in MEGATRON_RUNS:
         step, saved = 0.75 * run.step_seconds, run.activation_bytes()
-        rated = lifespan_seconds(FOUR_980.endurance_bytes or 0, step, saved)
-        assumed = lifespan_seconds(FOUR_980.endurance_bytes or 0, step, saved, SSDTRAIN)
         rows.append(
             (
                 run.name,
@@ -203,8 +184,8 @@ def lifespan_table() -> str:
                 f"{saved / 1e9:.0f} GB",
                 f"{step:.1f} s",
                 f"{required_write_rate(saved, step) / 1e9:.1f} GB/s",
-                f"{assumed / SECONDS_PER_YEAR:.1f} years",
-                f"{rated / 86400:.1f} days",
+                f"{lifespan_seconds(FOUR_980, step, saved, SSDTRAIN) / SECONDS_PER_YEAR:.1f} years",
+                f"{lifespan_seconds(FOUR_980, step, saved) / 86400:.1f} days",
             )
         )
     return markdown_table(
@@ -215,13 +196,11 @@ def lifespan_table() -> str:
 def host_memory_table() -> str:
     rows = []
     for name, measured in MEMASCEND_FIGURE_13.items():
-        row = [name]
+        pool, row = weight_buffers(preset(name)), [name]
         for system, paper in zip(("zero-infinity", "memascend"), measured, strict=True):
-            ours = host_memory(preset(name), system).peak_bytes / GiB
+            ours = sum(host_memory(preset(name), system).values()) / GiB
             row += [f"{paper:.2f}", f"{ours:.2f}", f"{paper - ours:.2f}"]
-        pool = weight_buffers(preset(name))
-        row += [f"{pool.one_size_bytes / GiB:.2f}", f"{pool.exact_bytes / GiB:.2f}"]
-        rows.append(row)
+        rows.append([*row, f"{pool.one_size_bytes / GiB:.2f}", f"{pool.exact_bytes / GiB:.2f}"])
     return markdown_table(
         "GiB | ZeRO-Infinity | ours | not counted | MemAscend | ours | not counted "
         "| buffers of one size | of their own size",
@@ -233,22 +212,15 @@ def throughput_table() -> str:
     rows = []
     for model, published in (("13b", THROUGHPUT_13B), ("175b", THROUGHPUT_175B)):
         for batch, paper in published.items():
-            found = fuyou_swap(model, batch, fuyou_machine("rtx-4090"))
-            ours = tflops(found)
-            limits = found.time.resource_seconds
-            rows.append(
-                (
-                    model.upper(),
-                    batch,
-                    f"{paper:.1f}",
-                    f"{ours:.1f} ({_off(ours, paper)})",
-                    f"{found.time.stage('forward').seconds:.1f} s",
-                    f"{limits['backward computation']:.1f} s",
-                    f"{limits['update']:.1f} s",
-                    f"{limits['backward paths']:.1f} s",
-                    f"{found.time.seconds:.1f} s",
-                )
+            found = best_swap(fuyou(model, batch, "rtx-4090"))
+            ours, limits = tflops(found), found.time.resource_seconds
+            seconds = (
+                found.time.stage("forward").seconds,
+                *(limits[name] for name in ("backward computation", "update", "backward paths")),
+                found.time.seconds,
             )
+            cells = (f"{paper:.1f}", f"{ours:.1f} ({_off(ours, paper)})")
+            rows.append((model.upper(), batch, *cells, *(f"{time:.1f} s" for time in seconds)))
     return markdown_table(
         "GPT-3 | batch | TFLOPS published | ours | forward | backward computes | update "
         "| paths in backward | step",
@@ -261,8 +233,7 @@ def drives_table() -> str:
     for batch, published in THROUGHPUT_OVER_DRIVES.items():
         row = [str(batch)]
         for drives, paper in zip(DRIVES, published, strict=True):
-            work = Workload(batch, 1024)
-            ours = tflops(next(swaps(preset("gpt3-13b"), work, fuyou_machine("4090", drives))))
+            ours = tflops(next(swaps(fuyou("13b", batch, "4090", drives))))
             row.append(f"{ours:.0f} / {paper:.0f} ({_off(ours, paper)})")
         rows.append(row)
     return markdown_table("batch | 1 drive | 2 | 3 | 6 | 12", rows)
@@ -270,31 +241,22 @@ def drives_table() -> str:
 
 def swap_table() -> str:
     rows = []
-    for batch in (32, 64, 80):
-        found = fuyou_swap("13b", batch, fuyou_machine("a100-80g"))
-        least = next(swaps(preset("gpt3-13b"), Workload(batch, 1024), fuyou_machine("a100-80g")))
-        rows.append(
-            (
-                batch,
-                "0" if batch == 32 else "above 0",
-                f"{found.coefficient:.2f}",
-                found.limit("backward"),
-                f"{least.time.seconds:.1f} s",
-                f"{found.time.seconds:.1f} s",
-            )
-        )
+    for batch, published in ((32, "0"), (64, "above 0"), (80, "above 0")):
+        run = fuyou("13b", batch, "a100-80g")
+        found = best_swap(run)
+        seconds = (f"{swap.time.seconds:.1f} s" for swap in (next(swaps(run)), found))
+        limit = found.limit("backward")
+        rows.append((batch, published, f"{found.coefficient:.2f}", limit, *seconds))
     return markdown_table(
         "batch | swap coefficient in figure 9 | ours | limits backward | step at 0 | step", rows
     )
 
 
 def subgroups_table() -> str:
-    rows = []
+    rows: list[Iterable[object]] = []
     for count in (3, 10, 100):
-        by_smaller, by_reading = (
-            split_subgroups(count, rates) for rates in ([5.3, 3.6], [6.9, 3.6])
-        )
-        rows.append((count, *(f"{a} : {b}" for a, b in (by_smaller, by_reading))))
+        split = (split_subgroups(count, rates) for rates in ([5.3, 3.6], [6.9, 3.6]))
+        rows.append((count, *(f"{a} : {b}" for a, b in split)))
     return markdown_table("subgroups | by 5.3 and 3.6 GB/s | by 6.9 and 3.6 GB/s", rows)
 
 

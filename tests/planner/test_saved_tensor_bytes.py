@@ -10,7 +10,6 @@ from offload_strategy.errors import ConfigError
 from offload_strategy.planner.saved_tensor_bytes import (
     Workload,
     activation_bytes,
-    checkpoint_bytes,
     forward_tensors,
     layer_activation_bytes,
 )
@@ -25,15 +24,9 @@ def test_offloaded_bytes_are_those_of_ssdtrains_table_3(hidden, layers, measured
     assert ours == pytest.approx(measured, rel=0.10)
     # The paper's own model: -1.1 %, -0.9 % and -1.9 %.
     assert ours == pytest.approx(estimate, rel=0.025)
-
-
-def test_with_masks_of_dropout_the_count_is_above_what_ssdtrain_offloads():
     # The paper does not say whether its runs have dropout. If they have, 8 to 18 % are missing.
-    work = dataclasses.replace(BERT_WORK, dropout=True)
-    over = [
-        activation_bytes(bert(h, n), work) / 1e9 / got - 1 for h, n, got, _, _ in SSDTRAIN_TABLE_3
-    ]
-    assert [round(share, 2) for share in over] == [0.18, 0.08, 0.17]
+    masked = activation_bytes(bert(hidden, layers), dataclasses.replace(BERT_WORK, dropout=True))
+    assert 1.07 < masked / 1e9 / measured < 1.19
 
 
 def test_the_steps_that_table_3_implies_run_at_one_rate():
@@ -67,26 +60,13 @@ def test_without_flash_attention_scores_are_saved():
     assert more == 2 * 2 * 32 * 1024**2 - 4 * 2 * 32 * 1024
 
 
-def test_small_tensors_stay():
-    shape = TransformerShape("gpt", 2, 64, 4, 100)
-    work = Workload(1, 16)
-    assert activation_bytes(shape, work) == 0
-    assert activation_bytes(shape, work, 0) == sum(t.nbytes for t in forward_tensors(shape, work))
-
-
-def test_decoders_attend_twice():
-    encoder = TransformerShape("t5", 4, 64, 4, 100)
+def test_small_tensors_stay_and_decoders_attend_twice():
+    encoder, work = TransformerShape("t5", 4, 64, 4, 100), Workload(2, 32)
+    assert activation_bytes(encoder, work) == 0
     both = dataclasses.replace(encoder, decoder_layers=2)
-    work = Workload(2, 32)
     crossing = [t for t in forward_tensors(both, work) if t.name.startswith("cross")]
     more = activation_bytes(both, work, 0) - activation_bytes(encoder, work, 0)
     assert more == sum(tensor.nbytes for tensor in crossing) > 0
-
-
-def test_inputs_of_layers_are_memascends_equation_1():
-    # Batch 1 of 131,072 tokens on two devices: 2 x 32 layers x 4096 x 2 bytes x tokens, 64 GiB.
-    shape = TransformerShape("llama", 32, 4096, 32, 128256)
-    assert 2 * checkpoint_bytes(shape, Workload(1, 131072)) == 64 * 2**30
 
 
 def test_a_layer_of_torch_saves_what_is_counted():
@@ -131,14 +111,10 @@ def test_a_layer_of_torch_saves_what_is_counted():
     assert saved == pytest.approx(layer_activation_bytes(shape, work), rel=0.02)
 
 
-@pytest.mark.parametrize("field", ["batch", "sequence", "dtype_bytes", "tensor_parallel"])
-def test_work_that_is_none_is_refused(field):
-    with pytest.raises(ConfigError, match=f"workload: {field} is -3; give a number above 0"):
-        Workload(**{"batch": 1, "sequence": 1} | {field: -3})
-
-
-def test_heads_must_be_shared_evenly():
+def test_work_that_cannot_be_is_refused():
+    for field in ("batch", "sequence", "dtype_bytes", "tensor_parallel"):
+        with pytest.raises(ConfigError, match=f"workload: {field} is -3; give a number above 0"):
+            Workload(**{"batch": 1, "sequence": 1} | {field: -3})
+    shape = TransformerShape("gpt", 1, 4096, 32, 100)
     with pytest.raises(ConfigError, match="tensor_parallel is 3, which does not divide the 32"):
-        layer_activation_bytes(
-            TransformerShape("gpt", 1, 4096, 32, 100), Workload(1, 1, tensor_parallel=3)
-        )
+        layer_activation_bytes(shape, Workload(1, 1, tensor_parallel=3))

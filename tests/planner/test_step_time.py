@@ -22,71 +22,63 @@ GPT3_13B = StepProfile(
     states_written_bytes=12 * P,
     activations_bytes=40e9,
 )
-SIX_SSDS = Rates(read=6e9, write=6e9, paths=6, link=20e9)
 
 
-def test_the_equations_by_hand():
-    predicted = predict_step(GPT3_13B, SIX_SSDS)
-    # Forward: 26 GB of weights are read and 40 GB of activations written at 36 GB/s (eq. 4);
-    # over the link 40 GB at 20 GB/s (eq. 3).
-    assert predicted.resource_seconds["forward paths"] == pytest.approx(66 / 36)
-    assert predicted.resource_seconds["forward link"] == pytest.approx(2.0)
+@pytest.mark.parametrize("paths", [6, 12])
+def test_the_equations_by_hand(paths):
+    predicted = predict_step(GPT3_13B, Rates(read=6e9, write=6e9, paths=paths, link=20e9))
+    assert predicted.resource_seconds == pytest.approx(
+        {
+            # 26 GB of weights are read and 40 GB of activations written at 36 GB/s (eq. 4); over
+            # the link 40 GB at 20 GB/s (eq. 3).
+            "forward computation": 2.0,
+            "forward link": 2.0,
+            "forward paths": 66 / 6 / paths,
+            # 156 + 26 + 40 GB read, 156 + 26 GB written (eq. 7); over the link 26 + 40 GB (6).
+            "backward computation": 4.0,
+            "update": 5.0,
+            "backward link": 66 / 20,
+            "backward paths": (222 + 182) / 6 / paths,
+        }
+    )
     assert predicted.stage("forward").seconds == pytest.approx(2.0)
-    # Backward: 156 + 26 + 40 GB read, 156 + 26 GB written (eq. 7); over the link 26 + 40 GB (6).
-    assert predicted.resource_seconds["backward paths"] == pytest.approx((222 + 182) / 36)
-    assert predicted.resource_seconds["backward link"] == pytest.approx(66 / 20)
-    assert predicted.resource_seconds["backward computation"] == pytest.approx(4.0)
-    assert predicted.stage("backward").seconds == pytest.approx(404 / 36)
-    assert predicted.seconds == pytest.approx(2.0 + 404 / 36)
+    backward = max(5.0, 404 / 6 / paths)
+    assert predicted.stage("backward").seconds == pytest.approx(backward)
+    assert predicted.seconds == pytest.approx(2.0 + backward)
+    moved = {"to_device": 92e9, "from_device": 66e9, "read": 248e9, "written": 222e9}
+    assert {way: predicted.moved_bytes(way) for way in moved} == pytest.approx(moved)
 
 
-def test_with_twice_as_many_paths_the_paths_take_half_the_time():
-    twice = Rates(read=6e9, write=6e9, paths=12, link=20e9)
-    once = predict_step(GPT3_13B, SIX_SSDS).resource_seconds
-    assert predict_step(GPT3_13B, twice).resource_seconds["backward paths"] == pytest.approx(
-        once["backward paths"] / 2
-    )
+MOVING = {"states_read_bytes": 3e9, "states_written_bytes": 1e9}
 
 
-def test_recomputation_counts_as_backward_computation():
-    profile = StepProfile(forward_seconds=1.0, update_seconds=0.5, recompute_seconds=0.75)
-    assert predict_step(profile, Rates(1e9, 1e9)).stage("backward").seconds == pytest.approx(2.75)
-
-
-def test_a_measured_backward_is_taken_as_it_is():
-    profile = StepProfile(forward_seconds=1.0, update_seconds=0.5, backward_seconds=1.4)
-    assert predict_step(profile, Rates(1e9, 1e9)).seconds == pytest.approx(2.4)
-
-
-def test_on_shared_cores_the_update_is_added_to_backward_and_still_hides_behind_the_paths():
-    computing = StepProfile(forward_seconds=1.0, update_seconds=0.5)
-    assert predict_step(computing, Rates(1e9, 1e9)).stage("backward").seconds == pytest.approx(2.0)
-    shared = Rates(1e9, 1e9, shared_cores=True)
-    assert predict_step(computing, shared).stage("backward").seconds == pytest.approx(2.5)
-    moving = StepProfile(1.0, 0.5, states_read_bytes=3e9, states_written_bytes=1e9)
-    assert predict_step(moving, shared).stage("backward").seconds == pytest.approx(4.0)
-
-
-def test_on_shared_cores_what_moves_takes_its_toll():
-    profile = StepProfile(
-        1.0, 0.5, states_read_bytes=3e9, states_written_bytes=1e9, activations_bytes=2e9
-    )
-    fast = Rates(1e12, 1e12, shared_cores=True, io_overhead=1e-10)
-    predicted = predict_step(profile, fast)
-    assert predicted.stage("forward").seconds == pytest.approx(1.2)
-    assert predicted.stage("backward").seconds == pytest.approx(2.0 + 0.5 + 0.6)
-    beside = predict_step(profile, Rates(1e12, 1e12, io_overhead=1e-10))
-    assert (beside.stage("forward").seconds, beside.stage("backward").seconds) == pytest.approx(
-        (1.0, 2.0)
-    )
-
-
-def test_a_model_on_the_host_has_no_link_to_wait_for():
-    profile = StepProfile(1.0, 0.1, gradients_bytes=1e15)
-    assert (
-        predict_step(profile, Rates(1e9, 1e9, link=math.inf)).resource_seconds["backward link"]
-        == 0.0
-    )
+@pytest.mark.parametrize(
+    ("profile", "rates", "forward", "backward"),
+    [
+        # Recomputation counts as backward; a measured backward is taken as it is.
+        ({"recompute_seconds": 0.75}, {}, 1.0, 2.75),
+        ({"backward_seconds": 1.4}, {}, 1.0, 1.4),
+        # On shared cores an update is added to backward, and still hides behind the paths.
+        ({}, {}, 1.0, 2.0),
+        ({}, {"shared_cores": True}, 1.0, 2.5),
+        (MOVING, {"shared_cores": True}, 1.0, 4.0),
+        (MOVING, {"shared_cores": True, "duplex": True}, 1.0, 3.0),
+        # What moves takes computing time from shared cores, and from no others.
+        (
+            MOVING | {"activations_bytes": 2e9},
+            {"read": 1e12, "write": 1e12, "shared_cores": True, "io_overhead": 1e-10},
+            1.2,
+            3.1,
+        ),
+        (MOVING, {"read": 1e12, "write": 1e12, "io_overhead": 1e-10}, 1.0, 2.0),
+        # A model on the host has no link to wait for.
+        ({"gradients_bytes": 1e15}, {"link": math.inf}, 1.0, 2.0),
+    ],
+)
+def test_what_a_stage_adds_up(profile, rates, forward, backward):
+    rates = Rates(**{"read": 1e9, "write": 1e9} | rates)
+    predicted = predict_step(StepProfile(1.0, 0.5, **profile), rates)
+    assert [stage.seconds for stage in predicted.stages] == pytest.approx([forward, backward])
 
 
 seconds = st.floats(0.0, 100.0)
@@ -97,22 +89,13 @@ sizes = st.floats(0.0, 1e12)
 def test_a_stage_is_never_faster_than_any_part_of_it_alone(
     forward, update, read, written, activations, shared
 ):
-    profile = StepProfile(
-        forward,
-        update,
-        states_read_bytes=read,
-        states_written_bytes=written,
-        activations_bytes=activations,
-    )
-    rates = Rates(2e9, 3e9, link=10e9, shared_cores=shared)
-    predicted = predict_step(profile, rates)
+    moved = {"states_read_bytes": read, "states_written_bytes": written}
+    profile = StepProfile(forward, update, activations_bytes=activations, **moved)
+    predicted = predict_step(profile, Rates(2e9, 3e9, link=10e9, shared_cores=shared))
     parts = predicted.resource_seconds
-    assert predicted.stage("forward").seconds == max(
-        v for k, v in parts.items() if k.startswith("forward")
-    )
-    assert predicted.stage("backward").seconds >= max(
-        parts["backward computation"], parts["update"], parts["backward link"]
-    )
-    assert predicted.stage("backward").seconds >= (read + activations) / 2e9
+    of_forward = max(time for name, time in parts.items() if name.startswith("forward"))
+    assert predicted.stage("forward").seconds == of_forward
+    of_backward = (parts[name] for name in ("backward computation", "update", "backward link"))
+    assert predicted.stage("backward").seconds >= max(*of_backward, (read + activations) / 2e9)
     # Nor slower than one thing after the other.
     assert predicted.seconds <= sum(parts.values()) * (1 + 1e-9)

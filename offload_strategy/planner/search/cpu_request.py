@@ -17,10 +17,7 @@ from dataclasses import dataclass, field
 
 from offload_strategy.errors import ConfigError
 from offload_strategy.planner.hardware import Drives
-from offload_strategy.planner.saved_tensor_bytes import Workload
-from offload_strategy.planner.search.settings import Settings
-from offload_strategy.planner.step_time import Rates
-from offload_strategy.planner.transformer_shape import TransformerShape, positive
+from offload_strategy.planner.transformer_shape import TransformerShape, require_positive
 from offload_strategy.units import format_size
 
 #: Bytes of an element of weights, gradients, moments and activations.
@@ -36,40 +33,23 @@ LIMIT_SHARE = 0.96
 _GB = 1e9
 
 
-def moment_bytes(settings: Settings) -> int:
-    """Return the bytes of both moments per parameter; float32 weights need no further copy."""
-    return settings.state_bytes - ELEMENT_BYTES
-
-
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """What all cores of a machine do together in float32; see [Note: costs on the cores].
+    """What all cores of a machine do together in float32; see [Note: costs on the cores]."""
 
-    Args:
-        flops: FLOP/s of a layer's forward and backward pass.
-        update_rate: Parameters that the optimizer updates in a second.
-        copy_rate: Bytes that are copied within memory in a second.
-        process_bytes: Bytes of a training process without the model and what belongs to it.
-        pass_seconds: Seconds of a forward and a backward pass for each parameter of a layer, in
-            addition to the FLOP.
-        io_overhead: Seconds of computation that are lost for each byte that a path moves.
-        sources: Where the figures are from, by field.
-
-    Raises:
-        ConfigError: If a rate is not above 0, or another figure is negative.
-    """
-
-    flops: float
-    update_rate: float
-    copy_rate: float
-    process_bytes: int
+    flops: float  # FLOP/s of a layer's forward and backward pass
+    update_rate: float  # Parameters that the optimizer updates in a second
+    copy_rate: float  # Bytes that are copied within memory in a second
+    process_bytes: int  # Bytes of a training process without the model and what belongs to it
+    # Seconds of a forward and a backward pass for each parameter of a layer, in addition to
+    # the FLOP
     pass_seconds: float = 0.0
+    # Seconds of computation that are lost for each byte that a path moves
     io_overhead: float = IO_OVERHEAD
-    sources: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)  # Where the figures are from, by field
 
     def __post_init__(self) -> None:
-        for name in ("flops", "update_rate", "copy_rate"):
-            positive(f"cores: {name}", getattr(self, name))
+        require_positive(self, "cores: ", "flops", "update_rate", "copy_rate")
         for name in ("process_bytes", "pass_seconds", "io_overhead"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"cores: {name} is {getattr(self, name)}; give 0 or more")
@@ -81,33 +61,18 @@ class Cores:
 
 @dataclass(frozen=True, slots=True)
 class CpuRequest:
-    """A run on a machine that trains on its CPU in float32.
+    """A run on a machine that trains on its CPU in float32."""
 
-    Args:
-        shape: Shape of the model.
-        cores: Rates of the cores.
-        drives: The drives.
-        memory_bytes: Memory that the process may take.
-        duplex: Whether a drive reads and writes at its rates at the same time; otherwise one after
-            the other.
-
-    Raises:
-        ConfigError: If the memory is not above 0.
-    """
-
-    shape: TransformerShape
-    cores: Cores
-    drives: Drives
-    memory_bytes: int
+    shape: TransformerShape  # Shape of the model
+    cores: Cores  # Rates of the cores
+    drives: Drives  # The drives
+    memory_bytes: int  # Memory that the process may take
+    # Whether a drive reads and writes at its rates at the same time; otherwise one after the
+    # other
     duplex: bool = False
 
     def __post_init__(self) -> None:
-        positive("memory_bytes", self.memory_bytes)
-
-    @property
-    def work(self) -> Workload:
-        """Work of one pass, without the batch and the sequence."""
-        return Workload(1, 1, dtype_bytes=ELEMENT_BYTES)
+        require_positive(self, "", "memory_bytes")
 
     @property
     def room_bytes(self) -> int:
@@ -119,42 +84,26 @@ class CpuRequest:
         """Memory that the plan of a run keeps to (`planning.device_memory`)."""
         return int(LIMIT_SHARE * self.memory_bytes)
 
-    @property
-    def rates(self) -> Rates:
-        """Rates of the drives, and what I/O costs the cores."""
-        drive = self.drives.drive
-        return Rates(
-            drive.read,
-            drive.write,
-            self.drives.count,
-            shared_cores=True,
-            io_overhead=self.cores.io_overhead,
-            duplex=self.duplex,
-        )
-
     def assumptions(self) -> list[str]:
-        """Return what the figures rest on, a sentence each."""
+        """Return what the figures rest on, a line each."""
         cores, drive = self.cores, self.drives.drive
+        named = {**dict.fromkeys(Cores.__slots__, ""), **cores.sources}
+        of = {name: f" ({source})" if source else "" for name, source in named.items()}
         drives = f" ({drive.sources['read_GBps']})" if drive.sources.get("read_GBps") else ""
         return [
             f"cores: {cores.flops / _GB:.3g} GFLOPS in float32 in a transformer layer, and "
-            f"{cores.pass_seconds * _GB:.2g} s for each billion parameters a pass"
-            f"{self._source('flops')}",
+            f"{cores.pass_seconds * _GB:.2g} s for each billion parameters a pass{of['flops']}",
             f"updates: {cores.update_rate / _GB:.2g} billion parameters in a second"
-            f"{self._source('update_rate')}; copies within memory: {cores.copy_rate / _GB:.3g} GB/s"
-            f"{self._source('copy_rate')}",
+            f"{of['update_rate']}; copies within memory: {cores.copy_rate / _GB:.3g} GB/s"
+            f"{of['copy_rate']}",
             f"drive: {drive.read / _GB:.3g} GB/s read, {drive.write / _GB:.3g} GB/s written, "
             f"{'both at once' if self.duplex else 'one at a time'}{drives}",
             f"offload takes {HOOK_SECONDS * 1e3:.1f} ms for each tensor that autograd saves, and "
             f"computation loses {cores.io_overhead * _GB:.3g} s for each GB of I/O"
-            f"{self._source('io_overhead')}",
+            f"{of['io_overhead']}",
             "everything overlaps as well as it can, except updates and computation, which share "
             "the cores; measured steps are longer",
             "one memory for everything, in float32: 16 bytes a parameter with gradients and both "
             f"moments of Adam, activations, and {format_size(cores.process_bytes)} of the process "
-            f"itself{self._source('process_bytes')}; {MEMORY_SHARE:.0%} of it is used",
+            f"itself{of['process_bytes']}; {MEMORY_SHARE:.0%} of it is used",
         ]
-
-    def _source(self, name: str) -> str:
-        source = self.cores.sources.get(name)
-        return f" ({source})" if source else ""

@@ -1,7 +1,7 @@
 """Memory and step time of training on a GPU, for given settings.
 
 [Note: device memory]
-As in `planner.memory_needs`, with all that is not offloaded: weights, gradients, states, and what
+As in `planner.step_estimate`, with all that is not offloaded: weights, gradients, states, and what
 layers save. Gradients leave at once if the update runs in backward; those of several micro-batches
 accumulate on the device. Of what layers save, only as much leaves as it takes to stay within a
 share of the device's memory: offloading more is never faster.
@@ -28,7 +28,6 @@ from offload_strategy.plan_runtime.space_requirements import (
     optimizer_need,
     subgroup_size,
 )
-from offload_strategy.planner.memory_needs import Fit
 from offload_strategy.planner.request import Request
 from offload_strategy.planner.search.settings import (
     MIN_STORAGE_BYTES,
@@ -36,14 +35,17 @@ from offload_strategy.planner.search.settings import (
     ModelSizes,
     OffloadedKind,
     Placement,
+    SearchModel,
     Settings,
+    StateType,
     TierSplit,
     model_sizes,
+    state_bytes,
     weights_in_flight_bytes,
 )
-from offload_strategy.planner.step_estimate import WEIGHT_BYTES
+from offload_strategy.planner.step_estimate import WEIGHT_BYTES, Fit
 from offload_strategy.planner.step_time import BACKWARD_OVER_FORWARD, StageLoad, StepTime
-from offload_strategy.units import GiB, MiB
+from offload_strategy.units import GiB, MiB, format_size
 
 #: Share of device memory up to which activations stay: the count is not exact, and allocators
 #: leave gaps.
@@ -60,97 +62,166 @@ _LEAST_STAGING_BYTES = 64 * MiB
 _GRAIN = 256 * MiB
 
 
-# ---------------------------------------------------------------------------- memory
-def place_on_gpu(request: Request, settings: Settings) -> Placement:
-    """Return where the tensors of a run are, and the memory that this needs.
+class GpuModel(SearchModel):
+    """Training on a GPU; batch, sequence and rate of updates of the request do not count."""
 
-    Args:
-        request: Model and machine; batch and sequence are those of the settings.
-        settings: The settings.
+    on_cpu = False
+    #: Micro-batches of fewer tokens may not reach the FLOP/s that a device sustains.
+    busy_tokens = 4096
 
-    Raises:
-        ConfigError: If more layers are to be recomputed than the model has.
-    """
-    settings.check_layers(request.shape)
-    sizes = model_sizes(request.shape, settings.micro_batch(request.work))
-    host_room = int(_HOST_SHARE * request.host_memory_bytes) - _PROCESS_BYTES
-    subgroup = None
-    if settings.offloads_optimizer:
-        each = settings.state_bytes + WEIGHT_BYTES
-        subgroup = subgroup_size(sizes.parameters, each, host_room // SUBGROUPS_SHARE)
-    saved, left, device = _device_memory(request, settings, sizes, subgroup or 0)
-    staging = _staging_bytes(request, settings, sizes, subgroup or 0, left)
-    staging = max(staging, min(_STAGING_BYTES, host_room // _STAGING_SHARE)) if staging else 0
-    leaving = _offloaded_bytes(sizes, settings, left)
-    offloaded = _assign_host_memory(leaving, settings, host_room - staging)
-    waiting = offloaded["waiting"].host_bytes if "waiting" in offloaded else 0
-    host = staging + sum(split.host_bytes for split in offloaded.values())
-    disk = sum(split.ssd_bytes for split in offloaded.values())
-    return Placement(
-        settings=settings,
-        offloaded=offloaded,
-        fits=(
-            Fit("device memory", device, request.device.memory_bytes),
-            Fit("host memory", host, max(0, host_room)),
-            Fit("disk", disk, request.drives.capacity_bytes),
-        ),
-        saved_bytes=saved,
-        subgroup_size=subgroup,
-        # Gradients of a device wait in buffers as well; new weights may take half of the buffers.
-        pinned_bytes=staging + waiting,
-        gradient_bytes=waiting // 2,
-    )
+    def __init__(self, request: Request) -> None:
+        self.request, self.shape, self.work = request, request.shape, request.work
+        self.drives, self.rates = request.drives, request.rates
+        memory = f"{format_size(request.host_memory_bytes)} of host memory"
+        self.machine = f"on {request.device.name} with {request.drives} and {memory}"
+
+    def assumptions(self, state_dtypes: tuple[StateType, ...]) -> list[str]:
+        """Return what the figures rest on, a line each."""
+        return [
+            *self.request.machine_assumptions(),
+            "everything overlaps as well as it can; measured steps are longer",
+            f"states of {' or '.join(str(state_bytes(dtype)) for dtype in state_dtypes)} bytes a "
+            f"parameter, a float32 copy of the weights among them; weights, gradients and "
+            f"activations of 2 bytes",
+            "states are updated on the device, whose time for that does not count: `plan` without "
+            "--search models Fuyou's update on the host",
+            "activations stay up to 90 % of device memory; 90 % of host memory less 2 GiB is used",
+        ]
+
+    def competing(self, placement: Placement) -> tuple[OffloadedKind, ...]:
+        """Return what has left the device, if host memory has no room for all of it."""
+        return tuple(placement.offloaded) if placement.uses_drives else ()
+
+    # ------------------------------------------------------------------------ memory
+    def place(self, settings: Settings) -> Placement:
+        """Return where the tensors of a run are, and the memory that this needs."""
+        request = self.request
+        sizes = model_sizes(self.shape, self.micro_batch(settings))
+        host_room = int(_HOST_SHARE * request.host_memory_bytes) - _PROCESS_BYTES
+        subgroup = None
+        if settings.offloads_optimizer:
+            each = settings.state_bytes + WEIGHT_BYTES
+            subgroup = subgroup_size(sizes.parameters, each, host_room // SUBGROUPS_SHARE)
+        saved, left, device = self._device_memory(settings, sizes, subgroup or 0)
+        staging = self._staging_bytes(settings, sizes, subgroup or 0, left)
+        staging = max(staging, min(_STAGING_BYTES, host_room // _STAGING_SHARE)) if staging else 0
+        leaving = _offloaded_bytes(sizes, settings, left)
+        offloaded = _assign_host_memory(leaving, settings, host_room - staging)
+        waiting = offloaded["waiting"].host_bytes if "waiting" in offloaded else 0
+        host = staging + sum(split.host_bytes for split in offloaded.values())
+        disk = sum(split.ssd_bytes for split in offloaded.values())
+        return Placement(
+            settings=settings,
+            offloaded=offloaded,
+            fits=(
+                Fit("device memory", device, request.device.memory_bytes),
+                Fit("host memory", host, max(0, host_room)),
+                Fit("disk", disk, self.drives.capacity_bytes),
+            ),
+            saved_bytes=saved,
+            subgroup_size=subgroup,
+            # Gradients of a device wait in buffers as well; new weights may take half of them.
+            pinned_bytes=staging + waiting,
+            gradient_bytes=waiting // 2,
+        )
+
+    def _device_memory(
+        self, settings: Settings, sizes: ModelSizes, subgroup: int
+    ) -> tuple[int, int, int]:
+        """Return the bytes that are saved, those of them that leave, and the device's peak."""
+        layers = self.shape.layers
+        share = settings.recomputed_layers / layers
+        inputs = settings.recomputed_layers * sizes.layer_input
+        saved = int(sizes.saved * (1 - share)) + inputs
+        whole = settings.recomputed_layers < layers
+        last = sizes.saved_layer if whole else sizes.layer_input
+        movable = int(sizes.movable * (1 - share))
+        movable += inputs if sizes.layer_input >= MIN_STORAGE_BYTES else 0
+        weights = parameters = sizes.parameters
+        if settings.streams_weights:
+            weights = settings.blocks_in_flight * sizes.layer_parameters + sizes.ends
+        gradients, states = parameters, settings.state_bytes * parameters
+        if settings.offloads_optimizer:
+            states = SUBGROUPS_IN_FLIGHT * subgroup * (settings.state_bytes + WEIGHT_BYTES)
+            if settings.overlap != "off" and settings.micro_batches == 1:
+                gradients = sizes.layer_parameters
+        base = WEIGHT_BYTES * (weights + gradients) + states
+        base += sizes.saved_layer + 2 * sizes.layer_input + 2 * sizes.logits
+        limit = _DEVICE_SHARE * self.request.device.memory_bytes
+        if base + saved <= limit:
+            return saved, 0, base + saved
+        # The last layer's tensors are needed at once; another layer's are on their way.
+        left = min(max(0, movable - last), math.ceil(base + saved + last - limit))
+        if not left:
+            return saved, 0, base + saved
+        return saved, left, base + saved + last - left
+
+    def _staging_bytes(
+        self, settings: Settings, sizes: ModelSizes, subgroup: int, left: int
+    ) -> int:
+        """Return the bytes of host buffers without which nothing can be offloaded."""
+        if not (settings.offloads_optimizer or left):
+            return 0
+        buffers = SUBGROUPS_IN_FLIGHT * subgroup * (settings.state_bytes + WEIGHT_BYTES)
+        if settings.offloads_optimizer:
+            buffers += WEIGHT_BYTES * sizes.layer_parameters
+        if settings.streams_weights:
+            buffers += weights_in_flight_bytes(self.shape, settings.blocks_in_flight)
+        return buffers + min(left, sizes.saved_layer) + _LEAST_STAGING_BYTES
+
+    # ------------------------------------------------------------------------ time
+    def step_time(self, placement: Placement) -> StepTime:
+        """Predict the time of a step; see [Note: stages of a step]."""
+        settings, shape, flops = placement.settings, self.shape, self.request.flops
+        work = self.micro_batch(settings)
+        forward = shape.forward_flops(work.batch, work.sequence) / flops
+        again = settings.recomputed_layers * shape.layer_flops(work.batch, work.sequence) / flops
+        activations, weights = placement.split("activations"), placement.split("weights")
+        weights_in = _fetch(weights.total_bytes, weights)
+        forward_load = StageLoad(forward) + weights_in + _send(activations.total_bytes, activations)
+        backward_load = StageLoad(BACKWARD_OVER_FORWARD * forward + again) + weights_in
+        backward_load += _fetch(activations.total_bytes, activations)
+        update, commit = self._update_loads(placement)
+        if settings.offloads_optimizer and settings.overlap == "off":
+            last = {"backward": backward_load, "update": update}
+        else:
+            last = {"backward, update": backward_load + update}
+        last["step()"] = commit
+        return self._stages(settings.micro_batches, forward_load, backward_load, last)
+
+    def _update_loads(self, placement: Placement) -> tuple[StageLoad, StageLoad]:
+        """Return what the update moves, and what `step()` moves after it."""
+        settings, commit = placement.settings, StageLoad()
+        if not settings.offloads_optimizer:
+            return StageLoad(), commit
+        parameters = self.shape.parameters
+        states, weights = settings.state_bytes * parameters, WEIGHT_BYTES * parameters
+        placed, streamed = placement.split("states"), placement.split("weights")
+        update = _fetch(states, placed) + _send(states, placed)
+        if settings.overlap == "commit":
+            waiting = placement.split("waiting")
+            # Gradients and new weights.
+            update += _send(2 * weights, waiting)
+            if settings.streams_weights:
+                # From where they wait to where the old weights are.
+                read, written = weights * waiting.ssd_share, weights * streamed.ssd_share
+                commit = StageLoad(read=read, written=written)
+            else:
+                commit = _fetch(weights, waiting)
+        elif settings.streams_weights:
+            update += _send(weights, streamed)
+            if settings.overlap == "off":
+                # In backward they are on the device anyway; afterwards they are fetched once more.
+                update += _fetch(weights, streamed)
+        return update, commit
 
 
-def _device_memory(
-    request: Request, settings: Settings, sizes: ModelSizes, subgroup: int
-) -> tuple[int, int, int]:
-    """Return the bytes that are saved, those of them that leave, and the device's peak."""
-    layers = request.shape.layers
-    share = settings.recomputed_layers / layers
-    inputs = settings.recomputed_layers * sizes.layer_input
-    saved = int(sizes.saved * (1 - share)) + inputs
-    whole = settings.recomputed_layers < layers
-    last = sizes.saved_layer if whole else sizes.layer_input
-    movable = int(sizes.movable * (1 - share))
-    movable += inputs if sizes.layer_input >= MIN_STORAGE_BYTES else 0
-    parameters = sizes.parameters
-    if settings.streams_weights:
-        weights = settings.blocks_in_flight * sizes.layer_parameters + sizes.ends
-    else:
-        weights = parameters
-    leaves = (
-        settings.offloads_optimizer and settings.overlap != "off" and settings.micro_batches == 1
-    )
-    gradients = sizes.layer_parameters if leaves else parameters
-    if settings.offloads_optimizer:
-        states = SUBGROUPS_IN_FLIGHT * subgroup * (settings.state_bytes + WEIGHT_BYTES)
-    else:
-        states = settings.state_bytes * parameters
-    base = WEIGHT_BYTES * (weights + gradients) + states
-    base += sizes.saved_layer + 2 * sizes.layer_input + 2 * sizes.logits
-    limit = _DEVICE_SHARE * request.device.memory_bytes
-    if base + saved <= limit:
-        return saved, 0, base + saved
-    # The last layer's tensors are needed at once; another layer's are on their way.
-    left = min(max(0, movable - last), math.ceil(base + saved + last - limit))
-    if not left:
-        return saved, 0, base + saved
-    return saved, left, base + saved + last - left
+def _fetch(nbytes: float, where: TierSplit) -> StageLoad:
+    return StageLoad(to_device=nbytes, read=nbytes * where.ssd_share)
 
 
-def _staging_bytes(
-    request: Request, settings: Settings, sizes: ModelSizes, subgroup: int, left: int
-) -> int:
-    """Return the bytes of host buffers without which nothing can be offloaded."""
-    if not (settings.offloads_optimizer or left):
-        return 0
-    buffers = SUBGROUPS_IN_FLIGHT * subgroup * (settings.state_bytes + WEIGHT_BYTES)
-    if settings.offloads_optimizer:
-        buffers += WEIGHT_BYTES * sizes.layer_parameters
-    if settings.streams_weights:
-        buffers += weights_in_flight_bytes(request.shape, settings.blocks_in_flight)
-    return buffers + min(left, sizes.saved_layer) + _LEAST_STAGING_BYTES
+def _send(nbytes: float, where: TierSplit) -> StageLoad:
+    return StageLoad(from_device=nbytes, written=nbytes * where.ssd_share)
 
 
 def _offloaded_bytes(
@@ -185,73 +256,3 @@ def _assign_host_memory(
         room -= taken
         found[kind] = TierSplit(taken, nbytes - taken)
     return found
-
-
-# ---------------------------------------------------------------------------- time
-def gpu_step_time(request: Request, placement: Placement) -> StepTime:
-    """Predict the time of a step; see [Note: stages of a step].
-
-    Args:
-        request: Model and machine.
-        placement: Where the tensors are.
-    """
-    settings, shape = placement.settings, request.shape
-    work = settings.micro_batch(request.work)
-    rates, flops = request.machine().rates, request.flops
-    forward = shape.forward_flops(work.batch, work.sequence) / flops
-    recomputed = settings.recomputed_layers * shape.layer_flops(work.batch, work.sequence) / flops
-    backward = BACKWARD_OVER_FORWARD * forward + recomputed
-
-    activations, weights = placement.split("activations"), placement.split("weights")
-    activations_out = _send(activations.total_bytes, activations.ssd_share)
-    activations_in = _fetch(activations.total_bytes, activations.ssd_share)
-    weights_in = _fetch(weights.total_bytes, weights.ssd_share)
-    forward_load = StageLoad(forward) + weights_in + activations_out
-    backward_load = StageLoad(backward) + weights_in + activations_in
-    update, commit = _update_loads(request, placement)
-    stages = [rates.stage("forward", forward_load, settings.micro_batches)]
-    if settings.micro_batches > 1:
-        stages.append(rates.stage("backward", backward_load, settings.micro_batches - 1))
-    if settings.offloads_optimizer and settings.overlap == "off":
-        stages.append(rates.stage("backward", backward_load))
-        stages.append(rates.stage("update", update))
-    else:
-        stages.append(rates.stage("backward, update", backward_load + update))
-    stages.append(rates.stage("step()", commit))
-    written = settings.micro_batches * activations_out.written + update.written + commit.written
-    return StepTime(tuple(stages), written)
-
-
-def _fetch(nbytes: float, ssd_share: float) -> StageLoad:
-    return StageLoad(to_device=nbytes, read=nbytes * ssd_share)
-
-
-def _send(nbytes: float, ssd_share: float) -> StageLoad:
-    return StageLoad(from_device=nbytes, written=nbytes * ssd_share)
-
-
-def _update_loads(request: Request, placement: Placement) -> tuple[StageLoad, StageLoad]:
-    """Return what the update moves, and what `step()` moves after it."""
-    settings = placement.settings
-    if not settings.offloads_optimizer:
-        return StageLoad(), StageLoad()
-    parameters = request.shape.parameters
-    states, states_share = settings.state_bytes * parameters, placement.split("states").ssd_share
-    update = _fetch(states, states_share) + _send(states, states_share)
-    weights, weights_share = WEIGHT_BYTES * parameters, placement.split("weights").ssd_share
-    commit = StageLoad()
-    if settings.overlap == "commit":
-        waiting_share = placement.split("waiting").ssd_share
-        # Gradients and new weights.
-        update += _send(2 * weights, waiting_share)
-        if settings.streams_weights:
-            # From where they wait to where the old weights are.
-            commit = StageLoad(read=weights * waiting_share, written=weights * weights_share)
-        else:
-            commit = _fetch(weights, waiting_share)
-    elif settings.streams_weights:
-        update += _send(weights, weights_share)
-        if settings.overlap == "off":
-            # In backward they are on the device anyway; afterwards they are fetched once more.
-            update += _fetch(weights, weights_share)
-    return update, commit

@@ -6,53 +6,48 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload_strategy.errors import ConfigError
-from offload_strategy.planner.request import Request
-from offload_strategy.planner.search.cpu_request import CpuRequest
+from offload_strategy.planner.search.cpu_model import CpuModel
+from offload_strategy.planner.search.gpu_model import GpuModel
 from offload_strategy.planner.search.settings import (
     OffloadedKind,
     Overlap,
     Placement,
     Settings,
     StateType,
-    state_bytes,
 )
 from offload_strategy.planner.step_time import StepTime
-from offload_strategy.planner.transformer_shape import positive
-from offload_strategy.units import format_size
+from offload_strategy.planner.transformer_shape import positive, require_positive
+from offload_strategy.units import format_size, markdown_list, markdown_table
+
+Model = GpuModel | CpuModel
 
 #: Largest number of tokens of a step if no bound is given.
 USUAL_TOKENS = 1 << 20
 #: Share of the tokens in a second that a smaller batch may cost.
 USUAL_TOLERANCE = 0.03
-_GB = 1e9
+_KINDS: dict[OffloadedKind, str] = {
+    "weights": "weights",
+    "activations": "activations of a micro-batch",
+    "waiting": "gradients and new weights until `step()`",
+    "states": "states",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """The settings that a search may choose.
+    """The settings that a search may choose."""
 
-    Args:
-        sequences: Tokens of a sequence, one or several to choose from.
-        batch: Sequences of a step; None to search it.
-        max_batch: Largest batch if it is searched; None for no bound.
-        max_tokens: Largest number of tokens of a step if the batch is searched.
-        overlaps: When the update may run; "eager" only if gradients are not clipped or read.
-        state_dtypes: Types in which states may be stored; "bfloat16" changes numbers.
-        tolerance: Share of the tokens per second that a smaller batch may cost.
-        keep: How many candidates are kept, each of another kind.
-
-    Raises:
-        ConfigError: If a number is not above 0, or nothing is left to choose from.
-    """
-
-    sequences: tuple[int, ...]
-    batch: int | None = None
-    max_batch: int | None = None
-    max_tokens: int = USUAL_TOKENS
+    sequences: tuple[int, ...]  # Tokens of a sequence, one or several to choose from
+    batch: int | None = None  # Sequences of a step; None to search it
+    max_batch: int | None = None  # Largest batch if it is searched; None for no bound
+    max_tokens: int = USUAL_TOKENS  # Largest number of tokens of a step if the batch is searched
+    # When the update may run; "eager" only if gradients are not clipped or read
     overlaps: tuple[Overlap, ...] = ("commit", "off")
+    # Types in which states may be stored; "bfloat16" changes numbers
     state_dtypes: tuple[StateType, ...] = ("float32",)
+    # Share of the tokens per second that a smaller batch may cost
     tolerance: float = USUAL_TOLERANCE
-    keep: int = 5
+    keep: int = 5  # How many candidates are kept, each of another kind
 
     def __post_init__(self) -> None:
         for name in ("sequences", "overlaps", "state_dtypes"):
@@ -62,11 +57,7 @@ class Space:
             raise ConfigError(f"search: tolerance is {self.tolerance}; give 0 or more, below 1")
         for sequence in self.sequences:
             positive("search: sequence", sequence)
-        for name in ("max_tokens", "keep"):
-            positive(f"search: {name}", getattr(self, name))
-        for name in ("batch", "max_batch"):
-            if getattr(self, name) is not None:
-                positive(f"search: {name}", getattr(self, name))
+        require_positive(self, "search: ", "max_tokens", "keep", "batch", "max_batch")
         if self.batch is None and self.max_tokens < min(self.sequences):
             raise ConfigError(
                 f"search: max_tokens is {self.max_tokens}, less than one sequence of "
@@ -93,12 +84,7 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Settings that fit, and the time of their step.
-
-    Args:
-        placement: The settings, and where tensors are with them.
-        step: Time of a step, by stage.
-    """
+    """Settings that fit, where tensors are with them, and the time of their step."""
 
     placement: Placement
     step: StepTime
@@ -131,16 +117,36 @@ class Candidate:
         narrow = self.settings.state_dtype != "float32"
         return self.settings.overlap + (f", {self.settings.state_dtype}" if narrow else "")
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the figures with units in their names."""
+        settings, placement = self.settings, self.placement
+        return {
+            "tokens_per_second": self.tokens_per_second,
+            "step_seconds": self.step.seconds,
+            "limits_seconds": self.step.limited_seconds,
+            "batch": settings.batch,
+            "micro_batches": settings.micro_batches,
+            "sequence": settings.sequence,
+            "offloads": list(self.offloads),
+            "recomputed_layers": settings.recomputed_layers,
+            "overlap": settings.overlap,
+            "state_dtype": settings.state_dtype,
+            "blocks_in_flight": settings.blocks_in_flight,
+            "subgroup_size": placement.subgroup_size,
+            "needs_bytes": {fit.what: fit.needed_bytes for fit in placement.fits},
+            "host_bytes": {kind: split.host_bytes for kind, split in placement.offloaded.items()},
+            "ssd_bytes": {kind: split.ssd_bytes for kind, split in placement.offloaded.items()},
+            "link_bytes_per_step": self.step.moved_bytes("to_device", "from_device"),
+            "read_bytes_per_step": self.step.moved_bytes("read"),
+            "written_bytes_per_step": self.step.written_bytes,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Settings that do not fit because of one resource.
+    """Settings that do not fit because of one resource, such as "host memory".
 
-    Args:
-        what: "device memory", "host memory" or "disk"; on the CPU "memory" or "disk".
-        count: Number of settings, each counted for the first resource that it lacks.
-        needed_bytes: Needed bytes of the settings that come nearest.
-        available_bytes: Available bytes.
+    Each is counted for the first resource that it lacks; the bytes are those of the nearest.
     """
 
     what: str
@@ -158,22 +164,15 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The result of a search.
+    """The result of a search; `str` gives tables in Markdown."""
 
-    Args:
-        request: Model and machine.
-        space: The space that was searched.
-        candidates: The best settings of each kind (what is offloaded, whether layers are
-            recomputed, when the update runs), the best first.
-        refused: Why other settings do not fit.
-        tried: How many settings were tried.
-    """
-
-    request: Request | CpuRequest
-    space: Space
+    model: Model  # Model and machine
+    space: Space  # The space that was searched
+    # The best settings of each kind (what is offloaded, whether layers are recomputed, when
+    # the update runs), the best first
     candidates: tuple[Candidate, ...]
-    refused: tuple[Refusal, ...]
-    tried: int
+    refused: tuple[Refusal, ...]  # Why other settings do not fit
+    tried: int  # How many settings were tried
 
     @property
     def best(self) -> Candidate:
@@ -189,10 +188,14 @@ class SearchResult:
             )
         return self.candidates[0]
 
+    def assumptions(self) -> list[str]:
+        """Return what the figures rest on, a line each."""
+        return self.model.assumptions(self.space.state_dtypes)
+
     def as_dict(self) -> dict[str, Any]:
         """Return the figures with units in their names, ready for JSON."""
         return {
-            "candidates": [_as_dict(one) for one in self.candidates],
+            "candidates": [one.as_dict() for one in self.candidates],
             "refused": {
                 one.what: {
                     "settings": one.count,
@@ -206,116 +209,52 @@ class SearchResult:
             "assumptions": self.assumptions(),
         }
 
-    def assumptions(self) -> list[str]:
-        """Return what the figures rest on, a sentence each."""
-        if isinstance(self.request, CpuRequest):
-            return self.request.assumptions()
-        of_machine = ("device:", "link:", "drive:")
-        return [
-            *(line for line in self.request.assumptions() if line.startswith(of_machine)),
-            "everything overlaps as well as it can; measured steps are longer",
-            f"states of {' or '.join(map(str, self._state_bytes()))} bytes a parameter, a float32 "
-            f"copy of the weights among them; weights, gradients and activations of 2 bytes",
-            "states are updated on the device, whose time for that does not count: `plan` without "
-            "--search models Fuyou's update on the host",
-            "activations stay up to 90 % of device memory; 90 % of host memory less 2 GiB is used",
-        ]
-
     def __str__(self) -> str:
         """Tables in Markdown."""
-        title = f"{self.request.shape.parameters / _GB:.2f} billion parameters {self.machine()}"
-        notes = [f"{self.tried} settings were tried", f"among them: {self.space.bound()}"]
-        notes += [str(one) for one in self.refused]
-        lists = ["Searched:\n\n" + "\n".join(f"- {line}" for line in notes)]
-        lists.append("Assumed:\n\n" + "\n".join(f"- {line}" for line in self.assumptions()))
-        if not self.candidates:
-            return "\n\n".join([title, "Nothing fits.", *lists])
-        return "\n\n".join([title, self._table(), self._places(), *lists])
-
-    def machine(self) -> str:
-        """Return the machine, as the end of a sentence about a model."""
-        request = self.request
-        if isinstance(request, CpuRequest):
-            memory = f"{format_size(request.memory_bytes)} of memory"
-            return f"on the CPU with {request.drives} and {memory}"
-        memory = f"{format_size(request.host_memory_bytes)} of host memory"
-        return f"on {request.device.name} with {request.drives} and {memory}"
-
-    @property
-    def _place(self) -> str:
-        """The memory that tensors leave."""
-        return "memory" if isinstance(self.request, CpuRequest) else "the device"
-
-    def _state_bytes(self) -> list[int]:
-        return [state_bytes(dtype) for dtype in self.space.state_dtypes]
+        model = self.model
+        title = f"{model.shape.parameters / 1e9:.2f} billion parameters {model.machine}"
+        tried = [f"{self.tried} settings were tried", f"among them: {self.space.bound()}"]
+        found = [self._table(), self._places()] if self.candidates else ["Nothing fits."]
+        lists = [
+            markdown_list("Searched", [*tried, *self.refused]),
+            markdown_list("Assumed", self.assumptions()),
+        ]
+        return "\n\n".join([title, *found, *lists])
 
     def _table(self) -> str:
         head = (
             "tokens/s | step | limits | batch | micro-batches | sequence | leaves "
-            f"{self._place} | recomputed layers | update"
+            f"{'memory' if self.model.on_cpu else 'the device'} | recomputed layers | update"
         )
-        head = " | ".join([head, *(fit.what for fit in self.best.placement.fits)])
-        lines = [f"| {head} |", "|---" * (head.count("|") + 1) + "|"]
-        for one in self.candidates:
-            settings = one.settings
-            cells = [
+        rows = (
+            (
                 rounded(one.tokens_per_second),
                 f"{one.step.seconds:.2f} s",
                 one.step.limit,
-                settings.batch,
-                settings.micro_batches,
-                settings.sequence,
+                one.settings.batch,
+                one.settings.micro_batches,
+                one.settings.sequence,
                 ", ".join(one.offloads) or "nothing",
-                f"{settings.recomputed_layers} of {self.request.shape.layers}",
+                f"{one.settings.recomputed_layers} of {self.model.shape.layers}",
                 one.update,
                 *(format_size(fit.needed_bytes) for fit in one.placement.fits),
-            ]
-            lines.append("| " + " | ".join(map(str, cells)) + " |")
-        return "\n".join(lines)
+            )
+            for one in self.candidates
+        )
+        return markdown_table(
+            " | ".join([head, *(fit.what for fit in self.best.placement.fits)]), rows
+        )
 
     def _places(self) -> str:
         offloaded = self.best.placement.offloaded
         if not offloaded:
-            where = "in memory" if self._place == "memory" else "on the device"
+            where = "in memory" if self.model.on_cpu else "on the device"
             return f"The first row offloads nothing: everything fits {where}."
-        of_memory = "in memory" if self._place == "memory" else "in host memory"
-        lines = [f"| first row | {of_memory} | on the drives |", "|---|---|---|"]
-        for kind, split in offloaded.items():
-            host, ssd = format_size(split.host_bytes), format_size(split.ssd_bytes)
-            lines.append(f"| {_KINDS[kind]} | {host} | {ssd} |")
-        return "\n".join(lines)
-
-
-_KINDS: dict[OffloadedKind, str] = {
-    "weights": "weights",
-    "activations": "activations of a micro-batch",
-    "waiting": "gradients and new weights until `step()`",
-    "states": "states",
-}
+        memory = "in memory" if self.model.on_cpu else "in host memory"
+        rows = ((_KINDS[kind], *map(format_size, split)) for kind, split in offloaded.items())
+        return markdown_table(f"first row | {memory} | on the drives", rows)
 
 
 def rounded(number: float) -> str:
     """Return three significant digits, or a whole number."""
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
-
-
-def _as_dict(one: Candidate) -> dict[str, Any]:
-    settings, placement = one.settings, one.placement
-    return {
-        "tokens_per_second": one.tokens_per_second,
-        "step_seconds": one.step.seconds,
-        "limits_seconds": one.step.limited_seconds,
-        "batch": settings.batch,
-        "micro_batches": settings.micro_batches,
-        "sequence": settings.sequence,
-        "offloads": list(one.offloads),
-        "recomputed_layers": settings.recomputed_layers,
-        "overlap": settings.overlap,
-        "state_dtype": settings.state_dtype,
-        "blocks_in_flight": settings.blocks_in_flight,
-        "subgroup_size": placement.subgroup_size,
-        "needs_bytes": {fit.what: fit.needed_bytes for fit in placement.fits},
-        "host_bytes": {kind: split.host_bytes for kind, split in placement.offloaded.items()},
-        "ssd_bytes": {kind: split.ssd_bytes for kind, split in placement.offloaded.items()},
-        "written_bytes_per_step": one.step.written_bytes,
-    }

@@ -1,6 +1,6 @@
 """A search for the settings with the highest throughput, by the analytical model.
 
-All settings of a finite space are placement and, if they fit, timed (`gpu_model`, `cpu_model`); the
+All settings of a finite space are placed and, if they fit, timed (`gpu_model`, `cpu_model`); the
 best are kept. Nothing in the space changes what a step computes, except what the caller allows and
 the batch, which is searched only if it is not given.
 
@@ -20,17 +20,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from offload_strategy.planner.request import Request
-from offload_strategy.planner.search.cpu_model import cpu_step_time, place_on_cpu
+from offload_strategy.planner.search.cpu_model import CpuModel
 from offload_strategy.planner.search.cpu_request import CpuRequest
-from offload_strategy.planner.search.gpu_model import gpu_step_time, place_on_gpu
-from offload_strategy.planner.search.search_result import Candidate, Refusal, SearchResult, Space
+from offload_strategy.planner.search.gpu_model import GpuModel
+from offload_strategy.planner.search.search_result import (
+    Candidate,
+    Model,
+    Refusal,
+    SearchResult,
+    Space,
+)
 from offload_strategy.planner.search.settings import Placement, Settings
-from offload_strategy.planner.step_time import StepTime
 
 #: See [Note: the order of settings].
 _AS_FAST = 0.01
-#: A micro-batch of fewer tokens may not reach the FLOP/s that a device sustains.
-_BUSY_TOKENS = 4096
 #: Recomputed layers are tried in multiples of one part in so many of all layers.
 _RECOMPUTED_PARTS = 8
 _MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -50,44 +53,38 @@ def search(request: Request | CpuRequest, space: Space) -> SearchResult:
     Raises:
         ConfigError: If a figure is not above 0.
     """
-    candidates = _Candidates(request, space.tolerance)
-    for settings in _choices(request, space):
+    model = CpuModel(request) if isinstance(request, CpuRequest) else GpuModel(request)
+    candidates = _Candidates(model, space.tolerance)
+    for settings in _choices(model, space):
         candidates.try_settings(settings)
     if space.batch is None:
         # Between the batches that were tried, a larger one may fit or a smaller one be as fast.
         for found in list(candidates.best_of_each_kind()):
             for settings in _around(found.settings, space):
                 candidates.try_settings(settings)
-    ranked = candidates.ranked()
-    return SearchResult(
-        request,
-        space,
-        tuple(ranked[: space.keep]),
-        tuple(candidates.refused.values()),
-        candidates.tried,
-    )
+    best, refused = tuple(candidates.ranked()[: space.keep]), tuple(candidates.refused.values())
+    return SearchResult(model, space, best, refused, candidates.tried)
 
 
 class _Candidates:
     """The candidates of each kind, and what was refused."""
 
-    def __init__(self, request: Request | CpuRequest, tolerance: float) -> None:
+    def __init__(self, model: Model, tolerance: float) -> None:
         self.refused: dict[str, Refusal] = {}
         self.tried = 0
-        self._request = request
-        self._busy_tokens = _BUSY_TOKENS if isinstance(request, Request) else 0
+        self._model = model
         self._least = 1 - tolerance
         self._kinds: dict[object, list[Candidate]] = {}
         self._fastest: dict[object, float] = {}
 
     def try_settings(self, settings: Settings) -> None:
         """Time settings with every order of host memory, or note why they do not fit."""
-        for one in _orders(self._request, settings):
+        for one in _orders(self._model, settings):
             self.tried += 1
             if not one.ok:
                 self._refuse(one)
                 continue
-            found = Candidate(one, _step(self._request, one))
+            found = Candidate(one, self._model.step_time(one))
             kind, speed = _kind(found), found.tokens_per_second
             fastest = max(self._fastest.get(kind, 0.0), speed)
             self._fastest[kind] = fastest
@@ -122,14 +119,14 @@ class _Candidates:
 
     def _batch_cost(self, found: Candidate) -> tuple[bool, int]:
         settings = found.settings
-        return settings.tokens // settings.micro_batches < self._busy_tokens, settings.tokens
+        tokens = settings.tokens
+        return tokens // settings.micro_batches < self._model.busy_tokens, tokens
 
     def _refuse(self, placement: Placement) -> None:
         fit = next(fit for fit in placement.fits if not fit.ok)
-        old = self.refused.get(fit.what)
-        nearest = fit.needed_bytes if old is None else min(fit.needed_bytes, old.needed_bytes)
-        count = 1 if old is None else old.count + 1
-        self.refused[fit.what] = Refusal(fit.what, count, nearest, fit.available_bytes)
+        old = self.refused.get(fit.what, Refusal(fit.what, 0, fit.needed_bytes, 0))
+        nearest = min(fit.needed_bytes, old.needed_bytes)
+        self.refused[fit.what] = Refusal(fit.what, old.count + 1, nearest, fit.available_bytes)
 
 
 def _kind(found: Candidate) -> object:
@@ -162,43 +159,17 @@ def _cost(found: Candidate) -> tuple[float, ...]:
     )
 
 
-def _place(request: Request | CpuRequest, settings: Settings) -> Placement:
-    if isinstance(request, CpuRequest):
-        return place_on_cpu(request, settings)
-    return place_on_gpu(request, settings)
-
-
-def _step(request: Request | CpuRequest, placement: Placement) -> StepTime:
-    if isinstance(request, CpuRequest):
-        return cpu_step_time(request, placement)
-    return gpu_step_time(request, placement)
-
-
-def _choices(request: Request | CpuRequest, space: Space) -> Iterator[Settings]:
+def _choices(model: Model, space: Space) -> Iterator[Settings]:
+    layers = model.shape.layers
+    again = sorted({layers * part // _RECOMPUTED_PARTS for part in range(_RECOMPUTED_PARTS + 1)})
     for sequence in space.sequences:
         for batch, micro_batches in _batches(space, sequence):
-            yield from _settings(request, space, batch, micro_batches, sequence)
-
-
-def _settings(
-    request: Request | CpuRequest, space: Space, batch: int, micro_batches: int, sequence: int
-) -> Iterator[Settings]:
-    layers = request.shape.layers
-    again = sorted({layers * part // _RECOMPUTED_PARTS for part in range(_RECOMPUTED_PARTS + 1)})
-    for recomputed, (optimizer, parameters) in itertools.product(again, _OFFLOADS):
-        # If states stay, it makes no difference when the update runs.
-        for overlap in space.overlaps if optimizer else space.overlaps[:1]:
-            for dtype in space.state_dtypes:
-                yield Settings(
-                    batch,
-                    micro_batches,
-                    sequence,
-                    recomputed,
-                    optimizer,
-                    parameters,
-                    overlap,
-                    dtype,
-                )
+            for recomputed, offloads in itertools.product(again, _OFFLOADS):
+                # If states stay, it makes no difference when the update runs.
+                overlaps = space.overlaps if offloads[0] else space.overlaps[:1]
+                for overlap, dtype in itertools.product(overlaps, space.state_dtypes):
+                    work = (batch, micro_batches, sequence)
+                    yield Settings(*work, recomputed, *offloads, overlap, dtype)
 
 
 def _batches(space: Space, sequence: int) -> Iterator[tuple[int, int]]:
@@ -235,7 +206,7 @@ def _round_numbers(most: int) -> Iterator[int]:
 
 def _around(settings: Settings, space: Space) -> Iterator[Settings]:
     """Yield the same settings with micro-batches between those that were tried."""
-    micro = settings.batch // settings.micro_batches
+    micro = settings.micro_batch
     most = space.most(settings.sequence)
     tried = sorted(_round_numbers(most))
     most //= settings.micro_batches
@@ -247,35 +218,26 @@ def _around(settings: Settings, space: Space) -> Iterator[Settings]:
             yield replace(settings, batch=number * settings.micro_batches)
 
 
-def _orders(request: Request | CpuRequest, settings: Settings) -> Iterator[Placement]:
+def _orders(model: Model, settings: Settings) -> Iterator[Placement]:
     """Yield placements with every order of host memory that differs, with blocks that fit."""
-    placement = _with_blocks(request, settings)
+    placement = _with_blocks(model, settings)
     yield placement
-    if not placement.ok or not any(split.ssd_bytes for split in placement.offloaded.values()):
-        return
-    kinds = tuple(placement.offloaded)
-    if isinstance(request, CpuRequest):
-        # Streamed weights get none; what stays in this order may leave in another.
-        kinds = tuple(kind for kind in settings.host_priority if kind != "weights")
-        if not settings.offloads_optimizer:
-            return
-        if settings.overlap != "commit":
-            kinds = tuple(kind for kind in kinds if kind != "waiting")
+    kinds = model.competing(placement) if placement.ok else ()
     for order in itertools.permutations(kinds):
         if order != kinds:
-            yield _place(request, replace(placement.settings, host_priority=order))
+            yield model.place(replace(placement.settings, host_priority=order))
 
 
-def _with_blocks(request: Request | CpuRequest, settings: Settings) -> Placement:
+def _with_blocks(model: Model, settings: Settings) -> Placement:
     """Return the placement with as many blocks in flight as fit without offloading more.
 
     The equations see no difference, but blocks are uneven, and one more smooths that.
     """
     if not settings.streams_weights:
-        return _place(request, settings)
+        return model.place(settings)
     for blocks in _BLOCKS_IN_FLIGHT:
-        placement = _place(request, replace(settings, blocks_in_flight=blocks))
-        crowded = any(split.ssd_bytes for split in placement.offloaded.values())
-        if placement.ok and not placement.split("activations").total_bytes and not crowded:
+        placement = model.place(replace(settings, blocks_in_flight=blocks))
+        activations = placement.split("activations").total_bytes
+        if placement.ok and not activations and not placement.uses_drives:
             break
     return placement
