@@ -13,13 +13,19 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from offload_strategy.errors import ConfigError, OffloadError
-from offload_strategy.optimizer.gradients.gradient_backing import RetainedGradients
-from offload_strategy.optimizer.optimizer_step import run_step
-from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
-from offload_strategy.optimizer.overlap.commit import CommittedUpdates
-from offload_strategy.optimizer.overlap.eager import EagerUpdates
+from offload_strategy.optimizer.overlap.ahead_update import with_gradient
+from offload_strategy.optimizer.overlap.backward_overlap import (
+    PREFETCHED_SUBGROUPS,
+    BackwardOverlap,
+)
+from offload_strategy.optimizer.overlap.overlap_modes import (
+    CommittedUpdates,
+    EagerUpdates,
+    RetainedGradients,
+)
 from offload_strategy.optimizer.ranks.data_parallel_group import GroupRegistry
 from offload_strategy.optimizer.ranks.rank_shards import RankShards
+from offload_strategy.optimizer.ranks.weight_broadcasts import StepBroadcasts
 from offload_strategy.optimizer.state_dicts import (
     StateView,
     replace_all_states,
@@ -93,7 +99,13 @@ class OffloadedOptimizer(Optimizer):
         self.inner = inner
         self.state_bytes = state_bytes
         self._updater = Updater(
-            inner, store, tiers, new_weight_tiers, precision, residency, self._is_elementwise
+            inner,
+            store,
+            tiers,
+            new_weight_tiers,
+            precision or Precision(),
+            residency,
+            self._is_elementwise,
         )
         self._subgroup_size = subgroup_size
         self._rank_shards = RankShards(dp_groups, self._updater, directories)
@@ -202,12 +214,7 @@ class OffloadedOptimizer(Optimizer):
                 loss = closure()
         phase = f"OffloadedOptimizer.step#{type(own).__name__}"
         with torch.autograd.profiler.record_function(phase):
-            self._rank_shards.discard_consolidated()
-            subgroups = self._current_subgroups()
-            own_subgroups = self._rank_shards.own(subgroups)
-            run_step(
-                subgroups, own_subgroups, self._updater, self._overlap, self._rank_shards.dp_group
-            )
+            self._update_all()
         self._updater.step_ended()
         # Schedulers that were made with the inner optimizer check whether it has stepped.
         own._opt_called = True  # type: ignore[attr-defined]
@@ -218,13 +225,59 @@ class OffloadedOptimizer(Optimizer):
             hook(self, arguments, {})
         return loss
 
+    def _update_all(self) -> None:
+        """Commit updates that ran ahead, run the others, and send new weights to all ranks."""
+        shards, updater, overlap = self._rank_shards, self._updater, self._overlap
+        shards.discard_consolidated()
+        subgroups = self._current_subgroups()
+        own = shards.own(subgroups)
+        broadcasts: StepBroadcasts | None = None
+        to_update: list[Subgroup] = []
+        done: set[int] = set()
+        try:
+            # Before `finish` frees the gradients that updates during backward have used.
+            broadcasts = shards.step_broadcasts(subgroups)
+            ahead_updates = overlap.finish() if overlap is not None else []
+            to_update = [s for s in own if with_gradient(s)]
+            pending = {id(s) for s in to_update} | {id(a.subgroup) for a in ahead_updates}
+            # Those without gradients, and those that `eager` has updated already.
+            broadcasts.ready(*[s for s in own if id(s) not in pending])
+            for position, ahead_update in enumerate(ahead_updates, start=1):
+                for coming in ahead_updates[position : position + PREFETCHED_SUBGROUPS]:
+                    updater.prefetch_weights(coming)
+                if updater.commit(ahead_update):
+                    done.add(id(ahead_update.subgroup))
+                    broadcasts.ready(ahead_update.subgroup)
+            if overlap is not None:
+                overlap.note_commits(len(done))
+            remaining = [s for s in to_update if id(s) not in done]
+            for position, subgroup in enumerate(remaining, start=1):
+                for next_one in remaining[position : position + PREFETCHED_SUBGROUPS]:
+                    updater.prefetch_states(next_one)
+                updater.update_in_place(subgroup)
+                done.add(id(subgroup))
+                broadcasts.ready(subgroup)
+            broadcasts.ready(*own)
+            broadcasts.wait()
+        except BaseException as error:
+            if shards.dp_group is not None:
+                shards.dp_group.add_rank_note(error)
+            received = ""
+            if broadcasts is not None and broadcasts.dp_group is not None:
+                broadcasts.allow_forced_exit()
+                received = ", and may have some of other ranks"
+            if done or received:
+                error.add_note(
+                    f"optimizer.step() had updated {len(done)} of {len(to_update)} subgroups"
+                    f"{received}: the weights are not those of any one step. Go on from the last "
+                    f"checkpoint."
+                )
+            raise
+
     def figures(self) -> dict[str, float]:
         """Steps since attach whose updates ran ahead, and those of which some had to run again."""
-        overlap = self._overlap
-        return {
-            "speculated_steps": 0.0 if overlap is None else float(overlap.speculated_steps),
-            "redone_steps": 0.0 if overlap is None else float(overlap.redone_steps),
-        }
+        names = ("speculated_steps", "redone_steps")
+        return {name: float(getattr(self._overlap, name, 0)) for name in names}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, like the plain optimizer.

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 from offload_strategy.optimizer.ranks.rank_shards import RankShards
-from offload_strategy.optimizer.states.flat_layout import packable
 from offload_strategy.optimizer.states.parameter_slices import (
     ParameterSlice,
     join_states,
     shard_like,
 )
-from offload_strategy.optimizer.states.subgroups import State, Subgroup
+from offload_strategy.optimizer.states.subgroups import State, Subgroup, packable
 from offload_strategy.optimizer.subgroup_update import Updater
 
 
@@ -129,7 +128,7 @@ class StateView(MutableMapping[torch.Tensor, State]):
         elsewhere = (subgroup for subgroup in subgroups if id(subgroup) not in here)
         seen = {id(each.parameter) for subgroup in elsewhere for each in subgroup.slices}
         for subgroup in own:
-            stored = {index for index, _ in subgroup.states.names}
+            stored = {each.slice_index for each in subgroup.states.stored}
             for index, param_slice in enumerate(subgroup.slices):
                 has_state = index in stored or subgroup.states.small[index]
                 if has_state and id(param_slice.parameter) not in seen:

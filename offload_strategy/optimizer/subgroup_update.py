@@ -23,15 +23,15 @@ from offload_strategy.optimizer.overlap.ahead_update import (
     hyper_parameters,
     with_gradient,
 )
-from offload_strategy.optimizer.states.flat_layout import Layout, Segment, packable
 from offload_strategy.optimizer.states.parameter_slices import is_sharded, local_tensor
 from offload_strategy.optimizer.states.precision import Precision, master_weights_of
 from offload_strategy.optimizer.states.subgroups import (
+    Layout,
     State,
     StateSet,
     Subgroup,
     UnpackedStates,
-    pack_states,
+    packable,
 )
 from offload_strategy.optimizer.user_class.inner_step import (
     can_update_in_chunks,
@@ -87,19 +87,6 @@ class UpdateTimings:
         return [timing for timing in self._latest if timing.begin >= moment]
 
 
-@dataclass(frozen=True)
-class StateMetadata:
-    """What states a subgroup has, without the values of stored tensors.
-
-    Args:
-        small: for each slice, the values that stay in memory (step counters and the like).
-        stored: index of the slice, name, segment and compute dtype of each stored tensor.
-    """
-
-    small: list[State]
-    stored: list[tuple[int, str, Segment, torch.dtype]]
-
-
 class Updater:
     """Runs updates of subgroups whose states are in the store.
 
@@ -118,10 +105,10 @@ class Updater:
         optimizer: Optimizer,
         store: TensorStore,
         tiers: Sequence[Tier],
-        new_weight_tiers: Sequence[Tier] = (),
-        precision: Precision | None = None,
-        residency: WeightResidency | None = None,
-        is_elementwise: Callable[[int], bool] = lambda group_index: False,
+        new_weight_tiers: Sequence[Tier],
+        precision: Precision,
+        residency: WeightResidency | None,
+        is_elementwise: Callable[[int], bool],
     ) -> None:
         self._optimizer = optimizer
         self._store = store
@@ -130,7 +117,7 @@ class Updater:
         self._residency = residency
         self._is_elementwise = is_elementwise
         self._generators: dict[torch.device, torch.Generator] = {}
-        self.precision = precision or Precision()
+        self.precision = precision
         self.timings = UpdateTimings()
 
     def _resident(
@@ -152,8 +139,7 @@ class Updater:
     ) -> None:
         """Update the weights and states of the slices that have a gradient.
 
-        Gradients are those of whole parameters, by the index of their slice; None for those in
-        ``.grad``.
+        `gradients` are those of whole parameters by the index of their slice, not in ``.grad``.
         """
         if gradients is None:
             gradients = {
@@ -289,7 +275,7 @@ class Updater:
         states = subgroup.states
         flat = None
         if states.ticket is not None:
-            timing.read_bytes = states.ticket.nbytes
+            timing.read_bytes = states.nbytes
             begin = time.perf_counter()
             flat = load(states.ticket)
             timing.waited += time.perf_counter() - begin
@@ -297,7 +283,7 @@ class Updater:
         in_chunks = (masters or any(states.upcast_dtypes())) and self._is_elementwise(
             subgroup.group_index
         )
-        return UnpackedStates.of(states, flat, upcast=not in_chunks)
+        return UnpackedStates(states, flat, upcast=not in_chunks)
 
     def _run(
         self,
@@ -310,9 +296,7 @@ class Updater:
         states = [unpacked.states[index] for index in indices]
         run = partial(self._run_inner_step, subgroup)
         source = unpacked.source
-        if unpacked.upcast:
-            run(weights, states)
-        elif can_update_in_chunks(weights, states):
+        if not unpacked.upcast and can_update_in_chunks(weights, states):
             upcast_dtypes = source.upcast_dtypes()
             has_new_states = update_in_chunks(
                 run,
@@ -325,7 +309,8 @@ class Updater:
             if has_new_states:  # the layout changes: everything is packed again
                 source.upcast(unpacked.states)
         else:
-            source.upcast(unpacked.states)
+            if not unpacked.upcast:
+                source.upcast(unpacked.states)
             run(weights, states)
 
     def _run_inner_step(
@@ -334,22 +319,14 @@ class Updater:
         group = self.group_of(subgroup)
         if is_sharded(subgroup.slices[0].parameter) and group.get("fused") is None:
             # The user's instance would not select foreach by itself for DTensors.
-            group = {"foreach": None, **group}
-            group["foreach"] = bool(group["foreach"])
-        if self.precision.master_weights:
-            with master_weights_of(weights, states, self.precision) as weights:
-                run_update(self._optimizer, group, weights, states)
-        else:
+            group = {**group, "foreach": bool(group.get("foreach"))}
+        with master_weights_of(weights, states, self.precision) as weights:
             run_update(self._optimizer, group, weights, states)
 
     def _pack(self, subgroup: Subgroup, updated: UnpackedStates) -> StateSet:
         old = updated.source
-
-        def put(flat: torch.Tensor) -> Ticket:
-            return self._store.put(flat, "optimizer", self._tiers, replaces=old.ticket)
-
-        generator = self._generator(subgroup, old)
-        return pack_states(self._store, updated, put, self.precision, generator)
+        put = partial(self._store.put, client="optimizer", tiers=self._tiers, replaces=old.ticket)
+        return updated.pack(self._store, put, self.precision, self._generator(subgroup, old))
 
     def _generator(self, subgroup: Subgroup, old: StateSet) -> torch.Generator | None:
         """The generator for stochastic rounding of the next states, seeded anew at each call."""
@@ -371,7 +348,8 @@ class Updater:
                     if has_master:
                         dtype = self.precision.compute_dtype(dtype)
                     state[name] = value.to(param_slice.parameter.device, dtype)
-        unpacked = UnpackedStates(StateSet([]), None, states, [])
+        unpacked = UnpackedStates(StateSet([]), None)
+        unpacked.states = states
         self._set_states(subgroup, self._pack(subgroup, unpacked))
 
     def state_copies(self, subgroup: Subgroup) -> list[State]:
@@ -379,29 +357,18 @@ class Updater:
 
         Also for parameters of an accelerator, where all states at once may not fit.
         """
-        metadata = self.metadata(subgroup)
-        stored = zip(metadata.stored, self.values(subgroup, metadata), strict=True)
-        for (index, name, _, dtype), values in stored:
-            metadata.small[index][name] = values.to("cpu", dtype, copy=True)
+        metadata = subgroup.states.metadata()
+        for stored, values in zip(metadata.stored, self.values(subgroup), strict=True):
+            copy = values.to("cpu", stored.compute_dtype, copy=True)
+            metadata.small[stored.slice_index][stored.name] = copy
         return metadata.small
 
-    def metadata(self, subgroup: Subgroup) -> StateMetadata:
-        """What states a subgroup has, without the values of stored tensors."""
-        states = subgroup.states
-        stored = [
-            (index, name, segment, dtype)
-            for (index, name), segment, dtype in zip(
-                states.names, states.layout.segments, states.compute_dtypes, strict=True
-            )
-            if states.ticket is not None
-        ]
-        return StateMetadata(states.unpack(None, upcast=not stored), stored)
-
-    def values(self, subgroup: Subgroup, metadata: StateMetadata) -> Iterator[torch.Tensor]:
+    def values(self, subgroup: Subgroup) -> Iterator[torch.Tensor]:
         """Yield the stored tensors of a subgroup in order, not to be changed or kept."""
         ticket = subgroup.states.ticket
-        if ticket is not None and metadata.stored:
-            yield from subgroup.states.layout.views(self._store.get(ticket))
+        if ticket is not None:
+            flat = self._store.get(ticket)
+            yield from [each.segment.view(flat) for each in subgroup.states.stored]
             self._store.evict(ticket)
 
     def _set_states(self, subgroup: Subgroup, new: StateSet) -> None:

@@ -16,8 +16,8 @@ from torch.optim import AdamW, Optimizer
 
 from offload_strategy import OffloadEngine
 from offload_strategy.optimizer import offloaded_optimizer as offloaded
-from offload_strategy.optimizer.gradients import gradient_backing
-from offload_strategy.optimizer.gradients.gradient_backing import RetainedGradients
+from offload_strategy.optimizer.overlap import overlap_modes
+from offload_strategy.optimizer.overlap.overlap_modes import RetainedGradients
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Tier
 from tests.training import Numbers, assert_same_history, settings
@@ -161,7 +161,7 @@ def offloading(
 
 def let_gradients_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every gradient of the engines to come wait for `step()` in the tiers, if any may."""
-    monkeypatch.setattr(gradient_backing, "_SMALLEST_BYTES", 1)
+    monkeypatch.setattr(overlap_modes, "_SMALLEST_BYTES", 1)
 
     def without_memory(store: TensorStore, tiers: Sequence[Tier], _: int) -> RetainedGradients:
         return RetainedGradients(store, tiers, 0)

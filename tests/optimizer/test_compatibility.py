@@ -23,7 +23,7 @@ from torch.optim import (
 )
 
 from offload_strategy.errors import ConfigError
-from offload_strategy.optimizer.states.flat_layout import packable
+from offload_strategy.optimizer.states.subgroups import packable
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.user_class.compatibility import changes_gradients, check_supported
 from tests.optimizer.custom_optimizers import UNSUPPORTED, Lion

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from offload_strategy.optimizer.gradients.recorded_edits import Edit, EditHistory
-from offload_strategy.optimizer.overlap.commit import ScalingPrediction
+from offload_strategy.optimizer.overlap.overlap_modes import ScalingPrediction
 
 
 def scaled(factor: float) -> EditHistory:
     op = torch.ops.aten.mul_.Tensor
-    return EditHistory([Edit.of(op, [factor], torch.float32, torch.device("cpu"))])
+    return EditHistory((Edit.of(op, [factor], torch.float32, torch.device("cpu")),))
 
 
 def after(*scalings: float | None) -> ScalingPrediction:

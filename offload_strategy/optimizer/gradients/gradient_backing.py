@@ -5,9 +5,9 @@ A backing is in one of two states:
 
     recorded      the source has the values. In-place edits are recorded; reading loads a copy,
                   applies the edits to it and drops it.
-    materialized  a plain tensor has the values, recorded edits included, because somebody has an
-                  alias of its memory or has changed it otherwise than by a recordable edit.
-                  Everything happens to this tensor from now on.
+    materialized  the source is a plain tensor that has the values, recorded edits included, because
+                  somebody has an alias of its memory or has changed it otherwise than by a
+                  recordable edit. Everything happens to this tensor from now on.
 
 A materialized backing stays so: nobody knows when the last alias is gone.
 
@@ -23,21 +23,16 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
 from offload_strategy.errors import OffloadError
 from offload_strategy.optimizer.gradients.recorded_edits import Edit, EditHistory
-from offload_strategy.optimizer.states.flat_layout import Layout
+from offload_strategy.optimizer.states.subgroups import Layout
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Tier
-from offload_strategy.store.tiers import HostTier
 from offload_strategy.torch_support.interrupts import no_grad
-from offload_strategy.units import MiB
-
-#: Smaller gradients stay where they are: moving them costs more than their memory is worth.
-_SMALLEST_BYTES = 1 * MiB
 
 
 @contextlib.contextmanager
@@ -76,13 +71,7 @@ class TensorMetadata(NamedTuple):
 class StoredGradient:
     """A gradient in the store; its ticket is freed when the last owner of this is gone.
 
-    Args:
-        store: takes the gradient.
-        gradient: dense; it must not change any more.
-        tiers: where it may go, in order.
-
-    Raises:
-        ValueError: there are gaps between its elements.
+    It must not change any more, and is dense: `ValueError` if there are gaps between its elements.
     """
 
     def __init__(self, store: TensorStore, gradient: torch.Tensor, tiers: Sequence[Tier]) -> None:
@@ -99,17 +88,13 @@ class StoredGradient:
         self._ticket = store.put(flat, "optimizer", tiers, whole_pages=True)
 
     def load(self) -> torch.Tensor:
-        """Return a copy in a buffer of the store's."""
+        """A copy in a buffer of the store's."""
         return self._segment.view(self._store.private(self._ticket))
 
 
 @dataclass(frozen=True)
 class ConsumedGradient:
-    """A gradient that an update has used up already.
-
-    Args:
-        parameter: name or shape of the parameter whose gradient it was, for the error.
-    """
+    """A gradient that an update has used up; `parameter` is what the error calls its parameter."""
 
     parameter: str
 
@@ -141,9 +126,6 @@ def has_overflow(tensor: torch.Tensor) -> bool:
     reads everything several times (MemAscend, section on the one-pass overflow check).
     `torch.aminmax` propagates NaN, and infinities are the extremes, so both extremes are finite
     exactly when every value is. No sum is formed that could overflow by itself.
-
-    Args:
-        tensor: real and dense, in any order of its dimensions. An empty one never overflows.
     """
     if tensor.numel() == 0:
         return False
@@ -155,19 +137,17 @@ def has_overflow(tensor: torch.Tensor) -> bool:
 class GradientBacking:
     """The values of one gradient, shared by all `OffloadedGradient`s that are aliases.
 
-    Args:
-        source: has the values, in the shape, strides and dtype of `like`, on any device.
-        like: the gradient, or any tensor with the same metadata.
+    The source has the values, in the shape, strides and dtype of `like`, on any device.
     """
 
     def __init__(self, source: GradientSource, like: torch.Tensor) -> None:
-        self._source = source
         self.metadata = TensorMetadata.of(like)
         if isinstance(source, torch.Tensor):
-            self._source = source.detach()
+            source = source.detach()
         else:
             self.metadata = self.metadata._replace(offset=0)
-        self._tensor: torch.Tensor | None = None
+        self._source = source
+        self.is_materialized = False
         #: The recorded edits; empty once materialized.
         self.history = EditHistory()
         #: How many of the edits were applied to the memory that the source shares.
@@ -178,12 +158,6 @@ class GradientBacking:
         self.requested_norms: set[float] = set()
         self._edited = False
         self._version = self._source_version()
-
-    # ------------------------------------------------------------------ state
-    @property
-    def is_materialized(self) -> bool:
-        """Whether a plain tensor has the values; see [Note: recorded or materialized]."""
-        return self._tensor is not None
 
     @property
     def is_consumed(self) -> bool:
@@ -201,82 +175,79 @@ class GradientBacking:
 
     # ------------------------------------------------------------------ values
     def raw(self) -> torch.Tensor:
-        """Return the values before the recorded edits, not to be changed, on the gradient's device.
+        """The values before the recorded edits, not to be changed, on the gradient's device.
 
         Not after `values`, which may have applied the edits in place.
         """
-        if self._tensor is not None:
-            return self._tensor
         assert not self._applied, "the edits were applied to the gradient itself"
         return self._load()[0]
 
     def values(self) -> torch.Tensor:
-        """Return the values as a plain tensor on the gradient's device, for an update at `step()`.
+        """The values as a plain tensor on the gradient's device, for an update at `step()`.
 
         If the source shares its memory, that is what is returned, and the edits are applied to it,
         once; `history` goes on to name them, so that they can still be compared. Else it is a copy.
         """
-        if self._tensor is not None:
-            return self._tensor
         self._notice_changes()
         data, shared = self._load()
-        self.history.after(self._applied).apply_(data)
+        self._pending().apply_(data)
         if shared:
             self._applied = len(self.history.edits)
             self._version = self._source_version()  # this change is our own
         return data
 
     def read(self) -> torch.Tensor:
-        """Return the values to a caller who neither changes nor keeps them; the state stays."""
-        if self._tensor is not None:
-            return self._tensor
+        """The values for a caller who neither changes nor keeps them; the state stays."""
         data, shared = self._load()
-        pending = self.history.after(self._applied)
+        pending = self._pending()
         if pending:
             data = pending.apply_(data.clone() if shared else data)
         return data
 
     def materialize(self) -> torch.Tensor:
-        """Return the plain tensor that has the values from now on; see the note."""
-        if self._tensor is None:
+        """The plain tensor that has the values from now on; see the note."""
+        if not self.is_materialized:
             values = self.values()
             shared = isinstance(self._source, torch.Tensor)
             if not shared and values.untyped_storage().nbytes() != values.nbytes:
                 # A part of a staging buffer: its storage is nothing that a user should see.
                 values = self.metadata.empty().copy_(values)
             self.replace(values)
-        assert self._tensor is not None
-        return self._tensor
+        return cast(torch.Tensor, self._source)
 
     def zero_(self) -> None:
         """Make all values zero, without loading them."""
-        if self._tensor is not None:
-            self._tensor.zero_()
+        if self.is_materialized:
+            self.materialize().zero_()
         else:
-            self._reset()
+            self._reset(None)
 
     def replace(self, values: torch.Tensor) -> None:
         """Materialize with other values: a plain tensor of the same metadata."""
-        self._tensor = values
-        self._reset()
+        self.is_materialized = True
+        self._reset(values)
 
-    def _reset(self) -> None:
-        self._source = None
+    def _reset(self, source: torch.Tensor | None) -> None:
+        self._source = source
         self._edited = True
-        self._version = 0
         self.history = EditHistory()
         self._applied = 0
         self._norms.clear()
 
+    def _pending(self) -> EditHistory:
+        """The edits that were not yet applied."""
+        return EditHistory(self.history.edits[self._applied :])
+
     def _load(self) -> tuple[torch.Tensor, bool]:
-        """Return the source's values on the gradient's device, and whether it shares them."""
-        source = self._source
+        """The source's values on the gradient's device, and whether it shares them."""
+        source, device = self._source, self.metadata.device
+        if isinstance(source, torch.Tensor) and source.device == device:
+            return source, True
         with outside_inference_mode():
             if source is None:
                 return self.metadata.empty().zero_(), False
             data = source if isinstance(source, torch.Tensor) else source.load()
-            placed = data.to(self.metadata.device)
-        return placed, placed is source
+            return data.to(device), False
 
     def _source_version(self) -> int:
         # Somebody may have kept the tensor that backward made, and change it.
@@ -285,10 +256,7 @@ class GradientBacking:
         return self._source._version
 
     def relocate(self, put: Callable[[torch.Tensor], GradientSource]) -> None:
-        """Move the values to another source, if they are unedited and nobody else has their memory.
-
-        Args:
-            put: takes the values and returns the source that has them.
+        """Have `put` move the values, if they are unedited and nobody else has their memory.
 
         Raises:
             TierFullError: there is no room for them.
@@ -307,20 +275,19 @@ class GradientBacking:
     # ------------------------------------------------------------------ edits and norms
     def record(self, edit: Edit) -> None:
         """Record an edit of all values."""
-        assert self._tensor is None
-        self._check_not_consumed()
-        self.history = self.history.then(edit)
+        assert not self.is_materialized
+        if isinstance(self._source, ConsumedGradient):
+            self._source.load()
+        self.history = EditHistory((*self.history.edits, edit))
 
     def cache_norm(self, order: float, norm: torch.Tensor) -> None:
         """Provide the norm of the values as they are now, so that a request does not load them."""
-        if self._tensor is None:
-            self._norms[float(order)] = self.history, norm.detach().clone()
+        self._norms[float(order)] = self.history, norm.detach().clone()
 
     def norm(self, order: float) -> torch.Tensor:
-        """Return the norm as `norm_of` computes it; values are loaded only if it is not cached."""
-        if self._tensor is not None:
-            return norm_of(self._tensor, order)
-        self._check_not_consumed()
+        """The norm as `norm_of` computes it; values are loaded only if it is not cached."""
+        if self.is_materialized:
+            return norm_of(self.materialize(), order)
         self._notice_changes()
         order = float(order)
         if not self.history:
@@ -335,7 +302,6 @@ class GradientBacking:
         A finite norm says no; the norm of finite values may be infinite, and then the values are
         read. Norms of order zero and below are finite whatever the values are.
         """
-        self._check_not_consumed()
         self._notice_changes()
         finite = any(
             order > 0 and history == self.history and math.isfinite(norm.item())
@@ -350,45 +316,3 @@ class GradientBacking:
             self._norms.clear()
             self._edited = True
             self._version = version
-
-    def _check_not_consumed(self) -> None:
-        if isinstance(self._source, ConsumedGradient):
-            self._source.load()
-
-
-class RetainedGradients:
-    """Gradients that are kept until `step()` although no update during backward needs them.
-
-    Gradients of an accelerator leave it for host memory; what does not fit there goes to the tiers.
-
-    Args:
-        store: takes them.
-        tiers: where they may go when host memory is used up, in order.
-        host_bytes: host memory in which they may be kept.
-    """
-
-    def __init__(self, store: TensorStore, tiers: Sequence[Tier], host_bytes: int) -> None:
-        self._store = store
-        self._host = HostTier("retained gradients", host_bytes)
-        self._tiers = list(tiers)
-        # Of gradients on the host, which are not in the store while they stay in memory.
-        self._in_memory_bytes = 0
-
-    def retain(self, backing: GradientBacking) -> None:
-        """Keep a gradient in memory if it fits, else move it to the tiers.
-
-        Raises:
-            TierFullError: there is no room anywhere; the gradient is still there.
-        """
-        metadata = backing.metadata
-        nbytes = metadata.shape.numel() * metadata.dtype.itemsize
-        on_host = metadata.device.type == "cpu"
-        if on_host and self._host.has_room(self._in_memory_bytes + nbytes):
-            self._in_memory_bytes += nbytes
-        elif nbytes >= _SMALLEST_BYTES:
-            tiers = self._tiers if on_host else [self._host, *self._tiers]
-            backing.relocate(lambda gradient: StoredGradient(self._store, gradient, tiers))
-
-    def clear(self) -> None:
-        """Count from zero: the gradients of the last backward are gone."""
-        self._in_memory_bytes = 0

@@ -36,6 +36,7 @@ from offload_strategy.optimizer.gradients.recorded_edits import (
     UNSCALE,
     WITH_A_NUMBER_EACH,
     Edit,
+    operators,
     recordable,
 )
 from offload_strategy.optimizer.states.parameter_slices import local_tensor
@@ -77,11 +78,7 @@ def _in_place(name: str) -> Callable[..., Any]:
 
 
 class OffloadedGradient(torch.Tensor):
-    """A tensor for `p.grad` whose values a `GradientBacking` loads when they are needed.
-
-    One thread at a time may use it, as a plain gradient. When it and its aliases are gone, so is
-    the backing.
-    """
+    """A tensor for `p.grad` whose values a `GradientBacking` loads when they are needed."""
 
     #: Shared by all aliases; `tensor.data = ...` puts another in its place.
     backing: GradientBacking
@@ -151,15 +148,14 @@ class OffloadedGradient(torch.Tensor):
         return self.backing.read().tolist()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        known = memo.get(id(self))
-        if known is None:
+        copied: torch.Tensor | None = memo.get(id(self))
+        if copied is None:
             if self.backing.is_materialized:
                 # With the memo, so that what shares its storage goes on to do so.
-                known = copy.deepcopy(self.backing.materialize(), memo)
+                copied = copy.deepcopy(self.backing.materialize(), memo)
             else:
-                known = self._own_copy()
-            memo[id(self)] = known
-        copied: torch.Tensor = known
+                copied = self._own_copy()
+            memo[id(self)] = copied
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -206,19 +202,16 @@ def set_values(gradient: OffloadedGradient, values: torch.Tensor) -> None:
 # ---------------------------------------------------------------------- gradients of parameters
 def has_gradient(parameter: torch.Tensor) -> bool:
     """Whether a parameter has a gradient that no update has used."""
-    gradient = parameter.grad
-    if gradient is not None:
-        gradient = local_tensor(gradient)
-    if isinstance(gradient, OffloadedGradient):
-        return not gradient.backing.is_consumed
-    return gradient is not None
+    if parameter.grad is None:
+        return False
+    gradient = local_tensor(parameter.grad)
+    return not (isinstance(gradient, OffloadedGradient) and gradient.backing.is_consumed)
 
 
 def gradient_values(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the gradient that a parameter has, as a plain tensor for an update at `step()`."""
-    gradient = parameter.grad
-    assert gradient is not None
-    gradient = local_tensor(gradient)
+    """The gradient that a parameter has, as a plain tensor for an update at `step()`."""
+    assert parameter.grad is not None
+    gradient = local_tensor(parameter.grad)
     return gradient.backing.values() if isinstance(gradient, OffloadedGradient) else gradient
 
 
@@ -226,12 +219,8 @@ def gradient_values(parameter: torch.Tensor) -> torch.Tensor:
 def _run(op: OpOverload, args: Arguments, options: Options) -> Any:
     """Run an operator some of whose arguments are offloaded gradients.
 
-    Returns:
-        What it returns for plain tensors: results are plain, a gradient that was changed in place
-        is itself.
-
-    Raises:
-        OffloadError: the values that it needs were consumed.
+    It returns what it returns for plain tensors: results are plain, a gradient that was changed in
+    place is itself. `OffloadError` if the values that it needs were consumed.
     """
     handler = _HANDLERS.get(op)
     result = NotImplemented if handler is None else handler(op, args, options)
@@ -249,57 +238,48 @@ def _run(op: OpOverload, args: Arguments, options: Options) -> Any:
 
 
 def _run_on_values(op: OpOverload, args: Arguments, options: Options) -> Any:
-    loaded = _LoadedArguments(op)
-    declared = op._schema.arguments
-    plain_args = [loaded.plain(a, d) for a, d in zip(args, declared, strict=False)]
-    by_name = {argument.name: argument for argument in declared}
-    plain_options = {name: loaded.plain(a, by_name[name]) for name, a in options.items()}
-    return loaded.restored(op(*plain_args, **plain_options))
-
-
-class _LoadedArguments:
-    """The values of the offloaded gradients among the arguments of one call.
+    """Run an operator on the values of the offloaded gradients among its arguments.
 
     What the operator declares to change, or to return an alias of, is materialized; the rest is
-    read.
+    read. Changed gradients are in the result, with the metadata that their values have then.
     """
+    # `x.set_(y)` makes an alias of y without declaring it.
+    aliases_all = op.overloadpacket is aten.set_
+    reshapes = aliases_all or torch.Tag.inplace_view in op.tags
+    was_read: dict[int, torch.Tensor] = {}
+    changed: list[tuple[torch.Tensor, OffloadedGradient]] = []
 
-    def __init__(self, op: OpOverload) -> None:
-        # `x.set_(y)` makes an alias of y without declaring it.
-        self._aliases_all = op.overloadpacket is aten.set_
-        self._reshapes = self._aliases_all or torch.Tag.inplace_view in op.tags
-        self._read: dict[int, torch.Tensor] = {}
-        self._changed: list[tuple[torch.Tensor, OffloadedGradient]] = []
-
-    def plain(self, value: Any, argument: Any) -> Any:
+    def plain(value: Any, declared: Any) -> Any:
         if isinstance(value, list | tuple):
-            return [self.plain(each, argument) for each in value]
+            return [plain(each, declared) for each in value]
         if not isinstance(value, OffloadedGradient):
             return value
-        backing = value.backing
-        alias = argument.alias_info
-        if alias is None and not self._aliases_all:
-            if id(backing) not in self._read:
-                self._read[id(backing)] = backing.read()
-            return self._read[id(backing)]
+        backing, alias = value.backing, declared.alias_info
+        if alias is None and not aliases_all:
+            if id(backing) not in was_read:
+                was_read[id(backing)] = backing.read()
+            return was_read[id(backing)]
         values = backing.materialize()
         if alias is not None and alias.is_write:
-            if self._reshapes:
+            if reshapes:
                 values = values.detach()  # the shape of other aliases stays
-            self._changed.append((values, value))
+            changed.append((values, value))
         return values
 
-    def restored(self, result: Any) -> Any:
-        """Put changed gradients into the result, with the metadata that their values have now."""
-        for values, gradient in self._changed:
-            if self._reshapes or TensorMetadata.of(values) != TensorMetadata.of(gradient):
-                set_values(gradient, values)
-        return self._with_gradients(result)
-
-    def _with_gradients(self, result: Any) -> Any:
+    def with_gradients(result: Any) -> Any:
         if isinstance(result, list | tuple):
-            return type(result)(self._with_gradients(each) for each in result)
-        return next((gradient for values, gradient in self._changed if result is values), result)
+            return type(result)(with_gradients(each) for each in result)
+        return next((gradient for values, gradient in changed if result is values), result)
+
+    declared = op._schema.arguments
+    by_name = {argument.name: argument for argument in declared}
+    plain_args = [plain(a, d) for a, d in zip(args, declared, strict=False)]
+    plain_options = {name: plain(a, by_name[name]) for name, a in options.items()}
+    result = op(*plain_args, **plain_options)
+    for values, gradient in changed:
+        if reshapes or TensorMetadata.of(values) != TensorMetadata.of(gradient):
+            set_values(gradient, values)
+    return with_gradients(result)
 
 
 # ---------------------------------------------------------------------- recorded edits
@@ -384,12 +364,10 @@ def _zero_one(op: OpOverload, args: Arguments, options: Options) -> Any:
 
 
 def _zero_each(op: OpOverload, args: Arguments, options: Options) -> Any:
-    plain = []
     for gradient in args[0]:
         if isinstance(gradient, OffloadedGradient):
             gradient.backing.zero_()
-        else:
-            plain.append(gradient)
+    plain = [each for each in args[0] if not isinstance(each, OffloadedGradient)]
     if plain:
         op(plain)
 
@@ -421,22 +399,13 @@ _HANDLERS: dict[OpOverload, Callable[[OpOverload, Arguments, Options], Any]] = {
     aten.norm.Scalar: _norm_of_one,
     aten.zero_.default: _zero_one,
     aten._foreach_zero_.default: _zero_each,
-    aten.copy_.default: _overwrite,
-    aten.fill_.Scalar: _overwrite,
-    aten.fill_.Tensor: _overwrite,
+    **dict.fromkeys(operators("copy_.default", "fill_.Scalar", "fill_.Tensor"), _overwrite),
     **dict.fromkeys(
-        (
-            aten.empty_like.default,
-            aten.zeros_like.default,
-            aten.ones_like.default,
-            aten.full_like.default,
-            aten.rand_like.default,
-            aten.randn_like.default,
-            aten.new_empty.default,
-            aten.new_empty_strided.default,
-            aten.new_zeros.default,
-            aten.new_ones.default,
-            aten.new_full.default,
+        operators(
+            *("empty_like.default", "zeros_like.default", "ones_like.default"),
+            *("full_like.default", "rand_like.default", "randn_like.default"),
+            *("new_empty.default", "new_empty_strided.default", "new_zeros.default"),
+            *("new_ones.default", "new_full.default"),
         ),
         _like,
     ),

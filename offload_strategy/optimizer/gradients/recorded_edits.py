@@ -23,37 +23,34 @@ aten = torch.ops.aten
 #: An argument of an edit: a number, a tensor of one element by its value, or nothing.
 Argument = bool | int | float | torch.Tensor | None
 
+
+def operators(*names: str) -> frozenset[OpOverload]:
+    """Operators of `torch.ops.aten` by name and overload."""
+    return frozenset(
+        getattr(getattr(aten, name), overload) for name, overload in (n.split(".") for n in names)
+    )
+
+
 UNSCALE: OpOverload = aten._amp_foreach_non_finite_check_and_unscale_.default
-_SCALES_ONE = frozenset(
-    {aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar},
-)
-_SCALES_LISTS = frozenset(
-    {
-        aten._foreach_mul_.Scalar,
-        aten._foreach_mul_.Tensor,
-        aten._foreach_mul_.ScalarList,
-        aten._foreach_div_.Scalar,
-        aten._foreach_div_.Tensor,
-        aten._foreach_div_.ScalarList,
-    }
+_SCALES_ONE = operators("mul_.Tensor", "mul_.Scalar", "div_.Tensor", "div_.Scalar")
+_SCALES_LISTS = operators(
+    *("_foreach_mul_.Scalar", "_foreach_mul_.Tensor", "_foreach_mul_.ScalarList"),
+    *("_foreach_div_.Scalar", "_foreach_div_.Tensor", "_foreach_div_.ScalarList"),
 )
 #: Recorded operators whose first argument is the gradient.
-FOR_ONE = _SCALES_ONE | {
-    aten.clamp_.default,
-    aten.clamp_.Tensor,
-    aten.clamp_min_.default,
-    aten.clamp_min_.Tensor,
-    aten.clamp_max_.default,
-    aten.clamp_max_.Tensor,
-}
+FOR_ONE = _SCALES_ONE | operators(
+    *("clamp_.default", "clamp_.Tensor", "clamp_min_.default", "clamp_min_.Tensor"),
+    *("clamp_max_.default", "clamp_max_.Tensor"),
+)
 #: Recorded operators whose first argument is a list of gradients.
-FOR_LISTS = _SCALES_LISTS | {
-    UNSCALE,
-    aten._foreach_clamp_min_.Scalar,
-    aten._foreach_clamp_min_.ScalarList,
-    aten._foreach_clamp_max_.Scalar,
-    aten._foreach_clamp_max_.ScalarList,
-}
+FOR_LISTS = (
+    _SCALES_LISTS
+    | {UNSCALE}
+    | operators(
+        *("_foreach_clamp_min_.Scalar", "_foreach_clamp_min_.ScalarList"),
+        *("_foreach_clamp_max_.Scalar", "_foreach_clamp_max_.ScalarList"),
+    )
+)
 #: Those of them whose second argument is a list with a number for each gradient.
 WITH_A_NUMBER_EACH = frozenset(op for op in FOR_LISTS if op._overloadname == "ScalarList")
 #: Operators that change nothing if their factor, or divisor, is one.
@@ -84,16 +81,12 @@ def recordable(argument: object) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Edit:
-    """One in-place operation on a gradient.
-
-    Args:
-        op: the operator.
-        arguments: all that follow the gradient, for one gradient.
-        keeps_subnormals: whether a factor of one keeps subnormal numbers; see `is_identity`.
-    """
+    """One in-place operation on a gradient."""
 
     op: OpOverload
+    #: All that follow the gradient, for one gradient.
     arguments: tuple[Argument, ...]
+    #: Whether a factor of one keeps subnormal numbers; see `is_identity`.
     keeps_subnormals: bool
 
     @classmethod
@@ -148,24 +141,16 @@ class Edit:
         return (str(self.op), *map(_bits, self.arguments))
 
 
+@dataclass(frozen=True, eq=False)
 class EditHistory:
-    """An immutable list of edits, in the order in which they were requested.
+    """Edits in the order in which they were requested.
 
     Two histories are equal if they do the same to the bits of every tensor, as far as can be told
     without running them: the same operators in the same order, with arguments of the same type and
-    bits. Edits that change nothing are left out.
+    bits. Edits that change nothing do not count.
     """
 
-    def __init__(self, edits: Sequence[Edit] = ()) -> None:
-        self.edits = tuple(edits)
-
-    def then(self, edit: Edit) -> EditHistory:
-        """Return this history followed by one more edit."""
-        return EditHistory((*self.edits, edit))
-
-    def after(self, count: int) -> EditHistory:
-        """Return the history without its first `count` edits."""
-        return EditHistory(self.edits[count:])
+    edits: tuple[Edit, ...] = ()
 
     def apply_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Apply all edits in place to a plain tensor on the gradient's device, and return it."""

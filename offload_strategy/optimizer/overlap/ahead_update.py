@@ -23,8 +23,7 @@ from typing import Any
 import torch
 
 from offload_strategy.optimizer.gradients.offloaded_gradient import has_gradient
-from offload_strategy.optimizer.states.flat_layout import Layout, packable
-from offload_strategy.optimizer.states.subgroups import StateSet, Subgroup
+from offload_strategy.optimizer.states.subgroups import Layout, StateSet, Subgroup, packable
 from offload_strategy.store.ticket import Ticket
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -64,25 +63,17 @@ class WeightVersions:
 
 @dataclass(eq=False)
 class AheadUpdate:
-    """A finished update ahead of `step()`; see [Note: commit].
-
-    Args:
-        subgroup: whose update it is.
-        indices: of the slices that had a gradient.
-        versions: of the weights that went into it.
-        hyper: hyper-parameters that went into it.
-        old_states: states that went into it.
-        states: new states.
-        layout: of the new weights.
-        weights: ticket of the new weights.
-    """
+    """A finished update ahead of `step()`; see [Note: commit]."""
 
     subgroup: Subgroup
+    #: Of the slices that had a gradient.
     indices: list[int]
+    #: Of the weights that went into it, as `hyper` and `old_states` did.
     versions: WeightVersions
     hyper: dict[str, Any]
     old_states: StateSet
     states: StateSet
+    #: Of the new weights in their ticket.
     layout: Layout
     weights: Ticket
 
@@ -109,16 +100,12 @@ class AheadUpdate:
 
 def _same(before: dict[str, Any], now: dict[str, Any]) -> bool:
     """Whether hyper-parameters are equal; a tensor never equals a number."""
-    if before.keys() != now.keys():
-        return False
-    for name, value in before.items():
-        other = now[name]
-        if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
-            if not torch.equal(value, other):
-                return False
-        elif isinstance(value, torch.Tensor) or isinstance(other, torch.Tensor) or value != other:
-            return False
-    return True
+
+    def equal(one: Any, other: Any) -> bool:
+        tensors = isinstance(one, torch.Tensor) + isinstance(other, torch.Tensor)
+        return torch.equal(one, other) if tensors == 2 else tensors == 0 and bool(one == other)
+
+    return before.keys() == now.keys() and all(equal(before[name], now[name]) for name in now)
 
 
 @torch.no_grad()

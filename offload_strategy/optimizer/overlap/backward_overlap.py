@@ -15,19 +15,18 @@ import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
 from types import FrameType
 
 import torch
 
+from offload_strategy.optimizer.gradients.gradient_backing import GradientBacking
 from offload_strategy.optimizer.gradients.offloaded_gradient import (
     OffloadedGradient,
     gradient_values,
 )
 from offload_strategy.optimizer.overlap.ahead_update import AheadUpdate
-from offload_strategy.optimizer.states.flat_layout import packable
 from offload_strategy.optimizer.states.parameter_slices import local_tensor, wrap_like
-from offload_strategy.optimizer.states.subgroups import Subgroup
+from offload_strategy.optimizer.states.subgroups import Subgroup, packable
 from offload_strategy.optimizer.subgroup_update import Updater
 from offload_strategy.store.ticket import TicketState
 
@@ -36,12 +35,42 @@ PREFETCHED_SUBGROUPS = 2
 #: Complete subgroups that may wait for their states before backward waits for them as well. Those
 #: of one large parameter are complete at once, hold one gradient together, and count as one.
 _MAX_WAITING = 2
-#: Stands for the id of a pass whose first gradient came from a nested pass.
-_NESTED = -2
 _NODE_CODE = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
-def is_nested_backward() -> bool:
+class BackwardPasses:
+    """Tells which gradients are the first of a pass; see [Note: nested backward passes]."""
+
+    def __init__(self) -> None:
+        #: torch's id of the latest pass, which may be nested.
+        self.task = -1
+        self.nested = self.running = False
+        self._outermost = -1  # the id of the pass that is not nested, if it has had a gradient
+        self._seen: set[int] = set()
+
+    def begins(self, parameter: torch.Tensor) -> bool:
+        """Note a gradient of the running pass; return whether it is the first one."""
+        task = torch._C._current_graph_task_id()
+        first = False
+        if task != self.task:
+            self.task = task
+            self.nested = _is_nested()
+            another = not self.nested and self._outermost not in (-1, task)
+            first = not self.running or another or id(parameter) in self._seen
+            if first:
+                self.running, self._outermost = True, -1
+                self._seen.clear()
+            if not self.nested:
+                self._outermost = task
+        self._seen.add(id(parameter))
+        return first
+
+    def end(self) -> None:
+        """The next gradient is the first of another pass."""
+        self.task, self.running = -1, False
+
+
+def _is_nested() -> bool:
     """Whether the running backward pass was begun by a node of another pass."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -61,16 +90,13 @@ class BackwardOverlap(ABC):
     def __init__(self, updater: Updater, is_last: Callable[[], bool]) -> None:
         self._updater = updater
         self._is_last = is_last
+        self._passes = BackwardPasses()
         self._order: list[Subgroup] = []
         #: Parameter id -> its subgroups, each with the index of the parameter's slice.
         self._subgroups_of: dict[int, list[tuple[Subgroup, int]]] = {}
         self._upcoming: list[Subgroup] = []
         self._waiting: deque[Subgroup] = deque()
         self._completed: list[Subgroup] = []
-        self._backward = -1
-        self._seen: set[int] = set()
-        #: The argument of `gradient_reduced` while it runs.
-        self._reduced_gradient: torch.Tensor | None = None
         #: Parameters whose `.grad` is set at the end of the pass, as DDP still writes there.
         self._deferred: list[tuple[torch.Tensor, OffloadedGradient]] = []
         #: Updates ahead of the next step, and steps that had some or had to repeat some.
@@ -90,10 +116,8 @@ class BackwardOverlap(ABC):
         """Handle a parameter's gradient that is complete for this backward."""
         if id(parameter) not in self._subgroups_of or not self._is_last():
             return
-        if self._is_new_backward(parameter):
-            self._seen.clear()
+        if self._passes.begins(parameter):
             self._begin_backward()
-        self._seen.add(id(parameter))
         self._take(parameter)
 
     def backward_begins(self) -> None:
@@ -108,17 +132,12 @@ class BackwardOverlap(ABC):
         Its values stay where they are until another pass begins.
         """
         if self._is_last():
-            self._reduced_gradient = gradient
-            try:
-                self._take(parameter)
-            finally:
-                self._reduced_gradient = None
+            self._take(parameter, gradient)
 
     def backward_over(self, parameters: Iterable[torch.Tensor]) -> None:
         """Handle the end of a backward pass: all gradients are final and in `p.grad`.
 
-        Args:
-            parameters: those that got a gradient, except those of `gradient_reduced`.
+        The parameters are those that got a gradient, except those of `gradient_reduced`.
         """
         for parameter, offloaded in self._deferred:
             parameter.grad = offloaded
@@ -127,25 +146,26 @@ class BackwardOverlap(ABC):
             for parameter in parameters:
                 self._take(parameter)
 
-    def _set_gradient(self, parameter: torch.Tensor, gradient: OffloadedGradient) -> None:
-        """Put an offloaded gradient into `p.grad` as soon as nobody else writes there any more."""
-        if self._reduced_gradient is None:
-            parameter.grad = wrap_like(parameter.grad, gradient)
-        else:
-            self._deferred.append((parameter, gradient))
-
-    def _gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """A parameter's gradient as a plain tensor; None if it cannot be stored and sliced."""
-        if self._reduced_gradient is not None:
-            return self._reduced_gradient
-        if parameter.grad is None or not packable(local_tensor(parameter)):
-            return None
-        gradient = gradient_values(parameter)
-        return gradient if packable(gradient) else None
-
-    def _take(self, parameter: torch.Tensor) -> None:
+    def _take(self, parameter: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
+        """Take a final gradient, that in `p.grad` unless another is given."""
         subgroups = self._subgroups_of.get(id(parameter))
-        if subgroups is None or not self._collect(parameter):
+        if subgroups is None:
+            return
+        deferred = gradient is not None
+        if gradient is None:
+            if parameter.grad is None or not packable(local_tensor(parameter)):
+                return
+            gradient = gradient_values(parameter)
+            if not packable(gradient):  # cannot be stored and sliced
+                return
+        offloaded = self._collect(parameter, gradient)
+        if deferred:
+            self._deferred.append((parameter, offloaded))
+        else:
+            parameter.grad = wrap_like(parameter.grad, offloaded)
+        del gradient
+        if not self._runs_ahead():
+            self._keep(offloaded.backing)
             return
         for subgroup, index in subgroups:
             subgroup.ready.add(index)
@@ -156,24 +176,9 @@ class BackwardOverlap(ABC):
                 self._upcoming = [other for other in self._upcoming if other is not subgroup]
         self._advance()
 
-    def _is_new_backward(self, parameter: torch.Tensor) -> bool:
-        """Whether this gradient is the first of a pass; see [Note: nested backward passes]."""
-        backward, before = torch._C._current_graph_task_id(), self._backward
-        if backward == before:
-            return False
-        nested = is_nested_backward()
-        if before != -1 and id(parameter) not in self._seen:
-            if nested:
-                return False
-            if before == _NESTED:
-                self._backward = backward
-                return False
-        self._backward = _NESTED if nested else backward
-        return True
-
     # ------------------------------------------------------------------ updates
     def _prefetch_upcoming(self) -> None:
-        for subgroup in islice(self._upcoming, PREFETCHED_SUBGROUPS):
+        for subgroup in self._upcoming[:PREFETCHED_SUBGROUPS]:
             self._updater.prefetch_states(subgroup)
 
     def _advance(self) -> None:
@@ -188,9 +193,8 @@ class BackwardOverlap(ABC):
 
     def _expect_all(self) -> None:
         """Expect the gradients of every subgroup again."""
-        if self._completed:
-            completed = set(map(id, self._completed))
-            self._order = self._completed + [s for s in self._order if id(s) not in completed]
+        completed = set(map(id, self._completed))
+        self._order = self._completed + [s for s in self._order if id(s) not in completed]
         self._completed = []
         self._waiting.clear()
         for subgroup in self._order:
@@ -206,8 +210,12 @@ class BackwardOverlap(ABC):
         """Whether subgroups are updated during this backward."""
 
     @abstractmethod
-    def _collect(self, parameter: torch.Tensor) -> bool:
-        """Take a final gradient; return whether its subgroup is to be updated when complete."""
+    def _collect(self, parameter: torch.Tensor, gradient: torch.Tensor) -> OffloadedGradient:
+        """Take a final gradient; return what stands in `p.grad` for it."""
+
+    @abstractmethod
+    def _keep(self, backing: GradientBacking) -> None:
+        """Keep a gradient, which no update during backward needs, until `step()`."""
 
     @abstractmethod
     def _update(self, subgroup: Subgroup) -> None:

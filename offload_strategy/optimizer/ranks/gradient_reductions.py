@@ -22,13 +22,12 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from offload_strategy.optimizer.overlap.backward_overlap import is_nested_backward
+from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap, BackwardPasses
 from offload_strategy.optimizer.ranks.data_parallel_group import DataParallelGroup
 
 #: A static graph's first pass reduces in a callback, which queues the one that ends the reduction.
@@ -39,31 +38,13 @@ _Bucket = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class GradientReductions:
-    """Reports when a backward pass begins, and when the gradients that it computes are final.
+    """Tells an overlap when a backward pass begins and when its gradients are final."""
 
-    Args:
-        dp_group: reduces them.
-        begins: called at the pass's first gradient.
-        reduced: called with a parameter and its final gradient, before it is in `p.grad`.
-        over: called at the end of a pass, with the other parameters that got a gradient.
-    """
-
-    def __init__(
-        self,
-        dp_group: DataParallelGroup,
-        begins: Callable[[], None],
-        reduced: Callable[[torch.Tensor, torch.Tensor], None],
-        over: Callable[[Sequence[torch.Tensor]], None],
-    ) -> None:
+    def __init__(self, dp_group: DataParallelGroup, overlap: BackwardOverlap) -> None:
         self._dp_group = dp_group
-        self._begins = begins
-        self._reduced = reduced
-        self._over = over
-        self._pass = -1
-        self._is_over = True
-        self._outermost = -1  # graph task, if it has had a gradient
+        self._overlap = overlap
+        self._passes = BackwardPasses()
         self._reduced_all = False
-        self._noticed: set[int] = set()
         self._seen: dict[int, torch.Tensor] = {}
         self._reducing: deque[tuple[torch.futures.Future[Any], _Bucket]] = deque()
         self._listens = False
@@ -71,36 +52,24 @@ class GradientReductions:
         if torch._C._current_graph_task_id() == -1:
             self._listen()
 
-    def _listen(self) -> None:
-        self._listens = True
-        _listen(self._dp_group, self)
-
     def gradient_computed(self, parameter: torch.Tensor) -> None:
         """Handle a gradient of this rank that is not reduced yet."""
         if not self._dp_group.reduces:
             return
-        graph_task = torch._C._current_graph_task_id()
-        if graph_task != self._pass:
-            self._pass = graph_task
-            within = is_nested_backward()
-            another = not within and self._outermost not in (-1, graph_task)
-            if self._is_over or another or id(parameter) in self._noticed:
-                self._is_over, self._outermost = False, -1
-                self._reduced_all = False
-                self._noticed.clear()
-                self._seen.clear()
-                self._reducing.clear()  # of a pass that broke off
-                self._begins()
-            if not within:
-                self._outermost = graph_task
-            self._queue(_CALLBACKS_BEHIND, within)
-        self._noticed.add(id(parameter))
+        task = self._passes.task
+        if self._passes.begins(parameter):
+            self._reduced_all = False
+            self._seen.clear()
+            self._reducing.clear()  # of a pass that broke off
+            self._overlap.backward_begins()
+        if self._passes.task != task:
+            self._queue(_CALLBACKS_BEHIND, self._passes.nested)
         self._seen[id(parameter)] = parameter
         self._report_finished()
 
     def add(self, future: torch.futures.Future[Any], bucket: _Bucket, last: bool) -> None:
         """Add a bucket whose reduction has begun, maybe the last one."""
-        if not self._is_over:
+        if self._passes.running:
             self._reducing.append((future, bucket))
             self._reduced_all = last
 
@@ -111,26 +80,44 @@ class GradientReductions:
             for parameter, gradient in bucket:
                 # Where it lies otherwise in memory than its parameter, it is taken at the end.
                 if parameter.is_contiguous() and self._seen.pop(id(parameter), None) is not None:
-                    self._reduced(parameter, gradient)
+                    self._overlap.gradient_reduced(parameter, gradient)
 
-    def _queue(self, behind: int, within: bool) -> None:
+    def _queue(self, behind: int, nested: bool) -> None:
         def callback() -> None:
             if behind:
-                self._queue(behind - 1, within)
-            elif not self._is_over and (self._reduced_all or not within):
+                self._queue(behind - 1, nested)
+            elif self._passes.running and (self._reduced_all or not nested):
                 self._end()
 
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def _end(self) -> None:
-        seen = self._seen
+        seen, self._seen = self._seen, {}
         for parameter in self._dp_group.unused_parameters():
             seen.setdefault(id(parameter), parameter)
-        self._pass, self._is_over, self._seen = -1, True, {}
+        self._passes.end()
         self._reducing.clear()
         if not self._listens:
             self._listen()
-        self._over(list(seen.values()))
+        self._overlap.backward_over(list(seen.values()))
+
+    def _listen(self) -> None:
+        """Listen to every bucket, if the module allows a hook."""
+        self._listens = True
+        module = self._dp_group.module
+        if module is None:
+            return
+        for hook, state in module._comm_hooks:
+            if hook is _all_reduce:
+                state.all.add(self)  # type: ignore[attr-defined]
+                return
+        odd = module.find_unused_parameters or module.static_graph or module.mixed_precision
+        sparse = any(getattr(each, "sparse", False) is True for each in module.modules())
+        if odd or sparse or module._comm_hooks or self._dp_group.size == 1:
+            return
+        listeners = _Listeners(self._dp_group)
+        listeners.all.add(self)
+        module.register_comm_hook(listeners, _all_reduce)
 
 
 class _Listeners:
@@ -140,24 +127,6 @@ class _Listeners:
         self.process_group = dp_group.process_group
         self.size = dp_group.size
         self.all: weakref.WeakSet[GradientReductions] = weakref.WeakSet()
-
-
-def _listen(dp_group: DataParallelGroup, listener: GradientReductions) -> None:
-    """Register a listener for every bucket, if the module allows a hook."""
-    module = dp_group.module
-    if module is None:
-        return
-    for hook, state in module._comm_hooks:
-        if hook is _all_reduce:
-            state.all.add(listener)  # type: ignore[attr-defined]
-            return
-    odd = module.find_unused_parameters or module.static_graph or module.mixed_precision
-    sparse = any(getattr(each, "sparse", False) is True for each in module.modules())
-    if odd or sparse or module._comm_hooks or dp_group.size == 1:
-        return
-    listeners = _Listeners(dp_group)
-    listeners.all.add(listener)
-    module.register_comm_hook(listeners, _all_reduce)
 
 
 def _all_reduce(listeners, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations

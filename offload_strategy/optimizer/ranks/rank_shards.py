@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -13,9 +13,10 @@ from offload_strategy.errors import OffloadError
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
 from offload_strategy.optimizer.ranks.data_parallel_group import DataParallelGroup, GroupRegistry
 from offload_strategy.optimizer.ranks.gradient_reductions import GradientReductions
+from offload_strategy.optimizer.ranks.weight_broadcasts import StepBroadcasts
 from offload_strategy.optimizer.states.parameter_slices import local_tensor, shard_like
-from offload_strategy.optimizer.states.subgroups import State, Subgroup
-from offload_strategy.optimizer.subgroup_update import StateMetadata, Updater
+from offload_strategy.optimizer.states.subgroups import State, StateSet, Subgroup
+from offload_strategy.optimizer.subgroup_update import Updater
 
 
 class RankShards:
@@ -50,18 +51,12 @@ class RankShards:
         found it.
         """
         registry = self._registry
-        known = registry is None or self._seen_changes == registry.changes
-        if self.dp_group is not None or registry is None or known:
+        if self.dp_group is not None or registry is None or self._seen_changes == registry.changes:
             return False
         self._seen_changes = registry.changes
         self.dp_group = registry.find_group(parameters())
         if self.dp_group is not None and overlap is not None:
-            self._reductions = GradientReductions(
-                self.dp_group,
-                overlap.backward_begins,
-                overlap.gradient_reduced,
-                overlap.backward_over,
-            )
+            self._reductions = GradientReductions(self.dp_group, overlap)
         return self.dp_group is not None
 
     def first_gradient(self) -> None:
@@ -116,6 +111,17 @@ class RankShards:
                     f"ranks, or set optimizer.sharding: false to have all states on every rank."
                 )
 
+    def step_broadcasts(self, subgroups: Sequence[Subgroup]) -> StepBroadcasts:
+        """Begin to exchange new weights of the subgroups that have a gradient on any rank."""
+        group = self._sharding_group
+        if group is None:
+            return StepBroadcasts(None, ())
+        has_gradient = group.any_rank(
+            [any(each.parameter.grad is not None for each in s.slices) for s in subgroups]
+        )
+        changing = [s for s, has in zip(subgroups, has_gradient, strict=True) if has]
+        return StepBroadcasts(group, changing)
+
     # ------------------------------------------------------------------ all states
     def states(self, subgroups: Sequence[Subgroup], call: str) -> dict[torch.Tensor, State]:
         """Return the states of all ranks; all of them have to call it, unless consolidated.
@@ -134,113 +140,85 @@ class RankShards:
                 f"{rank}. Call {call} there, or call consolidate_state_dict(to={rank}) on every "
                 f"rank."
             )
-        group = self._sharding_group
-        if group is None:
-            return streamed_states(subgroups, self._updater, self._directories)
-        group.barrier(call)
-        return streamed_states(subgroups, AllRankStates(group, self._updater), self._directories)
+        if self._sharding_group is not None:
+            self._sharding_group.barrier(call)
+        return self._streamed_states(subgroups)
 
     def consolidate(self, subgroups: Sequence[Subgroup], to: int, call: str) -> None:
         """Collect the states on one rank; see `OffloadedOptimizer.consolidate_state_dict`."""
         group = self._sharding_group
         if group is None:
             return
-        states = AllRankStates(group, self._updater)
         self.discard_consolidated()
         group.barrier(call)
         if group.rank == to:
-            self._consolidated = streamed_states(subgroups, states, self._directories)
-        else:
-            states.serve(subgroups)
-            self._consolidated_on = to
+            self._consolidated = self._streamed_states(subgroups)
+            return
+        # Take part while that rank reads all of them.
+        all_metadata = [self._metadata(subgroup) for subgroup in subgroups]
+        for subgroup, metadata in zip(subgroups, all_metadata, strict=True):
+            deque(self._values(subgroup, metadata), maxlen=0)
+        self._consolidated_on = to
 
     def discard_consolidated(self) -> None:
         """Drop consolidated states, which are out of date."""
         self._consolidated = self._consolidated_on = None
 
+    def _streamed_states(self, subgroups: Sequence[Subgroup]) -> dict[torch.Tensor, State]:
+        """The states of all parameters, with large tensors in an unlinked file.
 
-# ---------------------------------------------------------------------- reading states
-class StateReader(Protocol):
-    """Reads the states of subgroups."""
+        The states of one subgroup are in memory at a time. The tensors are ordinary ones over
+        private maps of the file, which is gone with the last of them.
+        """
+        states: dict[torch.Tensor, State] = {}
+        all_metadata = [self._metadata(subgroup) for subgroup in subgroups]
+        with ScratchFile(self._directories) as scratch:
+            slots: dict[torch.Tensor, dict[str, ScratchTensor]] = {}
+            for subgroup, metadata in zip(subgroups, all_metadata, strict=True):
+                for param_slice, small in zip(subgroup.slices, metadata.small, strict=True):
+                    states.setdefault(param_slice.parameter, small)
+                for index, name, segment, dtype in metadata.stored:
+                    param_slice = subgroup.slices[index]
+                    own = slots.setdefault(param_slice.parameter, {})
+                    if name not in own and param_slice.rows is None:
+                        own[name] = scratch.reserve(segment.shape, dtype, segment.strides)
+                    elif name not in own:
+                        shape = local_tensor(param_slice.parameter).shape
+                        own[name] = scratch.reserve(shape, dtype, None)
+            for subgroup, metadata in zip(subgroups, all_metadata, strict=True):
+                read = self._values(subgroup, metadata)
+                for stored, values in zip(metadata.stored, read, strict=True):
+                    param_slice = subgroup.slices[stored.slice_index]
+                    start = 0 if param_slice.rows is None else param_slice.rows[0]
+                    slots[param_slice.parameter][stored.name].fill(start, values)
+            for parameter, own in slots.items():
+                states[parameter].update(
+                    (name, shard_like(slot.tensor(), parameter)) for name, slot in own.items()
+                )
+        return states
 
-    def metadata(self, subgroup: Subgroup) -> StateMetadata:
-        """What states a subgroup has, without the values of stored tensors."""
+    # ------------------------------------------------------------------ states of any rank
+    def _metadata(self, subgroup: Subgroup) -> StateSet:
+        """What states a subgroup has, on whichever rank: all ranks read the same in one order."""
+        group = self._sharding_group
+        if group is None:
+            return subgroup.states.metadata()
+        own = subgroup.states.metadata() if subgroup.owner == group.rank else None
+        return group.broadcast_object(own, subgroup.owner)
 
-    def values(self, subgroup: Subgroup, metadata: StateMetadata) -> Iterator[torch.Tensor]:
-        """Yield the stored tensors of a subgroup in order, not to be changed or kept."""
-
-
-def streamed_states(
-    subgroups: Sequence[Subgroup], reader: StateReader, directories: Sequence[Path]
-) -> dict[torch.Tensor, State]:
-    """The states of all parameters, with large tensors in an unlinked file.
-
-    The states of one subgroup are in memory at a time. The tensors are ordinary ones over private
-    maps of the file, which is gone with the last of them. Without `directories` for the file they
-    are in ordinary memory.
-
-    Raises:
-        TierFullError: no directory has room.
-        StorageError: states could not be read, or the file not be written.
-    """
-    states: dict[torch.Tensor, State] = {}
-    all_metadata = [reader.metadata(subgroup) for subgroup in subgroups]
-    with ScratchFile(directories) as scratch:
-        slots: dict[torch.Tensor, dict[str, ScratchTensor]] = {}
-        for subgroup, metadata in zip(subgroups, all_metadata, strict=True):
-            for param_slice, small in zip(subgroup.slices, metadata.small, strict=True):
-                states.setdefault(param_slice.parameter, small)
-            for index, name, segment, dtype in metadata.stored:
-                param_slice = subgroup.slices[index]
-                own = slots.setdefault(param_slice.parameter, {})
-                if name not in own and param_slice.rows is None:
-                    own[name] = scratch.reserve(segment.shape, dtype, segment.strides)
-                elif name not in own:
-                    shape = local_tensor(param_slice.parameter).shape
-                    own[name] = scratch.reserve(shape, dtype, None)
-        for subgroup, metadata in zip(subgroups, all_metadata, strict=True):
-            read = reader.values(subgroup, metadata)
-            for (index, name, _, _), values in zip(metadata.stored, read, strict=True):
-                param_slice = subgroup.slices[index]
-                start = 0 if param_slice.rows is None else param_slice.rows[0]
-                slots[param_slice.parameter][name].fill(start, values)
-        for parameter, own in slots.items():
-            states[parameter].update(
-                (name, shard_like(slot.tensor(), parameter)) for name, slot in own.items()
-            )
-    return states
-
-
-class AllRankStates:
-    """Reads states wherever they are; all ranks have to read the same, in the same order."""
-
-    def __init__(self, dp_group: DataParallelGroup, updater: Updater) -> None:
-        self._dp_group = dp_group
-        self._updater = updater
-
-    def serve(self, subgroups: Sequence[Subgroup]) -> None:
-        """Take part while another rank reads all of these with `streamed_states`."""
-        all_metadata = [self.metadata(subgroup) for subgroup in subgroups]
-        for subgroup, metadata in zip(subgroups, all_metadata, strict=True):
-            for _ in self.values(subgroup, metadata):
-                pass
-
-    def metadata(self, subgroup: Subgroup) -> StateMetadata:
-        """See `Updater.metadata`."""
-        owner = subgroup.owner
-        own = self._updater.metadata(subgroup) if owner == self._dp_group.rank else None
-        return self._dp_group.broadcast_object(own, owner)
-
-    def values(self, subgroup: Subgroup, metadata: StateMetadata) -> Iterator[torch.Tensor]:
-        """See `Updater.values`."""
-        owner = subgroup.owner
-        if owner == self._dp_group.rank:
-            for values in self._updater.values(subgroup, metadata):
-                self._dp_group.broadcast(values.contiguous(), owner).wait()
+    def _values(self, subgroup: Subgroup, metadata: StateSet) -> Iterator[torch.Tensor]:
+        """The stored tensors of a subgroup, on whichever rank, not to be changed or kept."""
+        group, owner = self._sharding_group, subgroup.owner
+        if group is None:
+            yield from self._updater.values(subgroup)
+        elif owner == group.rank:
+            for values in self._updater.values(subgroup):
+                group.broadcast(values.contiguous(), owner).wait()
                 yield values
-            return
-        for _, _, segment, _ in metadata.stored:
+        else:
             device = subgroup.slices[0].parameter.device
-            values = torch.empty(segment.shape, dtype=segment.dtype, device=device)
-            self._dp_group.broadcast(values, owner).wait()
-            yield values
+            for stored in metadata.stored:
+                segment = stored.segment
+                values = torch.empty(segment.shape, dtype=segment.dtype, device=device)
+                group.broadcast(values, owner).wait()
+                yield values

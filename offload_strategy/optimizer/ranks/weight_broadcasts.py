@@ -80,12 +80,12 @@ class StepBroadcasts:
 
     Every rank has to begin the same collectives in the same order: that of the subgroups that
     change in this step. Those of other ranks are received at once; this rank's wait until they are
-    updated.
+    updated. Without a group there is nothing to send.
     """
 
-    def __init__(self, dp_group: DataParallelGroup, subgroups: Sequence[Subgroup]) -> None:
-        self._dp_group = dp_group
-        self._upcoming = deque(subgroups)
+    def __init__(self, dp_group: DataParallelGroup | None, changing: Sequence[Subgroup]) -> None:
+        self.dp_group = dp_group
+        self._upcoming = deque(changing)
         self._ready: set[int] = set()
         self._begun: deque[WeightBroadcast] = deque()
         self._advance()
@@ -96,12 +96,12 @@ class StepBroadcasts:
         self._advance()
 
     def _advance(self) -> None:
-        while self._upcoming:
+        while self.dp_group is not None and self._upcoming:
             subgroup = self._upcoming[0]
-            if subgroup.owner == self._dp_group.rank and id(subgroup) not in self._ready:
+            if subgroup.owner == self.dp_group.rank and id(subgroup) not in self._ready:
                 return
             weights = [param_slice.values for param_slice in subgroup.slices]
-            self._begun.append(WeightBroadcast(self._dp_group, weights, subgroup.owner))
+            self._begun.append(WeightBroadcast(self.dp_group, weights, subgroup.owner))
             self._upcoming.popleft()
 
     @torch.no_grad()

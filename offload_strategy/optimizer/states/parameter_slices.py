@@ -76,12 +76,7 @@ def wrap_like(tensor: torch.Tensor | None, local: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------------- slices
 @dataclass(frozen=True, eq=False, slots=True)
 class ParameterSlice:
-    """A parameter, or some rows of it (of the first dimension of its local tensor).
-
-    Args:
-        parameter: the whole parameter.
-        rows: first row, and the row after the last; None for the whole parameter.
-    """
+    """A parameter, or rows of its local tensor: the first, and the one after the last."""
 
     parameter: torch.Tensor
     rows: tuple[int, int] | None = None
@@ -92,7 +87,17 @@ class ParameterSlice:
         if self.rows is None:
             return tensor
         begin, end = self.rows
-        return _sparse_rows(tensor, begin, end) if tensor.is_sparse else tensor[begin:end]
+        if not tensor.is_sparse:
+            return tensor[begin:end]
+        # The values of each row stay in the same order.
+        indices = tensor._indices()
+        selected = (indices[0] >= begin) & (indices[0] < end)
+        shifted = indices[:, selected]
+        shifted[0] -= begin
+        size = (end - begin, *tensor.shape[1:])
+        return torch.sparse_coo_tensor(
+            shifted, tensor._values()[selected], size, is_coalesced=tensor.is_coalesced()
+        )
 
     @property
     def values(self) -> torch.Tensor:
@@ -175,15 +180,3 @@ def join_states(
         sliced = isinstance(first, torch.Tensor) and first.shape == slices[0].meta.shape
         joined[name] = torch.cat([state[name] for state in states]) if sliced else first
     return joined
-
-
-def _sparse_rows(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-    """Rows of a sparse gradient, with the values of each row in the same order."""
-    indices = tensor._indices()
-    selected = (indices[0] >= begin) & (indices[0] < end)
-    shifted = indices[:, selected]
-    shifted[0] -= begin
-    size = (end - begin, *tensor.shape[1:])
-    return torch.sparse_coo_tensor(
-        shifted, tensor._values()[selected], size, is_coalesced=tensor.is_coalesced()
-    )

@@ -34,16 +34,13 @@ _HALF_DTYPES = frozenset({torch.bfloat16, torch.float16})
 
 @dataclass(frozen=True)
 class Precision:
-    """In which dtypes states are computed, and stored between updates.
+    """In which dtypes states are computed, and stored between updates."""
 
-    Args:
-        state_dtype: dtype in which float32 states are stored; None for float32.
-        stochastic_rounding: whether they are rounded stochastically, instead of to nearest.
-        master_weights: whether weights of bfloat16 and float16 are updated in float32 copies.
-    """
-
+    #: In which float32 states are stored; None for float32.
     state_dtype: torch.dtype | None = None
+    #: Whether they are rounded stochastically, instead of to nearest.
     stochastic_rounding: bool = False
+    #: Whether weights of bfloat16 and float16 are updated in float32 copies.
     master_weights: bool = False
 
     def has_master(self, weight: torch.Tensor) -> bool:
@@ -68,10 +65,7 @@ class Precision:
 def copy_rounded(
     stored: torch.Tensor, computed: torch.Tensor, generator: torch.Generator | None
 ) -> None:
-    """Copy a computed state into its stored dtype; shapes and strides are the same.
-
-    A generator rounds float32 to bfloat16 stochastically; None rounds to nearest.
-    """
+    """Copy a computed state into its stored dtype, to nearest, or stochastically to bfloat16."""
     if generator is None or (computed.dtype, stored.dtype) != (torch.float32, torch.bfloat16):
         stored.copy_(computed)
         return
@@ -92,23 +86,19 @@ def master_weights_of(
     They are taken out of the states for the update, with gradients in float32, and put back after
     it. Weights without a master weight are given as they are.
     """
-    updated = [
-        _master_weight(weight, state) if precision.has_master(weight) else weight
-        for weight, state in zip(weights, states, strict=True)
-    ]
-    masters = [
-        (weight, state, master)
-        for weight, state, master in zip(weights, states, updated, strict=True)
-        if master is not weight
-    ]
+    masters = {
+        index: _master_weight(weight, state)
+        for index, (weight, state) in enumerate(zip(weights, states, strict=True))
+        if precision.has_master(weight)
+    }
     try:
-        yield updated
+        yield [masters.get(index, weight) for index, weight in enumerate(weights)]
     finally:  # a failing update loses no state
-        for _, state, master in masters:
+        for index, master in masters.items():
             master.grad = None
-            state[MASTER_WEIGHT] = master
-    for weight, _, master in masters:
-        weight.detach().copy_(master)
+            states[index][MASTER_WEIGHT] = master
+    for index, master in masters.items():
+        weights[index].detach().copy_(master)
 
 
 def _master_weight(weight: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:

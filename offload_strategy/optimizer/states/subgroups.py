@@ -1,16 +1,22 @@
-"""Subgroups: the unit in which optimizer states are read, updated and written."""
+"""Subgroups: the unit in which optimizer states are read, updated and written.
+
+[Note: flat buffers]
+The tensors of a subgroup lie in one flat buffer, which only I/O sees. Kernels get each tensor by
+itself, in its own shape and strides, because a kernel that runs over packed tensors rounds
+differently where they meet.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
-from offload_strategy.optimizer.states.flat_layout import Layout, packable
 from offload_strategy.optimizer.states.parameter_slices import (
     ParameterSlice,
     local_tensor,
@@ -19,8 +25,95 @@ from offload_strategy.optimizer.states.parameter_slices import (
 from offload_strategy.optimizer.states.precision import Precision, copy_rounded
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket
+from offload_strategy.units import round_up
+
+#: Alignment of each tensor: that of PyTorch's allocators at least, so that vector loads stay
+#: aligned.
+_ALIGNMENT_BYTES = 256
 
 State = dict[str, Any]
+
+
+# ---------------------------------------------------------------------- flat buffers
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Place of one tensor in a flat buffer, with its dtype, shape and strides."""
+
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """The tensor as a view of a flat uint8 buffer."""
+        typed = flat[self.offset : self.offset + self.nbytes].view(self.dtype)
+        offset = (flat.storage_offset() + self.offset) // self.dtype.itemsize
+        return typed.as_strided(self.shape, self.strides, offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Segments of a flat buffer of `nbytes`."""
+
+    segments: tuple[Segment, ...]
+    nbytes: int
+
+    @classmethod
+    def of(
+        cls, tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype] | None = None
+    ) -> Layout:
+        """Lay out `packable` tensors one after the other, in `dtypes` (default: their own)."""
+        segments = []
+        offset = 0
+        for tensor, dtype in zip(tensors, dtypes or [t.dtype for t in tensors], strict=True):
+            nbytes = tensor.numel() * dtype.itemsize
+            segments.append(Segment(offset, nbytes, dtype, tensor.shape, tuple(tensor.stride())))
+            offset = round_up(offset + nbytes, _ALIGNMENT_BYTES)
+        return cls(tuple(segments), offset)
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Every tensor as a view of a flat uint8 buffer of this layout."""
+        return [segment.view(flat) for segment in self.segments]
+
+
+def packable(tensor: object) -> bool:
+    """Whether a value is a plain strided tensor without gaps between its elements."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and is_plain(type(tensor))
+        and tensor.layout is torch.strided
+        and tensor.dim() > 0
+        and tensor.numel() > 0
+        and _is_dense(tensor)
+    )
+
+
+def is_plain(kind: type) -> bool:
+    """Whether a class is a plain tensor class, or declares that it behaves like one."""
+    return kind in (torch.Tensor, torch.nn.Parameter) or getattr(kind, "stands_for_plain", False)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the strides are those of a contiguous tensor in some order of its dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+# ---------------------------------------------------------------------- states
+class StoredState(NamedTuple):
+    """One dense state of one slice, whose stored dtype (the segment's) may be narrower."""
+
+    slice_index: int
+    name: str
+    segment: Segment
+    compute_dtype: torch.dtype
 
 
 @dataclass(eq=False)
@@ -29,18 +122,14 @@ class StateSet:
 
     Args:
         small: for each slice, the values that stay in memory (step counters and the like).
-        names: for each segment of the layout, (index of the slice, name of the state).
-        layout: where the tensors lie in the ticket.
+        stored: the tensors in the ticket; without a ticket `small` has them.
         ticket: bytes of the tensors; None if there are none.
-        compute_dtypes: compute dtype of each segment, which may differ from its stored dtype.
         updates: how often these states were updated or replaced.
     """
 
     small: list[State]
-    names: list[tuple[int, str]] = field(default_factory=list)
-    layout: Layout = field(default_factory=lambda: Layout((), 0))
+    stored: list[StoredState] = field(default_factory=list)
     ticket: Ticket | None = None
-    compute_dtypes: list[torch.dtype] = field(default_factory=list)
     updates: int = 0
 
     @property
@@ -48,27 +137,26 @@ class StateSet:
         """Bytes of the ticket."""
         return 0 if self.ticket is None else self.ticket.nbytes
 
-    def unpack(self, flat: torch.Tensor | None, *, upcast: bool = True) -> list[State]:
-        """Return the state of each slice: copies of small values, views of `flat` for the rest.
+    def metadata(self) -> StateSet:
+        """Copies of the small values, and which tensors are stored, without the ticket."""
+        stored = [] if self.ticket is None else self.stored
+        states = self.small_copies()
+        if self.ticket is None:
+            self.upcast(states)
+        return StateSet(states, stored)
 
-        Without `flat` stored tensors are left out. Upcasting to compute dtypes copies them.
-        """
-        states = [
+    def small_copies(self) -> list[State]:
+        """Copies of the values in memory."""
+        return [
             {
                 name: value.clone() if isinstance(value, torch.Tensor) else deepcopy(value)
-                for name, value in small.items()
+                for name, value in state.items()
             }
-            for small in self.small
+            for state in self.small
         ]
-        if flat is not None:
-            for (index, name), view in zip(self.names, self.layout.views(flat), strict=True):
-                states[index][name] = view
-        if upcast:
-            self.upcast(states)
-        return states
 
     def upcast(self, states: list[State]) -> None:
-        """Upcast states to their compute dtype, where the stored dtype differs."""
+        """Upcast states to their compute dtypes, where the stored dtypes differ."""
         for state, dtypes in zip(states, self.upcast_dtypes(), strict=True):
             state.update(
                 {name: state[name].to(dtype) for name, dtype in dtypes.items() if name in state}
@@ -77,8 +165,7 @@ class StateSet:
     def upcast_dtypes(self) -> list[dict[str, torch.dtype]]:
         """For each slice, the compute dtype of every state that is stored in another dtype."""
         dtypes: list[dict[str, torch.dtype]] = [{} for _ in self.small]
-        segments = zip(self.names, self.layout.segments, self.compute_dtypes, strict=True)
-        for (index, name), segment, dtype in segments:
+        for index, name, segment, dtype in self.stored:
             if segment.dtype != dtype:
                 dtypes[index][name] = dtype
         return dtypes
@@ -109,112 +196,96 @@ class Subgroup:
         return len(self.ready) >= trainable
 
 
-@dataclass(frozen=True)
 class UnpackedStates:
     """The states of a subgroup during an update.
 
     Args:
-        source: the set that they were unpacked from.
-        flat: the buffer that its tensors lie in; None if it has none.
-        states: one dict for each slice, to be changed.
-        tensors: the tensor of each segment, as it was unpacked into `states`.
-        upcast: whether `states` are in their compute dtypes, not in their stored dtypes.
+        source: the set that they are unpacked from.
+        flat: the bytes of its ticket, which may be overwritten; None if it has none.
+        upcast: whether `states` shall be in their compute dtypes, for which those that are stored
+            in other dtypes are copied.
     """
 
-    source: StateSet
-    flat: torch.Tensor | None
-    states: list[State]
-    tensors: list[torch.Tensor]
-    upcast: bool = True
-
-    @classmethod
-    def of(
-        cls, source: StateSet, flat: torch.Tensor | None, *, upcast: bool = True
-    ) -> UnpackedStates:
-        """Unpack a set whose bytes are in `flat`; see `StateSet.unpack`."""
-        upcast = upcast or flat is None  # states in memory may be in their stored dtype
-        states = source.unpack(flat, upcast=upcast)
-        tensors = [] if flat is None else [states[index][name] for index, name in source.names]
-        return cls(source, flat, states, tensors, upcast)
+    def __init__(self, source: StateSet, flat: torch.Tensor | None, *, upcast: bool = True) -> None:
+        self.source = source
+        self.flat = flat
+        self.upcast = upcast or flat is None  # states in memory may be in their stored dtypes
+        #: One dict for each slice, to be changed.
+        self.states = source.small_copies()
+        self._views = [] if flat is None else [each.segment.view(flat) for each in source.stored]
+        if flat is not None:
+            for each, view in zip(source.stored, self._views, strict=True):
+                self.states[each.slice_index][each.name] = view
+        if self.upcast:
+            source.upcast(self.states)
 
     def in_memory(self) -> StateSet:
         """A set of the same states that keeps them in memory, without a ticket."""
         return replace(self.source, small=self.states, ticket=None)
 
-    def small_if_in_place(self) -> list[State] | None:
-        """The values outside the buffer, if all tensors in it were updated in place; else None."""
-        source = self.source
-        if self.flat is None:
-            return None
-        segments = zip(source.names, self.tensors, source.layout.segments, strict=True)
-        for (index, name), tensor, segment in segments:
-            if self.states[index].get(name) is not tensor or tensor.dtype != segment.dtype:
-                return None
-        packed = set(source.names)
-        small = [
-            {name: value for name, value in state.items() if (index, name) not in packed}
-            for index, state in enumerate(self.states)
-        ]
-        return None if any(packable(v) for state in small for v in state.values()) else small
+    def pack(
+        self,
+        store: TensorStore,
+        put: Callable[[torch.Tensor], Ticket],
+        precision: Precision,
+        generator: torch.Generator | None,
+    ) -> StateSet:
+        """Pack the updated states into a new set.
+
+        Their buffer is used again if every tensor still fits into its segment, as it usually does;
+        else the store lends another. `put` gives the buffer to the store. A generator rounds
+        stochastically; None rounds to nearest.
+        """
+        updates = self.source.updates + 1
+        small = [dict(state) for state in self.states]
+        tensors = [small[each.slice_index].pop(each.name, None) for each in self.source.stored]
+        flat, stored, views = self.flat, self.source.stored, self._views
+        if (
+            flat is None
+            or not all(map(_fits, tensors, views, stored, repeat(precision)))
+            or any(packable(value) for state in small for value in state.values())
+        ):
+            places = [
+                (index, name)
+                for index, state in enumerate(self.states)
+                for name, value in state.items()
+                if packable(value)
+            ]
+            small = [{n: v for n, v in each.items() if not packable(v)} for each in self.states]
+            if not places:
+                return StateSet(small, updates=updates)
+            tensors = [self.states[index][name] for index, name in places]
+            dtypes = [
+                precision.stored_dtype(tensor.dtype, name)
+                for tensor, (_, name) in zip(tensors, places, strict=True)
+            ]
+            layout = Layout.of(tensors, dtypes)
+            flat = store.borrow("optimizer", layout.nbytes, tensors[0].device)
+            views = layout.views(flat)
+            stored = [
+                StoredState(*place, segment, tensor.dtype)
+                for place, segment, tensor in zip(places, layout.segments, tensors, strict=True)
+            ]
+        for tensor, view in zip(tensors, views, strict=True):
+            if tensor.data_ptr() != view.data_ptr():
+                copy_rounded(view, tensor, generator)
+        return StateSet(small, stored, put(flat), updates)
 
 
-def pack_states(
-    store: TensorStore,
-    updated: UnpackedStates,
-    put: Callable[[torch.Tensor], Ticket],
-    precision: Precision,
-    generator: torch.Generator | None = None,
-) -> StateSet:
-    """Pack updated states into a new set.
-
-    Their buffer is used again if every tensor still fits its segment; else the store lends another.
-    `put` gives the buffer to the store. A generator rounds stochastically; None rounds to nearest.
-    """
-    old, states, flat = updated.source, updated.states, updated.flat
-    updates = old.updates + 1
-    in_place = updated.small_if_in_place()
-    if in_place is not None:  # the usual case
-        assert flat is not None
-        return StateSet(in_place, old.names, old.layout, put(flat), old.compute_dtypes, updates)
-    small = [{name: v for name, v in state.items() if not packable(v)} for state in states]
-    names = [
-        (index, name)
-        for index, state in enumerate(states)
-        for name, value in state.items()
-        if packable(value)
-    ]
-    if not names:
-        return StateSet(small, updates=updates)
-    same_names = flat is not None and sorted(names) == sorted(old.names)
-    if same_names:
-        names = old.names
-    tensors = [states[index][name] for index, name in names]
-    compute_dtypes = [tensor.dtype for tensor in tensors]
-    stored_dtypes = [
-        precision.stored_dtype(dtype, name)
-        for dtype, (_, name) in zip(compute_dtypes, names, strict=True)
-    ]
-    layout = old.layout
-    views = layout.views(flat) if same_names and flat is not None else []
-    if flat is None or not (views and all(map(_fits, tensors, views, stored_dtypes))):
-        layout = Layout.of(tensors, stored_dtypes)
-        flat = store.borrow("optimizer", layout.nbytes, tensors[0].device)
-        views = layout.views(flat)
-    for view, tensor in zip(views, tensors, strict=True):
-        if view.dtype != tensor.dtype or view.data_ptr() != tensor.data_ptr():
-            copy_rounded(view, tensor, generator)
-    return StateSet(small, names, layout, put(flat), compute_dtypes, updates)
-
-
-def _fits(tensor: torch.Tensor, view: torch.Tensor, stored_dtype: torch.dtype) -> bool:
-    """Whether a state is where it was unpacked, or can be rounded into that place."""
-    if view.dtype != stored_dtype:
+def _fits(state: object, view: torch.Tensor, stored: StoredState, precision: Precision) -> bool:
+    """Whether an updated state is where it was unpacked, or can be rounded into that place."""
+    if state is view:
+        return True
+    if not isinstance(state, torch.Tensor) or state.dtype != stored.compute_dtype:
         return False
-    if view.dtype == tensor.dtype:
-        return view.data_ptr() == tensor.data_ptr()
-    return view.shape == tensor.shape and view.stride() == tensor.stride()
+    if state.shape != view.shape or state.stride() != view.stride():
+        return False
+    if view.dtype != precision.stored_dtype(state.dtype, stored.name):
+        return False
+    return view.dtype != state.dtype or view.data_ptr() == state.data_ptr()
 
 
+# ---------------------------------------------------------------------- planning
 def plan_subgroups(
     optimizer: Optimizer,
     planned: Collection[int],
@@ -233,14 +304,13 @@ def plan_subgroups(
         is_elementwise: whether large parameters of the group of this index may be sliced. Otherwise
             one that exceeds the maximum is a subgroup by itself.
     """
-    seen = set(planned)
     groups = optimizer.param_groups
     limit = size(sum(local_tensor(p).numel() for group in groups for p in group["params"]))
     for group_index in reversed(range(len(groups))):
         batch: list[ParameterSlice] = []
         elements = 0
         for parameter in reversed(groups[group_index]["params"]):
-            if id(parameter) in seen:
+            if id(parameter) in planned:
                 continue
             slices = [ParameterSlice(parameter)]
             if local_tensor(parameter).numel() > limit and is_elementwise(group_index):

@@ -21,14 +21,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from offload_strategy.errors import ConfigError
-from offload_strategy.optimizer.states.flat_layout import is_plain, packable
 from offload_strategy.optimizer.states.parameter_slices import (
     SLICE_ALIGNMENT,
+    ParameterSlice,
     is_sharded,
     local_tensor,
 )
 from offload_strategy.optimizer.states.precision import MASTER_WEIGHT, Precision
-from offload_strategy.optimizer.user_class.inner_step import copy_with_parameters, unhooked_step
+from offload_strategy.optimizer.states.subgroups import is_plain, packable
+from offload_strategy.optimizer.user_class.inner_step import (
+    copy_with_parameters,
+    run_update,
+    unhooked_step,
+)
 from offload_strategy.torch_support.accelerator import (
     forked_generators,
     generator_states,
@@ -44,14 +49,7 @@ _OWN = frozenset({"param_groups", "state", "step", "_need_device_dtype_check_for
 #: Size and slices of the tensor on which `is_elementwise` tries an optimizer: enough for several
 #: threads, and no multiple of any block.
 _ELEMENTS = 2 * 65536 + 1237
-_SLICE_EDGES = (
-    0,
-    SLICE_ALIGNMENT,
-    3 * SLICE_ALIGNMENT,
-    1025 * SLICE_ALIGNMENT,
-    1500 * SLICE_ALIGNMENT,
-    _ELEMENTS,
-)
+_CUTS = (*(blocks * SLICE_ALIGNMENT for blocks in (0, 1, 3, 1025, 1500)), _ELEMENTS)
 
 
 class UnsupportedOptimizerError(Exception):
@@ -84,7 +82,7 @@ def check_supported(optimizer: Optimizer, precision: Precision | None = None) ->
     """Refuse optimizers whose states cannot be offloaded without changing numbers.
 
     Returns:
-        bytes of its states once every parameter has been updated.
+        Bytes of its states once every parameter has been updated.
 
     Raises:
         ConfigError: an unsupported optimizer or option, or no parameters.
@@ -146,10 +144,8 @@ def try_group(
     """Update two small parameters like those of a group, together and one by one.
 
     Neither the optimizer nor its parameters change, nor does the state of torch's random numbers.
-    Returns the format of the states of both.
-
-    Raises:
-        UnsupportedOptimizerError: its numbers would not be the same.
+    Returns the format of the states of both; raises `UnsupportedOptimizerError` if its numbers
+    would not be the same.
     """
     kind = type(optimizer)
     closure = inspect.signature(unhooked_step(kind)).parameters.get("closure")
@@ -174,13 +170,13 @@ def try_group(
     )
     devices = generators_of(models)
     with forked_generators(devices):
-        before = _fingerprint(_shared_attributes(optimizer, group))
+        before = _fingerprint(optimizer, group)
         random = generator_states(devices)
         changed = _run_steps(optimizer, group, together)
         for small in apart:
             changed |= _run_steps(optimizer, group, [small])
         drew = not all(map(torch.equal, random, generator_states(devices)))
-        after = _fingerprint(_shared_attributes(optimizer, group))
+        after = _fingerprint(optimizer, group)
     changed |= {name for name, value in after.items() if before.get(name) != value}
     if changed:
         raise UnsupportedOptimizerError(
@@ -191,7 +187,9 @@ def try_group(
         raise UnsupportedOptimizerError(
             "draws random numbers, which subgroups would draw in another order"
         )
-    if not all(one.same_bits(other) for one, other in zip(together, apart, strict=True)):
+    if not all(
+        _same(one.tensors(), other.tensors()) for one, other in zip(together, apart, strict=True)
+    ):
         raise UnsupportedOptimizerError(
             f"updates a parameter in another way when others are there ({kind.__name__} was tried "
             f"on two small tensors, together and one by one)"
@@ -234,16 +232,44 @@ def is_elementwise(optimizer: Optimizer, group: dict[str, Any], precision: Preci
         torch.randn(_ELEMENTS, generator=generator).to(model.device, dtype)
         for _ in range(1 + _STEPS)
     )
-    whole = _SlicedUpdates(values, [slice(None)])
-    sliced = _SlicedUpdates(values, [slice(*edges) for edges in pairwise(_SLICE_EDGES)])
-    with forked_generators(generators_of([model])):
+    whole, sliced = values.clone(), values.clone()
+    slices = [ParameterSlice(sliced, rows) for rows in pairwise(_CUTS)]
+    state: dict[str, Any] = {}
+    slice_states: list[dict[str, Any]] = [{} for _ in slices]
+
+    def update(tensor: torch.Tensor, gradient: torch.Tensor, its_state: dict[str, Any]) -> None:
+        tensor.grad = gradient
+        run_update(optimizer, group, [tensor], [its_state])
+
+    with torch.no_grad(), forked_generators(generators_of([model])):
         try:
             for gradient in gradients:
-                whole.step(optimizer, group, gradient)
-                sliced.step(optimizer, group, gradient)
+                update(whole, gradient, state)
+                for each, its_state in zip(slices, slice_states, strict=True):
+                    update(each.values, each.of(gradient), its_state)
         except Exception:
             return False
-    return sliced.matches(whole)
+    of_parameter = all(value.shape == values.shape for value in filter(packable, state.values()))
+    return (
+        of_parameter
+        and torch.equal(whole.view(torch.uint8), sliced.view(torch.uint8))
+        and all(map(_same, [each.slice_state(state) for each in slices], slice_states))
+    )
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two states have the same values, NaN included."""
+
+    def same(mine: Any, theirs: Any) -> bool:
+        if not isinstance(mine, torch.Tensor):
+            return bool(mine == theirs)
+        return (
+            isinstance(theirs, torch.Tensor)
+            and (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
+            and torch.allclose(mine, theirs, rtol=0, atol=0, equal_nan=True)
+        )
+
+    return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
 
 
 # ---------------------------------------------------------------------- small parameters
@@ -274,20 +300,13 @@ class _SmallParameter:
         state = optimizer.state.get(model, {})
         self.state = {n: small(value) for n, value in state.items() if n != MASTER_WEIGHT}
 
-    def same_bits(self, other: _SmallParameter) -> bool:
-        """Whether values and states are the same."""
-        mine, theirs = self._numbers(), other._numbers()
-        return mine.keys() == theirs.keys() and all(
-            value.shape == theirs[name].shape
-            and torch.allclose(value, theirs[name], rtol=0, atol=0, equal_nan=True)
-            for name, value in mine.items()
-        )
-
-    def _numbers(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The parameter, and its states that are tensors."""
         tensors = {n: v for n, v in self.state.items() if isinstance(v, torch.Tensor)}
         return {**tensors, "the parameter itself": self.parameter.detach()}
 
     def state_format(self) -> StateFormat:
+        """The format of its states."""
         tensors = [value for value in self.state.values() if packable(value)]
         return StateFormat(self.parameter.shape, tuple((t.shape, t.dtype) for t in tensors))
 
@@ -329,10 +348,10 @@ def _shared_attributes(optimizer: Optimizer, group: dict[str, Any]) -> dict[str,
     return {**own, **{name: value for name, value in group.items() if name != "params"}}
 
 
-def _fingerprint(attributes: dict[str, Any]) -> dict[str, Any]:
-    """What tells whether mutable values were changed in place, one level deep."""
+def _fingerprint(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
+    """What tells whether mutable shared attributes were changed in place, one level deep."""
     prints: dict[str, Any] = {}
-    for name, value in attributes.items():
+    for name, value in _shared_attributes(optimizer, group).items():
         if isinstance(value, torch.Tensor):
             prints[name] = value._version
         elif isinstance(value, dict):
@@ -340,43 +359,3 @@ def _fingerprint(attributes: dict[str, Any]) -> dict[str, Any]:
         elif isinstance(value, list | set | tuple):
             prints[name] = [id(item) for item in value]
     return prints
-
-
-class _SlicedUpdates:
-    """Slices of a tensor, each with a state, that are updated one after the other."""
-
-    def __init__(self, values: torch.Tensor, slices: list[slice]) -> None:
-        self._values = values.clone()
-        self._slices = slices
-        self._states: list[dict[str, Any]] = [{} for _ in slices]
-
-    @torch.no_grad()
-    def step(self, optimizer: Optimizer, group: dict[str, Any], gradient: torch.Tensor) -> None:
-        """Update every slice."""
-        for rows, state in zip(self._slices, self._states, strict=True):
-            values = self._values[rows]
-            values.grad = gradient[rows]
-            copy = copy_with_parameters(optimizer, group, [values], [state])
-            unhooked_step(type(optimizer))(copy)
-            state.update(copy.state[values])
-
-    def matches(self, whole: _SlicedUpdates) -> bool:
-        """Whether values and states have the same bits as those of the whole tensor."""
-        if not torch.equal(self._values.view(torch.uint8), whole._values.view(torch.uint8)):
-            return False
-        return all(
-            self._state_matches([state.get(name) for state in self._states], value)
-            for name, value in whole._states[0].items()
-        )
-
-    def _state_matches(self, of_slices: list[Any], of_whole: Any) -> bool:
-        if not isinstance(of_whole, torch.Tensor):
-            return all(value == of_whole for value in of_slices)
-        if not all(isinstance(value, torch.Tensor) for value in of_slices):
-            return False
-        if of_whole.shape != self._values.shape:
-            return not packable(of_whole) and all(torch.equal(v, of_whole) for v in of_slices)
-        shapes = [self._values[rows].shape for rows in self._slices]
-        return [value.shape for value in of_slices] == shapes and torch.equal(
-            torch.cat(of_slices), of_whole
-        )

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from offload_strategy.optimizer.states.flat_layout import packable
 from offload_strategy.optimizer.states.parameter_slices import (
     SLICE_ALIGNMENT,
     ParameterSlice,
@@ -26,6 +25,7 @@ from offload_strategy.optimizer.states.parameter_slices import (
     slice_parameter,
 )
 from offload_strategy.optimizer.states.precision import copy_rounded
+from offload_strategy.optimizer.states.subgroups import packable
 from offload_strategy.units import round_up
 
 #: Elements of a chunk, which take 8 MiB for two states in float32: smaller chunks cost more in
@@ -49,7 +49,13 @@ def run_update(
     The class's own `step` runs on a copy of the instance: same code path, same kernel (single,
     foreach or fused), same bits. States that are empty are filled.
     """
-    unhooked_step(type(optimizer))(copy_with_parameters(optimizer, group, parameters, states))
+    copy = copy_with_parameters(optimizer, group, parameters, states)
+    unhooked_step(type(optimizer))(copy)
+    for parameter, state in zip(parameters, states, strict=True):
+        updated = copy.state[parameter]
+        if updated is not state:  # the class has assigned another one
+            state.clear()
+            state.update(updated)
 
 
 def copy_with_parameters(
@@ -94,12 +100,12 @@ def update_in_chunks(
     borrow: Callable[[int], torch.Tensor],
     generator: torch.Generator | None,
 ) -> bool:
-    """Update weights in place, and their states in their stored dtypes.
+    """Update leaf weights in place, and their states in their stored dtypes, also in place.
 
     Args:
         run: updates some tensors and their states, like `run_update`.
-        weights: leaf tensors whose `.grad` is set, for which `can_update_in_chunks` holds.
-        states: of each weight, in their stored dtypes; changed in place.
+        weights: with gradients; `can_update_in_chunks` holds for them.
+        states: of each weight.
         upcast_dtypes: for each weight, the states to be upcast and their compute dtypes.
         borrow: lends a flat uint8 tensor of so many bytes.
         generator: for stochastic rounding; None to round to nearest.

@@ -1,0 +1,289 @@
+"""The modes of `optimizer.overlap` that update during backward: ``commit`` and ``eager``.
+
+[Note: predicted scaling]
+An update ahead of `step()` must know how gradients will be scaled after backward: not at all
+without clipping or where the limit is not reached, by the inverse loss scale under GradScaler. An
+update that predicted wrongly is dropped and runs again, so running ahead is worthwhile only if
+predictions are right most of the time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from offload_strategy.errors import OffloadError
+from offload_strategy.optimizer.gradients.gradient_backing import (
+    ConsumedGradient,
+    GradientBacking,
+    StoredGradient,
+    norm_of,
+)
+from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGradient
+from offload_strategy.optimizer.gradients.recorded_edits import EditHistory
+from offload_strategy.optimizer.overlap.ahead_update import AheadUpdate
+from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
+from offload_strategy.optimizer.states.parameter_slices import local_tensor
+from offload_strategy.optimizer.states.subgroups import Subgroup
+from offload_strategy.optimizer.subgroup_update import Updater
+from offload_strategy.store.tensor_store import TensorStore
+from offload_strategy.store.ticket import Tier
+from offload_strategy.store.tiers import HostTier
+from offload_strategy.units import MiB
+
+#: Steps from which the next one is predicted.
+_WINDOW = 16
+#: Share of them that must have been predicted right for running ahead to be worthwhile.
+_WORTHWHILE = 0.75
+#: Smaller gradients stay where they are: moving them costs more than their memory is worth.
+_SMALLEST_BYTES = 1 * MiB
+
+
+# ---------------------------------------------------------------------- commit
+class ScalingPrediction:
+    """Predicts the scaling of gradients from the last steps; see [Note: predicted scaling]."""
+
+    def __init__(self) -> None:
+        self._scalings: deque[EditHistory | None] = deque(maxlen=_WINDOW)
+        self._right: deque[bool] = deque(maxlen=_WINDOW)
+        #: At first, gradients are expected to stay as they are.
+        self.predicted = EditHistory()
+
+    @property
+    def is_worthwhile(self) -> bool:
+        """Whether enough of the last predictions were right."""
+        return sum(self._right) >= _WORTHWHILE * len(self._right)
+
+    def record(self, scaling: EditHistory | None) -> None:
+        """Learn the scaling of a step; None for a change that cannot be predicted."""
+        self._right.append(scaling is not None and scaling == self.predicted)
+        self._scalings.append(scaling)
+        known = [each for each in self._scalings if each is not None]
+        if known:
+            counts = Counter(known)
+            # The latest, unless others come back and this one does not: a clipping limit that is
+            # exceeded now and then scales by another factor each time.
+            repeated = [each for each in known if counts[each] > 1]
+            self.predicted = (repeated or known)[-1]
+
+
+class RetainedGradients:
+    """Gradients that are kept until `step()` although no update during backward needs them.
+
+    Gradients of an accelerator leave it for host memory, of which there are `host_bytes`; what does
+    not fit there goes to the tiers.
+    """
+
+    def __init__(self, store: TensorStore, tiers: Sequence[Tier], host_bytes: int) -> None:
+        self._store = store
+        self._host = HostTier("retained gradients", host_bytes)
+        self._tiers = list(tiers)
+        # Of gradients on the host, which are not in the store while they stay in memory.
+        self._in_memory_bytes = 0
+
+    def retain(self, backing: GradientBacking) -> None:
+        """Keep a gradient in memory if it fits, else move it to the tiers.
+
+        Raises:
+            TierFullError: there is no room anywhere; the gradient is still there.
+        """
+        metadata = backing.metadata
+        nbytes = metadata.shape.numel() * metadata.dtype.itemsize
+        on_host = metadata.device.type == "cpu"
+        if on_host and self._host.has_room(self._in_memory_bytes + nbytes):
+            self._in_memory_bytes += nbytes
+        elif nbytes >= _SMALLEST_BYTES:
+            tiers = self._tiers if on_host else [self._host, *self._tiers]
+            backing.relocate(lambda gradient: StoredGradient(self._store, gradient, tiers))
+
+    def clear(self) -> None:
+        """Count from zero: the gradients of the last backward are gone."""
+        self._in_memory_bytes = 0
+
+
+class CommittedUpdates(BackwardOverlap):
+    """``overlap: commit``: updates run ahead on copies, and `step()` makes them current.
+
+    Gradients that are clipped or scaled after backward in another way than predicted invalidate the
+    updates. `step()` detects it, and while it happens often updates run at `step()`.
+    """
+
+    def __init__(
+        self, updater: Updater, is_last: Callable[[], bool], retained: RetainedGradients
+    ) -> None:
+        super().__init__(updater, is_last)
+        self._retained = retained
+        self._backings: dict[int, tuple[torch.Tensor, GradientBacking]] = {}
+        self._done: dict[int, AheadUpdate] = {}
+        self._prediction = ScalingPrediction()
+        self._requested_norms: set[float] = set()
+        #: Whether another backward came after the one that was said to be the last.
+        self._accumulates = False
+
+    def set_subgroups(self, subgroups: Sequence[Subgroup]) -> None:
+        """See `BackwardOverlap.set_subgroups`."""
+        super().set_subgroups(subgroups)
+        self._updater.reserve_new_weights(subgroups)
+
+    def _runs_ahead(self) -> bool:
+        return self._prediction.is_worthwhile and not self._accumulates
+
+    def _begin_backward(self) -> None:
+        # In a second backward before step() gradients go on accumulating: drop what ran ahead.
+        self._accumulates = bool(self._backings)
+        self._drop_all()
+        super()._begin_backward()
+
+    def _collect(self, parameter: torch.Tensor, gradient: torch.Tensor) -> OffloadedGradient:
+        offloaded = OffloadedGradient.of(gradient, gradient)
+        for order in self._requested_norms:
+            offloaded.backing.cache_norm(order, norm_of(gradient, order))
+        self._backings[id(parameter)] = (parameter, offloaded.backing)
+        return offloaded
+
+    def _keep(self, backing: GradientBacking) -> None:
+        self._retained.retain(backing)
+
+    def _update(self, subgroup: Subgroup) -> None:
+        edits = self._prediction.predicted
+        gradients = {}
+        for index, param_slice in enumerate(subgroup.slices):
+            if index in subgroup.ready:
+                gradient = param_slice.of(self._backings[id(param_slice.parameter)][1].raw())
+                gradients[index] = edits.apply_(gradient.clone()) if edits else gradient
+                del gradient
+        self._done[id(subgroup)] = self._updater.update_ahead(subgroup, gradients)
+        gradients.clear()
+        for key in {id(subgroup.slices[index].parameter) for index in subgroup.ready}:
+            # A sliced parameter may have slices in subgroups that are still to be updated.
+            if all(id(other) in self._done for other, _ in self._subgroups_of[key]):
+                self._retained.retain(self._backings[key][1])
+
+    def finish(self) -> list[AheadUpdate]:
+        """Return the updates that are still valid for the gradients as they are; drop the rest."""
+        scalings = {key: self._scaling(key) for key in self._backings}
+        predicted = self._prediction.predicted
+        done, valid = self._done, []
+        for ahead_update in done.values():
+            if all(
+                scalings.get(id(parameter)) == predicted for parameter in ahead_update.parameters()
+            ) and ahead_update.may_be_valid(self._updater.group_of(ahead_update.subgroup)):
+                valid.append(ahead_update)
+            else:
+                self._updater.drop(ahead_update)
+        if self._backings:
+            different = set(scalings.values())
+            foreseeable = len(different) == 1 and not self._accumulates
+            self._prediction.record(different.pop() if foreseeable else None)
+            requested = (backing.requested_norms for _, backing in self._backings.values())
+            self._requested_norms = set().union(*requested)
+        self._ran_ahead = len(done)
+        self._done = {}
+        self.reset()
+        return valid
+
+    def _scaling(self, key: int) -> EditHistory | None:
+        """The scaling of a gradient since backward; None for any other change."""
+        parameter, backing = self._backings[key]
+        gradient = None if parameter.grad is None else local_tensor(parameter.grad)
+        in_place = isinstance(gradient, OffloadedGradient) and gradient.backing is backing
+        return backing.history if in_place and not backing.edited else None
+
+    def reset(self) -> None:
+        """See `BackwardOverlap.reset`."""
+        self._drop_all()
+        self._accumulates = False
+        self._passes.end()
+
+    def _drop_all(self) -> None:
+        for ahead_update in self._done.values():
+            self._updater.drop(ahead_update)
+        self._done = {}
+        self._backings.clear()
+        self._retained.clear()
+        self._expect_all()
+
+
+# ---------------------------------------------------------------------- eager
+class EagerUpdates(BackwardOverlap):
+    """``overlap: eager``: weights change as soon as their gradients are complete.
+
+    The gradient's memory is free after that; what is in `p.grad` then refuses to be read.
+    """
+
+    def __init__(self, updater: Updater, is_last: Callable[[], bool]) -> None:
+        super().__init__(updater, is_last)
+        #: Parameter id -> its gradient, and the number of its slices that are not yet updated.
+        self._gradients: dict[int, tuple[torch.Tensor, int]] = {}
+        #: Whether a backward has updated weights and no step() has followed.
+        self._unstepped = False
+
+    def _runs_ahead(self) -> bool:
+        return True
+
+    def _begin_backward(self) -> None:
+        self._check_stepped()
+        # Drop what an earlier backward left that raised, or whose gradients were cleared.
+        self._gradients.clear()
+        self._expect_all()
+        super()._begin_backward()
+
+    def _collect(self, parameter: torch.Tensor, gradient: torch.Tensor) -> OffloadedGradient:
+        self._gradients[id(parameter)] = (gradient, len(self._subgroups_of[id(parameter)]))
+        what = f"a parameter of shape {tuple(parameter.shape)}"
+        return OffloadedGradient.of(ConsumedGradient(what), gradient)
+
+    def _keep(self, backing: GradientBacking) -> None:
+        raise AssertionError("every gradient is used during backward")
+
+    def _update(self, subgroup: Subgroup) -> None:
+        gradients = {}
+        for index in sorted(subgroup.ready):
+            key = id(subgroup.slices[index].parameter)
+            gradients[index], slices_left = self._gradients.pop(key)
+            if slices_left > 1:
+                self._gradients[key] = (gradients[index], slices_left - 1)
+        self._unstepped = True
+        self._updater.update_in_place(subgroup, gradients)
+
+    def finish(self) -> list[AheadUpdate]:
+        """Update the subgroups whose gradients are left; there is nothing to commit."""
+        while self._waiting:
+            self._prefetch_upcoming()
+            self._update(self._waiting.popleft())
+        completed = set(map(id, self._completed))
+        # Subgroups of which some parameters took no part in the loss.
+        for subgroup in [s for s in self._order if s.ready and id(s) not in completed]:
+            self._update(subgroup)
+        self.reset()
+        self._unstepped = False
+        return []
+
+    def gradients_cleared(self) -> None:
+        """See `BackwardOverlap.gradients_cleared`.
+
+        Raises:
+            OffloadError: no `step()` has followed the backward that updated the weights.
+        """
+        self.reset()
+        self._check_stepped()
+
+    def _check_stepped(self) -> None:
+        if self._unstepped:
+            self._unstepped = False
+            raise OffloadError(
+                "with optimizer.overlap: eager a backward pass has updated weights of this "
+                "optimizer, and no step() followed: the pass failed, its gradients were meant to "
+                "be thrown away, or it was the loss of another optimizer's parameters. The weights "
+                "are not those of any step: go on from the last checkpoint, with "
+                "optimizer.overlap: commit. (Exclude parameters that a loss shall not train by "
+                "requires_grad_(False), micro-batches by engine.microbatch(index, last=False).)"
+            )
+
+    def reset(self) -> None:
+        """Drop gradients that no update has used."""
+        self._gradients.clear()
+        self._expect_all()
+        self._passes.end()
