@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cache
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,7 +35,7 @@ from offload_strategy.optimizer.state_dicts import (
 )
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.states.subgroups import Subgroup, plan_subgroups
-from offload_strategy.optimizer.subgroup_update import Updater, UpdateTimings, WeightResidency
+from offload_strategy.optimizer.subgroup_update import Updater, WeightResidency
 from offload_strategy.optimizer.user_class.compatibility import (
     changes_gradients,
     check_group,
@@ -54,11 +55,18 @@ logger = get_logger(__name__)
 _HIDDEN = frozenset({"inner", "_step_supports_amp_scaling"})
 
 
+def _of_inner(name: str) -> Any:
+    """Make an attribute that is the inner optimizer's."""
+    return property(
+        lambda self: getattr(self.inner, name),
+        lambda self, value: setattr(self.inner, name, value),
+    )
+
+
 class OffloadedOptimizer(Optimizer):
     """A `torch.optim.Optimizer` around the user's own, whose states are in the store.
 
-    Groups, defaults, hooks and hyper-parameters are the inner optimizer's; nothing is copied, as
-    frameworks replace them when they load a state.
+    Groups, defaults, hooks and hyper-parameters are the inner optimizer's; nothing is copied.
 
     Args:
         inner: the user's optimizer.
@@ -69,13 +77,13 @@ class OffloadedOptimizer(Optimizer):
         subgroup_size: elements of a subgroup, given the number of all elements.
         is_last: whether the running backward is the last before `step()`.
         state_bytes: bytes of the states once every parameter has been updated.
-        precision: of states; None for that of the plain optimizer.
+        precision: of states.
         new_weight_tiers: where new weights wait for `step()` before they go to `tiers`.
         gradient_memory: bytes of host memory in which gradients wait for `step()`, with
             ``"commit"``; others wait in the tiers.
         directories: where state dicts may be; none for ordinary memory.
         residency: of streamed weights; None if weights are never offloaded.
-        dp_groups: knows which ranks train which parameters; None for a single process.
+        dp_groups: knows which ranks train which parameters.
     """
 
     def __init__(
@@ -87,33 +95,33 @@ class OffloadedOptimizer(Optimizer):
         overlap: Literal["commit", "eager", "off"],
         subgroup_size: Callable[[int], int],
         is_last: Callable[[], bool],
-        state_bytes: int = 0,
-        precision: Precision | None = None,
-        new_weight_tiers: Sequence[Tier] = (),
+        state_bytes: int,
+        precision: Precision,
+        new_weight_tiers: Sequence[Tier],
         gradient_memory: int,
-        directories: Sequence[Path] = (),
-        residency: WeightResidency | None = None,
-        dp_groups: GroupRegistry | None = None,
+        directories: Sequence[Path],
+        residency: WeightResidency | None,
+        dp_groups: GroupRegistry,
     ) -> None:
         # Not Optimizer.__init__: it would make groups, defaults and hooks of its own.
         self.inner = inner
         self.state_bytes = state_bytes
-        self._updater = Updater(
-            inner,
-            store,
-            tiers,
-            new_weight_tiers,
-            precision or Precision(),
-            residency,
-            self._is_elementwise,
+        #: Whether weights of the group of this index may be updated in slices.
+        self._is_elementwise = cache(
+            lambda index: is_elementwise(inner, inner.param_groups[index], precision)
         )
+        self._updater = Updater(
+            inner, store, tiers, new_weight_tiers, precision, residency, self._is_elementwise
+        )
+        #: Of the latest updates, for profiles.
+        self.timings = self._updater.timings
         self._subgroup_size = subgroup_size
         self._rank_shards = RankShards(dp_groups, self._updater, directories)
         self._overlap: BackwardOverlap | None = None
         if overlap == "eager":
             self._overlap = EagerUpdates(self._updater, is_last)
         elif overlap == "commit" and any(
-            changes_gradients(inner, group, self._updater.precision)
+            changes_gradients(inner, group, precision)
             for group in inner.param_groups
             if group["params"]
         ):
@@ -125,8 +133,7 @@ class OffloadedOptimizer(Optimizer):
         elif overlap == "commit":
             retained = RetainedGradients(store, tiers, gradient_memory)
             self._overlap = CommittedUpdates(self._updater, is_last, retained)
-        self._elementwise: dict[int, bool] = {}
-        self._next_number = 1
+        self._numbers = count(1)
         self._subgroups: list[Subgroup] = []
         self._planned_parameters = 0
         self._hooks: dict[int, Any] = {}
@@ -137,23 +144,9 @@ class OffloadedOptimizer(Optimizer):
             self._absorb_inner_state()
 
     # ------------------------------------------------------------------ the inner optimizer
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's groups themselves."""
-        return self.inner.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.inner.param_groups = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The inner optimizer's defaults themselves."""
-        return self.inner.defaults
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        self.inner.defaults = value
+    # Those of the inner optimizer themselves: frameworks replace them when they load a state.
+    param_groups = _of_inner("param_groups")
+    defaults = _of_inner("defaults")
 
     @property
     def state(self) -> Any:
@@ -164,11 +157,6 @@ class OffloadedOptimizer(Optimizer):
     def state(self, value: Any) -> None:
         self.inner.state = defaultdict(dict, value)
         self._absorb_inner_state()
-
-    @property
-    def timings(self) -> UpdateTimings:
-        """Timings of the latest updates, for profiles."""
-        return self._updater.timings
 
     def __getattr__(self, name: str) -> Any:
         if name in _HIDDEN or "inner" not in self.__dict__:
@@ -187,13 +175,7 @@ class OffloadedOptimizer(Optimizer):
     # ------------------------------------------------------------------ the step
     @keeps_grad_mode
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient.
-
-        Args:
-            closure: evaluates the model and returns the loss, as for the plain optimizer.
-
-        Returns:
-            What the closure returned, or None.
+        """Update every parameter that has a gradient, as the plain optimizer does.
 
         Raises:
             OffloadError: the engine is closed.
@@ -203,10 +185,8 @@ class OffloadedOptimizer(Optimizer):
         own = self.inner
         # Like torch, which passes the optimizer as the first argument.
         arguments = (self,) if closure is None else (self, closure)
-        for hook in chain(
-            torch_optimizer._global_optimizer_pre_hooks.values(),
-            own._optimizer_step_pre_hooks.values(),
-        ):
+        before = torch_optimizer._global_optimizer_pre_hooks, own._optimizer_step_pre_hooks
+        for hook in chain.from_iterable(hooks.values() for hooks in before):
             hook(self, arguments, {})
         loss = None
         if closure is not None:
@@ -218,10 +198,8 @@ class OffloadedOptimizer(Optimizer):
         self._updater.step_ended()
         # Schedulers that were made with the inner optimizer check whether it has stepped.
         own._opt_called = True  # type: ignore[attr-defined]
-        for hook in chain(
-            own._optimizer_step_post_hooks.values(),
-            torch_optimizer._global_optimizer_post_hooks.values(),
-        ):
+        after = own._optimizer_step_post_hooks, torch_optimizer._global_optimizer_post_hooks
+        for hook in chain.from_iterable(hooks.values() for hooks in after):
             hook(self, arguments, {})
         return loss
 
@@ -349,32 +327,16 @@ class OffloadedOptimizer(Optimizer):
             StorageError: states could not be read.
         """
         self._check_open()
-        where = "optimizer.consolidate_state_dict()"
-        self._rank_shards.consolidate(self._current_subgroups(), to, where)
+        self._rank_shards.consolidate(self._current_subgroups(), to)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of a plain optimizer or of an offloaded one."""
         self._check_open()
-        states = state_dict.get("state")
-        if isinstance(states, Mapping) and not self._users_code_sees_states():
-            state_dict = {**state_dict, "state": wrap_tensors(states)}
-        self.inner.load_state_dict(state_dict)
+        self.inner.load_state_dict(wrap_tensors(state_dict, self.inner))
         self._absorb_inner_state()
 
-    def _users_code_sees_states(self) -> bool:
-        """Whether code outside of torch sees states while they are loaded."""
-        inner = self.inner
-        methods = (type(inner).load_state_dict, type(inner).__setstate__)
-        return bool(
-            any(not method.__module__.startswith("torch.optim.") for method in methods)
-            or inner._optimizer_load_state_dict_pre_hooks
-            or inner._optimizer_load_state_dict_post_hooks
-        )
-
     def _absorb_inner_state(self) -> None:
-        if self._overlap is not None:
-            self._overlap.reset()
-        self._rank_shards.discard_consolidated()
+        self._discard_updates()
         subgroups = self._current_subgroups()
         replace_all_states(self.inner.state, self._rank_shards.own(subgroups), self._updater)
         own = self.inner.state
@@ -410,15 +372,15 @@ class OffloadedOptimizer(Optimizer):
 
     def _planned(self) -> list[Subgroup]:
         """The subgroups, planned when first needed: the model may move to its device before."""
-        count = sum(len(group["params"]) for group in self.inner.param_groups)
         if self._rank_shards.join_group(self.parameters, self._overlap) and self._subgroups:
             # Each rank had all states; from now on it has those of its own subgroups.
             for subgroup in self._subgroups:
                 self._rank_shards.assign_owner(subgroup)
             replace_all_states({}, self._rank_shards.others(self._subgroups), self._updater)
             self._overlap_own_subgroups()
-        if self._planned_parameters < count:
-            self._planned_parameters = count
+        parameters = sum(len(group["params"]) for group in self.inner.param_groups)
+        if self._planned_parameters < parameters:
+            self._planned_parameters = parameters
             known = {id(p.parameter) for subgroup in self._subgroups for p in subgroup.slices}
             self._subgroups.extend(self._plan(known))
             self._overlap_own_subgroups()
@@ -426,27 +388,17 @@ class OffloadedOptimizer(Optimizer):
 
     def largest_subgroup_bytes(self) -> int:
         """Bytes of the weights of the largest subgroup."""
-        sizes = (
-            sum(each.numel * each.parameter.element_size() for each in subgroup.slices)
-            for subgroup in self._planned()
+        return max(
+            (sum(s.numel * s.parameter.element_size() for s in g.slices) for g in self._planned()),
+            default=0,
         )
-        return max(sizes, default=0)
 
     def _plan(self, known: Collection[int]) -> Iterator[Subgroup]:
         size = self._subgroup_size
         for subgroup in plan_subgroups(self.inner, known, size, self._is_elementwise):
-            subgroup.number = self._next_number
-            self._next_number += 1
+            subgroup.number = next(self._numbers)
             self._rank_shards.assign_owner(subgroup)
             yield subgroup
-
-    def _is_elementwise(self, group_index: int) -> bool:
-        if group_index not in self._elementwise:
-            group = self.inner.param_groups[group_index]
-            self._elementwise[group_index] = is_elementwise(
-                self.inner, group, self._updater.precision
-            )
-        return self._elementwise[group_index]
 
     def _current_subgroups(self) -> list[Subgroup]:
         """The subgroups, planned again if the groups' lists were edited since."""
@@ -455,12 +407,10 @@ class OffloadedOptimizer(Optimizer):
         planned = {(s.group_index, id(each.parameter)) for s in subgroups for each in s.slices}
         if planned == {(index, key) for index, keys in enumerate(groups) for key in keys}:
             return subgroups
-        if self._overlap is not None:
-            self._overlap.reset()
-        self._rank_shards.discard_consolidated()
+        self._discard_updates()
         states = self._rank_shards.states(subgroups, "optimizer.step() with other parameters")
         replace_all_states({}, self._rank_shards.own(subgroups), self._updater)
-        self._elementwise.clear()
+        self._is_elementwise.cache_clear()
         self._rank_shards.reset_owners()
         subgroups[:] = self._plan(())
         self._planned_parameters = sum(map(len, groups))
@@ -471,6 +421,12 @@ class OffloadedOptimizer(Optimizer):
         self._overlap_own_subgroups()
         return subgroups
 
+    def _discard_updates(self) -> None:
+        """Drop what ran ahead of `step()`, and consolidated states, which are out of date."""
+        if self._overlap is not None:
+            self._overlap.reset()
+        self._rank_shards.discard_consolidated()
+
     def _overlap_own_subgroups(self) -> None:
         if self._overlap is not None:
             self._overlap.set_subgroups(self._rank_shards.own(self._subgroups))
@@ -480,12 +436,11 @@ class OffloadedOptimizer(Optimizer):
         if self._closed:
             return
         self._closed = True
-        self._rank_shards.discard_consolidated()
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
+        self._discard_updates()
         if self._overlap is not None:
-            self._overlap.reset()
             self._overlap.set_subgroups([])
         replace_all_states({}, self._rank_shards.own(self._subgroups), self._updater)
 

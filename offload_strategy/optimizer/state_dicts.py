@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from offload_strategy.optimizer.ranks.rank_shards import RankShards
 from offload_strategy.optimizer.states.parameter_slices import (
@@ -30,9 +31,21 @@ class OpaqueTensor:
         self.tensor = tensor
 
 
-def wrap_tensors(states: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Wrap the dense tensors of a state dict's states; step counters have rules of their own."""
-    return {
+def wrap_tensors(state_dict: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """Wrap the dense tensors of the states, unless code outside of torch sees them.
+
+    Step counters have rules of their own.
+    """
+    states = state_dict.get("state")
+    loading = (type(optimizer).load_state_dict, type(optimizer).__setstate__)
+    if (
+        not isinstance(states, Mapping)
+        or any(not method.__module__.startswith("torch.optim.") for method in loading)
+        or optimizer._optimizer_load_state_dict_pre_hooks
+        or optimizer._optimizer_load_state_dict_post_hooks
+    ):
+        return state_dict
+    wrapped = {
         key: {
             name: OpaqueTensor(value) if name != "step" and packable(value) else value
             for name, value in state.items()
@@ -41,6 +54,7 @@ def wrap_tensors(states: Mapping[Any, Any]) -> dict[Any, Any]:
         else state
         for key, state in states.items()
     }
+    return {**state_dict, "state": wrapped}
 
 
 def unwrap_tensors(state: State) -> State:
@@ -123,11 +137,9 @@ class StateView(MutableMapping[torch.Tensor, State]):
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         subgroups = self._subgroups()
-        own = self._rank_shards.own(subgroups)
-        here = set(map(id, own))
-        elsewhere = (subgroup for subgroup in subgroups if id(subgroup) not in here)
+        elsewhere = self._rank_shards.others(subgroups)
         seen = {id(each.parameter) for subgroup in elsewhere for each in subgroup.slices}
-        for subgroup in own:
+        for subgroup in self._rank_shards.own(subgroups):
             stored = {each.slice_index for each in subgroup.states.stored}
             for index, param_slice in enumerate(subgroup.slices):
                 has_state = index in stored or subgroup.states.small[index]

@@ -13,8 +13,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from offload_strategy.errors import OffloadError
-from tests.optimizer.runs import Run, compare, loss_of, offloading, steps
-from tests.optimizer.test_exactness import OPTIMIZERS
+from tests.optimizer.runs import Run, adamw, compare, loss_of, offloading, steps
 
 
 def _scale_a_loss(run: Run) -> None:
@@ -35,13 +34,9 @@ REFUSED: dict[str, Callable[[Run], object]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_gradients_that_were_used_are_refused_from_the_first_step(name: str, disk: Path) -> None:
     with offloading(disk, "eager") as engine:
-        run = Run(OPTIMIZERS["AdamW"], engine)
+        run = Run(adamw, engine)
         run.backward(0)
-        gradient = run.model.first.weight.grad
-        assert gradient is not None
-        assert gradient.shape == run.model.first.weight.shape
-        assert gradient.dtype == torch.float32
-        assert "consumed" in repr(gradient)
+        assert "consumed" in repr(run.model.first.weight.grad)
         weights = [p.detach().clone() for p in run.model.parameters()]
         with pytest.raises(OffloadError, match=r"optimizer\.overlap: commit"):
             REFUSED[name](run)
@@ -50,7 +45,7 @@ def test_gradients_that_were_used_are_refused_from_the_first_step(name: str, dis
 
 def test_weights_change_during_backward_and_gradients_are_freed(disk: Path) -> None:
     with offloading(disk, "eager", host="1MiB") as engine:
-        run = Run(OPTIMIZERS["AdamW"], engine)
+        run = Run(adamw, engine)
         alive: list[weakref.ref[torch.UntypedStorage]] = []
         parameter = run.model.tied.weight
         before = parameter.detach().clone()
@@ -69,7 +64,7 @@ def test_weights_change_during_backward_and_gradients_are_freed(disk: Path) -> N
 def test_a_backward_without_a_step_is_an_error(by: str, disk: Path) -> None:
     """A loss of another optimizer's, a step that is skipped, a pass that failed."""
     with offloading(disk, "eager") as engine:
-        run = Run(OPTIMIZERS["AdamW"], engine)
+        run = Run(adamw, engine)
         run.backward(0)
         if by == "next backward":
             run.model.zero_grad()
@@ -85,7 +80,7 @@ def test_a_backward_without_a_step_is_an_error(by: str, disk: Path) -> None:
 
 def test_a_backward_that_fails_leaves_no_gradient_behind(disk: Path) -> None:
     with offloading(disk, "eager") as engine:
-        run = Run(OPTIMIZERS["AdamW"], engine)
+        run = Run(adamw, engine)
         handle = run.model.first.weight.register_hook(lambda g: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run.backward(0)
@@ -109,4 +104,4 @@ def test_state_dicts_between_steps(disk: Path) -> None:
         run.optimizer.load_state_dict(saved)
         steps(run, 3)
 
-    compare(script, OPTIMIZERS["AdamW"], disk, "eager")
+    compare(script, adamw, disk, "eager")

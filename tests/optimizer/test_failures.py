@@ -13,17 +13,10 @@ from torch.optim import SGD, AdamW
 
 from offload_strategy import ConfigError, OffloadEngine, OffloadError, StorageError
 from offload_strategy.optimizer.user_class import inner_step as kernel
-from tests.optimizer.runs import (
-    OVERLAPS,
-    Run,
-    adamw,
-    offloading,
-    steps,
-)
+from tests.optimizer.runs import OVERLAPS, Run, adamw, offloading, steps
 from tests.training import bits
 
 
-# ---------------------------------------------------------------------- when things go wrong
 def test_after_closing_every_use_says_so(disk: Path) -> None:
     with offloading(disk) as engine:
         run = Run(adamw, engine)
@@ -42,20 +35,10 @@ def test_after_closing_every_use_says_so(disk: Path) -> None:
     assert all(not p._post_accumulate_grad_hooks for p in run.model.parameters())
 
 
-class Interrupted(BaseException):
-    pass
-
-
-def whole_step(run: Run, number: int) -> None:
-    run.backward(number)
-    run.optimizer.step()
-
-
 @pytest.mark.parametrize("overlap", OVERLAPS)
-@pytest.mark.parametrize("error", [RuntimeError, Interrupted])
 @pytest.mark.parametrize("call", [0, 1])
 def test_an_update_that_is_interrupted_loses_no_state(
-    overlap: str, error: type[BaseException], call: int, disk: Path, monkeypatch: pytest.MonkeyPatch
+    overlap: str, call: int, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint can be written after Ctrl-C, and training can go on."""
     with offloading(disk, overlap) as engine:
@@ -69,14 +52,14 @@ def test_an_update_that_is_interrupted_loses_no_state(
             nonlocal calls
             calls += 1
             if calls == call + 1:
-                raise error("stop")
+                raise KeyboardInterrupt("stop")
             real(*args)
 
         with monkeypatch.context() as patch:
             patch.setattr("offload_strategy.optimizer.subgroup_update.run_update", interrupted)
             run.optimizer.zero_grad()
-            with pytest.raises(error, match="stop"):
-                whole_step(run, 2)
+            with pytest.raises(KeyboardInterrupt, match="stop"):
+                (run.backward(2), run.optimizer.step())
         after = run.optimizer.state_dict()
         assert list(after["state"]) == list(before["state"])
         changed = [

@@ -23,11 +23,14 @@ _WARM_UP, _STEPS = 8, 24
 
 
 @pytest.mark.parametrize(
-    ("activations", "host_tier"),
-    [(False, None), (True, None), (False, "64MiB")],
-    ids=["states", "activations too", "states in memory"],
+    ("overlap", "activations", "host_tier"),
+    [
+        ("eager", False, None),
+        ("commit", True, None),
+        ("commit", False, "64MiB"),
+        ("off", False, None),
+    ],
 )
-@pytest.mark.parametrize("overlap", ["eager", "commit", "off"])
 def test_memory_is_not_given_back_in_each_step(
     overlap: str,
     activations: bool,

@@ -31,7 +31,8 @@ def test_every_special_value_gets_torchs_verdict_wherever_it_is(dtype: torch.dty
     values = _special_values(dtype)
     verdicts = [bool(value.isinf() | value.isnan()) for value in values]
     assert sum(verdicts) == 10 + (dtype is torch.float16)
-    for size in (1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 65, 129, 1000):
+    assert not has_overflow(torch.zeros(3, 0, dtype=dtype).t())
+    for size in (1, 2, 7, 16, 33, 65, 1000):
         tensor = torch.randn(size).to(dtype)
         assert not has_overflow(tensor)
         for position in range(0, size, max(1, size // 40)):
@@ -42,50 +43,22 @@ def test_every_special_value_gets_torchs_verdict_wherever_it_is(dtype: torch.dty
             tensor[position] = before
 
 
-def test_a_bad_value_is_found_where_the_work_is_split_over_threads() -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        tensor = torch.randn(1_000_003)
-        assert not has_overflow(tensor)
-        for position in (0, 32767, 32768, 500_000, 500_001, 500_002, 1_000_002):
-            tensor[position] = torch.nan
-            assert has_overflow(tensor), position
-            tensor[position] = 0
-    finally:
-        torch.set_num_threads(threads)
-
-
-LAYOUTS = {
-    "transposed": lambda t: t.t(),
-    "channels last": lambda t: t[:600].reshape(2, 3, 10, -1).to(memory_format=torch.channels_last),
-    "permuted": lambda t: t[:600].reshape(10, 60, -1).permute(2, 0, 1),
-    "with gaps": lambda t: t[:, 1::2],
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_layout_in_memory(layout: str) -> None:
-    tensor = torch.randn(1000, 700)
-    view = LAYOUTS[layout](tensor)
-    assert not has_overflow(view)
-    last = tuple(size - 1 for size in view.shape)
-    for place in (tuple(0 for _ in view.shape), tuple(size // 2 for size in view.shape), last):
-        inside = LAYOUTS[layout](tensor.clone())
-        inside[place] = torch.nan
-        assert has_overflow(inside), place
-
-
-def test_a_dense_tensor_is_checked_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("layout", ["dense", "permuted", "with gaps"])
+def test_any_layout_in_memory_without_a_copy_of_dense_ones(
+    layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[bool] = []
     aminmax = torch.aminmax
     monkeypatch.setattr(torch, "aminmax", lambda v: (seen.append(v.is_contiguous()), aminmax(v))[1])
-    assert not has_overflow(torch.zeros(30, 20, 10).permute(2, 0, 1))
-    assert seen == [True]
-
-
-def test_scalars_and_empty_tensors() -> None:
-    assert not has_overflow(torch.tensor(1.0))
-    assert has_overflow(torch.tensor(torch.inf))
-    assert not has_overflow(torch.zeros(0))
-    assert not has_overflow(torch.zeros(3, 0).t())
+    # So large that the work is split over threads.
+    tensor = torch.randn(303, 50, 67)
+    view = {"dense": tensor, "permuted": tensor.permute(2, 0, 1), "with gaps": tensor[:, 1::2]}
+    inside = view[layout]
+    assert not has_overflow(inside)
+    for share in (0.0, 0.3, 0.5, 1.0):
+        place = tuple(int(share * (size - 1)) for size in inside.shape)
+        before = inside[place].clone()
+        inside[place] = torch.nan
+        assert has_overflow(inside), place
+        inside[place] = before
+    assert all(seen) == (layout != "with gaps")

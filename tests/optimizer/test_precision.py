@@ -10,24 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import (
-    ASGD,
-    SGD,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-)
+from torch.optim import ASGD, SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from offload_strategy.optimizer.states.precision import MASTER_WEIGHT, Precision, copy_rounded
 from offload_strategy.optimizer.user_class import inner_step
 from offload_strategy.optimizer.user_class.compatibility import check_supported
-from tests.optimizer.runs import EVERY_OVERLAP, MakeOptimizer, Run, offloading
+from tests.optimizer.runs import EVERY_OVERLAP, Run, adamw, offloading
 from tests.training import Numbers, assert_same_bits, assert_same_history
 
 Make = Callable[[Iterable[torch.Tensor]], Optimizer]
@@ -51,13 +39,10 @@ OPTIMIZERS: dict[str, Make] = {
     "AdamW fused": lambda p: AdamW(p, 1e-3, fused=True),
     "Adam foreach amsgrad": lambda p: Adam(p, 1e-3, foreach=True, amsgrad=True),
     "NAdam": lambda p: NAdam(p, 1e-3),
-    "RAdam": lambda p: RAdam(p, 1e-3),
-    "Adamax": lambda p: Adamax(p, 1e-3),
     "Adagrad": lambda p: Adagrad(p, 1e-3),
     "SGD momentum": lambda p: SGD(p, 0.01, momentum=0.9),
     "SGD": lambda p: SGD(p, 0.01),
     "RMSprop": lambda p: RMSprop(p, 1e-3, momentum=0.9, centered=True),
-    "Rprop": lambda p: Rprop(p, 1e-3),
     "ASGD": lambda p: ASGD(p, 1e-3),
     "a state that comes late": lambda p: LateState(p, 0.01, momentum=0.9),
 }
@@ -163,13 +148,6 @@ def test_six_steps_of(
             assert_same_bits(of(model, optimizer), reference.numbers())
 
 
-NET_OPTIMIZERS: dict[str, MakeOptimizer] = {
-    "Adam": lambda m: Adam(m.parameters(), 1e-2),
-    "AdamW fused": lambda m: AdamW(m.parameters(), 1e-2, fused=True),
-    "AdamW foreach amsgrad": lambda m: AdamW(m.parameters(), 1e-2, foreach=True, amsgrad=True),
-}
-
-
 def _train(run: Run, clip: float | None = None) -> None:
     for number in range(6):
         run.optimizer.zero_grad()
@@ -182,17 +160,17 @@ def _train(run: Run, clip: float | None = None) -> None:
         run.note(loss)
 
 
-@pytest.mark.parametrize("host", [None, "1MiB"])
-@pytest.mark.parametrize("clip", [None, 0.1])
-@pytest.mark.parametrize("overlap", ["commit", "off"])
-@pytest.mark.parametrize("name", NET_OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("overlap", "clip", "host"),
+    [("commit", None, "1MiB"), ("commit", 0.1, None), ("off", 0.1, None)],
+)
 def test_bfloat16_states_of_many_kinds_of_parameters(
-    name: str, overlap: str, clip: float | None, host: str | None, disk: Path
+    overlap: str, clip: float | None, host: str | None, disk: Path
 ) -> None:
-    plain = Run(NET_OPTIMIZERS[name])
+    plain = Run(adamw)
     _train(plain, clip)
     with offloading(disk, overlap, host, optimizer=BFLOAT16) as engine:
-        offloaded = Run(NET_OPTIMIZERS[name], engine)
+        offloaded = Run(adamw, engine)
         _train(offloaded, clip)
     assert_same_history(offloaded.history, plain.history)
 
@@ -245,20 +223,6 @@ def test_weights_that_were_changed_replace_their_master_weights(overlap: str, di
             assert_same_bits(of(model, optimizer), reference.numbers())
 
 
-def test_updates_too_small_for_bfloat16_weights_add_up(disk: Path) -> None:
-    ends = {}
-    for masters in (False, True):
-        parameter = nn.Parameter(torch.ones(64, 4, dtype=torch.bfloat16))
-        with offloading(disk, optimizer={"master_weights": masters}) as engine:
-            optimizer = engine.attach(None, SGD([parameter], lr=1e-4))
-            for _ in range(100):
-                parameter.grad = torch.ones_like(parameter)
-                optimizer.step()
-        ends[masters] = parameter.detach().float().mean().item()
-    assert ends[False] == 1.0
-    assert ends[True] == pytest.approx(0.99, abs=0.004)
-
-
 # ---------------------------------------------------------------------- sizes
 def test_bfloat16_states_move_half_of_the_bytes(disk: Path) -> None:
     moved = {}
@@ -306,9 +270,9 @@ def _states(run: Run) -> Numbers:
 
 @pytest.mark.parametrize("from_plain", [True, False])
 def test_a_state_dict_goes_from_one_precision_to_the_other(from_plain: bool, disk: Path) -> None:
-    first = Run(NET_OPTIMIZERS["AdamW fused"])
+    first = Run(adamw)
     with offloading(disk, optimizer=BFLOAT16) as engine:
-        second = Run(NET_OPTIMIZERS["AdamW fused"], engine)
+        second = Run(adamw, engine)
         source, target = (first, second) if from_plain else (second, first)
         _train(source)
         target.optimizer.load_state_dict(source.optimizer.state_dict())
@@ -341,34 +305,17 @@ def test_training_with_master_weights_resumes_with_the_same_bits(overlap: str, d
                 backward(model, number)
                 optimizer.step()
             assert_same_bits(of(model, optimizer), reference.numbers())
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.save(state, file)
+            states = optimizer.state_dict()
+            torch.save({"model": model.state_dict(), "optimizer": states}, file)
+        plain = AdamW(model.parameters(), 1e-3)
+        plain.load_state_dict(states)  # which has other dtypes for them, and keeps what it got
+        assert MASTER_WEIGHT in plain.state_dict()["state"][0]
         model = make_model(torch.bfloat16)
-
-
-def test_checkpoints_with_master_weights_go_to_plain_optimizers_and_back(disk: Path) -> None:
-    model, other = make_model(torch.bfloat16), make_model(torch.bfloat16)
-    plain = AdamW(other.parameters(), 1e-3)
-    with offloading(disk, optimizer=MASTERS) as engine:
-        optimizer = engine.attach(None, AdamW(model.parameters(), 1e-3))
-        backward(model, 0)
-        optimizer.step()
-        plain.load_state_dict(optimizer.state_dict())
-        backward(other, 1)
-        plain.step()
-        optimizer.load_state_dict(plain.state_dict())
-        backward(model, 2)
-        optimizer.step()
-        for parameter in model.parameters():
-            state = optimizer.state[parameter]
-            kinds = {name: v.dtype for name, v in state.items() if v.dim() > 0}
-            names = ("exp_avg", "exp_avg_sq", MASTER_WEIGHT)
-            assert kinds == dict.fromkeys(names, torch.float32)
 
 
 @pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("own", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["AdamW", "Adam foreach amsgrad", "SGD momentum"])
+@pytest.mark.parametrize("name", ["Adam foreach amsgrad", "SGD momentum"])
 def test_loading_casts_states_as_a_plain_optimizer_does(
     name: str, own: torch.dtype, stored: torch.dtype, disk: Path
 ) -> None:
@@ -425,15 +372,13 @@ def test_an_update_that_fails_between_chunks_loses_no_state(
             step()
         kept = optimizer.state[parameter]
         assert kept.keys() == before.keys()
-        assert kept["exp_avg"].dtype == torch.float32
         # The first chunk is updated, the others are as they were.
         for name in ("exp_avg", *((MASTER_WEIGHT,) if section is MASTERS else ())):
             assert not torch.equal(kept[name][:8], before[name][:8])
             assert torch.equal(kept[name][8:], before[name][8:])
         assert kept["step"] == before["step"]
-        for number in (1, 2):
-            step()
-            assert optimizer.state[parameter]["step"] == before["step"] + number
+        step()
+        assert optimizer.state[parameter]["step"] == before["step"] + 1
         assert optimizer.state[parameter]["exp_avg"].dtype == torch.float32
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class AnyTraining(RuleBasedStateMachine):
     )
     def start(self, kind: str, overlap: str, host: str | None, activations: bool) -> None:
         self.folder = tempfile.TemporaryDirectory()
-        self.kind = kind
+        self.path = Path(self.folder.name)
         self.engine = OffloadEngine(
             engine_settings(
                 self.path,
@@ -52,12 +53,6 @@ class AnyTraining(RuleBasedStateMachine):
         self.optimizers: list[Any] = [KINDS[kind](model.parameters()) for model in self.models]
         self.optimizers[1] = self.engine.attach(self.models[1], self.optimizers[1])
         self.graphs: list[list[torch.Tensor]] = []
-
-    @property
-    def path(self) -> Any:
-        from pathlib import Path
-
-        return Path(self.folder.name)
 
     def both(self) -> Any:
         return zip(self.models, self.optimizers, strict=True)

@@ -36,7 +36,6 @@ from tests.training import assert_same_bits, settings, weights
 
 # ---------------------------------------------------------------------- schedulers
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
-    "StepLR": lambda o: schedulers.StepLR(o, 2, 0.5),
     "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda step: 1 / (step + 1)),
     "CosineAnnealingWarmRestarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, 3),
     "OneCycleLR": lambda o: schedulers.OneCycleLR(o, 0.05, total_steps=12),
@@ -47,8 +46,9 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("overlap", ["commit", "eager"])
-@pytest.mark.parametrize("first", ["the optimizer", "the scheduler"])
+@pytest.mark.parametrize(
+    ("first", "overlap"), [("the optimizer", "commit"), ("the scheduler", "eager")]
+)
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedulers_steer_the_optimizer(name: str, first: str, overlap: str, disk: Path) -> None:
     def script(run: Run) -> None:
@@ -78,20 +78,6 @@ def test_a_scheduler_that_is_stepped_too_early_warns_like_the_plain_optimizer(di
         scheduler = schedulers.StepLR(run.optimizer, 1)
         with pytest.warns(UserWarning, match="before `optimizer.step"):
             scheduler.step()
-
-
-def test_a_scheduler_may_step_between_backward_and_step(disk: Path) -> None:
-    def script(run: Run) -> None:
-        scheduler = schedulers.ExponentialLR(run.optimizer, 0.5)
-        run.backward(0)
-        run.step()
-        for number in range(1, 5):
-            run.optimizer.zero_grad()
-            run.backward(number)
-            scheduler.step()
-            run.step()
-
-    compare(script, adamw, disk)
 
 
 # ---------------------------------------------------------------------- groups
@@ -156,55 +142,41 @@ def test_groups_defaults_and_attributes_are_the_inner_ones(disk: Path) -> None:
 
 
 # ---------------------------------------------------------------------- hooks
-def test_hooks_on_steps_are_called_as_for_the_plain_optimizer(disk: Path) -> None:
+def test_hooks_are_called_as_for_the_plain_optimizer(disk: Path) -> None:
     def script(run: Run) -> list[Any]:
         calls: list[Any] = []
+        optimizer = run.optimizer
 
-        def pre(optimizer: Any, args: Any, kwargs: Any) -> None:
-            assert args[0] is optimizer is run.optimizer
+        def pre(its: Any, args: Any, kwargs: Any) -> None:
+            assert args[0] is its is optimizer
             calls.append(("pre", type(args), len(args), kwargs, run.model.scale.item()))
 
-        def post(optimizer: Any, args: Any, kwargs: Any) -> None:
-            momentum = optimizer.state[run.model.scale]["exp_avg"].item()
+        def post(its: Any, args: Any, kwargs: Any) -> None:
+            momentum = its.state[run.model.scale]["exp_avg"].item()
             calls.append(("post", type(args), len(args), kwargs, momentum))
 
         handles = [
-            run.optimizer.register_step_pre_hook(pre),
-            run.optimizer.register_step_post_hook(post),
+            optimizer.register_step_pre_hook(pre),
+            optimizer.register_step_post_hook(post),
             register_optimizer_step_pre_hook(pre),
             register_optimizer_step_post_hook(post),
         ]
-        for number in range(3):
-            run.optimizer.zero_grad()
-            run.backward(number)
-            run.optimizer.step()
-        run.optimizer.step(lambda: None)
+        steps(run, 3)
+        optimizer.step(lambda: None)
         for handle in handles:
             handle.remove()
-        run.optimizer.step()
-        return calls
-
-    expected = script(Run(adamw))
-    with offloading(disk) as engine:
-        assert script(Run(adamw, engine)) == expected
-    assert len(expected) == 16
-
-
-def test_hooks_on_state_dicts_are_called(disk: Path) -> None:
-    def script(run: Run) -> list[str]:
-        calls: list[str] = []
-        optimizer = run.optimizer
-        optimizer.register_state_dict_pre_hook(lambda o: calls.append("pre"))
-        optimizer.register_state_dict_post_hook(lambda o, state: calls.append("post"))
+        optimizer.step()
+        optimizer.register_state_dict_pre_hook(lambda o: calls.append("save"))
+        optimizer.register_state_dict_post_hook(lambda o, state: calls.append("saved"))
         optimizer.register_load_state_dict_pre_hook(lambda o, state: calls.append("load"))
         optimizer.register_load_state_dict_post_hook(lambda o: calls.append("loaded"))
-        steps(run, 1)
         optimizer.load_state_dict(optimizer.state_dict())
         return calls
 
     expected = script(Run(adamw))
     with offloading(disk) as engine:
-        assert script(Run(adamw, engine)) == expected == ["pre", "post", "load", "loaded"]
+        assert script(Run(adamw, engine)) == expected
+    assert len(expected) == 20
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickle.dumps])

@@ -156,7 +156,8 @@ class BackwardOverlap(ABC):
             if parameter.grad is None or not packable(local_tensor(parameter)):
                 return
             gradient = gradient_values(parameter)
-            if not packable(gradient):  # cannot be stored and sliced
+            # It cannot be stored and sliced, or is itself part of a graph.
+            if not packable(gradient) or gradient.requires_grad:
                 return
         offloaded = self._collect(parameter, gradient)
         if deferred:

@@ -38,7 +38,8 @@ class DataParallelGroup:
     """
 
     def __init__(self, module: DistributedDataParallel, *, shards_states: bool) -> None:
-        self._module = weakref.ref(module)
+        #: Returns the module, if it still exists.
+        self.module = weakref.ref(module)
         self.process_group = module.process_group
         self.rank = dist.get_rank(self.process_group)
         self.size = dist.get_world_size(self.process_group)
@@ -47,7 +48,7 @@ class DataParallelGroup:
         self._directory: RankDirectory | None = None
 
     def assign_owner(self, elements: int) -> int:
-        """Return the owner of the next subgroup: the rank that has the fewest elements so far."""
+        """The owner of the next subgroup: the rank that has the fewest elements so far."""
         if not self.shards_states:
             return self.rank
         owner = min(range(self.size), key=self._assigned_elements.__getitem__)
@@ -59,20 +60,15 @@ class DataParallelGroup:
         self._assigned_elements = [0] * self.size
 
     @property
-    def module(self) -> DistributedDataParallel | None:
-        """The module, if it still exists."""
-        return self._module()
-
-    @property
     def reduces(self) -> bool:
         """Whether the running backward pass reduces gradients: not within `no_sync`."""
-        module = self._module()
+        module = self.module()
         # DDP notes it in the forward pass, which decides, and not the context of backward.
         return module is not None and bool(module.require_forward_param_sync)
 
     def unused_parameters(self) -> list[torch.Tensor]:
-        """Return parameters that may get a gradient although this rank did not use them."""
-        module = self._module()
+        """Parameters that may get a gradient although this rank did not use them."""
+        module = self.module()
         if module is None or not module.find_unused_parameters:
             return []
         return [p for p in module.parameters() if p.requires_grad and p.grad is not None]
@@ -92,21 +88,17 @@ class DataParallelGroup:
 
     def broadcast(self, tensor: torch.Tensor, owner: int) -> dist.Work:
         """Begin to send the owner's values of a contiguous tensor to all other ranks."""
-        source = dist.get_global_rank(self.process_group, owner)
-        work: dist.Work | None = dist.broadcast(
-            tensor, source, group=self.process_group, async_op=True
-        )
+        group = self.process_group
+        work = dist.broadcast(tensor, group=group, group_src=owner, async_op=True)
         assert work is not None
         return work
 
-    def broadcast_object(self, value: _T | None, owner: int) -> _T:
-        """Return the owner's small object on all ranks."""
-        box = [value if owner == self.rank else None]
-        source = dist.get_global_rank(self.process_group, owner)
-        dist.broadcast_object_list(box, source, group=self.process_group, device=self._device())
-        received = box[0]
-        assert received is not None
-        return received
+    def broadcast_object(self, value: _T, owner: int) -> _T:
+        """The owner's small object on all ranks."""
+        box: list[_T] = [value]
+        device = self._device()
+        dist.broadcast_object_list(box, group=self.process_group, group_src=owner, device=device)
+        return box[0]
 
     def barrier(self, call: str) -> None:
         """Wait for the other ranks, which have to make the same `call` of the user's.
@@ -128,7 +120,7 @@ class DataParallelGroup:
             ) from error
 
     def _device(self) -> torch.device:
-        module = self._module()
+        module = self.module()
         first = None if module is None else next(module.parameters(), None)
         return torch.device("cpu") if first is None else first.device
 
@@ -153,7 +145,7 @@ class GroupRegistry:
         self._registered += len(modules)
 
     def find_group(self, parameters: Iterable[torch.Tensor]) -> DataParallelGroup | None:
-        """Return the group that trains parameters; None if this process trains them alone."""
+        """The group that trains parameters; None if this process trains them alone."""
         wanted = {id(parameter) for parameter in parameters}
         modules = list(self._modules)
         if _world_size() > 1:
@@ -171,15 +163,10 @@ def _world_size() -> int:
 
 
 def check_parallel(model: nn.Module, *, streams: bool, swaps: bool) -> None:
-    """Refuse what another library does to the model's weights and we would do as well.
+    """Raise `ConfigError` if another library does to a model what we would do as well.
 
-    Args:
-        model: to be attached.
-        streams: whether its weights are to be streamed.
-        swaps: whether the states of its optimizer are to be offloaded.
-
-    Raises:
-        ConfigError: only one of both can be.
+    `streams` tells whether its weights are to be streamed, `swaps` whether the states of its
+    optimizer are to be offloaded.
     """
     modules = list(model.modules())
     spread = any(isinstance(module, DistributedDataParallel) for module in modules)
@@ -205,7 +192,7 @@ def _offloads_to_host(module: nn.Module) -> bool:
 
 
 def local_processes() -> int:
-    """Return how many processes of this job are on this machine, as their launcher says."""
+    """How many processes of this job are on this machine, as their launcher says."""
     if not (dist.is_available() and dist.is_initialized()):
         return 1
     said = os.environ.get("LOCAL_WORLD_SIZE", "")

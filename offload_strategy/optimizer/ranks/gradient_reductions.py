@@ -104,7 +104,7 @@ class GradientReductions:
     def _listen(self) -> None:
         """Listen to every bucket, if the module allows a hook."""
         self._listens = True
-        module = self._dp_group.module
+        module = self._dp_group.module()
         if module is None:
             return
         for hook, state in module._comm_hooks:

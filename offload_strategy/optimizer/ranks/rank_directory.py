@@ -14,6 +14,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -26,9 +27,9 @@ import torch.distributed as dist
 _PATIENCE_SECONDS = 5.0
 #: What errors of a transport have in their text.
 _TRANSPORTS = ("gloo", "NCCL", "peer")
+_NOTE = "ssd-offload: a rank cannot be reached:"
 
 _directories: weakref.WeakSet[RankDirectory] = weakref.WeakSet()
-_installed = False
 
 
 class RankProcess(NamedTuple):
@@ -43,40 +44,40 @@ class RankDirectory:
     """The processes of a group's ranks. All ranks have to make one at the same time."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        members: list[Any] = [None] * dist.get_world_size(group)
         own = _own()
+        members: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(members, own, group=group)
-        self._ranks = [dist.get_global_rank(group, rank) for rank in range(len(members))]
-        self._members: list[RankProcess] = members
+        self._processes: dict[int, RankProcess] = {
+            dist.get_global_rank(group, rank): member for rank, member in enumerate(members)
+        }
         self._local: dict[int, psutil.Process] = {}
         self._ended: set[int] = set()
-        for rank, member in zip(self._ranks, self._members, strict=True):
-            if member.machine != own.machine or member.pid == own.pid:
-                continue
-            try:
-                self._local[rank] = psutil.Process(member.pid)
-            except psutil.Error:
-                self._ended.add(rank)
+        for rank, member in self._processes.items():
+            if member.machine == own.machine and member.pid != own.pid:
+                try:
+                    self._local[rank] = psutil.Process(member.pid)
+                except psutil.Error:
+                    self._ended.add(rank)
         _directories.add(self)
         _install()
 
     def ended(self) -> list[int]:
         """The ranks whose processes are on this machine and have ended."""
-        for rank, process in self._local.items():
-            if rank not in self._ended and _has_ended(process):
-                self._ended.add(rank)
+        self._ended |= {rank for rank, process in self._local.items() if _has_ended(process)}
         return sorted(self._ended)
 
     def add_rank_note(self, error: BaseException) -> None:
         """Add a note to an error of the transport that names the ranks that are gone."""
-        if not _is_of_transport(error) or _has_note(error):
+        has_note = any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ()))
+        if has_note or not _is_of_transport(error):
             return
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while not (ended := self.ended()) and self._local and time.monotonic() < deadline:
             time.sleep(0.02)
-        processes = dict(zip(self._ranks, self._members, strict=True))
         if ended:
-            named = ", ".join(f"rank {rank} (process {processes[rank].pid})" for rank in ended)
+            named = ", ".join(
+                f"rank {each} (process {self._processes[each].pid})" for each in ended
+            )
             error.add_note(
                 f"{_NOTE} {named} {'has' if len(ended) == 1 else 'have'} ended on {platform.node()}"
                 f". See what each printed; one that printed no error was killed, by the system if "
@@ -85,7 +86,7 @@ class RankDirectory:
             return
         others = [
             f"rank {rank} on {member.host}"
-            for rank, member in processes.items()
+            for rank, member in self._processes.items()
             if rank not in self._local and member.pid != os.getpid()
         ]
         if others:
@@ -95,18 +96,11 @@ class RankDirectory:
             )
 
 
-_NOTE = "ssd-offload: a rank cannot be reached:"
-
-
 def _is_of_transport(error: BaseException) -> bool:
     if isinstance(error, dist.DistError):
         return True
     text = str(error)
     return isinstance(error, RuntimeError) and any(word in text for word in _TRANSPORTS)
-
-
-def _has_note(error: BaseException) -> bool:
-    return any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ()))
 
 
 def _has_ended(process: psutil.Process) -> bool:
@@ -125,12 +119,9 @@ def _own() -> RankProcess:
     return RankProcess(machine, platform.node(), os.getpid())
 
 
+@cache
 def _install() -> None:
-    """Explain errors that nobody catches, before they are printed. Harmless to repeat."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
+    """Explain errors that nobody catches, before they are printed."""
     previous: Callable[..., Any] = sys.excepthook
 
     def with_note(

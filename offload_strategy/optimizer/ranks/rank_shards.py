@@ -22,14 +22,11 @@ from offload_strategy.optimizer.subgroup_update import Updater
 class RankShards:
     """What an optimizer does with other ranks; nothing, while it has no data-parallel group.
 
-    Args:
-        registry: of the groups; None if this process trains alone.
-        updater: has the states of this rank.
-        directories: where state dicts may be; none for ordinary memory.
+    `directories` are where state dicts may be; none for ordinary memory.
     """
 
     def __init__(
-        self, registry: GroupRegistry | None, updater: Updater, directories: Sequence[Path]
+        self, registry: GroupRegistry, updater: Updater, directories: Sequence[Path]
     ) -> None:
         self._registry = registry
         self._seen_changes = -1
@@ -50,11 +47,10 @@ class RankShards:
         From then on updates of `overlap` wait for its reductions. Returns whether this call has
         found it.
         """
-        registry = self._registry
-        if self.dp_group is not None or registry is None or self._seen_changes == registry.changes:
+        if self.dp_group is not None or self._seen_changes == self._registry.changes:
             return False
-        self._seen_changes = registry.changes
-        self.dp_group = registry.find_group(parameters())
+        self._seen_changes = self._registry.changes
+        self.dp_group = self._registry.find_group(parameters())
         if self.dp_group is not None and overlap is not None:
             self._reductions = GradientReductions(self.dp_group, overlap)
         return self.dp_group is not None
@@ -144,13 +140,13 @@ class RankShards:
             self._sharding_group.barrier(call)
         return self._streamed_states(subgroups)
 
-    def consolidate(self, subgroups: Sequence[Subgroup], to: int, call: str) -> None:
+    def consolidate(self, subgroups: Sequence[Subgroup], to: int) -> None:
         """Collect the states on one rank; see `OffloadedOptimizer.consolidate_state_dict`."""
         group = self._sharding_group
         if group is None:
             return
         self.discard_consolidated()
-        group.barrier(call)
+        group.barrier("optimizer.consolidate_state_dict()")
         if group.rank == to:
             self._consolidated = self._streamed_states(subgroups)
             return
@@ -203,8 +199,7 @@ class RankShards:
         group = self._sharding_group
         if group is None:
             return subgroup.states.metadata()
-        own = subgroup.states.metadata() if subgroup.owner == group.rank else None
-        return group.broadcast_object(own, subgroup.owner)
+        return group.broadcast_object(subgroup.states.metadata(), subgroup.owner)
 
     def _values(self, subgroup: Subgroup, metadata: StateSet) -> Iterator[torch.Tensor]:
         """The stored tensors of a subgroup, on whichever rank, not to be changed or kept."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import nn
 from offload_strategy.errors import OffloadError
 from offload_strategy.optimizer.gradients.gradient_backing import ConsumedGradient
 from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGradient
+from tests.optimizer.gradients.acts import unscaled
 
 WHAT = "parameter 'head.weight' (3 x 5)"
 
@@ -30,40 +30,29 @@ def parameter_of(offloaded: OffloadedGradient) -> nn.Parameter:
 
 
 REFUSED: dict[str, Callable[[Any], Any]] = {
-    "sum": lambda g: g.sum(),
-    "norm": lambda g: g.norm(),
     "norm of data": lambda g: g.data.norm(),
     "listed norm": lambda g: torch._foreach_norm([g]),
     "clone": lambda g: g.clone(),
     "view": lambda g: g.view(-1),
-    "row": lambda g: g[0],
-    "item": lambda g: g[0, 0].item(),
     "numpy": lambda g: g.numpy(),
     "tolist": lambda g: g.tolist(),
     "data_ptr": lambda g: g.data_ptr(),
     "storage": lambda g: g.untyped_storage(),
     "deepcopy": lambda g: copy.deepcopy(g),
     "pickle": lambda g: pickle.dumps(g),
-    "scaled": lambda g: g.mul_(0.5),
     "scaled by one": lambda g: g.mul_(1.0),
-    "divided": lambda g: g.__itruediv__(2),
     "clamped": lambda g: g.clamp_(-1, 1),
     "scaled as a list": lambda g: torch._foreach_mul_([g], 0.5),
     "added": lambda g: g.add_(torch.ones(3, 5)),
     "added to another": lambda g: torch.ones(3, 5) + g,
-    "added as a list": lambda g: torch._foreach_add_([g], [torch.ones(3, 5)]),
-    "unscaled": lambda g: torch._amp_foreach_non_finite_check_and_unscale_(
-        [g], torch.zeros(()), torch.tensor(1.0)
-    ),
+    "unscaled": lambda g: unscaled(g, 1.0),
     "to": lambda g: g.to(torch.float64),
-    "values": lambda g: g.backing.values(),
     "raw": lambda g: g.backing.raw(),
     "clipped by norm": lambda g: nn.utils.clip_grad_norm_(parameter_of(g), 1.0),
     "clipped by value": lambda g: nn.utils.clip_grad_value_(parameter_of(g), 1.0),
-    "compared": lambda g: g == 0,
-    "assigned": lambda g: g.__setitem__(0, 1.0),
     "updated with": lambda g: torch.optim.SGD([parameter_of(g)], lr=0.1).step(),
     "of a model that is converted": lambda g: _model(g).double(),
+    "of another backward": lambda g: (parameter_of(g) ** 2).sum().backward(create_graph=True),
 }
 
 
@@ -86,33 +75,13 @@ def test_whatever_needs_the_values_names_parameter_reason_and_remedy(
     assert not offloaded.backing.history.edits
 
 
-def test_another_backward_is_refused_with_our_error() -> None:
-    parameter = parameter_of(consumed())
-    with pytest.raises(OffloadError, match="accumulated"):
-        (parameter * 2).sum().backward()
-    with pytest.raises(OffloadError):
-        (parameter**2).sum().backward(create_graph=True)
-
-
 def test_its_metadata_are_those_of_the_gradient() -> None:
     g = consumed()
-    assert g is not None
-    assert g.shape == (3, 5)
-    assert g.dtype is torch.float32
-    assert g.device.type == "cpu"
-    assert g.numel() == 15
-    assert g.stride() == (5, 1)
-    assert g.grad_fn is None
-    assert not g.requires_grad
-    assert not g.is_sparse
-    assert g.is_contiguous()
+    assert (g.shape, g.dtype, g.stride(), g.grad_fn) == ((3, 5), torch.float32, (5, 1), None)
     assert "consumed" in repr(g)
-    assert "consumed" in str(g)
     assert "consumed" in f"{g}"
     assert g.data.shape == g.detach().shape == (3, 5)
     assert torch.equal(torch.zeros_like(g), torch.zeros(3, 5))
-    assert weakref.ref(g)() is g
-    assert isinstance(hash(g), int)
     g.detach_()
     g.requires_grad_(False)
     assert g.to("cpu") is g
@@ -121,7 +90,6 @@ def test_its_metadata_are_those_of_the_gradient() -> None:
 ZEROED: dict[str, Callable[[nn.Parameter], Any]] = {
     "zero_": lambda p: p.grad.zero_(),
     "listed": lambda p: torch._foreach_zero_([p.grad]),
-    "by the optimizer": lambda p: torch.optim.SGD([p], lr=0.1).zero_grad(set_to_none=False),
     "by the optimizer, foreach": lambda p: torch.optim.SGD([p], lr=0.1, foreach=True).zero_grad(
         set_to_none=False
     ),
@@ -142,11 +110,3 @@ def test_zeroed_it_is_a_gradient_again(zeroed: Callable[[nn.Parameter], Any]) ->
     assert "consumed" not in repr(parameter.grad)
     (parameter * 2).sum().backward()
     assert torch.equal(parameter.grad, torch.full((3, 5), 2.0))
-
-
-def test_none_drops_it() -> None:
-    parameter = parameter_of(consumed())
-    torch.optim.SGD([parameter], lr=0.1).zero_grad()
-    assert parameter.grad is None
-    (parameter * 2).sum().backward()
-    assert type(parameter.grad) is torch.Tensor

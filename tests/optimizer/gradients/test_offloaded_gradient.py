@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.optimizer.gradients.acts import ALIASES, PINS, PREPARED, READS, STEPS, scaled
+from tests.optimizer.gradients.acts import ALIASES, PINS, PREPARED, READS, STEPS
 from tests.optimizer.gradients.pairs import (
     DTYPES,
     LAYOUTS,
@@ -21,7 +21,6 @@ from tests.optimizer.gradients.pairs import (
     gradient,
     outcome,
 )
-from tests.store.rig import Rig
 
 
 @pytest.mark.parametrize("prepared", PREPARED)
@@ -41,6 +40,7 @@ def test_reads_give_what_the_plain_gradient_gives(
                 made.zero_()  # whoever gets a copy may change it
         pair.check()
         assert not pair.edited
+        assert not pair.backing.is_materialized
         assert pair.backing.history == history
 
     for_each(READS, check)
@@ -84,7 +84,8 @@ def test_edits_are_recorded_and_give_the_same_bits(
         pair.check()
         assert not pair.edited
         pair.same(lambda g: g._version)
-        # The update gets them, once.
+        # An update ahead of step() starts from the raw values, one at step() gets the edited ones.
+        assert_same(pair.backing.history.apply_(pair.backing.raw().clone()), pair.plain)
         assert_same(pair.backing.values(), pair.plain)
         assert_same(pair.backing.values(), pair.plain)
         pair.check()
@@ -112,24 +113,6 @@ def test_an_alias_shares_the_values_both_ways(pair_of: MakePair, alias: str, pre
             (pair if through_alias else other).same(lambda g: g.add_(1))
             other.check()
             pair.check()
-
-
-def test_reading_leaves_the_values_where_they_are(pair_of: MakePair, kind: str, rig: Rig) -> None:
-    pair = pair_of()
-    scaled(pair.offloaded)
-    for act in READS.values():
-        outcome(act, pair.offloaded)
-        assert not pair.offloaded.backing.is_materialized
-    assert rig.store.live_tickets == (kind == "stored")
-
-
-def test_raw_values_are_those_before_the_edits(pair_of: MakePair) -> None:
-    pair = pair_of()
-    before = pair.plain.clone()
-    scaled(pair.offloaded)
-    assert_same(pair.backing.raw(), before)
-    assert len(pair.backing.history.edits) == 2
-    assert_same(pair.backing.history.apply_(before), pair.backing.values())
 
 
 # ---------------------------------------------------------------------- every method there is

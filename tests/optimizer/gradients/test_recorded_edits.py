@@ -1,4 +1,4 @@
-"""Recorded edits: which are equal. `test_offloaded_gradient` applies them."""
+"""Recorded edits: which are equal, and how those of the next step are predicted."""
 
 from __future__ import annotations
 
@@ -9,118 +9,146 @@ import pytest
 import torch
 
 from offload_strategy.optimizer.gradients.recorded_edits import UNSCALE, Edit, EditHistory
+from offload_strategy.optimizer.overlap.overlap_modes import ScalingPrediction
 from tests.optimizer.gradients.pairs import DTYPES, assert_same, gradient
 
 aten = torch.ops.aten
-CPU = torch.device("cpu")
+MUL = aten.mul_.Tensor
+Arguments = tuple[Any, ...]
 
 
 def edit(op: Any, *arguments: Any, dtype: torch.dtype = torch.float32) -> Edit:
-    return Edit.of(op, arguments, dtype, CPU)
+    return Edit.of(op, arguments, dtype, torch.device("cpu"))
 
 
-def history(*edits: Edit) -> EditHistory:
-    return EditHistory(edits)
+def history(*edits: Arguments) -> EditHistory:
+    return EditHistory(tuple(edit(*each) for each in edits))
 
 
-EDITS: dict[str, Any] = {
-    "times a number": lambda: edit(aten.mul_.Tensor, 0.3),
-    "times the same in half precision": lambda: edit(
-        aten.mul_.Tensor, torch.tensor(0.3, dtype=torch.float16)
-    ),
-    "times a tensor": lambda: edit(aten.mul_.Tensor, torch.tensor(0.3)),
-    "times a double": lambda: edit(aten.mul_.Tensor, torch.tensor(0.3, dtype=torch.float64)),
-    "times zero": lambda: edit(aten.mul_.Tensor, 0.0),
-    "times minus zero": lambda: edit(aten.mul_.Tensor, -0.0),
-    "times two": lambda: edit(aten.mul_.Tensor, 2),
-    "times two as a float": lambda: edit(aten.mul_.Tensor, 2.0),
-    "by a number": lambda: edit(aten.div_.Tensor, 0.3),
-    "as one of a list": lambda: edit(aten._foreach_mul_.Scalar, 0.3),
-    "as one of a list, by a number of its own": lambda: edit(aten._foreach_mul_.ScalarList, 0.3),
-    "as one of a list, by a tensor": lambda: edit(aten._foreach_mul_.Tensor, torch.tensor(0.3)),
-    "divided as one of a list": lambda: edit(aten._foreach_div_.Scalar, 0.3),
-    "clamped": lambda: edit(aten.clamp_.default, -0.5, 0.5),
-    "clamped above": lambda: edit(aten.clamp_.default, None, 0.5),
-    "clamped below": lambda: edit(aten._foreach_clamp_min_.Scalar, -0.5),
-    "unscaled": lambda: edit(UNSCALE, torch.tensor(0.3)),
-    "times NaN": lambda: edit(aten.mul_.Tensor, math.nan),
-}
+EDITS: list[Arguments] = [
+    (MUL, 0.3),
+    (MUL, torch.tensor(0.3, dtype=torch.float16)),
+    (MUL, torch.tensor(0.3)),
+    (MUL, torch.tensor(0.3, dtype=torch.float64)),
+    (MUL, 0.0),
+    (MUL, -0.0),
+    (MUL, 2),
+    (MUL, 2.0),
+    (MUL, math.nan),
+    (MUL, math.nextafter(1.0, 2.0)),
+    (MUL, torch.tensor(math.nextafter(1.0, 2.0), dtype=torch.float64)),
+    (aten.div_.Tensor, 0.3),
+    (aten._foreach_mul_.Scalar, 0.3),
+    (aten._foreach_mul_.ScalarList, 0.3),
+    (aten._foreach_mul_.Tensor, torch.tensor(0.3)),
+    (aten._foreach_div_.Scalar, 0.3),
+    (aten.clamp_.default, -1.0, 1.0),
+    (aten.clamp_.default, None, 1.0),
+    (aten._foreach_clamp_min_.Scalar, -0.5),
+    (UNSCALE, torch.tensor(0.3)),
+]
+IDENTITIES: list[Arguments] = [
+    (MUL, 1),
+    (MUL, 1.0),
+    (MUL, torch.tensor(1.0)),
+    (aten.div_.Tensor, 1.0),
+    (aten._foreach_mul_.Tensor, torch.tensor(1.0)),
+    (UNSCALE, torch.tensor([1.0])),
+]
 
 
-@pytest.mark.parametrize("name", EDITS)
-def test_an_edit_equals_only_itself(name: str) -> None:
-    mine = history(EDITS[name]())
-    for other in EDITS:
-        again = history(EDITS[other]())
-        assert (mine == again) == (name == other), other
-        assert mine != again or hash(mine) == hash(again)
-    assert mine
-    assert mine != "something else"
+def test_an_edit_equals_only_itself() -> None:
+    for index, mine in enumerate(EDITS):
+        assert history(mine)
+        assert history(mine) != "something else"
+        for other_index, other in enumerate(EDITS):
+            assert (history(mine) == history(other)) == (index == other_index), (mine, other)
+        assert hash(history(mine)) == hash(history(mine))
 
 
 def test_order_and_number_of_edits_count() -> None:
-    one, other = EDITS["times a number"](), EDITS["clamped"]()
+    one, other = EDITS[0], EDITS[-4]
     assert history(one, other) != history(other, one)
     assert history(one) != history(one, one)
-    assert {history(one): 1}[history(EDITS["times a number"]())] == 1
 
 
-IDENTITIES: dict[str, Any] = {
-    "times one": lambda: edit(aten.mul_.Tensor, 1),
-    "times one as a float": lambda: edit(aten.mul_.Tensor, 1.0),
-    "times a tensor of one": lambda: edit(aten.mul_.Tensor, torch.tensor(1.0)),
-    "by one": lambda: edit(aten.div_.Tensor, 1.0),
-    "a list times a tensor of one": lambda: edit(aten._foreach_mul_.Tensor, torch.tensor(1.0)),
-    "unscaled by one": lambda: edit(UNSCALE, torch.tensor([1.0])),
-}
-
-
-@pytest.mark.parametrize("name", IDENTITIES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_edits_that_change_nothing_do_not_count(name: str, dtype: torch.dtype) -> None:
-    assert not history(IDENTITIES[name]())
-    one = EDITS["times a number"]()
-    assert history(one, IDENTITIES[name]()) == history(one)
-    assert hash(history(IDENTITIES[name]())) == hash(EditHistory())
-    # And they do not: neither zeros nor subnormal numbers.
-    before = gradient(dtype)
-    before.view(-1)[6:8] = torch.tensor([torch.inf, -torch.inf])
-    after = before.clone()
-    IDENTITIES[name]().apply_(after)
-    assert_same(after, before)
+def test_edits_that_change_nothing_do_not_count(dtype: torch.dtype) -> None:
+    for identity in IDENTITIES:
+        assert not history(identity)
+        assert history(EDITS[0], identity) == history(EDITS[0])
+        assert hash(history(identity)) == hash(EditHistory())
+        # And they do not: neither zeros nor subnormal numbers.
+        before = gradient(dtype)
+        before.view(-1)[6:8] = torch.tensor([torch.inf, -torch.inf])
+        after = before.clone()
+        edit(*identity).apply_(after)
+        assert_same(after, before)
 
 
 def test_where_subnormal_numbers_are_flushed_times_one_counts() -> None:
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor does not flush subnormal numbers")
     try:
-        flushing = IDENTITIES["times one as a float"]()
+        flushing = history((MUL, 1.0))
     finally:
         torch.set_flush_denormal(False)
-    assert history(flushing)
-    assert history(flushing) == history(flushing)
-
-
-def test_only_a_factor_of_exactly_one_changes_nothing() -> None:
-    above = math.nextafter(1.0, 2.0)
-    assert history(edit(aten.mul_.Tensor, above))
-    assert history(edit(aten.mul_.Tensor, torch.tensor(above, dtype=torch.float64)))
-    assert history(edit(aten.clamp_.default, -1.0, 1.0))
-    assert history(edit(aten.clamp_.default, None, 1.0))
+    assert flushing
 
 
 def test_arguments_are_those_of_the_time() -> None:
     factor = torch.tensor(0.5)
-    written = edit(aten.mul_.Tensor, factor)
+    recorded = history((MUL, factor))
     factor.fill_(3.0)
-    values = torch.ones(4)
-    history(written).apply_(values)
-    assert values.tolist() == [0.5] * 4
-    assert history(written) == history(edit(aten.mul_.Tensor, torch.tensor(0.5)))
+    assert recorded.apply_(torch.ones(4)).tolist() == [0.5] * 4
+    assert recorded == history((MUL, torch.tensor(0.5)))
 
 
-def test_what_pytorch_refuses_is_refused_when_it_is_recorded() -> None:
+@pytest.mark.parametrize("limits", [(1e300, None), (None, None)])
+def test_what_pytorch_refuses_is_refused_when_it_is_recorded(limits: Arguments) -> None:
     with pytest.raises(RuntimeError):
-        edit(aten.clamp_.default, 1e300, None, dtype=torch.float16)
-    with pytest.raises(RuntimeError):
-        edit(aten.clamp_.default, None, None)
+        edit(aten.clamp_.default, *limits, dtype=torch.float16)
+
+
+# ---------------------------------------------------------------------- prediction
+def _after(*scalings: float | None) -> ScalingPrediction:
+    prediction = ScalingPrediction()
+    for scaling in scalings:
+        prediction.record(None if scaling is None else history((MUL, scaling)))
+    return prediction
+
+
+@pytest.mark.parametrize(
+    ("scalings", "predicted"),
+    [
+        ((), 1.0),
+        ((0.5,), 0.5),
+        ((1.0, 1.0, 0.5, 0.5), 0.5),
+        ((1.0, 1.0, 0.83, 0.4, 0.7), 1.0),
+        ((1.0, 1.0, None), 1.0),
+        ((*[1 / 1024] * 20, 1 / 2048), 1 / 1024),
+        ((*[1 / 1024] * 20, 1 / 2048, 1 / 2048), 1 / 2048),
+    ],
+)
+def test_the_latest_scaling_that_was_repeated_is_predicted(
+    scalings: tuple[float | None, ...], predicted: float
+) -> None:
+    assert _after(*scalings).predicted == history((MUL, predicted))
+
+
+@pytest.mark.parametrize(
+    ("scalings", "worthwhile"),
+    [
+        ((), True),
+        ((None,), False),
+        ((0.5, 0.5, 0.5), False),
+        ((0.5, 0.5, 0.5, 0.5), True),
+        ((*(0.1 + number / 100 for number in range(50)), *[1.0] * 17), True),
+        ((*[1.0] * 40, *(0.5 + n / 100 for n in range(4))), True),
+        ((*[1.0] * 40, *(0.5 + n / 100 for n in range(5))), False),
+    ],
+)
+def test_predicting_is_worthwhile_while_three_of_four_of_the_last_steps_were_right(
+    scalings: tuple[float | None, ...], worthwhile: bool
+) -> None:
+    assert _after(*scalings).is_worthwhile is worthwhile

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
 
 from offload_strategy import OffloadEngine
 from offload_strategy.errors import ConfigError
 from offload_strategy.optimizer.gradients.gradient_backing import StoredGradient
 from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGradient
-from tests.optimizer.runs import Run, adamw, compare, let_gradients_leave
+from tests.optimizer.runs import adamw
 from tests.training import moved, on_disk, settings
 
 WIDTH = 600  # a weight of 1.4 MB
@@ -69,20 +68,18 @@ def test_what_memory_has_no_room_for_waits_on_the_disk(disk: Path) -> None:
         assert states <= used < states + WIDTH * WIDTH * 4
 
 
-@pytest.mark.parametrize("gradient_memory", ["1B", "4MiB", "1GiB"])
-def test_only_gradients_are_written_on_top(gradient_memory: str, disk: Path) -> None:
-    def written(memory: str) -> int:
+def test_only_gradients_are_written_on_top(disk: Path) -> None:
+    written = []
+    for memory in ("4MiB", "1GiB"):
         with _engine(disk, memory) as engine:
             model = _model()
             optimizer = engine.attach(model, adamw(model))
             _backward(model)
             optimizer.step()
             on_disk(engine)
-            return moved(engine, "optimizer")
-
-    leaving = {"1B": 4, "4MiB": 2, "1GiB": 0}[gradient_memory]
-    extra = written(gradient_memory) - written("1GiB")
-    assert leaving * WIDTH * WIDTH * 4 <= extra <= leaving * (WIDTH * WIDTH * 4 + 4096)
+            written.append(moved(engine, "optimizer"))
+    extra = written[0] - written[1]
+    assert 2 * WIDTH * WIDTH * 4 <= extra <= 2 * (WIDTH * WIDTH * 4 + 4096)
 
 
 def test_a_gradient_that_somebody_has_an_alias_of_stays(disk: Path) -> None:
@@ -100,42 +97,6 @@ def test_a_gradient_that_somebody_has_an_alias_of_stays(disk: Path) -> None:
         assert gradient is not None
         assert gradient.count_nonzero() == 0
         del optimizer
-
-
-@pytest.mark.parametrize("overlap", ["commit", "off"])
-def test_everything_people_do_to_gradients(
-    overlap: str, disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    let_gradients_leave(monkeypatch)
-
-    def act(run: Run, number: int) -> None:
-        gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
-        match number % 8:
-            case 1:
-                gradients[0].mul_(2.0)
-            case 2:
-                gradients[1][0] = 0.25
-            case 3:
-                gradients[2].numpy()[...] = 3.0
-            case 4:
-                run.backward(number + 100)  # accumulates
-            case 5:
-                clip_grad_norm_(run.model.parameters(), 1e-3)
-            case 6:
-                run.optimizer.zero_grad(set_to_none=False)
-                run.backward(number + 50)
-            case 7:
-                for parameter in run.model.parameters():
-                    parameter.grad = None
-
-    def train(run: Run) -> None:
-        for number in range(24):
-            run.optimizer.zero_grad(set_to_none=number % 3 > 0)
-            run.backward(number)
-            act(run, number)
-            run.step()
-
-    compare(train, adamw, disk, overlap)
 
 
 def test_the_tiers_must_have_room_for_them(disk: Path) -> None:
