@@ -109,11 +109,8 @@ class StateView(MutableMapping[torch.Tensor, State]):
         subgroups = self._subgroups()
         self._rank_shards.check_local(parameter, subgroups)
         states: list[tuple[ParameterSlice, State]] = []
-        for subgroup in self._rank_shards.own(subgroups):
-            indices = _indices_of(parameter, subgroup)
-            if indices:
-                copies = self._updater.state_copies(subgroup)
-                states += [(subgroup.slices[index], copies[index]) for index in indices]
+        for subgroup, indices, copies in self._parts(parameter, subgroups):
+            states += [(subgroup.slices[index], copies[index]) for index in indices]
         if not states:
             return {}  # like the defaultdict of a plain optimizer
         states.sort(key=lambda entry: entry[0].rows or (0, 0))
@@ -122,15 +119,21 @@ class StateView(MutableMapping[torch.Tensor, State]):
 
     def __setitem__(self, parameter: torch.Tensor, state: State) -> None:
         subgroups = self._subgroups()
-        if not any(_indices_of(parameter, subgroup) for subgroup in subgroups):
+        if not any(each.parameter is parameter for s in subgroups for each in s.slices):
             raise KeyError("this parameter does not belong to the optimizer")
+        for subgroup, indices, copies in self._parts(parameter, subgroups):
+            for index in indices:
+                copies[index] = subgroup.slices[index].slice_state(state)
+            self._updater.replace_states(subgroup, copies)
+
+    def _parts(
+        self, parameter: torch.Tensor, subgroups: list[Subgroup]
+    ) -> Iterator[tuple[Subgroup, list[int], list[State]]]:
+        """This rank's subgroups with the parameter, the indices of its slices, and all states."""
         for subgroup in self._rank_shards.own(subgroups):
-            indices = _indices_of(parameter, subgroup)
+            indices = [i for i, each in enumerate(subgroup.slices) if each.parameter is parameter]
             if indices:
-                states = self._updater.state_copies(subgroup)
-                for index in indices:
-                    states[index] = subgroup.slices[index].slice_state(state)
-                self._updater.replace_states(subgroup, states)
+                yield subgroup, indices, self._updater.state_copies(subgroup)
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
         self[parameter] = {}
@@ -152,7 +155,3 @@ class StateView(MutableMapping[torch.Tensor, State]):
 
     def __contains__(self, parameter: object) -> bool:
         return any(parameter is own for own in self)
-
-
-def _indices_of(parameter: torch.Tensor, subgroup: Subgroup) -> list[int]:
-    return [i for i, each in enumerate(subgroup.slices) if each.parameter is parameter]

@@ -88,16 +88,11 @@ class UpdateTimings:
 
 
 class Updater:
-    """Runs updates of subgroups whose states are in the store.
+    """Runs updates of subgroups whose states are in the store, by the user's own class.
 
-    Args:
-        optimizer: the user's; its class does the arithmetic.
-        store: where states are between updates.
-        tiers: where states may be put, in order.
-        new_weight_tiers: where new weights wait for `step()` before they go to `tiers`.
-        precision: of states.
-        residency: of the weights; None if they are never offloaded.
-        is_elementwise: whether weights of the group of this index may be updated in chunks.
+    States may be put into `tiers`, in order; new weights wait for `step()` in `new_weight_tiers`
+    first. `is_elementwise` tells whether weights of the group of this index may be updated in
+    chunks.
     """
 
     def __init__(
@@ -209,8 +204,7 @@ class Updater:
     def commit(self, ahead_update: AheadUpdate) -> bool:
         """Make an update visible that `may_be_valid`: copy the weights, swap the states' tickets.
 
-        Returns:
-            False if the weights have changed since; then the update is dropped.
+        Returns False, and drops the update, if the weights have changed since.
         """
         with self.timings.measure():
             # Check and copy one subgroup at a time: its weights are still in the processor's

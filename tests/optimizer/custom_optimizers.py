@@ -22,9 +22,9 @@ class Lion(Optimizer):
             for p in group["params"]:
                 if p.grad is None:
                     continue
+                if not self.state[p]:
+                    self.state[p] = {"momentum": torch.zeros_like(p), "history": []}
                 state = self.state[p]
-                if not state:
-                    state.update(momentum=torch.zeros_like(p), history=[])
                 momentum = state["momentum"]
                 p.add_(momentum.lerp(p.grad, 1 - first).sign_(), alpha=-group["lr"])
                 momentum.lerp_(p.grad, 1 - second)

@@ -138,16 +138,20 @@ class AnyTraining(RuleBasedStateMachine):
             for group in optimizer.param_groups:
                 group["lr"] = lr
 
-    @rule(name=st.sampled_from(NAMES))
-    def edit_a_state(self, name: str) -> None:
+    @rule(name=st.sampled_from(NAMES), delete=st.booleans())
+    def edit_or_delete_a_state(self, name: str, delete: bool) -> None:
         for model, optimizer in self.both():
             parameter = model.get_parameter(name)
-            if parameter in optimizer.state:
-                state = dict(optimizer.state[parameter])
-                for key in ("exp_avg", "momentum_buffer"):
-                    if state.get(key) is not None:
-                        state[key] = state[key] * 0.5
-                optimizer.state[parameter] = state
+            if parameter not in optimizer.state:
+                continue
+            if delete:
+                del optimizer.state[parameter]
+                continue
+            state = dict(optimizer.state[parameter])
+            for key in ("exp_avg", "momentum_buffer"):
+                if state.get(key) is not None:
+                    state[key] = state[key] * 0.5
+            optimizer.state[parameter] = state
         self.check()
 
     @rule(crosswise=st.booleans())

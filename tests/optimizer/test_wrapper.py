@@ -83,45 +83,34 @@ def test_a_scheduler_that_is_stepped_too_early_warns_like_the_plain_optimizer(di
 # ---------------------------------------------------------------------- groups
 @pytest.mark.parametrize("when", ["between steps", "before a step"])
 @pytest.mark.parametrize("overlap", OVERLAPS)
-def test_a_group_may_be_added_while_training(overlap: str, when: str, disk: Path) -> None:
+def test_groups_may_be_added_and_changed_by_hand(overlap: str, when: str, disk: Path) -> None:
+    """Plain, if unusual: the optimizer updates what its groups name at the time of the step."""
+
     def script(run: Run) -> None:
         model = run.model
         some = [model.first.weight, model.norm.weight, model.out.weight]
         chosen = {id(parameter) for parameter in some}
         rest = [p for p in model.parameters() if id(p) not in chosen]
         run.optimizer = run.wrap(AdamW(some, 1e-2))
-        for number in range(6):
-            run.optimizer.zero_grad()
+        for number in range(9):
             model.zero_grad()
-            if number == 3 and when == "between steps":
+            if when == "before a step":
+                run.backward(number, extra=True)
+            if number == 3:
                 run.optimizer.add_param_group({"params": rest, "lr": 0.1})
-            run.backward(number, extra=True)
-            if number == 3 and when != "between steps":
-                run.optimizer.add_param_group({"params": rest, "lr": 0.1})
-            run.step()
+            group = run.optimizer.param_groups[0]
+            if number == 5:
+                replaced = model.first.weight
+                model.first.weight = nn.Parameter(replaced.detach() * 0.5)
+                group["params"][0] = model.first.weight
+            if number == 7:
+                del group["params"][1]
+            if when == "between steps":
+                run.backward(number, extra=True)
+            run.optimizer.step()
+            run.history.append(snapshot(model))  # who is gone has a state only in plain torch
 
     compare(script, None, disk, overlap)
-
-
-def test_groups_may_be_changed_by_hand(disk: Path) -> None:
-    """Unusual, but plain: the optimizer updates what its groups name at the time of the step."""
-
-    def script(run: Run) -> None:
-        steps(run, 2)
-        group = run.optimizer.param_groups[0]
-        replaced = run.model.first.weight
-        fresh = nn.Parameter(replaced.detach() * 0.5)
-        run.model.first.weight = fresh
-        group["params"] = [fresh if p is replaced else p for p in group["params"]]
-        steps(run, 2, start=2)
-        group["params"] = [p for p in group["params"] if p is not run.model.scale]
-        for number in range(4, 6):
-            run.optimizer.zero_grad()
-            run.backward(number)
-            run.optimizer.step()
-            run.history.append(snapshot(run.model))  # who is gone has a state only in plain torch
-
-    compare(script, adamw, disk)
 
 
 def test_groups_defaults_and_attributes_are_the_inner_ones(disk: Path) -> None:

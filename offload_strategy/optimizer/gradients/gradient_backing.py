@@ -256,11 +256,7 @@ class GradientBacking:
         return self._source._version
 
     def relocate(self, put: Callable[[torch.Tensor], GradientSource]) -> None:
-        """Have `put` move the values, if they are unedited and nobody else has their memory.
-
-        Raises:
-            TierFullError: there is no room for them.
-        """
+        """Have `put` move the values, if they are unedited and nobody else has their memory."""
         data = self._source
         if not isinstance(data, torch.Tensor) or self.edited or self._applied:
             return

@@ -84,11 +84,7 @@ class RetainedGradients:
         self._in_memory_bytes = 0
 
     def retain(self, backing: GradientBacking) -> None:
-        """Keep a gradient in memory if it fits, else move it to the tiers.
-
-        Raises:
-            TierFullError: there is no room anywhere; the gradient is still there.
-        """
+        """Keep a gradient in memory if it fits, else move it to the tiers."""
         metadata = backing.metadata
         nbytes = metadata.shape.numel() * metadata.dtype.itemsize
         on_host = metadata.device.type == "cpu"
@@ -262,11 +258,7 @@ class EagerUpdates(BackwardOverlap):
         return []
 
     def gradients_cleared(self) -> None:
-        """See `BackwardOverlap.gradients_cleared`.
-
-        Raises:
-            OffloadError: no `step()` has followed the backward that updated the weights.
-        """
+        """Raise `OffloadError` if no `step()` has followed an update of weights."""
         self.reset()
         self._check_stepped()
 

@@ -44,20 +44,7 @@ class DataParallelGroup:
         self.rank = dist.get_rank(self.process_group)
         self.size = dist.get_world_size(self.process_group)
         self.shards_states = shards_states and self.size > 1
-        self._assigned_elements = [0] * self.size
         self._directory: RankDirectory | None = None
-
-    def assign_owner(self, elements: int) -> int:
-        """The owner of the next subgroup: the rank that has the fewest elements so far."""
-        if not self.shards_states:
-            return self.rank
-        owner = min(range(self.size), key=self._assigned_elements.__getitem__)
-        self._assigned_elements[owner] += elements
-        return owner
-
-    def reset_owners(self) -> None:
-        """Start again: all subgroups will be planned anew."""
-        self._assigned_elements = [0] * self.size
 
     @property
     def reduces(self) -> bool:
@@ -89,7 +76,7 @@ class DataParallelGroup:
     def broadcast(self, tensor: torch.Tensor, owner: int) -> dist.Work:
         """Begin to send the owner's values of a contiguous tensor to all other ranks."""
         group = self.process_group
-        work = dist.broadcast(tensor, group=group, group_src=owner, async_op=True)
+        work: dist.Work | None = dist.broadcast(tensor, group=group, group_src=owner, async_op=True)
         assert work is not None
         return work
 
@@ -101,11 +88,7 @@ class DataParallelGroup:
         return box[0]
 
     def barrier(self, call: str) -> None:
-        """Wait for the other ranks, which have to make the same `call` of the user's.
-
-        Raises:
-            OffloadError: some did not come within a limited time.
-        """
+        """Wait for a limited time for the other ranks, which have to make the user's `call` too."""
         if dist.get_backend(self.process_group) != "gloo":
             return  # the only one that can tell who is missing
         try:

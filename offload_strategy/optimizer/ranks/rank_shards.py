@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -34,6 +34,7 @@ class RankShards:
         self._updater = updater
         self._directories = list(directories)
         self.dp_group: DataParallelGroup | None = None
+        self._assigned_elements: Counter[int] = Counter()
         self._reductions: GradientReductions | None = None
         # The consolidated states, or the rank that has them.
         self._consolidated: dict[torch.Tensor, State] | None = None
@@ -76,15 +77,16 @@ class RankShards:
         return group if group is not None and group.shards_states else None
 
     def assign_owner(self, subgroup: Subgroup) -> None:
-        """Assign a new subgroup to a rank."""
-        if self.dp_group is not None:
+        """Assign a new subgroup to the rank that has the fewest elements so far."""
+        group = self._sharding_group
+        if group is not None:
+            subgroup.owner = min(range(group.size), key=self._assigned_elements.__getitem__)
             elements = sum(param_slice.numel for param_slice in subgroup.slices)
-            subgroup.owner = self.dp_group.assign_owner(elements)
+            self._assigned_elements[subgroup.owner] += elements
 
     def reset_owners(self) -> None:
         """Start again: all subgroups will be planned anew."""
-        if self.dp_group is not None:
-            self.dp_group.reset_owners()
+        self._assigned_elements.clear()
 
     def own(self, subgroups: list[Subgroup]) -> list[Subgroup]:
         """Return the subgroups that this rank updates, and has the states of."""
@@ -120,13 +122,7 @@ class RankShards:
 
     # ------------------------------------------------------------------ all states
     def states(self, subgroups: Sequence[Subgroup], call: str) -> dict[torch.Tensor, State]:
-        """Return the states of all ranks; all of them have to call it, unless consolidated.
-
-        Raises:
-            OffloadError: other ranks did not come, or another one has the consolidated states.
-            TierFullError: there is no room for them.
-            StorageError: states could not be read.
-        """
+        """The states of all ranks; all of them have to call it, unless consolidated."""
         if self._consolidated is not None:
             return self._consolidated
         if self._consolidated_on is not None and self.dp_group is not None:

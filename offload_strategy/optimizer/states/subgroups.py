@@ -118,18 +118,14 @@ class StoredState(NamedTuple):
 
 @dataclass(eq=False)
 class StateSet:
-    """The states of one subgroup: a ticket for dense tensors, everything else in memory.
+    """The states of one subgroup: a ticket for dense tensors, everything else in memory."""
 
-    Args:
-        small: for each slice, the values that stay in memory (step counters and the like).
-        stored: the tensors in the ticket; without a ticket `small` has them.
-        ticket: bytes of the tensors; None if there are none.
-        updates: how often these states were updated or replaced.
-    """
-
+    #: For each slice, the values that stay in memory (step counters and the like).
     small: list[State]
+    #: The tensors in the ticket; without a ticket `small` has them.
     stored: list[StoredState] = field(default_factory=list)
     ticket: Ticket | None = None
+    #: How often these states were updated or replaced.
     updates: int = 0
 
     @property
@@ -197,13 +193,10 @@ class Subgroup:
 
 
 class UnpackedStates:
-    """The states of a subgroup during an update.
+    """The states of a subgroup during an update, unpacked from a set.
 
-    Args:
-        source: the set that they are unpacked from.
-        flat: the bytes of its ticket, which may be overwritten; None if it has none.
-        upcast: whether `states` shall be in their compute dtypes, for which those that are stored
-            in other dtypes are copied.
+    The bytes of its ticket in `flat` may be overwritten. Upcasting copies the states that are
+    stored in other dtypes than their compute dtypes.
     """
 
     def __init__(self, source: StateSet, flat: torch.Tensor | None, *, upcast: bool = True) -> None:
@@ -295,14 +288,9 @@ def plan_subgroups(
     """Divide parameters into subgroups, last registered first.
 
     That is about the order in which backward completes gradients, so the first update can begin
-    early.
-
-    Args:
-        optimizer: the user's.
-        planned: ids of parameters that already have a subgroup.
-        size: maximum number of elements of a subgroup, given the number of all elements.
-        is_elementwise: whether large parameters of the group of this index may be sliced. Otherwise
-            one that exceeds the maximum is a subgroup by itself.
+    early. `planned` has the ids of parameters that already have a subgroup; `size` gives the
+    maximum number of elements of a subgroup for the number of all elements; `is_elementwise` tells
+    whether parameters of the group of this index may be sliced: others may exceed the maximum.
     """
     groups = optimizer.param_groups
     limit = size(sum(local_tensor(p).numel() for group in groups for p in group["params"]))

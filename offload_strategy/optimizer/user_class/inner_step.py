@@ -32,8 +32,6 @@ from offload_strategy.units import round_up
 #: calls than they save in caches (a step took 5 % longer with a quarter of them).
 CHUNK_ELEMENTS = 1024 * 1024
 
-#: Slices that are updated together, with the indices of their weights.
-_Chunk = list[tuple[int, ParameterSlice]]
 _States = Sequence[dict[str, Any]]
 
 
@@ -100,18 +98,12 @@ def update_in_chunks(
     borrow: Callable[[int], torch.Tensor],
     generator: torch.Generator | None,
 ) -> bool:
-    """Update leaf weights in place, and their states in their stored dtypes, also in place.
+    """Update weights with gradients in place, and their states in their stored dtypes.
 
-    Args:
-        run: updates some tensors and their states, like `run_update`.
-        weights: with gradients; `can_update_in_chunks` holds for them.
-        states: of each weight.
-        upcast_dtypes: for each weight, the states to be upcast and their compute dtypes.
-        borrow: lends a flat uint8 tensor of so many bytes.
-        generator: for stochastic rounding; None to round to nearest.
-
-    Returns:
-        Whether the optimizer has added states.
+    `run` updates some tensors and their states, like `run_update`. `upcast_dtypes` has, for each
+    weight, the states to be upcast and their compute dtypes; `borrow` lends a flat uint8 tensor of
+    so many bytes for that. A generator rounds stochastically; None rounds to nearest. Returns
+    whether the optimizer has added states.
     """
     chunks = list(_chunks(weights))
     known = [len(state) for state in states]
@@ -126,17 +118,36 @@ def update_in_chunks(
     scratch = borrow(scratch_bytes) if scratch_bytes else torch.empty(0, dtype=torch.uint8)
     updated: list[list[tuple[ParameterSlice, dict[str, Any]]]] = [[] for _ in weights]
     for chunk in chunks:
-        after = _run_chunk(run, chunk, weights, states, upcast_dtypes, scratch, generator)
-        for (index, param_slice), state in zip(chunk, after, strict=True):
+        parameters, slice_states = [], []
+        begin = 0
+        for index, param_slice in chunk:
+            parameter, gradient = param_slice.values, weights[index].grad
+            if param_slice.rows is not None:
+                assert gradient is not None
+                parameter.grad = param_slice.of(gradient)
+            state = param_slice.slice_state(states[index])
+            for name, dtype in upcast_dtypes[index].items():
+                stored = state[name]
+                end = begin + stored.numel() * dtype.itemsize
+                state[name] = scratch[begin:end].view(dtype).view(stored.shape).copy_(stored)
+                begin = round_up(end, SLICE_ALIGNMENT * dtype.itemsize)
+            parameters.append(parameter)
+            slice_states.append(state)
+        run(parameters, slice_states)
+        for (index, param_slice), state in zip(chunk, slice_states, strict=True):
+            for name in upcast_dtypes[index]:
+                value = state.pop(name, None)
+                if value is not None:
+                    copy_rounded(param_slice.of(states[index][name]), value, generator)
             updated[index].append((param_slice, state))
     for state, slices in zip(states, updated, strict=True):
         _merge_states(state, slices)
     return known != [len(state) for state in states]
 
 
-def _chunks(weights: Sequence[torch.Tensor]) -> Iterator[_Chunk]:
-    """Small weights together, large ones in several chunks."""
-    chunk: _Chunk = []
+def _chunks(weights: Sequence[torch.Tensor]) -> Iterator[list[tuple[int, ParameterSlice]]]:
+    """Slices that are updated together, with the indices of their weights."""
+    chunk: list[tuple[int, ParameterSlice]] = []
     elements = 0
     for index, weight in enumerate(weights):
         for param_slice in slice_parameter(weight, CHUNK_ELEMENTS):
@@ -147,40 +158,6 @@ def _chunks(weights: Sequence[torch.Tensor]) -> Iterator[_Chunk]:
             elements += param_slice.numel
     if chunk:
         yield chunk
-
-
-def _run_chunk(
-    run: Callable[[Sequence[torch.Tensor], _States], None],
-    chunk: _Chunk,
-    weights: Sequence[torch.Tensor],
-    states: _States,
-    upcast_dtypes: Sequence[dict[str, torch.dtype]],
-    scratch: torch.Tensor,
-    generator: torch.Generator | None,
-) -> list[dict[str, Any]]:
-    """Update the slices of a chunk; return their states without those that were upcast."""
-    parameters, slice_states = [], []
-    begin = 0
-    for index, param_slice in chunk:
-        parameter, gradient = param_slice.values, weights[index].grad
-        if param_slice.rows is not None:
-            assert gradient is not None
-            parameter.grad = param_slice.of(gradient)
-        state = param_slice.slice_state(states[index])
-        for name, dtype in upcast_dtypes[index].items():
-            stored = state[name]
-            end = begin + stored.numel() * dtype.itemsize
-            state[name] = scratch[begin:end].view(dtype).view(stored.shape).copy_(stored)
-            begin = round_up(end, SLICE_ALIGNMENT * dtype.itemsize)
-        parameters.append(parameter)
-        slice_states.append(state)
-    run(parameters, slice_states)
-    for (index, param_slice), state in zip(chunk, slice_states, strict=True):
-        for name in upcast_dtypes[index]:
-            value = state.pop(name, None)
-            if value is not None:
-                copy_rounded(param_slice.of(states[index][name]), value, generator)
-    return slice_states
 
 
 def _merge_states(
