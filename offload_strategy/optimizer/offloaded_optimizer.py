@@ -69,15 +69,12 @@ class OffloadedOptimizer(Optimizer):
     Groups, defaults, hooks and hyper-parameters are the inner optimizer's; nothing is copied.
 
     Args:
-        inner: the user's optimizer.
-        store: keeps the states.
         tiers: where states may be put, in order.
         overlap: ``"commit"`` updates during backward, ``"off"`` at `step()`; both show nothing
             before `step()`. ``"eager"`` updates weights as gradients are complete.
         subgroup_size: elements of a subgroup, given the number of all elements.
         is_last: whether the running backward is the last before `step()`.
         state_bytes: bytes of the states once every parameter has been updated.
-        precision: of states.
         new_weight_tiers: where new weights wait for `step()` before they go to `tiers`.
         gradient_memory: bytes of host memory in which gradients wait for `step()`, with
             ``"commit"``; others wait in the tiers.

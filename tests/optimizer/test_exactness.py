@@ -45,7 +45,6 @@ def _of(kind: Any, *settings: Any, in_groups: bool = False, **options: Any) -> M
 
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
-    "Adam": _of(Adam, 1e-2),
     "Adam amsgrad fused": _of(Adam, 1e-2, amsgrad=True, fused=True),
     "Adam weight decay, maximize": _of(Adam, 1e-2, weight_decay=0.1, maximize=True),
     "AdamW": _of(AdamW, 1e-2),
@@ -53,15 +52,12 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "AdamW fused": _of(AdamW, 1e-2, fused=True),
     "AdamW per tensor": _of(AdamW, 1e-2, foreach=False),
     "AdamW amsgrad foreach": _of(AdamW, 1e-2, amsgrad=True, foreach=True, maximize=True),
-    "AdamW tensor lr": _of(AdamW, torch.tensor(1e-2)),
     "AdamW tensor lr fused": _of(AdamW, torch.tensor(1e-2), fused=True),
     "AdamW groups": _of(AdamW, 1e-2, in_groups=True),
-    "AdamW named": lambda m: AdamW(m.named_parameters(), 1e-2),
     "SGD": _of(SGD, 0.1),
     "SGD fused": _of(SGD, 0.1, fused=True),
     "SGD momentum": _of(SGD, 0.1, momentum=0.9),
     "SGD momentum fused": _of(SGD, 0.1, momentum=0.9, fused=True),
-    "SGD dampening": _of(SGD, 0.1, momentum=0.9, dampening=0.1, weight_decay=0.01),
     "SGD groups, maximize": _of(SGD, 0.1, in_groups=True, momentum=0.5, maximize=True),
     "NAdam": _of(optim.NAdam, 1e-2, weight_decay=0.1),
     "NAdam foreach": _of(
@@ -72,16 +68,12 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "Adadelta": _of(optim.Adadelta),
     "Adagrad": _of(optim.Adagrad, 1e-2, initial_accumulator_value=0.1),
     "Adagrad fused": _of(optim.Adagrad, 1e-2, fused=True),
-    "Adagrad groups": _of(optim.Adagrad, 1e-2, in_groups=True, lr_decay=0.1),
-    "RMSprop": _of(optim.RMSprop, 1e-3),
     "RMSprop centered foreach": _of(optim.RMSprop, 1e-3, centered=True, momentum=0.9, foreach=True),
     "Rprop": _of(optim.Rprop, 1e-2),
     "ASGD": _of(optim.ASGD, 1e-2, t0=2),
-    "ASGD foreach": _of(optim.ASGD, 1e-2, t0=2, foreach=True),
     "Adafactor": _of(optim.Adafactor, 1e-2),
     "Adafactor foreach groups": _of(optim.Adafactor, 1e-2, in_groups=True, foreach=True),
     "Muon": lambda m: optim.Muon([p for p in m.parameters() if p.dim() == 2], 1e-2),
-    "a subclass": _of(type("Mine", (AdamW,), {}), 1e-2),
     "of somebody else's": _of(Lion, 1e-2),
 }
 
