@@ -108,8 +108,8 @@ class AutomaticBudget(Budget):
         self._limit: float | None = None
         self._was_late = False
         self._growth = _GROWTH
-        self._allowance_seconds = 0.0
-        self._allowed_seconds = 0.0
+        # Of any pass, and what is left of it in the current one.
+        self._allowance_seconds = self._allowed_seconds = 0.0
         self._soon_seconds = 0.0
         self._observed = 0
         # On a device: bytes that will wait to be written at a time after the first save of a pass.

@@ -2,10 +2,9 @@
 
 [Note: others who offload]
 Of nested saved-tensor hooks one pair gets the tensor, so two who offload do not add up: one of them
-would do nothing, unnoticed. Two are known, each an option that somebody has set, and are refused:
-TRL's `activation_offloading=True` puts hooks around the whole training step, outside of ours, and
-hands on numbers in place of tensors; Transformers' `activation_checkpointing_kwargs={"offload":
-True}` puts `save_on_cpu` around each recomputed layer, inside of ours.
+would do nothing, unnoticed. Two are known and refused: TRL's `activation_offloading=True` puts
+hooks around the whole training step, outside of ours; Transformers'
+`activation_checkpointing_kwargs={"offload": True}` puts `save_on_cpu` around each recomputed layer.
 
 [Note: hooks around ours]
 Of nested saved-tensor hooks torch calls the innermost alone. Ours come with a module that was
@@ -70,11 +69,11 @@ def may_open() -> bool:
     Not inside a transform that forbids it, and not where somebody records operations or computes
     without data, so that there are no bytes.
     """
-    if not _autograd._saved_tensors_hooks_is_enabled():
-        return False
-    if torch._C._get_tracing_state() is not None:
-        return False
-    return all(torch._C._get_dispatch_mode(key) is None for key in _TRACING_MODES)
+    return (
+        _autograd._saved_tensors_hooks_is_enabled()
+        and torch._C._get_tracing_state() is None
+        and all(torch._C._get_dispatch_mode(key) is None for key in _TRACING_MODES)
+    )
 
 
 def foreign(owner: type) -> HookPair | None:
@@ -102,12 +101,6 @@ def go_through(outer: HookPair) -> None:
     _autograd._push_saved_tensors_default_hooks(both.pack, both.unpack)
 
 
-class _Opaque(NamedTuple):
-    """What foreign hooks made of a tensor, when that is no tensor."""
-
-    packed: Any
-
-
 class _Through:
     """Our hooks behind those of somebody else; see [Note: hooks around ours]."""
 
@@ -117,21 +110,17 @@ class _Through:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         packed = self.outer.pack(tensor)
-        return self.ours.pack(packed) if isinstance(packed, torch.Tensor) else _Opaque(packed)
+        # Ours never make a tuple, so one stands for what is no tensor.
+        return self.ours.pack(packed) if isinstance(packed, torch.Tensor) else (packed,)
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, _Opaque):
-            return self.outer.unpack(packed.packed)
-        return self.outer.unpack(self.ours.unpack(packed))
+        known = packed[0] if isinstance(packed, tuple) else self.ours.unpack(packed)
+        return self.outer.unpack(known)
 
 
 # ---------------------------------------------------------------------- others who offload
 def refuse_hooks_that_offload(outer: HookPair | None) -> None:
-    """Refuse saved-tensor hooks around ours that offload.
-
-    Raises:
-        ConfigError: They are those of another activation offload.
-    """
+    """Raise a ConfigError if the hooks around ours are those of another activation offload."""
     module = getattr(outer.pack, "__module__", None) if outer is not None else None
     if module is not None and _OFFLOADERS in module:
         raise ConfigError(
@@ -141,11 +130,7 @@ def refuse_hooks_that_offload(outer: HookPair | None) -> None:
 
 
 def refuse_checkpoints_that_offload(model: nn.Module) -> None:
-    """Refuse a model whose layers move to the host what they keep for recomputing.
-
-    Raises:
-        ConfigError: Transformers' activation checkpointing was enabled with ``offload``.
-    """
+    """Raise a ConfigError if layers of Transformers offload what they keep for recomputing."""
     for name, module in model.named_modules():
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
         function = getattr(checkpoint, "func", checkpoint)  # a partial, with the user's options

@@ -8,6 +8,7 @@ builtin that it cannot trace. It has a list of files that it leaves alone.
 
 from __future__ import annotations
 
+import functools
 import pkgutil
 import sys
 import threading
@@ -148,16 +149,11 @@ def _calls(module: nn.Module) -> Iterator[FrameType]:
 
 
 # ---------------------------------------------------------------------- torch.compile
-_registered = False
-
-
+@functools.cache
 def _keep_torch_compile_out() -> None:
-    """See to it that torch.compile does not look into this package. Idempotent."""
-    global _registered
-    if not _registered:
-        _registered = True
-        # Importing torch._dynamo takes seconds, and who does not compile may never need it.
-        register_post_import_hook(_keep_out, "torch._dynamo")
+    """See to it that torch.compile does not look into this package."""
+    # Importing torch._dynamo takes seconds, and who does not compile may never need it.
+    register_post_import_hook(_keep_out, "torch._dynamo")
 
 
 def _keep_out(dynamo: ModuleType) -> None:

@@ -68,11 +68,7 @@ class MemoryLimit:
 
     @classmethod
     def configured(cls, section: PlanningConfig) -> MemoryLimit | None:
-        """Return the limit of a config, or None.
-
-        Raises:
-            ConfigError: If its plan cannot be read.
-        """
+        """Return the limit of a config, or None; raise a ConfigError if its plan is unreadable."""
         if section.device_memory is None:
             return None
         nbytes = None if section.device_memory == "auto" else int(section.device_memory)
@@ -83,12 +79,8 @@ class MemoryLimit:
 class PlannedBudget(Budget):
     """Keeps training within a limit; see [Note: from the first steps to a plan].
 
-    Args:
-        limit: The limit.
-        profiler: Makes profiles; it gets the baseline memory, and what is learned from passes.
-
-    Raises:
-        ConfigError: In the first forward pass, if the limit is used up already.
+    The profiler gets the baseline memory, and what is learned from passes. The first forward pass
+    raises a ConfigError if the limit is used up already.
     """
 
     def __init__(self, limit: MemoryLimit, profiler: PassProfiler) -> None:

@@ -36,16 +36,11 @@ _PLAIN = (torch.Tensor, type(None), bool, int, float, complex, str, torch.dtype,
 
 @dataclass(eq=False)
 class _Candidate:
-    """A block that might be recomputed.
-
-    Args:
-        name: Name in its model.
-        module: The block.
-        by_itself: Whether it is a layer of Transformers that checkpoints itself.
-    """
+    """A block that might be recomputed."""
 
     name: str
     module: weakref.ref[nn.Module]
+    #: Whether it is a layer of Transformers that checkpoints itself.
     by_itself: bool
     handles: list[Any] = field(default_factory=list)
     refused: bool = False
@@ -57,10 +52,8 @@ class _Candidate:
 class RecomputableBlocks:
     """Observes the blocks of attached models, and recomputes some of them.
 
-    Args:
-        which: Blocks that may run twice: "auto" for those known to be safe, True for all, False for
-            none.
-        trace: Returns the trace of the current forward pass of this thread, or None.
+    Blocks that may run twice are those known to be safe ("auto"), all (True) or none (False).
+    `trace` returns the trace of the current forward pass of this thread, or None.
     """
 
     def __init__(self, which: Literal["auto"] | bool, trace: Callable[[], Trace | None]) -> None:
@@ -252,12 +245,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 # ---------------------------------------------------------------------- modules
 def _kind(module: nn.Module, *, ask: bool) -> Literal["by itself", "from outside"] | None:
-    """Return how a block can be recomputed; None if it cannot or may not be.
-
-    Args:
-        module: The block.
-        ask: Whether it must be known to be safe; otherwise the user has said so.
-    """
+    """Return how a block can be recomputed; None if it cannot, or must be known to be safe."""
     if any(_is_transformers_layer(type(inner)) for inner in module.modules()):
         # A layer that is checkpointed already stays as it is.
         on = any(getattr(inner, "gradient_checkpointing", False) for inner in module.modules())

@@ -116,7 +116,7 @@ class ActivationOffload:
         if self.planned is not None:
             self.planned.others_bytes = self._prefetcher.others_bytes
         # What `_batch_bytes` found, and for which pass.
-        self._batch: tuple[Trace, int] | None = None
+        self._batch: tuple[Trace | None, int] = (None, 0)
         self._hint = 0
         self._serials = itertools.count()
         self._saved = itertools.count()
@@ -146,10 +146,8 @@ class ActivationOffload:
 
     def profile(self, busy: Sequence[tuple[float, float]] = ()) -> Profile | None:
         """Return the profile of the last pass, once its backward has ended; see `PassProfiler`."""
-        latest = self._prefetcher.latest_trace
-        if latest is None:
-            return None
-        return self._profiler.profile(latest, self._prefetcher.ended_at(latest), busy)
+        latest, ended_at = self._prefetcher.latest_trace, self._prefetcher.ended_at
+        return None if latest is None else self._profiler.profile(latest, ended_at(latest), busy)
 
     # ------------------------------------------------------------------ forward passes
     def hint(self) -> None:
@@ -202,11 +200,9 @@ class ActivationOffload:
 
         Nothing else is offloaded.
         """
-        if not other_hooks.may_open():
-            yield False
-            return
-        if other_hooks.belong_to(self):
-            yield True
+        allowed = other_hooks.may_open()
+        if not allowed or other_hooks.belong_to(self):
+            yield allowed
             return
         outer = other_hooks.foreign(ActivationOffload)
         with UninterruptedSection():
@@ -239,14 +235,12 @@ class ActivationOffload:
     def _record(self) -> ForwardRecord:
         """Return the record of the new forward pass, or of its micro-batch if there is a hint."""
         opened = self._open
-        latest = opened.latest
-        same = self._hint > 0 and opened.hint == self._hint
-        if same and latest is not None and not latest.in_backward:
+        latest = opened.latest if opened.hint == self._hint else None
+        if latest is not None and not latest.in_backward:
             return latest
         record = ForwardRecord(next(self._serials))
         self._prefetcher.add(record)
-        opened.latest = record if self._hint else None
-        opened.hint = self._hint
+        opened.latest, opened.hint = record if self._hint else None, self._hint
         return record
 
     # ------------------------------------------------------------------ hooks
@@ -257,10 +251,8 @@ class ActivationOffload:
                 return weight
         record = self._open.record
         # Inside backward (a checkpointed region is recomputed) the tensor is needed at once.
-        inside_backward = torch._C._current_graph_task_id() != -1
-        if record is None or not self.enabled or inside_backward:
-            return KeptTensor(tensor)
-        if is_small(tensor, self._min_size):
+        needed_now = torch._C._current_graph_task_id() != -1
+        if record is None or not self.enabled or needed_now or is_small(tensor, self._min_size):
             return KeptTensor(tensor)
         reason = why_it_stays(tensor, self._is_weight)
         if reason is not None:
@@ -298,21 +290,19 @@ class ActivationOffload:
         flat.set_(tensor.untyped_storage(), span.start, (span.nbytes,), (1,))
         item.payload = flat
         trace.left_bytes += span.nbytes
-        latest = self._prefetcher.latest_trace
-        together = 0
-        if latest is not None and tensor.device.type == "cpu":
-            together = self._batch_bytes(latest)
+        together = self._batch_bytes() if tensor.device.type == "cpu" else 0
         # Backward starts with what was saved last: that stays if host memory is scarce.
         # This call comes last: see [Note: the interpreter lock].
         self._writes.add(item, -next(self._saved), together)
         return handle
 
-    def _batch_bytes(self, latest: Trace) -> int:
+    def _batch_bytes(self) -> int:
         """Return the size of a batch; computed once per pass, because this runs for every item."""
-        if self._batch is None or self._batch[0] is not latest:
-            rate = self._writes.rate(write=True)
-            self._batch = latest, batch_bytes(latest.saved_bytes, rate)
-        return self._batch[1]
+        latest = self._prefetcher.latest_trace
+        if self._batch[0] is not latest:
+            nbytes = 0 if latest is None else latest.saved_bytes
+            self._batch = latest, batch_bytes(nbytes, self._writes.rate(write=True))
+        return 0 if latest is None else self._batch[1]
 
     def _unpack(self, packed: Packed) -> torch.Tensor:
         return packed.unpack()

@@ -105,9 +105,9 @@ class TierWrites:
 
     def leaving_bytes(self) -> int:
         """Return the bytes of activations that are leaving the computing device's memory."""
-        if self.on_device:
-            return self._store.copies.source_bytes() + self._batch.nbytes
-        return self._store.writing_bytes_of(_CLIENT) + self._batch.nbytes
+        store = self._store
+        leaving = store.copies.source_bytes() if self.on_device else store.writing_bytes_of(_CLIENT)
+        return leaving + self._batch.nbytes
 
     def release_at_least(self, nbytes: int, seconds: float) -> None:
         """Free so many of the bytes that leave the computing device, within so many seconds."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from offload_strategy import OffloadEngine
 from offload_strategy.activations.forward_records import Trace
-from offload_strategy.activations.use_order import UseOrderHistory
+from offload_strategy.activations.prefetch import UseOrderHistory
 from tests.training import activations_only, assert_same_bits, gradients, on_disk
 
 
