@@ -35,11 +35,7 @@ _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 def private_map(fd: int, nbytes: int, *, flags: int = _MAP_NORESERVE) -> mmap.mmap:
-    """Map the first `nbytes` of a file; see [Note: tensors over private maps].
-
-    Raises:
-        OSError: there is too little address space, or the system promises no more memory.
-    """
+    """Map the first `nbytes` of a file; see [Note: tensors over private maps]."""
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     return mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE | flags, prot=protection)
 
@@ -82,8 +78,7 @@ def load(
 def small_in_memory(map_location: Any) -> Any:
     """Return a `map_location` that copies small tensors, so that they do not keep a file mapped.
 
-    Args:
-        map_location: the user's argument; None and device mappings are returned unchanged.
+    None and mappings to devices are returned unchanged.
     """
     if not callable(map_location) and str(map_location) != "cpu":
         return map_location

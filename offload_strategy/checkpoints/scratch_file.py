@@ -45,9 +45,6 @@ def scratch_directories(tiers: Iterable[Path]) -> list[Path]:
 
     They are those among the paths of the ssd tiers, which may be block devices too, then the
     default directory; without paths there are none.
-
-    Raises:
-        ConfigError: there are only devices, and $SSD_OFFLOAD_DIR is invalid.
     """
     tiers = list(tiers)
     if not tiers:
@@ -73,10 +70,8 @@ class ScratchFile:
     All tensors are reserved first, then filled, then mapped, so the disk space is guaranteed before
     anything is written. Not thread-safe.
 
-    Args:
-        directories: candidate directories; the first with enough room is used, with a warning if it
-            is the last of several. Without directories tensors are created in ordinary memory.
-        what: what is stored, for messages.
+    The first directory with enough room is used, with a warning if it is the last of several.
+    Without directories tensors are created in ordinary memory.
     """
 
     def __init__(self, directories: Sequence[Path], what: str = "optimizer states") -> None:
@@ -122,11 +117,7 @@ class ScratchFile:
     def write(self, begin: int, tensor_end: int, values: torch.Tensor, dtype: torch.dtype) -> None:
         """Write contiguous values in whole pages, through the buffer. Called by `ScratchTensor`.
 
-        Args:
-            begin: byte offset in the file.
-            tensor_end: byte offset of the tensor's end; the rest of that page is unused.
-            values: flat tensor on any device.
-            dtype: dtype in which they are written.
+        Offsets are in bytes; the rest of the page with the tensor's end is unused.
         """
         assert self._map is None, "fill everything before the first tensor is mapped"
         end = begin + values.numel() * dtype.itemsize
@@ -190,11 +181,7 @@ class ScratchFile:
 
     # ------------------------------------------------------------------ mapping
     def mapped(self) -> mmap.mmap:
-        """Map all tensors; afterwards nothing can be reserved or filled.
-
-        Raises:
-            OffloadError: the file cannot be mapped.
-        """
+        """Map all tensors; afterwards nothing can be reserved or filled."""
         if self._map is None:
             try:
                 self._opened().drain()
@@ -215,10 +202,7 @@ class ScratchFile:
 class ScratchTensor:
     """One tensor in a scratch file, or in ordinary memory if it is small.
 
-    Args:
-        file: the scratch file.
-        like: the tensor itself if it is in memory, else a dense meta tensor like it.
-        offset: byte offset in the file; None if it is in memory.
+    `like` is the tensor itself if `offset` (in bytes) is None, else a dense meta tensor like it.
     """
 
     file: ScratchFile
@@ -229,11 +213,6 @@ class ScratchTensor:
         """Write rows of the tensor from a row on, converted to its dtype; 0 for a scalar.
 
         If the rows are not contiguous, as in a transposed matrix, all must be written at once.
-
-        Raises:
-            ValueError: the rows do not fit, or are only some of those that must be written at once.
-            TierFullError: no directory has room.
-            StorageError: the file cannot be written.
         """
         like, dtype = self.like, self.like.dtype
         rows = like.shape[0] if like.dim() else 1
@@ -258,11 +237,7 @@ class ScratchTensor:
         self.file.write(begin, self.offset + like.nbytes, flat, dtype)
 
     def tensor(self) -> torch.Tensor:
-        """Return the tensor with its own storage; afterwards nothing can be reserved or filled.
-
-        Raises:
-            OffloadError: the file cannot be mapped.
-        """
+        """Return the tensor with its own storage; afterwards nothing can be reserved or filled."""
         like = self.like
         if self.offset is None:
             return like

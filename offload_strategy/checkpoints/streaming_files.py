@@ -205,11 +205,7 @@ class _ArchiveWriter:
         self._filled = 0
 
     def write(self, data: Any) -> int:
-        """Append bytes; see [Note: errors while an archive is written].
-
-        Raises:
-            _Stopped: the disk is full or failed, or Ctrl-C was pressed; `error` has the cause.
-        """
+        """Append bytes; see [Note: errors while an archive is written]."""
         length = memoryview(data).nbytes
         if self.error is None:
             try:

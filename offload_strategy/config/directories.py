@@ -31,9 +31,6 @@ def default_directory() -> Path:
 
     It is $SSD_OFFLOAD_DIR, else the temporary directory, or /var/tmp where the temporary directory
     is kept in memory, as on many systems.
-
-    Raises:
-        ConfigError: $SSD_OFFLOAD_DIR names a variable that is not set.
     """
     configured = os.environ.get(DIRECTORY_VARIABLE, "").strip()
     if configured:
@@ -46,11 +43,7 @@ def default_directory() -> Path:
 
 
 def expand_path(path: str) -> str:
-    """Expand '~' and '$VARIABLES' and make a path absolute: other processes may start elsewhere.
-
-    Raises:
-        ValueError: the path is empty or uses a variable that is not set.
-    """
+    """Expand '~' and '$VARIABLES' and make a path absolute: other processes may start elsewhere."""
     if not path.strip():
         raise ValueError("the path is empty")
     if "\0" in path:
@@ -64,12 +57,7 @@ def expand_path(path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FileSystem:
-    """A mounted file system.
-
-    Args:
-        kind: such as ``ext4`` or ``nfs4``.
-        rotational: whether it is on a spinning disk; None where that is unknown.
-    """
+    """A mounted file system, such as ``ext4``; it is unknown of some whether the disk spins."""
 
     kind: str
     rotational: bool | None = None

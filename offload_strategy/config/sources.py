@@ -34,11 +34,7 @@ def presets() -> dict[str, str]:
 
 
 def read(source: Mapping[str, Any] | str | os.PathLike[str] | None) -> Sections:
-    """Read the sections of a config; see `OffloadConfig.load` for what may stand for one.
-
-    Raises:
-        ConfigError: there is no such source, or it is not a mapping of sections.
-    """
+    """Read the sections of a config; see `OffloadConfig.load` for what may stand for one."""
     if source is not None:
         return _read(source, "", ())
     from_environment = os.environ.get(CONFIG_VARIABLE, "").strip()

@@ -19,11 +19,8 @@ WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecode
 class WeakHook:
     """A callback that calls a method while its object lives, and then does nothing.
 
-    A copy or a pickle of it, which comes with a copy of the module, does nothing either.
-
-    Args:
-        method: a bound method, whose object is not kept alive; None for a hook that does nothing.
-        first: arguments before those of the hook.
+    Arguments in `first` come before those of the hook. A copy or a pickle, which comes with a copy
+    of the module, does nothing either.
     """
 
     def __init__(self, method: Callable[..., Any] | None = None, *first: Any) -> None:
@@ -47,12 +44,8 @@ def outermost_blocks(
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield the outermost modules that are blocks with their names, in the order of registration.
 
-    Args:
-        model: the model to search.
-        classes: names of module classes whose instances are blocks besides repeated layers.
-        choose: returns for a module and its name whether it is a block, instead of the search for
-            repeated layers.
-        prefix: prefix of all names.
+    Instances of module classes named in `classes` are blocks besides repeated layers; `choose`
+    says for a module and its name whether it is a block, instead of the search for repeated layers.
     """
     repeated: set[nn.Module] = set()
     if choose is None and isinstance(model, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):

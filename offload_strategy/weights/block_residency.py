@@ -3,8 +3,9 @@
 [Note: block residency]
 A block's weights are acquired during its forward (again inside backward, where it is recomputed)
 and during every update. Autograd saves only the position of a tensor within its weight, so backward
-finds the bytes wherever they are by then. Released weights stay in memory until another block needs
-the room: the least recently used block is offloaded first, unless it is among the next blocks.
+finds the bytes wherever they are by then. A block is offloaded after its forward, unless it was
+needed twice in a row the last time. Blocks that stay, after backward or an update, are offloaded
+when others need the room: the least recently used one first, unless it is among the next blocks.
 Weights that are accessed outside their blocks are tracked apart: a few of them may stay besides the
 one that is accessed now.
 """
@@ -32,11 +33,7 @@ _ACCESSED_BYTES = 64 * MiB
 
 
 class BlockResidency:
-    """Loads the weights of a block before it computes, and offloads them for the next ones.
-
-    Args:
-        blocks_in_flight: maximum number of blocks in memory or being loaded.
-    """
+    """Loads the weights of a block before it computes, and offloads them for the next ones."""
 
     def __init__(self, blocks_in_flight: int) -> None:
         self._most = blocks_in_flight
@@ -123,10 +120,8 @@ class BlockResidency:
     def resident(self, parameters: Iterable[torch.Tensor], *, changes: bool) -> Iterator[None]:
         """Keep the streamed weights among some parameters in memory within the context.
 
-        Args:
-            parameters: parameters, streamed or not.
-            changes: whether the caller changes their values; version counters do not show it,
-                because fused kernels do not increment them.
+        `changes` says whether the caller changes their values; version counters do not show it,
+        because fused kernels do not increment them.
         """
         weights = [weight for p in parameters if (weight := self._weights.get(p)) is not None]
         if not weights:
@@ -249,7 +244,7 @@ class BlockResidency:
 
     def _offload_weight(self, weight: StreamedWeight) -> bool:
         """Offload a weight if possible; return whether it is offloaded."""
-        if weight.parameter is None:
+        if weight.parameter() is None:
             return True
         if weight.is_resident and weight.can_be_offloaded():
             self._by_storage.pop(weight.storage_key, None)

@@ -58,13 +58,8 @@ class _Match:
 class Loader:
     """Loads checkpoints into models.
 
-    Args:
-        store: reads the files.
-        stream: receives the weights; None if weights are not streamed.
-        tiers: tiers to use, in order.
-        device: device for parameters on the meta device.
-        open_file: returns the queue that reads a file; to adopt weights it must stay open while
-            they are streamed.
+    `device` is that of parameters on the meta device. `open_file` returns the queue that reads a
+    file; to adopt weights it must stay open while they are streamed.
     """
 
     store: TensorStore
@@ -78,15 +73,7 @@ class Loader:
     ) -> LoadedWeights:
         """Load a checkpoint into a model; nothing is changed before everything is checked.
 
-        Args:
-            model: a model, attached or not, possibly on the meta device.
-            checkpoint: the checkpoint's tensors by name.
-            adopt: keep the bytes of streamed weights with equal dtype in the files.
-            strict: missing and unexpected names are errors.
-
-        Raises:
-            ConfigError: names or shapes differ.
-            StorageError: a file cannot be read; the model has been loaded partly.
+        The model may be attached or not, and on the meta device; see `OffloadEngine.load_weights`.
         """
         tie = getattr(model, "tie_weights", None)
         if callable(tie) and any(parameter.is_meta for parameter in model.parameters()):
@@ -186,30 +173,26 @@ def match(
 ) -> tuple[list[_Match], LoadedWeights]:
     """Match the tensors of a model and a checkpoint, in the order of the files' bytes.
 
-    Raises:
-        ConfigError: names (if `strict`) or shapes differ, or a module would stay partly on the meta
-            device.
+    Raises ConfigError if names (if `strict`) or shapes differ, or a module would be loaded partly.
     """
     targets = named_tensors(model)
     names: dict[int, list[str]] = {}
-    for name, tensor in targets.items():
-        names.setdefault(id(tensor), []).append(name)
+    for target, tensor in targets.items():
+        names.setdefault(id(tensor), []).append(target)
     matches: list[_Match] = []
     missing: list[str] = []
     wrong: list[str] = []
     for alike in names.values():
-        known = [name for name in alike if name in checkpoint]
-        if not known:
+        name = next((name for name in alike if name in checkpoint), None)
+        if name is None:
             missing.append(alike[0])
             continue
-        name = known[0]
-        one = _Match(name, targets[name], checkpoint[name])
-        if tuple(one.tensor.shape) != one.stored.shape:
+        matches.append(_Match(name, targets[name], checkpoint[name]))
+        shape, stored = targets[name].shape, checkpoint[name].shape
+        if tuple(shape) != stored:
             wrong.append(
-                f"{name} has shape {list(one.stored.shape)} in the checkpoint and "
-                f"{list(one.tensor.shape)} in the model"
+                f"{name} has shape {list(stored)} in the checkpoint and {list(shape)} in the model"
             )
-        matches.append(one)
     found = LoadedWeights(missing, [name for name in checkpoint if name not in targets])
     complaints = [*wrong]
     if strict:

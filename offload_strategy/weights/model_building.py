@@ -23,8 +23,7 @@ _TensorType = TypeVar("_TensorType", bound=torch.Tensor)
 def modules_to_materialize(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the modules with parameters on the meta device, in the order of construction.
 
-    Raises:
-        ConfigError: one of them has no `reset_parameters`, or a buffer would stay uninitialized.
+    Raises ConfigError if one has no `reset_parameters`, or a buffer would stay uninitialized.
     """
     named: dict[nn.Module, str] = {}
     for name, module in _inner_first(model):
@@ -63,10 +62,8 @@ def materialize_module(
 ) -> None:
     """Materialize and initialize the own parameters and buffers of a module on the meta device.
 
-    `made` is called with each parameter after its allocation and before its initialization.
-
-    Raises:
-        ConfigError: the module does not initialize one of its buffers.
+    `made` is called with each parameter after its allocation and before its initialization. Raises
+    ConfigError if the module does not initialize one of its buffers.
     """
     missing = _meta_tensors(module._parameters)
     if not missing:

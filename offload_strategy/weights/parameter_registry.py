@@ -34,8 +34,7 @@ class ParameterRegistry:
     def add_module(self, module: nn.Module) -> None:
         """Claim a module for activation offload.
 
-        Raises:
-            ConfigError: it has no parameters, or it is attached to an engine already.
+        Raises ConfigError if it has no parameters, or is attached to an engine already.
         """
         if next(module.parameters(), None) is None:
             raise ConfigError(

@@ -61,11 +61,8 @@ class StoredTensor:
 def read_index(source: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     """Return the tensors of a checkpoint by name, in the order of the files' bytes.
 
-    Args:
-        source: a safetensors file, or a directory with one file or with shards and an index.
-
-    Raises:
-        ConfigError: a file is missing or damaged, or safetensors is not installed.
+    The source is a safetensors file, or a directory with one file or with shards and an index.
+    Raises ConfigError if a file is missing or damaged, or safetensors is not installed.
     """
     return {name: stored for file in _files(Path(source)) for name, stored in _header(file).items()}
 
@@ -138,20 +135,10 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def save_shards(
     tensors: Mapping[str, torch.Tensor], directory: Path, shard_bytes: int, read: Read
 ) -> list[Path]:
-    """Write tensors to a directory, replacing files of the same names.
+    """Write tensors to a directory, replacing files of the same names; return the files.
 
-    Args:
-        tensors: tensors by name; a tensor with several names is written once.
-        directory: the target directory; it is created if it does not exist.
-        shard_bytes: maximum bytes of a file, unless a single tensor is larger.
-        read: context that yields the values of a tensor.
-
-    Returns:
-        The files that hold tensors.
-
-    Raises:
-        ConfigError: safetensors is not installed.
-        StorageError: a file cannot be written; earlier complete files remain.
+    A tensor with several names is written once. A file has at most `shard_bytes`, unless a single
+    tensor has more. Raises StorageError if a file cannot be written.
     """
     try:
         from safetensors.torch import save_file

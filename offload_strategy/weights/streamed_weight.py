@@ -32,14 +32,8 @@ _UNSHARED_USE_COUNT = 2
 class StreamedWeight:
     """A parameter whose bytes are in the store while they are not in memory.
 
-    Args:
-        name: name in the model, for messages.
-        parameter: a dense parameter; it is not kept alive.
-        store: receives the bytes.
-        tiers: tiers to use, in order.
-        on_access: called when the parameter is accessed outside its block.
-        saving: see `ParameterOwner.saving`.
-        lock: held while the bytes are loaded or offloaded.
+    It does not keep the parameter alive. The lock is held while the bytes are loaded or offloaded;
+    `on_access` is called when the parameter is accessed outside its block.
     """
 
     def __init__(
@@ -63,7 +57,8 @@ class StreamedWeight:
         #: Whether the values may differ from the ticket's besides what the version counter shows.
         self.changed = True
         self._version = -1
-        self._parameter = weakref.ref(parameter, WeakHook(self._on_parameter_freed))
+        #: Returns the parameter, or None after it was freed.
+        self.parameter = weakref.ref(parameter, WeakHook(self._on_parameter_freed))
         self._store = store
         self._tiers = list(tiers)
         self._on_access = on_access
@@ -83,14 +78,9 @@ class StreamedWeight:
         self._placeholder = nan_placeholder(self.form, parameter.device)
 
     @property
-    def parameter(self) -> nn.Parameter | None:
-        """The parameter, or None after it was freed."""
-        return self._parameter()
-
-    @property
     def is_resident(self) -> bool:
         """Whether the bytes are in memory."""
-        return self._here and self._parameter() is not None
+        return self._here and self.parameter() is not None
 
     @property
     def is_placed(self) -> bool:
@@ -100,7 +90,7 @@ class StreamedWeight:
     @property
     def is_trained(self) -> bool:
         """Whether the parameter requires gradients."""
-        parameter = self._parameter()
+        parameter = self.parameter()
         return parameter is not None and parameter.requires_grad
 
     @property
@@ -129,7 +119,7 @@ class StreamedWeight:
         self._ticket = None
 
     def _live_parameter(self) -> nn.Parameter:
-        parameter = self._parameter()
+        parameter = self.parameter()
         if parameter is None:
             raise OffloadError(f"the parameter {self.name!r} was freed; attach the model again.")
         return parameter
@@ -140,7 +130,7 @@ class StreamedWeight:
             self.load()
             self.users += 1
             self._unguarded += 1
-            if self._unguarded == 1 and (parameter := self._parameter()) is not None:
+            if self._unguarded == 1 and (parameter := self.parameter()) is not None:
                 unguard(parameter)
 
     def release(self) -> None:
@@ -148,7 +138,7 @@ class StreamedWeight:
         with self._lock:
             self.users -= 1
             self._unguarded -= 1
-            if self._unguarded == 0 and (parameter := self._parameter()) is not None:
+            if self._unguarded == 0 and (parameter := self.parameter()) is not None:
                 guard(parameter, self)
 
     @keeps_grad_mode
@@ -179,13 +169,9 @@ class StreamedWeight:
             return True
 
     def load(self) -> None:
-        """Load the bytes, if they are offloaded.
-
-        Raises:
-            StorageError: they cannot be read; they stay offloaded.
-        """
+        """Load the bytes, if they are offloaded; they stay so if they cannot be read."""
         ticket = self._ticket
-        if self._here or ticket is None or self._parameter() is None:
+        if self._here or ticket is None or self.parameter() is None:
             return
         state = ticket.state
         written = state is TicketState.IN_MEMORY and bool(ticket.entry.stripes)
@@ -282,7 +268,7 @@ class StreamedWeight:
 
     def close(self, *, restore: bool) -> None:
         """Free the ticket; unless the bytes are restored, the parameter is NaN from now on."""
-        parameter = self._parameter()
+        parameter = self.parameter()
         if parameter is not None:
             if restore:
                 self.load()
@@ -295,14 +281,7 @@ _nothing = functools.cache(lambda dtype, device: torch.empty(0, dtype=dtype, dev
 
 
 class SavedWeight:
-    """What autograd holds for a saved streamed weight or a view of one: position and version.
-
-    Args:
-        tensor: the tensor that autograd saves; it is not kept.
-        weight: the weight that it is a view of.
-        offset: its offset in the weight, in elements.
-        load_for_backward: loads a weight and returns its values.
-    """
+    """What autograd holds for a saved streamed weight or a view of one: position and version."""
 
     def __init__(
         self,
@@ -312,7 +291,7 @@ class SavedWeight:
         load_for_backward: Callable[[StreamedWeight], torch.Tensor],
     ) -> None:
         self._weight = weight
-        self._parameter = weight.parameter  # a graph keeps its parameters alive
+        self._parameter = weight.parameter()  # a graph keeps its parameters alive
         self._load_for_backward = load_for_backward
         self._shape, self._strides = tensor.shape, tensor.stride()
         self._offset = offset
@@ -324,9 +303,7 @@ class SavedWeight:
     def unpack(self) -> torch.Tensor:
         """Return the tensor on the bytes where they are now.
 
-        Raises:
-            RuntimeError: the weight was changed in place since, as in plain autograd.
-            StorageError: the bytes cannot be read.
+        Raises RuntimeError if the weight was changed in place since, as in plain autograd.
         """
         values = self._load_for_backward(self._weight)
         version = self._alias._version

@@ -30,17 +30,8 @@ def cut_into_blocks(
     """Return the blocks of a model in the order in which its modules are registered.
 
     A block is a name, a module, and the parameters that are streamed for its forward; tied ones are
-    in several blocks.
-
-    Args:
-        model: a model on any device, including meta.
-        classes: names of module classes whose instances are blocks besides repeated layers.
-        choose: returns for a module and its name whether it is a block, instead of the search for
-            repeated layers.
-        min_bytes: smaller parameters stay in memory.
-
-    Raises:
-        ConfigError: the model has no module of a named class.
+    in several blocks. See `outermost_blocks` for `classes` and `choose`; parameters below
+    `min_bytes` stay in memory. Raises ConfigError if the model has no module of a named class.
     """
     known = {type(module).__name__ for module in model.modules()}
     for name in classes:

@@ -34,15 +34,9 @@ class _AttachedModel:
 
 
 class WeightStream(BlockResidency):
-    """The streamed weights of one engine.
+    """The streamed weights of one engine; parameters below `min_bytes` stay in memory.
 
-    Args:
-        store: receives the bytes.
-        tiers: tiers to use, in order.
-        blocks_in_flight: maximum number of blocks in memory or being loaded.
-        min_bytes: smaller parameters stay in memory.
-        classes: names of module classes whose instances are blocks; see `cut_into_blocks`.
-        is_block: returns for a module and its name whether it is a block.
+    See `cut_into_blocks` for `classes` and `is_block`.
     """
 
     def __init__(
@@ -102,11 +96,7 @@ class WeightStream(BlockResidency):
         )
 
     def materialize_meta(self, model: nn.Module, device: torch.device) -> None:
-        """Materialize and initialize a model's meta parameters, module by module.
-
-        Raises:
-            ConfigError: a module cannot initialize itself.
-        """
+        """Materialize and initialize a model's meta parameters, module by module."""
         for name, module in modules_to_materialize(model):
             materialize_module(name, module, device, self.stream_parameter)
             with self._lock:
@@ -175,12 +165,7 @@ class WeightStream(BlockResidency):
             self._offload_accessed()
 
     def detach(self, model: nn.Module, *, restore: bool = True) -> None:
-        """Stop streaming a model.
-
-        Args:
-            model: an attached model.
-            restore: load its weights, which must fit in memory; otherwise they are NaN from now on.
-        """
+        """Stop streaming a model; weights that are not restored in memory are NaN from now on."""
         for attached in [known for known in self._models if known.model() is model]:
             self._models.remove(attached)
             self._detach_model(attached, restore=restore)
@@ -190,7 +175,7 @@ class WeightStream(BlockResidency):
         with self._lock:
             for attached in list(self._models):
                 weights = [weight for block in attached.blocks for weight in block.weights]
-                if attached.model() is None and all(w.parameter is None for w in weights):
+                if attached.model() is None and all(w.parameter() is None for w in weights):
                     self._models.remove(attached)
                     self._detach_model(attached, restore=False)
 
@@ -212,7 +197,7 @@ class WeightStream(BlockResidency):
         self._accessed.pop(weight, None)
         for key in [key for key, known in self._by_storage.items() if known is weight]:
             del self._by_storage[key]
-        if (parameter := weight.parameter) is not None:
+        if (parameter := weight.parameter()) is not None:
             self._weights.pop(parameter, None)
         weight.close(restore=restore)
 

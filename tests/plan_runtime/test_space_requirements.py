@@ -18,7 +18,7 @@ from offload_strategy.plan_runtime.space_requirements import (
 )
 from offload_strategy.units import GiB, MiB
 from tests.training import settings
-from tests.weights.test_streaming import streaming
+from tests.weights.support import streaming
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import nn
 from offload_strategy import ConfigError, OffloadEngine
 from offload_strategy.plan_runtime.weight_schedule import BlockPass, weight_schedule
 from tests.training import settings
-from tests.weights.test_streaming import streaming
+from tests.weights.support import streaming
 
 
 def passes(blocks: int, weights: int = 10, states: int = 20) -> list[BlockPass]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
+from inspect import Parameter, Signature, signature
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,11 @@ from offload_strategy.weights.guarded_parameter import GuardedParameter
 from tests.activations.support import noise
 from tests.activations.test_recompute import Around
 from tests.activations.zoo import batch, loss_of
-from tests.training import Numbers, assert_same_history, weights
-from tests.weights.test_streaming import away, streaming
+from tests.training import Numbers, assert_same_history, settings, weights
 
 OVERLAPS = ["eager", "commit", "off"]
-EACH_OVERLAP = pytest.mark.parametrize("overlap", OVERLAPS)
 #: Those with which gradients may be read after backward.
-EACH_THAT_KEEPS_GRADIENTS = pytest.mark.parametrize("overlap", ["commit", "off"])
+THAT_KEEP_GRADIENTS = ["commit", "off"]
 
 
 def in_pairs(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -54,7 +54,29 @@ def in_pairs(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def overlapping(overlap: str) -> dict[str, Any]:
-    return {"optimizer": {"overlap": overlap}}
+    """Options of the optimizer; with "in memory" its states are not offloaded."""
+    in_memory = overlap == "in memory"
+    return {"optimizer": {"enabled": False} if in_memory else {"overlap": overlap}}
+
+
+def streaming(disk: Path, **sections: Any) -> OffloadEngine:
+    return OffloadEngine(
+        settings(disk, **{"parameters": {"enabled": True, "min_size": 1}, **sections})
+    )
+
+
+def away(model: Any) -> list[str]:
+    """Names of the weights that are not in memory."""
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if type(parameter) is GuardedParameter and not _is_here(parameter)
+    ]
+
+
+def _is_here(parameter: Any) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return bool(parameter.untyped_storage().nbytes() > parameter.element_size())
 
 
 Use = Callable[[Any, Any], Sequence[Numbers]]
@@ -110,10 +132,10 @@ class Regions(Net):
         return x
 
 
-def net(kind: Callable[[], nn.Module] = Net) -> Any:
+def net(of: Callable[[], nn.Module] = Net) -> Any:
     """A model with the same random weights every time."""
     torch.manual_seed(0)
-    return kind()
+    return of()
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -216,6 +238,39 @@ def compare(
     assert_same_history(got, expected)
     for values in (*got, *expected):
         assert all(bool(torch.isfinite(v).all()) for v in values.values() if v.is_floating_point())
+
+
+def compared(
+    make: Callable[..., Any] = net,
+    optimizer_of: Callable[[Any], Any] | None = adamw,
+    overlaps: Sequence[str] = ("commit",),
+    **sections: dict[str, Any],
+) -> Callable[[Callable[..., Sequence[Numbers]]], Callable[..., None]]:
+    """Make a test of a use of a model and its optimizer; see `compare`.
+
+    Arguments of the use after these two, and any arguments of `make`, are parameters of the test.
+    """
+
+    def decorate(use: Callable[..., Sequence[Numbers]]) -> Callable[..., None]:
+        own = list(signature(use).parameters)[2:]
+        made_of = [] if make is net else list(signature(make).parameters)
+
+        def test(disk: Path, overlap: str, **options: Any) -> None:
+            compare(
+                disk,
+                partial(use, **{name: options[name] for name in own}),
+                lambda: make(**{name: options[name] for name in made_of}),
+                optimizer_of,
+                **{**overlapping(overlap), **sections},
+            )
+
+        names = dict.fromkeys(["disk", "overlap", *own, *made_of])
+        test.__signature__ = Signature(  # type: ignore[attr-defined]
+            [Parameter(name, Parameter.KEYWORD_ONLY) for name in names]
+        )
+        return pytest.mark.parametrize("overlap", overlaps)(test)
+
+    return decorate
 
 
 def pairs(disk: Path, stack: ExitStack, **sections: Any) -> list[tuple[Any, Any, Any]]:

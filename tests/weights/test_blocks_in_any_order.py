@@ -13,15 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.activations.support import noise
-from tests.activations.test_recompute import WAYS
-from tests.training import (
-    Numbers,
-    assert_same_bits,
-    assert_same_history,
-    weights,
-)
+from tests.activations.test_recompute import WAYS, Around
+from tests.training import Numbers, assert_same_history, weights
 from tests.weights.support import (
-    EACH_OVERLAP,
     OVERLAPS,
     Block,
     Net,
@@ -33,22 +27,28 @@ from tests.weights.support import (
     net,
     open_turns,
     overlapping,
+    streaming,
     train,
 )
-from tests.weights.test_streaming import streaming
 
 
 # ---------------------------------------------------------------------- several models
+def same(disk: Path, run: Callable[..., list[Numbers]], overlap: str) -> None:
+    """Run with plain models and optimizers and with attached ones: the same numbers."""
+    expected = run(lambda model, optimizer=None: optimizer)
+    with streaming(disk, **overlapping(overlap)) as engine:
+        got = run(engine.attach)
+        assert open_turns(engine) == []
+    assert_same_history(got, expected)
+
+
 @pytest.mark.parametrize(
     ("overlap", "toggle"),
-    [
-        *[(overlap, True) for overlap in ("commit", "eager", "off")],
-        # With eager updates the generator's loss would train the critic: that is an error.
-        *[(overlap, False) for overlap in ("commit", "off")],
-    ],
+    # With eager updates the generator's loss would train the critic: that is an error.
+    [("commit", True), ("eager", True), ("off", True), ("commit", False), ("off", False)],
 )
 def test_two_models_against_each_other(disk: Path, overlap: str, toggle: bool) -> None:
-    def fight(attach: Callable[[Any, Any], Any]) -> list[Numbers]:
+    def fight(attach: Callable[..., Any]) -> list[Numbers]:
         generator, critic = net(), net()
         makers, judges = attach(generator, adamw(generator)), attach(critic, adamw(critic))
         history = []
@@ -67,17 +67,9 @@ def test_two_models_against_each_other(disk: Path, overlap: str, toggle: bool) -
             makers.step()
             history.append({"judged": judged.detach().clone(), "made": value.detach().clone()})
         judges.zero_grad()
-        models.extend([generator, critic])
-        return history
+        return [*history, weights(generator), weights(critic)]
 
-    models: list[Any] = []
-    expected = fight(lambda model, optimizer: optimizer)
-    with streaming(disk, **overlapping(overlap)) as engine:
-        got = fight(engine.attach)
-        assert open_turns(engine) == []
-    assert_same_history(got, expected)
-    assert_same_bits(weights(models[2]), weights(models[0]))
-    assert_same_bits(weights(models[3]), weights(models[1]))
+    same(disk, fight, overlap)
 
 
 def test_a_teacher_that_follows_its_pupil(disk: Path) -> None:
@@ -102,13 +94,10 @@ def test_a_teacher_that_follows_its_pupil(disk: Path) -> None:
             history.append({"loss": value.detach().clone()})
         return [*history, weights(pupil), weights(teacher)]
 
-    expected = follow(lambda model, optimizer=None: optimizer)
-    with streaming(disk) as engine:
-        assert_same_history(follow(engine.attach), expected)
-        assert open_turns(engine) == []
+    same(disk, follow, "commit")
 
 
-@EACH_OVERLAP
+@pytest.mark.parametrize("overlap", OVERLAPS)
 def test_two_models_that_share_a_part(disk: Path, overlap: str) -> None:
     def share(attach: Callable[..., Any]) -> list[Numbers]:
         first, second = net(), net()
@@ -119,19 +108,13 @@ def test_two_models_that_share_a_part(disk: Path, overlap: str) -> None:
         attach(first)
         attach(second)
         optimizer = attach(None, optimizer)
-        history = []
-        for number in range(3):
-            value = loss(first, number) + loss(second, number)
-            value.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            history.append({"loss": value.detach().clone()})
-        return [*history, weights(both)]
 
-    expected = share(lambda model, optimizer=None: optimizer)
-    with streaming(disk, **overlapping(overlap)) as engine:
-        assert_same_history(share(engine.attach), expected)
-        assert open_turns(engine) == []
+        def loss_of(_: Any, number: int) -> torch.Tensor:
+            return loss(first, number) + loss(second, number)
+
+        return [*train(both, optimizer, loss_of=loss_of), weights(both)]
+
+    same(disk, share, overlap)
 
 
 def test_one_of_two_models_that_share_a_part_is_detached(disk: Path) -> None:
@@ -196,63 +179,54 @@ def test_blocks_in_any_order(disk: Path, order: str, overlap: str, in_flight: in
     )
 
 
-def test_a_block_that_calls_itself(disk: Path) -> None:
-    class Deep(Block):
-        depth = 3
+class Deep(Block):
+    """Calls itself."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if self.depth:
-                self.depth -= 1
-                x = self(x)
-                self.depth += 1
-            return super().forward(x)
+    depth = 3
 
-    compare(disk, train, lambda: net(lambda: Net(Deep)))
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.depth:
+            self.depth -= 1
+            x = self(x)
+            self.depth += 1
+        return super().forward(x)
 
 
-def test_one_module_in_two_places(disk: Path) -> None:
-    def make() -> Any:
-        model = net()
-        model.blocks.append(model.blocks[0])
-        model.tail = model.blocks[1]
-        return model
+def _in_two_places() -> Any:
+    model = net()
+    model.blocks.append(model.blocks[0])
+    model.tail = model.blocks[1]
+    return model
 
+
+@pytest.mark.parametrize("make", [lambda: net(lambda: Net(Deep)), _in_two_places])
+def test_a_block_within_itself_or_in_two_places(disk: Path, make: Callable[[], Any]) -> None:
     compare(disk, train, make)
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
-@pytest.mark.parametrize("activations", [True, False], ids=["activations", "none"])
-@EACH_OVERLAP
-@pytest.mark.parametrize("way", WAYS)
-def test_regions_that_are_computed_again(
-    disk: Path, way: str, overlap: str, activations: bool
-) -> None:
-    compare(
-        disk,
-        train,
-        lambda: net(lambda: Regions(WAYS[way])),
-        optimizer_of=adamw,
-        activations={"enabled": activations},
-        **overlapping(overlap),
-    )
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
-@pytest.mark.parametrize("way", WAYS)
-def test_convolutions_that_are_computed_again(disk: Path, way: str) -> None:
+class Convolutions(Regions):
     """They save their weights themselves, and not views of them."""
 
-    class Convolutions(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(
-                [nn.Sequential(nn.Conv1d(2, 2, 3, padding=1), nn.GELU()) for _ in range(3)]
-            )
+    def __init__(self, around: Around) -> None:
+        super().__init__(around)
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Conv1d(2, 2, 3, padding=1), nn.GELU()) for _ in range(3)]
+        )
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x.view(4, 2, 4) * torch.ones(4, requires_grad=True)
-            for block in self.blocks:
-                x = WAYS[way](block, x)
-            return x
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x).view(4, 2, 4)
+        for block in self.blocks:
+            x = self.around(block, x)
+        return x.flatten(1)
 
-    compare(disk, train, lambda: net(Convolutions))
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
+@pytest.mark.parametrize(
+    ("way", "model", "overlap", "activations"),
+    in_pairs(list(WAYS), [Regions, Convolutions], OVERLAPS, [True, False]),
+)
+def test_regions_that_are_computed_again(
+    disk: Path, way: str, model: type[Regions], overlap: str, activations: bool
+) -> None:
+    sections = {**overlapping(overlap), "activations": {"enabled": activations}}
+    compare(disk, train, lambda: net(lambda: model(WAYS[way])), **sections)

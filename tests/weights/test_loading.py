@@ -18,7 +18,7 @@ from offload_strategy.weights import block_residency as residents
 from offload_strategy.weights import checkpoint_loading as loading
 from tests.activations.zoo import batch, build, loss_of
 from tests.training import assert_same_bits, assert_same_history, bits, moved, settings, weights
-from tests.weights.test_streaming import away, streaming
+from tests.weights.support import away, streaming
 
 WAYS = pytest.mark.parametrize("adopt", [False, True], ids=["copied", "adopted"])
 
@@ -59,8 +59,9 @@ def trained(model: Any, optimizer: Any, kind: str) -> list[dict[str, torch.Tenso
 
 
 @WAYS
-@pytest.mark.parametrize("overlap", ["eager", "commit"])
-@pytest.mark.parametrize("kind", ["GPT-2", "Llama", "BERT"])
+@pytest.mark.parametrize(
+    ("kind", "overlap"), [("GPT-2", "eager"), ("Llama", "commit"), ("BERT", "eager")]
+)
 def test_an_empty_model_is_loaded_and_trains_as_a_plain_one(
     disk: Path, tmp_path: Path, kind: str, overlap: str, adopt: bool
 ) -> None:
@@ -80,44 +81,23 @@ def test_an_empty_model_is_loaded_and_trains_as_a_plain_one(
 
 
 @WAYS
-def test_an_attached_model_is_loaded(disk: Path, tmp_path: Path, adopt: bool) -> None:
-    expected = weights(saved("GPT-2", tmp_path / "checkpoint"))
-    with streaming(disk) as engine:
-        model = build("GPT-2")
-        engine.attach(model)
-        loss_of(model, batch("GPT-2", 0)).backward()  # some of it is in memory now
-        engine.load_weights(model, tmp_path / "checkpoint", adopt=adopt)
-    assert_same_bits(weights(model), expected)
-
-
-@WAYS
-def test_what_somebody_else_looks_at_changes_with_it(
+def test_an_attached_model_is_loaded_and_what_somebody_else_looks_at_changes_with_it(
     disk: Path, tmp_path: Path, adopt: bool
 ) -> None:
     plain = saved("GPT-2", tmp_path / "checkpoint")
     with streaming(disk) as engine:
         model = build("GPT-2")
         engine.attach(model)
+        loss = loss_of(model, batch("GPT-2", 0))  # some of it is in memory now
         alias = model.transformer.wte.weight.data
         engine.load_weights(model, tmp_path / "checkpoint", adopt=adopt)
         assert bits(alias) == bits(plain.transformer.wte.weight.detach())
         assert bits(model.transformer.wte.weight.detach()) == bits(alias)
         del alias
-
-
-@WAYS
-def test_a_graph_that_saved_the_old_weights_is_refused(
-    disk: Path, tmp_path: Path, adopt: bool
-) -> None:
-    saved("GPT-2", tmp_path / "checkpoint")
-    with streaming(disk) as engine:
-        model = build("GPT-2")
-        engine.attach(model)
-        loss = loss_of(model, batch("GPT-2", 0))
-        engine.load_weights(model, tmp_path / "checkpoint", adopt=adopt)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
+            loss.backward()  # of a graph that saved the old weights
         del loss
+    assert_same_bits(weights(model), weights(plain))
 
 
 def test_adopted_weights_that_are_frozen_are_never_written(disk: Path, tmp_path: Path) -> None:
@@ -205,7 +185,7 @@ def test_buffers_are_loaded(disk: Path, tmp_path: Path) -> None:
     assert_same_bits(dict(model.state_dict()), dict(plain.state_dict()))
 
 
-@pytest.mark.parametrize("kind", ["GPT-2", "Llama", "Mixtral", "T5", "ViT"])
+@pytest.mark.parametrize("kind", ["GPT-2", "Mixtral", "ViT"])
 def test_from_pretrained_works_within_building(disk: Path, tmp_path: Path, kind: str) -> None:
     plain = saved(kind, tmp_path / "checkpoint")
     with streaming(disk) as engine:
@@ -215,12 +195,6 @@ def test_from_pretrained_works_within_building(disk: Path, tmp_path: Path, kind:
         engine.attach(model)
         loss_of(model, batch(kind, 0)).backward()
     assert_same_bits(weights(model), weights(plain))
-
-
-def test_names_that_transformers_translates_are_told_of(disk: Path, tmp_path: Path) -> None:
-    saved("ViT", tmp_path / "checkpoint")
-    with streaming(disk) as engine, pytest.raises(ConfigError, match="from_pretrained within"):
-        engine.load_weights(empty("ViT"), tmp_path / "checkpoint")
 
 
 class TestRefusals:
@@ -259,15 +233,14 @@ class TestRefusals:
         assert found.unexpected == ["2.weight"]
 
     def test_other_shapes(self, disk: Path, model: nn.Module, file: Path) -> None:
-        tensors = load_file(file)
-        tensors["0.weight"] = torch.zeros(4, 5)
-        save_file(tensors, file)
-        self.refused(
-            disk,
-            model,
-            file,
-            r"0\.weight has shape \[4, 5\] in the checkpoint and \[4, 4\] in the model",
-        )
+        save_file({**load_file(file), "0.weight": torch.zeros(4, 5)}, file)
+        words = r"0\.weight has shape \[4, 5\] in the checkpoint and \[4, 4\] in the model"
+        self.refused(disk, model, file, words)
+
+    def test_names_that_transformers_translates(self, disk: Path, tmp_path: Path) -> None:
+        saved("ViT", tmp_path / "checkpoint")
+        with streaming(disk) as engine, pytest.raises(ConfigError, match="from_pretrained within"):
+            engine.load_weights(empty("ViT"), tmp_path / "checkpoint")
 
     def test_half_of_a_module(self, disk: Path, file: Path) -> None:
         tensors = load_file(file)
@@ -278,32 +251,29 @@ class TestRefusals:
         with streaming(disk) as engine, pytest.raises(ConfigError, match=r"'0' \(Linear\).*build"):
             engine.load_weights(model, file, strict=False)
 
-    def test_no_files(self, disk: Path, model: nn.Module, tmp_path: Path) -> None:
-        self.refused(disk, model, tmp_path, r"has no \.safetensors file: name the one file")
+    def test_files_that_are_none_or_too_many(
+        self, disk: Path, model: nn.Module, file: Path, tmp_path: Path
+    ) -> None:
         self.refused(disk, model, tmp_path / "none", r"cannot load weights from .*none")
-
-    def test_two_files_without_an_index(self, disk: Path, model: nn.Module, file: Path) -> None:
-        (file.parent / "b.safetensors").write_bytes(file.read_bytes())
-        self.refused(disk, model, file.parent, r"has a\.safetensors, b\.safetensors: name the one")
-
-    def test_a_missing_shard(self, disk: Path, model: nn.Module, tmp_path: Path) -> None:
+        (tmp_path / "b.safetensors").write_bytes(file.read_bytes())
+        self.refused(disk, model, tmp_path, r"has a\.safetensors, b\.safetensors: name the one")
+        for path in tmp_path.glob("*.safetensors"):
+            path.unlink()
+        self.refused(disk, model, tmp_path, r"has no \.safetensors file: name the one file")
         index = {"weight_map": {"0.weight": "model-00001-of-00002.safetensors"}}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
         self.refused(
             disk, model, tmp_path, r"names model-00001-of-00002\.safetensors, which is missing"
         )
 
-    @pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": 3}'])
-    def test_a_damaged_index(
-        self, disk: Path, model: nn.Module, tmp_path: Path, content: str
-    ) -> None:
-        (tmp_path / "model.safetensors.index.json").write_text(content)
-        self.refused(disk, model, tmp_path, "is not a safetensors index")
-
-    @pytest.mark.parametrize("cut", [0, 4, 100, -1])
-    def test_a_damaged_file(self, disk: Path, model: nn.Module, file: Path, cut: int) -> None:
-        file.write_bytes(file.read_bytes()[:cut])
-        self.refused(disk, model, file, r"cannot load weights from .*a\.safetensors")
+    def test_damaged_files(self, disk: Path, model: nn.Module, file: Path, tmp_path: Path) -> None:
+        whole = file.read_bytes()
+        for cut in (0, 4, 100, -1):
+            file.write_bytes(whole[:cut])
+            self.refused(disk, model, file, r"cannot load weights from .*a\.safetensors")
+        for content in ("", "[]", "{}", '{"weight_map": 3}'):
+            (tmp_path / "model.safetensors.index.json").write_text(content)
+            self.refused(disk, model, tmp_path, "is not a safetensors index")
 
     def test_tiers_that_are_too_small(self, disk: Path, tmp_path: Path) -> None:
         model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100))

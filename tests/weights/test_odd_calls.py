@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,17 +14,13 @@ from torch.nn import functional as F
 from tests.activations.support import noise
 from tests.activations.test_transforms import AROUND
 from tests.activations.zoo import batch, build, loss_of
-from tests.training import (
-    Numbers,
-    gradients,
-)
+from tests.training import Numbers, gradients
 from tests.weights.support import (
-    EACH_OVERLAP,
-    EACH_THAT_KEEPS_GRADIENTS,
     OVERLAPS,
     Block,
     Net,
     compare,
+    compared,
     in_pairs,
     loss,
     net,
@@ -38,41 +32,15 @@ from tests.weights.support import (
 
 
 # ---------------------------------------------------------------------- calls of other kinds
-@EACH_THAT_KEEPS_GRADIENTS
-def test_functional_call_with_its_own_weights(disk: Path, overlap: str) -> None:
-    def forward(model: Any, number: int) -> torch.Tensor:
-        x = noise(4, 8, seed=number)
-        own = dict(model.named_parameters())
-        value: torch.Tensor = torch.func.functional_call(model, own, (x,)).pow(2).mean()
-        return value
-
-    compare(disk, partial(train, loss_of=forward, look=gradients), **overlapping(overlap))
-
-
 @pytest.mark.parametrize("transform", AROUND)
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_transforms(disk: Path, transform: str) -> None:
-    def use(model: Any, optimizer: Any) -> list[Numbers]:
-        history = train(model, optimizer)
-        for _ in range(2):
-            results = AROUND[transform](model)
-            history.append({str(n): value.detach().clone() for n, value in enumerate(results)})
-        return [*history, *train(model, optimizer)]
-
-    compare(disk, use)
-
-
-CALLS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
-    "in evaluation mode": lambda m, x: m.eval()(x),
-    "not by way of its hooks": lambda m, x: m.forward(x),
-    "of a part": lambda m, x: m.features(x),
-    "of one block": lambda m, x: m.blocks[1](x),
-    "of one layer in a block": lambda m, x: m.blocks[1].up(x),
-    "of one block and not by way of its hooks": lambda m, x: m.blocks[1].forward(x),
-    "of its pieces by hand": lambda m, x: m.head(m.blocks[0](m.stem(x)) * m.scale),
-    "under hooks that keep": lambda m, x: _kept(m, x),
-    "on the host": lambda m, x: _on_the_host(m, x),
-}
+@compared()
+def test_transforms(model, optimizer, transform):
+    history = train(model, optimizer)
+    for _ in range(2):
+        results = AROUND[transform](model)
+        history.append({str(n): value.detach().clone() for n, value in enumerate(results)})
+    return [*history, *train(model, optimizer)]
 
 
 def _kept(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -85,9 +53,25 @@ def _on_the_host(model: Any, x: torch.Tensor) -> torch.Tensor:
         return model(x)  # type: ignore[no-any-return]
 
 
+CALLS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "with its own weights": lambda m, x: torch.func.functional_call(
+        m, dict(m.named_parameters()), (x,)
+    ),
+    "in evaluation mode": lambda m, x: m.eval()(x),
+    "not by way of its hooks": lambda m, x: m.forward(x),
+    "of a part": lambda m, x: m.features(x),
+    "of one block": lambda m, x: m.blocks[1](x),
+    "of one layer in a block": lambda m, x: m.blocks[1].up(x),
+    "of one block and not by way of its hooks": lambda m, x: m.blocks[1].forward(x),
+    "of its pieces by hand": lambda m, x: m.head(m.blocks[0](m.stem(x)) * m.scale),
+    "under hooks that keep": _kept,
+    "on the host": _on_the_host,
+}
+
+
 @pytest.mark.parametrize("activations", [True, False], ids=["activations", "none"])
 @pytest.mark.parametrize("call", CALLS)
-def test_gradients_of_a_call(disk: Path, call: str, activations: bool) -> None:
+def test_gradients_of_a_call(disk, call, activations):
     """Whichever way a model is called, autograd has the weights that it saved."""
 
     def use(model: Any, _: Any) -> list[Numbers]:
@@ -104,146 +88,113 @@ def test_gradients_of_a_call(disk: Path, call: str, activations: bool) -> None:
     compare(disk, use, optimizer_of=None, activations={"enabled": activations})
 
 
-@pytest.mark.parametrize("kind", ["GPT-2", "Llama", "T5", "BERT", "ResNet", "ViT", "CLIP"])
-def test_gradients_in_evaluation_mode(disk: Path, kind: str) -> None:
-    def use(model: Any, _: Any) -> list[Numbers]:
-        return train(model.eval(), None, 2, loss_of=zoo_loss(kind), look=gradients)
-
-    compare(disk, use, lambda: build(kind), optimizer_of=None)
-
-
-def test_gradients_of_the_encoder_alone(disk: Path) -> None:
-    def use(model: Any, _: Any) -> list[Numbers]:
+@pytest.mark.parametrize("kind", ["GPT-2", "T5", "ResNet", "CLIP"])
+@compared(lambda kind: build(kind), optimizer_of=None)
+def test_gradients_in_evaluation_mode_and_of_an_encoder_alone(model, optimizer, kind):
+    history = train(model.eval(), None, 2, loss_of=zoo_loss(kind), look=gradients)
+    if kind == "T5":
         torch.manual_seed(3)
         hidden = model.get_encoder()(batch("T5", 0)["input_ids"]).last_hidden_state
         hidden.pow(2).sum().backward()
-        return [gradients(model)]
-
-    compare(disk, use, lambda: build("T5"), optimizer_of=None)
-
-
-@EACH_OVERLAP
-def test_a_head_that_is_the_embedding_without_being_tied(disk: Path, overlap: str) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(16, 8)
-            self.blocks = nn.ModuleList([Block() for _ in range(3)])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.embedding(x.abs().mul(10).long() % 16)
-            for block in self.blocks:
-                x = block(x)
-            return F.linear(x, self.embedding.weight)
-
-    compare(disk, train, lambda: net(Model), **overlapping(overlap))
+        history.append(gradients(model))
+    return history
 
 
-@pytest.mark.parametrize("container", ["list", "dictionary", "of its own"])
-@EACH_OVERLAP
-def test_weights_that_are_used_outside_of_the_module_that_has_them(
-    disk: Path, container: str, overlap: str
-) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            made = [nn.Parameter(torch.randn(8, 8)) for _ in range(4)]
-            self.matrices: Any
-            if container == "list":
-                self.matrices = nn.ParameterList(made)
-            elif container == "dictionary":
-                self.matrices = nn.ParameterDict({str(n): p for n, p in enumerate(made)})
-            else:
-                self.matrices = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+class Untied(nn.Module):
+    """Its head is the embedding without being tied."""
 
-        def each(self) -> list[Any]:
-            if container == "list":
-                return list(self.matrices)
-            if container == "dictionary":
-                return list(self.matrices.values())
-            return [layer.weight for layer in self.matrices]
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for matrix in self.each():
-                x = (x @ matrix).tanh()
-            return x
-
-    compare(disk, train, lambda: net(Model), **overlapping(overlap))
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(x.abs().mul(10).long() % 16)
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(x, self.embedding.weight)
 
 
-@EACH_OVERLAP
-def test_parameters_of_odd_forms(disk: Path, overlap: str) -> None:
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.temperature = nn.Parameter(torch.tensor(1.5))
-            self.waves = nn.Parameter(torch.randn(8, dtype=torch.complex64))
-            self.nothing = nn.Parameter(torch.empty(0, 8))
-            self.one = nn.Parameter(torch.ones(1))
-            self.turned = nn.Parameter(torch.randn(8, 8).t())
-            self.wide = nn.Parameter(torch.randn(8, dtype=torch.float64))
+class Used(nn.Module):
+    """Uses weights outside of the module that has them."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x / self.temperature + (x * self.waves).abs() + x @ self.turned
-            return x * self.one + (x * self.wide).float() + self.nothing.sum()
+    def __init__(self, matrices: Any, each: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.matrices, self.each = matrices, each
 
-    compare(disk, train, lambda: net(lambda: Net(Odd)), **overlapping(overlap))
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for matrix in self.each(self.matrices):
+            x = (x @ matrix).tanh()
+        return x
 
 
-def test_an_embedding_that_limits_its_own_norm(disk: Path) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embeddings = nn.ModuleList(
-                [nn.Embedding(16, 8, max_norm=1.0, padding_idx=0) for _ in range(3)]
-            )
-            self.bag = nn.EmbeddingBag(16, 8, max_norm=0.5)
-            self.head = nn.Linear(8, 8)
+class Odd(nn.Module):
+    """Has parameters of odd forms."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            indices = x.abs().mul(10).long() % 16
-            summed: torch.Tensor = sum(e(indices) for e in self.embeddings).mean(1)
-            return self.head(summed + self.bag(indices))  # type: ignore[no-any-return]
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.waves = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+        self.nothing = nn.Parameter(torch.empty(0, 8))
+        self.one = nn.Parameter(torch.ones(1))
+        self.turned = nn.Parameter(torch.randn(8, 8).t())
+        self.wide = nn.Parameter(torch.randn(8, dtype=torch.float64))
 
-    compare(disk, train, lambda: net(Model))
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x / self.temperature + (x * self.waves).abs() + x @ self.turned
+        return x * self.one + (x * self.wide).float() + self.nothing.sum()
 
 
-def test_channels_last(disk: Path) -> None:
-    def use(model: Any, optimizer: Any) -> list[Numbers]:
-        history = train(model, optimizer, 2, loss_of=zoo_loss("ResNet"))
-        model.to(memory_format=torch.channels_last)
-        history += [{"strides": torch.tensor(p.stride())} for p in model.parameters()]
-        return [*history, *train(model, optimizer, 2, first=2, loss_of=zoo_loss("ResNet"))]
+class Limited(nn.Module):
+    """Its embeddings limit their own norms."""
 
-    compare(disk, use, lambda: build("ResNet"), **overlapping("off"))
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = nn.ModuleList(
+            [nn.Embedding(16, 8, max_norm=1.0, padding_idx=0) for _ in range(3)]
+        )
+        self.bag = nn.EmbeddingBag(16, 8, max_norm=0.5)
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        indices = x.abs().mul(10).long() % 16
+        summed: torch.Tensor = sum(e(indices) for e in self.embeddings).mean(1)
+        return self.head(summed + self.bag(indices))  # type: ignore[no-any-return]
+
+
+def matrices() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(8, 8)) for _ in range(4)]
+
+
+ODD_MODELS: dict[str, Callable[[], nn.Module]] = {
+    "a head that is the embedding": Untied,
+    "a list": lambda: Used(nn.ParameterList(matrices()), list),
+    "a dictionary": lambda: Used(
+        nn.ParameterDict({str(n): p for n, p in enumerate(matrices())}), lambda d: d.values()
+    ),
+    "weights of layers": lambda: Used(
+        nn.ModuleList([nn.Linear(8, 8) for _ in range(4)]), lambda m: [x.weight for x in m]
+    ),
+    "odd forms": lambda: Net(Odd),
+    "norms that are limited": Limited,
+}
+
+
+@pytest.mark.parametrize("kind", ODD_MODELS)
+@compared(lambda kind: net(ODD_MODELS[kind]), overlaps=OVERLAPS)
+def test_odd_models(model, optimizer):
+    return train(model, optimizer)
+
+
+@compared(lambda: build("ResNet"), overlaps=["off"])
+def test_channels_last(model, optimizer):
+    history = train(model, optimizer, 2, loss_of=zoo_loss("ResNet"))
+    model.to(memory_format=torch.channels_last)
+    history += [{"strides": torch.tensor(p.stride())} for p in model.parameters()]
+    return [*history, *train(model, optimizer, 2, first=2, loss_of=zoo_loss("ResNet"))]
 
 
 # ---------------------------------------------------------------------- evaluation
-@pytest.mark.parametrize("mask", [False, True])
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_an_encoder_takes_the_same_short_cuts_in_evaluation(disk: Path, mask: bool) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-            self.encoder = nn.TransformerEncoder(layer, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            padding = torch.zeros(4, 6, dtype=torch.bool)
-            padding[:, 4:] = mask
-            return self.encoder(x, src_key_padding_mask=padding)  # type: ignore[no-any-return]
-
-    def use(model: Any, _: Any) -> list[Numbers]:
-        x = noise(4, 6, 8)
-        torch.manual_seed(0)
-        model(x).sum().backward()
-        model.eval()
-        with torch.no_grad():
-            return [{"out": model(x).clone(), "again": model(x).clone()}]
-
-    compare(disk, use, lambda: net(Model), optimizer_of=None)
-
-
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -253,21 +204,38 @@ class Attention(nn.Module):
         return self.attention(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
 
 
+def layer(**options: Any) -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, **options)
+
+
+class Encoder(nn.Module):
+    def __init__(self, mask: bool) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(layer(), 3)
+        self.mask = mask
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        padding = torch.zeros(4, 6, dtype=torch.bool)
+        padding[:, 4:] = self.mask
+        # Without padding the fast path is taken in evaluation, with it nested tensors are made.
+        encoded = self.encoder(x, src_key_padding_mask=padding)
+        return F.pad(encoded, (0, 0, 0, 6 - encoded.shape[1]))
+
+
 FAST_PATHS: dict[str, Callable[[], nn.Module]] = {
     "attention": Attention,
-    "a layer": lambda: nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)),
-    "layers": lambda: nn.Sequential(
-        *(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2))
-    ),
-    "another layer": lambda: nn.Sequential(
-        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True), nn.Linear(8, 8)
-    ),
+    "a layer": lambda: nn.Sequential(layer()),
+    "layers": lambda: nn.Sequential(layer(), layer()),
+    "another layer": lambda: nn.Sequential(layer(norm_first=True), nn.Linear(8, 8)),
+    "an encoder": lambda: Encoder(False),
+    "an encoder with padding": lambda: Encoder(True),
 }
 
 
 @pytest.mark.parametrize("blocks", [[], ["Linear"]], ids=["found", "named"])
 @pytest.mark.parametrize("kind", FAST_PATHS)
-def test_attention_takes_the_same_short_cuts(disk: Path, kind: str, blocks: list[str]) -> None:
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_attention_takes_the_same_fast_paths(disk, kind, blocks):
     def use(model: Any, optimizer: Any) -> list[Numbers]:
         history = []
         for number in range(3):
@@ -297,10 +265,10 @@ WATCHES = {
 @pytest.mark.parametrize(
     ("kind", "overlap", "watch"), in_pairs(["GPT-2", "T5", "ResNet"], OVERLAPS, list(WATCHES))
 )
-def test_validation_between_steps(disk: Path, kind: str, overlap: str, watch: str) -> None:
+def test_validation_between_steps(disk, kind, overlap, watch):
     def use(model: Any, optimizer: Any) -> list[Numbers]:
         history = []
-        for number in range(4):
+        for number in range(3):
             history.append(step(model.train(), optimizer, number, loss_of=zoo_loss(kind)))
             with WATCHES[watch]():
                 checked = loss_of(model.eval(), batch(kind, 100 + number)).detach().clone()
@@ -310,53 +278,38 @@ def test_validation_between_steps(disk: Path, kind: str, overlap: str, watch: st
     compare(disk, use, lambda: build(kind), **overlapping(overlap))
 
 
-def test_inference_mode_from_the_first_pass_on(disk: Path) -> None:
-    def use(model: Any, optimizer: Any) -> list[Numbers]:
-        with torch.inference_mode():
-            first = {"loss": loss(model).clone()}
-            norms = {n: p.norm().clone() for n, p in model.named_parameters()}
-        return [
-            {name: value.clone() for name, value in first.items()},
-            {name: value.clone() for name, value in norms.items()},
-            *train(model, optimizer),
-        ]
-
-    compare(disk, use)
+@pytest.mark.parametrize("change", [False, True])
+@compared()
+def test_inference_mode_from_the_first_pass_on(model, optimizer, change):
+    with torch.inference_mode():
+        first = {"loss": loss(model).clone()}
+        first |= {n: p.norm().clone() for n, p in model.named_parameters()}
+        for parameter in model.parameters() if change else ():
+            parameter.mul_(0.5)
+    return [{n: value.clone() for n, value in first.items()}, *train(model, optimizer)]
 
 
-def test_weights_that_are_changed_in_inference_mode(disk: Path) -> None:
-    def use(model: Any, optimizer: Any) -> list[Numbers]:
-        with torch.inference_mode():
-            for parameter in model.parameters():
-                parameter.mul_(0.5)
-        return train(model, optimizer)
-
-    compare(disk, use)
-
-
-GENERATION: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False},
-    "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 20},
-    "beams": {"do_sample": False, "num_beams": 3},
-    "without a cache": {"do_sample": False, "use_cache": False},
+GENERATION: dict[tuple[str, str], dict[str, Any]] = {
+    ("GPT-2", "greedy"): {"do_sample": False},
+    ("Llama", "sampled"): {"do_sample": True, "temperature": 0.8, "top_k": 20},
+    ("T5", "beams"): {"do_sample": False, "num_beams": 3},
+    ("Llama", "beams"): {"do_sample": False, "num_beams": 3},
+    ("GPT-2", "without a cache"): {"do_sample": False, "use_cache": False},
 }
 
 
-@pytest.mark.parametrize("way", GENERATION)
-@pytest.mark.parametrize("kind", ["GPT-2", "Llama", "T5"])
-def test_text_generation_between_steps(disk: Path, kind: str, way: str) -> None:
-    def use(model: Any, optimizer: Any) -> list[Numbers]:
-        history = []
-        prompt = torch.tensor([[5, 6, 7], [8, 9, 10]])
-        options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 6}
-        for number in range(3):
-            history.append(step(model.train(), optimizer, number, loss_of=zoo_loss(kind)))
-            torch.manual_seed(number)
-            tokens = model.eval().generate(prompt, pad_token_id=0, **options, **GENERATION[way])
-            history.append({"tokens": tokens})
-        return history
-
-    compare(disk, use, lambda: build(kind))
+@pytest.mark.parametrize(("kind", "way"), GENERATION)
+@compared(lambda kind: build(kind))
+def test_text_generation_between_steps(model, optimizer, kind, way):
+    history = []
+    prompt = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 6, "pad_token_id": 0}
+    for number in range(3):
+        history.append(step(model.train(), optimizer, number, loss_of=zoo_loss(kind)))
+        torch.manual_seed(number)
+        tokens = model.eval().generate(prompt, **options, **GENERATION[kind, way])
+        history.append({"tokens": tokens})
+    return history
 
 
 # ---------------------------------------------------------------------- compiled
@@ -366,78 +319,62 @@ def _nothing_compiled_remains() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def _compiled(model: Any) -> Any:
-    return torch.compile(model, backend="aot_eager")
+def _compiled(module: Any) -> Any:
+    return torch.compile(module, backend="aot_eager")
 
 
-def _compiled_in_place(model: Any) -> Any:
-    model.compile(backend="aot_eager")
+def _compiled_in_place(model: Any, *modules: Any) -> Any:
+    for module in modules:
+        module.compile(backend="aot_eager")
     return model
 
 
 def _block_compiled(model: Any) -> Any:
-    model.blocks[1] = torch.compile(model.blocks[1], backend="aot_eager")
-    return model
-
-
-def _blocks_compiled_in_place(model: Any) -> Any:
-    for block in model.blocks:
-        block.compile(backend="aot_eager")
-    return model
-
-
-def _layer_compiled_in_place(model: Any) -> Any:
-    model.blocks[1].up.compile(backend="aot_eager")
+    model.blocks[1] = _compiled(model.blocks[1])
     return model
 
 
 def _function_compiled(model: Any) -> Any:
-    model.blocks[1].forward = torch.compile(model.blocks[1].forward, backend="aot_eager")
+    model.blocks[1].forward = _compiled(model.blocks[1].forward)
     return model
 
 
 COMPILED: dict[str, Callable[[Any], Any]] = {
     "the model": _compiled,
-    "the model in place": _compiled_in_place,
+    "the model in place": lambda m: _compiled_in_place(m, m),
     "a block": _block_compiled,
-    "blocks in place": _blocks_compiled_in_place,
-    "a layer in place": _layer_compiled_in_place,
+    "blocks in place": lambda m: _compiled_in_place(m, *m.blocks),
+    "a layer in place": lambda m: _compiled_in_place(m, m.blocks[1].up),
     "a block's forward": _function_compiled,
 }
 
 
 @pytest.mark.usefixtures("_nothing_compiled_remains")
-@pytest.mark.parametrize("order", ["compile, attach", "attach, compile"])
+@pytest.mark.parametrize("before", [True, False], ids=["compile, attach", "attach, compile"])
 @pytest.mark.parametrize("part", COMPILED)
-def test_compiled_models(disk: Path, part: str, order: str) -> None:
-    def run(model: Any, optimizer: Any) -> list[Numbers]:
-        history = train(model, optimizer, 4)
-        model.eval()
-        with torch.no_grad():
-            history.append({"checked": loss(model, 9).clone()})
-        model.train()
-        return [*history, *train(model, optimizer, 2, first=4)]
+@compared(lambda part, before: COMPILED[part](net()) if before else net())
+def test_compiled_models(model, optimizer, part, before):
+    model = model if before else COMPILED[part](model)
+    history = train(model, optimizer, 4)
+    model.eval()
+    with torch.no_grad():
+        history.append({"checked": loss(model, 9).clone()})
+    model.train()
+    return [*history, *train(model, optimizer, 2, first=4)]
 
-    if order == "compile, attach":
-        compare(disk, run, lambda: COMPILED[part](net()))
-    else:
-        compare(disk, lambda model, optimizer: run(COMPILED[part](model), optimizer))
+
+def without_dropout() -> Any:
+    model = build("Llama")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+    return model
 
 
 @pytest.mark.usefixtures("_nothing_compiled_remains")
-@pytest.mark.parametrize("kind", ["GPT-2", "Llama"])
-def test_a_compiled_language_model(disk: Path, kind: str) -> None:
-    def use(model: Any, optimizer: Any) -> list[Numbers]:
-        run = _compiled(model)
-        return train(model, optimizer, loss_of=lambda _, number: run(**batch(kind, number)).loss)
-
-    def make() -> Any:
-        model = build(kind)
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-            if hasattr(module, "attention_dropout"):
-                module.attention_dropout = 0.0
-        return model
-
-    compare(disk, use, make)
+@compared(without_dropout)
+def test_a_compiled_language_model(model, optimizer):
+    run = _compiled(model)
+    return train(model, optimizer, loss_of=lambda _, number: run(**batch("Llama", number)).loss)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,18 +20,17 @@ from tests.training import (
     weights,
 )
 from tests.weights.support import (
-    EACH_OVERLAP,
-    EACH_THAT_KEEPS_GRADIENTS,
+    OVERLAPS,
+    THAT_KEEP_GRADIENTS,
     adamw,
-    compare,
+    compared,
     loss,
     nearly_all_left,
     net,
-    overlapping,
     step,
+    streaming,
     train,
 )
-from tests.weights.test_streaming import streaming
 
 
 # ---------------------------------------------------------------------- parametrizations
@@ -76,33 +74,28 @@ def parametrise(model: Any, way: str) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-@EACH_OVERLAP
 @pytest.mark.parametrize("way", PARAMETRISED)
-def test_parametrised_weights(disk: Path, way: str, overlap: str) -> None:
-    compare(disk, train, lambda: parametrise(net(), way), **overlapping(overlap))
+@compared(lambda way: parametrise(net(), way), overlaps=["commit", "eager"])
+def test_parametrised_weights(model, optimizer):
+    return train(model, optimizer)
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 @pytest.mark.parametrize("way", PARAMETRISED)
-def test_weights_that_are_parametrised_when_they_are_streamed(disk: Path, way: str) -> None:
-    def use(model: Any, optimizer: Any) -> list[Numbers]:
-        history = train(model, optimizer)
-        parametrise(model, way)
-        return [*history, *train(model, optimizer)]
-
-    compare(disk, use)
+@compared(overlaps=["off"])
+def test_weights_that_are_parametrised_when_they_are_streamed(model, optimizer, way):
+    history = train(model, optimizer)
+    parametrise(model, way)
+    return [*history, *train(model, optimizer)]
 
 
-def test_parametrizations_are_cached_and_removed(disk: Path) -> None:
-    def use(model: Any, optimizer: Any) -> list[Numbers]:
-        with parametrize.cached():
-            history = train(model, optimizer, 1)
-        for block in (*model.blocks, model):
-            layer = block.up if block is not model else model.head
-            parametrize.remove_parametrizations(layer, "weight")
-        return [*history, *train(model, optimizer)]
-
-    compare(disk, use, lambda: parametrise(net(), "symmetric"))
+@compared(lambda: parametrise(net(), "symmetric"))
+def test_parametrizations_are_cached_and_removed(model, optimizer):
+    with parametrize.cached():
+        history = train(model, optimizer, 1)
+    for layer in (*(block.up for block in model.blocks), model.head):
+        parametrize.remove_parametrizations(layer, "weight")
+    return [*history, *train(model, optimizer)]
 
 
 # ---------------------------------------------------------------------- averages and vectors
@@ -114,79 +107,61 @@ AVERAGES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("average", AVERAGES)
-@EACH_OVERLAP
-def test_an_average_of_the_weights(disk: Path, average: str, overlap: str) -> None:
-    def use(model: Any, optimizer: Any) -> list[Numbers]:
-        averaged: Any = swa_utils.AveragedModel(model, **AVERAGES[average])
-        history = []
-        for number in range(4):
-            history.append(step(model, optimizer, number))
-            averaged.update_parameters(model)
-            with torch.no_grad():
-                history.append({"averaged": loss(averaged, number).clone()})
-        assert all(type(p) is nn.Parameter for p in averaged.parameters())
-        return [*history, weights(averaged)]
-
-    compare(disk, use, **overlapping(overlap))
-
-
-def test_an_average_by_hand(disk: Path) -> None:
-    def use(model: Any, optimizer: Any) -> list[Numbers]:
-        shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
-        history = []
-        for number in range(3):
-            history.append(step(model, optimizer, number))
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    shadow[name].lerp_(parameter, 0.1)
-        kept = {name: p.detach().clone() for name, p in model.named_parameters()}
-        for name, parameter in model.named_parameters():
-            parameter.data.copy_(shadow[name])
+@compared(overlaps=["commit", "eager"])
+def test_an_average_of_the_weights(model, optimizer, average):
+    averaged: Any = swa_utils.AveragedModel(model, **AVERAGES[average])
+    history = []
+    for number in range(4):
+        history.append(step(model, optimizer, number))
+        averaged.update_parameters(model)
         with torch.no_grad():
-            history.append({"averaged": loss(model).clone()})
-        for name, parameter in model.named_parameters():
-            parameter.data = kept[name]
-        return [*history, step(model, optimizer), shadow]
-
-    compare(disk, use)
+            history.append({"averaged": loss(averaged, number).clone()})
+    assert all(type(p) is nn.Parameter for p in averaged.parameters())
+    return [*history, weights(averaged)]
 
 
-@EACH_OVERLAP
-def test_all_weights_as_a_vector(disk: Path, overlap: str) -> None:
-    def use(model: Any, optimizer: Any) -> list[Numbers]:
-        history = []
-        for number in range(3):
-            history.append(step(model, optimizer, number))
-            with torch.no_grad():
-                vector = nn.utils.parameters_to_vector(model.parameters())
-                history.append({"vector": vector.clone()})
-                nn.utils.vector_to_parameters(vector * 0.9, model.parameters())
-            del vector
-        return [*history, *train(model, optimizer)]
+@compared()
+def test_an_average_by_hand(model, optimizer):
+    shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
+    history = []
+    for number in range(3):
+        history.append(step(model, optimizer, number))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                shadow[name].lerp_(parameter, 0.1)
+    kept = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(shadow[name])
+    with torch.no_grad():
+        history.append({"averaged": loss(model).clone()})
+    for name, parameter in model.named_parameters():
+        parameter.data = kept[name]
+    return [*history, step(model, optimizer), shadow]
 
-    compare(disk, use, **overlapping(overlap))
+
+@compared(overlaps=OVERLAPS)
+def test_all_weights_as_a_vector(model, optimizer):
+    history = []
+    for number in range(3):
+        history.append(step(model, optimizer, number))
+        with torch.no_grad():
+            vector = nn.utils.parameters_to_vector(model.parameters())
+            history.append({"vector": vector.clone()})
+            nn.utils.vector_to_parameters(vector * 0.9, model.parameters())
+        del vector
+    return [*history, *train(model, optimizer)]
 
 
-def test_slices_of_a_vector_that_have_each_their_version(disk: Path) -> None:
+@compared()
+def test_slices_of_a_vector_that_have_each_their_version(model, optimizer):
     """One storage has all weights then, and each weight counts its changes for itself."""
-
-    def use(model: Any, optimizer: Any) -> list[Numbers]:
-        vector = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-        nn.utils.vector_to_parameters(vector, model.parameters())
-        with torch.no_grad():
-            for number, parameter in enumerate(model.parameters()):
-                for _ in range(number):
-                    parameter.mul_(0.99)
-        return [*train(model, optimizer), {"vector": vector}]
-
-    compare(disk, use)
-
-
-def test_a_penalty_on_a_vector_of_all_weights(disk: Path) -> None:
-    def forward(model: Any, number: int) -> torch.Tensor:
-        return loss(model, number) + nn.utils.parameters_to_vector(model.parameters()).pow(2).sum()
-
-    compare(disk, partial(train, loss_of=forward))
+    vector = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    nn.utils.vector_to_parameters(vector, model.parameters())
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            for _ in range(number):
+                parameter.mul_(0.99)
+    return [*train(model, optimizer), {"vector": vector}]
 
 
 # ---------------------------------------------------------------------- gradients
@@ -198,46 +173,33 @@ CLIPS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@EACH_THAT_KEEPS_GRADIENTS
 @pytest.mark.parametrize("clip", CLIPS)
-def test_clipped_gradients(disk: Path, clip: str, overlap: str) -> None:
+@compared(overlaps=THAT_KEEP_GRADIENTS)
+def test_clipped_gradients(model, optimizer, clip):
     def look(model: Any) -> Numbers:
         norm = CLIPS[clip](model)
         return gradients(model) | ({} if norm is None else {"norm": norm.detach().clone()})
 
-    compare(disk, partial(train, steps=4, look=look), **overlapping(overlap))
+    return train(model, optimizer, look=look)
 
 
-def descend(model: Any, slopes: Any) -> Numbers:
-    """A step of gradient descent; its gradients."""
-    with torch.no_grad():
-        for parameter, slope in zip(model.parameters(), slopes, strict=True):
-            parameter -= 0.1 * slope
-    return {str(number): slope.detach().clone() for number, slope in enumerate(slopes)}
-
-
-def test_gradients_as_values_of_a_function(disk: Path) -> None:
-    def use(model: Any, _: Any) -> list[Numbers]:
-        return [
-            descend(model, torch.autograd.grad(loss(model, n), list(model.parameters())))
-            for n in range(3)
-        ]
-
-    compare(disk, use, optimizer_of=None)
-
-
-def test_gradients_as_values_of_a_function_by_name(disk: Path) -> None:
-    def use(model: Any, _: Any) -> list[Numbers]:
-        slopes: Any = torch.autograd.grad(
-            loss(model), dict(model.named_parameters()), materialize_grads=True
-        )
-        return [{name: slope.clone() for name, slope in slopes.items()}]
-
-    compare(disk, use, optimizer_of=None)
+@compared(optimizer_of=None)
+def test_gradients_as_values_of_a_function(model, optimizer):
+    history = []
+    for number in range(3):
+        slopes = torch.autograd.grad(loss(model, number), list(model.parameters()))
+        history.append({str(n): slope.detach().clone() for n, slope in enumerate(slopes)})
+        with torch.no_grad():
+            for parameter, slope in zip(model.parameters(), slopes, strict=True):
+                parameter -= 0.1 * slope
+    named: Any = torch.autograd.grad(
+        loss(model), dict(model.named_parameters()), materialize_grads=True
+    )
+    return [*history, {name: slope.clone() for name, slope in named.items()}]
 
 
 @pytest.mark.parametrize("how", ["grad", "inputs of backward"])
-def test_asking_for_gradients_brings_no_weights(disk: Path, how: str) -> None:
+def test_asking_for_gradients_brings_no_weights(disk, how):
     with streaming(disk) as engine:
         model = net()
         engine.attach(model)
@@ -252,23 +214,21 @@ def test_asking_for_gradients_brings_no_weights(disk: Path, how: str) -> None:
         assert nearly_all_left(model)
 
 
-def test_a_backward_hook_sees_weights_whichever_gradients_are_asked_for(disk: Path) -> None:
-    def use(model: Any, _: Any) -> list[Numbers]:
-        seen: list[Numbers] = []
+@compared(optimizer_of=None)
+def test_a_backward_hook_sees_weights_whichever_gradients_are_asked_for(model, optimizer):
+    seen: list[Numbers] = []
 
-        def look(module: Any, *gradients: Any) -> None:
-            seen.append({n: p.detach().norm().clone() for n, p in module.named_parameters()})
+    def look(module: Any, *gradients: Any) -> None:
+        seen.append({n: p.detach().norm().clone() for n, p in module.named_parameters()})
 
-        handles = [b.register_full_backward_hook(look) for b in (*model.blocks, model.head)]
-        model(noise(4, 8).requires_grad_()).sum().backward()
-        assert model.stem.weight.grad is not None
-        torch.autograd.grad(model(noise(4, 8).requires_grad_()).sum(), [model.stem.weight])
-        for handle in handles:
-            handle.remove()
-        assert len(seen) == 8
-        return seen
-
-    compare(disk, use, optimizer_of=None)
+    handles = [b.register_full_backward_hook(look) for b in (*model.blocks, model.head)]
+    model(noise(4, 8).requires_grad_()).sum().backward()
+    assert model.stem.weight.grad is not None
+    torch.autograd.grad(model(noise(4, 8).requires_grad_()).sum(), [model.stem.weight])
+    for handle in handles:
+        handle.remove()
+    assert len(seen) == 8
+    return seen
 
 
 def _penalty_on_the_gradient_of_the_input(model: Any, number: int) -> torch.Tensor:
@@ -284,59 +244,62 @@ def _penalty_on_the_gradients_of_the_weights(model: Any, number: int) -> torch.T
     return value + torch.stack([slope.pow(2).sum() for slope in slopes]).sum()
 
 
-@EACH_THAT_KEEPS_GRADIENTS
+def _penalty_on_a_vector_of_all_weights(model: Any, number: int) -> torch.Tensor:
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    return loss(model, number) + vector.pow(2).sum()
+
+
 @pytest.mark.parametrize(
-    "penalty", [_penalty_on_the_gradient_of_the_input, _penalty_on_the_gradients_of_the_weights]
+    "penalty",
+    [
+        _penalty_on_the_gradient_of_the_input,
+        _penalty_on_the_gradients_of_the_weights,
+        _penalty_on_a_vector_of_all_weights,
+    ],
 )
-def test_gradient_penalties(
-    disk: Path, overlap: str, penalty: Callable[[Any, int], torch.Tensor]
-) -> None:
-    compare(disk, partial(train, loss_of=penalty, look=gradients), **overlapping(overlap))
+@compared(overlaps=THAT_KEEP_GRADIENTS)
+def test_penalties(model, optimizer, penalty):
+    return train(model, optimizer, loss_of=penalty, look=gradients)
 
 
-def test_sharpness_aware_minimisation(disk: Path) -> None:
+@compared(overlaps=["off"])
+def test_sharpness_aware_minimisation(model, optimizer):
     """Two passes a step, with the weights moved in between and back again."""
-
-    def use(model: Any, optimizer: Any) -> list[Numbers]:
-        history = []
-        for number in range(3):
-            loss(model, number).backward()
-            moved_by = [0.05 * p.grad / (p.grad.norm() + 1e-6) for p in model.parameters()]
-            with torch.no_grad():
-                for parameter, distance in zip(model.parameters(), moved_by, strict=True):
-                    parameter.add_(distance)
-            optimizer.zero_grad()
-            value = loss(model, number)
-            value.backward()
-            with torch.no_grad():
-                for parameter, distance in zip(model.parameters(), moved_by, strict=True):
-                    parameter.sub_(distance)
-            optimizer.step()
-            optimizer.zero_grad()
-            history.append({"loss": value.detach().clone()})
-        return history
-
-    compare(disk, use, optimizer_of=adamw, **overlapping("off"))
+    history = []
+    for number in range(3):
+        loss(model, number).backward()
+        moved_by = [0.05 * p.grad / (p.grad.norm() + 1e-6) for p in model.parameters()]
+        with torch.no_grad():
+            for parameter, distance in zip(model.parameters(), moved_by, strict=True):
+                parameter.add_(distance)
+        optimizer.zero_grad()
+        value = loss(model, number)
+        value.backward()
+        with torch.no_grad():
+            for parameter, distance in zip(model.parameters(), moved_by, strict=True):
+                parameter.sub_(distance)
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append({"loss": value.detach().clone()})
+    return history
 
 
-def test_second_order_optimizer_with_a_closure(disk: Path) -> None:
-    def use(model: Any, _: Any) -> list[Numbers]:
-        optimizer = torch.optim.LBFGS(
-            model.parameters(), max_iter=4, history_size=3, line_search_fn="strong_wolfe"
-        )
+@compared(optimizer_of=None)
+def test_second_order_optimizer_with_a_closure(model, optimizer):
+    optimizer = torch.optim.LBFGS(
+        model.parameters(), max_iter=4, history_size=3, line_search_fn="strong_wolfe"
+    )
 
-        def closure() -> Any:
-            optimizer.zero_grad()
-            value = loss(model)
-            value.backward()
-            return value
+    def closure() -> Any:
+        optimizer.zero_grad()
+        value = loss(model)
+        value.backward()
+        return value
 
-        return [{"loss": optimizer.step(closure).detach().clone()} for _ in range(2)]
-
-    compare(disk, use, optimizer_of=None)
+    return [{"loss": optimizer.step(closure).detach().clone()} for _ in range(2)]
 
 
-def test_an_own_optimizer_that_is_not_attached_lets_weights_go(disk: Path) -> None:
+def test_an_own_optimizer_that_is_not_attached_lets_weights_go(disk):
     with streaming(disk) as engine:
         model, plain = net(), net()
         engine.attach(model)

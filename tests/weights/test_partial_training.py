@@ -26,22 +26,25 @@ from tests.training import (
     weights,
 )
 from tests.weights.support import (
-    EACH_OVERLAP,
+    OVERLAPS,
     Net,
     adamw,
+    away,
     compare,
+    compared,
+    in_pairs,
     net,
     open_turns,
     overlapping,
+    streaming,
     train,
 )
-from tests.weights.test_streaming import away, streaming
 
 KINDS = ["GPT-2", "Llama"]
 TARGETS = {"GPT-2": ["c_attn", "c_fc"], "Llama": ["q_proj", "v_proj", "down_proj"]}
 
 #: With 1 KiB the adapters stay in memory, and of the frozen base all but norms and biases leaves.
-SIZES = pytest.mark.parametrize("min_size", [1, 1024], ids=["adapters leave", "adapters stay"])
+SIZES = [1, 1024]
 
 
 def lora(kind: str, **options: Any) -> LoraConfig:
@@ -89,63 +92,36 @@ def fit(
 
 
 # ---------------------------------------------------------------------- adapters
-@SIZES
-@EACH_OVERLAP
-@pytest.mark.parametrize("kind", KINDS)
-def test_adapters_train_the_same(disk: Path, kind: str, overlap: str, min_size: int) -> None:
-    compare(
-        disk,
-        lambda model, optimizer: fit(model, optimizer, kind),
-        lambda: adapted(kind),
-        adamw_of_trained,
-        **overlapping(overlap),
-        parameters={"enabled": True, "min_size": min_size},
-    )
-
-
-@pytest.mark.parametrize("activations", [True, False], ids=["activations", "none"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_adapters_train_the_same_without_the_other_clients(
-    disk: Path, kind: str, activations: bool
-) -> None:
-    compare(
-        disk,
-        lambda model, optimizer: fit(model, optimizer, kind),
-        lambda: adapted(kind),
-        adamw_of_trained,
-        optimizer={"enabled": False},
-        activations={"enabled": activations},
-    )
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-def test_adapters_train_the_same_in_checkpointed_layers(
-    disk: Path, kind: str, reentrant: bool
+@pytest.mark.parametrize(
+    ("kind", "overlap", "min_size", "reentrant", "activations"),
+    in_pairs(KINDS, [*OVERLAPS, "in memory"], SIZES, [None, True, False], [True, False]),
+)
+def test_adapters_train_the_same_and_are_merged_the_same(
+    disk: Path, kind: str, overlap: str, min_size: int, reentrant: bool | None, activations: bool
 ) -> None:
     def make() -> Any:
         model = adapted(kind, reentrant)
-        model.enable_input_require_grads()
+        if reentrant is not None:
+            model.enable_input_require_grads()
         return model
 
-    compare(
-        disk,
-        lambda model, optimizer: fit(model, optimizer, kind),
-        make,
-        adamw_of_trained,
-        **overlapping("eager"),
-    )
+    def use(model: Any, optimizer: Any) -> list[Numbers]:
+        history = fit(model, optimizer, kind)
+        merged = model.merge_and_unload().eval()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            history.append({"loss": loss_of(merged, batch(kind, 7)).clone()})
+        return [*history, weights(merged)]
+
+    sections = {"activations": {"enabled": activations}, **overlapping(overlap)}
+    parameters = {"enabled": True, "min_size": min_size}
+    compare(disk, use, make, adamw_of_trained, **sections, parameters=parameters)
 
 
-@SIZES
-@EACH_OVERLAP
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "overlap", "min_size"), in_pairs(KINDS, OVERLAPS, SIZES))
 def test_a_frozen_base_is_written_once(disk: Path, kind: str, overlap: str, min_size: int) -> None:
-    sections = {
-        **overlapping(overlap),
-        "parameters": {"enabled": True, "min_size": min_size},
-    }
-    with streaming(disk, **sections) as engine:
+    parameters = {"enabled": True, "min_size": min_size}
+    with streaming(disk, **overlapping(overlap), parameters=parameters) as engine:
         written = []
 
         def look(step: int) -> None:
@@ -166,28 +142,11 @@ def test_a_frozen_base_is_written_once(disk: Path, kind: str, overlap: str, min_
         assert moved(engine, "parameters", "read") > 5 * 10_000
 
 
-@EACH_OVERLAP
 @pytest.mark.parametrize("kind", KINDS)
-def test_merged_adapters_give_the_weights_of_plain_training(
-    disk: Path, kind: str, overlap: str
-) -> None:
-    def use(model: Any, optimizer: Any) -> list[Numbers]:
-        fit(model, optimizer, kind)
-        merged = model.merge_and_unload()
-        return [weights(merged)]
-
-    compare(disk, use, lambda: adapted(kind), adamw_of_trained, **overlapping(overlap))
-
-
-@SIZES
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_merged_model_computes_when_its_adapters_are_gone(
-    disk: Path, kind: str, min_size: int
-) -> None:
+def test_a_merged_model_computes_when_its_adapters_are_gone(disk: Path, kind: str) -> None:
     results = []
     for streamed in (False, True):
-        options = {"enabled": True, "min_size": min_size}
-        engine = streaming(disk, parameters=options) if streamed else None
+        engine = streaming(disk) if streamed else None
         with nullcontext() if engine is None else engine:
             model = adapted(kind)
             optimizer: Any = adamw_of_trained(model)
@@ -203,21 +162,9 @@ def test_a_merged_model_computes_when_its_adapters_are_gone(
     assert_same_bits(results[1], results[0])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_saved_adapters_load_into_a_plain_model(disk: Path, tmp_path: Path, kind: str) -> None:
-    with streaming(disk) as engine:
-        model = adapted(kind)
-        optimizer = engine.attach(model, adamw_of_trained(model))
-        fit(model, optimizer, kind)
-        model.save_pretrained(tmp_path / "adapters")
-    loaded = PeftModel.from_pretrained(build(kind), str(tmp_path / "adapters"))
-    assert_same_bits(weights(loaded), weights(model))
-
-
-@pytest.mark.parametrize("overlap", ["commit", "off"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_adapters_that_come_when_the_base_is_streamed_already(
-    disk: Path, kind: str, overlap: str
+@pytest.mark.parametrize(("kind", "overlap"), [("GPT-2", "commit"), ("Llama", "off")])
+def test_adapters_that_come_when_the_base_is_streamed_already_and_are_saved(
+    disk: Path, tmp_path: Path, kind: str, overlap: str
 ) -> None:
     results = []
     for streamed in (False, True):
@@ -232,25 +179,26 @@ def test_adapters_that_come_when_the_base_is_streamed_already(
             if engine is not None:
                 optimizer = engine.attach(optimizer=optimizer)
             history = fit(model, optimizer, kind, steps=3)
+            model.save_pretrained(tmp_path / "adapters")
+        loaded = PeftModel.from_pretrained(build(kind), str(tmp_path / "adapters"))
+        assert_same_bits(weights(loaded), weights(model))
         results.append([*history, weights(model)])
     assert_same_history(results[1], results[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_second_adapter_in_the_middle_of_training(disk: Path, kind: str) -> None:
-    def use(model: Any, optimizer: Any) -> list[Numbers]:
-        history = fit(model, optimizer, kind, steps=2)
-        torch.manual_seed(2)
-        model.add_adapter("second", lora(kind))
-        model.set_adapter("second")
-        optimizer.add_param_group({"params": [p for p in model.parameters() if p.requires_grad]})
-        history += fit(model, optimizer, kind, steps=2)
-        with model.disable_adapter(), torch.no_grad():
-            history.append({"without": loss_of(model, batch(kind, 5)).clone()})
-        model.set_adapter("default")
-        return [*history, *fit(model, optimizer, kind, steps=2)]
-
-    compare(disk, use, lambda: adapted(kind), adamw_of_trained)
+@compared(lambda kind: adapted(kind), adamw_of_trained)
+def test_a_second_adapter_in_the_middle_of_training(model, optimizer, kind):
+    history = fit(model, optimizer, kind, steps=2)
+    torch.manual_seed(2)
+    model.add_adapter("second", lora(kind))
+    model.set_adapter("second")
+    optimizer.add_param_group({"params": [p for p in model.parameters() if p.requires_grad]})
+    history += fit(model, optimizer, kind, steps=2)
+    with model.disable_adapter(), torch.no_grad():
+        history.append({"without": loss_of(model, batch(kind, 5)).clone()})
+    model.set_adapter("default")
+    return [*history, *fit(model, optimizer, kind, steps=2)]
 
 
 # ---------------------------------------------------------------------- parts
@@ -263,9 +211,7 @@ PARTS: dict[str, Callable[[str], bool]] = {
 }
 
 
-@EACH_OVERLAP
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("part", "kind", "overlap"), in_pairs(list(PARTS), KINDS, OVERLAPS))
 def test_a_part_is_trained(disk: Path, kind: str, part: str, overlap: str) -> None:
     def make() -> Any:
         model = build(kind)
@@ -273,44 +219,33 @@ def test_a_part_is_trained(disk: Path, kind: str, part: str, overlap: str) -> No
             parameter.requires_grad_(PARTS[part](name))
         return model
 
-    compare(
-        disk,
-        lambda model, optimizer: fit(model, optimizer, kind, steps=3),
-        make,
-        adamw_of_trained,
-        **overlapping(overlap),
-    )
+    def use(model: Any, optimizer: Any) -> list[Numbers]:
+        return fit(model, optimizer, kind, steps=3)
+
+    compare(disk, use, make, adamw_of_trained, **overlapping(overlap))
 
 
-@EACH_OVERLAP
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("first", [True, False], ids=["frozen first", "trained first"])
-def test_layers_are_frozen_for_a_while(disk: Path, kind: str, overlap: str, first: bool) -> None:
+@pytest.mark.parametrize(("kind", "overlap", "first"), in_pairs(KINDS, OVERLAPS, [0, 1]))
+def test_layers_are_frozen_for_a_while(disk: Path, kind: str, overlap: str, first: int) -> None:
     def use(model: Any, optimizer: Any) -> list[Numbers]:
         def freeze(step: int) -> None:
-            trained = step // 2 % 2 == (1 if first else 0)
             for name, parameter in model.named_parameters():
                 if ".1." in name:
-                    parameter.requires_grad_(trained)
+                    parameter.requires_grad_(step // 2 % 2 == first)
 
         return fit(model, optimizer, kind, steps=7, before=freeze)
 
     compare(disk, use, lambda: build(kind), adamw, **overlapping(overlap))
 
 
-@EACH_OVERLAP
-def test_a_model_that_is_frozen_as_a_whole_still_gives_gradients_of_its_input(
-    disk: Path, overlap: str
-) -> None:
-    def use(model: Any, _: Any) -> list[Numbers]:
-        model.requires_grad_(False)
-        x = torch.ones(2, 8, requires_grad=True)
-        for _ in range(3):
-            model(x).pow(2).sum().backward()
-        assert x.grad is not None
-        return [{"input": x.grad.clone()}]
-
-    compare(disk, use, net, **overlapping(overlap))
+@compared(overlaps=OVERLAPS)
+def test_a_model_that_is_frozen_as_a_whole_still_gives_gradients_of_its_input(model, optimizer):
+    model.requires_grad_(False)
+    x = torch.ones(2, 8, requires_grad=True)
+    for _ in range(3):
+        model(x).pow(2).sum().backward()
+    assert x.grad is not None
+    return [{"input": x.grad.clone()}]
 
 
 # ---------------------------------------------------------------------- other weights
@@ -378,39 +313,21 @@ def tagged() -> Any:
     model = net()
     for block in model.blocks:
         block.up.weight = Tagged(block.up.weight.detach())
-        block.up.weight.tag = "mine"
+    for name, parameter in model.named_parameters():
+        parameter.tag = name
     return model
 
 
-@EACH_OVERLAP
-def test_parameters_of_other_classes_stay(disk: Path, overlap: str) -> None:
-    def use(model: Any, optimizer: Any) -> list[Numbers]:
-        own = [block.up.weight for block in model.blocks]
-        history = train(model, optimizer)
-        assert all(b.up.weight is p for b, p in zip(model.blocks, own, strict=True))
-        assert all(type(p) is Tagged and p.tag == "mine" for p in own)
-        assert not {f"blocks.{number}.up.weight" for number in range(3)} & set(away(model))
-        return history
-
-    compare(disk, use, tagged, **overlapping(overlap))
-
-
-@EACH_OVERLAP
-def test_parameters_keep_their_identity_and_what_was_hung_on_them(disk: Path, overlap: str) -> None:
-    def make() -> Any:
-        model = net()
-        for name, parameter in model.named_parameters():
-            parameter.tag = name
-        return model
-
-    def use(model: Any, optimizer: Any) -> list[Numbers]:
-        before = {name: id(parameter) for name, parameter in model.named_parameters()}
-        history = train(model, optimizer)
-        assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
-        assert all(parameter.tag == name for name, parameter in model.named_parameters())
-        return history
-
-    compare(disk, use, make, **overlapping(overlap))
+@compared(tagged, overlaps=OVERLAPS)
+def test_parameters_keep_their_identity_and_what_was_hung_on_them(model, optimizer):
+    """Those of other classes stay in memory, besides."""
+    before = {name: id(parameter) for name, parameter in model.named_parameters()}
+    history = train(model, optimizer)
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
+    assert all(parameter.tag == name for name, parameter in model.named_parameters())
+    assert all(type(block.up.weight) is Tagged for block in model.blocks)
+    assert not {f"blocks.{number}.up.weight" for number in range(3)} & set(away(model))
+    return history
 
 
 def test_two_engines_in_turn_leave_plain_parameters(disk: Path) -> None:
