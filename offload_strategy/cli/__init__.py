@@ -1,4 +1,4 @@
-"""`ssd-offload config | bench | doctor | plan | report | consolidate`, a module for each."""
+"""The command `ssd-offload` and its subcommands."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from offload_strategy.cli import bench, config_commands, consolidate, doctor, plan, report
+from offload_strategy.cli import bench, doctor, file_commands, plan
 from offload_strategy.errors import OffloadError
 
 __all__ = ["main"]
@@ -45,6 +45,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="ssd-offload", description="Train models that do not fit, on host memory and SSDs."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (config_commands, bench, doctor, plan, report, consolidate):
+    file_commands.add_config_parser(commands)
+    for command in (bench, doctor, plan):
         command.add_parser(commands)
+    file_commands.add_report_parser(commands)
+    file_commands.add_consolidate_parser(commands)
     return parser

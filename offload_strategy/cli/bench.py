@@ -9,7 +9,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -179,26 +179,17 @@ def _measure(result: _Result, options: argparse.Namespace, bar: _Bar, part: int)
                 show(number / len(kinds))
 
 
-@contextlib.contextmanager
-def _backend(name: str, threads: int, block_size: int) -> Iterator[Backend]:
-    backend = create_backend(name, threads=threads, block_size=block_size)
-    try:
-        yield backend
-    finally:
-        backend.close()
+def _backend(name: str, threads: int, block_size: int) -> contextlib.closing[Backend]:
+    return contextlib.closing(create_backend(name, threads=threads, block_size=block_size))
 
 
 def _share(results: Sequence[_Result]) -> None:
-    """Return shares as a tier uses them: in proportion to the round-trip rate of each path."""
+    """Set shares as a tier uses them: in proportion to the round-trip rate of each path."""
+    ways = (Direction.READ, Direction.WRITE)
     measured = [result for result in results if result.rates]
-    total = sum(_round_trip(result) for result in measured)
-    for result in measured:
-        result.share = _round_trip(result) / total
-
-
-def _round_trip(result: _Result) -> float:
-    rates = result.rates
-    return round_trip_rate(rates[Direction.READ].rate, rates[Direction.WRITE].rate)
+    rates = [round_trip_rate(*(result.rates[way].rate for way in ways)) for result in measured]
+    for result, rate in zip(measured, rates, strict=True):
+        result.share = rate / sum(rates)
 
 
 # ---------------------------------------------------------------------------- showing
@@ -208,24 +199,21 @@ def _percentile(values: Sequence[float], share: float) -> float:
 
 
 def _print_tables(results: Sequence[_Result], options: argparse.Namespace) -> None:
-    rows = [
+    rows: list[tuple[str, ...]] = [
         ("path", "on", "I/O", "write GB/s", "read GB/s", "2 MiB write, ms: median", "99 %", "share")
     ]
     for result in results:
         if not result.latencies:
             continue
-        rows.append(
-            (
-                result.path,
-                result.file_system,
-                "direct" if result.direct else "buffered",
-                f"{result.rates[Direction.WRITE].rate / 1e9:.2f}",
-                f"{result.rates[Direction.READ].rate / 1e9:.2f}",
-                f"{statistics.median(result.latencies) * 1e3:.2f}",
-                f"{_percentile(result.latencies, 0.99) * 1e3:.2f}",
-                f"{result.share:.0%}",
-            )
+        figures = (
+            result.rates[Direction.WRITE].rate / 1e9,
+            result.rates[Direction.READ].rate / 1e9,
+            statistics.median(result.latencies) * 1e3,
+            _percentile(result.latencies, 0.99) * 1e3,
         )
+        how = "direct" if result.direct else "buffered"
+        cells = (*(f"{figure:.2f}" for figure in figures), f"{result.share:.0%}")
+        rows.append((result.path, result.file_system, how, *cells))
     if len(rows) > 1:
         print(
             f"{options.backend} backend, {options.threads} threads, blocks of "
@@ -239,39 +227,25 @@ def _print_tables(results: Sequence[_Result], options: argparse.Namespace) -> No
 
 
 def _sweep_rows(sweep: Sequence[tuple[int, int, Rates]]) -> list[tuple[str, ...]]:
-    cells = {
-        (threads, block): f"{found[Direction.WRITE].rate / 1e9:.2f} / "
-        f"{found[Direction.READ].rate / 1e9:.2f}"
-        for threads, block, found in sweep
-    }
-    blocks = sorted({block for _, block in cells})
-    rows = [("threads", *(format_size(block) for block in blocks))]
-    for threads in sorted({threads for threads, _ in cells}):
-        rows.append((str(threads), *(cells[threads, block] for block in blocks)))
-    return rows
+    rows: dict[int, list[str]] = {}
+    for threads, _, found in sweep:
+        write, read = (found[way].rate / 1e9 for way in (Direction.WRITE, Direction.READ))
+        rows.setdefault(threads, [str(threads)]).append(f"{write:.2f} / {read:.2f}")
+    return [("threads", *map(format_size, _SWEEP_BLOCKS)), *map(tuple, rows.values())]
 
 
 def _table(rows: Sequence[Sequence[str]], left: int) -> str:
     """Return lines of aligned columns, of which the first `left` are aligned to the left."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if column < left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = ["<"] * left + [">"] * (len(widths) - left)
+    line = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
+    return "\n".join(line.format(*row).rstrip() for row in rows)
 
 
 def _as_json(results: Sequence[_Result], options: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "backend": options.backend,
-        "threads": options.threads,
-        "block_size": options.block_size,
-        "seconds": options.seconds,
-        "paths": [_path_as_json(result) for result in results],
-    }
+    names = ("backend", "threads", "block_size", "seconds")
+    shared = {name: getattr(options, name) for name in names}
+    return shared | {"paths": [_path_as_json(result) for result in results]}
 
 
 def _path_as_json(result: _Result) -> dict[str, Any]:

@@ -6,7 +6,8 @@ import argparse
 import json
 import shutil
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,30 +40,15 @@ def _doctor(options: argparse.Namespace) -> int:
     report = list(examine(options.paths))
     failed = any(check.status is Status.PROBLEM for check in report)
     if options.json:
-        lines = [
-            {
-                "name": check.name,
-                "status": str(check.status),
-                "found": check.found,
-                "advice": check.advice,
-            }
-            for check in report
-        ]
-        print(json.dumps({"works": not failed, "checks": lines}, indent=2))
+        checks = [asdict(check) for check in report]
+        print(json.dumps({"works": not failed, "checks": checks}, indent=2))
     else:
         _print(report)
     return 1 if failed else 0
 
 
 def examine(paths: Sequence[str] = ()) -> Iterator[Check]:
-    """Check this machine.
-
-    Args:
-        paths: Directories or block devices; empty for those of the configured tiers.
-
-    Yields:
-        The checks, in the order in which they are shown.
-    """
+    """Check this machine, and these paths or those of the configured tiers."""
     yield machine_checks.check_python()
     torch = machine_checks.check_torch()
     yield torch
@@ -75,9 +61,19 @@ def examine(paths: Sequence[str] = ()) -> Iterator[Check]:
         config = OffloadConfig()
     else:
         yield machine_checks.ok("config", f"tiers: {', '.join(tier.name for tier in config.tiers)}")
-    yield from _guarded("storage", lambda: _backends(config))
-    yield from _guarded("memory", lambda: _memory(config, torch.status is Status.OK))
-    yield from _guarded("paths", lambda: _paths(config, paths))
+    for name, checks in {
+        "storage": _backends(config),
+        "memory": _memory(config, torch.status is Status.OK),
+        "paths": _paths(config, paths),
+    }.items():
+        try:
+            yield from checks
+        except Exception as error:  # goes on with the others
+            yield machine_checks.warning(
+                name,
+                f"could not be looked at: {type(error).__name__}: {error}",
+                "please report this with the whole output",
+            )
 
 
 def _backends(config: OffloadConfig) -> Iterator[Check]:
@@ -98,7 +94,8 @@ def _memory(config: OffloadConfig, has_torch: bool) -> Iterator[Check]:
         yield machine_checks.check_gpu()
     yield machine_checks.check_cufile(has_cuda)
     processes = machine_checks.local_processes()
-    yield machine_checks.check_processes(processes)
+    each = "; each has buffers and spaces of its own" if processes > 1 else ""
+    yield machine_checks.ok("processes", f"{processes} on this machine{each}")
     memory = psutil.virtual_memory()
     yield machine_checks.check_memory(
         config,
@@ -115,38 +112,19 @@ def _memory(config: OffloadConfig, has_torch: bool) -> Iterator[Check]:
 
 
 def _paths(config: OffloadConfig, named: Sequence[str]) -> Iterator[Check]:
-    if named:
-        paths = [Path(path) for path in named]
-        for path in paths:
-            yield from path_checks.check_path(path, "doctor", direct=config.io.direct)
-    else:
-        paths = []
-        for tier in config.tiers:
-            # The capacity is that of all paths together: the share of each is measured later.
-            alone = tier.capacity if len(tier.paths) == 1 else None
-            for path in tier.paths:
-                paths.append(path)
-                yield from path_checks.check_path(
-                    path,
-                    tier.name,
-                    capacity=alone,
-                    direct=config.io.direct,
-                    overwrite=tier.overwrite,
-                )
+    direct, paths = config.io.direct, [Path(path) for path in named]
+    for path in paths:
+        yield from path_checks.check_path(path, "doctor", direct=direct)
+    for tier in config.tiers if not named else ():
+        # The capacity is that of all paths together: the share of each is measured later.
+        alone = tier.capacity if len(tier.paths) == 1 else None
+        more: dict[str, Any] = {"direct": direct, "overwrite": tier.overwrite}
+        for path in tier.paths:
+            paths.append(path)
+            yield from path_checks.check_path(path, tier.name, capacity=alone, **more)
+    if not named:
         yield from path_checks.check_together(config)
     yield from path_checks.check_devices(paths)
-
-
-def _guarded(name: str, look: Callable[[], Iterator[Check]]) -> Iterator[Check]:
-    """Report a check that fails itself, and go on with the others."""
-    try:
-        yield from look()
-    except Exception as error:
-        yield machine_checks.warning(
-            name,
-            f"could not be looked at: {type(error).__name__}: {error}",
-            "please report this with the whole output",
-        )
 
 
 def _print(report: Sequence[Check]) -> None:
@@ -162,12 +140,8 @@ def _print(report: Sequence[Check]) -> None:
     problems = sum(check.status is Status.PROBLEM for check in report)
     warnings = sum(check.status is Status.WARNING for check in report)
     if problems:
-        print(f"\nTraining would not work here: {_count(problems, 'problem')} to solve.")
-    elif warnings:
-        print(f"\nTraining works here; {_count(warnings, 'warning')} to look at.")
+        some = f"{problems} problem{'s' * (problems > 1)}"
+        print(f"\nTraining would not work here: {some} to solve.")
     else:
-        print("\nTraining works here.")
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+        some = f"; {warnings} warning{'s' * (warnings > 1)} to look at" if warnings else ""
+        print(f"\nTraining works here{some}.")

@@ -1,7 +1,7 @@
 """Checks of the machine in `ssd-offload doctor`: Python, torch, memory, limits, GPU, backends.
 
-Each check is a function that returns `Check`s. Figures of the system are arguments where they
-matter, so that every result can be tested on any machine.
+Figures of the system are arguments where they matter, so that every result can be tested on any
+machine.
 """
 
 from __future__ import annotations
@@ -36,14 +36,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the report.
-
-    Args:
-        name: Name of the check.
-        status: `PROBLEM` if training would not work.
-        found: What the check found.
-        advice: What to do about it; empty if nothing is to be done.
-    """
+    """One line of the report, with advice unless nothing is to be done."""
 
     name: str
     status: Status
@@ -132,12 +125,7 @@ def check_cufile(has_cuda: bool, proc: Path = Path("/proc")) -> Check:
 
 
 def check_backends(wanted: str, available: Mapping[str, str | None]) -> list[Check]:
-    """Check the I/O backends.
-
-    Args:
-        wanted: `io.backend` of the config.
-        available: By name None, or the reason why the backend cannot run.
-    """
+    """Check the I/O backends, of which those with a reason cannot run."""
     checks = []
     for name, reason in available.items():
         label = f"backend {name}"
@@ -157,14 +145,9 @@ def check_backends(wanted: str, available: Mapping[str, str | None]) -> list[Che
 def check_memory(
     config: OffloadConfig, *, processes: int, total: int, available: int, limit: int | None
 ) -> Check:
-    """Check whether there is enough host memory for the config.
+    """Check whether host memory has room for the buffers and dram tiers of all local processes.
 
-    Args:
-        config: The config, whose buffers and dram tiers count for each process.
-        processes: Number of training processes on this machine.
-        total: Bytes of main memory.
-        available: Available bytes of it.
-        limit: Limit of the memory cgroup in bytes, or None.
+    `limit` is that of the memory cgroup, if it has one; all figures are in bytes.
     """
     tiers = sum(tier.capacity or 0 for tier in config.tiers if tier.kind == "dram")
     need = (config.memory.pinned + tiers) * processes
@@ -204,13 +187,7 @@ def check_huge_pages(
 
 
 def check_locked_memory(limit: int | None, pinned: int, has_gpu: bool) -> Check:
-    """Check the limit of locked memory, which pinned buffers may count against.
-
-    Args:
-        limit: Bytes (`ulimit -l`), or None for no limit.
-        pinned: `memory.pinned` of the config.
-        has_gpu: Whether buffers are pinned at all.
-    """
+    """Check the limit of locked memory, which buffers count against that are pinned for a GPU."""
     shown = "unlimited" if limit is None else format_size(limit)
     if not has_gpu:
         return ok("locked memory", f"{shown} (not needed without a GPU)")
@@ -237,13 +214,6 @@ def local_processes(environment: Mapping[str, str] = os.environ) -> int:
     """Check the number of training processes on this machine, from launchers such as torchrun."""
     text = environment.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(text)) if text.isdecimal() else 1
-
-
-def check_processes(processes: int) -> Check:
-    """Return the number of local processes."""
-    if processes == 1:
-        return ok("processes", "1 on this machine")
-    return ok("processes", f"{processes} on this machine; each has buffers and spaces of its own")
 
 
 def resource_limit(name: str) -> int | None:

@@ -29,15 +29,7 @@ def check_path(
     direct: bool | Literal["auto"] = "auto",
     overwrite: bool = False,
 ) -> list[Check]:
-    """Check one path of a tier by opening it as a tier does.
-
-    Args:
-        path: A directory or a raw block device.
-        tier: Name of the tier, for messages.
-        capacity: Capacity of the tier there in bytes, or None.
-        direct: `io.direct` of the config.
-        overwrite: Whether a device with data may be overwritten.
-    """
+    """Check a directory or raw block device by opening it as a tier of that name does."""
     try:
         with (
             _quiet(),
@@ -46,40 +38,28 @@ def check_path(
             takes_direct, room = region.direct, region.capacity
     except OffloadError as error:
         return [_refused(f"{path}", error)]
-    checks = []
     if path.is_block_device():
-        checks.append(ok(f"{path}: device", "a raw block device that carries no data"))
+        checks = [ok(f"{path}: device", "a raw block device that carries no data")]
     else:
-        checks.append(
-            check_file_system(path, file_system_of(path), in_memory=is_memory_filesystem(path))
-        )
+        in_memory = is_memory_filesystem(path)
+        checks = [check_file_system(path, file_system_of(path), in_memory=in_memory)]
         checks.append(_check_unnamed_files(path))
-    if takes_direct:
-        checks.append(ok(f"{path}: direct I/O", "works"))
-    else:
-        checks.append(
-            warning(
-                f"{path}: direct I/O",
-                "is not available: bytes pass through the page cache, which costs memory and CPU",
-                "use a directory on a local disk (ext4, xfs), or accept it with io.direct: false",
-            )
-            if direct is not False
-            else ok(f"{path}: direct I/O", "switched off by io.direct: false")
+    io = ok(f"{path}: direct I/O", "works" if takes_direct else "switched off by io.direct: false")
+    if not takes_direct and direct is not False:
+        io = warning(
+            io.name,
+            "is not available: bytes pass through the page cache, which costs memory and CPU",
+            "use a directory on a local disk (ext4, xfs), or accept it with io.direct: false",
         )
-    checks.append(ok(f"{path}: space", f"{format_size(room)} can be used"))
-    return checks
+    return [*checks, io, ok(f"{path}: space", f"{format_size(room)} can be used")]
 
 
 def check_file_system(path: Path, system: FileSystem | None, *, in_memory: bool) -> Check:
     """Check whether the file system is suitable for offloading."""
-    name = f"{path}: file system"
+    name, kind = f"{path}: file system", system.kind if system else "this file system"
     if in_memory:
-        return warning(
-            name,
-            f"{system.kind if system else 'this file system'} lives in main memory: what is "
-            f"written there still takes memory",
-            "name a directory on a disk",
-        )
+        found = f"{kind} lives in main memory: what is written there still takes memory"
+        return warning(name, found, "name a directory on a disk")
     if system is None:
         return ok(name, "unknown: this system does not tell")
     if system.is_network:

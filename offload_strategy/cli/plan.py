@@ -1,19 +1,18 @@
-"""`ssd-offload plan`: needs and speed of a run, before anything is bought or started."""
+"""`ssd-offload plan`: needs and speed of a run, before anything is bought or started.
+
+The options of all its forms are here; `plan_search` and `plan_profile` have what two of them do.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any, get_args
 
-from offload_strategy.cli.plan_cpu import CPU, cpu_request
-from offload_strategy.cli.plan_profile import add_profile_options, plan_profile
-from offload_strategy.cli.plan_script import add_script_options, profile_script
-from offload_strategy.cli.plan_search import (
-    add_search_options,
-    check_search_options,
-    plan_search,
-)
+from offload_strategy.cli.cpu_machine import cpu_request
+from offload_strategy.cli.plan_profile import plan_profile, profile_script
+from offload_strategy.cli.plan_search import CPU, check_search_options, plan_search
 from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime.profile import Profile
 from offload_strategy.planner.analysis import analyse
@@ -23,12 +22,132 @@ from offload_strategy.planner.hardware import drive_set
 from offload_strategy.planner.model_presets import PRESETS, from_config, preset
 from offload_strategy.planner.request import Request
 from offload_strategy.planner.saved_tensor_bytes import Workload
+from offload_strategy.planner.search.search_result import USUAL_TOKENS, USUAL_TOLERANCE
 from offload_strategy.planner.transformer_shape import Kind, TransformerShape
 from offload_strategy.units import parse_size
 
 _TERA = 1e12
 #: Usual vocabulary sizes of the kinds.
 _VOCABULARY = {"gpt": 50257, "bert": 30522, "t5": 32128, "llama": 128256}
+#: Types of values by the word that stands for them in the help; others are text.
+_TYPES = {"N": int, "X": float, "GB/s": float, "FILE": Path}
+
+
+def _batch(text: str) -> int | None:
+    return None if text == "auto" else int(text)
+
+
+#: Options by group: the option with a word for its value, its help, and what else argparse needs.
+_OPTIONS: dict[str, list[tuple[Any, ...]]] = {
+    "model": [
+        (
+            "--model NAME",
+            f"one of {', '.join(PRESETS)}; or a kind, {', '.join(get_args(Kind))}, with "
+            "the options below",
+        ),
+        ("--config-json FILE", "the config.json of a Hugging Face model instead"),
+        ("--layers N", "layers of encoder and decoder together"),
+        ("--hidden N", "width of the residual stream"),
+        ("--heads N", "attention heads"),
+        ("--kv-heads N", "key-value heads (default: as many as heads)"),
+        ("--feed-forward N", "feed-forward width (default: 4 x hidden)"),
+        ("--vocabulary N", "vocabulary size (default: the usual one of the kind)"),
+        ("--gated", "use a gated feed-forward part"),
+        (
+            "--batch N",
+            "sequences of a step; with --search, 'auto' or no value searches it",
+            {"type": _batch},
+        ),
+        ("--sequence N", "tokens of each sequence"),
+    ],
+    "machine": [
+        (
+            "--gpu --device NAME",
+            f"such as a100-80g; {CPU} with --search for a machine that trains on its CPU: figures "
+            "that are not given are measured here",
+        ),
+        ("--ssd [Nx]NAME", "drives, such as p5510 or 4xP5510"),
+        ("--host-memory SIZE", "host memory, such as 768GiB"),
+        (
+            "--tflops X",
+            "sustained TFLOPS of the device (default: as measured, or a share of the peak)",
+        ),
+        (
+            "--update-rate N",
+            "parameters that the host updates in a second, such as 8e9 (default: Fuyou's host)",
+            {"type": float},
+        ),
+    ],
+    "prices, in US dollars": [
+        ("--gpu-price X", "price of the device"),
+        ("--ssd-price X", "price of each drive"),
+        ("--host-price X", "price of the rest of the machine"),
+        ("--years X", "depreciation period in years (default: 3)", {"default": 3.0}),
+    ],
+    "search for the best settings": [
+        (
+            "--search",
+            "find batch, micro-batches, tiers and what to offload; a given --batch is kept",
+        ),
+        ("--max-batch N", "largest batch if --batch is searched"),
+        (
+            "--max-tokens N",
+            f"largest number of tokens of a step if --batch is searched (default: {USUAL_TOKENS})",
+        ),
+        (
+            "--tolerance X",
+            "share of the throughput that a smaller batch may cost (default: "
+            f"{USUAL_TOLERANCE}); 0 for the fastest settings with any batch",
+        ),
+        (
+            "--sequences N",
+            "sequence lengths to choose from, instead of --sequence",
+            {"nargs": "+"},
+        ),
+        (
+            "--duplex",
+            f"with --device {CPU}: drives read and write at their full rates at the same time",
+        ),
+        (
+            "--allow",
+            "also try eager updates, which forbid clipping, or states in bfloat16, which change "
+            "numbers; may be repeated",
+            {"action": "append", "choices": ("eager", "bfloat16")},
+        ),
+        ("--write-config FILE", "write the best settings as a config file"),
+        (
+            "--dir PATH",
+            "directory on a drive for the config; may be repeated (default: as without a config)",
+            {"action": "append"},
+        ),
+        ("--force", "overwrite the file of --write-config"),
+    ],
+    "a profiled step instead of a model": [
+        ("--profile FILE", "JSON file of OffloadEngine.profile().save"),
+        (
+            "--device-memory SIZE",
+            "memory that the step may take (default: half of the saved tensors stay)",
+        ),
+        ("--read GB/s", "rate of the path (default: as in the profile)"),
+        ("--write GB/s", "rate of the path (default: as in the profile)"),
+        (
+            "--write-plan FILE",
+            "write the plan as JSON, one line per tensor, to read or change, or for planning.plan",
+        ),
+        ("--no-recompute", "recompute no block in backward, however slow the path is"),
+        ("--picture FILE", "draw transfers and memory over the step (svg, png)"),
+    ],
+    "a training script instead of both": [
+        (
+            "script",
+            "a training script that uses an offload engine, and its arguments: it is run for a "
+            "few forward passes, for real, and then ended; options of plan come before it",
+            {"nargs": argparse.REMAINDER, "metavar": "SCRIPT ..."},
+        ),
+        ("--passes N", "forward passes that are looked at (default: 8)", {"default": 8}),
+        ("--write-profile FILE", "as JSON, for --profile"),
+    ],
+}
 
 
 def add_parser(commands: Any) -> None:
@@ -43,96 +162,30 @@ def add_parser(commands: Any) -> None:
         "first steps and do the same for them. Otherwise nothing is opened or measured, except by "
         "a search on the CPU. The exit status is 1 if the run would not fit.",
     )
-    _add_model(plan.add_argument_group("model"))
-    _add_machine(plan.add_argument_group("machine"))
-    _add_prices(plan.add_argument_group("prices, in US dollars"))
-    add_search_options(plan.add_argument_group("search for the best settings"))
-    add_profile_options(plan.add_argument_group("a profiled step instead of a model"))
-    add_script_options(plan.add_argument_group("a training script instead of both"))
+    for title, options in _OPTIONS.items():
+        group = plan.add_argument_group(title)
+        for words, text, *more in options:
+            flags = [word for word in words.split() if word.startswith("--")] or [words]
+            value = words.removeprefix(" ".join(flags)).strip()
+            usual: dict[str, Any] = {"metavar": value, "type": _TYPES.get(value, str)}
+            if not value:
+                usual = {} if more else {"action": "store_true"}
+            group.add_argument(*flags, help=text, **(usual | dict(*more)))
     plan.add_argument("--json", action="store_true", help="print the figures as JSON")
     plan.set_defaults(run=_plan)
 
 
-def _add_model(group: Any) -> None:
-    group.add_argument(
-        "--model",
-        metavar="NAME",
-        help=f"one of {', '.join(PRESETS)}; or a kind, {', '.join(get_args(Kind))}, with "
-        "the options below",
-    )
-    group.add_argument(
-        "--config-json", metavar="FILE", help="the config.json of a Hugging Face model instead"
-    )
-    group.add_argument(
-        "--layers", type=int, metavar="N", help="layers of encoder and decoder together"
-    )
-    group.add_argument("--hidden", type=int, metavar="N", help="width of the residual stream")
-    group.add_argument("--heads", type=int, metavar="N", help="attention heads")
-    group.add_argument(
-        "--kv-heads", type=int, metavar="N", help="key-value heads (default: as many as heads)"
-    )
-    group.add_argument(
-        "--feed-forward", type=int, metavar="N", help="feed-forward width (default: 4 x hidden)"
-    )
-    group.add_argument(
-        "--vocabulary",
-        type=int,
-        metavar="N",
-        help="vocabulary size (default: the usual one of the kind)",
-    )
-    group.add_argument("--gated", action="store_true", help="use a gated feed-forward part")
-    group.add_argument(
-        "--batch",
-        type=_batch,
-        metavar="N",
-        help="sequences of a step; with --search, 'auto' or no value searches it",
-    )
-    group.add_argument("--sequence", type=int, metavar="N", help="tokens of each sequence")
-
-
-def _add_machine(group: Any) -> None:
-    group.add_argument(
-        "--gpu",
-        "--device",
-        metavar="NAME",
-        help=f"such as a100-80g; {CPU} with --search for a machine that trains on its CPU: figures "
-        "that are not given are measured here",
-    )
-    group.add_argument("--ssd", metavar="[Nx]NAME", help="drives, such as p5510 or 4xP5510")
-    group.add_argument("--host-memory", metavar="SIZE", help="host memory, such as 768GiB")
-    group.add_argument(
-        "--tflops",
-        type=float,
-        metavar="X",
-        help="sustained TFLOPS of the device (default: as measured, or a share of the peak)",
-    )
-    group.add_argument(
-        "--update-rate",
-        type=float,
-        metavar="N",
-        help="parameters that the host updates in a second, such as 8e9 (default: Fuyou's host)",
-    )
-
-
-def _add_prices(group: Any) -> None:
-    group.add_argument("--gpu-price", type=float, metavar="X", help="price of the device")
-    group.add_argument("--ssd-price", type=float, metavar="X", help="price of each drive")
-    group.add_argument(
-        "--host-price", type=float, metavar="X", help="price of the rest of the machine"
-    )
-    group.add_argument(
-        "--years",
-        type=float,
-        default=3.0,
-        metavar="X",
-        help="depreciation period in years (default: 3)",
-    )
-
-
 def _plan(options: argparse.Namespace) -> int:
     check_search_options(options)
+    _read_sizes_and_rates(options)
     if options.script:
-        _check_script_alone(options)
+        given = {name: getattr(options, name) for name in ("profile", "model", "config_json")}
+        for name, value in (given | {"search": options.search or None}).items():
+            if value is not None:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} has no effect with a script "
+                    f"({options.script[0]}): leave it out"
+                )
         return plan_profile(options, profile_script(options))
     if options.profile is not None:
         return plan_profile(options, Profile.load(options.profile))
@@ -142,25 +195,23 @@ def _plan(options: argparse.Namespace) -> int:
     if options.search:
         return plan_search(options, request)
     found = analyse(request)
-    if options.json:
-        print(json.dumps(found.as_dict(), indent=2))
-    else:
-        print(found)
+    print(json.dumps(found.as_dict(), indent=2) if options.json else found)
     return 0 if all(fit.ok for fit in found.fits) else 1
 
 
-def _check_script_alone(options: argparse.Namespace) -> None:
-    given = {"--profile": options.profile, "--model": options.model}
-    given |= {"--config-json": options.config_json, "--search": options.search or None}
-    for name, value in given.items():
-        if value is not None:
-            raise ConfigError(
-                f"{name} has no effect with a script ({options.script[0]}): leave it out"
-            )
-
-
-def _batch(text: str) -> int | None:
-    return None if text == "auto" else int(text)
+def _read_sizes_and_rates(options: argparse.Namespace) -> None:
+    """Turn sizes into bytes and TFLOPS into FLOP/s, and refuse rates that are not above 0."""
+    for name in ("host_memory", "device_memory"):
+        text = getattr(options, name)
+        try:
+            setattr(options, name, None if text is None else parse_size(text))
+        except ValueError as error:
+            raise ConfigError(f"--{name.replace('_', '-')}: {error}") from error
+    for name in ("read", "write", "tflops", "update_rate"):
+        rate = getattr(options, name)
+        if rate is not None and not rate > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} is {rate}; give more than 0")
+    options.flops = None if options.tflops is None else options.tflops * _TERA
 
 
 def _request(options: argparse.Namespace) -> Request:
@@ -173,18 +224,14 @@ def _request(options: argparse.Namespace) -> Request:
     if missing:
         raise ConfigError(f"give {', '.join(missing)} as well: `ssd-offload plan --help` says how")
     device, drives = device_named(options.gpu), drive_set(options.ssd)
-    try:
-        memory = parse_size(options.host_memory)
-    except ValueError as error:
-        raise ConfigError(f"--host-memory: {error}") from error
     return Request(
         shape=_shape(options),
         # A search replaces missing values.
         work=Workload(_first(options.batch, 1), _first(options.sequence, 1)),
         device=device,
         drives=drives,
-        host_memory_bytes=memory,
-        sustained_flops=None if options.tflops is None else options.tflops * _TERA,
+        host_memory_bytes=options.host_memory,
+        sustained_flops=options.flops,
         update_rate=options.update_rate,
         prices=Prices(
             _first(options.gpu_price, device.price),
@@ -209,6 +256,8 @@ def _shape(options: argparse.Namespace) -> TransformerShape:
             f"--model {kind} is a kind of model: give "
             f"{', '.join(f'--{name}' for name in missing)} as well, or the name of a model"
         )
+    # Learned positions are enough for the longest sequence.
+    longest = max(options.sequences or [options.sequence])
     return TransformerShape(
         kind,
         layers=options.layers,
@@ -219,15 +268,9 @@ def _shape(options: argparse.Namespace) -> TransformerShape:
         feed_forward=options.feed_forward,
         gated=options.gated or kind == "llama",
         tied=kind != "llama",
-        max_positions=_positions(options) if kind in ("gpt", "bert") else 0,
+        max_positions=longest if kind in ("gpt", "bert") else 0,
         decoder_layers=options.layers // 2 if kind == "t5" else 0,
     )
-
-
-def _positions(options: argparse.Namespace) -> int:
-    """Return the number of learned positions: enough for the longest sequence."""
-    longest: int = max(options.sequences or [options.sequence])
-    return longest
 
 
 def _first(given: Any, otherwise: Any) -> Any:

@@ -1,72 +1,38 @@
-"""`ssd-offload plan --profile`: a lifetime plan for a profiled step."""
+"""`ssd-offload plan --profile | SCRIPT`: a lifetime plan for a profiled step, and its replay."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import runpy
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
+from offload_strategy.engine.profile_run import ProfileRun, profile_run
 from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime.plan_file import save_plan
 from offload_strategy.plan_runtime.profile import PathRates, Profile
 from offload_strategy.plan_runtime.recompute_mix import RecomputeMix, choose_mix
-from offload_strategy.planner.replay_chart import draw
-from offload_strategy.units import format_size, parse_size
+from offload_strategy.plan_runtime.replay_lanes import StepReplay
+from offload_strategy.units import MiB, format_size, markdown_table
 
 _GIGA = 1e9
 
 
-def add_profile_options(group: Any) -> None:
-    """Add the options to a group of `ssd-offload plan`."""
-    group.add_argument(
-        "--profile", metavar="FILE", type=Path, help="JSON file of OffloadEngine.profile().save"
-    )
-    group.add_argument(
-        "--device-memory",
-        metavar="SIZE",
-        help="memory that the step may take (default: half of the saved tensors stay)",
-    )
-    group.add_argument(
-        "--read", type=float, metavar="GB/s", help="rate of the path (default: as in the profile)"
-    )
-    group.add_argument(
-        "--write", type=float, metavar="GB/s", help="rate of the path (default: as in the profile)"
-    )
-    group.add_argument(
-        "--write-plan",
-        metavar="FILE",
-        type=Path,
-        help="write the plan as JSON, one line per tensor, to read or change, or for planning.plan",
-    )
-    group.add_argument(
-        "--no-recompute",
-        action="store_true",
-        help="recompute no block in backward, however slow the path is",
-    )
-    group.add_argument(
-        "--picture",
-        metavar="FILE",
-        type=Path,
-        help="draw transfers and memory over the step (svg, png)",
-    )
-
-
 def plan_profile(options: argparse.Namespace, profile: Profile) -> int:
-    """Plan and replay a profiled step; return 1 if it does not fit.
-
-    Raises:
-        ConfigError: If an option is wrong.
-    """
+    """Plan and replay a profiled step; return 1 if it does not fit."""
     profile = _with_rates(profile, options)
-    limit = _limit(profile, options.device_memory)
+    limit = options.device_memory
+    if limit is None:
+        limit = profile.other_bytes + (profile.peak_bytes - profile.other_bytes) // 2
     if options.no_recompute:
         profile = replace(profile, blocks=())
     mix = choose_mix(profile, limit)
     plan, found = mix.plan, mix.replay
     if options.picture is not None:
-        draw(found, plan.limit, options.picture)
+        _draw(found, plan.limit, options.picture)
     if options.write_plan is not None:
         save_plan(plan, mix.profile, options.write_plan, mix.recomputed)
     if options.json:
@@ -83,9 +49,6 @@ def plan_profile(options: argparse.Namespace, profile: Profile) -> int:
 
 def _with_rates(profile: Profile, options: argparse.Namespace) -> Profile:
     given = {"read": options.read, "write": options.write}
-    for name, rate in given.items():
-        if rate is not None and not rate > 0:
-            raise ConfigError(f"--{name} is {rate}; give more than 0 GB/s")
     rates = {name: _GIGA * rate for name, rate in given.items() if rate is not None}
     if not profile.paths and len(rates) < len(given):
         raise ConfigError("the profile knows no path: give --read and --write")
@@ -101,20 +64,11 @@ def _with_rates(profile: Profile, options: argparse.Namespace) -> Profile:
     return replace(profile, paths=tuple(scaled))
 
 
-def _limit(profile: Profile, text: str | None) -> int:
-    if text is None:
-        return profile.other_bytes + (profile.peak_bytes - profile.other_bytes) // 2
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise ConfigError(f"--device-memory: {error}") from error
-
-
 def _text(profile: Profile, mix: RecomputeMix) -> str:
     found = mix.replay
     waits = ", ".join(f"{seconds:.3f} s for {what}" for what, seconds in found.stalls.items())
-    lanes = "\n".join(
-        f"| {name} | {format_size(use.nbytes) if use.nbytes else ''} | {use.busy_share:.0%} |"
+    lanes = (
+        (name, format_size(use.nbytes) if use.nbytes else "", f"{use.busy_share:.0%}")
         for name, use in found.lanes.items()
     )
     again = ""
@@ -128,5 +82,84 @@ def _text(profile: Profile, mix: RecomputeMix) -> str:
         f"Replayed: a step of {found.step_seconds:.3f} s, {found.computing_seconds:.3f} s of it "
         f"computing; it waits {waits}. Peak {format_size(found.peak_bytes)}, without offload "
         f"{format_size(profile.peak_bytes)}.\n\n"
-        f"| lane | moved | busy |\n|---|---|---|\n{lanes}"
+        f"{markdown_table('lane | moved | busy', lanes)}"
+    )
+
+
+def _draw(found: StepReplay, limit: int, file: Path) -> None:
+    """Draw lanes and memory over the time of a step into a svg, png or pdf file.
+
+    `limit` is in bytes. Raises a ConfigError if matplotlib is not installed, or the file cannot be
+    written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            "a picture needs matplotlib: pip install 'offload-strategy[bench]', or leave it out"
+        ) from error
+    lanes = list(dict.fromkeys(span.lane for span in found.spans))
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[max(1, len(lanes)), 4])
+    for span in found.spans:
+        above.barh(
+            lanes.index(span.lane), span.end - span.begin, left=span.begin, height=0.8,
+            color=f"C{lanes.index(span.lane)}", edgecolor="white", linewidth=0.3,
+        )  # fmt: skip
+    above.set_yticks(range(len(lanes)), lanes)
+    above.invert_yaxis()
+    times = [moment for moment, _ in found.memory]
+    below.step(times, [nbytes / MiB for _, nbytes in found.memory], where="post", color="C3")
+    below.axhline(limit / MiB, color="black", linestyle="--", linewidth=1)
+    below.text(0, limit / MiB, " limit", va="bottom")
+    below.set(xlabel="seconds of a step", ylabel="memory, MiB", ylim=(0, None))
+    try:
+        figure.savefig(file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the picture {file} cannot be written: {error}") from error
+
+
+def profile_script(options: argparse.Namespace) -> Profile:
+    """Run the script until its profile is known.
+
+    Raises a ConfigError if it does not exist, or runs no forward passes with an engine.
+    """
+    file, *arguments = options.script
+    if not Path(file).is_file():
+        raise ConfigError(f"{file} is no file; give a training script")
+    if options.passes < 2:
+        raise ConfigError(f"--passes is {options.passes}; give 2 or more")
+    with profile_run(options.passes) as found:
+        _run(file, arguments)
+    profile = found.profile
+    if profile is None:
+        raise ConfigError(_why(file, found))
+    if options.write_profile is not None:
+        profile.save(options.write_profile)
+    return profile
+
+
+def _run(file: str, arguments: list[str]) -> None:
+    """Run `python FILE ARGUMENTS` with its output on standard error."""
+    before = sys.argv, list(sys.path)
+    sys.argv = [file, *arguments]
+    sys.path.insert(0, str(Path(file).resolve().parent))
+    try:
+        with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(SystemExit):
+            runpy.run_path(file, run_name="__main__")
+    finally:
+        sys.argv, sys.path[:] = before
+
+
+def _why(file: str, found: ProfileRun) -> str:
+    if not found.seen:
+        return (
+            f"{file} ended without a forward pass of a model that an offload engine was attached "
+            "to. Use the strategy, the plugin or OffloadEngine in it, with activations.enabled; "
+            "under Accelerate: `accelerate launch --config_file FILE $(which ssd-offload) plan "
+            f"{file}`"
+        )
+    return (
+        f"{file} ended after {found.seen} forward passes with an engine; {found.passes} and a "
+        "backward are needed. Give a smaller --passes, or let it train for longer."
     )

@@ -1,107 +1,262 @@
-"""`ssd-offload plan` prints the analysis, or says what is wrong with what was asked."""
+"""`ssd-offload plan` prints the analysis or the best settings, or says what is wrong."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
+import torch
 
-from offload_strategy.cli import main
+from offload_strategy.cli import cpu_machine, main
+from offload_strategy.config import OffloadConfig
 from offload_strategy.planner.model_presets import preset
+from offload_strategy.planner.search.cpu_request import Cores
+from offload_strategy.planner.transformer_shape import TransformerShape
+from offload_strategy.units import GiB, MiB
 
-GPT = ["--model", "gpt", "--layers", "40", "--hidden", "5120", "--heads", "40"]
-WORK = ["--batch", "32", "--sequence", "1024"]
-MACHINE = ["--gpu", "a100-80g", "--ssd", "4xP5510", "--host-memory", "768GiB"]
+GPT = "--model gpt --layers 40 --hidden 5120 --heads 40"
+WORK = "--batch 32 --sequence 1024"
+MACHINE = "--gpu a100-80g --ssd 4xP5510 --host-memory 768GiB"
+SEARCHED = "--model gpt3-13b --gpu 4090 --ssd 4xP5510 --host-memory 64GiB"
+SEARCH = f"{SEARCHED} --search --sequence 1024"
+BOUNDED = f"{SEARCH} --max-batch 16"
+SMALL = "--model gpt --layers 12 --hidden 768 --heads 12 --vocabulary 8192"
+ON_CPU = f"{SMALL} --sequence 256 --max-batch 8 --search --device cpu"
+RATES = "--read 0.6 --write 0.5"
+CORES = Cores(1.5e11, 2e9, 1.5e10, 300 * MiB, sources={"flops": "measured"})
 
 
-def plan(*words):
-    return main(["plan", *words])
+@pytest.fixture
+def known_cores(monkeypatch):
+    """What would be measured; returns what it was asked with."""
+    asked = []
+
+    def measured(shape, sequence, **given):
+        asked.append((shape, sequence, given))
+        return CORES
+
+    monkeypatch.setattr(cpu_machine, "measured_cores", measured)
+    return asked
 
 
-def test_it_prints_tables(capsys):
-    assert plan(*GPT, *WORK, *MACHINE) == 0
-    text = capsys.readouterr().out
+@pytest.fixture
+def plan(capsys):
+    """Runs the command and returns what it prints; figures if it ends with --json."""
+
+    def run(words: str, status: int = 0):
+        assert main(["plan", *words.split()]) == status
+        text = capsys.readouterr().out
+        return json.loads(text) if words.endswith("--json") else text
+
+    return run
+
+
+# ------------------------------------------------------------------ the analysis
+def test_it_prints_tables_and_json(plan):
+    text = plan(f"{GPT} {WORK} {MACHINE}")
     assert "batch 32 of 1024 tokens, on a100-80g-pcie with 4 x intel-p5510-3.84tb" in text
     for heading in ("memory and disk", "a step", "host memory", "drives", "What to change first"):
         assert heading in text
-
-
-def test_it_prints_json(capsys):
-    assert plan(*GPT, *WORK, *MACHINE, "--json") == 0
-    data = json.loads(capsys.readouterr().out)
-    assert data["machine"] == {
-        "device": "a100-80g-pcie",
-        "drive": "intel-p5510-3.84tb",
-        "drives": 4,
-    }
+    data = plan(f"{GPT} {WORK} {MACHINE} --json")
+    machine = {"device": "a100-80g-pcie", "drive": "intel-p5510-3.84tb", "drives": 4}
+    assert data["machine"] == machine
     # As GPT-3 13B with half of its learned positions.
     assert data["model"]["parameters"] == preset("gpt3-13b").parameters - 1024 * 5120
 
 
-def test_a_config_of_hugging_face_will_do(capsys, tmp_path):
-    config = {
-        "model_type": "gpt2",
-        "n_layer": 12,
-        "n_embd": 768,
-        "n_head": 12,
-        "n_positions": 1024,
-        "vocab_size": 50257,
-    }
+def test_a_config_of_hugging_face_will_do(plan, tmp_path):
+    config = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12}
+    config |= {"n_positions": 1024, "vocab_size": 50257}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    file = str(tmp_path / "config.json")
-    assert plan("--config-json", file, *WORK, *MACHINE, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["model"]["parameters"] == 124_439_808
+    data = plan(f"--config-json {tmp_path}/config.json {WORK} {MACHINE} --json")
+    assert data["model"]["parameters"] == 124_439_808
 
 
-def test_status_1_says_that_it_does_not_fit(capsys):
-    machine = ["--gpu", "4090", "--ssd", "980-pro", "--host-memory", "8GiB"]
-    assert plan("--model", "gpt3-175b", *WORK, *machine) == 1
-    assert "| no |" in capsys.readouterr().out
+def test_status_1_says_that_it_does_not_fit(plan):
+    machine = "--gpu 4090 --ssd 980-pro --host-memory 8GiB"
+    assert "| no |" in plan(f"--model gpt3-175b {WORK} {machine}", 1)
 
 
-def test_prices_give_a_cost_and_rates_are_taken(capsys):
-    more = [
-        "--host-price",
-        "14098",
-        "--ssd-price",
-        "500",
-        "--tflops",
-        "100",
-        "--update-rate",
-        "8e9",
-    ]
-    assert plan(*GPT, *WORK, *MACHINE, *more, "--json") == 0
-    data = json.loads(capsys.readouterr().out)
+def test_prices_give_a_cost_and_rates_are_taken(plan):
+    more = "--host-price 14098 --ssd-price 500 --tflops 100 --update-rate 8e9 --json"
+    data = plan(f"{GPT} {WORK} {MACHINE} {more}")
     assert data["dollars_per_million_tokens"] > 0
     assert data["assumptions"][0] == "device: 100 TFLOPS in a transformer block (given)"
+
+
+# ------------------------------------------------------------------ the search
+def test_a_search_prints_a_table_and_what_was_searched(plan):
+    text = plan(BOUNDED)
+    assert "| tokens/s | step | limits | batch |" in text
+    assert "and 16 sequences" in text
+    assert "settings need more device memory than there is" in text
+
+
+def test_the_config_that_it_writes_loads(plan, tmp_path, monkeypatch):
+    file = tmp_path / "found.yaml"
+    found = plan(f"{BOUNDED} --write-config {file} --dir /mnt/a --dir /mnt/b --json")
+    best, config = found["candidates"][0], OffloadConfig.load(file)
+    assert [str(path) for path in config.tiers[-1].paths] == ["/mnt/a", "/mnt/b"]
+    assert config.parameters.enabled is ("parameters" in best["offloads"]) is True
+    assert config.optimizer.subgroup_size == best["subgroup_size"]
+    assert best["link_bytes_per_step"] > best["read_bytes_per_step"] > 0
+    assert main(["config", "check", str(file)]) == 0
+    # Without a directory it is the default one.
+    monkeypatch.setenv("SSD_OFFLOAD_DIR", str(tmp_path))
+    plan(f"{BOUNDED} --write-config {file} --force")
+    assert OffloadConfig.load(file).tiers[-1].paths == [tmp_path]
+
+
+def test_a_file_is_overwritten_only_by_force(tmp_path, capsys):
+    file = tmp_path / "mine.yaml"
+    file.write_text("mine")
+    assert main(["plan", *BOUNDED.split(), "--write-config", str(file)]) == 2
+    output = capsys.readouterr()
+    assert "give --force to overwrite it" in output.err
+    assert output.out == ""
+    assert file.read_text() == "mine"
+
+
+def test_a_batch_that_is_given_is_kept_and_auto_is_none(plan):
+    given = plan(f"{SEARCH} --batch 12 --json")["candidates"]
+    assert {one["batch"] for one in given} == {12}
+    assert plan(f"{BOUNDED} --batch auto --json") == plan(f"{BOUNDED} --json")
+    both = plan(f"{SEARCHED} --search --max-tokens 16384 --sequences 512 2048 --json")
+    best = both["candidates"][0]
+    assert best["sequence"] in (512, 2048)
+    assert best["batch"] * best["sequence"] <= 16384
+
+
+def test_what_changes_numbers_has_to_be_allowed(plan):
+    plain = plan(f"{BOUNDED} --json")["candidates"][0]
+    allowed = plan(f"{BOUNDED} --allow eager --allow bfloat16 --json")["candidates"][0]
+    assert (plain["state_dtype"], allowed["state_dtype"]) == ("float32", "bfloat16")
+    assert plain["overlap"] != allowed["overlap"] == "eager"
+
+
+def test_status_1_says_that_nothing_fits_and_writes_nothing(plan, tmp_path):
+    machine = "--gpu 4090 --ssd 980-pro --host-memory 32GiB"
+    file = tmp_path / "found.yaml"
+    words = f"--model gpt3-175b {machine} --sequence 1024 --max-batch 16 --search"
+    assert "Nothing fits." in plan(f"{words} --write-config {file}", 1)
+    assert not file.exists()
+
+
+# ------------------------------------------------------------------ the search on the CPU
+def test_on_the_cpu_there_is_one_memory(known_cores, plan):
+    text = plan(f"{ON_CPU} {RATES} --host-memory 1GiB")
+    for words in (
+        "billion parameters on the CPU with 1 x path and 1 GiB of memory",
+        "| leaves memory |",
+        "| memory | disk |",
+        "drive: 0.6 GB/s read, 0.5 GB/s written, one at a time (given)",
+        "cores: 150 GFLOPS",
+    ):
+        assert words in text
+    both = plan(f"{ON_CPU} {RATES} --host-memory 1GiB --duplex")
+    assert "drive: 0.6 GB/s read, 0.5 GB/s written, both at once" in both
+    assert "2 x intel-p5510-3.84tb" in plan(f"{ON_CPU} --ssd 2xP5510 --host-memory 1GiB")
+    little = plan(f"{ON_CPU} {RATES} --host-memory 400MiB", 1)
+    assert "settings need more memory than there is" in little
+
+
+def test_the_config_for_the_cpu_loads(known_cores, plan, tmp_path):
+    file = tmp_path / "found.yaml"
+    words = f"--host-memory 1GiB --write-config {file} --dir {tmp_path} --json"
+    best = plan(f"{ON_CPU} {RATES} {words}")["candidates"][0]
+    config = OffloadConfig.load(file)
+    assert config.tiers[-1].paths == [tmp_path]
+    for client in ("activations", "optimizer", "parameters"):
+        assert getattr(config, client).enabled is (client in best["offloads"])
+
+
+def test_what_is_not_given_is_looked_up_or_measured(known_cores, plan, tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu_machine, "available_bytes", lambda: 64 * GiB)
+    text = plan(f"{ON_CPU} --dir {tmp_path}")
+    assert "64 GiB of memory" in text
+    assert "The first row offloads nothing" in text
+    assert f"measured on {tmp_path}" in text
+    assert list(tmp_path.iterdir()) == []
+    plan(f"{ON_CPU} {RATES} --tflops 0.2 --update-rate 1e9 --host-memory 4GiB")
+    shape, sequence, given = known_cores[-1]
+    assert (shape.layers, sequence) == (12, 256)
+    assert given == {"flops": pytest.approx(2e11), "update_rate": 1e9}
+
+
+def test_the_tolerance_is_a_share_that_a_smaller_batch_may_cost(known_cores, plan):
+    small, large = (
+        plan(f"{ON_CPU} {RATES} --host-memory 64GiB --tolerance {tolerance} --json")
+        for tolerance in (0.2, 0)
+    )
+    assert small["candidates"][0]["batch"] < large["candidates"][0]["batch"] == 8
+
+
+def test_the_cores_of_this_machine_are_measured():
+    found = cpu_machine.measured_cores(
+        TransformerShape("gpt", 2, 128, 2, 512, max_positions=64), 64
+    )
+    assert 1e8 < found.flops < 1e15
+    assert 1e7 < found.update_rate < 1e12
+    assert 1e8 < found.copy_rate < 1e13
+    assert 0 <= found.pass_seconds < 1e-4
+    assert 64 * MiB < found.process_bytes < 16 * GiB
+    assert found.sources["flops"] == f"measured, {torch.get_num_threads()} threads"
+    # Odd shapes are measured by a layer that is near.
+    odd = dataclasses.replace(
+        preset("llama3-8b"), hidden=320, heads=5, kv_heads=1, feed_forward=100
+    )
+    assert cpu_machine.measured_cores(odd, 16, update_rate=1e9).flops > 1e8
+
+
+# ------------------------------------------------------------------ what is wrong
+RUN, BOUND = f"{GPT} {WORK} {MACHINE}", "--sequence 1024 --max-batch 16"
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([*WORK, *MACHINE], "give one of --model and --config-json"),
-        (["--model", "gpt", "--layers", "4", *WORK, *MACHINE], "give --hidden, --heads as well"),
-        (["--model", "gpt3-13b", *MACHINE], "give --batch, --sequence as well"),
-        (["--model", "gpt3-14b", *WORK, *MACHINE], "no model 'gpt3-14b'"),
-        (["--config-json", "/nowhere/config.json", *WORK, *MACHINE], "cannot be read"),
-        ([*GPT, *WORK, *MACHINE, "--gpu", "a1000"], "no device 'a1000'"),
-        ([*GPT, *WORK, *MACHINE, "--ssd", "0xP5510"], "asks for 0 drives"),
-        ([*GPT, *WORK, *MACHINE, "--host-memory", "-1GiB"], "--host-memory: '-1GiB' is negative"),
-        ([*GPT, *WORK, *MACHINE, "--batch", "0"], "workload: batch is 0"),
-        ([*GPT, *WORK, *MACHINE, "--layers", "-2"], "transformer: layers is -2"),
-        ([*GPT, *WORK, *MACHINE, "--ssd-price", "-1"], "prices: drive is -1"),
-        ([*GPT, *WORK, *MACHINE, "--update-rate", "0"], "update_rate is 0"),
+        (f"{WORK} {MACHINE}", "give one of --model and --config-json"),
+        (f"--model gpt --layers 4 {WORK} {MACHINE}", "give --hidden, --heads as well"),
+        (f"--model gpt3-13b {MACHINE}", "give --batch, --sequence as well"),
+        (f"--model gpt3-14b {WORK} {MACHINE}", "no model 'gpt3-14b'"),
+        (f"--config-json /nowhere/config.json {WORK} {MACHINE}", "cannot be read"),
+        (f"{RUN} --gpu a1000", "no device 'a1000'"),
+        (f"{RUN} --ssd 0xP5510", "asks for 0 drives"),
+        (f"{RUN} --host-memory=-1GiB", "--host-memory: '-1GiB' is negative"),
+        (f"{RUN} --batch 0", "workload: batch is 0"),
+        (f"{RUN} --layers -2", "transformer: layers is -2"),
+        (f"{RUN} --ssd-price -1", "prices: drive is -1"),
+        (f"{RUN} --update-rate 0", "--update-rate is 0.0; give more than 0"),
+        (f"{RUN} --device cpu", "--device cpu: give --search as well"),
+        # With a search, or for one.
+        (f"{SEARCHED} {BOUND}", "--max-batch: give --search as well"),
+        (f"{SEARCHED} --sequence 1024 --force", "--force: give --search as well"),
+        (f"{SEARCHED} --sequence 1024 --tolerance 0", "--tolerance: give --search as well"),
+        (f"{SEARCHED} --search", "give --sequence as well"),
+        (f"{BOUNDED} --batch 4", "leave out --batch"),
+        (f"{SEARCH} --batch 0", "batch is 0"),
+        (f"{SEARCH} --max-batch 0", "max_batch is 0"),
+        (f"{BOUNDED} --max-tokens 10", "less than one sequence of 1024 tokens"),
+        (f"{BOUNDED} --write-config /nowhere/found.yaml", "no file in a directory"),
+        (f"{BOUNDED} --profile steps.json", "give one of them"),
+        (f"{BOUNDED} --update-rate 8e9", "--update-rate: no effect with --search for a GPU"),
+        (f"{BOUNDED} --duplex", "--duplex: no effect with --search for a GPU"),
+        (f"{BOUNDED} --read 1", "--read: no effect with --search for a GPU"),
+        # On the CPU.
+        (f"{SMALL} --search --device cpu {RATES}", "give --sequence as well"),
+        (f"{ON_CPU} --read 0.6", "give both of --read and --write"),
+        (f"{ON_CPU} {RATES} --ssd P5510", "give --ssd, or --read and --write"),
+        (f"{ON_CPU} --read 0 --write 1", "--read is 0.0; give more than 0"),
+        (f"{ON_CPU} {RATES} --tflops -1", "--tflops is -1.0; give more than 0"),
+        (f"{ON_CPU} {RATES} --host-memory much", "--host-memory:"),
+        (f"{ON_CPU} {RATES} --gpu-price 100", "--gpu-price: no effect with --search"),
+        (f"{ON_CPU} {RATES} --tolerance 1", "tolerance is 1"),
+        (f"{ON_CPU} --dir /nowhere {RATES}", "/nowhere: No such file"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_message(words, message, capsys):
-    # argparse takes a value that begins with a dash for an option: with = it is a value.
-    joined = []
-    for word in words:
-        if joined and joined[-1] == "--host-memory":
-            joined[-1] = f"--host-memory={word}"
-        else:
-            joined.append(word)
-    assert plan(*joined) == 2
+def test_what_is_wrong_is_said_in_one_message(words, message, known_cores, capsys):
+    assert main(["plan", *words.split()]) == 2
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err.startswith("ssd-offload: ")

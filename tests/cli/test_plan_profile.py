@@ -1,14 +1,17 @@
-"""`ssd-offload plan --profile` plans a step that was profiled, and replays it."""
+"""`ssd-offload plan --profile | SCRIPT` plans a step that was profiled, and replays it."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from offload_strategy.cli import main
 from offload_strategy.plan_runtime.plan_file import load_plan
+from offload_strategy.plan_runtime.profile import Profile
 from tests.plan_runtime.profiles import stack
 
 
@@ -73,11 +76,81 @@ def test_it_draws_a_picture(profile: str, tmp_path: Path, name: str) -> None:
     [
         (["--profile", "/nowhere.json"], "/nowhere.json cannot be read as a profile"),
         (["--profile", "{}", "--device-memory", "much"], "--device-memory"),
-        (["--profile", "{}", "--read", "0"], "--read is 0.0; give more than 0 GB/s"),
+        (["--profile", "{}", "--read", "0"], "--read is 0.0; give more than 0"),
     ],
 )
 def test_what_is_wrong_is_said(
     profile: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert plan(*(profile if word == "{}" else word for word in words)) == 2
+    assert said in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------ a script
+_SCRIPT = """
+import sys
+import torch
+from torch import nn
+from offload_strategy import OffloadEngine
+
+model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+with OffloadEngine({"tiers": [{"name": "ssd", "kind": "ssd", "path": sys.argv[1]}],
+                    "activations": {"min_size": 1}}) as engine:
+    optimizer = engine.attach(model, torch.optim.AdamW(model.parameters()))
+    for step in range(int(sys.argv[2])):
+        print("step", step)
+        try:
+            model(torch.randn(16, 64)).square().mean().backward()
+        except Exception:
+            pass  # a script that catches every error
+        optimizer.step()
+        optimizer.zero_grad()
+print("the end")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    file = tmp_path / "train.py"
+    file.write_text(_SCRIPT)
+    return file
+
+
+def plan_script(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "offload_strategy.cli", "plan", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_it_ends_the_script_and_plans_its_step(script: Path, tmp_path: Path) -> None:
+    profile, steps = tmp_path / "profile.json", 1000
+    found = plan_script(
+        "--passes", 4, "--json", "--write-profile", profile, "--read", 1, "--write", 1,
+        script, tmp_path, steps,
+    )  # fmt: skip
+    assert found.returncode in (0, 1), found.stderr
+    assert "step 3" in found.stderr
+    assert "step 5" not in found.stderr
+    assert "the end" not in found.stderr
+    assert json.loads(found.stdout)["replay"]["step_seconds"] > 0
+    assert len(Profile.load(profile).tensors) >= 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["profile.json", "train.py"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["missing.py"], "missing.py is no file; give a training script"),
+        (["--passes", "1", "{script}", "{dir}", "9"], "--passes is 1; give 2 or more"),
+        (["{script}", "{dir}", "3"], "ended after 3 forward passes with an engine; 8 and"),
+        (["{plain}"], "ended without a forward pass of a model that an offload engine"),
+        (["--model", "gpt2", "{plain}"], "--model has no effect with a script"),
+    ],
+)
+def test_a_script_that_cannot_be_planned_is_said(
+    script: Path, tmp_path: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = tmp_path / "plain.py"
+    plain.write_text("print('no engine')\n")
+    known = {"script": script, "dir": tmp_path, "plain": plain}
+    assert plan(*(word.format(**known) for word in words)) == 2
     assert said in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Measurement of the cores and the paths of this machine for a search, in a few seconds.
+"""`ssd-offload plan --search --device cpu`: this machine as given, or as measured in seconds.
 
 [Note: one layer at two batches]
 A layer of the model's kind, of its width or of 768, computes forward and backward for one sequence
@@ -9,8 +9,10 @@ a few runs counts, because other load only makes it slower.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,11 +22,14 @@ import psutil
 import torch
 from torch import nn
 
+from offload_strategy.config import default_directory
+from offload_strategy.errors import ConfigError
+from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.io.backends.protocol import create_backend
 from offload_strategy.io.bandwidth.probe import probe
 from offload_strategy.io.regions.region import Region
-from offload_strategy.planner.hardware import Drive, Drives
-from offload_strategy.planner.search.cpu_request import Cores
+from offload_strategy.planner.hardware import Drive, Drives, drive_set
+from offload_strategy.planner.search.cpu_request import Cores, CpuRequest
 from offload_strategy.planner.transformer_shape import TransformerShape
 from offload_strategy.telemetry import Direction
 from offload_strategy.units import MiB
@@ -41,6 +46,56 @@ _PROBE_SECONDS = 0.5
 _GIGA = 1e9
 
 
+def cpu_request(options: argparse.Namespace, shape: TransformerShape) -> CpuRequest:
+    """Return the run, with measured figures of this machine for options that are not given.
+
+    The cores are measured, except for `--tflops` and `--update-rate`, and so are the paths of
+    `--dir`, unless there is `--ssd`, or `--read` and `--write`. Raises a ConfigError if an option
+    is missing or wrong, and an OffloadError if a path cannot be measured.
+    """
+    memory = available_bytes() if options.host_memory is None else options.host_memory
+    drives = _drives(options)
+    longest = max(options.sequences or [options.sequence])
+    cores = measured_cores(shape, longest, flops=options.flops, update_rate=options.update_rate)
+    return CpuRequest(shape, cores, drives, memory, options.duplex)
+
+
+def _drives(options: argparse.Namespace) -> Drives:
+    """Return drives of the table, or all paths as one drive, with the rates given or measured."""
+    if (options.read is None) != (options.write is None):
+        raise ConfigError("give both of --read and --write, or none of them")
+    if options.ssd is not None:
+        if options.read is not None:
+            raise ConfigError("give --ssd, or --read and --write, which say how fast it is")
+        return drive_set(options.ssd)
+    directories = [Path(one) for one in options.dir or (default_directory(),)]
+    if options.read is None:
+        # Bytes are striped over several paths in proportion to their rates.
+        measured = zip(*map(_measured_path, directories), strict=True)
+        read, write, free = (sum(figures) for figures in measured)
+        source = f"measured on {', '.join(map(str, directories))}"
+    else:
+        read, write, source = options.read * _GIGA, options.write * _GIGA, "given"
+        free = sum(map(_free_bytes, directories))
+    return Drives(Drive("path", read, write, int(free), sources={"read_GBps": source}), 1)
+
+
+def _free_bytes(directory: Path) -> int:
+    try:
+        return shutil.disk_usage(directory).free
+    except OSError as error:
+        raise ConfigError(f"--dir: {directory}: {error.strerror or error}") from error
+
+
+def _measured_path(directory: Path) -> tuple[float, float, int]:
+    """Measure the read and write rate of a path, and its free bytes."""
+    with contextlib.closing(Region(directory, "search")) as region:
+        backend = create_backend("posix", threads=2, block_size=32 * MiB)
+        with contextlib.closing(backend):
+            found = probe(region, backend, seconds=_PROBE_SECONDS)
+        return found[Direction.READ].rate, found[Direction.WRITE].rate, region.free_bytes
+
+
 def measured_cores(
     shape: TransformerShape,
     sequence: int,
@@ -48,63 +103,23 @@ def measured_cores(
     flops: float | None = None,
     update_rate: float | None = None,
 ) -> Cores:
-    """Measure this machine's cores, as many as torch uses.
-
-    Args:
-        shape: Shape of the model.
-        sequence: Tokens of a sequence.
-        flops: FLOP/s of a layer, instead of a measurement.
-        update_rate: Parameters that are updated in a second, instead of a measurement.
-    """
+    """Measure this machine's cores, as many as torch uses, except for figures that are given."""
     source = f"measured, {torch.get_num_threads()} threads"
-    sources = dict.fromkeys(("flops", "update_rate", "copy_rate", "process_bytes"), source)
+    given = {"flops": flops, "update_rate": update_rate, "copy_rate": None, "process_bytes": None}
     pass_seconds = 0.0
     if flops is None:
         flops, pass_seconds = _layer(shape, min(sequence, _LONGEST))
-    else:
-        sources["flops"] = "given"
+    # Measured even if it is given: the process takes more memory after it has trained a little.
     measured_rate = _updates()
-    if update_rate is None:
-        update_rate = measured_rate
-    else:
-        sources["update_rate"] = "given"
     copy_rate = _copies()
     return Cores(
         flops=flops,
-        update_rate=update_rate,
+        update_rate=update_rate or measured_rate,
         copy_rate=copy_rate,
         process_bytes=_resident_bytes() + _MORE_BYTES,
         pass_seconds=pass_seconds,
-        sources=sources,
+        sources={name: "given" if value else source for name, value in given.items()},
     )
-
-
-def measured_path(directory: Path) -> Drives:
-    """Measure the rates and the free space of a path.
-
-    Raises:
-        OffloadError: If it cannot be used.
-    """
-    with contextlib.closing(Region(directory, "search")) as region:
-        backend = create_backend("posix", threads=2, block_size=32 * MiB)
-        try:
-            found = probe(region, backend, seconds=_PROBE_SECONDS)
-        finally:
-            backend.close()
-        read, write = found[Direction.READ].rate, found[Direction.WRITE].rate
-        return path_of(read, write, region.free_bytes, f"measured on {directory}")
-
-
-def path_of(read: float, write: float, capacity: int, source: str) -> Drives:
-    """Return a drive of which only rates are known.
-
-    Args:
-        read: Read rate in bytes per second.
-        write: Write rate in bytes per second.
-        capacity: Capacity in bytes.
-        source: Where the rates are from.
-    """
-    return Drives(Drive("path", read, write, capacity, None, None, {"read_GBps": source}), 1)
 
 
 def _layer(shape: TransformerShape, sequence: int) -> tuple[float, float]:

@@ -1,0 +1,138 @@
+"""`ssd-offload config | report | consolidate`: show, check and convert what is in files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from offload_strategy.config import CONFIG_VARIABLE, OffloadConfig, presets
+from offload_strategy.io.bandwidth.history import (
+    PathIdentity,
+    Rates,
+    cache_directory,
+    load_all_rates,
+)
+from offload_strategy.plan_runtime.predicted_and_measured import PredictionComparison
+from offload_strategy.units import format_size, markdown_table
+
+
+def add_config_parser(commands: Any) -> None:
+    """Add `config` to the subparsers of `ssd-offload`."""
+    config = commands.add_parser("config", help="show and check configs")
+    actions = config.add_subparsers(required=True, metavar="ACTION")
+
+    show = actions.add_parser("show", help="print the config that would be used, defaults included")
+    show.add_argument(
+        "source",
+        nargs="?",
+        metavar="SOURCE",
+        help="a YAML or JSON file, an Accelerate launch file, a preset, or JSON text "
+        f"(default: ${CONFIG_VARIABLE}, else the defaults)",
+    )
+    show.set_defaults(run=_show)
+
+    check = actions.add_parser("check", help="check a config; exit status 2 if it is wrong")
+    check.add_argument("file", metavar="FILE", help="as SOURCE of `show`")
+    check.set_defaults(run=_check)
+
+    schema = actions.add_parser("schema", help="print the JSON schema, the reference of all keys")
+    schema.set_defaults(run=_schema)
+
+    names = actions.add_parser("presets", help="list the presets")
+    names.set_defaults(run=_presets)
+
+
+def _show(options: argparse.Namespace) -> None:
+    print(OffloadConfig.load(options.source).to_yaml(), end="")
+
+
+def _check(options: argparse.Namespace) -> None:
+    OffloadConfig.load(options.file)
+    print(f"{options.file}: ok")
+
+
+def _schema(options: argparse.Namespace) -> None:
+    print(json.dumps(OffloadConfig.model_json_schema(), indent=2))
+
+
+def _presets(options: argparse.Namespace) -> None:
+    for name, text in presets().items():
+        first_line = text.partition("\n")[0].removeprefix("#").strip()
+        print(f"{name:<14}{first_line}")
+
+
+def add_report_parser(commands: Any) -> None:
+    """Add `report` to the subparsers of `ssd-offload`."""
+    parser = commands.add_parser(
+        "report",
+        help="compare a run with its prediction, and print the measured bandwidth of paths",
+        description="Print predicted and measured figures of a step from a file that "
+        "OffloadEngine.compare_prediction().save wrote. Without a file, print the bandwidth of "
+        "paths in earlier runs, from which the next run starts.",
+    )
+    parser.add_argument("file", type=Path, nargs="?", metavar="FILE", help="of a run")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.set_defaults(run=_report)
+
+
+def _report(options: argparse.Namespace) -> None:
+    if options.file is not None:
+        found = PredictionComparison.load(options.file)
+        print(json.dumps(found.as_dict(), indent=2) if options.json else found)
+        return
+    kept = load_all_rates()
+    print(
+        json.dumps([_figures(*one) for one in kept], indent=2)
+        if options.json
+        else _known_paths(kept)
+    )
+
+
+def _figures(of: PathIdentity, figures: Rates) -> dict[str, Any]:
+    return asdict(of) | {str(way): asdict(figure) for way, figure in figures.items()}
+
+
+def _known_paths(kept: list[tuple[PathIdentity, Rates]]) -> str:
+    folder = cache_directory()
+    if folder is None:
+        return "Nothing is kept of paths: $SSD_OFFLOAD_CACHE is empty, or there is no place for it."
+    if not kept:
+        return f"Nothing is known of any path yet. It will be kept in {folder}."
+    rows = []
+    for of, figures in kept:
+        for way, figure in figures.items():
+            runs = f"{figure.runs} run{'s' if figure.runs > 1 else ''}"
+            source = runs if figure.source == "observed" else figure.source
+            rows.append(
+                (
+                    *(of.path, of.machine, of.processes, way, f"{figure.rate / 1e9:.3g}"),
+                    *(source, format_size(figure.nbytes), figure.date),
+                )
+            )
+    table = markdown_table("path | machine | processes |  | GB/s | from | bytes | last", rows)
+    return f"{table}\n\nKept in {folder}; what is removed there is forgotten."
+
+
+def add_consolidate_parser(commands: Any) -> None:
+    """Add `consolidate` to the subparsers of `ssd-offload`."""
+    parser = commands.add_parser(
+        "consolidate",
+        help="make one plain file of a checkpoint that several ranks saved in parts",
+        description="Make one file that torch.load reads of a folder that was saved with "
+        "torch.distributed.checkpoint, or by Lightning in parts: a plain optimizer, or a Trainer "
+        "with one device, loads it. Needs as much memory as the checkpoint is large.",
+    )
+    parser.add_argument("checkpoint", type=Path, metavar="FOLDER", help="what the ranks saved")
+    parser.add_argument("file", type=Path, metavar="FILE", help="is written, or replaced")
+    parser.set_defaults(run=_consolidate)
+
+
+def _consolidate(options: argparse.Namespace) -> None:
+    # Brings torch along, which the other commands need not wait for.
+    from offload_strategy.checkpoints import consolidate
+
+    keys = consolidate(options.checkpoint, options.file)
+    print(f"{options.file}: {options.file.stat().st_size} bytes; {', '.join(keys)}")
