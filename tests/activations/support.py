@@ -25,6 +25,15 @@ class Calls(nn.Module):
         return self.function(self.weight, *args)
 
 
+def with_gradients(function: Callable[..., Any]) -> tuple[Calls, dict[str, torch.Tensor]]:
+    """A model, and its gradients after a plain backward."""
+    model = Calls(function)
+    model().backward()
+    expected = gradients(model)
+    model.zero_grad()
+    return model, expected
+
+
 def noise(*shape: int, seed: int = 0, **options: Any) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, **options)

@@ -103,18 +103,15 @@ def test_a_little_may_be_waited_for_once_the_time_of_a_step_is_known() -> None:
     assert seconds == pytest.approx(10.0 * ALLOWANCE)
 
 
-def test_what_waits_is_bounded_by_the_memory_that_is_allowed() -> None:
-    path = Path_(waiting=20 * MiB)
-    budget = AutomaticBudget(path, 16 * MiB)
-    budget.learn(step(GiB, GiB))
-    assert not offer(budget, MiB, Trace())
-
-
 def test_host_memory_takes_whatever_the_path_is_doing() -> None:
     path = Path_(waiting=GiB, memory=MiB)
     budget, trace = AutomaticBudget(path, 16 * MiB), Trace()
     assert offer(budget, MiB, trace)
     assert not offer(budget, 2 * MiB, trace)
+    # What waits to be written is bounded by the memory that is allowed.
+    budget.learn(step(GiB, GiB))
+    path.waiting, path.memory = 20 * MiB, 0
+    assert not offer(budget, MiB, Trace())
 
 
 def test_what_is_used_soon_stays() -> None:
@@ -125,49 +122,29 @@ def test_what_is_used_soon_stays() -> None:
     assert not offer(budget, 10 * MiB, trace, idle=0.1)  # out and back take 0.2 s
     assert offer(budget, 10 * MiB, trace, idle=0.3)
     assert offer(budget, 10 * MiB, trace, idle=None)
-
-
-def test_a_path_that_was_slow_once_is_tried_again() -> None:
-    path = Path_(write=1.0, read=1.0)
-    budget = AutomaticBudget(path, GiB)
-    budget.learn(step(GiB, GiB, seconds=10.0))
+    path.write = path.read = 1.0  # a path that was slow once is tried again
     assert offer(budget, 10 * MiB, Trace(), idle=1.5)
 
 
-def test_less_leaves_after_a_backward_that_waited_and_more_again_later() -> None:
-    path = Path_(read=100.0 * MiB)
-    budget = AutomaticBudget(path, GiB)
-    # 1.1 s of 10 s: one second too many, in which the path reads 100 MiB.
-    budget.learn(step(1000 * MiB, 1000 * MiB, seconds=10.0, waited=1.1))
-    trace = Trace()
-    left = sum(offer(budget, 10 * MiB, trace) for _ in range(100))
-    assert left == 90
-    amounts = []
-    for _ in range(4):
-        budget.learn(step(1000 * MiB, 900 * MiB, seconds=10.0))
+@pytest.mark.parametrize(
+    ("read", "passes"),
+    [
+        # 1.1 s of 10 s: one second too many, in which the path reads 100 MiB; then more again.
+        (100, [(1000, 1.1, 90), (900, 0, 92), (900, 0, 96), (900, 0, 100), (900, 0, 100)]),
+        # Two seconds, in which the path could have read all of it: one late pass may be chance (it
+        # paused), two are not (it is too slow). Then the limit begins to grow anew.
+        (1000, [(1000, 2, 80), (800, 2, 0), (0, 0, 2), (20, 2, 1), (10, 0, 3)]),
+    ],
+)
+def test_less_leaves_after_a_backward_that_waited_and_more_again_later(
+    read: int, passes: list[tuple[int, float, int]]
+) -> None:
+    """Each pass: MiB that left, seconds that it waited, and items that may leave next time."""
+    budget = AutomaticBudget(Path_(read=float(read * MiB)), GiB)
+    for left, waited, expected in passes:
+        budget.learn(step(1000 * MiB, left * MiB, seconds=10.0, waited=waited))
         trace = Trace()
-        amounts.append(sum(offer(budget, 10 * MiB, trace) for _ in range(100)))
-    assert amounts == [92, 96, 100, 100]
-
-
-def test_one_late_pass_may_be_chance_two_are_not() -> None:
-    budget = AutomaticBudget(Path_(read=1000.0 * MiB), GiB)
-
-    def leaves() -> int:
-        trace = Trace()
-        return sum(offer(budget, 10 * MiB, trace) for _ in range(100))
-
-    # Two seconds of ten, in which the path could have read all of it: it paused, or is too slow.
-    budget.learn(step(1000 * MiB, 1000 * MiB, seconds=10.0, waited=2.0))
-    assert leaves() == 80
-    budget.learn(step(1000 * MiB, 800 * MiB, seconds=10.0, waited=2.0))
-    assert leaves() == 0
-    budget.learn(step(1000 * MiB, 0, seconds=10.0))
-    assert leaves() == 2
-    budget.learn(step(1000 * MiB, 20 * MiB, seconds=10.0, waited=2.0))
-    assert leaves() == 1  # begins to grow anew
-    budget.learn(step(1000 * MiB, 10 * MiB, seconds=10.0))
-    assert leaves() == 3
+        assert sum(offer(budget, 10 * MiB, trace) for _ in range(100)) == expected
 
 
 def test_the_amount_is_told_once_when_it_has_settled(caplog: pytest.LogCaptureFixture) -> None:

@@ -49,56 +49,26 @@ class Breaks(nn.Module):
         return self.second(x)
 
 
-def _attach_then_compile(engine: OffloadEngine, model: nn.Module) -> Any:
-    engine.attach(model)
-    return compiled(model)
-
-
-def _compile_then_attach(engine: OffloadEngine, model: nn.Module) -> Any:
-    model_ = compiled(model)
-    engine.attach(model_)
-    return model_
-
-
-def _attach_what_was_compiled(engine: OffloadEngine, model: nn.Module) -> Any:
-    model_ = compiled(model)
-    engine.attach(model)
-    return model_
-
-
-def _attach_then_compile_in_place(engine: OffloadEngine, model: nn.Module) -> Any:
-    engine.attach(model)
+def _in_place(model: nn.Module) -> nn.Module:
     model.compile(backend="aot_eager")
     return model
 
 
-def _compile_in_place_then_attach(engine: OffloadEngine, model: nn.Module) -> Any:
-    model.compile(backend="aot_eager")
-    engine.attach(model)
-    return model
-
-
-def _compile_each_block(engine: OffloadEngine, model: nn.Module) -> Any:
+def _block_by_block(model: nn.Module) -> nn.Module:
     for block in model.children():
         block.compile(backend="aot_eager")
-    engine.attach(model)
     return model
 
 
-def _in_one_graph(engine: OffloadEngine, model: nn.Module) -> Any:
-    whole = compiled(model, fullgraph=True)
-    engine.attach(whole)
-    return whole
-
-
-ORDERS: dict[str, Callable[[OffloadEngine, nn.Module], Any]] = {
-    "attach, compile": _attach_then_compile,
-    "compile, attach": _compile_then_attach,
-    "compile, attach the inner": _attach_what_was_compiled,
-    "attach, compile in place": _attach_then_compile_in_place,
-    "compile in place, attach": _compile_in_place_then_attach,
-    "compile blocks, attach": _compile_each_block,
-    "compile as one graph, attach": _in_one_graph,
+#: How a model is compiled, and when it is attached: before, after, or after by its inner module.
+ORDERS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "attach, compile": (compiled, "before"),
+    "compile, attach": (compiled, "after"),
+    "compile, attach the inner": (compiled, "inner"),
+    "attach, compile in place": (_in_place, "before"),
+    "compile in place, attach": (_in_place, "after"),
+    "compile blocks, attach": (_block_by_block, "after"),
+    "compile as one graph, attach": (lambda m: compiled(m, fullgraph=True), "after"),
 }
 
 
@@ -107,7 +77,12 @@ def test_a_compiled_model_is_the_same_in_whatever_order(order: str, engine: Offl
     plain = network()
     plain(noise(4, 8)).pow(2).sum().backward()
     model = network()
-    call = ORDERS[order](engine, model)
+    compile_model, when = ORDERS[order]
+    if when == "before":
+        engine.attach(model)
+    call = compile_model(model)
+    if when != "before":
+        engine.attach(model if when == "inner" else call)
     for _ in range(2):
         model.zero_grad()
         loss = call(noise(4, 8)).pow(2).sum()

@@ -13,14 +13,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from offload_strategy import OffloadEngine, OffloadError, StorageError, TierFullError
-from tests.activations.support import Calls, X, compare, noise
+from tests.activations.support import Calls, X, noise, with_gradients
 from tests.training import activations_only, assert_same_bits, bits, gradients, moved, on_disk
 
 
 # ---------------------------------------------------------------------- ends of a graph
+def _sines(w: torch.Tensor) -> torch.Tensor:
+    return (X @ w).exp().sin().sum()
+
+
 def _chained(w: torch.Tensor) -> torch.Tensor:
     return (X @ w).exp().sin().cos().sum()
 
@@ -181,17 +184,6 @@ def test_a_graph_that_is_kept_may_be_gone_through_again(engine: OffloadEngine) -
     assert run(lambda: None) == expected
 
 
-def test_second_derivatives_are_the_same(engine: OffloadEngine) -> None:
-    x = noise(8, 8, seed=4).requires_grad_()
-    model = Calls(lambda w, x: torch.tanh(x @ w).pow(3).sum() + F.softplus(x @ w.T).sum())
-
-    def step() -> tuple[torch.Tensor, torch.Tensor]:
-        (slope,) = torch.autograd.grad(model(x), x, create_graph=True)
-        return (slope.norm(dim=1) - 1).pow(2).mean(), x
-
-    compare(engine, model, step)
-
-
 # ---------------------------------------------------------------------- when things end early
 def test_memory_is_given_back_while_backward_goes_on(engine: OffloadEngine) -> None:
     alive: list[int] = []
@@ -213,10 +205,7 @@ def _chain(w: torch.Tensor, note: Callable[[], None]) -> torch.Tensor:
 
 
 def test_a_backward_after_closing_is_right_or_says_what_is_gone(disk: Path) -> None:
-    model = Calls(lambda w: (X @ w).exp().sin().sum())
-    model().backward()
-    expected = gradients(model)
-    model.zero_grad()
+    model, expected = with_gradients(_sines)
     engine = activations_only(disk)
     engine.attach(model)
     stored = model()
@@ -231,10 +220,7 @@ def test_a_backward_after_closing_is_right_or_says_what_is_gone(disk: Path) -> N
 
 
 def test_what_left_comes_back_after_the_model_was_detached(engine: OffloadEngine) -> None:
-    model = Calls(lambda w: (X @ w).exp().sin().sum())
-    model().backward()
-    expected = gradients(model)
-    model.zero_grad()
+    model, expected = with_gradients(_sines)
     engine.attach(model)
     loss = model()
     engine.detach_model(model)
@@ -249,12 +235,7 @@ def test_what_left_comes_back_after_the_model_was_detached(engine: OffloadEngine
 def test_a_read_that_fails_is_told_in_backward(
     engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import os
-
-    model = Calls(lambda w: (X @ w).exp().sin().sum())
-    model().backward()
-    expected = gradients(model)
-    model.zero_grad()
+    model, expected = with_gradients(_sines)
     engine.attach(model)
     loss = model()
     on_disk(engine)
@@ -280,10 +261,7 @@ def test_a_write_that_fails_loses_nothing_and_is_told_at_the_next_forward(
     number: int,
     error_class: type[OffloadError],
 ) -> None:
-    model = Calls(lambda w: (X @ w).exp().sin().sum())
-    model().backward()
-    expected = gradients(model)
-    model.zero_grad()
+    model, expected = with_gradients(_sines)
     engine.attach(model)
 
     def broken(*args: Any) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,14 @@ def training(
     return budget, tier_load, memory
 
 
+def planned(limit: int | None = 1000 * MiB, **options: Any) -> tuple[PlannedBudget, Memory]:
+    """A training that has its first plan."""
+    budget, _, memory = training(limit, **options)
+    for _ in range(3):
+        one_pass(budget, memory)
+    return budget, memory
+
+
 def one_pass(budget: PlannedBudget, memory: Memory, kinds: str = "a" * LAYERS) -> list[bool]:
     """A forward pass of one second a layer and its backward; what left of it."""
     trace, storages = forward(budget, memory, kinds)
@@ -157,9 +165,7 @@ def test_all_leaves_until_there_is_a_plan_and_then_what_must() -> None:
 
 
 def test_a_step_that_needs_more_beside_its_items_leaves_them_less() -> None:
-    budget, _, memory = training(limit=1000 * MiB)
-    for _ in range(3):
-        one_pass(budget, memory)
+    budget, memory = planned()
     memory.others += 150 * MiB
     one_pass(budget, memory)
     left = one_pass(budget, memory)
@@ -169,9 +175,7 @@ def test_a_step_that_needs_more_beside_its_items_leaves_them_less() -> None:
 
 
 def test_a_step_that_needs_more_for_a_moment_leaves_its_items_less() -> None:
-    budget, _, memory = training(limit=1000 * MiB)
-    for _ in range(3):
-        one_pass(budget, memory)
+    budget, memory = planned()
     for times in range(3):
         trace, storages = forward(budget, memory, "a" * LAYERS)
         memory.needs_for_a_moment(150 * MiB)
@@ -189,9 +193,7 @@ def test_what_comes_after_backward_needs_no_item_to_leave() -> None:
 
 
 def test_passes_without_a_backward_do_not_make_the_room_smaller() -> None:
-    budget, _, memory = training(limit=1000 * MiB)
-    for _ in range(3):
-        one_pass(budget, memory)
+    budget, memory = planned()
     for _ in range(5):  # evaluation with gradients enabled
         forward(budget, memory, "a" * LAYERS)
         memory.needs_for_a_moment(700 * MiB)  # what it computes beside its graph
@@ -231,9 +233,7 @@ def test_a_pass_that_looks_unlike_any_other_leaves_and_is_counted() -> None:
 
 
 def test_longer_sequences_than_planned_for_leave_what_should_have_stayed() -> None:
-    budget, _, memory = training(limit=1000 * MiB)
-    for _ in range(3):
-        one_pass(budget, memory)
+    budget, memory = planned()
     trace, _ = forward(budget, memory, "a" * LAYERS, 2 * ITEM)
     assert trace.saved_bytes - trace.left_bytes <= 485 * MiB
     assert budget.deviations == 2
@@ -250,9 +250,7 @@ def test_a_limit_that_cannot_be_kept_is_told_once(caplog: pytest.LogCaptureFixtu
 
 
 def test_without_a_limit_what_there_is_counts() -> None:
-    budget, _, memory = training(limit=None)  # 95 % of 2000 MiB
-    for _ in range(3):
-        one_pass(budget, memory)
+    budget, memory = planned(None)  # 95 % of 2000 MiB
     assert not any(one_pass(budget, memory))
     assert budget.figures()["plan_limit_bytes"] == int(0.95 * 2000 * MiB)
 
@@ -284,9 +282,7 @@ def test_a_profile_has_no_time_in_which_something_else_ran() -> None:
 
 
 def test_a_path_that_was_never_busy_is_taken_for_as_fast_as_it_was_seen() -> None:
-    budget, _, memory = training(limit=1000 * MiB, rate=None)
-    for _ in range(3):
-        one_pass(budget, memory)
+    budget, _ = planned(rate=None)
     assert budget.profile is not None
     assert budget.profile.paths[0].write == pytest.approx(2 * LAYERS * ITEM / 30.0, rel=1e-3)
 
@@ -303,13 +299,15 @@ class Net(nn.Module):
         return x.square().mean()
 
 
+def limited(directory: Path, limit: str = "auto") -> dict[str, Any]:
+    config = settings(directory, optimizer={"enabled": False}, planning={"device_memory": limit})
+    config["activations"] = {"min_size": 1}
+    return config
+
+
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[OffloadEngine]:
-    config: dict[str, Any] = settings(
-        tmp_path, optimizer={"enabled": False}, planning={"device_memory": "auto"}
-    )
-    config["activations"] = {"min_size": 1}
-    with OffloadEngine(config) as made:
+    with OffloadEngine(limited(tmp_path)) as made:
         yield made
 
 
@@ -337,9 +335,7 @@ def test_gradients_are_those_of_plain_training(engine: OffloadEngine) -> None:
 
 
 def test_what_uses_memory_up_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    config = settings(tmp_path, optimizer={"enabled": False}, planning={"device_memory": "10MiB"})
-    config["activations"] = {"min_size": 1}
-    with OffloadEngine(config) as engine:
+    with OffloadEngine(limited(tmp_path, "10MiB")) as engine:
         model = Net()
         engine.attach(model)
         with pytest.raises(ConfigError, match=r"planning\.device_memory is 10 MiB"):
@@ -381,27 +377,23 @@ def test_the_meter_sees_what_was_and_forgets_it() -> None:
 
 
 # ---------------------------------------------------------------- a plan from a file
-def planned_item(number: int, nbytes: int, leaves: bool) -> PlannedItem:
-    return PlannedItem(number, nbytes, "leaves" if leaves else "stays")
-
-
-def given(items: Iterable[PlannedItem]) -> GivenPlan:
-    return GivenPlan(tuple(items))
+def with_file(limit: int, *leaves: bool, nbytes: int = ITEM) -> tuple[PlannedBudget, Memory]:
+    budget, _, memory = training(limit)
+    words = ["leaves" if one else "stays" for one in leaves]
+    items = (PlannedItem(number, nbytes, word) for number, word in enumerate(words))
+    budget._memory.given = GivenPlan(tuple(items))
+    return budget, memory
 
 
 def test_what_a_file_says_holds_from_the_first_pass() -> None:
-    budget, _, memory = training(limit=2000 * MiB)
-    budget._memory.given = given(
-        planned_item(number, ITEM, number % 2 == 0) for number in range(LAYERS)
-    )
+    budget, memory = with_file(2000 * MiB, *[True, False] * (LAYERS // 2))
     for _ in range(5):
         assert one_pass(budget, memory) == [True, False] * (LAYERS // 2)
     assert budget.deviations == 0
 
 
 def test_a_file_does_not_break_the_limit() -> None:
-    budget, _, memory = training(limit=1000 * MiB)
-    budget._memory.given = given(planned_item(number, ITEM, False) for number in range(LAYERS))
+    budget, memory = with_file(1000 * MiB, *[False] * LAYERS)
     for _ in range(4):
         one_pass(budget, memory)
     assert one_pass(budget, memory).count(False) == 4
@@ -410,9 +402,7 @@ def test_a_file_does_not_break_the_limit() -> None:
 
 
 def test_what_a_file_does_not_know_goes_by_the_plan_that_is_found() -> None:
-    budget, _, memory = training(limit=2000 * MiB)
-    others = [planned_item(number, ITEM + 1, True) for number in range(LAYERS)]
-    budget._memory.given = given([*others, planned_item(LAYERS, 1, False)])
+    budget, memory = with_file(2000 * MiB, *[True] * (LAYERS + 1), nbytes=ITEM + 1)
     for _ in range(3):
         one_pass(budget, memory)
     assert not any(one_pass(budget, memory))
@@ -431,10 +421,7 @@ def test_items_have_the_names_of_the_modules_that_save_them(engine: OffloadEngin
 
 
 def test_an_engine_keeps_to_a_file(tmp_path: Path) -> None:
-    config: dict[str, Any] = settings(
-        tmp_path, optimizer={"enabled": False}, planning={"device_memory": "auto"}
-    )
-    config["activations"] = {"min_size": 1}
+    config = limited(tmp_path)
     torch.manual_seed(0)
     model, x = Net(), torch.randn(8, 256)
     model(x).backward()

@@ -14,7 +14,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
 
 from offload_strategy import OffloadEngine
-from tests.activations.support import Calls, X, compare, noise
+from tests.activations.support import Calls, X, compare, noise, with_gradients
 from tests.training import (
     activations_only,
     assert_same_bits,
@@ -178,19 +178,6 @@ def test_hooks_around_a_model_do_what_they_do_without_offload(
     assert (moved(engine) > 0) == KINDS[kind]
 
 
-def test_of_two_pairs_of_hooks_around_a_model_the_inner_is_called(engine: OffloadEngine) -> None:
-    model = Calls(lambda w: (X @ w).exp().sum())
-    engine.attach(model)
-    outer, inner = Hooks("count"), Hooks("count")
-    with outer(), inner():
-        loss = model()
-    on_disk(engine)
-    loss.backward()
-    assert outer.packed == []
-    assert len(inner.packed) == inner.unpacked == 2
-    assert moved(engine) > 0
-
-
 def test_hooks_around_two_engines_are_heard_by_both(disk: Path) -> None:
     """The innermost engine has what is saved inside; neither hides the hooks around them."""
     inner = Calls(lambda w, x: (x @ w).exp())
@@ -227,9 +214,7 @@ def test_hooks_around_two_engines_are_heard_by_both(disk: Path) -> None:
 
 
 def test_an_error_in_hooks_around_a_model_ends_its_scope(engine: OffloadEngine) -> None:
-    model = Calls(lambda w: (X @ w).exp().sum())
-    model().backward()
-    expected = gradients(model)
+    model, expected = with_gradients(lambda w: (X @ w).exp().sum())
     engine.attach(model)
 
     def refuse(tensor: torch.Tensor) -> Any:
