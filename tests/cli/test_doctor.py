@@ -4,8 +4,9 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,7 @@ from offload_strategy.units import GiB, MiB
 from tests.io.loop_devices import loop_device, loop_disk
 
 OK, WARNING, PROBLEM = Status.OK, Status.WARNING, Status.PROBLEM
+Doctor = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)
@@ -53,78 +55,66 @@ def by_name(found: list[Check]) -> dict[str, Check]:
 
 
 # ---------------------------------------------------------------------------- the command
-def test_a_machine_where_training_works_exits_with_0(
-    disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SSD_OFFLOAD_CONFIG", config())
-    assert main(["doctor", str(disk)]) == 0
-    text = capsys.readouterr().out
+@pytest.fixture
+def doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Doctor:
+    """Runs the command with a config; returns what it prints, of --json the checks by name."""
+
+    def run(*words: object, status: int = 0, config: str = config()) -> Any:
+        monkeypatch.setenv("SSD_OFFLOAD_CONFIG", config)
+        assert main(["doctor", *map(str, words)]) == status
+        text = capsys.readouterr().out
+        if "--json" not in words:
+            return text
+        report = json.loads(text)
+        assert report["works"] is (status == 0)
+        return {check["name"]: check for check in report["checks"]}
+
+    return run
+
+
+def test_a_machine_where_training_works_exits_with_0(disk: Path, doctor: Doctor) -> None:
+    text = doctor(disk)
     assert text.splitlines()[0].startswith("ok       python: 3.")
     assert f"{disk}: direct I/O" in " ".join(text.split())  # a long path has a line of its own
     assert "problem" not in text
     assert text.splitlines()[-1].startswith("Training works here")
-
-
-def test_json_says_the_same(
-    disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SSD_OFFLOAD_CONFIG", config())
-    assert main(["doctor", str(disk), "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["works"] is True
-    assert [check["name"] for check in report["checks"][:3]] == ["python", "torch", "config"]
-    assert all(set(c) == {"name", "status", "found", "advice"} for c in report["checks"])
+    checks = doctor(disk, "--json")
+    assert list(checks)[:3] == ["python", "torch", "config"]
+    assert all(set(c) == {"name", "status", "found", "advice"} for c in checks.values())
     # Whatever is not well comes with what to do.
-    assert all(bool(c["advice"]) == (c["status"] != "ok") for c in report["checks"])
-    assert "could not be looked at" not in json.dumps(report)
+    assert all(bool(c["advice"]) == (c["status"] != "ok") for c in checks.values())
+    assert "could not be looked at" not in json.dumps(checks)
 
 
-def test_without_a_path_those_of_the_config_are_looked_at(
-    disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_path_those_of_the_config_are_looked_at(disk: Path, doctor: Doctor) -> None:
     tiers = [
         {"name": "host", "kind": "dram", "capacity": "1MiB"},
         {"name": "nvme", "kind": "ssd", "path": str(disk), "capacity": "64MiB"},
     ]
-    monkeypatch.setenv("SSD_OFFLOAD_CONFIG", config(tiers=tiers))
-    assert main(["doctor", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)["checks"]
-    assert {c["found"] for c in report if c["name"] == "config"} == {"tiers: host, nvme"}
-    assert {c["found"] for c in report if c["name"] == f"{disk}: space"} == {"64 MiB can be used"}
+    checks = doctor("--json", config=config(tiers=tiers))
+    assert checks["config"]["found"] == "tiers: host, nvme"
+    assert checks[f"{disk}: space"]["found"] == "64 MiB can be used"
 
 
-def test_a_path_that_is_not_there_is_a_problem(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SSD_OFFLOAD_CONFIG", config())
-    assert main(["doctor", str(tmp_path / "missing")]) == 1
-    text = capsys.readouterr().out
+def test_a_path_that_is_not_there_is_a_problem(tmp_path: Path, doctor: Doctor) -> None:
+    text = doctor(tmp_path / "missing", status=1)
     assert "mkdir -p -m 700" in text
     assert text.splitlines()[-1] == "Training would not work here: 1 problem to solve."
 
 
-def test_a_wrong_config_is_a_problem_and_the_rest_is_still_looked_at(
-    disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_wrong_config_or_a_check_that_fails_does_not_end_the_others(
+    disk: Path, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SSD_OFFLOAD_CONFIG", '{"memory": {"pined": "1MiB"}}')
-    assert main(["doctor", str(disk), "--json"]) == 1
-    report = {c["name"]: c for c in json.loads(capsys.readouterr().out)["checks"]}
-    assert report["config"]["status"] == "problem"
-    assert "memory.pinned" in report["config"]["found"]
-    assert report[f"{disk}: space"]["status"] == "ok"
-
-
-def test_a_check_that_fails_itself_does_not_end_the_others(
-    disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SSD_OFFLOAD_CONFIG", config())
+    checks_ = doctor(disk, "--json", status=1, config='{"memory": {"pined": "1MiB"}}')
+    assert checks_["config"]["status"] == "problem"
+    assert "memory.pinned" in checks_["config"]["found"]
+    assert checks_[f"{disk}: space"]["status"] == "ok"
 
     def fail() -> Check:
         raise ZeroDivisionError("a kernel that we do not know")
 
     monkeypatch.setattr(checks, "check_huge_pages", fail)
-    assert main(["doctor", str(disk)]) == 0
-    text = " ".join(capsys.readouterr().out.split())
+    text = " ".join(doctor(disk).split())
     assert "warning memory: could not be looked at: ZeroDivisionError: a kernel" in text
     assert f"{disk}: space" in text
 
@@ -244,16 +234,26 @@ def test_huge_pages(text: str | None, status: Status, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "has_gpu", "status"),
-    [(8 * MiB, False, OK), (8 * MiB, True, WARNING), (GiB, True, OK), (None, True, OK)],
+    ("found", "status"),
+    [
+        # Locked memory matters with a GPU.
+        *(
+            (checks.check_locked_memory(limit, 64 * MiB, has_gpu), status)
+            for limit, has_gpu, status in (
+                (8 * MiB, False, OK),
+                (8 * MiB, True, WARNING),
+                (GiB, True, OK),
+                (None, True, OK),
+            )
+        ),
+        *(
+            (checks.check_open_files(limit), status)
+            for limit, status in ((256, WARNING), (1024, OK), (None, OK))
+        ),
+    ],
 )
-def test_locked_memory_matters_with_a_gpu(limit: int | None, has_gpu: bool, status: Status) -> None:
-    assert checks.check_locked_memory(limit, 64 * MiB, has_gpu).status is status
-
-
-@pytest.mark.parametrize(("limit", "status"), [(256, WARNING), (1024, OK), (None, OK)])
-def test_open_files(limit: int | None, status: Status) -> None:
-    assert checks.check_open_files(limit).status is status
+def test_limits(found: Check, status: Status) -> None:
+    assert found.status is status
 
 
 def test_limits_are_those_of_this_process() -> None:

@@ -29,123 +29,63 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime.profile import Profile, TensorLife
-from offload_strategy.planner.saved_tensor_bytes import (
-    SMALL_ELEMENTS,
-    Workload,
-    layer_tensors,
-)
-from offload_strategy.planner.transformer_shape import TransformerShape, Weight, positive
+from offload_strategy.planner.saved_tensor_bytes import SMALL_ELEMENTS, Workload, layer_tensors
+from offload_strategy.planner.transformer_shape import TransformerShape, Weight
 
 #: Backward over forward computation: a product each for the gradients of input and weights.
 _BACKWARD_OVER_FORWARD = 2.0
-#: The product that a matrix of a layer belongs to.
-_PRODUCT_OF = {
-    "q": "qkv",
-    "k": "qkv",
-    "v": "qkv",
-    "o": "projection",
-    "gate": "up",
-    "up": "up",
-    "down": "down",
-}
+#: The product that a matrix of a layer belongs to, unless it has its name.
+_PRODUCT_OF = {"q": "qkv", "k": "qkv", "v": "qkv", "o": "projection", "gate": "up"}
 _FIRST = "qkv"
+_ATTENTION = ("attention",)
+_INNER = ("up", ("down",))
 #: The product that makes a saved tensor, None for what the layer begins with, and those that use it
 #: in backward, in their order. Norms and functions count as part of the product after them.
 _SAVED: dict[str, tuple[str | None, tuple[str, ...]]] = {
-    "input of the norm": (None, ("qkv",)),
-    "input of qkv": (None, ("qkv",)),
-    "queries": ("qkv", ("attention",)),
-    "keys": ("qkv", ("attention",)),
-    "values": ("qkv", ("attention",)),
-    "statistics": ("attention", ("attention",)),
-    "softmax": ("attention", ("attention",)),
-    "mask of softmax": ("attention", ("attention",)),
-    "masked softmax": ("attention", ("attention",)),
+    **dict.fromkeys(("input of the norm", "input of qkv"), (None, ("qkv",))),
+    **dict.fromkeys(("queries", "keys", "values"), ("qkv", _ATTENTION)),
+    "statistics": ("attention", _ATTENTION),
     "result of attention": ("attention", ("projection", "attention")),
-    "mask after attention": ("projection", ("projection",)),
-    "input of the second norm": ("projection", ("up",)),
-    "input of up": ("projection", ("up",)),
-    "gate": ("up", ("down",)),
-    "activated gate": ("up", ("down",)),
-    "up": ("up", ("down",)),
-    "result of up": ("up", ("down",)),
-    "input of down": ("up", ("down",)),
-    "mask after the feed-forward part": ("down", ("down",)),
+    **dict.fromkeys(("input of the second norm", "input of up"), ("projection", ("up",))),
+    **dict.fromkeys(("gate", "activated gate", "up", "result of up", "input of down"), _INNER),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class StageStep:
-    """A step of one device of a pipeline.
+    """A step of one device of a pipeline, of which each stage has as many layers."""
 
-    Args:
-        shape: of the whole model, of which each stage has as many layers.
-        work: of one micro-batch.
-        micro_batches: of a step.
-        flops: that the device computes in a second.
-        update_rate: parameters that the device updates in a second.
-        stages: devices of the pipeline.
-        stage: the one that is looked at, from 0. The first has the embedding, the last the head.
-        weight_bytes: of each parameter.
-        gradient_bytes: likewise.
-        state_bytes: likewise, of what the optimizer keeps beside the weight.
-
-    Raises:
-        ConfigError: if a number is not above 0, there is no such stage, or the layers cannot be
-            divided: of a model with an encoder they never can.
-    """
-
-    shape: TransformerShape
-    work: Workload
+    shape: TransformerShape  # Without an encoder; `stages` divide its layers
+    work: Workload  # Of one micro-batch
     micro_batches: int
     flops: float
-    update_rate: float
+    update_rate: float  # Parameters that the device updates in a second
     stages: int = 1
-    stage: int = 0
-    weight_bytes: int = 4
+    stage: int = 0  # The one that is looked at. The first has the embedding, the last the head
+    weight_bytes: int = 4  # Of each parameter, as the next two
     gradient_bytes: int = 4
-    state_bytes: int = 8
+    state_bytes: int = 8  # What the optimizer keeps beside the weight
 
-    def __post_init__(self) -> None:
-        for name in ("micro_batches", "flops", "update_rate", "stages"):
-            positive(f"stage step: {name}", getattr(self, name))
-        if self.shape.decoder_layers or self.shape.layers % self.stages:
-            raise ConfigError(
-                f"stage step: {self.shape.layers} layers, of which {self.shape.decoder_layers} "
-                f"attend to an encoder, cannot be divided among {self.stages} stages; give a "
-                "divisor of them, and a model without an encoder"
-            )
-        if not 0 <= self.stage < self.stages:
-            raise ConfigError(
-                f"stage step: stage is {self.stage}; give 0 to {self.stages - 1}, there are "
-                f"{self.stages}"
-            )
+    @property
+    def layers(self) -> range:
+        each = self.shape.layers // self.stages
+        return range(self.stage * each, (self.stage + 1) * each)
 
 
-@dataclass(frozen=True, slots=True)
-class _Product:
-    """One product of a stage.
-
-    Args:
-        name: as in `TransformerShape.parts`, "embedding" or "head".
-        layer: that it is of; -1 for none.
-        seconds: of its forward pass.
-        weights: that it needs.
-        active_bytes: of its input, weights and output.
-    """
+class _Product(NamedTuple):
+    """One product of a stage, as `TransformerShape.parts` names it, "embedding" or "head"."""
 
     name: str
-    layer: int
-    seconds: float
+    layer: int  # -1 for none
+    seconds: float  # Of its forward pass
     weights: tuple[Weight, ...]
-    active_bytes: int
+    active_bytes: int  # Of input, weights and output
 
 
-@dataclass(frozen=True, slots=True)
-class _Pass:
+class _Pass(NamedTuple):
     """The forward or backward pass of a micro-batch through a stage, and when it begins."""
 
     micro_batch: int
@@ -156,13 +96,8 @@ class _Pass:
 def step_profile(step: StageStep) -> Profile:
     """List what a device has in memory during a step, and when it uses it.
 
-    See [Note: lifetimes in a step].
-
-    Args:
-        step: model and work.
-
-    Returns:
-        A profile without paths. Its time is that of computing and of waiting for other stages.
+    See [Note: lifetimes in a step]. The profile has no paths. Its time is that of computing and of
+    waiting for other stages.
     """
     products = _products(step, step.stage)
     weights = list(dict.fromkeys(weight for product in products for weight in product.weights))
@@ -192,7 +127,7 @@ def _products(step: StageStep, stage: int) -> list[_Product]:
     shape, work = step.shape, step.work
     stream = work.tokens * shape.hidden * work.dtype_bytes
     table = Weight("embedding", shape.vocabulary * shape.hidden)
-    layers = shape.layers // step.stages
+    each = shape.layers // step.stages
     found = []
 
     def add(
@@ -203,11 +138,11 @@ def _products(step: StageStep, stage: int) -> list[_Product]:
 
     if stage == 0:
         add("embedding", -1, 0.0, (table,), stream)
-    for layer in range(stage * layers, (stage + 1) * layers):
+    for layer in range(stage * each, (stage + 1) * each):
         of_product: dict[str, list[Weight]] = {}
         for weight in shape.layer_weights(layer):
             name = weight.name.rsplit(".", 1)[1]
-            of_product.setdefault(_PRODUCT_OF[name], []).append(weight)
+            of_product.setdefault(_PRODUCT_OF.get(name, name), []).append(weight)
         before = stream
         for part in shape.parts(work.batch, work.sequence, work.dtype_bytes):
             own = tuple(of_product.get(part.name, ()))
@@ -307,7 +242,7 @@ def _kept(
                 if not one.backward or product.name != "embedding":
                     needed[weight].append(moment)
     for weight, update in updates.items():
-        name, elements = weight.name, weight.elements
+        name, elements = weight
         uses = (update, *sorted(needed[weight]))
         yield TensorLife(name, elements * step.weight_bytes, uses, cyclic=True)
         uses = (*sorted(added[weight]), end)
@@ -317,16 +252,12 @@ def _kept(
 
 def _saved(step: StageStep, passes: list[_Pass], clock: _Clock) -> Iterator[TensorLife]:
     """What the layers save for backward."""
-    tensors = [
-        one for one in layer_tensors(step.shape, step.work) if one.elements >= SMALL_ELEMENTS
-    ]
-    layers = step.shape.layers // step.stages
+    saved = (one for one in layer_tensors(step.shape, step.work) if one.elements >= SMALL_ELEMENTS)
+    tensors = tuple(saved)
     backwards = {one.micro_batch: one for one in passes if one.backward}
-    for forward in passes:
-        if forward.backward:
-            continue
+    for forward in (one for one in passes if not one.backward):
         backward = backwards[forward.micro_batch]
-        for layer in range(step.stage * layers, (step.stage + 1) * layers):
+        for layer in step.layers:
             for tensor in tensors:
                 maker, users = _SAVED[tensor.name]
                 made = clock.made(forward, layer, maker)

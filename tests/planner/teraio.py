@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from offload_strategy.plan_runtime.lifetime_plan import plan_lifetimes
 from offload_strategy.plan_runtime.profile import PathRates, Profile
@@ -20,8 +21,7 @@ from offload_strategy.plan_runtime.replay import replay
 from offload_strategy.planner.hardware import device
 from offload_strategy.planner.model_presets import preset
 from offload_strategy.planner.saved_tensor_bytes import Workload
-from offload_strategy.units import GiB
-from tests.planner.paper_tables import markdown_table
+from offload_strategy.units import GiB, markdown_table
 from tests.planner.shape_profile import StageStep, step_profile
 
 #: GB/s in each direction.
@@ -42,19 +42,12 @@ _UPDATE_RATE = 3.9e12 / 28
 
 @dataclass(frozen=True)
 class Setting:
-    """What a curve of the figure is drawn for.
-
-    Args:
-        name: what differs from the set-up of the paper.
-        step: of one GPU.
-        limit: bytes of its memory.
-        simplex: whether both directions share the bandwidth.
-    """
+    """What a curve of the figure is drawn for, and what differs from the set-up of the paper."""
 
     name: str
-    step: StageStep
-    limit: int
-    simplex: bool = False
+    step: StageStep  # Of one GPU
+    limit: int = GPU.memory_bytes
+    simplex: bool = False  # Whether both directions share the bandwidth
 
 
 # Sections 2 and 4.1: two GPUs, a pipeline of two stages (1F1B), batch 16 is the smallest. Of a
@@ -68,42 +61,28 @@ _STEP = StageStep(
     update_rate=_UPDATE_RATE,
     stages=2,
 )
-AS_STATED = Setting("the paper's set-up, 94 GiB", _STEP, GPU.memory_bytes)
+_PEAK = replace(_STEP, flops=_FLOAT32)
+AS_STATED = Setting("the paper's set-up, 94 GiB", _STEP)
 THIRD = Setting("32 GiB, a third of the GPU's memory", _STEP, 32 * GiB)
 #: Curves that the tests look at.
 TESTED = (AS_STATED, THIRD)
+
+
+def _longer(step: StageStep, tokens: int) -> StageStep:
+    return replace(step, work=Workload(4, tokens, dtype_bytes=4))
+
+
 #: The same with one assumption changed at a time, and two of them with two.
 OTHERS = (
-    Setting("64 GiB", _STEP, 64 * GiB),
-    Setting("48 GiB", _STEP, 48 * GiB),
-    Setting("40 GiB", _STEP, 40 * GiB),
-    Setting("16 GiB", _STEP, 16 * GiB),
-    Setting("60 TFLOPS: the peak", replace(_STEP, flops=_FLOAT32), GPU.memory_bytes),
-    Setting("268 TFLOPS: TF32", replace(_STEP, flops=_TF32 * _SHARE), GPU.memory_bytes),
-    Setting(
-        "micro-batch 4 x 1024",
-        replace(_STEP, work=Workload(4, 1024, dtype_bytes=4)),
-        GPU.memory_bytes,
-    ),
-    Setting(
-        "micro-batch 4 x 4096",
-        replace(_STEP, work=Workload(4, 4096, dtype_bytes=4)),
-        GPU.memory_bytes,
-    ),
-    Setting(
-        "micro-batch 4 x 8192",
-        replace(_STEP, work=Workload(4, 8192, dtype_bytes=4)),
-        GPU.memory_bytes,
-    ),
-    Setting("8 micro-batches", replace(_STEP, micro_batches=8), GPU.memory_bytes),
-    Setting("the second GPU", replace(_STEP, stage=1), GPU.memory_bytes),
-    Setting("one direction at a time", _STEP, GPU.memory_bytes, simplex=True),
-    Setting("60 TFLOPS and 48 GiB", replace(_STEP, flops=_FLOAT32), 48 * GiB),
-    Setting(
-        "60 TFLOPS and 4 x 8192",
-        replace(_STEP, flops=_FLOAT32, work=Workload(4, 8192, dtype_bytes=4)),
-        GPU.memory_bytes,
-    ),
+    *(Setting(f"{size} GiB", _STEP, size * GiB) for size in (64, 48, 40, 16)),
+    Setting("60 TFLOPS: the peak", _PEAK),
+    Setting("268 TFLOPS: TF32", replace(_STEP, flops=_TF32 * _SHARE)),
+    *(Setting(f"micro-batch 4 x {n}", _longer(_STEP, n)) for n in (1024, 4096, 8192)),
+    Setting("8 micro-batches", replace(_STEP, micro_batches=8)),
+    Setting("the second GPU", replace(_STEP, stage=1)),
+    Setting("one direction at a time", _STEP, simplex=True),
+    Setting("60 TFLOPS and 48 GiB", _PEAK, 48 * GiB),
+    Setting("60 TFLOPS and 4 x 8192", _longer(_PEAK, 8192)),
 )
 
 
@@ -112,14 +91,11 @@ def profile(step: StageStep) -> Profile:
     return step_profile(step)
 
 
-@dataclass(frozen=True)
-class Point:
-    """Of a curve.
+class Point(NamedTuple):
+    """Of a curve: the throughput, of which 1 is that with unlimited memory, and the peak.
 
-    Args:
-        throughput: 1 is that with unlimited memory.
-        peak_bytes: of the replay. It may be above the limit: where moves cannot be hidden, training
-            does not wait for room for what it needs at once.
+    The peak of the replay may be above the limit: where moves cannot be hidden, training does not
+    wait for room for what it needs at once.
     """
 
     throughput: float

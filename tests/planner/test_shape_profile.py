@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime.lifetime_plan import plan_lifetimes
 from offload_strategy.plan_runtime.profile import PathRates, Profile, peak_of
 from offload_strategy.plan_runtime.replay import replay
-from offload_strategy.planner.model_presets import preset
 from offload_strategy.planner.saved_tensor_bytes import Workload, activation_bytes
 from offload_strategy.planner.transformer_shape import TransformerShape
 from tests.planner.shape_profile import StageStep, active_bytes, step_profile
@@ -35,9 +33,7 @@ def test_weights_gradients_and_two_states_of_float32_are_16_bytes_a_parameter():
     profile = step_profile(STEP)
     kept = profile.tensors_bytes - sum(tensor.nbytes for tensor in saved(profile))
     assert kept == 16 * sum(weight.elements for weight in SHAPE.weights())
-
-
-def test_half_precision_is_counted_as_it_is_said():
+    # Half precision is counted as it is said.
     profile = step_profile(replace(STEP, weight_bytes=2, gradient_bytes=2, state_bytes=12))
     elements = SHAPE.layer_weights(0)[0].elements
     assert named(profile, "layers.0.q").nbytes == 2 * elements
@@ -125,14 +121,3 @@ def test_a_profile_can_be_saved_planned_and_replayed(tmp_path: Path):
     assert plan.moves
     found = replay(profile, plan)
     assert found.step_seconds >= profile.step_seconds * (1 - 1e-9)
-
-
-def test_nonsense_is_refused():
-    with pytest.raises(ConfigError, match="stage step: micro_batches is 0"):
-        replace(STEP, micro_batches=0)
-    with pytest.raises(ConfigError, match="cannot be divided among 3 stages"):
-        replace(STEP, stages=3)
-    with pytest.raises(ConfigError, match="stage is 2; give 0 to 1"):
-        replace(STEP, stages=2, stage=2)
-    with pytest.raises(ConfigError, match="24 attend to an encoder"):
-        replace(STEP, shape=preset("t5-11b"))
