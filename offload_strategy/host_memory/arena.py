@@ -57,24 +57,31 @@ class FreeRanges:
 
     def take(self, begin: int, size: int) -> None:
         """Take a part of a free range out of it."""
-        run = bisect_left(self._ends, begin + size)
+        end, run = begin + size, bisect_left(self._ends, begin + size)
         low, high = self._begins[run], self._ends[run]
-        rest = [(low, begin), (begin + size, high)]
-        self._replace(run, run + 1, [(first, end) for first, end in rest if first < end])
+        if low < begin and end < high:
+            self._begins.insert(run + 1, end)
+            self._ends.insert(run, begin)
+        elif low < begin:
+            self._ends[run] = begin
+        elif end < high:
+            self._begins[run] = end
+        else:
+            del self._begins[run], self._ends[run]
 
     def take_back(self, begin: int, size: int) -> None:
         """Free a range; neighbours become one range again."""
         end, after = begin + size, bisect_left(self._begins, begin)
-        first, last = after, after
-        if after < len(self._begins) and self._begins[after] == end:
-            end, last = self._ends[after], after + 1
+        joins_next = after < len(self._begins) and self._begins[after] == end
         if after > 0 and self._ends[after - 1] == begin:
-            begin, first = self._begins[after - 1], after - 1
-        self._replace(first, last, [(begin, end)])
-
-    def _replace(self, first: int, last: int, ranges: list[tuple[int, int]]) -> None:
-        self._begins[first:last] = [begin for begin, _ in ranges]
-        self._ends[first:last] = [end for _, end in ranges]
+            self._ends[after - 1] = end
+            if joins_next:
+                del self._begins[after], self._ends[after - 1]
+        elif joins_next:
+            self._begins[after] = begin
+        else:
+            self._begins.insert(after, begin)
+            self._ends.insert(after, end)
 
 
 class Arena:

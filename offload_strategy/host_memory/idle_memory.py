@@ -47,7 +47,7 @@ class IdleLimit:
     def __init__(self) -> None:
         # Of each pass: the peak of what was needed, and its largest growth between two
         # measurements until backward acquires buffers.
-        self._passes: deque[tuple[int, int]] = deque(maxlen=_PASSES)
+        self.passes: deque[tuple[int, int]] = deque(maxlen=_PASSES)
         self._most = self._need = self._growth = self._latest = 0
         self._in_forward = False
         self._look_at = 0.0
@@ -62,8 +62,8 @@ class IdleLimit:
         if resident_bytes() is None:
             return False
         if not self._in_forward:
-            self._passes.append((self._need, self._growth))
-            self._most = max(need for need, _ in self._passes)
+            self.passes.append((self._need, self._growth))
+            self._most = max(need for need, _ in self.passes)
             self._need = self._growth = self._latest = 0
             self._in_forward = True
         self._look_at = 0.0
@@ -76,7 +76,7 @@ class IdleLimit:
         acquired.
         """
         now = time.perf_counter()
-        if not self._passes or (now < self._look_at and not (acquires and self._in_forward)):
+        if not self.passes or (now < self._look_at and not (acquires and self._in_forward)):
             return 0
         self._look_at = now + _LOOK_SECONDS
         idle, resident = idle_bytes(), resident_bytes()
@@ -89,11 +89,11 @@ class IdleLimit:
             self._growth = max(self._growth, need - latest if latest else 0)
             self._in_forward = not acquires
         if self._in_forward:
-            limit -= max(growth for _, growth in self._passes)
+            limit -= max(growth for _, growth in self.passes)
         return max(0, resident - limit)
 
     def acquired(self, nbytes: int) -> None:
         """Count a buffer that was acquired after a measurement as needed."""
-        if self._passes:
+        if self.passes:
             self._latest += nbytes
             self._need = max(self._need, self._latest)

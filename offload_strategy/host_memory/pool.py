@@ -164,7 +164,8 @@ class BufferPool:
         undefined. Copies between `pinned` memory and a device are asynchronous. `beyond_budget` is
         for a computation that would otherwise wait for ever.
         """
-        self.look(acquires=True)
+        if self._limit.passes:
+            self.look(acquires=True)
         size = max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES))
         with self._lock:
             self._collect()
@@ -184,8 +185,8 @@ class BufferPool:
             self._requested += nbytes
             loan = weakref.ref(exporter, self._returned.append)
             self._loans[id(loan)] = (loan, size, nbytes, take_back)
-        self._limit.acquired(nbytes)
-        return tensor
+            self._limit.acquired(nbytes)
+            return tensor
 
     def usage(self) -> MemoryUsage:
         """Return the current memory of the pool."""

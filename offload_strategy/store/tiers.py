@@ -140,16 +140,18 @@ class PathTier(Tier):
 
     def claim_extents(self, nbytes: int) -> list[Stripe] | None:
         """Reserve extents for `nbytes`; None if the paths are full. May grow a file."""
+        if len(self.queues) == 1:
+            with self._lock:
+                stripe = self._claim_on(self.queues[0], 0, nbytes)
+            return None if stripe is None else [stripe]
         stripes: list[Stripe] = []
         open_queues = list(self.queues)
         begin = 0
         with self._lock:
             try:
                 while begin < nbytes and open_queues:
-                    parts = [nbytes - begin]
-                    if len(open_queues) > 1:
-                        live = [self._live[queue] for queue in open_queues]
-                        parts = deal(nbytes - begin, live, _weights(open_queues))
+                    live = [self._live[queue] for queue in open_queues]
+                    parts = deal(nbytes - begin, live, _weights(open_queues))
                     # A part with an odd size comes last, so that all parts begin page-aligned.
                     dealt = list(zip(open_queues, parts, strict=True))
                     for queue, part in sorted(dealt, key=lambda pair: pair[1] % STRIPE_UNIT):
