@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from offload_strategy.host_memory.arena import Arena, can_be_used
+from offload_strategy.host_memory.arena import Arena, PinnedSlabs, can_be_used
 from offload_strategy.host_memory.buffers import HostBuffer
 from offload_strategy.host_memory.idle_memory import IdleLimit
-from offload_strategy.host_memory.slabs import PinnedSlabs
 from offload_strategy.units import PAGE_BYTES, MiB, round_up
 
 #: Default limit for idle buffers: a new mapping has page faults again (13 % of step time in a trial

@@ -9,9 +9,7 @@ import shutil
 import stat
 import struct
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from offload_strategy.errors import ConfigError
 from offload_strategy.telemetry import get_logger
@@ -31,25 +29,6 @@ _READ_ONLY = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class OpenDevice:
-    """A device that is opened exclusively; `capacity` bytes from `begin` on may be written."""
-
-    path: Path
-    fd: int
-    direct: bool
-    begin: int
-    capacity: int
-
-    def discard(self, nbytes: int) -> None:
-        """Discard the first `nbytes` of the usable part, if the device supports it."""
-        from fcntl import ioctl
-
-        if nbytes:
-            with contextlib.suppress(OSError):
-                ioctl(self.fd, _BLKDISCARD, struct.pack("=QQ", self.begin, nbytes))
-
-
 def is_block_device(path: Path) -> bool:
     """Whether a path names a block device, directly or by a symbolic link."""
     try:
@@ -58,55 +37,62 @@ def is_block_device(path: Path) -> bool:
         return False
 
 
-def open_device(
-    path: Path, tier: str, *, overwrite: bool, direct: bool | Literal["auto"]
-) -> OpenDevice:
+def discard(fd: int, begin: int, nbytes: int) -> None:
+    """Discard a part of a device, if the device supports it."""
+    from fcntl import ioctl
+
+    if nbytes:
+        with contextlib.suppress(OSError):
+            ioctl(fd, _BLKDISCARD, struct.pack("=QQ", begin, nbytes))
+
+
+def open_device(path: Path, tier: str, *, overwrite: bool, direct: bool) -> tuple[int, int]:
     """Open a block device exclusively, and check that there is no data on it, unless `overwrite`.
 
-    Links such as those in /dev/disk/by-id are followed first. With `direct` False, I/O goes through
-    the page cache. Raises ConfigError if the device cannot be used.
+    Returns the descriptor, and how many bytes from `HEAD_BYTES` on may be written, in whole pages.
+    With `direct` False, I/O goes through the page cache. Raises ConfigError if the device cannot be
+    used.
     """
     where = f"tier {tier!r} (tiers[].path)"
-    resolved = path.resolve()
     flags = os.O_RDWR | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-    flags |= os.O_DIRECT if direct is not False else 0
+    flags |= os.O_DIRECT if direct else 0
     try:
-        fd = os.open(resolved, flags)
+        fd = os.open(path, flags)
     except OSError as error:
-        raise ConfigError(f"{where}: {_open_error(resolved, error)}") from error
+        raise ConfigError(f"{where}: {_open_error(path, error)}") from error
     try:
         if not stat.S_ISBLK(os.fstat(fd).st_mode):
-            raise ConfigError(f"{where}: {resolved} is no longer a block device.")
+            raise ConfigError(f"{where}: {path} is no longer a block device.")
         if _query(fd, _BLKROGET):  # some can be opened for writing nevertheless
-            raise ConfigError(f"{where}: {_READ_ONLY.format(path=resolved)}")
+            raise ConfigError(f"{where}: {_READ_ONLY.format(path=path)}")
         size = os.lseek(fd, 0, os.SEEK_END)
         capacity = (size - HEAD_BYTES) // PAGE_BYTES * PAGE_BYTES
         if capacity < PAGE_BYTES:
             raise ConfigError(
-                f"{where}: the device {resolved} has {format_size(size)}, of which the first "
+                f"{where}: the device {path} has {format_size(size)}, of which the first "
                 f"{format_size(HEAD_BYTES)} are never used: nothing is left. Name a larger one."
             )
         sector = _query(fd, _BLKSSZGET)
         if sector > PAGE_BYTES:
             raise ConfigError(
-                f"{where}: the device {resolved} has sectors of {sector} bytes; at most "
+                f"{where}: the device {path} has sectors of {sector} bytes; at most "
                 f"{PAGE_BYTES} are supported. Put a file system on it and name a directory there."
             )
-        found = _content(resolved, size, where, overwrite=overwrite)
+        found = _content(path, size, where, overwrite=overwrite)
         if found is not None and not overwrite:
             raise ConfigError(
-                f"{where}: the device {resolved} ({format_size(size)}) has {found} on it, which "
+                f"{where}: the device {path} ({format_size(size)}) has {found} on it, which "
                 f"would be lost. Name another device, or, if nobody needs what is there, set "
-                f"overwrite: true for this tier or run `wipefs --all {resolved}`."
+                f"overwrite: true for this tier or run `wipefs --all {path}`."
             )
         if found is not None:
             logger.warning(
-                "tier %r: %s has %s on it, which is being overwritten", tier, resolved, found
+                "tier %r: %s has %s on it, which is being overwritten", tier, path, found
             )
     except BaseException:
         os.close(fd)
         raise
-    return OpenDevice(resolved, fd, direct is not False, HEAD_BYTES, capacity)
+    return fd, capacity
 
 
 def _content(path: Path, size: int, where: str, *, overwrite: bool) -> str | None:

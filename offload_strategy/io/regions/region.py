@@ -15,7 +15,12 @@ from typing import Literal
 
 from offload_strategy.config import is_memory_filesystem
 from offload_strategy.errors import ConfigError, StorageError, TierFullError
-from offload_strategy.io.regions.block_devices import OpenDevice, is_block_device, open_device
+from offload_strategy.io.regions.block_devices import (
+    HEAD_BYTES,
+    discard,
+    is_block_device,
+    open_device,
+)
 from offload_strategy.io.regions.directory_check import RESERVE_BYTES, check_directory
 from offload_strategy.io.regions.extents import Extent, ExtentAllocator
 from offload_strategy.io.regions.unnamed_files import create_unnamed, grow, supports_direct_io
@@ -53,13 +58,15 @@ class Region:
         self.tier = tier
         #: Why the file system had no room for the last allocation, if that was the reason.
         self.shortage: str | None = None
-        self._device: OpenDevice | None = None
-        self._begin = 0  # of the device; what is before it is never written
+        #: What is before it on a device is never written; 0 for a file.
+        self._begin = 0
         self._used_end = 0
         if is_block_device(path):
-            device = open_device(path, tier, overwrite=overwrite, direct=direct)
-            self.path, self.fd, self.direct = device.path, device.fd, device.direct
-            self._device, self._begin, available = device, device.begin, device.capacity
+            # Links such as those in /dev/disk/by-id are followed first.
+            self.path, self.direct, self._begin = path.resolve(), direct is not False, HEAD_BYTES
+            self.fd, available = open_device(
+                self.path, tier, overwrite=overwrite, direct=self.direct
+            )
         elif overwrite:
             raise ConfigError(
                 f"tier {tier!r}: overwrite: true is for block devices, and {str(path)!r} is not "
@@ -78,7 +85,7 @@ class Region:
                 f"only {format_size(available)} available, besides a reserve. Lower the capacity, "
                 f"free some space, or name another path."
             )
-        if self._device is None:
+        if not self._begin:
             self.fd, self.direct = self._open(direct)
         self._extents = ExtentAllocator(self.capacity)
         self._reserved = 0
@@ -97,7 +104,7 @@ class Region:
                 return None
             end = extent.offset + extent.nbytes
             try:
-                if self._device is None:
+                if not self._begin:
                     self._reserve(end)
             except BaseException as error:
                 self._extents.free(extent)
@@ -131,8 +138,8 @@ class Region:
             return
         try:
             # Not in a forked child, which closes its copy while the parent uses the device.
-            if self._device is not None and os.getpid() == self._pid:
-                self._device.discard(self._used_end)
+            if self._begin and os.getpid() == self._pid:
+                discard(fd, self._begin, self._used_end)
         finally:
             os.close(fd)
 
