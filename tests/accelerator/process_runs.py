@@ -1,0 +1,161 @@
+"""What the ranks of `test_processes` do: each has an accelerator of its own."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from offload_strategy import OffloadEngine
+
+STEPS = 4
+LAYERS = 6
+WIDTH = 96
+#: Seconds after which a mark that does not come is missing.
+PATIENCE = 20.0
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)]
+    return nn.Sequential(*blocks)
+
+
+def join(rank: int, size: int, directory: Path, kind: str) -> torch.device:
+    """Join a process group with the semantics of NCCL; return this rank's device."""
+    os.environ["TEST_ACCELERATOR"] = kind
+    if kind == "sim":
+        from tests.simulated_accelerator import process_group, sim
+
+        sim.set_delays(20, 100)
+        backend = process_group.BACKEND
+    else:
+        backend = "nccl"
+    torch.accelerator.set_device_index(rank)
+    store = f"file://{directory}/accelerators"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=size)
+    return torch.device(kind, rank)
+
+
+def config(directory: Path, overlap: str, host: str | None) -> dict[str, Any]:
+    disk = {"name": "disk", "kind": "ssd", "path": str(directory), "capacity": "256MiB"}
+    dram = {"name": "host", "kind": "dram", "capacity": host}
+    return {
+        "tiers": [disk] if host is None else [dram, disk],
+        "activations": {"min_size": "1KiB", "budget": "100%"},
+        "optimizer": {"overlap": overlap, "subgroup_size": 5000},
+        "memory": {"pinned": "8MiB"},
+    }
+
+
+def train(
+    engine: OffloadEngine | None,
+    device: torch.device,
+    sharded: bool,
+    eager: bool,
+    hook: Any = None,
+) -> dict[str, Any]:
+    """Losses and final weights, as text that says every bit."""
+    net = layers().to(device)
+    model: Any = net
+    if sharded:
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        for block in net:
+            fully_shard(block, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+    else:
+        model = DistributedDataParallel(net, bucket_cap_mb=0.05)
+    optimizer: Any = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    if engine is not None:
+        optimizer = engine.attach(model, optimizer)
+    if hook is not None:
+        hook(net)
+    losses = []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(10 * step + device.index)
+        inputs = torch.randn(16, WIDTH, generator=generator).to(device)
+        loss = model(inputs).pow(2).mean()
+        loss.backward()
+        if step == 2 and not eager:
+            # What backward has left is read here, before step().
+            read = sum(p.grad.detach().float().sum() for p in net.parameters())
+            losses.append((read.full_tensor() if sharded else read).item().hex())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item().hex())
+    weights = [
+        (p.full_tensor() if sharded else p.detach()).cpu().flatten().tolist()
+        for p in net.parameters()
+    ]
+    return {"losses": losses, "weights": [[value.hex() for value in each] for each in weights]}
+
+
+def compare(
+    rank: int, directory: Path, kind: str, sharded: bool, overlap: str, host: str | None
+) -> list[bool]:
+    """Whether losses and weights are the same with and without offload."""
+    device = join(rank, 2, directory, kind)
+    eager = overlap == "eager"
+    expected = train(None, device, sharded, eager)
+    folder = directory / f"disk-{rank}"
+    folder.mkdir()
+    with OffloadEngine(config(folder, overlap, host)) as engine:
+        got = train(engine, device, sharded, eager)
+        moved = engine.metrics()["offload/optimizer/written_bytes"] > 0 or host is not None
+    dist.barrier()
+    dist.destroy_process_group()
+    return [got["losses"] == expected["losses"], got["weights"] == expected["weights"], moved]
+
+
+def overlap_of_reductions(rank: int, directory: Path, kind: str, overlap: str) -> int:
+    """How many reductions did not end before backward had reached the first layer.
+
+    The first reduction of each step takes until the compute stream has executed the backward of the
+    first layer. It can only end if nothing on the compute stream waits for it before that.
+    """
+    device = join(rank, 2, directory, kind)
+    from tests.simulated_accelerator import process_group, sim
+
+    reached = threading.Event()
+    late = 0
+
+    def delayed(collective: Callable[[], None], number: int) -> None:
+        nonlocal late
+        if number == 0 and not reached.wait(PATIENCE):
+            late += 1
+        collective()
+
+    def hook(net: nn.Sequential) -> None:
+        def first_layer_reached(module: nn.Module, grads: Any) -> None:
+            sim.launch_python(reached.set)
+
+        def begin(module: nn.Module, args: Any) -> None:
+            torch.accelerator.synchronize()
+            reached.clear()
+            group.number = 0
+
+        # The inputs of the second layer have a gradient, which the first layer's backward uses.
+        net[1].register_full_backward_hook(
+            lambda module, *grads: first_layer_reached(module, grads)
+        )
+        net.register_forward_pre_hook(begin)
+
+    group = process_group.default_group()
+    folder = directory / f"disk-{rank}"
+    folder.mkdir()
+    with OffloadEngine(config(folder, overlap, "64MiB")) as engine:
+        group.delayed = delayed
+        train(engine, device, sharded=False, eager=overlap == "eager", hook=hook)
+        group.delayed = None
+    dist.barrier()
+    dist.destroy_process_group()
+    return late

@@ -1,0 +1,49 @@
+"""Two processes with an accelerator each: the same bits, and reductions beside backward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.accelerator.support import DEVICE, needs_accelerator
+from tests.distributed.ranks import run_ranks
+
+pytestmark = [
+    needs_accelerator,
+    pytest.mark.skipif(
+        DEVICE == "cuda" and torch.cuda.device_count() < 2, reason="needs two devices"
+    ),
+]
+
+
+@pytest.mark.parametrize("host", [None, "64MiB"], ids=["disk", "host memory"])
+@pytest.mark.parametrize("overlap", ["commit", "eager", "off"])
+@pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
+def test_the_bits_are_the_same(
+    tmp_path: Path, sharded: bool, overlap: str, host: str | None
+) -> None:
+    outcomes = run_ranks(
+        "tests.accelerator.process_runs:compare",
+        tmp_path,
+        group=False,
+        kind=DEVICE,
+        sharded=sharded,
+        overlap=overlap,
+        host=host,
+    )
+    assert outcomes == [[True, True, True]] * 2
+
+
+@pytest.mark.skipif(DEVICE != "sim", reason="needs collectives that wait for a mark")
+@pytest.mark.parametrize("overlap", ["commit", "off"])
+def test_backward_does_not_wait_for_reductions(tmp_path: Path, overlap: str) -> None:
+    late = run_ranks(
+        "tests.accelerator.process_runs:overlap_of_reductions",
+        tmp_path,
+        group=False,
+        kind=DEVICE,
+        overlap=overlap,
+    )
+    assert late == [0, 0]
