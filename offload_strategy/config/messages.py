@@ -36,7 +36,7 @@ def _dotted(location: Sequence[str | int]) -> str:
 
 def _problem(detail: Mapping[str, Any], model: type[BaseModel]) -> str:
     location, given = detail["loc"], detail["input"]
-    where = f"{_dotted(location)}:"
+    where = f"{_dotted(location)}:" if location else "config:"
     got = f"{where} got {short(given)}"
     match detail["type"]:
         case "extra_forbidden":

@@ -49,7 +49,7 @@ _TierNames = Annotated[
 ]
 
 
-_NOT_FOR_DRAM = {
+_NOT_FOR_MEMORY = {
     "path": "cannot have a path",
     "endurance_tbw": "does not wear out",
     "shared": "no other machine uses",
@@ -80,15 +80,18 @@ class TierConfig(_Section):
 
     name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")
     """Name of the tier, used in the sections below and in metric keys."""
-    kind: Literal["dram", "ssd"]
-    """'dram' is host memory, 'ssd' a directory on any disk or file system, or a block device."""
+    kind: Literal["device", "dram", "ssd"]
+    """'device' is memory of the device that trains, for optimizer states that need not move, 'dram'
+    host memory, 'ssd' a directory on any disk or file system, or a block device."""
     path: Path | list[Path] | None = None
     """Directory or raw block device of an ssd tier, or a list of them that works as one tier:
-    tensors are distributed in proportion to bandwidth. '~' and '$VARIABLES' are expanded. A dram
-    tier has no path. A block device belongs to one process: use $LOCAL_RANK in its name."""
+    tensors are distributed in proportion to bandwidth. '~' and '$VARIABLES' are expanded. Tiers of
+    memory have no path. A block device belongs to one process: use $LOCAL_RANK in its name."""
     capacity: PositiveSize | None = None
     """Maximum bytes on all paths together and for all processes of a job on a machine together.
-    Required for a dram tier; for an ssd tier null means the free space of the file systems."""
+    Required for device and dram tiers; for an ssd tier null means the free space of the file
+    systems. With optimizer.overlap: commit, new states occupy the tier before the old ones are
+    freed, so half of a device tier holds states."""
     endurance_tbw: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Rated endurance in terabytes written (10^12 bytes), for the drive's projected lifetime."""
     endurance_share: float = Field(default=0.05, gt=0, le=1)
@@ -118,7 +121,7 @@ class TierConfig(_Section):
 
     @property
     def paths(self) -> list[Path]:
-        """The directories of an ssd tier; none for a dram tier."""
+        """The directories of an ssd tier; none for tiers of memory."""
         if self.path is None:
             return []
         return self.path if isinstance(self.path, list) else [self.path]
@@ -129,16 +132,18 @@ class TierConfig(_Section):
             raise ValueError(
                 f"tier {self.name!r} (kind: ssd) needs a path, such as path: /mnt/nvme0"
             )
-        if self.kind == "dram":
-            for key, reason in _NOT_FOR_DRAM.items():
+        if self.kind != "ssd":
+            memory = "host memory" if self.kind == "dram" else "memory of the device"
+            for key, reason in _NOT_FOR_MEMORY.items():
                 if getattr(self, key):
                     raise ValueError(
-                        f"tier {self.name!r} is host memory (kind: dram), which {reason}: "
+                        f"tier {self.name!r} is {memory} (kind: {self.kind}), which {reason}: "
                         f"remove {key}, or set kind: ssd"
                     )
             if self.capacity is None:
                 raise ValueError(
-                    f"tier {self.name!r} (kind: dram) needs a capacity, such as capacity: 16GiB"
+                    f"tier {self.name!r} (kind: {self.kind}) needs a capacity, such as "
+                    f"capacity: 16GiB"
                 )
         return self
 
@@ -329,13 +334,28 @@ class OffloadConfig(_Section):
     def _known_tiers(cls, section: Any, info: ValidationInfo) -> Any:
         if section.tiers is None or "tiers" not in info.data:
             return section
-        known = [tier.name for tier in info.data["tiers"]]
+        kinds = {tier.name: tier.kind for tier in info.data["tiers"]}
         for name in section.tiers:
-            if name not in known:
+            if name not in kinds:
                 raise ValueError(
-                    f"tiers names {name!r}, but the configured tiers are: {', '.join(known)}"
+                    f"tiers names {name!r}, but the configured tiers are: {', '.join(kinds)}"
+                )
+            if kinds[name] == "device" and info.field_name != "optimizer":
+                raise ValueError(
+                    f"tiers names {name!r}, but memory of the device (kind: device) is for "
+                    f"optimizer states only: name a dram or ssd tier"
                 )
         return section
+
+    @model_validator(mode="after")
+    def _tiers_outside_the_device(self) -> Self:
+        for client in ("activations", "parameters"):
+            if self.tiers and getattr(self, client).enabled and not self.tiers_for(client):
+                raise ValueError(
+                    f"{client} need a dram or ssd tier, but all tiers are memory of the device "
+                    f"(kind: device): add one, or set {client}: {{enabled: false}}"
+                )
+        return self
 
     @model_validator(mode="after")
     def _plan_decides_alone(self) -> Self:
@@ -381,7 +401,7 @@ class OffloadConfig(_Section):
         """
         names = getattr(self, client).tiers
         if names is None:
-            return list(self.tiers)
+            return [tier for tier in self.tiers if client == "optimizer" or tier.kind != "device"]
         by_name = {tier.name: tier for tier in self.tiers}
         return [by_name[name] for name in names]
 

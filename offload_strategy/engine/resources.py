@@ -23,7 +23,7 @@ from offload_strategy.io.regions.directory_check import check_capacities, make_p
 from offload_strategy.io.regions.region import ExternalFile, Region
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Tier
-from offload_strategy.store.tiers import HostTier, PathTier, Quota
+from offload_strategy.store.tiers import DeviceTier, HostTier, MemoryTier, PathTier, Quota
 from offload_strategy.telemetry import CLIENTS, Recorder
 from offload_strategy.units import MiB, format_size
 
@@ -44,7 +44,7 @@ class Resources:
     pinned_bytes: int
     #: Tier for new weights that wait for `step()`.
     new_weight_tiers: list[Tier]
-    host_tiers: dict[str, HostTier] = field(default_factory=dict)
+    memory_tiers: dict[str, MemoryTier] = field(default_factory=dict)
     queues: dict[str, list[PathQueue]] = field(default_factory=dict)
     quotas: dict[PathQueue, Quota] = field(default_factory=dict)
     regions: list[Region] = field(default_factory=list)
@@ -96,11 +96,12 @@ class Resources:
         resources._stack.callback(pool.close)
         try:
             for tier in tiers:
-                if tier.kind == "dram":
-                    assert tier.capacity is not None
-                    resources.host_tiers[tier.name] = HostTier(tier.name, tier.capacity)
-                else:
+                if tier.kind == "ssd":
                     resources._open_paths(tier, config, checksum)
+                    continue
+                memory = DeviceTier if tier.kind == "device" else HostTier
+                assert tier.capacity is not None
+                resources.memory_tiers[tier.name] = memory(tier.name, tier.capacity)
             for client, names in wanted.items():
                 resources.clients[client] = resources._tiers_of(names)
                 resources.paths[client] = [path for tier in names for path in tier.paths]
@@ -125,7 +126,7 @@ class Resources:
 
     def tier_used_bytes(self) -> dict[str, int]:
         """Return the bytes in use per configured tier."""
-        used = {name: tier.used_bytes for name, tier in self.host_tiers.items()}
+        used = {name: tier.used_bytes for name, tier in self.memory_tiers.items()}
         for region in self.regions:
             used[region.tier] = used.get(region.tier, 0) + region.used_bytes
         return used
@@ -203,11 +204,11 @@ class Resources:
         found: list[Tier] = []
         for kind, group in itertools.groupby(tiers, key=lambda tier: tier.kind):
             names = [tier.name for tier in group]
-            if kind == "dram":
-                found.extend(self.host_tiers[name] for name in names)
-            else:
+            if kind == "ssd":
                 queues = [queue for name in names for queue in self.queues[name]]
                 found.append(PathTier("+".join(names), queues, self.quotas))
+            else:
+                found.extend(self.memory_tiers[name] for name in names)
         return found
 
     def _measure(self) -> None:

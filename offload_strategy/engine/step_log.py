@@ -206,17 +206,17 @@ def _host_room(resources: Resources, state_bytes: int) -> tuple[float, int]:
 
     States are there all the time, and come first.
     """
-    states = _host_tiers(resources.clients.get("optimizer", []))
+    states = _memory_tiers(resources.clients.get("optimizer", []))
     capacity = sum(tier.capacity for tier in states)
     share = min(1.0, capacity / state_bytes) if state_bytes else 0.0
-    tiers = _host_tiers(resources.clients["activations"])
+    tiers = _memory_tiers(resources.clients["activations"])
     taken = int(share * state_bytes) if any(tier in states for tier in tiers) else 0
     return share, max(0, sum(tier.capacity for tier in tiers) - taken)
 
 
-def _host_tiers(tiers: Sequence[Tier]) -> list[Tier]:
+def _memory_tiers(tiers: Sequence[Tier]) -> list[Tier]:
     """Return those before any path."""
-    return list(takewhile(lambda tier: tier.is_host_memory, tiers))
+    return list(takewhile(lambda tier: not tier.queues, tiers))
 
 
 def _path(comparison: RateComparison) -> ComparedFigure:

@@ -108,7 +108,9 @@ class Updater:
         self._optimizer = optimizer
         self._store = store
         self._tiers = list(tiers)
-        self._new_weight_tiers = list(new_weight_tiers)
+        # Nothing crosses the link for what fits into the device's own tier.
+        device_tiers = [tier for tier in tiers if tier.is_own_device]
+        self._new_weight_tiers = [*device_tiers, *new_weight_tiers]
         self._residency = residency
         self._is_elementwise = is_elementwise
         self._generators: dict[torch.device, torch.Generator] = {}
@@ -252,7 +254,8 @@ class Updater:
             if subgroup.slices[0].parameter.device.type == "cpu"
             and all(packable(local_tensor(each.parameter)) for each in subgroup.slices)
         ]
-        self._store.pool.plan(self, sizes, sum(tier.capacity for tier in self._new_weight_tiers))
+        host = [tier.capacity for tier in self._new_weight_tiers if tier.is_host_memory]
+        self._store.pool.plan(self, sizes, sum(host))
         if sizes:
             # When states stay in memory, step() frees all old ones at once.
             host_tiers = [tier for tier in self._tiers if tier.is_host_memory]

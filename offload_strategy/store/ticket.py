@@ -53,10 +53,12 @@ class TicketState(Enum):
 
 
 class Tier(ABC):
-    """A place for tickets: a `HostTier` or a `PathTier`; `name` is for messages."""
+    """A place for tickets, see `store.tiers`; `name` is for messages."""
 
     #: Whether tickets stay in host memory here.
-    is_host_memory: bool
+    is_host_memory = False
+    #: Whether tickets stay in the memory of the device that made them.
+    is_own_device = False
     #: The tier's paths and their regions; none for host memory.
     queues: tuple[PathQueue, ...] = ()
     regions: Sequence[Region] = ()
@@ -79,7 +81,7 @@ class Tier(ABC):
         """Bytes in use, by any user of the same paths."""
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether host memory has room for `nbytes` more; False for paths."""
+        """Whether its memory has room for `nbytes` more; False for paths."""
         return False
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""The two kinds of tiers: host memory, and one path or several that share a ticket's bytes."""
+"""The kinds of tiers: memory of the device or the host, and paths that share a ticket's bytes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,9 @@ STRIPE_BYTES = 8 * MiB
 STRIPE_UNIT = 1 * MiB
 
 
-class HostTier(Tier):
-    """Host memory for `capacity` bytes of tickets; the caller holds the store's lock.
+class MemoryTier(Tier):
+    """Memory for `capacity` bytes of tickets; the caller holds the store's lock."""
 
-    A host tensor stays where it is, a device tensor is copied to a host buffer.
-    """
-
-    is_host_memory = True
     capacity: int = 0
     used_bytes: int = 0
 
@@ -93,6 +89,22 @@ class HostTier(Tier):
         return [entry for _, _, entry in chosen]
 
 
+class HostTier(MemoryTier):
+    """Host memory: a host tensor stays where it is, a device tensor is copied to a host buffer."""
+
+    is_host_memory = True
+
+
+class DeviceTier(MemoryTier):
+    """The memory of the tensors' own device: they stay where they are, and nothing moves."""
+
+    is_own_device = True
+
+    def claim(self, nbytes: int, *, over_capacity: bool = False) -> bool:
+        """Reserve `nbytes`; never over capacity, because a device has no memory to spare."""
+        return super().claim(nbytes)
+
+
 @dataclass(eq=False)
 class Quota:
     """A capacity in bytes that several paths of a tier share."""
@@ -107,8 +119,6 @@ class PathTier(Tier):
     Tickets are distributed over the paths in proportion to bandwidth; large ones are striped. Other
     tiers may use the queues too; `quotas` has those whose paths share a capacity.
     """
-
-    is_host_memory = False
 
     def __init__(
         self, name: str, queues: Sequence[PathQueue], quotas: dict[PathQueue, Quota] | None = None

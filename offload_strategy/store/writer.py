@@ -16,7 +16,7 @@ from offload_strategy.store import error_messages as reports
 from offload_strategy.store.copy_engine import CopyEngines
 from offload_strategy.store.ticket import ALIGNMENT_BYTES, Entry, TicketState, Tier
 from offload_strategy.store.ticket_registry import POLL_SECONDS, BufferAllocator, TicketRegistry
-from offload_strategy.store.tiers import HostTier, PathTier
+from offload_strategy.store.tiers import MemoryTier, PathTier
 from offload_strategy.telemetry import Direction, Recorder
 from offload_strategy.units import PAGE_BYTES, KiB
 
@@ -86,23 +86,26 @@ class Writer:
             return entry
         for position, tier in enumerate(tiers):
             entry = Entry(client, nbytes, payload.device, tier, *hints)
-            if isinstance(tier, HostTier):
-                entry.lower = [t for t in tiers[position + 1 :] if not t.is_host_memory]
+            if isinstance(tier, MemoryTier):
+                entry.lower = [t for t in tiers[position + 1 :] if isinstance(t, PathTier)]
                 replaces = replaced is not None and replaced.tier is tier
-                if self._place_in_host(entry, tier, payload, replaces=replaces):
+                if self._place_in_memory(entry, tier, payload, replaces=replaces):
                     return entry
             elif isinstance(tier, PathTier) and self._place_on_paths(entry, tier, payload):
                 return entry
         raise reports.no_room(nbytes, client, tiers)
 
-    # ------------------------------------------------------------------ host tiers
-    def _place_in_host(
-        self, entry: Entry, tier: HostTier, payload: torch.Tensor, *, replaces: bool
+    # ------------------------------------------------------------------ memory
+    def _place_in_memory(
+        self, entry: Entry, tier: MemoryTier, payload: torch.Tensor, *, replaces: bool
     ) -> bool:
-        if not self._claim_host(tier, entry, over_capacity=replaces):
+        if not self._claim_memory(tier, entry, over_capacity=replaces):
             return False
         try:
-            self._to_host(entry, payload)
+            if tier.is_own_device:
+                entry.payload = payload
+            else:
+                self._to_host(entry, payload)
         except BaseException:  # no memory left to pin, for instance
             with self.registry.lock:
                 tier.release(entry)
@@ -112,8 +115,8 @@ class Writer:
             tier.note(entry)
         return True
 
-    def _claim_host(self, tier: HostTier, entry: Entry, *, over_capacity: bool) -> bool:
-        """Reserve room in a host tier, if necessary by evicting tickets that are needed later."""
+    def _claim_memory(self, tier: MemoryTier, entry: Entry, *, over_capacity: bool) -> bool:
+        """Reserve room, if necessary by evicting tickets that are needed later."""
         with self.registry.lock:
             if tier.claim(entry.nbytes, over_capacity=over_capacity):
                 return True
@@ -135,7 +138,7 @@ class Writer:
                 break
         else:
             with self.registry.lock:
-                if isinstance(entry.tier, HostTier):
+                if isinstance(entry.tier, MemoryTier):
                     entry.tier.note(entry)
             return
         with self.registry.lock:

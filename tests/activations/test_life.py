@@ -289,7 +289,7 @@ def test_what_was_saved_last_stays_where_host_memory_is_short(disk: Path) -> Non
         engine.attach(model)
         loss = model(torch.randn(128, 64, requires_grad=True)).sum()  # 32 KiB a saved tensor
         resources = engine._resources
-        host = resources.host_tiers["host"]
+        host = resources.memory_tiers["host"]
         tickets = {
             id(entry): entry
             for _, entry in resources.store._registry._tickets.values()

@@ -215,11 +215,28 @@ class TestRefusedValues:
             ({"tiers": ["a"]}, "tiers[0]", "name, kind, path"),
             ({"tiers": [{"kind": "dram", "capacity": 1}]}, "tiers[0].name", "missing"),
             ({"tiers": [{"name": "a/b", "kind": "ssd", "path": "/a"}]}, "tiers[0].name", "letters"),
-            ({"tiers": [{"name": "a", "kind": "nvme"}]}, "tiers[0].kind", "'dram' or 'ssd'"),
+            ({"tiers": [{"name": "a", "kind": "nvme"}]}, "tiers[0].kind", "'device', 'dram' or"),
             ({"tiers": [{"name": "a", "kind": "ssd"}]}, "tiers[0]", "needs a path"),
             ({"tiers": [{"name": "a", "kind": "ssd", "path": ""}]}, "tiers[0].path", "empty"),
             ({"tiers": [{"name": "a", "kind": "ssd", "path": 3}]}, "tiers[0].path", "directory"),
             ({"tiers": [{"name": "a", "kind": "dram"}]}, "tiers[0]", "needs a capacity"),
+            ({"tiers": [{"name": "a", "kind": "device"}]}, "tiers[0]", "needs a capacity"),
+            (
+                {"tiers": [{"name": "a", "kind": "device", "capacity": 1}]},
+                "config",
+                "need a dram or ssd tier",
+            ),
+            (
+                {
+                    "tiers": [
+                        {"name": "a", "kind": "device", "capacity": 1},
+                        {"name": "b", "kind": "dram", "capacity": 1},
+                    ],
+                    "activations": {"tiers": ["a"]},
+                },
+                "activations",
+                "optimizer states only",
+            ),
             (
                 {"tiers": [{"name": "a", "kind": "ssd", "path": "$NOWHERE/x"}]},
                 "tiers[0].path",

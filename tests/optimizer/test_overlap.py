@@ -101,7 +101,7 @@ def test_what_is_in_host_memory_stays_there(overlap: str, disk: Path) -> None:
     with offloading(disk, overlap, host="1KiB") as engine:  # two layers of four
         model = Chain()
         optimizer = engine.attach(None, AdamW(model.parameters()))
-        (host,) = engine._resources.host_tiers.values()
+        (host,) = engine._resources.memory_tiers.values()
         written = []
         for _ in range(5):
             optimizer.zero_grad()

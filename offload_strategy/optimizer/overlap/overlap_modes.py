@@ -79,7 +79,7 @@ class RetainedGradients:
     def __init__(self, store: TensorStore, tiers: Sequence[Tier], host_bytes: int) -> None:
         self._store = store
         self._host = HostTier("retained gradients", host_bytes)
-        self._tiers = list(tiers)
+        self._tiers = [tier for tier in tiers if not tier.is_own_device]
         # Of gradients on the host, which are not in the store while they stay in memory.
         self._in_memory_bytes = 0
 
