@@ -256,8 +256,8 @@ class IOConfig(_Section):
         """Return `threads` if it was given, else its default or the number of usable cores."""
         if "threads" in self.model_fields_set:
             return self.threads
-        usable = getattr(os, "sched_getaffinity", None)
-        cores = len(usable(0)) if usable is not None else os.cpu_count() or 1
+        has_affinity = hasattr(os, "sched_getaffinity")
+        cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
         return min(self.threads, max(2, cores))
 
 

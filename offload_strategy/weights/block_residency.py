@@ -229,7 +229,7 @@ class BlockResidency:
         """Record an access to a weight outside its block, and make room for it."""
         self._accessed.pop(weight, None)
         self._accessed[weight] = None
-        self._offload_accessed(weight)
+        self._offload_accessed(keep=weight)
 
     def _offload_accessed(self, keep: StreamedWeight | None = None) -> None:
         """Offload weights accessed outside their blocks; some may stay besides `keep`."""

@@ -88,7 +88,8 @@ class Loader:
                     streamed.append(one)
                 else:
                     self._copy_values(model, one)
-            for one, ticket in self._adopted(streamed) if adopt else self._copied(streamed):
+            adopted = ((m, self._file_ticket(m, self._device_of(m.tensor))) for m in streamed)
+            for one, ticket in adopted if adopt else self._copied(streamed):
                 assert self.stream is not None
                 assert isinstance(one.tensor, nn.Parameter)
                 if one.tensor.is_meta:
@@ -131,11 +132,6 @@ class Loader:
                 if buffer is tensor:
                     module._buffers[key] = values
         return values
-
-    def _adopted(self, matches: Iterable[_Match]) -> Iterator[tuple[_Match, Ticket]]:
-        """Yield tickets of the bytes in the files."""
-        for one in matches:
-            yield one, self._file_ticket(one, self._device_of(one.tensor))
 
     def _copied(self, matches: Iterable[_Match]) -> Iterator[tuple[_Match, Ticket]]:
         """Yield tickets of copies on the tiers, with a window of reads and writes in flight."""

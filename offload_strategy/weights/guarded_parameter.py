@@ -200,15 +200,11 @@ def guard(parameter: nn.Parameter, owner: ParameterOwner) -> None:
     parameter.__class__ = GuardedParameter
 
 
-def unguard(parameter: nn.Parameter) -> None:
+def unguard(parameter: nn.Parameter, *, for_good: bool = False) -> None:
     """Make it a plain parameter again."""
     parameter.__class__ = nn.Parameter
-
-
-def remove_guard(parameter: nn.Parameter) -> None:
-    """Remove the guard for good."""
-    unguard(parameter)
-    _owners.pop(parameter, None)
+    if for_good:
+        _owners.pop(parameter, None)
 
 
 def set_data(parameter: nn.Parameter, values: torch.Tensor) -> None:

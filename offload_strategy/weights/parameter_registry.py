@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -90,10 +90,8 @@ class ParameterRegistry:
             for tensor in itertools.chain(module.parameters(), module.buffers()):
                 if type(tensor) is GuardedParameter:
                     continue  # its bytes may be offloaded; the stream recognizes it
-                for part in (tensor,) if type(tensor) in _PLAIN else _parts(tensor):
-                    storage = _storage(part)
-                    if storage is not None:
-                        storages[int(storage._cdata)] = weakref.ref(storage)
+                for storage in _storages_of(tensor):
+                    storages[int(storage._cdata)] = weakref.ref(storage)
         self._storages = storages
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
@@ -102,9 +100,8 @@ class ParameterRegistry:
         A wrapper subclass (such as a quantized weight of integers and scales) is a weight if any of
         its inner tensors is, and so is each inner tensor.
         """
-        for part in (tensor,) if type(tensor) in _PLAIN else _parts(tensor):
-            storage = _storage(part)
-            reference = None if storage is None else self._storages.get(int(storage._cdata))
+        for storage in _storages_of(tensor):
+            reference = self._storages.get(int(storage._cdata))
             # Addresses are reused, so the storage must be the same living object.
             if reference is not None and reference() is storage:
                 return True
@@ -116,19 +113,15 @@ def _owner(owners: WeakTensorKeyDictionary | WeakIdKeyDictionary, key: object) -
     return None if reference is None else reference()
 
 
-def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield a tensor and, for wrapper subclasses, its inner tensors recursively."""
-    yield tensor
+def _storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    """Return the storages of a tensor and, for wrapper subclasses, of its inner tensors."""
+    try:
+        storages = [tensor.untyped_storage()]
+    except (NotImplementedError, RuntimeError):
+        storages = []  # sparse tensors and some wrappers have no storage of their own
     if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        for name in names:
-            inner = getattr(tensor, name)
+        for inner in (getattr(tensor, name) for name in names):
             if isinstance(inner, torch.Tensor):
-                yield from _parts(inner)
-
-
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
-        return None  # sparse tensors and some wrappers have no storage of their own
+                storages += _storages_of(inner)
+    return storages

@@ -19,7 +19,6 @@ from offload_strategy.torch_support.modules import WeakHook
 from offload_strategy.weights.guarded_parameter import (
     guard,
     nan_placeholder,
-    remove_guard,
     set_data,
     unguard,
 )
@@ -86,12 +85,6 @@ class StreamedWeight:
     def is_placed(self) -> bool:
         """Whether its ticket is on a tier, and not in an external file."""
         return self._ticket is not None and self._ticket.entry.tier is not None
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether the parameter requires gradients."""
-        parameter = self.parameter()
-        return parameter is not None and parameter.requires_grad
 
     @property
     def storage_key(self) -> int:
@@ -272,7 +265,7 @@ class StreamedWeight:
         if parameter is not None:
             if restore:
                 self.load()
-            remove_guard(parameter)
+            unguard(parameter, for_good=True)
         self._replace_ticket(None)
 
 

@@ -93,7 +93,8 @@ class StreamedBlock:
     @property
     def trained(self) -> int:
         """Bytes of the weights that require gradients."""
-        return sum(weight.nbytes for weight in self.weights if weight.is_trained)
+        parameters = [(weight.nbytes, weight.parameter()) for weight in self.weights]
+        return sum(nbytes for nbytes, p in parameters if p is not None and p.requires_grad)
 
 
 _Key = tuple[StreamedBlock | None, StreamedBlock, bool]

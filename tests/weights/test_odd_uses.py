@@ -120,25 +120,6 @@ def test_an_average_of_the_weights(model, optimizer, average):
     return [*history, weights(averaged)]
 
 
-@compared()
-def test_an_average_by_hand(model, optimizer):
-    shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
-    history = []
-    for number in range(3):
-        history.append(step(model, optimizer, number))
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                shadow[name].lerp_(parameter, 0.1)
-    kept = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        parameter.data.copy_(shadow[name])
-    with torch.no_grad():
-        history.append({"averaged": loss(model).clone()})
-    for name, parameter in model.named_parameters():
-        parameter.data = kept[name]
-    return [*history, step(model, optimizer), shadow]
-
-
 @compared(overlaps=OVERLAPS)
 def test_all_weights_as_a_vector(model, optimizer):
     history = []
