@@ -207,6 +207,7 @@ class WeightStream(BlockResidency):
 
     def close(self, *, restore: bool) -> None:
         """Stop streaming all parameters; see `detach`."""
+        self._exit_blocks([block for block, _ in self._open.blocks])
         for attached in self._models:
             self._detach_model(attached, restore=restore)
         self._models.clear()
