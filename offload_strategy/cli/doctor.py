@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -49,7 +50,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def examine(paths: Sequence[str] = ()) -> Iterator[Check]:
     """Check this machine, and these paths or those of the configured tiers."""
-    yield machine_checks.check_python()
+    yield machine_checks.ok("python", f"{platform.python_version()} on {platform.system()}")
     torch = machine_checks.check_torch()
     yield torch
     try:

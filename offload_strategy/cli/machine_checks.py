@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import platform
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,9 +17,8 @@ from pathlib import Path
 from offload_strategy.config import OffloadConfig
 from offload_strategy.units import format_size
 
-#: The oldest versions that the package supports (see pyproject.toml).
-_OLDEST_PYTHON = (3, 11)
-_OLDEST_TORCH = (2, 6)
+#: The oldest version that the package supports (see pyproject.toml).
+_OLDEST_TORCH = (2, 7)
 #: Data loaders that share tensors by file descriptors need about so many.
 _FEW_FILES = 1024
 
@@ -60,15 +57,6 @@ def problem(name: str, found: str, advice: str) -> Check:
 
 
 # ---------------------------------------------------------------------------- software
-def check_python() -> Check:
-    """Check the version of Python."""
-    found = f"{platform.python_version()} on {platform.system()}"
-    if sys.version_info[:2] < _OLDEST_PYTHON:
-        oldest = ".".join(map(str, _OLDEST_PYTHON))
-        return problem("python", found, f"use Python {oldest} or newer")
-    return ok("python", found)
-
-
 def check_torch() -> Check:
     """Check the version of torch."""
     oldest = ".".join(map(str, _OLDEST_TORCH))
@@ -91,9 +79,9 @@ def check_gpu(devices: Path = Path("/dev")) -> Check:
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         return ok("GPU", f"{len(names)} x {names[0]}" if len(set(names)) == 1 else ", ".join(names))
-    accelerator = getattr(torch, "accelerator", None)  # since torch 2.6
-    if accelerator is not None and accelerator.is_available():
-        return ok("GPU", f"{accelerator.device_count()} x {accelerator.current_accelerator()}")
+    if torch.accelerator.is_available():
+        found = f"{torch.accelerator.device_count()} x {torch.accelerator.current_accelerator()}"
+        return ok("GPU", found)
     if (devices / "nvidiactl").exists():
         return warning(
             "GPU",

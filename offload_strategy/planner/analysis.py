@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from functools import cached_property
 from typing import Any
@@ -112,12 +113,8 @@ class Analysis(StepEstimate):
                 "drives": request.drives.count,
             },
             "fits": {
-                fit.what: {
-                    "needed_bytes": fit.needed_bytes,
-                    "available_bytes": fit.available_bytes,
-                    "fits": fit.ok,
-                }
-                for fit in self.fits
+                what: {"needed_bytes": needed, "available_bytes": has, "fits": needed <= has}
+                for what, needed, has in map(dataclasses.astuple, self.fits)
             },
             "step": {
                 "seconds": time.seconds,
@@ -158,13 +155,8 @@ class Analysis(StepEstimate):
             f"{work.sequence} tokens, on {request.device.name} with {request.drives}"
         )
         fits = (
-            (
-                fit.what,
-                format_size(fit.needed_bytes),
-                format_size(fit.available_bytes),
-                "yes" if fit.ok else "no",
-            )
-            for fit in self.fits
+            (what, format_size(needed), format_size(has), "yes" if needed <= has else "no")
+            for what, needed, has in map(dataclasses.astuple, self.fits)
         )
         uses = dict.fromkeys(use for parts in self.host.values() for use in parts if use != "peak")
         host = (

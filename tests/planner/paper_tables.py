@@ -22,9 +22,11 @@ from offload_strategy.planner.host_memory_needs import host_memory, weight_buffe
 from offload_strategy.planner.model_presets import preset
 from offload_strategy.planner.request import Request
 from offload_strategy.planner.saved_tensor_bytes import Workload, activation_bytes
+from offload_strategy.planner.search.gpu_model import GpuModel
+from offload_strategy.planner.search.settings import Settings
 from offload_strategy.planner.step_estimate import Swap, best_swap, swaps
 from offload_strategy.planner.transformer_shape import TransformerShape
-from offload_strategy.units import GiB, markdown_table
+from offload_strategy.units import GiB, format_size, markdown_table
 
 #: SSDTrain, section IV-A: sequence 1024, two devices in tensor parallelism, heads of 128, float16.
 BERT_WORK = Workload(batch=16, sequence=1024, tensor_parallel=2)
@@ -260,6 +262,23 @@ def subgroups_table() -> str:
     return markdown_table("subgroups | by 5.3 and 3.6 GB/s | by 6.9 and 3.6 GB/s", rows)
 
 
+def tiers_table() -> str:
+    """7 billion parameters on a GPU of 80 GB, four sequences of 2048, all layers recomputed."""
+    rows = []
+    for where, memory in (("device", 256), ("dram", 256), ("ssd", 5)):
+        machine = (device("h100"), drive_set("4xP5510"), memory * GiB)
+        model = GpuModel(Request(preset("mistral-7b"), Workload(1, 1), *machine))
+        placed = model.place(Settings(4, 1, 2048, 32, where != "device", False, "eager"))
+        fit, step = placed.fits[0], model.step_time(placed)
+        moved = ("to_device", "from_device", "read", "written")
+        cells = [f"{step.moved_bytes(way) / 1e9:.1f} GB" for way in moved]
+        cells = [*cells, f"{step.seconds:.1f} s"] if fit.ok else ["does not fit", *[""] * 4]
+        rows.append((where, format_size(fit.needed_bytes), *cells))
+    return markdown_table(
+        "states | device memory | to the device | from it | read | written | step", rows
+    )
+
+
 TABLES = (
     activations_table,
     lifespan_table,
@@ -268,6 +287,7 @@ TABLES = (
     drives_table,
     swap_table,
     subgroups_table,
+    tiers_table,
 )
 
 if __name__ == "__main__":
