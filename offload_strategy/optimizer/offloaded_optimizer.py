@@ -30,6 +30,7 @@ from offload_strategy.optimizer.ranks.weight_broadcasts import StepBroadcasts
 from offload_strategy.optimizer.state_dicts import (
     StateView,
     replace_all_states,
+    restore_numbers,
     unwrap_tensors,
     wrap_tensors,
 )
@@ -56,7 +57,7 @@ _HIDDEN = frozenset({"inner", "_step_supports_amp_scaling"})
 
 
 def _of_inner(name: str) -> Any:
-    """Make an attribute that is the inner optimizer's."""
+    """Make an attribute that is the inner optimizer's: frameworks replace its groups at loading."""
     return property(
         lambda self: getattr(self.inner, name),
         lambda self, value: setattr(self.inner, name, value),
@@ -80,7 +81,6 @@ class OffloadedOptimizer(Optimizer):
             ``"commit"``; others wait in the tiers.
         directories: where state dicts may be; none for ordinary memory.
         residency: of streamed weights; None if weights are never offloaded.
-        dp_groups: knows which ranks train which parameters.
     """
 
     def __init__(
@@ -141,7 +141,6 @@ class OffloadedOptimizer(Optimizer):
             self._absorb_inner_state()
 
     # ------------------------------------------------------------------ the inner optimizer
-    # Those of the inner optimizer themselves: frameworks replace them when they load a state.
     param_groups = _of_inner("param_groups")
     defaults = _of_inner("defaults")
 
@@ -330,6 +329,7 @@ class OffloadedOptimizer(Optimizer):
         """Load a state dict of a plain optimizer or of an offloaded one."""
         self._check_open()
         self.inner.load_state_dict(wrap_tensors(state_dict, self.inner))
+        restore_numbers(state_dict, self.inner, self._updater.precision)
         self._absorb_inner_state()
 
     def _absorb_inner_state(self) -> None:
@@ -385,9 +385,9 @@ class OffloadedOptimizer(Optimizer):
 
     def largest_subgroup_bytes(self) -> int:
         """Bytes of the weights of the largest subgroup."""
+        slices = [subgroup.slices for subgroup in self._planned()]
         return max(
-            (sum(s.numel * s.parameter.element_size() for s in g.slices) for g in self._planned()),
-            default=0,
+            (sum(s.numel * s.parameter.element_size() for s in g) for g in slices), default=0
         )
 
     def _plan(self, known: Collection[int]) -> Iterator[Subgroup]:

@@ -14,6 +14,7 @@ from offload_strategy.optimizer.states.parameter_slices import (
     join_states,
     shard_like,
 )
+from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.states.subgroups import State, Subgroup, packable
 from offload_strategy.optimizer.subgroup_update import Updater
 
@@ -55,6 +56,21 @@ def wrap_tensors(state_dict: dict[str, Any], optimizer: Optimizer) -> dict[str, 
         for key, state in states.items()
     }
     return {**state_dict, "state": wrapped}
+
+
+def restore_numbers(state_dict: dict[str, Any], optimizer: Optimizer, precision: Precision) -> None:
+    """After loading, undo the rounding of states without dimensions of weights with masters."""
+    saved = (key for group in state_dict["param_groups"] for key in group["params"])
+    own = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    for key, parameter in zip(saved, own, strict=True):
+        loaded = optimizer.state.get(parameter, {}) if precision.has_master(parameter) else {}
+        given = {n: v for n, v in state_dict["state"].get(key, {}).items() if n in loaded}
+        for name, value in given.items():
+            rounded = loaded[name]
+            if isinstance(value, torch.Tensor) and isinstance(rounded, torch.Tensor):
+                narrower = rounded.dtype.itemsize < value.dtype.itemsize
+                if value.dim() == 0 and narrower and torch.equal(value.to(rounded), rounded):
+                    loaded[name] = value.to(rounded.device, copy=True)
 
 
 def unwrap_tensors(state: State) -> State:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -65,28 +66,35 @@ def backward(model: nn.Module, number: int) -> None:
 
 
 class Reference:
-    """A model whose weights are updated in float32 by a plain optimizer, with rounded states."""
+    """A model that a plain optimizer trains, in float32 copies or with rounded states if wanted."""
 
-    def __init__(self, make: Make, dtype: torch.dtype, *, round_states: bool = False) -> None:
+    def __init__(self, make: Make, dtype: torch.dtype, section: dict[str, Any]) -> None:
         self.model = make_model(dtype)
-        self.masters = [p.detach().float().requires_grad_() for p in self.model.parameters()]
+        self.has_masters = "master_weights" in section and dtype.itemsize == 2
+        self.rounds = "state_dtype" in section and (self.has_masters or dtype is torch.float32)
+        self.masters = list(self.model.parameters())
+        if self.has_masters:
+            self.masters = [nn.Parameter(p.detach().float()) for p in self.masters]
         self.optimizer = make(self.masters)
-        self.round_states = round_states
 
     @torch.no_grad()
     def step(self) -> None:
-        for parameter, master in zip(self.model.parameters(), self.masters, strict=True):
+        pairs = list(zip(self.model.parameters(), self.masters, strict=True))
+        for parameter, master in pairs:
             assert parameter.grad is not None
-            master.grad = parameter.grad.float()
+            # Where somebody has changed the weight, it counts; elsewhere the copy has more bits.
+            changed = master.to(parameter.dtype) != parameter
+            master.data[changed] = parameter[changed].to(master.dtype)
+            master.grad = parameter.grad.to(master.dtype)
         self.optimizer.step()
-        for parameter, master in zip(self.model.parameters(), self.masters, strict=True):
+        for parameter, master in pairs:
             parameter.copy_(master)
-        if self.round_states:
+        if self.rounds:
             round_states(self.optimizer)
 
     def numbers(self) -> Numbers:
         states = [dict(self.optimizer.state[master]) for master in self.masters]
-        if self.model[0].weight.dtype != torch.float32:
+        if self.has_masters:
             for state, master in zip(states, self.masters, strict=True):
                 state[MASTER_WEIGHT] = master.detach()
         return numbers(self.model, states)
@@ -114,38 +122,58 @@ def of(model: nn.Module, optimizer: Optimizer) -> Numbers:
 
 
 # ---------------------------------------------------------------------- exactness
+SECTIONS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "bfloat16 states": (torch.float32, BFLOAT16),
+    "bfloat16 masters": (torch.bfloat16, MASTERS),
+    "float16 masters": (torch.float16, MASTERS),
+    "bfloat16 states and masters": (torch.bfloat16, {**MASTERS, **BFLOAT16}),
+}
+#: Only float32 states are rounded, and only half weights have masters.
+WITHOUT_EFFECT: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "float64 states": (torch.float64, BFLOAT16),
+    "bfloat16 weights": (torch.bfloat16, BFLOAT16),
+    "float16 weights": (torch.float16, BFLOAT16),
+    "float32 masters": (torch.float32, MASTERS),
+}
+
+
 @pytest.mark.parametrize(
-    ("dtype", "section"),
+    ("name", "overlap", "which"),
     [
-        (torch.float32, BFLOAT16),
-        (torch.bfloat16, MASTERS),
-        (torch.float16, MASTERS),
-        (torch.bfloat16, {**MASTERS, **BFLOAT16}),
+        *itertools.product(OPTIMIZERS, EVERY_OVERLAP, SECTIONS),
+        *(("AdamW", "commit", which) for which in WITHOUT_EFFECT),
     ],
-    ids=["bfloat16 states", "bfloat16 masters", "float16 masters", "bfloat16 states and masters"],
 )
-@pytest.mark.parametrize("overlap", EVERY_OVERLAP)
-@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_six_steps_of(
-    name: str,
-    overlap: str,
-    dtype: torch.dtype,
-    section: dict[str, Any],
-    disk: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, overlap: str, which: str, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With weights that somebody changes between steps, and a checkpoint in the middle."""
     monkeypatch.setattr(inner_step, "CHUNK_ELEMENTS", 256)
-    reference = Reference(OPTIMIZERS[name], dtype, round_states="state_dtype" in section)
-    model = make_model(dtype)
-    # Subgroups that are larger than a chunk.
-    with offloading(disk, overlap, optimizer={**section, "subgroup_size": 1000}) as engine:
-        optimizer = engine.attach(None, OPTIMIZERS[name](model.parameters()))
-        for number in range(STEPS):
-            backward(reference.model, number)
-            reference.step()
-            backward(model, number)
-            optimizer.step()
-            assert_same_bits(of(model, optimizer), reference.numbers())
+    dtype, section = {**SECTIONS, **WITHOUT_EFFECT}[which]
+    reference, file = Reference(OPTIMIZERS[name], dtype, section), io.BytesIO()
+    for first in (0, STEPS // 2):
+        model = make_model(dtype)
+        # Subgroups that are larger than a chunk.
+        with offloading(disk, overlap, optimizer={**section, "subgroup_size": 1000}) as engine:
+            optimizer = engine.attach(None, OPTIMIZERS[name](model.parameters()))
+            if first:
+                saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+                model.load_state_dict(saved["model"])
+                optimizer.load_state_dict(saved["optimizer"])
+            for number in range(first, first + STEPS // 2):
+                if number == 1:
+                    for one in (reference.model, model):
+                        one[0].weight.data.clamp_(-0.05, 0.05)
+                backward(reference.model, number)
+                reference.step()
+                backward(model, number)
+                optimizer.step()
+                assert_same_bits(of(model, optimizer), reference.numbers())
+            states = optimizer.state_dict()
+            torch.save({"model": model.state_dict(), "optimizer": states}, file)
+    plain = OPTIMIZERS[name](model.parameters())
+    plain.load_state_dict(states)  # it keeps the master weights that it does not know
+    assert (MASTER_WEIGHT in plain.state_dict()["state"].get(0, {})) == reference.has_masters
 
 
 def _train(run: Run, clip: float | None = None) -> None:
@@ -173,54 +201,6 @@ def test_bfloat16_states_of_many_kinds_of_parameters(
         offloaded = Run(adamw, engine)
         _train(offloaded, clip)
     assert_same_history(offloaded.history, plain.history)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "section"),
-    [
-        (torch.float64, BFLOAT16),
-        (torch.bfloat16, BFLOAT16),
-        (torch.float16, BFLOAT16),
-        (torch.float32, MASTERS),
-    ],
-    ids=str,
-)
-def test_only_float32_states_are_rounded_and_only_half_weights_have_masters(
-    dtype: torch.dtype, section: dict[str, Any], disk: Path
-) -> None:
-    plain, model = make_model(dtype), make_model(dtype)
-    own = AdamW(plain.parameters(), 1e-2)
-    with offloading(disk, optimizer=section) as engine:
-        optimizer = engine.attach(None, AdamW(model.parameters(), 1e-2))
-        for number in range(3):
-            for one, its in ((plain, own), (model, optimizer)):
-                backward(one, number)
-                its.step()
-        assert_same_bits(of(model, optimizer), of(plain, own))
-
-
-@pytest.mark.parametrize("overlap", EVERY_OVERLAP)
-def test_weights_that_were_changed_replace_their_master_weights(overlap: str, disk: Path) -> None:
-    make = OPTIMIZERS["AdamW"]
-    reference, model = Reference(make, torch.bfloat16), make_model(torch.bfloat16)
-    with offloading(disk, overlap, optimizer=MASTERS) as engine:
-        optimizer = engine.attach(None, make(model.parameters()))
-        for number in range(STEPS):
-            if number == 3:
-                for one in (reference.model, model):
-                    with torch.no_grad():
-                        one[0].weight.clamp_(-0.05, 0.05)
-                # Elements that were not changed keep the bits that the weight does not have.
-                master, weight = reference.masters[0].data, reference.model[0].weight.detach()
-                changed = master.to(weight.dtype) != weight
-                assert changed.any()
-                assert not changed.all()
-                master[changed] = weight[changed].float()
-            backward(reference.model, number)
-            reference.step()
-            backward(model, number)
-            optimizer.step()
-            assert_same_bits(of(model, optimizer), reference.numbers())
 
 
 # ---------------------------------------------------------------------- sizes
@@ -283,34 +263,6 @@ def test_a_state_dict_goes_from_one_precision_to_the_other(from_plain: bool, dis
         # Values without dimensions stay in memory as they are.
         rounded = value.to(torch.bfloat16).to(value.dtype) if value.dim() else value
         assert torch.equal(taken[name], rounded)
-
-
-@pytest.mark.parametrize("overlap", ["commit", "eager"])
-def test_training_with_master_weights_resumes_with_the_same_bits(overlap: str, disk: Path) -> None:
-    make = OPTIMIZERS["AdamW fused"]
-    reference = Reference(make, torch.bfloat16)
-    file = io.BytesIO()
-    model = make_model(torch.bfloat16)
-    for first in (0, STEPS // 2):
-        with offloading(disk, overlap, optimizer=MASTERS) as engine:
-            optimizer = engine.attach(None, make(model.parameters()))
-            if first:
-                file.seek(0)
-                saved = torch.load(file, weights_only=True)
-                model.load_state_dict(saved["model"])
-                optimizer.load_state_dict(saved["optimizer"])
-            for number in range(first, first + STEPS // 2):
-                backward(reference.model, number)
-                reference.step()
-                backward(model, number)
-                optimizer.step()
-            assert_same_bits(of(model, optimizer), reference.numbers())
-            states = optimizer.state_dict()
-            torch.save({"model": model.state_dict(), "optimizer": states}, file)
-        plain = AdamW(model.parameters(), 1e-3)
-        plain.load_state_dict(states)  # which has other dtypes for them, and keeps what it got
-        assert MASTER_WEIGHT in plain.state_dict()["state"][0]
-        model = make_model(torch.bfloat16)
 
 
 @pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.bfloat16], ids=str)
