@@ -29,10 +29,9 @@ from offload_strategy.optimizer.ranks.rank_shards import RankShards
 from offload_strategy.optimizer.ranks.weight_broadcasts import StepBroadcasts
 from offload_strategy.optimizer.state_dicts import (
     StateView,
+    load_wrapped,
     replace_all_states,
-    restore_numbers,
     unwrap_tensors,
-    wrap_tensors,
 )
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.states.subgroups import Subgroup, plan_subgroups
@@ -328,8 +327,7 @@ class OffloadedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of a plain optimizer or of an offloaded one."""
         self._check_open()
-        self.inner.load_state_dict(wrap_tensors(state_dict, self.inner))
-        restore_numbers(state_dict, self.inner, self._updater.precision)
+        load_wrapped(state_dict, self.inner, self._updater.precision)
         self._absorb_inner_state()
 
     def _absorb_inner_state(self) -> None:

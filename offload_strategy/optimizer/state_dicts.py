@@ -32,10 +32,11 @@ class OpaqueTensor:
         self.tensor = tensor
 
 
-def wrap_tensors(state_dict: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """Wrap the dense tensors of the states, unless code outside of torch sees them.
+def load_wrapped(state_dict: dict[str, Any], optimizer: Optimizer, precision: Precision) -> None:
+    """Load a state dict with dense tensors wrapped, unless code outside of torch would see them.
 
-    Step counters have rules of their own.
+    The class itself reads step counters, and other states without dimensions: what loading rounds
+    of those is put back, where weights have master weights.
     """
     states = state_dict.get("state")
     loading = (type(optimizer).load_state_dict, type(optimizer).__setstate__)
@@ -45,7 +46,8 @@ def wrap_tensors(state_dict: dict[str, Any], optimizer: Optimizer) -> dict[str, 
         or optimizer._optimizer_load_state_dict_pre_hooks
         or optimizer._optimizer_load_state_dict_post_hooks
     ):
-        return state_dict
+        optimizer.load_state_dict(state_dict)
+        return
     wrapped = {
         key: {
             name: OpaqueTensor(value) if name != "step" and packable(value) else value
@@ -55,22 +57,16 @@ def wrap_tensors(state_dict: dict[str, Any], optimizer: Optimizer) -> dict[str, 
         else state
         for key, state in states.items()
     }
-    return {**state_dict, "state": wrapped}
-
-
-def restore_numbers(state_dict: dict[str, Any], optimizer: Optimizer, precision: Precision) -> None:
-    """After loading, undo the rounding of states without dimensions of weights with masters."""
+    optimizer.load_state_dict({**state_dict, "state": wrapped})
     saved = (key for group in state_dict["param_groups"] for key in group["params"])
     own = (parameter for group in optimizer.param_groups for parameter in group["params"])
     for key, parameter in zip(saved, own, strict=True):
         loaded = optimizer.state.get(parameter, {}) if precision.has_master(parameter) else {}
-        given = {n: v for n, v in state_dict["state"].get(key, {}).items() if n in loaded}
-        for name, value in given.items():
-            rounded = loaded[name]
-            if isinstance(value, torch.Tensor) and isinstance(rounded, torch.Tensor):
-                narrower = rounded.dtype.itemsize < value.dtype.itemsize
-                if value.dim() == 0 and narrower and torch.equal(value.to(rounded), rounded):
-                    loaded[name] = value.to(rounded.device, copy=True)
+        for name, rounded in loaded.items():
+            value = states[key].get(name)
+            is_number = isinstance(value, torch.Tensor) and value.dim() == 0
+            if name != "step" and is_number and value.is_floating_point():
+                loaded[name] = value.to(rounded.device, copy=True)
 
 
 def unwrap_tensors(state: State) -> State:
