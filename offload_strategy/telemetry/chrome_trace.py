@@ -6,9 +6,8 @@ microseconds of `time.perf_counter()`, which all processes of a Linux machine sh
 traces of several processes share one time line.
 
 [Note: lanes]
-Slices of one thread must nest: two transfers that overlap partially cannot share a track. So each
-path and direction has as many lanes as it had concurrent transfers, and a transfer goes into the
-first lane that is free at its start.
+Slices of one thread must nest. So each path and direction has as many lanes as it had concurrent
+transfers, and a transfer goes into the first lane that is free at its start.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def trace_object(
             shown = label if number == 1 else f"{label} ({number})"
             names.append(_name("thread_name", pid, tid, name=shown))
             names.append(_name("thread_sort_index", pid, tid, sort_index=tid))
-            slices += [_complete(piece, pid, tid) for piece in lane]
+            slices += [{"ph": "X", "pid": pid, "tid": tid, **piece.fields()} for piece in lane]
     events = sorted(slices + counters, key=lambda event: event["ts"])
     return {"traceEvents": names + events, "displayTimeUnit": "ms"}
 
@@ -103,6 +102,11 @@ class _Slice(NamedTuple):
     name: str
     category: str
     arguments: dict[str, Any]
+
+    def fields(self) -> _Event:
+        """Return what an event says of it."""
+        where = {"ts": self.begin, "dur": self.end - self.begin}
+        return {"name": self.name, "cat": self.category, **where, "args": self.arguments}
 
 
 def _microseconds(begin: float, end: float) -> tuple[int, int]:
@@ -176,19 +180,6 @@ def _counter(
         shown = {"value": value * scale}
         events.append({"ph": "C", "name": name, "pid": pid, "ts": moment, "args": shown})
     return events
-
-
-def _complete(piece: _Slice, pid: int, tid: int) -> _Event:
-    return {
-        "ph": "X",
-        "name": piece.name,
-        "cat": piece.category,
-        "pid": pid,
-        "tid": tid,
-        "ts": piece.begin,
-        "dur": piece.end - piece.begin,
-        "args": piece.arguments,
-    }
 
 
 def _name(kind: str, pid: int, tid: int, **arguments: Any) -> _Event:

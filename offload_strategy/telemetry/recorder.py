@@ -11,7 +11,6 @@ from typing import NamedTuple
 #: The three clients of the store, as they appear in metric keys.
 CLIENTS = ("activations", "optimizer", "parameters")
 
-
 #: Shorter waits are counted, but not recorded.
 _WORTH_A_RECORD_SECONDS = 1e-5
 
