@@ -151,9 +151,8 @@ class AttachedOptimizers:
         self, parameters: Sequence[nn.Parameter], state_bytes: int
     ) -> Callable[[int], int]:
         """Return a function from the number of parameters to the parameters per subgroup."""
-        size = self._section.subgroup_size
-        if size != "auto":
-            fixed = int(size)
+        if self._section.subgroup_size != "auto":
+            fixed = int(self._section.subgroup_size)
             return lambda _: fixed
         moved, memory = state_bytes, self._resources.pinned_bytes
         if self._section.overlap == "commit":  # new weights wait in the rest

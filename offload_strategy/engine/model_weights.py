@@ -1,22 +1,23 @@
-"""The weights of attached models: building, loading, streaming, saving, restoring."""
+"""Weights of attached models: building, loading, streaming, saving, restoring."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from offload_strategy.config import ParametersConfig
 from offload_strategy.engine.resources import Resources
-from offload_strategy.errors import ConfigError
+from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.host_memory.memory_limits import available_bytes
-from offload_strategy.plan_runtime.weight_schedule import BlockPass, WeightSchedule, weight_schedule
 from offload_strategy.telemetry import get_logger
-from offload_strategy.units import format_size
+from offload_strategy.units import MiB, format_size
 from offload_strategy.weights.checkpoint_loading import LoadedWeights, Loader
 from offload_strategy.weights.safetensors_files import named_tensors, read_index, save_shards
 from offload_strategy.weights.weight_stream import WeightStream
@@ -27,36 +28,131 @@ logger = get_logger(__name__)
 _RESTORED_SHARE = 0.8
 
 
-class ModelWeights:
-    """The weights of an engine's models; without ``parameters.enabled`` they stay in memory."""
+def make_stream(
+    resources: Resources,
+    section: ParametersConfig,
+    is_block: Callable[[str, nn.Module], bool] | None = None,
+) -> WeightStream | None:
+    """Return the stream of weights; None without ``parameters.enabled``."""
+    if not section.enabled:
+        return None
+    return WeightStream(
+        resources.store,
+        resources.clients["parameters"],
+        blocks_in_flight=section.blocks_in_flight,
+        classes=section.blocks,
+        is_block=is_block,
+        min_bytes=section.min_size,
+    )
 
-    def __init__(
-        self,
-        resources: Resources,
-        section: ParametersConfig,
-        is_block: Callable[[str, nn.Module], bool] | None = None,
-    ) -> None:
-        self._resources = resources
-        self._blocks_in_flight = section.blocks_in_flight
-        self.stream: WeightStream | None = None
-        if section.enabled:
-            self.stream = WeightStream(
-                resources.store,
-                resources.clients["parameters"],
-                blocks_in_flight=section.blocks_in_flight,
-                classes=section.blocks,
-                is_block=is_block,
-                min_bytes=section.min_size,
+
+class EngineWeights:
+    """The methods of `OffloadEngine` for weights, which stay in memory if there is no stream."""
+
+    _resources: Resources
+    _stream: WeightStream | None
+    _finalizer: weakref.finalize[Any, Any]
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return not self._finalizer.alive
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise OffloadError("this offload engine is closed; create a new one.")
+        if os.getpid() != self._resources.pid:
+            raise OffloadError(
+                "a forked process cannot use its parent's offload engine. Create an engine in the "
+                "process that trains."
             )
 
-    def expect(self, model: nn.Module, device: torch.device) -> None:
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Build a model that need not fit in memory: finished weights are offloaded meanwhile.
+
+        The weights are bit-identical to those of a plain build. Without ``parameters.enabled`` the
+        context does nothing.
+        """
+        self._check_open()
+        with nullcontext() if self._stream is None else self._stream.building():
+            yield
+
+    def load_weights(
+        self,
+        model: nn.Module,
+        source: str | os.PathLike[str],
+        *,
+        adopt: bool = False,
+        strict: bool = True,
+    ) -> LoadedWeights:
+        """Load a model from safetensors with a few tensors in memory at a time.
+
+        Names are those of the model's state_dict. The model may be attached or not; parameters on
+        the meta device are materialized, so streamed weights need not fit in memory.
+
+        Args:
+            model: the model to load into.
+            source: a safetensors file, or a directory with one file or with shards and an index.
+            adopt: keep the bytes of streamed weights in these files and read them from there until
+                they are updated. The files must not be modified meanwhile; they may be renamed or
+                unlinked.
+            strict: missing and unexpected names are errors, as in `load_state_dict`.
+
+        Returns:
+            Missing and unexpected names.
+
+        Raises:
+            ConfigError: names or shapes in the files do not match the model, or safetensors is not
+                installed. Nothing was changed.
+            StorageError: a file cannot be read; the model has been loaded partly.
+        """
+        self._check_open()
+        stream, tiers = self._stream, self._resources.clients.get("parameters", [])
+        if adopt and stream is None:
+            raise ConfigError(
+                "load_weights: adopt=True needs streamed weights. Set parameters.enabled: true."
+            )
+        checkpoint = read_index(source)
+        if stream is not None:
+            moving = (p for p in model.parameters() if p.requires_grad or not adopt)
+            self._check_weights_fit("load_weights", stream.unplaced_bytes(moving))
+        with self._resources.files(keep=adopt) as open_file:
+            loader = Loader(self._resources.store, stream, tiers, _device_for(model), open_file)
+            return loader.load(model, checkpoint, adopt=adopt, strict=strict)
+
+    def save_weights(
+        self, model: nn.Module, directory: str | os.PathLike[str], shard_bytes: int = 256 * MiB
+    ) -> list[Path]:
+        """Save a model as safetensors with at most one shard of it in memory.
+
+        Transformers' `from_pretrained` reads the directory (together with its own `config.json`).
+        An existing file is replaced once the new one is on disk.
+
+        Args:
+            model: the model to save, attached or not.
+            directory: the target directory; it is created if it does not exist.
+            shard_bytes: maximum size of a file in bytes, unless one tensor is larger.
+
+        Returns:
+            The files that hold tensors.
+
+        Raises:
+            ConfigError: safetensors is not installed.
+            StorageError: a file cannot be written.
+        """
+        self._check_open()
+        read = _unchanged if self._stream is None else self._stream.read
+        return save_shards(named_tensors(model), Path(directory), shard_bytes, read)
+
+    def _expect_weights(self, model: nn.Module, device: torch.device | None) -> None:
         """Check the room for a model that will be attached, and materialize its meta parameters.
 
         Raises a ConfigError if the tiers are too small, or a parameter cannot be initialized.
         """
-        if self.stream is not None:
-            self._check_room("attach", self.stream.bytes_to_stream(model))
-            self.stream.materialize_meta(model, device)
+        if self._stream is not None:
+            self._check_weights_fit("attach", self._stream.bytes_to_stream(model))
+            self._stream.materialize_meta(model, _device_for(model) if device is None else device)
         elif any(p.is_meta for p in model.parameters()):
             raise ConfigError(
                 f"attach: parameters of this {type(model).__name__} are on the meta device. Load "
@@ -64,69 +160,16 @@ class ModelWeights:
                 f"(model.to_empty(device=...)), or stream them (parameters.enabled: true)."
             )
 
-    def _check_room(self, doing: str, nbytes: int) -> None:
+    def _check_weights_fit(self, doing: str, nbytes: int) -> None:
         message = f"{doing}: the weights need {format_size(nbytes)}"
         advice = "or add a tier to parameters.tiers"
         self._resources.check_room("parameters", nbytes, message, advice)
 
-    def building(self) -> AbstractContextManager[None]:
-        """See `OffloadEngine.building`."""
-        return nullcontext() if self.stream is None else self.stream.building()
-
-    def load(
-        self,
-        model: nn.Module,
-        source: str | os.PathLike[str],
-        device: torch.device,
-        *,
-        adopt: bool,
-        strict: bool,
-    ) -> LoadedWeights:
-        """See `OffloadEngine.load_weights`."""
-        if adopt and self.stream is None:
-            raise ConfigError(
-                "load_weights: adopt=True needs streamed weights. Set parameters.enabled: true."
-            )
-        checkpoint = read_index(source)
-        if self.stream is not None:
-            moving: Iterable[nn.Parameter] = model.parameters()
-            if adopt:
-                moving = (parameter for parameter in moving if parameter.requires_grad)
-            self._check_room("load_weights", self.stream.unplaced_bytes(moving))
-        store, tiers = self._resources.store, self._resources.clients.get("parameters", [])
-        with self._resources.files(keep=adopt) as open_file:
-            loader = Loader(store, self.stream, tiers, device, open_file)
-            return loader.load(model, checkpoint, adopt=adopt, strict=strict)
-
-    def save(
-        self, model: nn.Module, directory: str | os.PathLike[str], shard_bytes: int
-    ) -> list[Path]:
-        """See `OffloadEngine.save_weights`."""
-        read = _unchanged if self.stream is None else self.stream.read
-        return save_shards(named_tensors(model), Path(directory), shard_bytes, read)
-
-    def plan(self, states_share: float, *, updates: bool) -> WeightSchedule:
-        """See `OffloadEngine.plan`.
-
-        There are so many bytes of optimizer states per byte of trained weights, and updates run
-        during backward or not.
-        """
-        if self.stream is None:
-            raise ConfigError("plan: no weights are streamed. Set parameters.enabled: true.")
-        passes = []
-        for block, backward in self.stream.schedule():
-            states = int(block.trained * states_share)
-            passes.append(BlockPass(block.name, backward, block.nbytes, block.trained, states))
-        return weight_schedule(
-            passes, self._blocks_in_flight, learned=self.stream.has_seen_a_step, updates=updates
-        )
-
-    def close(self) -> None:
+    def _close_weights(self) -> None:
         """Restore streamed weights in memory, if they fit."""
-        stream = self.stream
-        if stream is None:
+        if self._stream is None:
             return
-        missing, free = stream.offloaded_bytes(), available_bytes()
+        missing, free = self._stream.offloaded_bytes(), available_bytes()
         fits = missing < _RESTORED_SHARE * free
         if not fits:
             logger.warning(
@@ -135,7 +178,15 @@ class ModelWeights:
                 format_size(missing),
                 format_size(free),
             )
-        stream.close(restore=fits)
+        self._stream.close(restore=fits)
+
+
+def _device_for(model: nn.Module) -> torch.device:
+    """Return the device for parameters on the meta device."""
+    for parameter in model.parameters():
+        if not parameter.is_meta:
+            return parameter.device
+    return torch.get_default_device()
 
 
 @contextmanager

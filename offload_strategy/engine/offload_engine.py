@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, overload
 
 import torch
@@ -23,19 +20,18 @@ from offload_strategy.config import ConfigSource, OffloadConfig
 from offload_strategy.engine import profile_run
 from offload_strategy.engine.attached_optimizers import AttachedOptimizers
 from offload_strategy.engine.metrics import Metrics
-from offload_strategy.engine.model_weights import ModelWeights
+from offload_strategy.engine.model_weights import make_stream
 from offload_strategy.engine.reports import EngineReports
 from offload_strategy.engine.resources import Resources
 from offload_strategy.engine.step_log import StepLog
-from offload_strategy.errors import ConfigError, OffloadError
+from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.memory_limits import PeakMeter, available_bytes
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from offload_strategy.optimizer.ranks.data_parallel_group import check_parallel, local_processes
 from offload_strategy.telemetry import Recorder, get_logger
 from offload_strategy.torch_support.accelerator import free_bytes, has_memory_statistics
 from offload_strategy.torch_support.modules import WeakHook
-from offload_strategy.units import MiB, format_size
-from offload_strategy.weights.checkpoint_loading import LoadedWeights
+from offload_strategy.units import format_size
 from offload_strategy.weights.parameter_registry import ParameterRegistry
 
 logger = get_logger(__name__)
@@ -78,12 +74,11 @@ class OffloadEngine(EngineReports):
         self._resources = Resources.open(self.config.divided(processes), self._recorder, processes)
         self._finalizer = weakref.finalize(self, self._resources.close)
         self._registry = ParameterRegistry()
-        self._weights = ModelWeights(self._resources, self.config.parameters, is_block)
-        self._stream = self._weights.stream
+        self._stream = make_stream(self._resources, self.config.parameters, is_block)
         self._activations = self._make_activations()
         if self._stream is not None and self._activations is not None:
             self._stream.saving = self._activations.saving_weights
-        self._hooks: dict[int, tuple[weakref.ref[nn.Module], ForwardHooks]] = {}
+        self._hooks = {}
         self._optimizers = AttachedOptimizers(
             self._resources, self.config.optimizer, self._registry, self._stream
         )
@@ -153,7 +148,7 @@ class OffloadEngine(EngineReports):
                 swaps=optimizer is not None and self.config.optimizer.enabled,
             )
             self._optimizers.note(model)
-            self._weights.expect(model, _device_for(model) if device is None else device)
+            self._expect_weights(model, device)
         wrapped = None
         if optimizer is not None:
             wrapped = self._optimizers.wrap(optimizer, self._is_last)
@@ -234,72 +229,6 @@ class OffloadEngine(EngineReports):
         if self._activations is not None:
             self._activations.save_weight = save
 
-    @contextmanager
-    def building(self) -> Iterator[None]:
-        """Build a model that need not fit in memory: finished weights are offloaded meanwhile.
-
-        The weights are bit-identical to those of a plain build. Without ``parameters.enabled`` the
-        context does nothing.
-        """
-        self._check_open()
-        with self._weights.building():
-            yield
-
-    def load_weights(
-        self,
-        model: nn.Module,
-        source: str | os.PathLike[str],
-        *,
-        adopt: bool = False,
-        strict: bool = True,
-    ) -> LoadedWeights:
-        """Load a model from safetensors with a few tensors in memory at a time.
-
-        Names are those of the model's state_dict. The model may be attached or not; parameters on
-        the meta device are materialized, so streamed weights need not fit in memory.
-
-        Args:
-            model: the model to load into.
-            source: a safetensors file, or a directory with one file or with shards and an index.
-            adopt: keep the bytes of streamed weights in these files and read them from there until
-                they are updated. The files must not be modified meanwhile; they may be renamed or
-                unlinked.
-            strict: missing and unexpected names are errors, as in `load_state_dict`.
-
-        Returns:
-            Missing and unexpected names.
-
-        Raises:
-            ConfigError: names or shapes in the files do not match the model, or safetensors is not
-                installed. Nothing was changed.
-            StorageError: a file cannot be read; the model has been loaded partly.
-        """
-        self._check_open()
-        return self._weights.load(model, source, _device_for(model), adopt=adopt, strict=strict)
-
-    def save_weights(
-        self, model: nn.Module, directory: str | os.PathLike[str], shard_bytes: int = 256 * MiB
-    ) -> list[Path]:
-        """Save a model as safetensors with at most one shard of it in memory.
-
-        Transformers' `from_pretrained` reads the directory (together with its own `config.json`).
-        An existing file is replaced once the new one is on disk.
-
-        Args:
-            model: the model to save, attached or not.
-            directory: the target directory; it is created if it does not exist.
-            shard_bytes: maximum size of a file in bytes, unless one tensor is larger.
-
-        Returns:
-            The files that hold tensors.
-
-        Raises:
-            ConfigError: safetensors is not installed.
-            StorageError: a file cannot be written.
-        """
-        self._check_open()
-        return self._weights.save(model, directory, shard_bytes)
-
     # ------------------------------------------------------------------ the loop
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -354,11 +283,6 @@ class OffloadEngine(EngineReports):
             )
 
     # ------------------------------------------------------------------ life
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return not self._finalizer.alive
-
     def close(self) -> None:
         """Remove every hook, end the threads, and free all memory and disk space. Idempotent.
 
@@ -376,32 +300,15 @@ class OffloadEngine(EngineReports):
         self._optimizers.close()
         try:
             if not self.closed:
-                self._weights.close()
+                self._close_weights()
         finally:
             self._finalizer()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _is_attached(self, model: nn.Module) -> bool:
-        return id(model) in self._hooks
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise OffloadError("this offload engine is closed; create a new one.")
-        if os.getpid() != self._resources.pid:
-            raise OffloadError(
-                "a forked process cannot use its parent's offload engine. Create an engine in the "
-                "process that trains."
-            )
 
     def _make_activations(self) -> ActivationOffload | None:
         section = self.config.activations
@@ -422,11 +329,3 @@ class OffloadEngine(EngineReports):
             recompute=self.config.planning.recompute if watched else False,
             save_weight=None if self._stream is None else self._stream.save,
         )
-
-
-def _device_for(model: nn.Module) -> torch.device:
-    """Return the device for parameters on the meta device."""
-    for parameter in model.parameters():
-        if not parameter.is_meta:
-            return parameter.device
-    return torch.get_default_device()

@@ -15,13 +15,7 @@ class ProfileRunOver(SystemExit):
 
 @dataclass(slots=True)
 class ProfileRun:
-    """The request for a profile to the first engine that trains, and its result.
-
-    Args:
-        passes: Number of forward passes to run; the last one is profiled.
-        seen: Forward passes so far.
-        profile: Profile of the last one at the end.
-    """
+    """The request to profile the last of so many forward passes, those seen so far, the result."""
 
     passes: int
     seen: int = 0
@@ -35,8 +29,7 @@ _requested: ProfileRun | None = None
 def profile_run(passes: int) -> Iterator[ProfileRun]:
     """Profile the first engine that runs so many forward passes within this context, then end it.
 
-    Args:
-        passes: More than 0; times and buffers settle after a few.
+    Times and buffers settle after a few passes.
     """
     global _requested
     _requested = found = ProfileRun(passes)
@@ -51,21 +44,11 @@ def is_requested() -> bool:
     return _requested is not None
 
 
-def observe_pass(seen: int, profile: Callable[[], Profile | None]) -> None:
-    """Note that a forward pass starts.
-
-    Args:
-        seen: Forward passes of the engine before this one.
-        profile: `OffloadEngine.profile`.
-
-    Raises:
-        ProfileRunOver: If the profile is complete.
-    """
+def observe_pass(seen: int, profile: Callable[[], Profile]) -> None:
+    """Note a forward pass after so many others; raise ProfileRunOver if the profile is complete."""
     asked = _requested
-    if asked is None or asked.profile is not None:
-        return
-    asked.seen = max(asked.seen, seen + 1)
-    if seen >= asked.passes:
-        asked.profile = profile()
-        if asked.profile is not None:
+    if asked is not None and asked.profile is None:
+        asked.seen = max(asked.seen, seen + 1)
+        if seen >= asked.passes:
+            asked.profile = profile()
             raise ProfileRunOver(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +13,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from offload_strategy.activations.fake_tensor_estimate import estimate_memory
+from offload_strategy.activations.forward_scope import ForwardHooks
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload
 from offload_strategy.config import OffloadConfig
 from offload_strategy.engine.attached_optimizers import AttachedOptimizers
 from offload_strategy.engine.metrics import Metrics
-from offload_strategy.engine.model_weights import ModelWeights
-from offload_strategy.engine.resources import Resources
+from offload_strategy.engine.model_weights import EngineWeights
 from offload_strategy.engine.step_log import StepLog, compare_step
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.pool import IDLE_BYTES
@@ -31,7 +31,11 @@ from offload_strategy.plan_runtime.space_requirements import (
     HostMemoryPrediction,
     predict_host_memory,
 )
-from offload_strategy.plan_runtime.weight_schedule import WeightSchedule
+from offload_strategy.plan_runtime.weight_schedule import (
+    BlockPass,
+    WeightSchedule,
+    weight_schedule,
+)
 from offload_strategy.telemetry import Recorder, write_trace
 
 #: Gradients that exist in backward while updates consume them.
@@ -42,26 +46,17 @@ _NO_PROFILE = (
 )
 
 
-class EngineReports(ABC):
+class EngineReports(EngineWeights):
     """The methods of `OffloadEngine` that only read what the engine has seen."""
 
     config: OffloadConfig
-    _resources: Resources
     _recorder: Recorder
-    _weights: ModelWeights
     _activations: ActivationOffload | None
     _optimizers: AttachedOptimizers
+    _hooks: dict[int, tuple[weakref.ref[nn.Module], ForwardHooks]]
     _metrics: Metrics
     _log: StepLog
     _device: torch.device
-
-    @abstractmethod
-    def _check_open(self) -> None:
-        """Raise an error if the engine is closed."""
-
-    @abstractmethod
-    def _is_attached(self, model: nn.Module) -> bool:
-        """Return whether the model's hooks are installed."""
 
     def plan(self) -> WeightSchedule:
         """Return what one step moves of streamed weights and states, block by block; printable.
@@ -77,7 +72,19 @@ class EngineReports(ABC):
             if p.requires_grad
         )  # fmt: skip
         share = self._optimizers.state_bytes / trained if trained else 0.0
-        return self._weights.plan(share, updates=self.config.optimizer.overlap != "off")
+        stream, config = self._stream, self.config
+        if stream is None:
+            raise ConfigError("plan: no weights are streamed. Set parameters.enabled: true.")
+        passes = [
+            BlockPass(block.name, backward, block.nbytes, block.trained, int(block.trained * share))
+            for block, backward in stream.schedule()
+        ]
+        return weight_schedule(
+            passes,
+            config.parameters.blocks_in_flight,
+            learned=stream.has_seen_a_step,
+            updates=config.optimizer.overlap != "off",
+        )
 
     def profile(self) -> Profile:
         """Return when the last step saved, used and freed each storage, and when it updated what.
@@ -151,8 +158,8 @@ class EngineReports(ABC):
             ConfigError: weights are not streamed, or the model cannot run on fake tensors.
         """
         self._check_open()
-        stream = self._weights.stream
-        if stream is None or not self._is_attached(model):
+        stream = self._stream
+        if stream is None or id(model) not in self._hooks:
             raise ConfigError(
                 "predict_memory: the model's weights are not streamed. Attach it to an engine with "
                 "parameters.enabled: true first."

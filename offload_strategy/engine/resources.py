@@ -55,15 +55,10 @@ class Resources:
 
     @classmethod
     def open(cls, config: OffloadConfig, recorder: Recorder, processes: int = 1) -> Resources:
-        """Open the tiers that enabled sections use.
+        """Open the tiers that enabled sections use, which so many processes share.
 
-        Args:
-            config: the config of this process, with its share of every capacity.
-            recorder: records every transfer.
-            processes: number of processes that share the tiers.
-
-        Raises:
-            ConfigError: a tier cannot be used, or its disk is smaller than its capacity.
+        The config has this process's share of every capacity. Raises a ConfigError if a tier cannot
+        be used, or its disk is smaller than its capacity.
         """
         wanted = {
             cast("Client", client): config.tiers_for(cast("Client", client))

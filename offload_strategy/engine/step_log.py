@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from itertools import pairwise, takewhile
-from typing import NamedTuple
 
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -38,20 +37,6 @@ _LEAST_STEPS = 2
 _MOVED = ("activations", "optimizer")
 
 
-class _Sums(NamedTuple):
-    """Sums of a run at the end of a step, in seconds, passes and bytes."""
-
-    at: float
-    passes: float
-    updating: float
-    read_waits: float
-    room_waits: float
-    update_waits: float
-    weight_waits: float
-    read_bytes: float
-    written_bytes: float
-
-
 class StepLog:
     """Notes the sums of a run at the end of each step.
 
@@ -62,7 +47,8 @@ class StepLog:
     def __init__(self, recorder: Recorder, optimizers: AttachedOptimizers) -> None:
         self._recorder = recorder
         self._optimizers = optimizers
-        self._sums: deque[_Sums] = deque(maxlen=_STEPS + 1)
+        # Forward passes and sums of the run at the end of each step.
+        self._sums: deque[tuple[int, StepFigures]] = deque(maxlen=_STEPS + 1)
         self._handles: list[RemovableHandle] = []
         self._passes = 0
         self._was_last = False
@@ -89,47 +75,45 @@ class StepLog:
 
     def middle_step(self) -> tuple[StepFigures, int] | None:
         """Return the middle one of the last steps by its time, and its passes; None if too few."""
-        steps = [
-            _Sums(*(max(0, after - before) for before, after in zip(begin, end, strict=True)))
-            for begin, end in pairwise(self._sums)
-        ]
+        steps = []
+        for (before, begin), (after, end) in pairwise(self._sums):
+            values = zip(astuple(begin)[:-1], astuple(end)[:-1], strict=True)
+            steps.append(
+                (StepFigures(*(max(0.0, last - first) for first, last in values)), after - before)
+            )
         if len(steps) < _LEAST_STEPS:
             return None
-        step = sorted(steps, key=lambda step: step.at)[(len(steps) - 1) // 2]
+        step, passes = sorted(steps, key=lambda step: step[0].step_seconds)[(len(steps) - 1) // 2]
         # Updates wait as well, within their time.
-        updating = max(0.0, step.updating - step.update_waits)
-        waits = step.read_waits + step.room_waits + step.weight_waits + step.update_waits
-        figures = StepFigures(
-            step_seconds=step.at,
-            computing_seconds=max(0.0, step.at - updating - waits),
+        updating = max(0.0, step.update_seconds - step.update_wait_seconds)
+        waits = step.read_wait_seconds + step.room_wait_seconds + step.update_wait_seconds
+        weights = step.weight_wait_seconds or 0.0
+        computing = max(0.0, step.step_seconds - updating - waits - weights)
+        step = replace(
+            step,
+            computing_seconds=computing,
             update_seconds=updating,
-            read_wait_seconds=step.read_waits,
-            room_wait_seconds=step.room_waits,
-            update_wait_seconds=step.update_waits,
-            read_bytes=step.read_bytes,
-            written_bytes=step.written_bytes,
-            weight_wait_seconds=step.weight_waits or None,
+            weight_wait_seconds=weights or None,
         )
-        return figures, int(step.passes)
+        return step, passes
 
     def _step_over(self) -> None:
-        if self._sums and self._sums[-1].passes == self._passes:
+        if self._sums and self._sums[-1][0] == self._passes:
             self._sums.pop()  # several optimizers, one after the other
         recorder = self._recorder
         reads = recorder.read_stall_seconds("activations")
-        self._sums.append(
-            _Sums(
-                at=time.perf_counter(),
-                passes=self._passes,
-                updating=sum(optimizer.timings.seconds for optimizer in self._optimizers),
-                read_waits=reads,
-                room_waits=recorder.stall_seconds("activations") - reads,
-                update_waits=recorder.stall_seconds("optimizer"),
-                weight_waits=recorder.stall_seconds("parameters"),
-                read_bytes=sum(recorder.client_bytes(one, "read") for one in _MOVED),
-                written_bytes=sum(recorder.client_bytes(one, "written") for one in _MOVED),
-            )
+        sums = StepFigures(
+            step_seconds=time.perf_counter(),
+            computing_seconds=0.0,
+            update_seconds=sum(optimizer.timings.seconds for optimizer in self._optimizers),
+            read_wait_seconds=reads,
+            room_wait_seconds=recorder.stall_seconds("activations") - reads,
+            update_wait_seconds=recorder.stall_seconds("optimizer"),
+            read_bytes=sum(recorder.client_bytes(one, "read") for one in _MOVED),
+            written_bytes=sum(recorder.client_bytes(one, "written") for one in _MOVED),
+            weight_wait_seconds=recorder.stall_seconds("parameters"),
         )
+        self._sums.append((self._passes, sums))
 
 
 def compare_step(

@@ -18,7 +18,6 @@ from torch import nn
 from torch.optim import LBFGS, SGD, Adam, AdamW
 
 from offload_strategy import ConfigError, OffloadEngine, OffloadError
-from offload_strategy.plan_runtime.profile import Profile
 from offload_strategy.units import MiB
 from tests.conftest import our_threads
 from tests.training import assert_same_bits, gradients, settings, weights
@@ -88,6 +87,8 @@ def test_what_cannot_be_attached_is_refused_with_the_reason(engine: OffloadEngin
     for arguments, reason in refused:
         with pytest.raises(ConfigError, match=reason):
             engine.attach(*arguments)
+    with pytest.raises(ConfigError, match="index must be 0 or more, got -1"):
+        engine.microbatch(-1, last=True)
 
 
 def test_a_model_on_the_meta_device_is_refused(engine: OffloadEngine) -> None:
@@ -150,14 +151,11 @@ def test_two_engines_may_have_different_models(disk: Path) -> None:
     expected = model()
     train(None, expected, AdamW(expected.parameters()))
     with OffloadEngine(settings(disk)) as one, OffloadEngine(settings(disk)) as other:
-        nets = [model(), model()]
-        for each, net in zip((one, other), nets, strict=True):
-            train(each, net, each.attach(net, AdamW(net.parameters())))
-        one.close()
-        again = model()
-        train(other, again, other.attach(again, AdamW(again.parameters())))
-        for net in (*nets, again):
+        for engine in (one, other, other):  # the last one outlives the first
+            net = model()
+            train(engine, net, engine.attach(net, AdamW(net.parameters())))
             assert_same_bits(weights(net), weights(expected))
+            one.close()
 
 
 def test_after_closing_the_same_may_be_attached_to_another_engine(disk: Path) -> None:
@@ -177,28 +175,21 @@ def test_after_closing_the_same_may_be_attached_to_another_engine(disk: Path) ->
     assert_same_bits(weights(net), weights(plain))
 
 
-def test_a_new_model_at_the_address_of_an_old_one_is_attached_for_real(
+def test_what_was_dropped_leaves_its_address_and_its_parameters_free(
     engine: OffloadEngine,
 ) -> None:
     """`id()` of a model that died is given to another."""
-    for _ in range(20):
+    for _ in range(12):
         net = model()
-        optimizer = engine.attach(net, AdamW(net.parameters()))
-        assert len(net._forward_hooks) == 1
-        train(engine, net, optimizer, 1)
-        del net, optimizer
+        for _ in range(2):
+            optimizer = engine.attach(net, AdamW(net.parameters()))
+            assert len(net._forward_hooks) == 1
+            train(engine, net, optimizer, 1)
+            del optimizer
+            gc.collect()
+        del net
         gc.collect()
     assert len(engine._hooks) <= 1
-
-
-def test_an_optimizer_that_was_dropped_leaves_its_parameters_free(engine: OffloadEngine) -> None:
-    net = model()
-    optimizer = engine.attach(net, AdamW(net.parameters()))
-    train(engine, net, optimizer, 1)
-    del optimizer
-    gc.collect()
-    optimizer = engine.attach(net, AdamW(net.parameters()))
-    train(engine, net, optimizer, 1)
 
 
 def test_sections_that_are_off_change_nothing(disk: Path) -> None:
@@ -212,11 +203,6 @@ def test_sections_that_are_off_change_nothing(disk: Path) -> None:
             train(engine, net, optimizer)
         assert engine.attach(model()) is None
         assert engine.metrics()["offload/activations/written_bytes"] == 0
-
-
-def test_a_hint_with_a_negative_index_is_refused(engine: OffloadEngine) -> None:
-    with pytest.raises(ConfigError, match="index must be 0 or more, got -1"):
-        engine.microbatch(-1, last=True)
 
 
 # ---------------------------------------------------------------------- metrics
@@ -244,25 +230,28 @@ def contract_keys(tiers: list[str]) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("moment", ["fresh", "trained", "closed"])
 @pytest.mark.parametrize("tiers", [["nvme"], ["host"], ["host", "nvme"]], ids=str)
-def test_every_metric_of_the_contract_is_there(disk: Path, tiers: list[str], moment: str) -> None:
+def test_every_metric_of_the_contract_is_there(disk: Path, tiers: list[str]) -> None:
     config = settings(disk if "nvme" in tiers else None, "1MiB" if "host" in tiers else None)
     with OffloadEngine(config) as engine:
         net = model()
         optimizer = engine.attach(net, AdamW(net.parameters()))
-        if moment != "fresh":
-            train(engine, net, optimizer)
-        if moment == "closed":
-            engine.close()
-        metrics = engine.metrics()
-    assert contract_keys(tiers) <= metrics.keys()
-    assert all(type(value) is float for value in metrics.values())
-    assert all(key.startswith("offload/") for key in metrics)
-    for key, value in metrics.items():
-        if not key.endswith("projected_years"):
-            assert math.isfinite(value), key
-            assert value >= 0, key
+        found = [engine.metrics()]
+        train(engine, net, optimizer)
+        found.append(engine.metrics())
+        engine.close()
+        found.append(engine.metrics())
+    for metrics in found:
+        assert contract_keys(tiers) <= metrics.keys()
+        assert all(type(value) is float for value in metrics.values())
+        assert all(key.startswith("offload/") for key in metrics)
+        for key, value in metrics.items():
+            if not key.endswith("projected_years"):
+                assert math.isfinite(value), key
+                assert value >= 0, key
+    if "host" in tiers:  # host memory does not wear out, and has room for all of it
+        assert found[1]["offload/endurance/written_bytes"] == 0
+        assert found[1]["offload/tier/host/used_bytes"] > 0
 
 
 def test_metrics_say_what_was_moved(disk: Path) -> None:
@@ -323,45 +312,21 @@ def test_a_run_that_wears_its_drives_is_told_once(
     config = settings(disk)
     config["tiers"][0] |= {"endurance_tbw": 1e-6, "endurance_share": 0.5}  # a megabyte
     with OffloadEngine(config) as engine, caplog.at_level("WARNING", logger="offload_strategy"):
-        net = model()
-        optimizer = engine.attach(net, AdamW(net.parameters()))
-        written = 0.0
-        while written < 0.4e6:
-            train(engine, net, optimizer)
-            written = engine.metrics()["offload/endurance/written_bytes"]
-        assert "rated for" not in caplog.text
-        while written < 2e6:
-            train(engine, net, optimizer)
-            written = engine.metrics()["offload/endurance/written_bytes"]
-        engine._metrics.warn_about_endurance()
-        assert engine.metrics()["offload/endurance/written_bytes_per_day"] > written
+        for nbytes in (400_000, 600_000, 1_000_000):
+            net = nn.Linear(1, nbytes // 8, bias=False)
+            optimizer = engine.attach(net, AdamW(net.parameters()))  # two states of 4 bytes
+            net(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+            engine._resources.store.wait_for_writes()
+            engine._metrics.warn_about_endurance()
+            assert ("rated for" in caplog.text) == (nbytes > 400_000)
+        metrics = engine.metrics()
+    assert metrics["offload/endurance/written_bytes"] >= 2_000_000
+    per_day = metrics["offload/endurance/written_bytes_per_day"]
+    assert per_day > metrics["offload/endurance/written_bytes"]
     told = [record.message for record in caplog.records if "rated for" in record.message]
     assert len(told) == 1
     assert told[0].startswith("tier nvme: this run has written")
-
-
-def test_the_last_step_can_be_profiled(disk: Path, tmp_path: Path) -> None:
-    with OffloadEngine(settings(disk, optimizer={"enabled": False})) as engine:
-        net = model()
-        engine.attach(net)
-        with pytest.raises(ConfigError, match="profile: no backward pass has finished"):
-            engine.profile()
-        train(engine, net, AdamW(net.parameters()))
-        profile = engine.profile()
-    profile.save(tmp_path / "profile.json")
-    assert Profile.load(tmp_path / "profile.json") == profile
-    assert profile.tensors_bytes == profile.peak_bytes > 0
-    assert 0 < profile.forward_seconds < profile.step_seconds
-
-
-def test_host_memory_does_not_wear_out(disk: Path) -> None:
-    with OffloadEngine(settings(disk, "1MiB")) as engine:
-        net = model()
-        train(engine, net, engine.attach(net, AdamW(net.parameters())))
-        metrics = engine.metrics()
-        assert metrics["offload/endurance/written_bytes"] == 0
-        assert metrics["offload/tier/host/used_bytes"] > 0
-        assert metrics["offload/tier/nvme/used_bytes"] == 0
 
 
 # ---------------------------------------------------------------------- advice
@@ -503,7 +468,7 @@ def test_the_environment_variable_is_the_default_config(
 
 
 # ---------------------------------------------------------------------- all of it together
-@pytest.mark.parametrize("host", [None, "4KiB", "1MiB"])
+@pytest.mark.parametrize("host", [None, "4KiB"])
 def test_everything_at_once_is_the_same_as_without(disk: Path, host: str | None) -> None:
     """Activations, optimizer, accumulation, clipping, scheduler, evaluation, a checkpoint."""
 
@@ -540,7 +505,7 @@ def test_everything_at_once_is_the_same_as_without(disk: Path, host: str | None)
     expected = run(None)
     with OffloadEngine(settings(disk, host)) as engine:
         assert run(engine) == expected
-        assert engine.metrics()["offload/activations/written_bytes"] > 0 or host is not None
+        assert engine.metrics()["offload/activations/written_bytes"] > 0
 
 
 def test_a_model_may_change_its_dtype_after_it_was_attached(engine: OffloadEngine) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
+import json
 import os
 import pickle
 import signal
@@ -103,15 +105,41 @@ ENDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("end", ENDS)
-def test_a_process_ends_with_its_own_exit_code_and_messages(end: str, place: Path) -> None:
-    code, expected, message = ENDS[end]
-    returned, _, errors = finish(start(BEGIN + code, str(place)))
-    assert returned == expected, errors
-    assert message in errors
-    said = [line for line in errors.splitlines() if not line.startswith("ssd-offload: ")]
-    assert "Exception ignored" not in errors
-    assert bool(said) == bool(message), errors
+#: Runs each end in a fork of one process that has imported torch and has no thread yet.
+FORKS = """
+import faulthandler, json, os, sys
+import torch, offload_strategy.engine.offload_engine
+found = []
+for code in json.loads(sys.argv[3]):
+    errors = f"{sys.argv[2]}/{len(found)}"
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+        faulthandler.dump_traceback_later(120, exit=True)
+        break
+    returned = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    found.append((returned, open(errors).read(), os.listdir(sys.argv[1])))
+if child == 0:
+    exec(compile(code, "<training>", "exec"))
+else:
+    print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_process_ends_with_its_own_exit_code_and_messages(place: Path, tmp_path: Path) -> None:
+    script = BEGIN.replace('print("ready", flush=True)', "")
+    codes = json.dumps([script + code for code, _, _ in ENDS.values()])
+    returned, out, errors = finish(start(FORKS, str(place), str(tmp_path), codes), 300)
+    assert returned == 0, errors
+    for (end, (_, expected, message)), found in zip(ENDS.items(), json.loads(out), strict=True):
+        code, errors, left = found
+        assert code == expected, (end, errors)
+        assert message in errors, end
+        said = [line for line in errors.splitlines() if not line.startswith("ssd-offload: ")]
+        assert "Exception ignored" not in errors, end
+        assert bool(said) == bool(message), (end, errors)
+        assert left == [], end
 
 
 def in_the_middle(place: Path, script: str) -> subprocess.Popen[str]:
@@ -140,13 +168,19 @@ del os.O_TMPFILE  # as on file systems that have no unnamed files
 
 
 @pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="needs Linux")
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=lambda s: s.name)
-@pytest.mark.parametrize("script", [BEGIN, NAMED + BEGIN], ids=["unnamed", "unlinked"])
+@pytest.mark.parametrize(
+    ("script", "how"),
+    [(BEGIN, signal.SIGKILL), (NAMED + BEGIN, signal.SIGTERM)],
+    ids=["unnamed", "unlinked"],
+)
 def test_a_process_that_is_killed_leaves_nothing_on_disk(
-    place: Path, how: signal.Signals, script: str
+    place: Path, script: str, how: signal.Signals
 ) -> None:
     process = in_the_middle(place, script)
-    links = [os.readlink(entry) for entry in Path(f"/proc/{process.pid}/fd").iterdir()]
+    links = []
+    for entry in Path(f"/proc/{process.pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            links.append(os.readlink(entry))
     # The file, beside the directory that processes take turns on.
     ours = [link for link in links if link.startswith(f"{place}/")]
     assert len(ours) == 1
@@ -201,10 +235,9 @@ print("survived")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
-@pytest.mark.parametrize("seed", [1, 2])
-def test_training_may_be_interrupted_anywhere_and_goes_on(place: Path, seed: int) -> None:
+def test_training_may_be_interrupted_anywhere_and_goes_on(place: Path) -> None:
     """Ctrl-C in a notebook, over and over: no state is lost, nothing hangs."""
-    returned, out, errors = finish(start(SURVIVE, str(place), str(seed), "150"))
+    returned, out, errors = finish(start(SURVIVE, str(place), "1", "200"), 120)
     assert returned == 0, errors
     assert out.endswith("survived\n")
 
@@ -297,8 +330,10 @@ def test_a_forked_child_that_trains_is_told_to_make_its_own_engine(
 
 
 # ---------------------------------------------------------------------- copies
-@pytest.mark.parametrize("moment", ["after forward", "after a step"])
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+@pytest.mark.parametrize(
+    ("how", "moment"),
+    [("deepcopy", "after forward"), ("pickle", "after a step"), ("torch.save", "after a step")],
+)
 def test_a_copy_of_an_attached_model_trains_without_offload(
     disk: Path, how: str, moment: str
 ) -> None:
@@ -341,11 +376,10 @@ def test_a_copy_of_an_attached_model_trains_without_offload(
 
 
 def test_a_copy_outlives_the_engine_and_the_model(disk: Path) -> None:
-    model = small_model()
     with activations_only(disk) as engine:
+        model, plain = small_model(), small_model()
         engine.attach(model)
         twin = copy.deepcopy(model)
-    plain = small_model()
     for net in (twin, plain):
         net(torch.ones(4, 8)).sum().backward()
     assert_same_bits(gradients(twin), gradients(plain))
@@ -371,7 +405,6 @@ IMPORT_ALL = """
 import importlib, pkgutil, sys
 import torch
 from torch import nn
-before = set(sys.modules)
 import offload_strategy
 failed = []
 for module in pkgutil.walk_packages(offload_strategy.__path__, "offload_strategy."):

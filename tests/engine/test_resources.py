@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload_strategy import OffloadConfig, OffloadEngine
+from offload_strategy import OffloadEngine
 from offload_strategy.errors import ConfigError
 from offload_strategy.io.queues.path_lock import PathLock
 from offload_strategy.store.tiers import HostTier, PathTier
@@ -127,51 +127,6 @@ def test_one_capacity_for_all_paths_of_a_tier(places: list[Path]) -> None:
         OffloadEngine(config(ssd("nvme", places, capacity="1000000GiB")))
 
 
-def test_capacities_on_one_file_system_are_added_up(places: list[Path]) -> None:
-    import shutil
-
-    most = shutil.disk_usage(places[0]).free * 2 // 3
-    tiers = [ssd(place.name, place, capacity=most) for place in places[:2]]
-    with pytest.raises(ConfigError, match="nvme0"):
-        OffloadEngine(config(*tiers))
-
-
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ([], "the list is empty"),
-        (["/tmp", "/tmp"], "'/tmp' is named twice"),
-        (["/tmp", 3], "must be the path of a directory, or a list of them"),
-        (["/tmp", "/does/not/exist"], "there is no directory '/does/not/exist'"),
-    ],
-)
-def test_a_wrong_list_of_paths_is_refused(path: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        OffloadEngine(
-            OffloadConfig.load(
-                {"tiers": [{"name": "nvme", "kind": "ssd", "path": path}]},
-            )
-        )
-
-
-def test_a_list_of_paths_survives_yaml(places: list[Path], tmp_path: Path) -> None:
-    made = OffloadConfig.load(config(ssd("nvme", places)))
-    file = tmp_path / "config.yaml"
-    file.write_text(made.to_yaml())
-    assert OffloadConfig.load(str(file)) == made
-    assert made.tiers[0].paths == places
-
-
-def test_a_trace_of_a_run(places: list[Path], tmp_path: Path) -> None:
-    with OffloadEngine(config(ssd("nvme", places[0]))) as engine:
-        train(engine)
-        engine.export_trace(tmp_path / "trace.json")
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert any(
-        event["ph"] == "X" and event["args"].get("client") == "optimizer" for event in events
-    )
-
-
 def test_a_checksum_without_its_package_says_what_to_install(
     places: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,12 +135,19 @@ def test_a_checksum_without_its_package_says_what_to_install(
         OffloadEngine(config(ssd("nvme", places[0]), io={"checksum": True}))
 
 
-def test_turns_end_with_the_engine(places: list[Path]) -> None:
+def test_a_trace_is_of_the_run_and_path_locks_end_with_the_engine(
+    places: list[Path], tmp_path: Path
+) -> None:
     with OffloadEngine(config(ssd("nvme", places[0]))) as engine:
         train(engine)
-        assert open_below(places[0]), "the file, and the directory that turns are taken on"
+        assert open_below(places[0]), "the file, and the directory that is locked"
+        engine.export_trace(tmp_path / "trace.json")
     assert open_below(places[0]) == []
     late = PathLock(places[0])
     late.acquire()
     late.release()
     late.close()
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert any(
+        event["ph"] == "X" and event["args"].get("client") == "optimizer" for event in events
+    )

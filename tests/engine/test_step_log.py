@@ -20,6 +20,8 @@ from offload_strategy.io.bandwidth.history import CACHE_VARIABLE, MeasuredRate, 
 from offload_strategy.io.bandwidth.measured_paths import MeasuredPaths
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.plan_runtime.predicted_and_measured import PredictionComparison
+from offload_strategy.plan_runtime.profile import Profile
+from offload_strategy.plan_runtime.replay import replay
 from offload_strategy.telemetry import Direction
 from offload_strategy.units import MiB
 from tests.training import settings
@@ -38,7 +40,7 @@ def engine_on(*directories: Path, **sections: Any) -> OffloadEngine:
     config = settings(directories[0], **sections)
     if len(directories) > 1:
         config["tiers"][0]["path"] = [str(directory) for directory in directories]
-    config["optimizer"] = {"subgroup_size": 64 * 64, **config["optimizer"]}
+    config["optimizer"]["subgroup_size"] = 64 * 64
     config["io"] = {"threads": 1, "block_size": "64KiB"}
     return OffloadEngine(config)
 
@@ -151,6 +153,38 @@ def test_nothing_of_the_engine_stays_on_the_users_optimizer(disk: Path) -> None:
     del engine
     gc.collect()
     assert log() is None
+
+
+# ---------------------------------------------------------------------- the profile of a step
+@pytest.mark.parametrize("overlap", ["commit", "eager", "off", None])
+def test_updates_are_part_of_a_profile(disk: Path, tmp_path: Path, overlap: str | None) -> None:
+    options = {"enabled": False} if overlap is None else {"overlap": overlap}
+    with engine_on(disk, optimizer=options) as engine:
+        train(engine, steps=3)
+        engine._resources.store.wait_for_writes()
+        profile = engine.profile()
+        states_bytes = engine.metrics()["offload/tier/nvme/used_bytes"]
+    assert [tensor.nbytes for tensor in profile.tensors if tensor.nbytes >= 512 * 64 * 4]
+    assert 0 < profile.forward_seconds < profile.step_seconds
+    assert profile.shared_cores
+    profile.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == profile
+    moving = [update for update in profile.updates if update.written_bytes]
+    # What was computed ahead is made visible in step(), which moves nothing.
+    assert len(profile.updates) == {"commit": 8, None: 0}.get(overlap, 4)
+    assert len(moving) == (0 if overlap is None else 4), "one for each layer"
+    assert sum(update.read_bytes for update in moving) == states_bytes
+    assert sum(update.written_bytes for update in moving) == states_bytes
+    assert all(update.seconds > 0 for update in profile.updates)
+    ready = [update.ready_at for update in profile.updates]
+    assert ready == sorted(ready)
+    first = max(tensor.uses[-1] for tensor in profile.tensors)
+    assert min(ready, default=first) >= (profile.forward_seconds if overlap != "off" else first)
+    found = replay(profile)
+    parts = profile.step_seconds + sum(update.seconds for update in profile.updates)
+    assert found.step_seconds >= parts - 1e-6
+    written = found.lanes["tiers write"].nbytes if moving else 0
+    assert written == states_bytes
 
 
 # ---------------------------------------------------------------------- from run to run

@@ -14,12 +14,6 @@ from offload_strategy.plan_runtime.step_usage import MemoryCurve
 from tests.plan_runtime.profiles import random_step, stack
 
 
-def test_what_fits_moves_nothing() -> None:
-    plan = plan_lifetimes(stack(4), 400)
-    assert plan.fits
-    assert plan.moves == ()
-
-
 def test_what_lies_longest_leaves_first_and_no_more_than_needed() -> None:
     plan = plan_lifetimes(stack(8), 600)
     assert plan.fits
@@ -60,9 +54,11 @@ def test_what_cannot_be_hidden_is_said_to_be_waited_for() -> None:
     assert "waited for" in str(plan)
 
 
-def test_a_limit_below_what_never_leaves_does_not_fit() -> None:
-    plan = plan_lifetimes(stack(4, other_bytes=1000), 900)
-    assert not plan.fits
+def test_what_fits_moves_nothing_and_what_never_leaves_may_not_fit() -> None:
+    plan = plan_lifetimes(stack(4), 400)
+    assert plan.fits
+    assert plan.moves == ()
+    assert not plan_lifetimes(stack(4, other_bytes=1000), 900).fits
 
 
 def test_two_paths_take_what_one_of_the_same_sum_takes() -> None:

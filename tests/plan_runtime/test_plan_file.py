@@ -41,12 +41,7 @@ def test_a_file_says_of_every_tensor_what_is_to_become_of_it(
     lines = file.read_text().splitlines()
     assert sum('"name": "layer' in line for line in lines) == 8, "a line for each"
     assert json.loads(file.read_text())["limit"] == 500 * MB
-
-
-def test_it_may_be_changed_by_hand(profile: Profile, tmp_path: Path) -> None:
-    file = tmp_path / "plan.json"
-    save_plan(plan_lifetimes(profile, 500 * MB), profile, file)
-    file.write_text(file.read_text().replace("leaves", "stays"))
+    file.write_text(file.read_text().replace("leaves", "stays"))  # changed by hand
     assert not any(item.leaves for item in load_plan(file).items)
 
 

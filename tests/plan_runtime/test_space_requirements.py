@@ -86,20 +86,22 @@ def forecast(**options: Any) -> HostMemoryPrediction:
     )
 
 
-def test_the_largest_run_of_neighbouring_blocks_is_in_memory() -> None:
-    for count, expected in ((2, 200), (1, 100), (3, 280), (9, 340)):
+def test_parts_of_the_peak() -> None:
+    for count, expected in ((2, 200), (1, 100), (3, 280), (9, 340)):  # neighbouring blocks
         assert forecast(blocks_in_flight=count).weights == expected * MiB
-
-
-def test_states_of_what_is_updated_and_of_what_is_next() -> None:
+    # States of what is updated and of what is next.
     assert forecast().states == 2 * (50 + 16) * MiB
     assert forecast(overlap="off").states == 2 * 3 * 16 * MiB
-
-
-def test_new_weights_wait_for_step_only_with_commit() -> None:
+    # New weights wait for step() only with commit.
     assert forecast().waiting == 0
     assert forecast(overlap="commit").waiting == 340 * MiB
     assert forecast(overlap="commit", pinned=400 * MiB).waiting == 200 * MiB
+    # Narrow states are computed in wide copies.
+    narrow = forecast(states_share=1.0, upcast_share=2.0)
+    assert narrow.computing - forecast().computing == 2 * 16 * MiB
+    text = str(forecast(pinned=256 * MiB))
+    assert "| weights of blocks in flight | 200 MiB |" in text
+    assert "| buffers beyond memory.pinned | -" in text
 
 
 @pytest.mark.parametrize("overlap", ["eager", "commit", "off"])
@@ -109,17 +111,6 @@ def test_buffers_are_within_what_is_allowed(overlap: str, pinned: int) -> None:
     buffers = found.peak_bytes - found.process - found.computing
     assert buffers <= pinned
     assert (found.beyond > 0) == (buffers == pinned)
-
-
-def test_narrow_states_are_computed_in_wide_copies() -> None:
-    narrow = forecast(states_share=1.0, upcast_share=2.0)
-    assert narrow.computing - forecast().computing == 2 * 16 * MiB
-
-
-def test_it_is_printed_as_a_table() -> None:
-    text = str(forecast(pinned=256 * MiB))
-    assert "| weights of blocks in flight | 200 MiB |" in text
-    assert "| buffers beyond memory.pinned | -" in text
 
 
 class Chain(nn.Module):
