@@ -19,9 +19,9 @@ from offload_strategy.config.schema import (
     OptimizerConfig,
     ParametersConfig,
     PlanningConfig,
-    TierConfig,
 )
 from offload_strategy.config.sources import ACCELERATE_SECTION, CONFIG_VARIABLE, presets
+from offload_strategy.config.tier_config import TierConfig
 
 __all__ = [
     "ACCELERATE_SECTION",

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 import yaml
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Field,
     ValidationError,
     ValidationInfo,
@@ -19,9 +18,10 @@ from pydantic import (
     model_validator,
 )
 
-from offload_strategy.config.directories import default_directory, expand_path
+from offload_strategy.config.directories import default_directory
 from offload_strategy.config.messages import describe
 from offload_strategy.config.sources import read
+from offload_strategy.config.tier_config import Section, TierConfig
 from offload_strategy.config.value_types import (
     AutoOrBool,
     AutoOrCount,
@@ -49,20 +49,7 @@ _TierNames = Annotated[
 ]
 
 
-_NOT_FOR_MEMORY = {
-    "path": "cannot have a path",
-    "endurance_tbw": "does not wear out",
-    "shared": "no other machine uses",
-    "overwrite": "carries nothing",
-}
-
-
-class _Section(BaseModel):
-    # use_attribute_docstrings: the text under a field is its description in the JSON schema too.
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-class _Client(_Section):
+class _Client(Section):
     @field_validator("tiers", check_fields=False)
     @classmethod
     def _some_tier(cls, tiers: list[str] | None) -> list[str] | None:
@@ -73,79 +60,6 @@ class _Client(_Section):
         if tiers is not None and len(set(tiers)) < len(tiers):
             raise ValueError(f"a tier is named twice in {tiers}")
         return tiers
-
-
-class TierConfig(_Section):
-    """One place for offloaded tensors. Tiers are listed fastest first."""
-
-    name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")
-    """Name of the tier, used in the sections below and in metric keys."""
-    kind: Literal["device", "dram", "ssd"]
-    """'device' is memory of the device that trains, for optimizer states that need not move, 'dram'
-    host memory, 'ssd' a directory on any disk or file system, or a block device."""
-    path: Path | list[Path] | None = None
-    """Directory or raw block device of an ssd tier, or a list of them that works as one tier:
-    tensors are distributed in proportion to bandwidth. '~' and '$VARIABLES' are expanded. Tiers of
-    memory have no path. A block device belongs to one process: use $LOCAL_RANK in its name."""
-    capacity: PositiveSize | None = None
-    """Maximum bytes on all paths together and for all processes of a job on a machine together.
-    Required for device and dram tiers; for an ssd tier null means the free space of the file
-    systems. With optimizer.overlap: commit, new states occupy the tier before the old ones are
-    freed, so half of a device tier holds states."""
-    endurance_tbw: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Rated endurance in terabytes written (10^12 bytes), for the drive's projected lifetime."""
-    endurance_share: float = Field(default=0.05, gt=0, le=1)
-    """Share of the rated endurance after which a run warns about what it has written."""
-    shared: bool = False
-    """Whether other machines use the directories too (a parallel or network file system). Each
-    process then uses its own subdirectory, named after its host and rank."""
-    overwrite: bool = False
-    """Whether a block device is used even though it carries a file system or other data, which is
-    then lost. A mounted device is always refused."""
-
-    @field_validator("path", mode="before")
-    @classmethod
-    def _expand(cls, path: Any) -> Any:
-        if path is None:
-            return None
-        paths = []
-        for one in path if isinstance(path, list | tuple) else [path]:
-            if not isinstance(one, str | os.PathLike):
-                raise ValueError("must be the path of a directory, or a list of them")
-            paths.append(expand_path(os.fspath(one)))
-            if paths.count(paths[-1]) > 1:
-                raise ValueError(f"{paths[-1]!r} is named twice")
-        if not paths:
-            raise ValueError("the list is empty: name at least one directory")
-        return paths if isinstance(path, list | tuple) else paths[0]
-
-    @property
-    def paths(self) -> list[Path]:
-        """The directories of an ssd tier; none for tiers of memory."""
-        if self.path is None:
-            return []
-        return self.path if isinstance(self.path, list) else [self.path]
-
-    @model_validator(mode="after")
-    def _belongs_together(self) -> Self:
-        if self.kind == "ssd" and self.path is None:
-            raise ValueError(
-                f"tier {self.name!r} (kind: ssd) needs a path, such as path: /mnt/nvme0"
-            )
-        if self.kind != "ssd":
-            memory = "host memory" if self.kind == "dram" else "memory of the device"
-            for key, reason in _NOT_FOR_MEMORY.items():
-                if getattr(self, key):
-                    raise ValueError(
-                        f"tier {self.name!r} is {memory} (kind: {self.kind}), which {reason}: "
-                        f"remove {key}, or set kind: ssd"
-                    )
-            if self.capacity is None:
-                raise ValueError(
-                    f"tier {self.name!r} (kind: {self.kind}) needs a capacity, such as "
-                    f"capacity: 16GiB"
-                )
-        return self
 
 
 class ActivationsConfig(_Client):
@@ -223,7 +137,7 @@ class ParametersConfig(_Client):
     """Bytes below which a parameter (a norm, a bias) stays in memory."""
 
 
-class IOConfig(_Section):
+class IOConfig(Section):
     """How bytes reach a path."""
 
     backend: Literal["auto", "posix", "kvikio", "deepnvme"] = "auto"
@@ -261,14 +175,14 @@ class IOConfig(_Section):
         return min(self.threads, max(2, cores))
 
 
-class MemoryConfig(_Section):
+class MemoryConfig(Section):
     """Host memory that the package takes for its own buffers."""
 
     pinned: PositiveSize = 4 * GiB
     """Maximum bytes of staging buffers, pinned if there is a device. Dram tiers come on top."""
 
 
-class PlanningConfig(_Section):
+class PlanningConfig(Section):
     """Planning, in the first steps, which saved tensors are offloaded and when."""
 
     device_memory: Annotated[AutoOrSize | None, Field()] = None
@@ -287,7 +201,7 @@ class PlanningConfig(_Section):
     each saved tensor within device_memory; null means to make a plan."""
 
 
-class OffloadConfig(_Section):
+class OffloadConfig(Section):
     """The whole configuration. Every section is optional."""
 
     tiers: list[TierConfig] = Field(
