@@ -32,6 +32,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import wraps
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from offload_strategy.errors import ConfigError
@@ -42,8 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["follow_schedule"]
 
 #: Methods of a stage that process one micro-batch; the first argument is its index.
-_FORWARD = "forward_one_chunk"
-_BACKWARDS = ("backward_one_chunk", "backward_weight_one_chunk")
+_METHODS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 
 
 def follow_schedule(engine: OffloadEngine, schedule: Any) -> None:
@@ -68,14 +68,17 @@ def follow_schedule(engine: OffloadEngine, schedule: Any) -> None:
         )
     if engine.config.optimizer.enabled and engine.config.optimizer.overlap == "eager":
         _check_one_stage_each(engine, stages)
-    for stage in stages:
-        _follow_stage(weakref.ref(engine), stage)
+    for stage, name in product(stages, _METHODS):
+        method = getattr(stage, name)
+        # Replace the wrapper of an earlier engine.
+        original = getattr(method, "__wrapped__", method)
+        setattr(stage, name, _announced(weakref.ref(engine), original))
 
 
 def _stages_of(schedule: Any) -> list[Any]:
     single = getattr(schedule, "_stage", None)
     stages = getattr(schedule, "_stages", None) if single is None else [single]
-    if not stages or not all(hasattr(stage, name) for stage in stages for name in _names()):
+    if not stages or not all(hasattr(stage, name) for stage in stages for name in _METHODS):
         raise ConfigError(
             f"follow_schedule: expected a schedule of torch.distributed.pipelining, such as "
             f"Schedule1F1B(stage, ...), got {type(schedule).__name__}."
@@ -96,17 +99,6 @@ def _check_one_stage_each(engine: OffloadEngine, stages: list[Any]) -> None:
                 f"optimizer.overlap: eager needs one last backward before each step(). Make an "
                 f"optimizer for each stage, or set optimizer.overlap: commit."
             )
-
-
-def _names() -> tuple[str, ...]:
-    return (_FORWARD, *_BACKWARDS)
-
-
-def _follow_stage(engine: weakref.ref[OffloadEngine], stage: Any) -> None:
-    for name in _names():
-        method = getattr(stage, name)
-        # Replace the wrapper of an earlier engine.
-        setattr(stage, name, _announced(engine, getattr(method, "__wrapped__", method)))
 
 
 def _announced(

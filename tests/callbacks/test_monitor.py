@@ -15,7 +15,6 @@ import torch
 from offload_strategy import ConfigError, OffloadEngine
 from offload_strategy.callbacks import OffloadMonitor
 from tests.integrations.lightning_runs import assert_same, batches, fit, make_module, make_trainer
-from tests.integrations.support import python, succeeded
 
 KEYS = [
     f"offload/{client}/{key}"
@@ -141,21 +140,6 @@ def test_training_is_identical_with_the_monitor(pl: Any, tmp_path: Path) -> None
     )
     plain = fit(pl, tmp_path, "auto", validate=True, max_steps=12)
     assert_same(watched, plain)
-
-
-def test_it_is_a_callback_of_the_install_in_use_and_may_be_given_alone(
-    family: str, tmp_path: Path
-) -> None:
-    code = f"""
-import {family} as pl
-from offload_strategy.callbacks import MicroBatchHints, OffloadMonitor
-for callback in (OffloadMonitor(), MicroBatchHints()):
-    assert callback in pl.Trainer(callbacks=callback, logger=False).callbacks
-import sys
-print([other for other in ("lightning.pytorch", "pytorch_lightning") if other in sys.modules])
-"""
-    lines = succeeded(python("-c", code, home=tmp_path)).splitlines()
-    assert lines[-1] == f"['{family}']"
 
 
 def test_a_trainer_without_an_engine_is_refused_at_setup(pl: Any, tmp_path: Path) -> None:

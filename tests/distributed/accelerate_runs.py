@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader, TensorDataset
 
 from offload_strategy.integrations.accelerate.plugin import SSDOffloadPlugin, session_of
-from tests.distributed.data_parallel_runs import Net, config, same
+from tests.distributed.data_parallel_runs import Net, config, different
 from tests.distributed.sharded_runs import whole
 
 
@@ -104,28 +104,33 @@ def loop(
     return found
 
 
+def all_runs(rank: int, directory: Path) -> list[list[dict[str, Any]]]:
+    """What a rank of `test_accelerate_processes` does."""
+    return [against_plain(rank, directory, sharded) for sharded in (False, True)]
+
+
 def against_plain(rank: int, directory: Path, sharded: bool) -> list[dict[str, Any]]:
     """Plain and offloaded loops, whole and resumed from the other's checkpoint."""
     shared = directory / "checkpoints"
     found = []
     plain = loop(shared / "plain", None, sharded=sharded)
     for overlap, name, resume in (
-        ("off", "ours", False), ("commit", "ours", False),
-        ("commit", "ours", True), ("commit", "plain", True),
-    ):  # fmt: skip
+        ("commit", "ours", False),
+        ("off", "ours", True),
+        ("commit", "plain", True),
+    ):
         plugin = SSDOffloadPlugin(config(directory, overlap))
         ours = loop(shared / name, plugin, resume, sharded)
-        keys = ("losses", "weights", "states")
         found.append(
             {
                 "case": [overlap, name, resume],
-                "differs": [key for key in keys if not same(plain[key], ours[key])],
+                "differs": different(plain, ours),
                 "optimizer": ours["metrics"]["offload/optimizer/written_bytes"],
                 "activations": ours["metrics"]["offload/activations/written_bytes"],
             }
         )
     resumed = loop(shared / "ours", None, resume=True, sharded=sharded)
-    differs = [key for key in ("losses", "weights") if not same(plain[key], resumed[key])]
+    differs = [each for each in different(plain, resumed) if each != "states"]
     found.append({"case": ["plain of ours"], "differs": differs, "optimizer": 1, "activations": 1})
     PartialState().wait_for_everyone()
     if rank == 0:

@@ -1,38 +1,36 @@
-"""Data-parallel training of which rank 2 comes to an end: `doomed.py TIER NOTES HOW...`.
+"""What `test_deaths` runs: data-parallel training of which a rank comes to an end.
 
-As a rank of torchrun, or else by itself: then it forks ranks for each HOW, which no launcher looks
-after, and says with which statuses they ended. HOW is "backward" or "step", in the middle of which
-the rank is killed, or "error", which an update of its own raises.
+HOW is "backward" or "step", in the middle of which the rank is killed, or "error", which an update
+of its own raises.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # which DistributedDataParallel imports: before the ranks are forked
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from offload_strategy import OffloadEngine
 from tests.distributed.data_parallel_runs import Net, config
 
-RANKS = 4
+RANKS = 3
 VICTIM = 2
 
 
-def train(how: str, tier: Path, notes: Path, rank: int) -> None:
+def train(how: str, tier: Path, notes: Path) -> None:
     """Train until rank 2 is gone; a loop that goes on says so."""
-    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
     (notes / f"process-{rank}").write_text(str(os.getpid()))
     init = None if "MASTER_PORT" in os.environ else f"file://{notes}/store"
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=RANKS)
@@ -72,7 +70,7 @@ def train(how: str, tier: Path, notes: Path, rank: int) -> None:
             (notes / f"moved-{rank}").write_text(
                 str(engine.metrics()["offload/optimizer/written_bytes"])
             )
-    print("trained to the end")
+    (notes / "to-the-end").touch()
 
 
 def fork(how: str, tier: Path, notes: Path) -> dict[int, int]:
@@ -86,31 +84,53 @@ def fork(how: str, tier: Path, notes: Path) -> dict[int, int]:
             output = os.open(notes / f"output-{rank}", os.O_CREAT | os.O_WRONLY)
             os.dup2(output, 1)
             os.dup2(output, 2)
-            train(how, tier, notes, rank)
+            train(how, tier, notes)
             sys.exit()
         ranks[process] = rank
     return ranks
 
 
-def main() -> None:
-    """Be a rank, or have several."""
-    tier, notes, kinds = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
-    if "RANK" in os.environ:
-        train(kinds[0], tier, notes, int(os.environ["RANK"]))
-        return
+def by_themselves(
+    rank: int, directory: Path, tier: str, ways: list[str]
+) -> dict[str, dict[int, list[float]]]:
+    """Ranks that no launcher looks after; their exit statuses, and the seconds until then."""
     ranks = {
         process: (how, rank)
-        for how in kinds
-        for process, rank in fork(how, tier, notes / how).items()
+        for how in ways
+        for process, rank in fork(how, Path(tier), directory / how).items()
     }
-    found: dict[str, dict[int, list[float]]] = {how: {} for how in kinds}
+    found: dict[str, dict[int, list[float]]] = {how: {} for how in ways}
     while ranks:
         process, status = os.wait()
         how, rank = ranks.pop(process)
-        after = time.time() - float((notes / how / "died").read_text())
+        after = time.time() - float((directory / how / "died").read_text())
         found[how][rank] = [os.waitstatus_to_exitcode(status), after]
-    print(json.dumps(found))
+    return found
 
 
-if __name__ == "__main__":
-    main()
+def launch(size: int, restarts: int, function: Callable[..., None], *arguments: Any) -> None:
+    """As torchrun does, but with ranks that are forked."""
+    # From the launcher's own store ranks that are started again may read where the old ones
+    # listened (torch 2.13, with or without offload).
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    launched = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=size,
+        run_id="here",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=restarts,
+        monitor_interval=0.1,
+        start_method="fork",
+    )
+    elastic_launch(launched, function)(*arguments)
+
+
+def by_the_launcher(rank: int, directory: Path, tier: str) -> list[Any]:
+    """What torchrun says of ranks of which one is killed, and how long after."""
+    try:
+        launch(RANKS, 0, train, "step", Path(tier), directory)
+    except ChildFailedError as error:
+        return [str(error), time.time() - float((directory / "died").read_text())]
+    return ["they ended well", 0.0]

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from offload_strategy import OffloadEngine
-from tests.distributed.data_parallel_runs import config, same
+from tests.distributed.data_parallel_runs import config, different
 
 WIDTH = 64
 
@@ -63,17 +63,20 @@ def train(rank: int, engine: OffloadEngine | None, ends: bool, **ddp: Any) -> di
     }
 
 
-def against_plain(rank: int, directory: Path) -> list[list[Any]]:
-    """Every overlap, with and without layers around the blocks, and with a static graph."""
+def against_plain(rank: int, directory: Path) -> list[dict[str, Any]]:
+    """With and without layers around the blocks, and with options of DistributedDataParallel."""
     found = []
-    for ends in (True, False):
-        for ddp in ({}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
-            plain = train(rank, None, ends, **ddp)
-            for overlap in ("commit", "eager", "off"):
-                with OffloadEngine(config(directory, overlap)) as engine:
-                    ours = train(rank, engine, ends, **ddp)
-                    moved = engine.metrics()["offload/optimizer/written_bytes"]
-                differs = [key for key in plain if not same(plain[key], ours[key])]
-                found.append([ends, ddp, overlap, differs, moved])
-                del ours
+    for ends, ddp, overlaps in (
+        (True, {}, ("commit", "eager", "off")),
+        (False, {"static_graph": True}, ("commit",)),
+        (False, {"gradient_as_bucket_view": True}, ("eager",)),
+    ):
+        plain = train(rank, None, ends, **ddp)
+        for overlap in overlaps:
+            with OffloadEngine(config(directory, overlap)) as engine:
+                ours = train(rank, engine, ends, **ddp)
+                moved = engine.metrics()["offload/optimizer/written_bytes"]
+            case = [ends, ddp, overlap]
+            found.append({"case": case, "differs": different(plain, ours), "optimizer": moved})
+            del ours
     return found

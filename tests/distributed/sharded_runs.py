@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from offload_strategy import ConfigError, OffloadEngine
-from tests.distributed.data_parallel_runs import STEPS, Net, config, same
+from tests.distributed.data_parallel_runs import STEPS, Net, config, different
 
 
 def whole(value: Any) -> Any:
@@ -125,78 +127,72 @@ def train(
         "states": whole(state_dict),
         "full": full,
         "kinds": kinds,
-        "metrics": {} if engine is None else engine.metrics(),
     }
 
 
-KEYS = ("losses", "norms", "weights", "states", "full", "kinds")
+#: What is trained, and the overlaps with which.
+CASES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({}, ("commit", "eager", "off")),
+    ({"accumulation": 3}, ("eager",)),
+    ({"accumulation": 3, "clip": 0.5, "low": True}, ("commit",)),
+    ({"optimizer": "SGD"}, ("commit",)),
+    ({"options": {"fused": True}}, ("off",)),
+    ({"options": {"foreach": True, "amsgrad": True}}, ("commit",)),
+]
+
+
+def compared(
+    directory: Path, case: Any, overlap: str, plain: dict[str, Any], run: Callable[..., Any]
+) -> dict[str, Any]:
+    """What a run with offload found, beside a plain one."""
+    with OffloadEngine(config(directory, overlap)) as engine:
+        ours = run(engine)
+        metrics = engine.metrics()
+    return {
+        "case": [str(case), overlap],
+        "differs": different(plain, ours),
+        "ahead": metrics["offload/optimizer/speculated_steps"],
+        "optimizer": metrics["offload/optimizer/written_bytes"],
+        "activations": metrics["offload/activations/written_bytes"],
+        **{key: ours[key] for key in ("kinds", "sharded", "losses") if key in ours},
+    }
 
 
 def against_plain(rank: int, directory: Path) -> list[dict[str, Any]]:
     """Every overlap beside plain FSDP2."""
     found = []
-    cases: list[dict[str, Any]] = [
-        {},
-        {"accumulation": 3},
-        {"clip": 0.5},
-        {"accumulation": 3, "clip": 0.5, "low": True},
-        {"optimizer": "SGD"},
-        {"options": {"fused": True}},
-        {"options": {"foreach": True, "amsgrad": True}},
-    ]
-    for case in cases:
-        plain = train(rank, None, **case)
-        for overlap in ("commit", "eager", "off"):
-            if overlap == "eager" and "clip" in case:
-                continue
-            with OffloadEngine(config(directory, overlap)) as engine:
-                ours = train(rank, engine, **case)
-            found.append(
-                {
-                    "case": [str(case), overlap],
-                    "differs": [key for key in KEYS if not same(plain[key], ours[key])],
-                    "kinds": ours["kinds"],
-                    "ahead": ours["metrics"]["offload/optimizer/speculated_steps"],
-                    "optimizer": ours["metrics"]["offload/optimizer/written_bytes"],
-                    "activations": ours["metrics"]["offload/activations/written_bytes"],
-                }
-            )
+    for case, overlaps in CASES:
+        run = partial(train, rank, **case)
+        plain = run(None)
+        found += [compared(directory, case, overlap, plain, run) for overlap in overlaps]
     return found
 
 
-def first_half(rank: int, directory: Path) -> list[dict[str, Any]]:
+def two_ranks(rank: int, directory: Path) -> dict[str, Any]:
+    """All that a rank of two does."""
+    return {
+        "against plain": against_plain(rank, directory),
+        "first half": first_half(rank, directory),
+        "tensor parallel": tensor_parallel(rank, directory),
+        "refusals": refusals(rank, directory),
+    }
+
+
+def first_half(rank: int, directory: Path) -> None:
     """Train half of the steps and save, without offload and with it."""
     train(rank, None, steps=STEPS // 2, save_to=directory / "checkpoint-None")
     with OffloadEngine(config(directory, "commit")) as engine:
         train(rank, engine, steps=STEPS // 2, save_to=directory / "checkpoint-commit")
-    return []
 
 
-def second_half(rank: int, directory: Path, source: Path) -> list[dict[str, Any]]:
+def second_half(rank: int, directory: Path, source: str) -> list[dict[str, Any]]:
     """Load what any number of ranks saved, with and without offload; train the other half."""
     half = STEPS // 2
     found = []
     for saved in (None, "commit"):
-        plain = train(
-            rank, None, steps=half, first=half, checkpoint=Path(source) / f"checkpoint-{saved}"
-        )
-        for overlap in ("commit", "off"):
-            with OffloadEngine(config(directory, overlap)) as engine:
-                ours = train(
-                    rank,
-                    engine,
-                    steps=half,
-                    first=half,
-                    checkpoint=Path(source) / f"checkpoint-{saved}",
-                )
-            found.append(
-                {
-                    "case": [saved, overlap],
-                    "differs": [key for key in KEYS if not same(plain[key], ours[key])],
-                    "losses": plain["losses"],
-                    "optimizer": ours["metrics"]["offload/optimizer/written_bytes"],
-                }
-            )
+        checkpoint = Path(source) / f"checkpoint-{saved}"
+        run = partial(train, rank, steps=half, first=half, checkpoint=checkpoint)
+        found.append(compared(directory, saved, "commit", run(None), run))
     return found
 
 
@@ -226,44 +222,17 @@ def tensor_parallel(rank: int, directory: Path) -> list[dict[str, Any]]:
             "weights": whole(net.state_dict()),
             "states": whole(used.state_dict()),
             "sharded": sum(isinstance(p, DTensor) for p in net.parameters()),
-            "metrics": {} if engine is None else engine.metrics(),
         }
 
-    plain, found = run(None), []
-    for overlap in ("commit", "eager", "off"):
-        with OffloadEngine(config(directory, overlap)) as engine:
-            ours = run(engine)
-        keys = ("losses", "weights", "states", "sharded")
-        found.append(
-            {
-                "case": overlap,
-                "differs": [key for key in keys if not same(plain[key], ours[key])],
-                "sharded": ours["sharded"],
-                "optimizer": ours["metrics"]["offload/optimizer/written_bytes"],
-                "activations": ours["metrics"]["offload/activations/written_bytes"],
-            }
-        )
-    return found
+    plain = run(None)
+    return [
+        compared(directory, "tensor parallel", overlap, plain, run)
+        for overlap in ("commit", "eager")
+    ]
 
 
 def refusals(rank: int, directory: Path) -> list[str]:
     """What is refused of sharded models, before any step."""
-    messages = []
-    torch.manual_seed(0)
-    net = Net()
-    fully_shard(
-        net, mesh=init_device_mesh("cpu", (2,)), offload_policy=CPUOffloadPolicy(pin_memory=False)
-    )
-    optimizer = torch.optim.AdamW(net.parameters())
-    with OffloadEngine(config(directory, "commit")) as engine, pytest.raises(ConfigError) as info:
-        engine.attach(net, optimizer)
-    messages.append(str(info.value))
-
-    net, parameters = build()
-    settings = {**config(directory, "commit"), "parameters": {"enabled": True}}
-    with OffloadEngine(settings) as engine, pytest.raises(ConfigError) as info:
-        engine.attach(net, torch.optim.AdamW(parameters))
-    messages.append(str(info.value))
 
     class Centred(torch.optim.SGD):
         """Looks at all elements of a gradient together."""
@@ -274,7 +243,17 @@ def refusals(rank: int, directory: Path) -> list[str]:
                     if parameter.grad is not None:
                         parameter.data -= 0.1 * (parameter.grad - parameter.grad.mean())
 
-    with OffloadEngine(config(directory, "commit")) as engine, pytest.raises(ConfigError) as info:
-        engine.attach(net, Centred(parameters, lr=0.1))
-    messages.append(str(info.value))
+    torch.manual_seed(0)
+    offloaded, mesh = Net(), init_device_mesh("cpu", (2,))
+    fully_shard(offloaded, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    messages = []
+    for net, optimizer, sections in (
+        (offloaded, torch.optim.AdamW, {}),
+        (build()[0], torch.optim.AdamW, {"parameters": {"enabled": True}}),
+        (build()[0], Centred, {}),
+    ):
+        settings = {**config(directory, "commit"), **sections}
+        with OffloadEngine(settings) as engine, pytest.raises(ConfigError) as info:
+            engine.attach(net, optimizer(net.parameters(), lr=0.1))
+        messages.append(str(info.value))
     return messages

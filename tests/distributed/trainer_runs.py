@@ -90,6 +90,8 @@ def compared(rank: int, directory: Path) -> list[dict[str, Any]]:
         checkpoints = {key: folder / f"checkpoint-{SAVED}" for key, folder in folders.items()}
         plain = train(directory, lora, False, None, folders[False])
         runs = [(True, None)] + [(offload, saved) for offload in (True, False) for saved in folders]
+        if lora:
+            runs = [(True, None), (True, True)]
         for offload, saved in runs:
             source = None if saved is None else checkpoints[saved]
             target = folders[True] if saved is None else directory / "again"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -12,8 +14,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from offload_strategy.integrations.accelerate.launch import environment_for
 from tests.distributed.ranks import run_ranks
-from tests.integrations.support import environment, python, succeeded
+from tests.integrations.accelerate_runs import forget_accelerator
+from tests.integrations.support import environment
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLES = ROOT / "examples"
@@ -51,14 +55,29 @@ def assert_moved(metrics: dict[str, float]) -> None:
 # ---------------------------------------------------------------------- Lightning, the main job
 
 
+def main_job(rank: int, directory: Path) -> str:
+    """The main job by path, in a process of `run_ranks`; what it compares with has its own."""
+    home = directory / "home"
+    home.mkdir()
+    os.chdir(home)
+    os.environ.update(environment(home))
+    script = EXAMPLES / "lightning_gpt.py"
+    config = f"--config={json.dumps(OFFLOAD_ALL)}"
+    sys.argv = [str(script), *SMALL, config, "--json=figures.json"]
+    sys.path.insert(0, str(EXAMPLES))
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        runpy.run_path(str(script), run_name="__main__")
+    return output.getvalue()
+
+
 # One test for what one process did: pytest-xdist would run it again for others.
 def test_the_main_job_says_where_tensors_go_and_how_it_went(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
-    config = f"--config={json.dumps(OFFLOAD_ALL)}"
-    script = str(EXAMPLES / "lightning_gpt.py")
-    printed = succeeded(python(script, *SMALL, config, "--json=figures.json", home=tmp_path))
-    figures = json.loads((tmp_path / "figures.json").read_text())
-    assert f"tensors go to {tmp_path};" in printed
+    where = "tests.examples.test_examples:main_job"
+    (printed,) = run_ranks(where, tmp_path, size=1, group=False)
+    home = tmp_path / "home"
+    figures = json.loads((home / "figures.json").read_text())
+    assert f"tensors go to {home};" in printed
     for label in (
         "training loss",
         "validation loss",
@@ -78,10 +97,10 @@ def test_the_main_job_says_where_tensors_go_and_how_it_went(tmp_path: Path) -> N
     before, after = figures["validation_losses"]
     assert before == pytest.approx(5.545, abs=0.1)
     assert after < before
-    scalars = tensorboard_scalars(tmp_path / "logs")
+    scalars = tensorboard_scalars(home / "logs")
     assert {"train/loss", "validation/loss"} <= scalars.keys()
     assert_moved(scalars)
-    assert {path.name for path in tmp_path.iterdir()} <= {"logs", "figures.json", "hf"}
+    assert {path.name for path in home.iterdir()} <= {"logs", "figures.json", "hf"}
 
 
 def both_strategies(rank: int, directory: Path) -> None:
@@ -110,30 +129,42 @@ def test_the_main_job_runs_as_a_module_and_the_models_are_equal(tmp_path: Path) 
 # ---------------------------------------------------------------------- Accelerate, PyTorch
 
 
+def three_loops(rank: int, directory: Path) -> list[str]:
+    """The loops of Accelerate and of PyTorch; what each printed, in a process of `run_ranks`."""
+    os.chdir(directory)
+    variables = environment_for(str(directory / "with.yaml"))
+    printed = []
+    for name, options, more in (
+        ("accelerate_train", ["--logdir=with"], variables),
+        ("accelerate_train", ["--logdir=without"], {}),
+        ("pytorch_loop", [f"--config={json.dumps(OFFLOAD_ALL)}"], {}),
+    ):
+        forget_accelerator()
+        for variable in variables:
+            os.environ.pop(variable, None)
+        os.environ.update(environment(directory), ACCELERATE_USE_CPU="true", **more)
+        sys.argv = [name, *HARD, "--hex", *options]
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            runpy.run_module(f"offload_strategy.examples.{name}", run_name="__main__")
+        printed.append(output.getvalue())
+    return printed
+
+
 def test_accelerate_and_pytorch_give_the_same_losses_with_and_without_offload(
     tmp_path: Path,
 ) -> None:
-    pytest.importorskip("accelerate")
     content = yaml.safe_load(LAUNCH_FILE.read_text())
     (tmp_path / "with.yaml").write_text(yaml.dump({**content, "ssd_offload_config": OFFLOAD_ALL}))
-    script = [str(EXAMPLES / "accelerate_train.py"), *HARD, "--hex"]
-    launcher = ["-m", "accelerate.commands.accelerate_cli", "launch", "--config", "with.yaml"]
-    offloaded = python(*launcher, *script, "--logdir=with", home=tmp_path)
-    cpu = {"ACCELERATE_USE_CPU": "true"}
-    plain = python(*script, "--logdir=without", home=tmp_path, variables=cpu)
-    expected = losses(succeeded(plain))
+    where = "tests.examples.test_examples:three_loops"
+    (printed,) = run_ranks(where, tmp_path, size=1, group=False)
+    offloaded, expected, own = map(losses, printed)
     assert len(expected) == 12
-    assert losses(succeeded(offloaded)) == expected
+    assert offloaded == own == expected
     assert_moved(tensorboard_scalars(tmp_path / "with"))
     scalars = tensorboard_scalars(tmp_path / "without")
     assert scalars["train/loss"] == pytest.approx(float.fromhex(expected[-1]))
     assert not any(key.startswith("offload/") for key in scalars)
-
-    loop = str(EXAMPLES / "pytorch_loop.py")
-    config = f"--config={json.dumps(OFFLOAD_ALL)}"
-    printed = succeeded(python(loop, *HARD, "--hex", config, home=tmp_path))
-    assert losses(printed) == expected
-    moved = dict(re.findall(r"^(offload/\S+) (\S+) MB$", printed, re.MULTILINE))
+    moved = dict(re.findall(r"^(offload/\S+) (\S+) MB$", printed[2], re.MULTILINE))
     assert float(moved["offload/activations/written_bytes"]) > 0
     assert float(moved["offload/optimizer/written_bytes"]) > 0
 
@@ -141,10 +172,18 @@ def test_accelerate_and_pytorch_give_the_same_losses_with_and_without_offload(
 # ---------------------------------------------------------------------- the figures
 
 
-def test_the_memory_benchmark_compares_every_loss_and_all_parameters(tmp_path: Path) -> None:
-    pytest.importorskip("lightning")
-    script = str(ROOT / "benchmarks" / "demo_memory.py")
-    printed = succeeded(python(script, "--repeats=1", *SMALL, home=tmp_path))
-    assert "all 3 training losses: identical to the last bit" in printed
-    assert re.search(r"all [\d,]+ parameters at the end: identical to the last bit", printed)
-    assert re.search(r"ratio \d+\.\d+", printed)
+def test_the_memory_benchmark_compares_every_loss_and_all_parameters(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks import demo_memory
+
+    texts = {"parameters_sha256": "a", "allocator": "glibc", "config": "{}"}
+    figures = {**texts, "losses": [3.0, 2.0], "validation_losses": [], "peak_bytes": 8}
+    figures["parameters"] = 7
+    monkeypatch.setattr(demo_memory, "train", lambda *_: dict(figures))
+    monkeypatch.setattr(sys, "argv", ["demo_memory", "--repeats=1", "--steps=2"])
+    assert demo_memory.main() == 0
+    assert "all 2 training losses: identical to the last bit" in capsys.readouterr().out
+    losses = iter(([3.0, 2.0], [3.0, 1.0]))
+    monkeypatch.setattr(demo_memory, "train", lambda *_: {**figures, "losses": next(losses)})
+    assert demo_memory.main() == 1

@@ -16,13 +16,17 @@ from offload_strategy.integrations.accelerate.plugin import SSDOffloadPlugin, se
 from tests.integrations.lightning_runs import batches, tiny_model
 
 
-@pytest.fixture(autouse=True)
-def _fresh_accelerate() -> Iterator[None]:
+def forget_accelerator() -> None:
     """Accelerate keeps its state in classes."""
-    yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     PartialState._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerate() -> Iterator[None]:
+    yield
+    forget_accelerator()
 
 
 @dataclass

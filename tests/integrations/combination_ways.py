@@ -28,7 +28,6 @@ from tests.integrations.combinations import (
     Way,
     batches,
     compiled,
-    loss_of,
     make_model,
     moved_bytes,
     plain_loop,
@@ -60,7 +59,7 @@ def _lightning(combination: Combination, sections: Config) -> Outcome:
             self.net = compiled(make_model(combination), combination)
 
         def training_step(self, tokens: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            loss = loss_of(self.net, tokens)
+            loss: torch.Tensor = self.net(tokens)
             losses.append(loss.item().hex())
             return loss
 
@@ -102,7 +101,7 @@ def _accelerate(combination: Combination, sections: Config) -> Outcome:
     torch.manual_seed(1)
     losses = []
     for tokens in loader:
-        loss = loss_of(model, tokens)
+        loss = model(tokens)
         accelerator.backward(loss)
         losses.append(loss.item().hex())
         del loss
@@ -174,7 +173,7 @@ def _sharded(rank: int, combination: Combination, sections: Config) -> Outcome:
     policy = MixedPrecisionPolicy()
     if combination.precision == "bf16-mixed":
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for block in model.transformer.h:
+    for block in model.blocks:
         if combination.compile != "no":
             block.compile(backend=combination.compile)
         fully_shard(block, mesh=mesh, mp_policy=policy)

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from offload_strategy import OffloadEngine, OffloadError
 
 STEPS = 3
-BATCH, LENGTH, VOCABULARY = 4, 16, 64
+BATCH, LENGTH, VOCABULARY, WIDTH = 4, 16, 64, 32
 
 STREAMED = "all, streamed weights too"
 
@@ -247,14 +248,49 @@ def moved_bytes(engine: OffloadEngine) -> dict[str, float]:
 # ---------------------------------------------------------------------- what is trained
 
 
-def make_model(combination: Combination) -> GPT2LMHeadModel:
-    """A tiny GPT-2 with tied embeddings and dropout; always the same weights."""
+class Block(nn.Module):
+    """Attention and a perceptron, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.qkv(self.first(x)).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in parts)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
+        return x + F.dropout(self.down(F.gelu(self.up(self.second(x)))), 0.1)
+
+
+class Model(nn.Module):
+    """A tiny GPT with tied embeddings and dropout, whose output is its loss."""
+
+    def __init__(self, checkpointing: str) -> None:
+        super().__init__()
+        self.checkpointing = checkpointing
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            if self.checkpointing == "none":
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.checkpointing == "reentrant")
+        logits = self.head(x)[:, :-1].float()
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def make_model(combination: Combination) -> Model:
+    """Always the same weights."""
     torch.manual_seed(0)
-    shape = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": 32, "n_head": 2}
-    model = GPT2LMHeadModel(GPT2Config(n_layer=2, use_cache=False, **shape))
-    if combination.checkpointing != "none":
-        reentrant = combination.checkpointing == "reentrant"
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model = Model(combination.checkpointing)
     return model.to(torch.bfloat16) if combination.precision == "bf16-true" else model
 
 
@@ -262,12 +298,6 @@ def batches(rank: int = 0) -> torch.Tensor:
     """A batch of tokens for each step."""
     generator = torch.Generator().manual_seed(1 + rank)
     return torch.randint(0, VOCABULARY, (STEPS, BATCH, LENGTH), generator=generator)
-
-
-def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Of the next token, as the model itself computes it."""
-    loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
-    return loss
 
 
 def autocast(combination: Combination) -> AbstractContextManager[Any]:
@@ -295,7 +325,7 @@ def plain_loop(
         used: Any = optimizer if engine is None else engine.attach(model, optimizer)
         for tokens in batches(rank):
             with forward(combination):
-                loss = loss_of(model, tokens)
+                loss = model(tokens)
             scaler.scale(loss).backward()
             losses.append(loss.item().hex())
             del loss
@@ -317,7 +347,7 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def compiled(model: nn.Module, combination: Combination) -> Any:
     """The model, compiled if it is to be."""
     if combination.compiles_blocks:
-        for block in model.transformer.h:
+        for block in model.blocks:
             block.compile(backend=combination.compile)
         return model
     return model if combination.compile == "no" else torch.compile(model, backend="aot_eager")

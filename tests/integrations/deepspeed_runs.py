@@ -1,20 +1,13 @@
-"""Short runs through DeepSpeed, alone and with the engine; one process for as many as possible.
+"""Short runs through DeepSpeed, alone and with the engine, in ranks that are forked.
 
-    python -m tests.integrations.deepspeed_runs one    # ZeRO-1, 2 and 3, alone and in frameworks
-    python -m tests.integrations.deepspeed_runs two    # ZeRO-3 on two devices, by Lightning
-
-Each process writes `<name>-<rank>.json`: for each run its losses, a hash of its weights at the end,
-and what moved.
+Each run has its losses, a hash of its weights at the end, and what moved.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib
-import json
 import os
-import socket
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,11 +17,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
+from tests.integrations.accelerate_runs import forget_accelerator
 from tests.integrations.lightning_runs import (
+    FAMILIES,
     batches,
     import_family,
     make_module,
     make_trainer,
+    strategy_class,
     tiny_model,
 )
 
@@ -91,8 +87,7 @@ def lightning(family: str, stage: int, devices: int = 1) -> dict[str, Any]:
     """The same through `Trainer(strategy=...)` of an install."""
     import_deepspeed()
     pl = import_family(family)
-    name = "lightning_pytorch" if family == "lightning.pytorch" else family
-    ours = importlib.import_module(f"offload_strategy.integrations.lightning.for_{name}")
+    ours = importlib.import_module(strategy_class(family).__module__)
     strategy = ours.SSDOffloadDeepSpeedStrategy(OFFLOAD, config=zero(stage))
     module = make_module(pl)
     trainer = make_trainer(
@@ -107,7 +102,6 @@ def lightning(family: str, stage: int, devices: int = 1) -> dict[str, Any]:
 def accelerate(stage: int) -> dict[str, Any]:
     """The same through `Accelerator.prepare`."""
     from accelerate import Accelerator, DeepSpeedPlugin
-    from accelerate.state import AcceleratorState, GradientState, PartialState
 
     from offload_strategy import SSDOffloadPlugin
     from offload_strategy.integrations.accelerate.plugin import session_of
@@ -136,10 +130,33 @@ def accelerate(stage: int) -> dict[str, Any]:
     result["optimizer"] = type(optimizer).__name__
     accelerator.free_memory()
     engine.destroy()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    PartialState._reset_state()
+    forget_accelerator()
     return result
+
+
+def launched(directory: Path, variables: Mapping[str, str]) -> list[str]:
+    """Losses of a script that knows nothing of us, with the variables of `accelerate launch`."""
+    from accelerate import Accelerator
+    from accelerate.state import PartialState
+
+    os.environ.update(variables)
+    PartialState.destroy_process_group = lambda *_: None  # others go on with it
+    torch.manual_seed(0)
+    model = tiny_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    accelerator = Accelerator(log_with="tensorboard", project_dir=directory / "logs")
+    accelerator.init_trackers("board")
+    model, optimizer, loader = accelerator.prepare(model, optimizer, part_of_data(0, 1))
+    losses = []
+    for step, (x, y) in enumerate(steps(loader)):
+        loss = nn.functional.mse_loss(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        accelerator.log({"loss": losses[-1]}, step=step)
+    accelerator.end_training()
+    return [loss.hex() for loss in losses]
 
 
 def part_of_data(rank: int, ranks: int) -> DataLoader[Any]:
@@ -174,26 +191,30 @@ def outcome(
 # ---------------------------------------------------------------------- what a process does
 
 
-def one_device() -> dict[str, Any]:
+def one_device(rank: int, directory: Path, variables: Mapping[str, str]) -> dict[str, Any]:
     """Every stage, everywhere. ZeRO-3 comes last: it replaces `torch.nn.functional.linear`."""
-    be_alone()
+    os.chdir(directory)
+    deepspeed = import_deepspeed()
     results: dict[str, Any] = {}
     for stage in (1, 2, 3):
-        deepspeed = import_deepspeed()
         deepspeed.init_distributed("gloo")
         results[f"alone-{stage}"] = alone(stage, part_of_data(0, 1))
         results[f"accelerate-{stage}"] = accelerate(stage)
-        for family in ("lightning.pytorch", "pytorch_lightning"):
+        for family in FAMILIES[: 2 if stage == 3 else 1]:
             with counted_weights() as counts:
                 results[f"{family}-{stage}"] = {**lightning(family, stage), "gathered": counts}
+        if stage == 2:
+            results["launched"] = launched(directory, variables)
+            forget_accelerator()
+            for name in variables:
+                del os.environ[name]
     return results
 
 
-def two_devices() -> dict[str, Any]:
-    """ZeRO-3 through Lightning, which starts the second process; then alone in the same two."""
-    with counted_weights() as counts:
-        ours = {**lightning("lightning.pytorch", 3, devices=2), "gathered": counts}
-    rank = torch.distributed.get_rank()
+def two_devices(rank: int, directory: Path) -> dict[str, Any]:
+    """ZeRO-3 through Lightning; then alone in the same two processes."""
+    os.chdir(directory)
+    ours = lightning("lightning.pytorch", 3, devices=2)
     return {"ours": ours, "alone": alone(3, part_of_data(rank, 2))}
 
 
@@ -214,24 +235,3 @@ def counted_weights() -> Iterator[list[int]]:
         yield counts
     finally:
         GatheredWeights.save = original  # type: ignore[method-assign]
-
-
-def be_alone() -> None:
-    """The environment of a process group of one."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ |= {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    results = {"one": one_device, "two": two_devices}[sys.argv[1]]()
-    Path(f"{sys.argv[1]}-{torch.distributed.get_rank()}.json").write_text(json.dumps(results))
-    torch.distributed.destroy_process_group()

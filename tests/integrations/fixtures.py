@@ -33,9 +33,10 @@ def tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture
 def family(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
+    """An install of Lightning: the first one, or what a test asks for with `in_both_installs`."""
+    name: str = getattr(request, "param", FAMILIES[0])
     import_family(name)
     return name
 

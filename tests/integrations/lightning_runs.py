@@ -15,6 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 FAMILIES = ("lightning.pytorch", "pytorch_lightning")
 
+in_both_installs = pytest.mark.parametrize("family", FAMILIES, indirect=True)
+"""For what may differ between the installs, whose code is the same."""
+
 BATCHES = 10
 WIDTH = 32
 

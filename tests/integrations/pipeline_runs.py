@@ -61,7 +61,7 @@ _TOGETHER = {"one optimizer": Way("commit", together=True)}
 #: The schedule, how many stages a process has with it, and the ways to train that are compared.
 SCHEDULES: dict[str, tuple[Any, int, dict[str, Way]]] = {
     "GPipe": (ScheduleGPipe, 1, _EVERYWHERE),
-    "1F1B": (Schedule1F1B, 1, _EVERYWHERE | _UNTOLD | _EAGER | _CLIPPED),
+    "1F1B": (Schedule1F1B, 1, _EVERYWHERE | _UNTOLD | _CLIPPED),
     "interleaved 1F1B": (ScheduleInterleaved1F1B, 2, _EVERYWHERE | _EAGER | _TOGETHER),
     "interleaved zero-bubble": (ScheduleInterleavedZeroBubble, 2, _EVERYWHERE | _EAGER),
 }

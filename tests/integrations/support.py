@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +35,8 @@ def python(
     timeout: float = 120,
 ) -> subprocess.CompletedProcess[str]:
     """Run Python in `home` and return what it wrote."""
-    return run([sys.executable, *arguments], home=home, variables=variables, timeout=timeout)
-
-
-def run(
-    command: Sequence[str],
-    home: Path,
-    variables: Mapping[str, str] | None = None,
-    timeout: float = 120,
-) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command,
+        [sys.executable, *arguments],
         cwd=home,
         env=environment(home, **(variables or {})),
         capture_output=True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -33,15 +32,6 @@ def assert_same(run: Run, other: Run) -> None:
 # ---------------------------------------------------------------------- numbers
 
 
-def test_thirty_steps_are_identical() -> None:
-    plain = prepare().train(30)
-    offloaded = prepare(SSDOffloadPlugin()).train(30)
-    assert_same(offloaded, plain)
-    metrics = offloaded.engine.metrics()
-    assert metrics["offload/activations/written_bytes"] > 0
-    assert metrics["offload/optimizer/written_bytes"] > 0
-
-
 def test_accumulation_clipping_and_a_scheduler_are_identical(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -56,14 +46,16 @@ def test_accumulation_clipping_and_a_scheduler_are_identical(
     plain = prepare(gradient_accumulation_steps=4).train(9, clip=1.0)
     offloaded = prepare(SSDOffloadPlugin(), gradient_accumulation_steps=4).train(9, clip=1.0)
     assert_same(offloaded, plain)
+    metrics = offloaded.engine.metrics()
+    assert metrics["offload/activations/written_bytes"] > 0
+    assert metrics["offload/optimizer/written_bytes"] > 0
     # Ten batches an epoch: Accelerate also steps after the last one.
     group = [(0, False), (1, False), (2, False), (3, True)]
     assert hints == 3 * [*group, *group, (0, False), (1, True)]
 
 
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_eager_updates_are_identical(accumulate: int) -> None:
-    options = {"gradient_accumulation_steps": accumulate}
+def test_eager_updates_are_identical() -> None:
+    options = {"gradient_accumulation_steps": 4}
     plain = prepare(**options).train(9)
     assert_same(prepare(SSDOffloadPlugin(EAGER), **options).train(9), plain)
 
@@ -192,7 +184,7 @@ def test_a_prepared_model_is_copied_and_pickled() -> None:
 
 # ---------------------------------------------------------------------- checkpoints
 
-BOTH_WAYS = [(True, False), (False, True), (True, True)]
+BOTH_WAYS = [(True, False), (False, True)]
 
 
 @pytest.mark.parametrize(("first", "second"), BOTH_WAYS)
@@ -373,10 +365,3 @@ def test_the_scripts_values_win_and_plain_logging_is_untouched(tmp_path: Path) -
     run.accelerator.end_training()
     assert tensorboard_scalars(tmp_path / "mine")[WRITTEN] == [(1, -1.0)]
     assert set(logged(tmp_path, prepare(**options), name="plain")) == {"loss"}
-
-
-def test_the_config_travels_as_json() -> None:
-    plugin = SSDOffloadPlugin({"activations": {"min_size": "2KiB"}, "io": {"threads": 2}})
-    text = plugin.config.model_dump_json(exclude_unset=True)
-    assert json.loads(text).keys() == {"activations", "io"}
-    assert SSDOffloadPlugin(text).config == plugin.config

@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from subprocess import CompletedProcess
 from types import ModuleType
 from typing import Any
 
@@ -16,130 +15,102 @@ import pytest
 from offload_strategy import autoload
 from tests.integrations.support import python, succeeded
 
-TORCH = "import torch"
-ACCELERATE = "from accelerate import Accelerator"
-TRANSFORMERS = "from transformers import Trainer"
-LIGHTNING = "import lightning.pytorch"
-PYTORCH_LIGHTNING = "import pytorch_lightning"
-
-# Each framework before and after each other one.
-ORDERS = [
-    (TORCH, ACCELERATE, TRANSFORMERS, LIGHTNING, PYTORCH_LIGHTNING),
-    (PYTORCH_LIGHTNING, LIGHTNING, TRANSFORMERS, ACCELERATE, TORCH),
-    ("import accelerate.commands.launch", PYTORCH_LIGHTNING, TORCH, "import lightning"),
-    (TRANSFORMERS, LIGHTNING, ACCELERATE, TORCH),
-]
-
 REGISTERED = """
-from accelerate.accelerator import Accelerator
-from lightning.fabric.strategies import STRATEGY_REGISTRY as fabric_registry
-from lightning.pytorch.strategies import StrategyRegistry as lightning_registry
-from lightning_fabric.strategies import STRATEGY_REGISTRY as lightning_fabric_registry
-from pytorch_lightning.strategies import StrategyRegistry as pytorch_lightning_registry
-print(
-    "ssd_offload" in lightning_registry,
-    "ssd_offload" in pytorch_lightning_registry,
-    "ssd_offload" in fabric_registry,
-    "ssd_offload" in lightning_fabric_registry,
-    hasattr(Accelerator.prepare_model, "__wrapped__"),
-)
+def registered():
+    from accelerate.accelerator import Accelerator
+    from lightning.fabric.strategies import STRATEGY_REGISTRY as lightning_fabric_registry
+    from lightning.pytorch.strategies import StrategyRegistry as lightning_registry
+    from lightning_fabric.strategies import STRATEGY_REGISTRY as standalone_registry
+    from pytorch_lightning.strategies import StrategyRegistry as pytorch_lightning_registry
+    registries = (
+        lightning_registry,
+        pytorch_lightning_registry,
+        lightning_fabric_registry,
+        standalone_registry,
+    )
+    once = hasattr(Accelerator.prepare_model, "__wrapped__") and not hasattr(
+        Accelerator.prepare_model.__wrapped__, "__wrapped__"
+    )
+    return [once, *("ssd_offload" in registry for registry in registries)]
 """
 
-IMPORTED = """
+TORCH_FIRST = """
 import sys, torch
 print(sorted(name for name in sys.modules if name.startswith("offload_strategy")))
 print([name for name in ("pydantic", "yaml", "psutil", "lightning") if name in sys.modules])
+import pytorch_lightning as pl
+from offload_strategy import SSDOffloadStrategy
+from offload_strategy.callbacks import MicroBatchHints, OffloadMonitor
+from offload_strategy.integrations.lightning import SSDOffloadStrategy as same
+assert same is SSDOffloadStrategy
+trainer = pl.Trainer(strategy=SSDOffloadStrategy(), logger=False)
+for callback in (OffloadMonitor(), MicroBatchHints()):
+    assert callback in pl.Trainer(callbacks=callback, logger=False).callbacks
+print("lightning.pytorch" in sys.modules)
+from transformers import Trainer
+print(registered())
 """
 
-BROKEN_HOOK = """
-import sys
-# Importing it raises ImportError.
-sys.modules["offload_strategy.integrations.lightning.for_lightning_pytorch"] = None
+# Each of these imports torch from inside of itself; of ours, the modules import the frameworks.
+OTHERS_FIRST = {
+    "accelerate": "import accelerate.commands.launch; from accelerate import Accelerator",
+    "transformers": "from transformers import Trainer; import lightning.pytorch",
+    "ours": """
+from offload_strategy.integrations.fabric import for_lightning_fabric, for_standalone_fabric
+from offload_strategy.integrations.lightning import for_pytorch_lightning, for_lightning_pytorch
+import lightning, lightning_fabric, pytorch_lightning
+for ours, theirs in (
+    (for_lightning_pytorch, lightning.pytorch.strategies.StrategyRegistry),
+    (for_pytorch_lightning, pytorch_lightning.strategies.StrategyRegistry),
+    (for_lightning_fabric, lightning.fabric.strategies.STRATEGY_REGISTRY),
+    (for_standalone_fabric, lightning_fabric.strategies.STRATEGY_REGISTRY),
+):
+    assert theirs["ssd_offload"]["strategy"] is ours.SSDOffloadStrategy
+for fabric in (lightning.fabric.Fabric, lightning_fabric.Fabric):
+    assert not hasattr(fabric.no_backward_sync.__wrapped__, "__wrapped__")
+""",
+}
+
+OFF_AND_LATE = """
+import importlib, os
 import torch
-import lightning.pytorch
 from accelerate import Accelerator
-print(torch.ones(1).item(), hasattr(Accelerator.prepare_model, "__wrapped__"))
-print("ssd_offload" in lightning.pytorch.strategies.StrategyRegistry)
-"""
-
-NO_WRAPT = "import sys; sys.modules['wrapt'] = None; import torch; print(torch.ones(1).item())"
-
-LATE = f"""
-{TORCH}
-{LIGHTNING}
-{PYTORCH_LIGHTNING}
-{ACCELERATE}
-import importlib
+print(registered())
+del os.environ["SSD_OFFLOAD_DISABLE"]
 from offload_strategy import autoload
 for _ in range(2):
     autoload.register()
     autoload.register()
     importlib.reload(autoload)
-{REGISTERED}
-print(hasattr(Accelerator.prepare_model.__wrapped__, "__wrapped__"))
+print(registered())
 """
 
-CASES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
-    **{f"order-{i}": (("-c", "\n".join([*o, REGISTERED])), {}) for i, o in enumerate(ORDERS)},
-    "imported": (("-c", IMPORTED), {}),
-    "broken-hook": (("-c", BROKEN_HOOK), {}),
-    "no-wrapt": (("-W", "error", "-c", NO_WRAPT), {}),
-    "off": (
-        ("-c", f"{TORCH}\n{LIGHTNING}\n{PYTORCH_LIGHTNING}\n{REGISTERED}"),
-        {"SSD_OFFLOAD_DISABLE": "1"},
-    ),
-    "late": (("-c", LATE), {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}),
-}
 
-Result = Callable[[str], CompletedProcess[str]]
-
-
-@pytest.fixture
-def result(tmp_path: Path) -> Result:
-    """The result of a fresh process."""
-
-    def of(name: str) -> CompletedProcess[str]:
-        arguments, variables = CASES[name]
-        return python(*arguments, home=tmp_path, variables=variables)
-
-    return of
-
-
-@pytest.mark.parametrize("index", range(len(ORDERS)))
-def test_every_import_order_registers_everything(result: Result, index: int) -> None:
-    process = result(f"order-{index}")
-    assert succeeded(process).split() == ["True"] * 5
-    assert "steps aside" not in process.stderr
-
-
-def test_import_torch_imports_nothing_of_the_package_but_the_entry_point(result: Result) -> None:
-    ours, heavy = succeeded(result("imported")).splitlines()
+def test_import_torch_is_cheap_and_the_install_in_use_is_found(tmp_path: Path) -> None:
+    result = python("-c", REGISTERED + TORCH_FIRST, home=tmp_path)
+    ours, heavy, other, registered = succeeded(result).splitlines()[-4:]
     assert ours == "['offload_strategy', 'offload_strategy.autoload']"
     assert heavy == "[]"
+    assert other == "False"
+    assert registered == str([True] * 5)
+    assert "steps aside" not in result.stderr
 
 
-def test_a_broken_hook_warns_once_and_leaves_the_others_alone(result: Result) -> None:
-    process = result("broken-hook")
-    assert succeeded(process).split() == ["1.0", "True", "False"]
-    assert process.stderr.count("offload-strategy steps aside") == 1
-    assert "lightning.pytorch.strategies" in process.stderr
+@pytest.mark.parametrize("first", OTHERS_FIRST)
+def test_every_import_order_registers_everything(first: str, tmp_path: Path) -> None:
+    code = f"{REGISTERED}{OTHERS_FIRST[first]}\nprint(registered())"
+    result = python("-W", "error::RuntimeWarning", "-c", code, home=tmp_path)
+    assert succeeded(result).splitlines()[-1] == str([True] * 5)
+    assert "steps aside" not in result.stderr
 
 
-def test_import_torch_survives_a_missing_wrapt(result: Result) -> None:
-    process = result("no-wrapt")
-    assert succeeded(process).split() == ["1.0"]
-    assert process.stderr.count("offload-strategy steps aside") == 1
-
-
-def test_the_variable_switches_the_hooks_off(result: Result) -> None:
-    process = result("off")
-    assert succeeded(process).split() == ["False"] * 5
-    assert "offload" not in process.stderr
-
-
-def test_a_late_and_repeated_registration_reaches_modules_that_are_loaded(result: Result) -> None:
-    # The last word: the methods are wrapped once, and not once a registration.
-    assert succeeded(result("late")).split() == [*["True"] * 5, "False"]
+def test_the_variable_switches_the_hooks_off_and_a_late_registration_reaches_loaded_modules(
+    tmp_path: Path,
+) -> None:
+    variables = {"SSD_OFFLOAD_DISABLE": "1"}
+    result = python("-c", REGISTERED + OFF_AND_LATE, home=tmp_path, variables=variables)
+    assert succeeded(result).splitlines()[-2:] == [str([False] * 5), str([True] * 5)]
+    assert "steps aside" not in result.stderr
 
 
 # ---------------------------------------------------------------------- in this process
@@ -181,21 +152,23 @@ def test_a_hook_waits_until_a_half_imported_module_is_complete(
     assert type(module.__spec__).__name__ == "ModuleSpec"
 
 
-def test_a_hook_that_raises_does_not_break_the_import_of_its_module(
+def test_a_hook_that_raises_warns_once_and_leaves_the_others_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(autoload, "_warned", False)
-    for name in ("innocent_module_1", "innocent_module_2"):
-        (tmp_path / f"{name}.py").write_text("complete = True\n")
-        autoload._when_imported(name, lambda module: module.no_such_thing)
+    seen: list[ModuleType] = []
+    hooks = [autoload._install("no_such_module", None), lambda module: module.nothing, seen.append]
+    for number, hook in enumerate(hooks):
+        (tmp_path / f"innocent_module_{number}.py").write_text("complete = True\n")
+        autoload._when_imported(f"innocent_module_{number}", hook)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert importlib.import_module("innocent_module_1").complete
-        assert importlib.import_module("innocent_module_2").complete
-    messages = [str(warning.message) for warning in caught]
-    assert len(messages) == 1
-    assert "hook for innocent_module_1 failed with AttributeError" in messages[0]
+        modules = [importlib.import_module(f"innocent_module_{number}") for number in range(3)]
+    assert all(module.complete for module in modules)
+    assert seen == modules[2:]
+    (message,) = [str(warning.message) for warning in caught]
+    assert "hook for innocent_module_0 failed with ModuleNotFoundError" in message
 
 
 @pytest.mark.parametrize("wrapt", [None, ModuleType("wrapt")], ids=["missing", "unknown"])
@@ -211,38 +184,3 @@ def test_a_broken_wrapt_is_said_once_and_raises_nothing(
         autoload.register()
     said = [str(warning.message) for warning in caught or ()] + [capfd.readouterr().err]
     assert "".join(said).count("offload-strategy steps aside") == 1
-
-
-OURS_FIRST = """
-from offload_strategy.integrations.lightning import {first} as one, {second} as two
-from offload_strategy.integrations.fabric import for_lightning_fabric, for_standalone_fabric
-from lightning.pytorch.strategies import StrategyRegistry as lightning_registry
-from pytorch_lightning.strategies import StrategyRegistry as pytorch_lightning_registry
-import lightning.fabric.strategies, lightning_fabric.strategies
-for ours in (one, two):
-    theirs = lightning_registry if "for_lightning" in ours.__name__ else pytorch_lightning_registry
-    assert theirs["ssd_offload"]["strategy"] is ours.SSDOffloadStrategy
-for ours, theirs in (
-    (for_lightning_fabric, lightning.fabric), (for_standalone_fabric, lightning_fabric)
-):
-    strategy = theirs.strategies.STRATEGY_REGISTRY["ssd_offload"]["strategy"]
-    assert strategy is ours.SSDOffloadStrategy
-    assert hasattr(theirs.Fabric.no_backward_sync, "__wrapped__")
-    assert not hasattr(theirs.Fabric.no_backward_sync.__wrapped__, "__wrapped__")
-"""
-
-
-@pytest.mark.parametrize(
-    ("before", "order"),
-    [
-        ("", ("for_lightning_pytorch", "for_pytorch_lightning")),
-        ("import torch", ("for_pytorch_lightning", "for_lightning_pytorch")),
-    ],
-)
-def test_a_script_may_import_our_modules_before_the_frameworks(
-    before: str, order: tuple[str, str], tmp_path: Path
-) -> None:
-    code = before + OURS_FIRST.format(first=order[0], second=order[1])
-    process = python("-W", "error::RuntimeWarning", "-c", code, home=tmp_path)
-    succeeded(process)
-    assert "steps aside" not in process.stderr

@@ -6,7 +6,6 @@ anew, from what was found.
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,23 +78,3 @@ def test_in_two_ranks(sections: dict[str, str], tmp_path: Path) -> None:
 def test_the_document_has_the_ways_that_are_tried_and_no_others() -> None:
     headings = [line[3:] for line in documented().splitlines() if line.startswith("## ")]
     assert headings == list(WAYS)
-
-
-@pytest.mark.parametrize("name", WAYS)
-def test_every_pair_of_values_occurs(name: str) -> None:
-    way = WAYS[name]
-    tried = way.combinations()
-    assert len(tried) == len(set(tried)) < len(list(way.product())) / 3
-    for (one, values), (two, others) in itertools.combinations(way.axes.items(), 2):
-        for pair in itertools.product(values, others):
-            having = [each for each in tried if each.has(dict(zip((one, two), pair, strict=True)))]
-            refused = [way.refusal(each) is not None for each in having]
-            possible = any(
-                way.refusal(each) is None
-                for each in way.product()
-                if each.has(dict(zip((one, two), pair, strict=True)))
-            )
-            # Among themselves, what is refused says nothing.
-            assert not possible or not all(refused)
-    for refusal in way.refusals:
-        assert any(each.has(refusal.values) for each in tried)

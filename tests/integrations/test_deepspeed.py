@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import nn
 
 from offload_strategy import ConfigError, OffloadConfig
@@ -23,30 +22,24 @@ from offload_strategy.integrations.deepspeed.config_sections import (
 from offload_strategy.integrations.deepspeed.gathered_weights import GatheredWeights
 from offload_strategy.io.backends import deepnvme
 from tests.callbacks.test_monitor import tensorboard_scalars
+from tests.distributed.ranks import run_ranks
 from tests.integrations.deepspeed_runs import BATCH, OFFLOAD, STEPS, moved, zero
-from tests.integrations.lightning_runs import FAMILIES, strategy_class
-from tests.integrations.support import python, run, succeeded
-from tests.integrations.test_launch import CONSOLE_SCRIPT, launch_file
+from tests.integrations.lightning_runs import FAMILIES, in_both_installs, strategy_class
+from tests.integrations.support import OURS
+from tests.integrations.test_launch import home, launch, launch_file
+
+__all__ = ["home"]
 
 deepspeed = pytest.importorskip("deepspeed", reason="DeepSpeed cannot be imported here")
 
-ROOT = str(Path(__file__).parents[2])
 STAGES = (1, 2, 3)
 
 
 # ---------------------------------------------------------------------- numbers
 
 
-def trained(home: Path, name: str) -> list[Any]:
-    """What the processes of a run wrote, by rank."""
-    module = "tests.integrations.deepspeed_runs"
-    variables = {"PYTHONPATH": ROOT}
-    succeeded(python("-m", module, name, home=home, variables=variables, timeout=280))
-    return [json.loads(file.read_text()) for file in sorted(home.glob(f"{name}-*.json"))]
-
-
-def launched(home: Path) -> tuple[list[str], dict[str, list[tuple[int, float]]]]:
-    """Losses of a script that knows nothing of us, under `accelerate launch`, and its board."""
+def launched_with(home: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The variables that `accelerate launch` gives to a script, with both sections in its file."""
     config = {**zero(2), "train_micro_batch_size_per_gpu": BATCH}
     (home / "zero.json").write_text(json.dumps(config))
     path = launch_file(
@@ -54,52 +47,52 @@ def launched(home: Path) -> tuple[list[str], dict[str, list[tuple[int, float]]]]
         "offload.yaml",
         distributed_type="DEEPSPEED",
         use_cpu=False,
-        main_process_port=0,
         deepspeed_config={"deepspeed_config_file": "zero.json", "zero3_init_flag": False},
         ssd_offload_config=OFFLOAD,
     )
-    options = ["launch", "--config", path.name, "-m", "tests.integrations.deepspeed_train", "logs"]
-    command = [sys.executable, "-c", CONSOLE_SCRIPT, *options]
-    succeeded(run(command, home, {"PYTHONPATH": ROOT}, timeout=280))
-    losses = json.loads((home / "launched.json").read_text())
-    return losses, tensorboard_scalars(home / "logs" / "board")
+    given: dict[str, str] = {}
+    monkeypatch.setattr("torch.distributed.run.run", lambda _: given.update(os.environ))
+    launch(monkeypatch, "--config", path.name, "train.py")
+    return {name: value for name, value in given.items() if name.startswith(OURS)}
 
 
 # One test for what one process did: pytest-xdist would run it again for others.
-def test_losses_and_weights_are_those_of_deepspeed_alone(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.submit(trained, tmp_path, "one"), pool.submit(launched, tmp_path)
-    (results,), (losses, scalars) = first.result(), second.result()
-    for stage in STAGES:
+def test_losses_and_weights_are_those_of_deepspeed_alone(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = launched_with(home, monkeypatch)
+    where = "tests.integrations.deepspeed_runs:one_device"
+    (results,) = run_ranks(where, home, size=1, variables=variables)
+    assert results.keys() >= {f"{FAMILIES[1]}-3", f"{FAMILIES[0]}-1", "accelerate-1"}
+    for run, ours in results.items():
+        framework, _, stage = run.partition("-")
+        if framework in ("alone", "launched"):
+            continue
         alone = results[f"alone-{stage}"]
         assert len(set(alone["losses"])) == STEPS
-        for framework in (*FAMILIES, "accelerate"):
-            ours = results[f"{framework}-{stage}"]
-            assert ours["losses"] == alone["losses"]
-            assert ours["weights"] == alone["weights"]
-            assert ours["moved"] >= STEPS * ours["saved"] > 0
-        # Accelerate: it is DeepSpeed that trains, and by its steps our metrics are due.
-        ours = results[f"accelerate-{stage}"]
-        assert ours["type"] == "DEEPSPEED"
-        assert ours["optimizer"] == "DeepSpeedOptimizerWrapper"
-        assert ours["tracked"] >= ours["saved"] > 0
+        assert ours["losses"] == alone["losses"]
+        assert ours["weights"] == alone["weights"]
+        assert ours["moved"] >= STEPS * ours["saved"] > 0
+        if framework == "accelerate":
+            # It is DeepSpeed that trains, and by its steps our metrics are due.
+            assert ours["type"] == "DEEPSPEED"
+            assert ours["optimizer"] == "DeepSpeedOptimizerWrapper"
+            assert ours["tracked"] >= ours["saved"] > 0
+        else:
+            # ZeRO-3: gathered weights are found again, so that no more leaves than where they stay.
+            weights_and_biases = 2 * 3
+            assert ours["gathered"] == [STEPS * weights_and_biases if stage == "3" else 0]
+            assert ours["saved"] == results[f"{FAMILIES[0]}-2"]["saved"]
 
-    # ZeRO-3: gathered weights are found again, so that no more leaves than where they stay.
-    weights_and_biases = 2 * 3
-    for family in FAMILIES:
-        assert results[f"{family}-2"]["gathered"] == [0]
-        assert results[f"{family}-3"]["gathered"] == [STEPS * weights_and_biases]
-        assert results[f"{family}-3"]["saved"] == results[f"{family}-2"]["saved"]
-
-    # An unmodified script, with both sections in the launch file.
-    assert losses == results["alone-2"]["losses"]
+    # An unmodified script.
+    assert results["launched"] == results["alone-2"]["losses"]
+    scalars = tensorboard_scalars(home / "logs" / "board")
     assert moved({name: points[-1][1] for name, points in scalars.items()}) > 0
     assert [step for step, _ in scalars["loss"]] == list(range(STEPS))
 
 
 def test_two_devices_train_to_the_bits_of_deepspeed_alone(tmp_path: Path) -> None:
-    results = trained(tmp_path, "two")
-    assert len(results) == 2
+    results = run_ranks("tests.integrations.deepspeed_runs:two_devices", tmp_path)
     for result in results:
         assert result["ours"]["losses"] == result["alone"]["losses"]
         assert result["ours"]["weights"] == result["alone"]["weights"]
@@ -315,6 +308,7 @@ def test_nvme_without_its_io_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
 # ---------------------------------------------------------------------- the strategy
 
 
+@in_both_installs
 @pytest.mark.parametrize("stage", [None, *STAGES])
 def test_the_strategy_is_found_by_name(pl: Any, family: str, stage: int | None) -> None:
     suffix = "" if stage is None else f"_stage_{stage}"
@@ -340,17 +334,3 @@ def test_the_strategy_derives_over_lightnings_defaults(family: str, tmp_path: Pa
 def deepspeed_strategy(family: str) -> Any:
     module = sys.modules[strategy_class(family).__module__]
     return module.SSDOffloadDeepSpeedStrategy
-
-
-def test_the_launch_file_may_name_several_processes_with_deepspeed(tmp_path: Path) -> None:
-    from offload_strategy.integrations.accelerate.launch import environment_for
-
-    path = launch_file(
-        tmp_path,
-        "offload.yaml",
-        distributed_type="DEEPSPEED",
-        num_processes=4,
-        ssd_offload_config=OFFLOAD,
-    )
-    assert json.loads(environment_for(str(path))["SSD_OFFLOAD_CONFIG"]) == OFFLOAD
-    assert yaml.safe_load(path.read_text())["num_processes"] == 4

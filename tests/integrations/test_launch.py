@@ -14,39 +14,9 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 from offload_strategy import ConfigError, OffloadConfig
 from offload_strategy.integrations.accelerate.launch import environment_for
-from tests.callbacks.test_monitor import tensorboard_scalars
-from tests.integrations.support import OURS, python, succeeded
-
-SCRIPT = """
-import json, sys
-import torch
-from accelerate import Accelerator
-
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(32, 128), torch.nn.GELU(), torch.nn.Linear(128, 32))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-x = torch.randn(16, 32)
-accelerator = Accelerator(log_with="tensorboard", project_dir=sys.argv[1])
-accelerator.init_trackers("board")
-model, optimizer = accelerator.prepare(model, optimizer)
-losses = []
-for step in range(12):
-    loss = torch.nn.functional.mse_loss(model(x), x)
-    accelerator.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-    losses.append(loss.item())
-    accelerator.log({"loss": losses[-1]}, step=step)
-accelerator.end_training()
-print(json.dumps({
-    "losses": [loss.hex() for loss in losses],
-    "weights": [p.sum().item().hex() for p in model.parameters()],
-    "optimizer": type(optimizer.optimizer).__name__,
-}))
-"""
+from tests.integrations.support import OURS
 
 SECTION = {"activations": {"min_size": "1KiB"}}
-WRITTEN = "offload/activations/written_bytes"
 
 
 def launch_file(home: Path, name: str, **more: Any) -> Path:
@@ -62,13 +32,6 @@ def launch_file(home: Path, name: str, **more: Any) -> Path:
     path.write_text(yaml.safe_dump(content))
     return path
 
-
-CONSOLE_SCRIPT = """
-import sys
-from accelerate.commands.accelerate_cli import main
-sys.argv[0] = "accelerate"
-main()
-"""
 
 # What a script is given, without the seconds that importing torch takes.
 GIVEN = """
@@ -130,29 +93,6 @@ def test_the_section_reaches_the_script_and_its_arguments_are_its_own(
     assert json.loads(config) == (SECTION if active else json.loads(outer))
 
 
-def test_a_section_offloads_changes_no_number_and_puts_metrics_on_the_board(home: Path) -> None:
-    """An unmodified script, launched by Accelerate's module, and started without a launcher."""
-    launch_file(home, "offload.yaml", ssd_offload_config=SECTION)
-    (home / "train.py").write_text(SCRIPT)
-    module = ["-m", "accelerate.commands.launch", "--config_file", "offload.yaml"]
-    offloaded, plain = (
-        json.loads(succeeded(python(*words, home=home, variables=variables)).splitlines()[-1])
-        for words, variables in (
-            ([*module, "train.py", "logs"], {}),
-            (["train.py", "plain"], {"ACCELERATE_USE_CPU": "true"}),
-        )
-    )
-    assert plain["optimizer"] == "AdamW"
-    assert offloaded["optimizer"] == "OffloadedOptimizer"
-    for key in ("losses", "weights"):
-        assert offloaded[key] == plain[key]
-    assert set(tensorboard_scalars(home / "plain" / "board")) == {"loss"}
-    scalars = tensorboard_scalars(home / "logs" / "board")
-    assert [step for step, _ in scalars[WRITTEN]] == [0, 10, 11]
-    assert scalars[WRITTEN][-1][1] > 0
-    assert len(scalars["loss"]) == 12
-
-
 @pytest.mark.parametrize(
     ("section", "more", "message"),
     [
@@ -211,6 +151,13 @@ def test_other_unknown_keys_are_still_refused(tmp_path: Path) -> None:
     path = launch_file(tmp_path, "typo.yaml", ssd_ofload_config=SECTION)
     with pytest.raises(ValueError, match="ssd_ofload_config"):
         load_config_from_file(str(path))
+
+
+@pytest.mark.parametrize("distributed", ["DEEPSPEED", "MULTI_CPU", "FSDP"])
+def test_the_launch_file_may_name_several_processes(tmp_path: Path, distributed: str) -> None:
+    more = {"distributed_type": distributed, "num_processes": 4}
+    path = launch_file(tmp_path, "offload.yaml", ssd_offload_config=SECTION, **more)
+    assert json.loads(environment_for(str(path))["SSD_OFFLOAD_CONFIG"]) == SECTION
 
 
 def test_an_empty_section_means_the_defaults(tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ from tests.integrations.lightning_runs import (
     assert_same,
     batches,
     fit,
+    in_both_installs,
     make_module,
     make_trainer,
     strategy_class,
 )
-from tests.integrations.support import python, succeeded
 
 
 def both(pl: Any, root: Path, *, module: dict[str, Any] | None = None, **options: Any) -> Run:
@@ -51,12 +51,25 @@ def hints(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 # ---------------------------------------------------------------------- numbers
 
 
-def test_thirty_steps_are_identical(pl: Any, tmp_path: Path) -> None:
-    run = both(pl, tmp_path)
-    assert len(run.losses) == 30
-    metrics = run.engine.metrics()
-    assert metrics["offload/activations/written_bytes"] > 0
-    assert metrics["offload/optimizer/written_bytes"] > 0
+@in_both_installs
+def test_accumulation_clipping_a_scheduler_and_validation_are_identical(
+    pl: Any, tmp_path: Path, hints: list[tuple[int, bool]], recwarn: pytest.WarningsRecorder
+) -> None:
+    options = {"accumulate_grad_batches": 4, "gradient_clip_val": 1.0, "max_steps": 9}
+    run = both(pl, tmp_path, module={"scheduler": True}, validate=True, **options)
+    # Ten batches an epoch: two groups of four, and one of two, after which Lightning steps as well.
+    group = [(0, False), (1, False), (2, False), (3, True)]
+    assert hints[:30] == 3 * [*group, *group, (0, False), (1, True)]
+    assert not [w for w in recwarn if "lr_scheduler.step()" in str(w.message)]
+    assert len(run.module.validation_losses) > 6
+    before = run.engine.metrics()
+    for client in ("activations", "optimizer"):
+        assert before[f"offload/{client}/written_bytes"] > 0
+    run.trainer.validate(run.module, batches(2), verbose=False)
+    assert (
+        run.engine.metrics()["offload/activations/written_bytes"]
+        == (before["offload/activations/written_bytes"])
+    )
 
 
 def test_an_instance_trains_as_the_name_does(pl: Any, family: str, tmp_path: Path) -> None:
@@ -68,87 +81,14 @@ def test_an_instance_trains_as_the_name_does(pl: Any, family: str, tmp_path: Pat
     assert given.engine.metrics()["offload/optimizer/written_bytes"] == 0
 
 
-def test_accumulation_clipping_and_a_scheduler_are_identical(
-    pl: Any, tmp_path: Path, hints: list[tuple[int, bool]], recwarn: pytest.WarningsRecorder
-) -> None:
-    both(
-        pl,
-        tmp_path,
-        module={"scheduler": True},
-        accumulate_grad_batches=4,
-        gradient_clip_val=1.0,
-        max_steps=9,
-    )
-    # Ten batches an epoch: two groups of four, and one of two, after which Lightning steps as well.
-    group = [(0, False), (1, False), (2, False), (3, True)]
-    assert hints[:30] == 3 * [*group, *group, (0, False), (1, True)]
-    assert not [w for w in recwarn if "lr_scheduler.step()" in str(w.message)]
-
-
-def test_manual_optimization_with_two_optimizers_is_identical_and_has_no_hints(
+def test_manual_optimization_has_no_hints(
     pl: Any, tmp_path: Path, hints: list[tuple[int, bool]]
 ) -> None:
-    run = both(pl, tmp_path, module={"manual": True}, max_steps=-1, max_epochs=2)
-    assert len(run.losses) == 20
+    fit(pl, tmp_path, "ssd_offload", make_module(pl, manual=True), max_steps=-1, max_epochs=1)
     assert hints == [(0, False)]  # at the end of fit: no step follows
 
 
-def test_validation_is_identical_and_moves_nothing(pl: Any, tmp_path: Path) -> None:
-    run = both(pl, tmp_path, validate=True, val_check_interval=5)
-    assert len(run.module.validation_losses) > 6
-    before = run.engine.metrics()["offload/activations/written_bytes"]
-    run.trainer.validate(run.module, batches(2), verbose=False)
-    assert run.engine.metrics()["offload/activations/written_bytes"] == before
-
-
-# ---------------------------------------------------------------------- checkpoints
-
-
-def resume(pl: Any, root: Path, first: str, second: str) -> tuple[Run, Run]:
-    """Train ten steps, save, and train ten more in another Trainer."""
-    module = {"scheduler": True}
-    begun = fit(pl, root, first, make_module(pl, **module), max_steps=10)
-    begun.trainer.save_checkpoint(root / "half.ckpt")
-    ended = fit(
-        pl,
-        root,
-        second,
-        make_module(pl, **module),
-        max_steps=20,
-        ckpt_path=root / "half.ckpt",
-    )
-    return begun, ended
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [("auto", "ssd_offload"), ("ssd_offload", "auto"), ("ssd_offload", "ssd_offload")],
-)
-def test_training_resumes_from_a_checkpoint_with_and_without_offload(
-    pl: Any, tmp_path: Path, first: str, second: str
-) -> None:
-    plain = resume(pl, tmp_path, "auto", "auto")
-    offloaded = resume(pl, tmp_path, first, second)
-    assert len(plain[1].losses) == 10
-    for run, reference in zip(offloaded, plain, strict=True):
-        assert_same(run, reference)
-
-
-def test_a_checkpoint_after_fit_has_the_states_that_plain_training_has(
-    pl: Any, tmp_path: Path
-) -> None:
-    states = []
-    for strategy in ("auto", "ssd_offload"):
-        run = fit(pl, tmp_path, strategy, max_steps=5)
-        run.trainer.save_checkpoint(tmp_path / "end.ckpt")
-        checkpoint = torch.load(tmp_path / "end.ckpt", weights_only=True)
-        states.append(checkpoint["optimizer_states"][0])
-    plain, offloaded = states
-    assert offloaded["param_groups"] == plain["param_groups"]
-    assert offloaded["state"].keys() == plain["state"].keys()
-    for index, state in plain["state"].items():
-        for key, value in state.items():
-            assert torch.equal(offloaded["state"][index][key], value), (index, key)
+# ---------------------------------------------------------------------- what is trained
 
 
 def test_layers_that_are_thawed_later_are_identical(pl: Any, tmp_path: Path) -> None:
@@ -198,6 +138,7 @@ def test_one_device_is_a_single_device_without_a_process_group(
     assert type(run.trainer.train_dataloader.sampler).__name__ == "SequentialSampler"
 
 
+@in_both_installs
 @pytest.mark.parametrize("options", [{"devices": 2}, {"devices": 1, "num_nodes": 2}])
 def test_several_devices_are_data_parallel(
     pl: Any, family: str, tmp_path: Path, options: dict[str, int]
@@ -222,6 +163,7 @@ def test_weights_are_streamed_on_one_device(pl: Any, family: str, tmp_path: Path
         make_trainer(pl, tmp_path, given, devices=2)
 
 
+@in_both_installs
 def test_the_strategy_of_the_other_install_is_met_with_help(
     pl: Any, family: str, tmp_path: Path
 ) -> None:
@@ -230,24 +172,6 @@ def test_the_strategy_of_the_other_install_is_met_with_help(
     right = f"{strategy_class(family).__module__}.SSDOffloadStrategy"
     with pytest.raises(ValueError, match=right.replace(".", r"\.")):
         make_trainer(pl, tmp_path, strategy_class(other)())
-
-
-@pytest.mark.parametrize("name", ["lightning.pytorch", "pytorch_lightning"])
-def test_the_public_name_is_the_class_of_the_install_that_the_script_uses(
-    tmp_path: Path, name: str
-) -> None:
-    code = f"""
-import {name} as pl
-from offload_strategy import SSDOffloadStrategy
-from offload_strategy.integrations.lightning import SSDOffloadStrategy as same
-trainer = pl.Trainer(strategy=SSDOffloadStrategy(), logger=False)
-print(trainer.strategy.family, same is SSDOffloadStrategy)
-import sys
-print([other for other in ("lightning.pytorch", "pytorch_lightning") if other in sys.modules])
-"""
-    pytest.importorskip(name)
-    lines = succeeded(python("-c", code, home=tmp_path)).splitlines()
-    assert lines[-2:] == [f"{name} True", f"['{name}']"]
 
 
 # ---------------------------------------------------------------------- bad input

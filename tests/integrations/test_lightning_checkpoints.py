@@ -14,6 +14,7 @@ from tests.distributed.data_parallel_runs import same
 from tests.integrations.lightning_runs import (
     assert_same,
     fit,
+    in_both_installs,
     make_module,
     make_trainer,
     strategy_class,
@@ -77,17 +78,22 @@ def test_nothing_is_put_together_in_memory(
     assert not mapped(path)
 
 
+@in_both_installs
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_resumed_run_does_not_stay_in_the_file(
     pl: Any, family: str, tmp_path: Path, enabled: bool
 ) -> None:
     config = {"optimizer": {"enabled": enabled}, "activations": {"min_size": "1KiB"}}
-    path = tmp_path / "half.ckpt"
+    path, theirs = tmp_path / "half.ckpt", tmp_path / "plain.ckpt"
     plain = fit(pl, tmp_path, "auto", max_steps=10)
-    plain.trainer.save_checkpoint(path)
-    plain_end = fit(pl, tmp_path, "auto", ckpt_path=path, max_steps=20)
+    plain.trainer.save_checkpoint(theirs)
+    plain_end = fit(pl, tmp_path, "auto", ckpt_path=theirs, max_steps=20)
     begun = fit(pl, tmp_path, strategy_class(family)(config=config), max_steps=10)
     begun.trainer.save_checkpoint(path)
+    # One trains on what the other has saved.
+    assert_same(fit(pl, tmp_path, "auto", ckpt_path=path, max_steps=20), plain_end)
+    other = strategy_class(family)(config=config)
+    assert_same(fit(pl, tmp_path, other, ckpt_path=theirs, max_steps=20), plain_end)
 
     module = make_module(pl)
     fits: list[bool] = []

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.integrations.lightning_runs import import_family, make_module, strategy_class
+from tests.integrations.lightning_runs import in_both_installs, make_module, strategy_class
 
 pytest.importorskip("jsonargparse")
 
@@ -42,6 +42,7 @@ def class_path(family: str) -> str:
     return f"{strategy.__module__}.{strategy.__name__}"
 
 
+@in_both_installs
 def test_one_flag_chooses_the_strategy(pl: Any, family: str) -> None:
     strategy = make_cli(pl, family, "--trainer.strategy=ssd_offload").trainer.strategy
     assert isinstance(strategy, strategy_class(family))
@@ -89,8 +90,7 @@ def test_a_misspelt_option_is_named_before_anything_is_trained(pl: Any, family: 
         make_cli(pl, family, *arguments)
 
 
-def test_the_short_class_path_and_the_example_of_a_config_file_work() -> None:
-    # Where both installs are imported, as here, the short path means this one.
-    family = "lightning.pytorch"
-    strategy = make_cli(import_family(family), family, f"--config={EXAMPLE}").trainer.strategy
+def test_the_short_class_path_and_the_example_of_a_config_file_work(pl: Any, family: str) -> None:
+    # Where both installs are imported, as here, the short path means the first one.
+    strategy = make_cli(pl, family, f"--config={EXAMPLE}").trainer.strategy
     assert strategy.config.activations.min_size == 256 * 1024

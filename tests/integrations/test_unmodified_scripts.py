@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,7 @@ import yaml
 
 from offload_strategy import OffloadConfig
 from offload_strategy.integrations.accelerate.launch import environment_for
-from tests.integrations.support import run, succeeded
-from tests.integrations.test_launch import CONSOLE_SCRIPT
+from tests.integrations.support import python, succeeded
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPTS = ROOT / "examples" / "unmodified"
@@ -45,35 +42,24 @@ Results = Mapping[str, Mapping[str, Any]]
 
 
 def run_all(home: Path) -> Results:
-    """What the scripts printed and moved; two processes, as most of the time goes into imports."""
+    """What the scripts printed and moved; one process, as most of the time goes into imports."""
     shipped = yaml.safe_load(SHIPPED.read_text())
     section = shipped["ssd_offload_config"]
     for name, options in SECTION.items():  # tiny models have little that is worth to be moved
         section[name] = {**section.get(name, {}), **options}
     (home / "offload.yaml").write_text(yaml.safe_dump(shipped))
-    twice = [str(ROOT / "tests" / "integrations" / "twice.py")]
-    launched = [str(SCRIPTS / name) for name, change in CHANGES.items() if change == LAUNCHED]
-    accelerate = [CONSOLE_SCRIPT, "launch", "--config", "offload.yaml"]
-    cli = [str(SCRIPTS / "lightning_cli.py"), "fit", "--trainer.strategy=ssd_offload"]
-    variables = {"SSD_OFFLOAD_CONFIG": json.dumps(SECTION)}
-    with ThreadPoolExecutor(2) as pool:
-        done: list[Future[Any]] = [
-            pool.submit(run, [sys.executable, *arguments], home, given, timeout=300)
-            for arguments, given in (
-                (["-c", *accelerate, *twice, "launched.json", *launched], {}),
-                ([*twice, "cli.json", *cli], variables),
-            )
-        ]
-        for each in done:
-            succeeded(each.result())
-    return {
-        name: result
-        for file in ("launched.json", "cli.json")
-        for name, result in json.loads((home / file).read_text()).items()
+    runs = {
+        str(SCRIPTS / name): ([], []) if change == LAUNCHED else (["fit"], [change.strip("`")])
+        for name, change in CHANGES.items()
     }
+    twice = [str(ROOT / "tests" / "integrations" / "twice.py"), "results.json", json.dumps(runs)]
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", "offload.yaml"]
+    succeeded(python(*launcher, *twice, home=home, timeout=280))
+    found: Results = json.loads((home / "results.json").read_text())
+    return found
 
 
-# One test for what two processes did: pytest-xdist would run them again for others.
+# One test for what one process did: pytest-xdist would run it again for others.
 def test_losses_and_weights_are_identical_and_bytes_move_as_the_document_says(
     tmp_path: Path,
 ) -> None:

@@ -1,11 +1,11 @@
 """Runs scripts twice in this process, with offload and without, and notes what came out.
 
-Started by `accelerate launch` with a section in the launch file, or by Python for scripts that take
-the strategy as an option: the environment and the arguments are a user's. The scripts are run as
-they are, by path, one after the other, so that the frameworks are imported only once.
+Started by `accelerate launch` with a section in the launch file. The scripts are run as they are,
+by path, one after the other, so that the frameworks are imported only once.
 
-    accelerate launch --config offload.yaml twice.py results.json SCRIPT...
-    python twice.py results.json SCRIPT ARGUMENTS OPTION...   # with OPTION... and without
+    accelerate launch --config_file offload.yaml twice.py results.json RUNS
+
+RUNS is JSON: for each path the arguments of all runs, and the option that offloads, if one does.
 """
 
 from __future__ import annotations
@@ -76,6 +76,23 @@ def run_script(path: Path, arguments: Sequence[str], engines: list[Any]) -> dict
     }
 
 
+def main(results: str, runs: str) -> None:
+    """See the module."""
+    engines: list[Any] = []
+    remember_engines(engines)
+    found: dict[str, Any] = {}
+    active = os.environ.pop(ACTIVE)
+    for path, (arguments, options) in json.loads(runs).items():
+        plain = run_script(Path(path), arguments, engines)
+        forget_accelerator()
+        os.environ[ACTIVE] = active
+        offloaded = run_script(Path(path), [*arguments, *options], engines)
+        del os.environ[ACTIVE]
+        forget_accelerator()
+        found[Path(path).name] = {"plain": plain, "offloaded": offloaded}
+    Path(results).write_text(json.dumps(found))
+
+
 def forget_accelerator() -> None:
     """Accelerate keeps its state in classes."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -83,30 +100,6 @@ def forget_accelerator() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     PartialState._reset_state()
-
-
-def main(results: str, script: str, *others: str) -> None:
-    """See the module."""
-    engines: list[Any] = []
-    remember_engines(engines)
-    found: dict[str, Any] = {}
-    active = os.environ.pop(ACTIVE, None)
-    if active is None:
-        arguments = [[], list(others)]
-        common = [arguments[1].pop(0)]
-        found[Path(script).name] = {
-            name: run_script(Path(script), [*common, *options], engines)
-            for name, options in zip(("plain", "offloaded"), arguments, strict=True)
-        }
-    else:
-        for path in map(Path, (script, *others)):
-            plain = run_script(path, [], engines)
-            forget_accelerator()
-            os.environ[ACTIVE] = active
-            found[path.name] = {"plain": plain, "offloaded": run_script(path, [], engines)}
-            del os.environ[ACTIVE]
-            forget_accelerator()
-    Path(results).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

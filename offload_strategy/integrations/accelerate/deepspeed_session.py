@@ -8,6 +8,7 @@ DeepSpeed's own offload are added to its config when the `Accelerator` is create
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,50 +26,38 @@ from offload_strategy.integrations.deepspeed.gathered_weights import GatheredWei
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["DeepSpeedSession", "session_for"]
+__all__ = ["DeepSpeedSession"]
 
 
-def session_for(
-    accelerator: Accelerator, config: OffloadConfig, metrics_every: int
-) -> Session | None:
-    """Return the session of an `Accelerator` that trains through DeepSpeed; None of any other.
-
-    Args:
-        accelerator: the owner of the session, which also has DeepSpeed's config.
-        config: the offload config.
-        metrics_every: optimizer steps between two sets of metrics, 0 for none.
+class DeepSpeedSession(Session):
+    """A `Session` that leaves the optimizer to DeepSpeed.
 
     Raises:
         ConfigError: The two configs contradict each other, or NVMe cannot be used here.
     """
-    distributed = accelerator.distributed_type
-    if str(getattr(distributed, "value", distributed)) != "DEEPSPEED":
-        return None
-    plugin: Any = accelerator.state.deepspeed_plugin
-    sections = derived_sections(plugin.deepspeed_config, config)
-    if sections:
-        check_nvme(sections)
-        merge_sections(plugin.deepspeed_config, sections)
-        if plugin.zero3_init_flag:
-            plugin.set_deepspeed_weakref()  # by which Transformers makes models in pieces
-    return DeepSpeedSession(config, metrics_every, accelerator)
-
-
-class DeepSpeedSession(Session):
-    """A `Session` that leaves the optimizer to DeepSpeed."""
 
     def __init__(self, config: OffloadConfig, metrics_every: int, accelerator: Accelerator) -> None:
+        plugin: Any = accelerator.state.deepspeed_plugin
+        sections = derived_sections(plugin.deepspeed_config, config)
+        if sections:
+            check_nvme(sections)
+            merge_sections(plugin.deepspeed_config, sections)
+            if plugin.zero3_init_flag:
+                plugin.set_deepspeed_weakref()  # by which Transformers makes models in pieces
         super().__init__(for_activations(config), metrics_every, accelerator)
         self._weights: list[GatheredWeights] = []
 
-    def attach_prepared(self, prepared: Any) -> None:
-        """Attach the DeepSpeed engines among the results of a `prepare`."""
+    def prepare(self, original: Callable[..., Any], *objects: Any, **options: Any) -> Any:
+        """Attach the DeepSpeed engines among the results."""
         import deepspeed
 
+        self.begin(*objects)
+        prepared = original(*objects, **options)
         for each in prepared if isinstance(prepared, tuple) else (prepared,):
             # An engine without an optimizer is only evaluated.
             if isinstance(each, deepspeed.DeepSpeedEngine) and each.optimizer is not None:
                 self.attach_model(each)
+        return prepared
 
     def attach_model(self, model: torch.nn.Module) -> None:
         """Offload the saved tensors of DeepSpeed's engine, unless it is attached already."""
@@ -83,9 +72,11 @@ class DeepSpeedSession(Session):
         """Return the optimizer unchanged."""
         return optimizer
 
-    def retire(self) -> None:
-        """Close the engine; `free_memory` has released DeepSpeed's engine."""
+    def free_memory(self, original: Callable[..., Any], *objects: Any) -> Any:
+        """Close the engine once DeepSpeed's is released."""
+        released = original(*objects)
         self.close()
+        return released
 
     def metrics(self, now: bool = False) -> dict[str, float]:
         """Return the metrics for the trackers; the steps are DeepSpeed's."""

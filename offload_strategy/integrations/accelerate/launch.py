@@ -29,7 +29,7 @@ SECTION = "ssd_offload_config"
 CONFIG_VARIABLE = "SSD_OFFLOAD_CONFIG"
 ACTIVE_VARIABLE = "ACCELERATE_USE_SSD_OFFLOAD"
 
-#: Variables that differ between the launched processes.
+#: Variables that differ between launched processes: they stay unexpanded if there are several.
 _RANK_VARIABLES = ("LOCAL_RANK", "RANK")
 
 _LAUNCHER = "accelerate.commands.launch"
@@ -39,8 +39,7 @@ _INSTALLED = "_ssd_offload_installed"
 def install_in_config(config_args: Any) -> None:
     """Allow the section in launch files; Accelerate would reject it as an unknown key.
 
-    Args:
-        config_args: The module `accelerate.commands.config.config_args`.
+    The argument is the module `accelerate.commands.config.config_args`.
     """
     if getattr(config_args, _INSTALLED, False):
         return
@@ -49,8 +48,7 @@ def install_in_config(config_args: Any) -> None:
 
     def without_section(config_dict: dict[str, Any]) -> dict[str, Any]:
         config_dict.pop(SECTION, None)
-        processed: dict[str, Any] = process_config(config_dict)
-        return processed
+        return dict(process_config(config_dict))
 
     base.process_config = staticmethod(functools.wraps(process_config)(without_section))
     for reader, default in (
@@ -63,25 +61,29 @@ def install_in_config(config_args: Any) -> None:
 
 
 def install_in_launcher(launch: Any) -> None:
-    """Make `accelerate launch` accept `--config` and pass the section on.
-
-    Args:
-        launch: The module `accelerate.commands.launch`.
-    """
+    """Make the module `accelerate.commands.launch` accept `--config` and pass the section on."""
     if getattr(launch, _INSTALLED, False):
         return
     parser, command = launch.launch_command_parser, launch.launch_command
 
     @functools.wraps(parser)
     def launch_command_parser(*args: Any, **kwargs: Any) -> argparse.ArgumentParser:
-        return _with_config_option(parser(*args, **kwargs))
+        made: argparse.ArgumentParser = parser(*args, **kwargs)
+        with suppress(argparse.ArgumentError):  # An Accelerate that has a --config of its own.
+            made.add_argument(
+                "--config",
+                dest="config_file",
+                default=None,
+                help="The same as --config_file (added by offload-strategy).",
+            )
+        return made
 
     @functools.wraps(command)
     def launch_command(args: argparse.Namespace) -> Any:
         path = args.config_file
         if path is None and not args.cpu and os.path.isfile(launch.default_config_file):
             path = launch.default_config_file
-        with _variables(_environment_or_exit(path, args)):
+        with _variables(_environment_or_exit(path)):
             return command(args)
 
     launch.launch_command_parser = launch_command_parser
@@ -89,15 +91,10 @@ def install_in_launcher(launch: Any) -> None:
     setattr(launch, _INSTALLED, True)
 
 
-def environment_for(path: str | None, args: argparse.Namespace | None = None) -> dict[str, str]:
+def environment_for(path: str | None) -> dict[str, str]:
     """Return the environment variables that carry the section of a launch file.
 
-    Args:
-        path: the launch file, if there is one.
-        args: the launcher's arguments.
-
-    Returns:
-        No variables if there is no section, or if the file cannot be read: Accelerate reports that.
+    None if there is no section, or if the file cannot be read: Accelerate reports that.
 
     Raises:
         ConfigError: If the section is wrong, or the launch file starts something that cannot
@@ -113,18 +110,12 @@ def environment_for(path: str | None, args: argparse.Namespace | None = None) ->
             f"process ('NO'), with data-parallel processes ('MULTI_GPU', 'MULTI_CPU'), with 'FSDP' "
             f"(fsdp_version 2) and with 'DEEPSPEED'. Set one of these, or remove the section"
         )
-    several = distributed != "NO"
-    return {CONFIG_VARIABLE: _section(path, several=several), ACTIVE_VARIABLE: "true"}
-
-
-def _section(path: str, *, several: bool) -> str:
-    """Return the section as JSON; with several processes, variables of ranks stay unexpanded."""
-    placeholders = {name: f"(({name}))" for name in _RANK_VARIABLES if several}
+    placeholders = {name: f"(({name}))" for name in _RANK_VARIABLES if distributed != "NO"}
     with _variables(placeholders):
         section = OffloadConfig.load(path).model_dump_json(exclude_unset=True)
     for name, placeholder in placeholders.items():
         section = section.replace(placeholder, f"${{{name}}}")
-    return section
+    return {CONFIG_VARIABLE: section, ACTIVE_VARIABLE: "true"}
 
 
 def _content(path: str | None) -> Mapping[str, Any]:
@@ -154,34 +145,19 @@ def _keep_section(base: type, reader: str, default: str) -> None:
     setattr(base, reader, classmethod(from_file))
 
 
-def _with_config_option(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    with suppress(argparse.ArgumentError):  # An Accelerate that has a --config of its own.
-        parser.add_argument(
-            "--config",
-            dest="config_file",
-            default=None,
-            help="The same as --config_file (added by offload-strategy).",
-        )
-    return parser
-
-
-def _runs_as_main() -> bool:
-    """Whether this is `python -m accelerate.commands.launch`.
-
-    The launcher's code then runs as `__main__` and no post-import hook sees it; only the modules
-    that it imports can be reached.
-    """
-    return getattr(getattr(sys.modules.get("__main__"), "__spec__", None), "name", "") == _LAUNCHER
-
-
 def _export_if_main(config_args: Any) -> None:
-    """Pass the section on when only the loading of the launch file can be intercepted."""
+    """Pass the section on when only the loading of the launch file can be intercepted.
+
+    In `python -m accelerate.commands.launch` the launcher's code runs as `__main__` and no
+    post-import hook sees it; only the modules that it imports can be reached.
+    """
     load = config_args.load_config_from_file
 
     @functools.wraps(load)
     def load_config_from_file(config_file: str | None) -> Any:
         config = load(config_file)
-        if _runs_as_main():
+        main = getattr(sys.modules.get("__main__"), "__spec__", None)
+        if getattr(main, "name", "") == _LAUNCHER:
             path = config_file or config_args.default_config_file
             os.environ.update(_environment_or_exit(path))
         return config
@@ -189,11 +165,9 @@ def _export_if_main(config_args: Any) -> None:
     config_args.load_config_from_file = load_config_from_file
 
 
-def _environment_or_exit(
-    path: str | None, args: argparse.Namespace | None = None
-) -> dict[str, str]:
+def _environment_or_exit(path: str | None) -> dict[str, str]:
     try:
-        return environment_for(path, args)
+        return environment_for(path)
     except ConfigError as error:
         sys.exit(f"accelerate launch: {error}")
 
@@ -201,13 +175,11 @@ def _environment_or_exit(
 @contextmanager
 def _variables(variables: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables within the context; the launcher passes them to its processes."""
-    before = {name: os.environ.get(name) for name in variables}
+    before = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in variables:
+            os.environ.pop(name, None)
+        os.environ.update(before)

@@ -1,5 +1,13 @@
 """The session of one `Accelerator`: its engine, from the first `prepare` to `free_memory`.
 
+[Note: where models and optimizers are attached]
+`prepare_model` and `prepare_optimizer` are wrapped rather than `prepare`: both are public, and
+scripts call them one by one as well. DeepSpeed bypasses them: see deepspeed_session.py. So does
+FSDP2, which gives an optimizer its sharded parameters at the end of `prepare`: both are attached
+after that. Other engines that bypass them (FSDP1, Megatron) are refused when the `Accelerator` is
+created. The model is attached as Accelerate returns it, so that hooks stay outside of a compiled
+region. The optimizer is wrapped before `AcceleratedOptimizer` wraps it.
+
 [Note: free_memory]
 `free_memory` drops Accelerate's references, but not those of the script: Transformers' `Trainer`
 calls it at the start of each `train()` and continues with the same optimizer and its states. So the
@@ -15,12 +23,15 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from offload_strategy.config import OffloadConfig
 from offload_strategy.errors import ConfigError
+from offload_strategy.integrations.accelerate.state_saving import streaming
 from offload_strategy.torch_support.modules import WeakHook
 
 if TYPE_CHECKING:
@@ -28,9 +39,12 @@ if TYPE_CHECKING:
 
     from offload_strategy.engine.offload_engine import OffloadEngine
 
+Original = Callable[..., Any]
+"""A method of the `Accelerator` as it was."""
+
 
 class Session:
-    """Offloads for one `Accelerator`, from the first `prepare` to `free_memory`.
+    """What the methods of an `Accelerator` do while it offloads.
 
     Args:
         config: config of its engines.
@@ -53,8 +67,7 @@ class Session:
         self._steps = 0
         self._micro_batch = 0
         self._logged_at: int | None = None
-        self.log_step: int | None = None
-        """The step of the script's last `accelerator.log`."""
+        self._log_step: int | None = None
 
     @property
     def engine(self) -> OffloadEngine:
@@ -65,16 +78,123 @@ class Session:
             self._engine = OffloadEngine(self._config)
         return self._engine
 
-    def begin(self, *objects: Any) -> None:
-        """Before a `prepare`, keep a retired engine or close it; see [Note: free_memory].
+    @property
+    def _owner(self) -> Accelerator:
+        accelerator = self._accelerator()
+        assert accelerator is not None, "called through it"
+        return accelerator
 
-        Args:
-            objects: the objects that are prepared.
+    # ------------------------------------------------------------------ methods of Accelerator
+
+    def prepare(self, original: Original, *objects: Any, **options: Any) -> Any:
+        """Attach what FSDP2 has sharded: its optimizers have their parameters only now."""
+        self.begin(*objects)
+        prepared = original(*objects, **options)
+        if not self._owner.is_fsdp2:
+            return prepared
+        results = prepared if len(objects) > 1 else (prepared,)
+        for each in results:
+            if isinstance(each, torch.nn.Module):
+                self.attach_model(each)
+        for each in results:
+            if isinstance(each, torch.optim.Optimizer):
+                accelerated: Any = each
+                accelerated.optimizer = self.attach_optimizer(accelerated.optimizer)
+                self._keep_for(each)
+        return prepared
+
+    def prepare_model(
+        self,
+        original: Original,
+        model: torch.nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> Any:
+        """Attach the model as Accelerate returns it, unless it is only evaluated."""
+        if not evaluation_mode:
+            self.begin(model)
+            if self._config.parameters.enabled and any(p.is_meta for p in model.parameters()):
+                device_placement = False  # `Module.to` refuses what `attach_model` will make
+        prepared = original(
+            model, device_placement=device_placement, evaluation_mode=evaluation_mode
+        )
+        if not evaluation_mode:
+            self.attach_model(prepared)
+        return prepared
+
+    def prepare_optimizer(
+        self,
+        original: Original,
+        optimizer: torch.optim.Optimizer,
+        device_placement: bool | None = None,
+    ) -> Any:
+        """Wrap the optimizer before Accelerate does; that of FSDP2 is attached by `prepare`."""
+        if self._owner.is_fsdp2:
+            return original(optimizer, device_placement=device_placement)
+        self.begin(optimizer)
+        if not getattr(optimizer, "_is_accelerate_prepared", False):
+            optimizer = self.attach_optimizer(optimizer)
+        prepared = original(optimizer, device_placement=device_placement)
+        self._keep_for(prepared)
+        return prepared
+
+    def prepare_scheduler(self, original: Original, scheduler: Any) -> Any:
+        """Let the scheduler wait for its own optimizer.
+
+        It holds the script's optimizer, by which Accelerate does not find the wrapped one; a
+        scheduler without its optimizer waits for every optimizer to step.
         """
-        optimizers = [obj for obj in objects if isinstance(obj, torch.optim.Optimizer)]
-        models = [obj for obj in objects if isinstance(obj, torch.nn.Module)]
+        prepared = original(scheduler)
+        for optimizer in self._owner._optimizers:
+            inner = getattr(optimizer.optimizer, "inner", None)
+            if inner is not None and inner is getattr(scheduler, "optimizer", None):
+                prepared.optimizers = [optimizer]
+        return prepared
+
+    def log(
+        self,
+        original: Original,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Add metrics to the values, if they are due; see [Note: metrics]."""
+        if self._owner.trackers:
+            self._log_step = step
+            values = {**self.metrics(), **values}
+        original(values, step=step, log_kwargs=log_kwargs)
+
+    def end_training(self, original: Original) -> None:
+        """Log the metrics of the last step.
+
+        At the script's last step, which is also right for one that writes to its trackers itself.
+        """
+        if metrics := self.metrics(now=True):
+            for tracker in self._owner.trackers:
+                tracker.log(metrics, step=self._log_step)
+        original()
+
+    def free_memory(self, original: Original, *objects: Any) -> Any:
+        """Retire; see [Note: free_memory]."""
+        released = original(*objects)
+        self._retire()
+        return released
+
+    def save_state(self, original: Original, *args: Any, **kwargs: Any) -> Any:
+        """Save; the file of offloaded optimizers is streamed."""
+        with streaming(self._owner):
+            return original(*args, **kwargs)
+
+    load_state = save_state
+
+    # ------------------------------------------------------------------ the engine
+
+    def begin(self, *objects: Any) -> None:
+        """Before these objects are prepared, keep a retired engine or close it."""
         if not self._retired:
             return
+        optimizers = [obj for obj in objects if isinstance(obj, torch.optim.Optimizer)]
+        models = [obj for obj in objects if isinstance(obj, torch.nn.Module)]
         if any(optimizer in self._optimizers for optimizer in optimizers):
             self._retired = False
         elif optimizers or any(model not in self._attached for model in models):
@@ -83,13 +203,13 @@ class Session:
             for model in again:
                 self.attach_model(model)
 
-    def retire(self) -> None:
+    def _retire(self) -> None:
         """Close the engine as soon as the script has dropped its optimizers."""
         self._retired = True
         if not list(self._optimizers):
             self.close()
 
-    def keep_for(self, prepared: torch.optim.Optimizer) -> None:
+    def _keep_for(self, prepared: torch.optim.Optimizer) -> None:
         """Keep the engine while the script holds a prepared optimizer."""
         if prepared in self._optimizers:
             return
@@ -97,14 +217,10 @@ class Session:
 
         def gone() -> None:
             if (session := me()) is not None and session._retired:
-                session.retire()
+                session._retire()
 
         self._optimizers.add(prepared)
         weakref.finalize(prepared, gone).atexit = False
-
-    def fills(self, model: torch.nn.Module) -> bool:
-        """Whether parameters of a model are on the meta device, and `attach_model` makes them."""
-        return self._config.parameters.enabled and any(p.is_meta for p in model.parameters())
 
     def attach_model(self, model: torch.nn.Module) -> None:
         """Offload what `model` saves for backward, unless it is attached already."""
@@ -114,9 +230,10 @@ class Session:
             if self._retired:
                 self._attached_again.add(model)
             return
-        self._attach(model)
+        with self._explained():
+            self.engine.attach(model, device=self._owner.device)
         self._attached.add(model)
-        hook = WeakHook(self.begin_micro_batch)
+        hook = WeakHook(self._begin_micro_batch)
         # After `attach`, whose hook is prepended too: the hint comes before the forward pass it is
         # about.
         self._handles.append(model.register_forward_pre_hook(hook, prepend=True))
@@ -127,26 +244,20 @@ class Session:
 
         if isinstance(optimizer, OffloadedOptimizer):
             return optimizer  # The script attached it to an engine of its own.
-        accelerator = self._accelerator()
-        if accelerator is not None and accelerator.scaler is not None:
+        if self._owner.scaler is not None:
             self._config.check_gradients_untouched("Accelerate's loss scaling (mixed_precision)")
-        wrapped = self._attach(None, optimizer)
-        assert wrapped is not None
+        with self._explained():
+            wrapped = self.engine.attach(optimizer=optimizer)
         if not self._counts_steps:  # Of several optimizers, the steps of the first.
             self._counts_steps = True
             self._handles.append(wrapped.register_step_post_hook(self._after_step))
         return wrapped
 
-    def _attach(
-        self, model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None = None
-    ) -> torch.optim.Optimizer | None:
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Say what to do about an attachment that is refused; an engine that has none is closed."""
         try:
-            if optimizer is not None:
-                return self.engine.attach(model, optimizer)
-            accelerator = self._accelerator()
-            device = None if accelerator is None else accelerator.device
-            self.engine.attach(model, device=device)
-            return None
+            yield
         except ConfigError as error:
             if "already" in str(error):
                 error.add_note("accelerator.free_memory() ends an earlier training and its engine.")
@@ -154,7 +265,7 @@ class Session:
                 self.close()
             raise
 
-    def begin_micro_batch(self, module: torch.nn.Module, _: Any) -> None:
+    def _begin_micro_batch(self, module: torch.nn.Module, _: Any) -> None:
         """Tell the engine that a micro-batch begins, and whether gradients are complete after it.
 
         Accelerate decides on that before the forward pass; with manual accumulation it always says

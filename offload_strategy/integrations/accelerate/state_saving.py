@@ -34,11 +34,7 @@ _streaming: ContextVar[bool] = ContextVar("ssd_offload_streaming", default=False
 
 
 def install_in(checkpointing: Any) -> None:
-    """Wrap how the files of a checkpoint are written and read.
-
-    Args:
-        checkpointing: the module `accelerate.checkpointing`.
-    """
+    """Wrap how the module `accelerate.checkpointing` writes and reads the files of a checkpoint."""
     for name, wrap in {"save": _save, "load": _load}.items():
         original = getattr(checkpointing, name, None)
         if original is not None:
@@ -102,11 +98,9 @@ def install_in_trainer() -> None:
     """Wrap the method of the `Trainer`, which is imported before it makes its `Accelerator`."""
     trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     original = getattr(trainer, _TRAINER_METHOD, None)
-    if original is not None and not hasattr(original, _INSTALLED):
-        setattr(trainer, _TRAINER_METHOD, _gathering(original))
+    if original is None or hasattr(original, _INSTALLED):
+        return
 
-
-def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def save(self: Any, *args: Any, **kwargs: Any) -> Any:
         from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
@@ -117,4 +111,4 @@ def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, *args, **kwargs)
 
     setattr(save, _INSTALLED, True)
-    return save
+    setattr(trainer, _TRAINER_METHOD, save)

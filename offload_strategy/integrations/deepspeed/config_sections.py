@@ -32,10 +32,8 @@ from offload_strategy.units import MiB
 __all__ = ["check_nvme", "derived_sections", "for_activations", "merge_sections"]
 
 _ZERO = "zero_optimization"
-_SECTIONS: dict[Literal["optimizer", "parameters"], str] = {
-    "optimizer": "offload_optimizer",
-    "parameters": "offload_param",
-}
+_Client = Literal["optimizer", "parameters"]
+_SECTIONS: dict[_Client, str] = {"optimizer": "offload_optimizer", "parameters": "offload_param"}
 
 #: Staging buffers. Of its default, 4, Adam runs out when reads and writes overlap: each of two
 #: subgroups under way takes a weight, a gradient and two moments, while a third is written.
@@ -64,10 +62,7 @@ def for_activations(config: OffloadConfig) -> OffloadConfig:
 
 
 def derived_sections(
-    deepspeed: Mapping[str, Any],
-    config: OffloadConfig,
-    *,
-    largest_parameter: int | None = None,
+    deepspeed: Mapping[str, Any], config: OffloadConfig, largest_parameter: int | None = None
 ) -> dict[str, Any]:
     """Return the sections that DeepSpeed's config lacks and the tiers determine.
 
@@ -77,12 +72,8 @@ def derived_sections(
         largest_parameter: Elements of the model's largest parameter, which has to fit into a
             buffer; None if it is not known, for DeepSpeed's default of 100 million.
 
-    Returns:
-        Sections for `merge_sections`; empty if nothing is to be added.
-
     Raises:
-        ConfigError: DeepSpeed's config and ours contradict each other; or ours asks for what
-            DeepSpeed, or its stage, does not have.
+        ConfigError: The configs contradict each other, or DeepSpeed does not have what ours asks.
     """
     zero = deepspeed.get(_ZERO) or {}
     if not isinstance(zero, Mapping):
@@ -94,7 +85,8 @@ def derived_sections(
         if not getattr(config, client).enabled:
             continue
         given = zero.get(name)
-        if given is not None and _offloads(given):
+        # Accelerate writes `device: none` where nobody asked for anything.
+        if isinstance(given, Mapping) and given.get("device") not in (None, "none"):
             _check_agrees(client, name, given, config)
             continue
         device, path = _place(client, config, stage)
@@ -120,13 +112,10 @@ def merge_sections(deepspeed: MutableMapping[str, Any], sections: Mapping[str, A
 
 
 def check_nvme(sections: Mapping[str, Any]) -> None:
-    """Check that DeepSpeed can use NVMe here, if derived sections need it.
+    """Raise a ConfigError if derived sections need NVMe and DeepSpeed cannot use it here.
 
     DeepSpeed compiles its asynchronous I/O at its first use, in the middle of its setup, where only
     the compiler reports what is missing.
-
-    Raises:
-        ConfigError: DeepSpeed's asynchronous I/O cannot be built.
     """
     reason = deepnvme.unavailable_reason() if _uses_nvme(sections) else None
     if reason is not None:
@@ -144,16 +133,8 @@ def _uses_nvme(deepspeed: Mapping[str, Any]) -> bool:
     return any((zero.get(name) or {}).get("device") == "nvme" for name in _SECTIONS.values())
 
 
-# ---------------------------------------------------------------------- what was given
-
-
-def _offloads(section: Any) -> bool:
-    """Whether a section says anything: Accelerate writes `device: none` where nobody did."""
-    return isinstance(section, Mapping) and section.get("device") not in (None, "none")
-
-
 def _check_agrees(
-    client: Literal["optimizer", "parameters"],
+    client: _Client,
     name: str,
     given: Mapping[str, Any],
     config: OffloadConfig,
@@ -163,13 +144,11 @@ def _check_agrees(
     tiers = config.tiers_for(client)
     device, path = given["device"], given.get("nvme_path")
     if device == "cpu":
-        agrees = any(tier.kind == "dram" for tier in tiers)
         says = "device: cpu"
+        agrees = any(tier.kind == "dram" for tier in tiers)
     else:
-        agrees = path is not None and any(
-            Path(path) == place for tier in tiers for place in tier.paths
-        )
         says = f"device: {device}, nvme_path: {path}"
+        agrees = path is not None and any(Path(path) in tier.paths for tier in tiers)
     if not agrees:
         raise ConfigError(
             f"DeepSpeed's {_ZERO}.{name} has {says}, and {client} of this config has "
@@ -194,12 +173,7 @@ def _check_optimizer(config: OffloadConfig) -> None:
             )
 
 
-# ---------------------------------------------------------------------- what is derived
-
-
-def _place(
-    client: Literal["optimizer", "parameters"], config: OffloadConfig, stage: int
-) -> tuple[str | None, Path | None]:
+def _place(client: _Client, config: OffloadConfig, stage: int) -> tuple[str | None, Path | None]:
     """The device for a client, and its directory; none where its ZeRO stage has none."""
     tiers = config.tiers_for(client)
     kinds = {tier.kind for tier in tiers}
@@ -209,9 +183,15 @@ def _place(
             "set it to 3, or parameters.enabled to false."
         )
     if stage == 3:
-        if "ssd" in kinds:
-            return "nvme", _directory(client, tiers)
-        return "cpu", None
+        if "ssd" not in kinds:
+            return "cpu", None
+        path = next(path for tier in tiers for path in tier.paths)
+        if path.is_block_device():
+            raise ConfigError(
+                f"{path} is a block device, and DeepSpeed writes {client} to files: name a "
+                f"directory of a file system first in {client}.tiers."
+            )
+        return "nvme", path
     if stage in (1, 2) and "dram" in kinds:
         return "cpu", None
     if "enabled" in config.optimizer.model_fields_set:
@@ -224,18 +204,8 @@ def _place(
     return None, None  # It was not asked for: see [Note: NVMe below ZeRO-3].
 
 
-def _directory(client: str, tiers: list[TierConfig]) -> Path:
-    path = next(path for tier in tiers for path in tier.paths)
-    if path.is_block_device():
-        raise ConfigError(
-            f"{path} is a block device, and DeepSpeed writes {client} to files: name a directory "
-            f"of a file system first in {client}.tiers."
-        )
-    return path
-
-
 def _section(
-    client: Literal["optimizer", "parameters"],
+    client: _Client,
     device: str,
     path: Path | None,
     largest_parameter: int | None,
@@ -246,11 +216,7 @@ def _section(
         return section
     section["nvme_path"] = str(path)
     if client == "optimizer":
-        return section | {
-            "buffer_count": _BUFFERS,
-            "pipeline_read": True,
-            "pipeline_write": True,
-        }
+        return section | {"buffer_count": _BUFFERS, "pipeline_read": True, "pipeline_write": True}
     size = _PARAMETER_BUFFER if largest_parameter is None else largest_parameter
     count = config.memory.pinned // (size * _ELEMENT_BYTES)
     count = min(max(count, _FEWEST_PARAMETER_BUFFERS), _BUFFERS)
@@ -269,7 +235,7 @@ def _aio(config: OffloadConfig) -> dict[str, Any]:
 
 
 def _described(tiers: list[TierConfig]) -> str:
-    parts = [
-        f"{tier.name!r} ({', '.join(map(str, tier.paths)) or 'host memory'})" for tier in tiers
-    ]
-    return f"the tier{'s' if len(parts) > 1 else ''} {', '.join(parts)}"
+    parts = (
+        f"{each.name!r} ({', '.join(map(str, each.paths)) or 'host memory'})" for each in tiers
+    )
+    return f"the tier{'s' if len(tiers) > 1 else ''} {', '.join(parts)}"

@@ -9,12 +9,12 @@ tensor that shares its storage. This module recognizes the parameter of such a t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
+
+from offload_strategy.torch_support.modules import WeakHook
 
 if TYPE_CHECKING:
     from offload_strategy.engine.offload_engine import OffloadEngine
@@ -26,28 +26,20 @@ class GatheredWeights:
     """The storages of gathered parameters while modules compute.
 
     Its hooks must run after DeepSpeed's, so create it after `deepspeed.initialize`.
-
-    Args:
-        module: a module whose parameters DeepSpeed partitions.
     """
 
     def __init__(self, module: nn.Module) -> None:
         # By the address of a storage, which the weights of several parameters may share.
         self._by_storage: dict[int, dict[int, weakref.ref[nn.Parameter]]] = {}
         self._storages: dict[int, int] = {}
-        self._handles: list[RemovableHandle] = []
-        me = weakref.ref(self)
+        hook = WeakHook(self._note)
+        self._handles = [each.register_forward_pre_hook(hook) for each in module.modules()]
 
-        def note(submodule: nn.Module, _: Any) -> None:
-            weights = me()
-            if weights is not None:
-                weights._note(submodule)
-
-        for submodule in module.modules():
-            self._handles.append(submodule.register_forward_pre_hook(note))
-
-    def _note(self, module: nn.Module) -> None:
-        for parameter in _parameters_of(module):
+    def _note(self, module: nn.Module, _: Any) -> None:
+        # Gathered for a module are its own parameters and external ones.
+        own = [each for each in module.parameters(recurse=False) if _is_of_zero3(each)]
+        external = dict(getattr(module, "_external_params", {})).values()
+        for parameter in (*own, *external):
             name, storage = id(parameter), int(parameter.untyped_storage()._cdata)
             earlier = self._storages.get(name)
             if earlier == storage:
@@ -101,7 +93,7 @@ class GatheredWeight:
         copied and partitioned again.
         """
         parameter: Any = self._parameter
-        if _is_gathered(parameter):
+        if parameter.ds_status.name == "AVAILABLE":
             return self._view(parameter.data)
         parameter.all_gather()
         try:
@@ -115,14 +107,9 @@ class GatheredWeight:
 
 
 def install(engine: OffloadEngine, module: nn.Module) -> GatheredWeights | None:
-    """Make an engine recognize saved weights that DeepSpeed partitions.
+    """Make an engine recognize saved weights of its module, after `deepspeed.initialize`.
 
-    Args:
-        engine: the engine of the module.
-        module: the module after `deepspeed.initialize`.
-
-    Returns:
-        An object to close with the engine; None below ZeRO-3, where nothing is partitioned.
+    Returns an object to close with the engine; None below ZeRO-3, where nothing is partitioned.
     """
     if not any(_is_of_zero3(parameter) for parameter in module.parameters()):
         return None
@@ -133,17 +120,6 @@ def install(engine: OffloadEngine, module: nn.Module) -> GatheredWeights | None:
 
 def _is_of_zero3(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "ds_id") and hasattr(parameter, "ds_status")
-
-
-def _is_gathered(parameter: Any) -> bool:
-    return bool(parameter.ds_status.name == "AVAILABLE")
-
-
-def _parameters_of(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters that are gathered for a module: its own and external ones."""
-    own = module.parameters(recurse=False)
-    yield from (parameter for parameter in own if _is_of_zero3(parameter))
-    yield from dict(getattr(module, "_external_params", {})).values()
 
 
 def _lies_within(tensor: torch.Tensor, values: torch.Tensor) -> bool:

@@ -1,9 +1,5 @@
 """The Fabric strategy, shared by `lightning.fabric` and the standalone `lightning_fabric`.
 
-The two are separate installs of the same code, like the Trainer's (see lightning_strategy.py), so
-the strategy is a mixin here; `for_lightning_fabric` and `for_standalone_fabric` derive one class
-each.
-
     from lightning.fabric import Fabric
     from offload_strategy.integrations.fabric import SSDOffloadStrategy
 
@@ -28,7 +24,7 @@ import copy
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +33,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from offload_strategy.errors import ConfigError
-from offload_strategy.integrations.lightning.lightning_strategy import STRATEGY_NAME
+from offload_strategy.integrations.lightning.engine_strategy import (
+    STRATEGY_NAME,
+    EngineStrategy,
+    is_offloaded,
+    register_in,
+)
 
 if TYPE_CHECKING:
     from lightning.fabric.accelerators.accelerator import Accelerator
@@ -47,23 +48,17 @@ if TYPE_CHECKING:
     )
 
     from offload_strategy.config import ConfigSource, OffloadConfig
-    from offload_strategy.engine.offload_engine import OffloadEngine
     from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 else:
-    # The concrete class has the base of its own install.
+    # The concrete class has the base of its own family.
     _SingleDeviceStrategy = object
 
-__all__ = ["FAMILIES", "OffloadFabricMixin", "install"]
+__all__ = ["OffloadFabricMixin", "install"]
 
-#: Module of the strategy for each Fabric install.
-FAMILIES = {
-    "lightning.fabric": "offload_strategy.integrations.fabric.for_lightning_fabric",
-    "lightning_fabric": "offload_strategy.integrations.fabric.for_standalone_fabric",
-}
 _INSTALLED = "_ssd_offload_installed"
 
 
-class OffloadFabricMixin(_SingleDeviceStrategy):
+class OffloadFabricMixin(EngineStrategy, _SingleDeviceStrategy):
     """A single-device strategy of Fabric that trains through an `OffloadEngine`.
 
     Args:
@@ -76,9 +71,6 @@ class OffloadFabricMixin(_SingleDeviceStrategy):
     Raises:
         ConfigError: the config is wrong, or Fabric has more than one device.
     """
-
-    family: str
-    checkpoint_io_class: type[CheckpointIO]
 
     def __init__(
         self,
@@ -95,14 +87,7 @@ class OffloadFabricMixin(_SingleDeviceStrategy):
         self._devices: list[torch.device] | None = None
         # Fabric sets this attribute, although it checks for the property.
         self._num_nodes = 1
-        self._engine: OffloadEngine | None = None
-        self._when_gone: weakref.finalize[..., Any] | None = None
         self._attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-    @property
-    def offload_engine(self) -> OffloadEngine | None:
-        """The engine, from the first model or optimizer that is set up; None before and after."""
-        return self._engine
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
@@ -137,48 +122,19 @@ class OffloadFabricMixin(_SingleDeviceStrategy):
         """The device to train on."""
         return torch.device(self._devices[0]) if self._devices else super().root_device
 
-    # ------------------------------------------------------------------ models that do not fit
-
     def module_init_context(
         self, empty_init: bool | None = None
     ) -> AbstractContextManager[Any, bool | None]:
-        """Context in which a module is created; streamed weights are offloaded meanwhile.
-
-        Args:
-            empty_init: whether to skip initialization, because a checkpoint will be loaded.
-        """
-        if not self.config.parameters.enabled:
-            return super().module_init_context(empty_init=empty_init)
-        return self._streamed_init(bool(empty_init))
-
-    @contextmanager
-    def _streamed_init(self, empty_init: bool) -> Iterator[None]:
-        if empty_init:
-            with torch.device("meta"), self.precision.module_init_context():
-                yield
-        else:
-            with super().module_init_context(), self._opened_engine().building():
-                yield
+        """Context in which a module is created; streamed weights are offloaded meanwhile."""
+        precision = self.precision.module_init_context()
+        return self._model_init(super().module_init_context, precision, empty_init)
 
     def module_to_device(self, module: nn.Module) -> None:
         """Move a model to the device, unless its weights are streamed."""
-        tensors = [*module.parameters(), *module.buffers()]
-        if self.config.parameters.enabled and all(
-            tensor.is_meta or tensor.device == self.root_device for tensor in tensors
-        ):
-            return  # `Module.to` would load every weight, and refuse the meta device
-        super().module_to_device(module)
+        if not self._stays(module):
+            super().module_to_device(module)
 
     # ------------------------------------------------------------------ set-up
-
-    def _opened_engine(self) -> OffloadEngine:
-        if self._engine is None or self._engine.closed:
-            from offload_strategy.engine.offload_engine import OffloadEngine
-
-            self._engine = engine = OffloadEngine(self.config)
-            # The model's hooks keep the engine alive, and the model may outlive Fabric.
-            self._when_gone = weakref.finalize(self, engine.close)
-        return self._engine
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Attach a model, unless it was set up before."""
@@ -190,20 +146,14 @@ class OffloadFabricMixin(_SingleDeviceStrategy):
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer whose states are offloaded.
-
-        Raises:
-            ConfigError: it cannot be offloaded, or its parameters have another optimizer.
-        """
-        from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
-
+        """Return the optimizer whose states are offloaded."""
         optimizer = super().setup_optimizer(optimizer)
         if getattr(self.precision, "scaler", None) is not None:
             self.config.check_gradients_untouched("Fabric(precision=...) with loss scaling")
         if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
             return optimizer
         wrapped = self._attach(optimizer)
-        if isinstance(wrapped, OffloadedOptimizer):
+        if is_offloaded(wrapped):
             wrapped.__class__ = _optimizer_for_fabric()
         else:
             # It would keep tensors that are mapped from the checkpoint's file.
@@ -216,12 +166,9 @@ class OffloadFabricMixin(_SingleDeviceStrategy):
 
         If an earlier training has it, of which only reference cycles are left, collect those first.
         """
-        engine = self._opened_engine()
-        attach: Callable[[], Any]
+        attach = functools.partial(self._opened_engine().attach, trained, device=self.root_device)
         if isinstance(trained, Optimizer):
-            attach = functools.partial(engine.attach, None, trained)
-        else:
-            attach = functools.partial(engine.attach, trained, device=self.root_device)
+            attach = functools.partial(self._opened_engine().attach, optimizer=trained)
         try:
             return attach()
         except ConfigError as error:
@@ -241,68 +188,35 @@ class OffloadFabricMixin(_SingleDeviceStrategy):
 
     @contextmanager
     def accumulating(self, enabled: bool) -> Iterator[None]:
-        """Context of a micro-batch; see [Note: the last micro-batch in Fabric].
+        """Context of a micro-batch, whether another one follows before the optimizer steps or not.
 
-        Args:
-            enabled: whether another micro-batch follows before the optimizer steps.
+        See [Note: the last micro-batch in Fabric].
         """
-        self._hint(last=not enabled)
+        engine = self._engine
+        if engine is None or engine.closed:
+            yield
+            return
+        engine.microbatch(0, last=not enabled)
         try:
             yield
         finally:
-            self._hint(last=True)
-
-    def _hint(self, *, last: bool) -> None:
-        if self._engine is not None and not self._engine.closed:
-            self._engine.microbatch(0, last=last)
+            engine.microbatch(0, last=True)
 
     def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Clip by norm, as Fabric does.
-
-        Raises:
-            ConfigError: With ``optimizer.overlap: eager`` the gradients are gone.
-        """
+        """Clip by norm, as Fabric does, unless the gradients are gone by now."""
         self.config.check_gradients_untouched("fabric.clip_gradients(max_norm=...)")
         return super().clip_gradients_norm(*args, **kwargs)
 
     def clip_gradients_value(self, *args: Any, **kwargs: Any) -> None:
-        """Clip by value, as Fabric does.
-
-        Raises:
-            ConfigError: With ``optimizer.overlap: eager`` the gradients are gone.
-        """
+        """Clip by value, as Fabric does, unless the gradients are gone by now."""
         self.config.check_gradients_untouched("fabric.clip_gradients(clip_val=...)")
         super().clip_gradients_value(*args, **kwargs)
 
-    # ------------------------------------------------------------------ checkpoints, end
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """The user's checkpoint plugin, else one that streams local files."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = self.checkpoint_io_class()
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
-
     def teardown(self) -> None:
         """Close the engine and drop all states. See [Note: lifetime of the engine in Fabric]."""
-        self._engine = None
         self._attached.clear()
-        if self._when_gone is not None:
-            self._when_gone()
+        self._close_engine()
         super().teardown()
-
-    def __repr__(self) -> str:
-        # Fabric and the Trainer show this in their error for a strategy of another install.
-        other = next(name for name in FAMILIES if name != self.family)
-        return (
-            f"<SSDOffloadStrategy for {self.family}; for Fabric of {other} use "
-            f"{FAMILIES[other]}.SSDOffloadStrategy, for a Trainer offload_strategy."
-            f"SSDOffloadStrategy>"
-        )
 
 
 @functools.cache
@@ -328,18 +242,11 @@ def _optimizer_for_fabric() -> type[OffloadedOptimizer]:
 
 def install(fabric: Any, registry: Any, strategy: type[OffloadFabricMixin]) -> None:
     """Register a strategy with the registry and the class `Fabric` of its install. Idempotent."""
-    if STRATEGY_NAME not in registry:
-        registry.register(
-            STRATEGY_NAME,
-            strategy,
-            description="Moves activations and optimizer states to host memory and SSDs",
-        )
-    if not getattr(fabric, _INSTALLED, False):
-        fabric.no_backward_sync = _no_backward_sync(fabric.no_backward_sync)
-        setattr(fabric, _INSTALLED, True)
+    register_in(registry, strategy)
+    if getattr(fabric, _INSTALLED, False):
+        return
+    original = fabric.no_backward_sync
 
-
-def _no_backward_sync(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def no_backward_sync(self: Any, module: Any, enabled: bool = True) -> Any:
         context = original(self, module, enabled)  # checks the module
@@ -347,4 +254,5 @@ def _no_backward_sync(original: Callable[..., Any]) -> Callable[..., Any]:
             return self.strategy.accumulating(enabled)
         return context
 
-    return no_backward_sync
+    fabric.no_backward_sync = no_backward_sync
+    setattr(fabric, _INSTALLED, True)

@@ -18,9 +18,6 @@ class OffloadCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
 class SSDOffloadStrategy(OffloadFabricMixin, SingleDeviceStrategy):
     """`OffloadFabricMixin` for Fabric of `lightning.fabric`."""
 
-    family = "lightning.fabric"
-    checkpoint_io_class = OffloadCheckpointIO
-
 
 # Importing this module registers the strategies, from a script or from the autoload hook.
 install(Fabric, STRATEGY_REGISTRY, SSDOffloadStrategy)

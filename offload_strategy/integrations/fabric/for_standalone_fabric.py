@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from offload_strategy.integrations.fabric.fabric_strategy import OffloadFabricMixin, install
 from offload_strategy.integrations.lightning.checkpoint_io import StreamingCheckpointIO
 
-if TYPE_CHECKING:
-    # The same code under another name; the mixin is typed against this one.
+if TYPE_CHECKING:  # the same code under another name; the mixin is typed against this one
     from lightning.fabric.fabric import Fabric
     from lightning.fabric.plugins import TorchCheckpointIO
     from lightning.fabric.strategies import STRATEGY_REGISTRY
@@ -25,9 +24,6 @@ class OffloadCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
 
 class SSDOffloadStrategy(OffloadFabricMixin, SingleDeviceStrategy):
     """`OffloadFabricMixin` for Fabric of `lightning_fabric`."""
-
-    family = "lightning_fabric"
-    checkpoint_io_class = OffloadCheckpointIO
 
 
 # Importing this module registers the strategies, from a script or from the autoload hook.

@@ -1,13 +1,19 @@
-"""The Lightning strategies, for whichever Lightning install is in use."""
+"""The Lightning strategies, for whichever Lightning install is in use.
+
+`lightning` and `pytorch_lightning` are separate installs of the same code, each with a Trainer and
+a Fabric: four families, each with a `Strategy` class and a registry of its own, and a Trainer or
+Fabric accepts only its own strategies. So strategies are mixins, from which a module for each
+family derives its classes, at module level so that they can be pickled. None of these modules
+imports another install.
+"""
 
 from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
-
-from offload_strategy.integrations.lightning.lightning_strategy import FAMILIES
 
 if TYPE_CHECKING:
     from offload_strategy.integrations.lightning.for_lightning_pytorch import (
@@ -18,18 +24,32 @@ if TYPE_CHECKING:
 
 __all__ = ["SSDOffloadDeepSpeedStrategy", "SSDOffloadFSDPStrategy", "SSDOffloadStrategy"]
 
+#: Module of our classes for each family.
+FAMILIES = {
+    "lightning.pytorch": "offload_strategy.integrations.lightning.for_lightning_pytorch",
+    "pytorch_lightning": "offload_strategy.integrations.lightning.for_pytorch_lightning",
+    "lightning.fabric": "offload_strategy.integrations.fabric.for_lightning_fabric",
+    "lightning_fabric": "offload_strategy.integrations.fabric.for_standalone_fabric",
+}
+TRAINERS = ("lightning.pytorch", "pytorch_lightning")
+
+
+def families_in_use(families: Sequence[str], needed_by: str) -> list[str]:
+    """Return those of the families that are imported, else the first one that is installed.
+
+    Raises:
+        ImportError: None is installed.
+    """
+    found = [family for family in families if family in sys.modules]
+    found = found or [family for family in families if find_spec(family.partition(".")[0])][:1]
+    if not found:
+        raise ImportError(f"{needed_by} needs Lightning: pip install 'offload-strategy[lightning]'")
+    return found
+
 
 def __getattr__(name: str) -> Any:
-    """Find a strategy for the Lightning install in use.
-
-    That is the imported install if only one is imported, else `lightning.pytorch` if it is
-    installed, else `pytorch_lightning`.
-    """
+    """Find a strategy for the Lightning install in use; `lightning` if both are imported."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    imported = [family for family in FAMILIES if family in sys.modules]
-    installed = [family for family in FAMILIES if find_spec(family.partition(".")[0])]
-    if not installed:
-        raise ImportError(f"{name} needs Lightning: pip install 'offload-strategy[lightning]'")
-    family = imported[0] if len(imported) == 1 else installed[0]
+    (family, *_) = families_in_use(TRAINERS, name)
     return getattr(importlib.import_module(FAMILIES[family]), name)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning.fabric.plugins import TorchCheckpointIO as _TorchCheckpointIO
 else:
-    # The concrete class has the base of its own install.
+    # The concrete class has the base of its own family.
     _TorchCheckpointIO = object
 
 
@@ -23,16 +23,7 @@ class StreamingCheckpointIO(_TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        """Save a checkpoint; an existing file is replaced atomically.
-
-        Args:
-            checkpoint: the checkpoint of the Trainer.
-            path: path of the file; missing directories are created.
-            storage_options: rejected, as by Lightning.
-
-        Raises:
-            StorageError: the file cannot be written; the previous one is intact.
-        """
+        """Save a checkpoint; an existing file is replaced atomically, or intact after an error."""
         from offload_strategy.checkpoints import save
 
         local = local_path(path)
@@ -42,28 +33,18 @@ class StreamingCheckpointIO(_TorchCheckpointIO):
         os.makedirs(os.path.dirname(local), exist_ok=True)
         save(checkpoint, local)
 
-    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load a checkpoint whose tensors stay in the file until they are read.
-
-        Args:
-            path: path of the file.
-            args: map_location and weights_only, as in Lightning.
-            kwargs: the same by name.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-        """
-        local = local_path(path)
-        if local is None or not os.path.isfile(local):
-            return super().load_checkpoint(path, *args, **kwargs)
-        return self._load(local, *args, **kwargs)
-
-    @staticmethod
-    def _load(
-        local: str, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None
+    def load_checkpoint(
+        self,
+        path: Any,
+        map_location: Any = lambda storage, _: storage,
+        weights_only: bool | None = None,
     ) -> Any:
+        """Load a checkpoint whose tensors stay in the file until they are read."""
         from offload_strategy.checkpoints import load
 
+        local = local_path(path)
+        if local is None or not os.path.isfile(local):
+            return super().load_checkpoint(path, map_location, weights_only)
         return load(local, map_location, weights_only)
 
 

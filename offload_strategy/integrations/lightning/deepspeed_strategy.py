@@ -2,8 +2,7 @@
 
 DeepSpeed runs ZeRO and owns the optimizer and the weights. The engine offloads activations and
 reports metrics; tiers for optimizer states and weights become DeepSpeed's own sections
-(deepspeed/config_sections.py). As in lightning_strategy.py, the mixin is here, and each Lightning
-install has a class of its own.
+(deepspeed/config_sections.py).
 
     Trainer(strategy="ssd_offload_deepspeed")                 # ZeRO-2, as Lightning's "deepspeed"
     Trainer(strategy="ssd_offload_deepspeed_stage_3")
@@ -18,7 +17,6 @@ from __future__ import annotations
 
 import copy
 import os
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,26 +27,24 @@ from offload_strategy.integrations.deepspeed.config_sections import (
     for_activations,
     merge_sections,
 )
-from offload_strategy.integrations.deepspeed.gathered_weights import GatheredWeights, install
+from offload_strategy.integrations.deepspeed.gathered_weights import install
+from offload_strategy.integrations.lightning.engine_strategy import EngineOwner
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import DeepSpeedStrategy as _DeepSpeedStrategy
 
     from offload_strategy.config import ConfigSource, OffloadConfig
-    from offload_strategy.engine.offload_engine import OffloadEngine
 else:
-    # The concrete class has the base of its own install.
+    # The concrete class has the base of its own family.
     _DeepSpeedStrategy = object
 
-__all__ = ["DEEPSPEED_STRATEGY_NAME", "DeepSpeedOffloadMixin", "register_deepspeed_in"]
-
-DEEPSPEED_STRATEGY_NAME = "ssd_offload_deepspeed"
+__all__ = ["DeepSpeedOffloadMixin"]
 
 _AIO_OPTIONS = ("block_size", "queue_depth", "single_submit", "overlap_events", "thread_count")
 
 
-class DeepSpeedOffloadMixin(_DeepSpeedStrategy):
+class DeepSpeedOffloadMixin(EngineOwner, _DeepSpeedStrategy):
     """A DeepSpeed strategy whose activations are offloaded by an `OffloadEngine`.
 
     Args:
@@ -60,24 +56,18 @@ class DeepSpeedOffloadMixin(_DeepSpeedStrategy):
         ConfigError: the config is wrong, or DeepSpeed's config contradicts it.
     """
 
-    strategy_name = DEEPSPEED_STRATEGY_NAME
+    strategy_name = "ssd_offload_deepspeed"
+    description = "DeepSpeed, with activations on host memory and SSDs"
+    stages = (1, 2, 3)
 
     def __init__(self, offload_config: ConfigSource = None, **deepspeed: Any) -> None:
         from offload_strategy.config import OffloadConfig
 
         self.offload_config: OffloadConfig = OffloadConfig.load(offload_config)
-        self._engine: OffloadEngine | None = None
-        self._weights: GatheredWeights | None = None
-        self._when_gone: weakref.finalize[..., Any] | None = None
         self._micro_batch = 0
         super().__init__(**deepspeed)
         self._given = self._without_defaults(deepspeed)
         self._derive()
-
-    @property
-    def offload_engine(self) -> OffloadEngine | None:
-        """The engine of the current or the last `fit`; None before the first."""
-        return self._engine
 
     def _without_defaults(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return the DeepSpeed config of the user, without Lightning's defaults."""
@@ -93,9 +83,7 @@ class DeepSpeedOffloadMixin(_DeepSpeedStrategy):
 
     def _derive(self, largest_parameter: int | None = None) -> dict[str, Any]:
         assert isinstance(self.config, dict)
-        sections = derived_sections(
-            self._given, self.offload_config, largest_parameter=largest_parameter
-        )
+        sections = derived_sections(self._given, self.offload_config, largest_parameter)
         merge_sections(self.config, sections)
         if "offload_optimizer" in sections.get("zero_optimization", {}):
             # Otherwise DeepSpeed accepts only its own optimizers from `configure_optimizers`.
@@ -129,23 +117,13 @@ class DeepSpeedOffloadMixin(_DeepSpeedStrategy):
         sizes = [getattr(p, "ds_numel", p.numel()) for p in self.model.parameters()]
         check_nvme(self._derive(largest_parameter=max(sizes, default=None)))
         super().setup(trainer)
-        if trainer.state.fn == "fit":
-            self._open_engine()
-
-    def _open_engine(self) -> None:
-        from offload_strategy.engine.offload_engine import OffloadEngine
-
-        self._close_engine()
-        model = self.model
-        assert model is not None
-        config = for_activations(self.offload_config)
-        self._engine = engine = OffloadEngine(config, processes=self.num_processes)
-        # The model's hooks keep the engine alive, and the model may outlive the Trainer.
-        self._when_gone = weakref.finalize(self, engine.close)
+        if trainer.state.fn != "fit":
+            return
+        engine = self._open_engine(for_activations(self.offload_config), self.num_processes)
         self._micro_batch = 0
         try:
-            engine.attach(model)
-            self._weights = install(engine, model)
+            engine.attach(self.model)
+            self._weights = install(engine, self.model)
         except BaseException:
             self._close_engine()
             raise
@@ -168,31 +146,3 @@ class DeepSpeedOffloadMixin(_DeepSpeedStrategy):
         if self._weights is not None:
             self._weights.close()
         super().teardown()
-
-    def _close_engine(self) -> None:
-        self._engine = None
-        if self._weights is not None:
-            self._weights.close()
-            self._weights = None
-        if self._when_gone is not None:
-            self._when_gone()
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        return {**state, "_engine": None, "_weights": None, "_when_gone": None}
-
-
-def register_deepspeed_in(registry: Any, strategy: type[DeepSpeedOffloadMixin]) -> None:
-    """Register a strategy and its variants for ZeRO stages with a Lightning install. Idempotent."""
-    name = DEEPSPEED_STRATEGY_NAME
-    description = "DeepSpeed, with activations on host memory and SSDs"
-    if name in registry:
-        return
-    registry.register(name, strategy, description=description)
-    for stage in (1, 2, 3):
-        registry.register(
-            f"{name}_stage_{stage}",
-            strategy,
-            description=f"{description}, ZeRO-{stage}",
-            stage=stage,
-        )

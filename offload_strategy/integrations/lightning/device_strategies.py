@@ -24,10 +24,9 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision
 
     from offload_strategy.config import ConfigSource
+    from offload_strategy.engine.offload_engine import OffloadEngine
 
-__all__ = ["FSDP_STRATEGY_NAME", "DataParallelMixin", "ShardedMixin", "SingleDeviceMixin"]
-
-FSDP_STRATEGY_NAME = "ssd_offload_fsdp"
+__all__ = ["DataParallelMixin", "ShardedMixin", "SingleDeviceMixin"]
 
 
 class SingleDeviceMixin(OffloadStrategyMixin):
@@ -58,12 +57,8 @@ class SingleDeviceMixin(OffloadStrategyMixin):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        super().__init__(
-            config,
-            accelerator=accelerator,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
+        given = {"accelerator": accelerator, "checkpoint_io": checkpoint_io}
+        super().__init__(config, precision_plugin=precision_plugin, **given)
         self._ddp = dict(ddp or {})
         self._devices: list[torch.device] | None = None
         self.cluster_environment: ClusterEnvironment | None = None
@@ -91,34 +86,30 @@ class SingleDeviceMixin(OffloadStrategyMixin):
             cast(Any, self).num_nodes = num_nodes
 
     def _become_parallel(self) -> None:
-        devices, environment = self._devices, self.cluster_environment
-        accelerator, io = self._accelerator, self._checkpoint_io
-        config, options, precision = self.config, self._ddp, self._precision_plugin
+        options = {
+            "accelerator": self._accelerator,
+            "checkpoint_io": self._checkpoint_io,
+            "precision_plugin": self._precision_plugin,
+            "parallel_devices": self._devices,
+            "cluster_environment": self.cluster_environment,
+        }
+        config, given = self.config, self._ddp
         self.__dict__.clear()
         # Lightning holds this object already, and has not used it yet.
-        self.__class__ = self.parallel_class  # type: ignore[assignment]
-        parallel = cast("DataParallelMixin", self)
+        self.__class__ = self.parallel_class
         try:
-            parallel.__init__(  # type: ignore[misc]
-                config,
-                accelerator=accelerator,
-                checkpoint_io=io,
-                precision_plugin=precision,
-                **{"parallel_devices": devices, "cluster_environment": environment, **options},
-            )
+            self.__init__(config, **{**options, **given})  # type: ignore[misc]
         except TypeError as error:
             raise ConfigError(
-                f"strategy {self.strategy_name!r}: ddp={options!r} is not what DDPStrategy takes: "
+                f"strategy {self.strategy_name!r}: ddp={given!r} is not what DDPStrategy takes: "
                 f"{error}"
             ) from error
 
     @property
     def root_device(self) -> torch.device:
         """The device to train on."""
-        if self._devices:
-            return torch.device(self._devices[0])
-        device: torch.device = cast(Any, super()).root_device
-        return device
+        plain: torch.device = cast(Any, super()).root_device
+        return torch.device(self._devices[0]) if self._devices else plain
 
 
 class _SeveralDevicesMixin(OffloadStrategyMixin):
@@ -133,10 +124,9 @@ class _SeveralDevicesMixin(OffloadStrategyMixin):
                 f"strategy='ssd_offload' with Trainer(devices=1, num_nodes=1)"
             )
 
-    @property
-    def local_processes(self) -> int:
-        """Number of processes of the Trainer on this node."""
-        return max(1, len(cast(Any, self).parallel_devices or ()))
+    def _opened_engine(self) -> OffloadEngine:
+        self._processes = max(1, len(cast(Any, self).parallel_devices or ()))
+        return super()._opened_engine()
 
 
 class DataParallelMixin(_SeveralDevicesMixin):
@@ -168,7 +158,7 @@ class ShardedMixin(_SeveralDevicesMixin):
         ConfigError: the config is wrong, or streams weights.
     """
 
-    strategy_name = FSDP_STRATEGY_NAME
+    strategy_name = "ssd_offload_fsdp"
 
     def __init__(
         self,

@@ -12,16 +12,13 @@ from lightning.pytorch.strategies import (
 )
 
 from offload_strategy.integrations.lightning.checkpoint_io import StreamingCheckpointIO
-from offload_strategy.integrations.lightning.deepspeed_strategy import (
-    DeepSpeedOffloadMixin,
-    register_deepspeed_in,
-)
+from offload_strategy.integrations.lightning.deepspeed_strategy import DeepSpeedOffloadMixin
 from offload_strategy.integrations.lightning.device_strategies import (
     DataParallelMixin,
     ShardedMixin,
     SingleDeviceMixin,
 )
-from offload_strategy.integrations.lightning.lightning_strategy import register_in
+from offload_strategy.integrations.lightning.engine_strategy import register_in
 
 
 class OffloadCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
@@ -31,9 +28,6 @@ class OffloadCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
 class SSDOffloadDataParallelStrategy(DataParallelMixin, DDPStrategy):
     """`DataParallelMixin` for the Trainer of `lightning.pytorch`."""
 
-    family = "lightning.pytorch"
-    checkpoint_io_class = OffloadCheckpointIO
-
 
 class SSDOffloadStrategy(SingleDeviceMixin, SingleDeviceStrategy):
     """Trains with activations and optimizer states on host memory and SSDs, in `lightning.pytorch`.
@@ -41,16 +35,11 @@ class SSDOffloadStrategy(SingleDeviceMixin, SingleDeviceStrategy):
     `LightningCLI` shows this; what it does is in `SingleDeviceMixin`.
     """
 
-    family = "lightning.pytorch"
-    checkpoint_io_class = OffloadCheckpointIO
     parallel_class = SSDOffloadDataParallelStrategy
 
 
 class SSDOffloadFSDPStrategy(ShardedMixin, ModelParallelStrategy):
     """`ShardedMixin` for the Trainer of `lightning.pytorch`."""
-
-    family = "lightning.pytorch"
-    checkpoint_io_class = OffloadCheckpointIO
 
 
 class SSDOffloadDeepSpeedStrategy(DeepSpeedOffloadMixin, DeepSpeedStrategy):
@@ -58,6 +47,6 @@ class SSDOffloadDeepSpeedStrategy(DeepSpeedOffloadMixin, DeepSpeedStrategy):
 
 
 # Importing this module registers the strategies, from a script or from the autoload hook.
-register_in(StrategyRegistry, SSDOffloadStrategy)
-register_in(StrategyRegistry, SSDOffloadFSDPStrategy)
-register_deepspeed_in(StrategyRegistry, SSDOffloadDeepSpeedStrategy)
+register_in(
+    StrategyRegistry, SSDOffloadStrategy, SSDOffloadFSDPStrategy, SSDOffloadDeepSpeedStrategy
+)

@@ -1,0 +1,175 @@
+"""What the strategies of Trainers and of Fabric share: the engine, and models that do not fit.
+
+[Note: models that do not fit]
+With streamed weights a module is created in `configure_model`, or within the `init_module()` of
+the Trainer or of Fabric, and its weights are offloaded meanwhile (`OffloadEngine.building`). With
+`init_module(empty_init=True)` it is on the meta device until training initializes each module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from offload_strategy.integrations.lightning import FAMILIES
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import CheckpointIO
+
+    from offload_strategy.config import OffloadConfig
+    from offload_strategy.engine.offload_engine import OffloadEngine
+    from offload_strategy.integrations.deepspeed.gathered_weights import GatheredWeights
+
+    _Strategy = Any
+else:
+    # The concrete class has the base of its own family.
+    _Strategy = object
+
+__all__ = ["STRATEGY_NAME", "EngineOwner", "EngineStrategy", "is_offloaded", "register_in"]
+
+STRATEGY_NAME = "ssd_offload"
+
+
+class EngineOwner:
+    """A strategy that has an engine, which its copies do not have."""
+
+    strategy_name = STRATEGY_NAME
+    description = "Moves activations and optimizer states to host memory and SSDs"
+    stages: tuple[int, ...] = ()  # of ZeRO, with a variant each
+    _engine: OffloadEngine | None = None
+    _weights: GatheredWeights | None = None
+    _when_gone: weakref.finalize[..., Any] | None = None
+
+    @property
+    def offload_engine(self) -> OffloadEngine | None:
+        """The engine of the current or the last training; None before the first."""
+        return self._engine
+
+    def _open_engine(self, config: OffloadConfig, processes: int | None = None) -> OffloadEngine:
+        from offload_strategy.engine.offload_engine import OffloadEngine
+
+        self._close_engine()
+        self._engine = engine = OffloadEngine(config, processes=processes)
+        # The model's hooks keep the engine alive, and the model may outlive the strategy.
+        self._when_gone = weakref.finalize(self, engine.close)
+        return engine
+
+    def _close_engine(self) -> None:
+        self._engine = None
+        if self._weights is not None:
+            self._weights.close()
+            self._weights = None
+        if self._when_gone is not None:
+            self._when_gone()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: Any = super().__getstate__()
+        return {**state, "_engine": None, "_weights": None, "_when_gone": None}
+
+
+class EngineStrategy(EngineOwner, _Strategy):
+    """A strategy whose engine offloads what its config says."""
+
+    config: OffloadConfig
+    _checkpoint_io: CheckpointIO | None
+
+    @property
+    def _family(self) -> str:
+        bases = [base.__module__ for base in type(self).__mro__]
+        return next(f for f in FAMILIES for base in bases if base.startswith(f"{f}."))
+
+    def _opened_engine(self) -> OffloadEngine:
+        """Return the engine of the next training, opening it if needed."""
+        if self._engine is None or self._engine.closed:
+            return self._open_engine(self.config)
+        return self._engine
+
+    @contextmanager
+    def _model_init(
+        self,
+        plain: Callable[..., AbstractContextManager[Any]],
+        precision: AbstractContextManager[Any],
+        empty: bool | None,
+    ) -> Iterator[None]:
+        """Context in which a model is created; see [Note: models that do not fit].
+
+        Args:
+            plain: Makes the context of the framework.
+            precision: The context of its precision plugin, a part of the former.
+            empty: Whether to skip initialization, because a checkpoint will be loaded.
+        """
+        if not self.config.parameters.enabled:
+            with plain(empty_init=empty):
+                yield
+        elif empty:
+            with torch.device("meta"), precision:
+                yield
+        else:
+            with plain(), self._opened_engine().building():
+                yield
+
+    def _stays(self, model: nn.Module) -> bool:
+        """Whether a model must not be moved to the device.
+
+        `Module.to` would load every streamed weight, and refuse the meta device.
+        """
+        tensors = [*model.parameters(), *model.buffers()]
+        return self.config.parameters.enabled and all(
+            tensor.is_meta or tensor.device == self.root_device for tensor in tensors
+        )
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's checkpoint plugin, else one that streams local files."""
+        given: Any = self._checkpoint_io
+        if getattr(given, "checkpoint_io", given) is None:
+            ours = importlib.import_module(FAMILIES[self._family]).OffloadCheckpointIO()
+            if given is None:
+                self._checkpoint_io = ours
+            else:
+                # A wrapper such as AsyncCheckpointIO, which would wrap Lightning's by default.
+                given.checkpoint_io = ours
+        io: CheckpointIO = super().checkpoint_io
+        return io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    def __repr__(self) -> str:
+        # Lightning shows this in its error for a strategy of another family.
+        others = [
+            f"{other} has {module}.SSDOffloadStrategy"
+            for other, module in FAMILIES.items()
+            if other != self._family
+        ]
+        return f"<SSDOffloadStrategy for {self._family}; {', '.join(others)}>"
+
+
+def is_offloaded(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is one whose states an engine offloads."""
+    from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
+
+    return isinstance(optimizer, OffloadedOptimizer)
+
+
+def register_in(registry: Any, *strategies: type[EngineOwner]) -> None:
+    """Register strategies, with variants for ZeRO stages, in a family's registry. Idempotent."""
+    for strategy in strategies:
+        name, description = strategy.strategy_name, strategy.description
+        if name in registry:
+            continue
+        registry.register(name, strategy, description=description)
+        for stage in strategy.stages:
+            registry.register(
+                f"{name}_stage_{stage}",
+                strategy,
+                description=f"{description}, ZeRO-{stage}",
+                stage=stage,
+            )
