@@ -16,6 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from offload_strategy.cli.options import Option, add_options, block_size, number, size, write_text
 from offload_strategy.config import OffloadConfig
 from offload_strategy.config.directories import file_system_of
 from offload_strategy.errors import ConfigError, OffloadError
@@ -25,7 +26,7 @@ from offload_strategy.io.bandwidth.history import Rates
 from offload_strategy.io.bandwidth.probe import MAX_BYTES, probe, write_latencies
 from offload_strategy.io.regions.region import Region
 from offload_strategy.telemetry import Direction
-from offload_strategy.units import PAGE_BYTES, MiB, format_size, parse_size
+from offload_strategy.units import MiB, format_size
 
 #: Size of the writes whose latency is measured: that of a small tensor.
 _LATENCY_BYTES = 2 * MiB
@@ -49,6 +50,39 @@ class _Result:
     error: str | None = None
 
 
+_OPTIONS: list[Option] = [
+    (
+        "paths",
+        "a directory, or a raw block device (what is on it is lost)",
+        {"nargs": "+", "metavar": "PATH"},
+    ),
+    (
+        "--seconds S",
+        "how long to write, and to read (default: 2)",
+        {"type": number(float, 0, 3600, "a number of seconds"), "default": 2.0},
+    ),
+    (
+        "--size SIZE",
+        "bytes of a path to use, a quarter of what is free at most (default: 1GiB)",
+        {"type": size, "default": MAX_BYTES},
+    ),
+    (
+        "--threads THREADS",
+        "as io.threads of the config",
+        {"type": number(int, 1, 256, "a number of threads")},
+    ),
+    ("--block-size BLOCK_SIZE", "as io.block_size of the config", {"type": block_size}),
+    ("--backend BACKEND", "as io.backend of the config"),
+    ("--sweep", "also try other block sizes and numbers of threads"),
+    ("--overwrite", "take a block device although data is on it"),
+    (
+        "--json FILE",
+        "write the figures to a file; '-': print them, not the table",
+        {"type": str},
+    ),
+]
+
+
 def add_parser(commands: Any) -> None:
     """Add the command to the subparsers of `ssd-offload`."""
     bench = commands.add_parser(
@@ -56,37 +90,7 @@ def add_parser(commands: Any) -> None:
         help="measure paths",
         description="Measure how fast paths write and read. Nothing is left on them.",
     )
-    bench.add_argument(
-        "paths",
-        nargs="+",
-        metavar="PATH",
-        help="a directory, or a raw block device (what is on it is lost)",
-    )
-    bench.add_argument(
-        "--seconds",
-        type=_seconds,
-        default=2.0,
-        metavar="S",
-        help="how long to write, and to read (default: 2)",
-    )
-    bench.add_argument(
-        "--size",
-        type=_size,
-        default=MAX_BYTES,
-        help="bytes of a path to use, a quarter of what is free at most (default: 1GiB)",
-    )
-    bench.add_argument("--threads", type=_count, help="as io.threads of the config")
-    bench.add_argument("--block-size", type=_block_size, help="as io.block_size of the config")
-    bench.add_argument("--backend", help="as io.backend of the config")
-    bench.add_argument(
-        "--sweep", action="store_true", help="also try other block sizes and numbers of threads"
-    )
-    bench.add_argument(
-        "--overwrite", action="store_true", help="take a block device although data is on it"
-    )
-    bench.add_argument(
-        "--json", metavar="FILE", help="write the figures to a file; '-': print them, not the table"
-    )
+    add_options(bench, _OPTIONS)
     bench.set_defaults(run=_bench)
 
 
@@ -118,7 +122,8 @@ def _bench(options: argparse.Namespace) -> int:
     else:
         _print_tables(results, options)
         if options.json is not None:
-            _write(options.json, report)
+            text = json.dumps(report, indent=2) + "\n"
+            write_text("--json", Path(options.json), text)
     for result in results:
         if result.error is not None:
             print(f"ssd-offload: {result.path}: {result.error}", file=sys.stderr)
@@ -286,44 +291,3 @@ def _check_writable(file: str) -> None:
         raise ConfigError(
             f"--json: {file!r} cannot be written. Name a file in a directory of yours."
         )
-
-
-def _write(file: str, report: dict[str, Any]) -> None:
-    try:
-        Path(file).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise OffloadError(f"--json: {file!r} cannot be written: {error.strerror}") from error
-
-
-# ---------------------------------------------------------------------------- options
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to 3600")
-    return seconds
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 256:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of threads from 1 to 256")
-    return int(text)
-
-
-def _size(text: str) -> int:
-    try:
-        size = parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if size < PAGE_BYTES:
-        raise argparse.ArgumentTypeError(f"{text!r} is less than a page of {PAGE_BYTES} bytes")
-    return size
-
-
-def _block_size(text: str) -> int:
-    size = _size(text)
-    if size % PAGE_BYTES:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a multiple of {PAGE_BYTES} bytes")
-    return size

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any, get_args
 
 from offload_strategy.cli.cpu_machine import cpu_request
+from offload_strategy.cli.options import Option, add_options
 from offload_strategy.cli.plan_profile import plan_profile, profile_script
 from offload_strategy.cli.plan_search import CPU, check_search_options, plan_search
 from offload_strategy.errors import ConfigError
@@ -29,16 +29,14 @@ from offload_strategy.units import parse_size
 _TERA = 1e12
 #: Usual vocabulary sizes of the kinds.
 _VOCABULARY = {"gpt": 50257, "bert": 30522, "t5": 32128, "llama": 128256}
-#: Types of values by the word that stands for them in the help; others are text.
-_TYPES = {"N": int, "X": float, "GB/s": float, "FILE": Path}
 
 
 def _batch(text: str) -> int | None:
     return None if text == "auto" else int(text)
 
 
-#: Options by group: the option with a word for its value, its help, and what else argparse needs.
-_OPTIONS: dict[str, list[tuple[Any, ...]]] = {
+#: Options by group.
+_OPTIONS: dict[str, list[Option]] = {
     "model": [
         (
             "--model NAME",
@@ -163,14 +161,7 @@ def add_parser(commands: Any) -> None:
         "a search on the CPU. The exit status is 1 if the run would not fit.",
     )
     for title, options in _OPTIONS.items():
-        group = plan.add_argument_group(title)
-        for words, text, *more in options:
-            flags = [word for word in words.split() if word.startswith("--")] or [words]
-            value = words.removeprefix(" ".join(flags)).strip()
-            usual: dict[str, Any] = {"metavar": value, "type": _TYPES.get(value, str)}
-            if not value:
-                usual = {} if more else {"action": "store_true"}
-            group.add_argument(*flags, help=text, **(usual | dict(*more)))
+        add_options(plan.add_argument_group(title), options)
     plan.add_argument("--json", action="store_true", help="print the figures as JSON")
     plan.set_defaults(run=_plan)
 

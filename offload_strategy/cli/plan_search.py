@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import get_args
 
+from offload_strategy.cli.options import write_text
 from offload_strategy.config import default_directory
 from offload_strategy.errors import ConfigError
 from offload_strategy.planner.request import Request
@@ -74,13 +75,7 @@ def plan_search(options: argparse.Namespace, request: Request | CpuRequest) -> i
         return 1
     if file is not None:
         text = config_yaml(found, options.dir or [str(default_directory())])
-        try:
-            with file.open("w" if options.force else "x", encoding="utf-8") as stream:
-                stream.write(text)
-        except OSError as error:
-            raise ConfigError(
-                f"--write-config: {file} cannot be written: {error.strerror or error}"
-            ) from error
+        write_text("--write-config", file, text, overwrite=options.force)
     return 0
 
 

@@ -1,0 +1,72 @@
+"""Options of the command line from tables, and checks of what they name."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from offload_strategy.errors import ConfigError
+from offload_strategy.units import PAGE_BYTES, parse_size
+
+#: Types of values by the word that stands for them in the help; others are text.
+_TYPES = {"N": int, "X": float, "GB/s": float, "FILE": Path}
+
+#: The option with a word for its value, if it has one; its help; and what else argparse needs.
+Option = tuple[str, str] | tuple[str, str, dict[str, Any]]
+
+
+def add_options(parser: Any, options: Iterable[Option]) -> None:
+    """Add options to a parser or a group of one."""
+    for words, text, *more in options:
+        flags = [word for word in words.split() if word.startswith("--")] or [words]
+        value = words.removeprefix(" ".join(flags)).strip()
+        usual: dict[str, Any] = {"metavar": value, "type": _TYPES.get(value, str)}
+        if not value:
+            usual = {} if more else {"action": "store_true"}
+        parser.add_argument(*flags, help=text, **(usual | dict(*more)))
+
+
+def number(of: type, low: float, high: float, what: str) -> Callable[[str], Any]:
+    """Return the type of an option that is a number above or from `low`, up to `high`."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = of(text)
+        except ValueError:
+            value = high + 1
+        if not low <= value <= high or not value:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what} from {low} to {high}")
+        return value
+
+    return parse
+
+
+def size(text: str) -> int:
+    """Parse a size of at least a page."""
+    try:
+        found = parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if found < PAGE_BYTES:
+        raise argparse.ArgumentTypeError(f"{text!r} is less than a page of {PAGE_BYTES} bytes")
+    return found
+
+
+def block_size(text: str) -> int:
+    """Parse a size of whole pages."""
+    found = size(text)
+    if found % PAGE_BYTES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a multiple of {PAGE_BYTES} bytes")
+    return found
+
+
+def write_text(option: str, file: Path, text: str, *, overwrite: bool = True) -> None:
+    """Write a file that an option names, or raise a ConfigError."""
+    try:
+        with file.open("w" if overwrite else "x", encoding="utf-8") as stream:
+            stream.write(text)
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(f"{option}: {str(file)!r} cannot be written: {why}") from error
