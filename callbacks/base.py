@@ -10,27 +10,18 @@ methods of its own: either parent's do nothing.
 from __future__ import annotations
 
 import importlib
-import sys
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from offload_strategy.engine.offload_engine import OffloadEngine
 from offload_strategy.errors import ConfigError
+from offload_strategy.integrations.lightning.families import TRAINERS, families_in_use
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback as Callback
 
-_FAMILIES = ("lightning.pytorch", "pytorch_lightning")
-
 
 def _callback_classes() -> list[type]:
-    families = [family for family in _FAMILIES if family in sys.modules]
-    if not families:
-        families = [family for family in _FAMILIES if find_spec(family.partition(".")[0])][:1]
-    if not families:
-        raise ImportError(
-            "offload_strategy.callbacks needs Lightning: pip install 'offload-strategy[lightning]'"
-        )
+    families = families_in_use(TRAINERS, "offload_strategy.callbacks")
     return [importlib.import_module(f"{family}.callbacks").Callback for family in families]
 
 

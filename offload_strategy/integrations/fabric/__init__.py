@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from offload_strategy.integrations.lightning import FAMILIES, families_in_use
+from offload_strategy.integrations.lightning.families import FABRICS, FAMILIES, families_in_use
 
 if TYPE_CHECKING:
     from offload_strategy.integrations.fabric.for_lightning_fabric import SSDOffloadStrategy
@@ -17,5 +17,5 @@ def __getattr__(name: str) -> Any:
     """Find `SSDOffloadStrategy` for the Fabric in use; of `lightning` if both are imported."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    (family, *_) = families_in_use(("lightning.fabric", "lightning_fabric"), name)
+    (family, *_) = families_in_use(FABRICS, name)
     return importlib.import_module(FAMILIES[family]).SSDOffloadStrategy

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from offload_strategy.integrations.lightning import FAMILIES
+from offload_strategy.integrations.lightning.families import FAMILIES
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
