@@ -41,7 +41,7 @@ def test_the_file_of_an_offloaded_optimizer_is_streamed_and_no_other(
     tmp_path: Path, streamed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A tiny model's tensors stay in the file as those of a large one do.
-    monkeypatch.setattr(offload_strategy.checkpoints.streaming_files, "SMALL_BYTES", 64)
+    monkeypatch.setattr(offload_strategy.checkpoints.private_maps, "SMALL_BYTES", 64)
     run = prepare(SSDOffloadPlugin()).train(3)
     run.accelerator.save_state(str(tmp_path / "state"))
     assert streamed == ["saved optimizer.bin"]

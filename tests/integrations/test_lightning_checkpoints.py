@@ -24,7 +24,7 @@ from tests.integrations.lightning_runs import (
 @pytest.fixture(autouse=True)
 def _nearly_everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model's tensors stay in the file as those of a large one do."""
-    monkeypatch.setattr(offload_strategy.checkpoints.streaming_files, "SMALL_BYTES", 64)
+    monkeypatch.setattr(offload_strategy.checkpoints.private_maps, "SMALL_BYTES", 64)
 
 
 @pytest.fixture
