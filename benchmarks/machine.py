@@ -8,13 +8,15 @@ import platform
 import signal
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from offload_strategy.units import KiB, format_size
+from offload_strategy.units import KiB, MiB, format_size
 
 _M_MMAP_THRESHOLD = -3
 #: Else freed memory stays in glibc's store, and the next step's peak is hidden in the level.
@@ -89,3 +91,40 @@ def forget_peak() -> None:
 def say(text: str) -> None:
     """Tell what is going on, on standard error."""
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+def device_rates(kind: str, directory: Path, *, quick: bool) -> dict[str, Any]:
+    """What a device's link and its products give, and a disk; bytes and operations per second.
+
+    Args:
+        kind: type of the device.
+        directory: on the disk.
+        quick: small copies and products.
+    """
+    from benchmarks.parameters.running import bandwidth
+
+    nbytes, size = (16 * MiB, 256) if quick else (256 * MiB, 8192)
+    there = torch.empty(nbytes, dtype=torch.uint8, device=kind)
+    found: dict[str, Any] = {"copied_bytes": nbytes, "operations": {}}
+    for pinned in (True, False):
+        here = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned).fill_(1)
+        memory = "" if pinned else "_pageable"
+        for way, into, source in (("to_device", there, here), ("to_host", here, there)):
+            copy = partial(into.copy_, source, non_blocking=True)
+            found[way + memory] = nbytes / _device_seconds(copy)
+    for dtype in (torch.bfloat16, torch.float32):
+        one = torch.randn(size, size, device=kind).to(dtype)
+        seconds = _device_seconds(partial(torch.matmul, one, one))
+        found["operations"][str(dtype).removeprefix("torch.")] = 2.0 * size**3 / seconds
+    return found | bandwidth(directory)._asdict()
+
+
+def _device_seconds(work: Callable[[], object], repeats: int = 5) -> float:
+    """The least of a few times."""
+    times = []
+    for _ in range(repeats + 1):
+        begin = time.perf_counter()
+        work()
+        torch.accelerator.synchronize()
+        times.append(time.perf_counter() - begin)
+    return min(times[1:])

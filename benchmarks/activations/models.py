@@ -50,9 +50,14 @@ def build(kind: str, shape: Shape, device: str = "cpu") -> Any:
         device: where to.
     """
     torch.manual_seed(0)
-    with torch.device(device):
-        model = _MAKERS[kind](shape)
-    return model.to(getattr(torch, shape.dtype)).train()
+    dtype, before = getattr(torch, shape.dtype), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # never larger than it will be
+    try:
+        with torch.device(device):
+            model = _MAKERS[kind](shape)
+    finally:
+        torch.set_default_dtype(before)
+    return model.to(dtype).train()
 
 
 def _gpt(shape: Shape) -> Any:

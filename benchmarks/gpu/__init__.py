@@ -1,1 +1,1 @@
-"""Benchmarks that need a GPU."""
+"""What this package does on an accelerator, from evidence: bits, memory, speed."""

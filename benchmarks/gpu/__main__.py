@@ -1,161 +1,285 @@
-"""What this package does on a GPU, in a fixed time: bits first, then who is how fast.
+"""The evidence on an accelerator, in a fixed time: bits and order first, then memory and speed.
 
-    python -m benchmarks.gpu --minutes 8 --dir /mnt/nvme0 --json docs/results/gpu.json
+    python -m benchmarks.gpu --minutes 25 --dir /mnt/nvme0
+    python -m benchmarks.gpu --only bits trace --minutes 5     adds to the same file of results
+    python -m benchmarks.gpu --device sim --quick              every part, on the simulated device
 
-In this order, each part with its share of the time: correctness on small models of Transformers;
-what the link, the disk and the device can do; activations kept, computed again or moved (GPT, BERT
-and T5 as wide as the smallest of SSDTrain's evaluation, table III); optimizer states beside every
-peer that is installed; all of training; the largest model and the longest context under a cap of
-device memory. Contenders are processes that take turns. JSON is written after every part.
+One process has the device at a time. Figures are written as JSON after each part, with the machine
+and the versions: for a real device to docs/results/gpu, for the simulated one, or a quick run, to a
+temporary directory. What a part cannot do on a device is in there with the reason. A machine with
+nothing but PyTorch needs the wheels that benchmarks/gpu/wheels.txt lists.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
-import subprocess
+import re
 import sys
 import tempfile
-from collections.abc import Callable
-from importlib import metadata
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu import ceilings, correctness, limits, tables
-from benchmarks.gpu.race import Deadline
-from benchmarks.io.results import Result, table, write_json
-from benchmarks.machine import describe_machine, say
+from benchmarks.gpu import contenders as who
+from benchmarks.gpu import contests, device, predictions, programs, traces
+from benchmarks.gpu.contests import Contest, Found
+from benchmarks.gpu.correctness import MODELS
+from benchmarks.gpu.worker import Deadline, Worker
+from benchmarks.io.results import Result, Skipped, markdown_table, table
+from benchmarks.machine import say, tidy_up_when_ended
 
-_NEEDS = "needs a GPU that torch can use: torch.cuda.is_available() is False"
-_PEERS = ("transformers", "accelerate", "trl", "torchao", "deepspeed", "kvikio-cu12")
-
-#: Texts by title, results, figures.
-_Found = tuple[dict[str, str], list[Result], dict[str, Any]]
-#: What is done, and its share of the time.
-_SHARES = {
-    "correctness": 0.12, "ceilings": 0.06, "activations": 0.32, "states": 0.22, "both": 0.14,
-    "limits": 0.14,
+#: What is done and its share of the time, the most valuable first; what one leaves, others have.
+SHARES = {
+    "tests": 0.15, "bits": 0.08, "trace": 0.1, "rates": 0.04, "activations": 0.2, "large": 0.14,
+    "optimizer": 0.2, "sanitizers": 0.09, "predictions": 0.0,
 }  # fmt: skip
+_NEEDS = (
+    "needs an accelerator that torch can use (torch.accelerator.is_available() is False); "
+    "--device sim runs everything on the simulated one"
+)
+#: Goals for a saved tensor, in microseconds of the threads that train.
+_GOALS = {traces.MOVED: 20.0, traces.KEPT_SMALL: 3.0, traces.KEPT_BUDGET: 3.0}
+#: Whose steady steps are looked at.
+_STEADY = {
+    "activations": (
+        contests.ACTIVATIONS[0].job, (who.PLAIN, who.TO_HOST, who.TO_DISK, who.TRL),
+    ),
+    "states": (contests.OPTIMIZER.job, (who.PLAIN, who.STATES_HOST, who.STATES_DEVICE)),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """What every part is given: options, the process with the device, and what was found so far."""
+
+    options: argparse.Namespace
+    worker: Worker
+    parts: dict[str, Any]
+
+    @property
+    def judged(self) -> bool:
+        """Whether speed and memory mean something here."""
+        return not (self.options.quick or self.options.device == device.SIMULATED)
+
+    def race(self, chosen: list[Contest], seconds: float) -> Found:
+        """Contests in the size of this run."""
+        if self.options.brief:
+            chosen = [replace(contest, names=contest.names[:2]) for contest in chosen[:1]]
+        steps = 2 if self.options.brief else 4 if self.options.quick else 20
+        return contests.run(chosen, self.worker, seconds, steps=steps, judged=self.judged)
 
 
 def main() -> int:
     """Parse the options, run, print and write the outcome."""
+    options = _options()
+    if options.device is None:
+        print(_NEEDS, file=sys.stderr)
+        return 2
+    tidy_up_when_ended()
+    deadline = Deadline(60 * options.minutes)
+    with Worker(options.device, options.dir) as worker:
+        machine = worker.machine | {"quick": options.quick}
+        print("\n".join(f"{name}: {value}" for name, value in machine.items()), flush=True)
+        file = options.json or _default_file(machine)
+        run = Run(options, worker, _earlier(file, machine))
+        results, texts = [], {}
+        shares = {name: SHARES[name] for name in options.only}
+        for name in options.only:
+            whole = sum(shares.values()) or 1.0
+            found = _run_part(name, run, deadline.left * shares.pop(name) / whole)
+            results += found.claims
+            texts |= found.texts
+            file.parent.mkdir(parents=True, exist_ok=True)
+            content = {"simulated": machine["simulated"], "machine": machine, "parts": run.parts}
+            file.write_text(json.dumps(content, indent=1) + "\n")
+    for title, text in texts.items():
+        print(f"\n## {title}\n\n{text}")
+    print(f"\n{table(results)}\n\nwritten to {file}")
+    failed = any(run.parts[name]["status"] == "failed" for name in options.only)
+    return int(failed or any(result.judged and not result.held for result in results))
+
+
+def _options() -> argparse.Namespace:
+    found = torch.accelerator.current_accelerator(check_available=True)
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--minutes", type=float, default=8.0, help="for all of it")
-    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="on the disk")
-    parser.add_argument("--json", type=Path, help="write everything there, too")
-    parser.add_argument("--only", nargs="+", choices=_SHARES, default=list(_SHARES))
-    parser.add_argument("--quick", action="store_true", help="tiny models; figures mean little")
-    parser.add_argument("--device", default="cuda", help="cpu to see that everything runs")
+    add = parser.add_argument
+    add("--minutes", type=float, default=10.0, help="for all of it")
+    add("--dir", type=Path, default=Path(tempfile.gettempdir()), help="on the disk")
+    add("--json", type=Path, help="file of results (default: see above)")
+    add("--only", nargs="+", choices=SHARES, default=list(SHARES))
+    add("--quick", action="store_true", help="tiny models; figures mean little")
+    add("--brief", action="store_true", help="quick, and one of everything")
+    add("--tests", nargs="+", default=programs.TESTS, help="files and folders of the first part")
+    add("--device", default=None if found is None else found.type, help="type, or sim")
     options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print(_NEEDS, file=sys.stderr)
-        return 2
-    machine = _describe(options)
-    print("\n".join(f"{name}: {value}" for name, value in machine.items()), flush=True)
-    deadline = Deadline(60 * options.minutes)
-    texts: dict[str, str] = {}
-    results: list[Result] = []
-    figures: dict[str, Any] = {}
-    shares = {name: _SHARES[name] for name in _SHARES if name in options.only}
-    for name in list(shares):
-        seconds = deadline.left * shares[name] / sum(shares.values())
-        shares.pop(name)
-        if seconds < 1:
-            texts[name] = "no time was left for it"
-            continue
-        say(f"{name}: {seconds:.0f} s")
-        try:
-            more, claims, found = _PARTS[name](options, seconds)
-        except Exception as error:  # the other parts are of interest all the same
-            more, claims, found = {name: f"failed: {error!r}"}, [_failure(name)], {}
-        texts |= more
-        results += claims
-        figures |= found
-        if options.json is not None:
-            rows = [result.as_dict() for result in results]
-            write_json(options.json, machine, {"texts": texts, "results": rows, **figures})
-    for title, text in texts.items():
-        print(f"\n## {title}\n\n{text}")
-    print("\n" + table(results))
-    return int(any(result.judged and not result.held for result in results))
+    options.quick = options.quick or options.brief
+    options.only = [name for name in SHARES if name in options.only]
+    return options
 
 
-def _failure(name: str) -> Result:
-    return Result(f"{name} ran", 0, 1, "runs", 0.0, 1.0)
+def _default_file(machine: Mapping[str, Any]) -> Path:
+    name = re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-") + ".json"
+    if machine["simulated"] or machine["quick"]:
+        return Path(tempfile.gettempdir()) / "offload-strategy-gpu" / name
+    return device.ROOT / "docs" / "results" / "gpu" / name
 
 
-def _describe(options: argparse.Namespace) -> dict[str, Any]:
-    machine = describe_machine(options.dir)
-    if options.device == "cuda":
-        device = torch.cuda.get_device_properties(0)
-        machine["GPU"] = f"{device.name}, {device.total_memory / 2**30:.0f} GiB"
-        machine["CUDA"] = torch.version.cuda
-    machine["python"] = platform.python_version()
-    for package in _PEERS:
-        try:
-            machine[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return machine
+def _earlier(file: Path, machine: Mapping[str, Any]) -> dict[str, Any]:
+    """Parts that an earlier run on the same device, of the same size, has left in the file."""
+    try:
+        content = json.loads(file.read_text())
+        before = content["machine"]
+        same = all(before[name] == machine[name] for name in ("device", "quick", "torch"))
+        return dict(content["parts"]) if same else {}
+    except (OSError, ValueError, KeyError):
+        return {}
+
+
+def _run_part(name: str, run: Run, seconds: float) -> Found:
+    begin, found = time.monotonic(), Found()
+    status, reason = "ran", None
+    say(f"{name}: {seconds:.0f} s")
+    try:
+        if seconds < 1 and SHARES[name]:
+            raise Skipped("no time was left for it")
+        found = _PARTS[name](run, seconds)
+    except Skipped as why:
+        status, reason = "cannot run", str(why)
+    except Exception as error:  # the other parts are of interest all the same
+        traceback.print_exc()
+        status, reason = "failed", f"{type(error).__name__}: {error}"[-2000:]
+    if reason is not None:
+        found.texts[name] = f"{status}: {reason}"
+    run.parts[name] = {
+        "status": status, "reason": reason, "commit": run.worker.machine["commit"],
+        "seconds": time.monotonic() - begin, "seconds_given": seconds,
+        "claims": [result.as_dict() for result in found.claims], "figures": found.figures,
+    }  # fmt: skip
+    return found
 
 
 # ---------------------------------------------------------------------- the parts
-def _correctness(options: argparse.Namespace, seconds: float) -> _Found:
-    request = json.dumps({"device": options.device, "dir": str(options.dir)})
-    try:
-        run = subprocess.run(
-            [sys.executable, "-m", "benchmarks.gpu.correctness", request],
-            capture_output=True, text=True, timeout=seconds, check=False,
-            cwd=Path(__file__).resolve().parents[2],
-        )  # fmt: skip
-        printed, problem = run.stdout, run.stderr[-2000:] if run.returncode else ""
-    except subprocess.TimeoutExpired as late:
-        printed, problem = (late.stdout or b"").decode(), "the time was over"
-    lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
-    rows = ["| model | what leaves | bits | |", "|---|---|---|---|"]
-    for line in lines:
-        bits = "the same" if line["same"] else f"differ: {line['differs']}"
-        note = "" if line["repeats"] else "plain training does not repeat itself here"
-        rows.append(f"| {line['model']} | {line['setting']} | {bits} | {note} |")
+def _tests(run: Run, seconds: float) -> Found:
+    run.worker.rest()
+    return programs.accelerator_tests(run.options.device, seconds, run.options.tests)
+
+
+def _bits(run: Run, seconds: float) -> Found:
+    models = list(MODELS)[: 1 if run.options.brief else None]
+    found = Found(run.worker.do("correctness.compare", {"models": models}, seconds))
+    lines = found.figures["comparisons"]
     judged = [line for line in lines if line["repeats"]]
     same = sum(line["same"] for line in judged)
-    expected = len(correctness.MODELS) * len(correctness.SETTINGS)
-    share = same / len(judged) if judged and len(lines) == expected else 0.0
-    claim = Result("bits of plain training", same, len(judged), "trainings", share, 1.0)
-    text = "\n".join(rows) + (f"\n\n{problem}" if problem else "")
-    return {"Correctness": text}, [claim], {"correctness": lines}
+    share = same / len(judged) if judged else 0.0
+    told = "bits of plain training"
+    found.claims.append(Result(told, same, len(judged), "trainings", share, 1.0))
+    header = ("model", "setting", "repeats", "same", "differs")
+    found.texts["Bits"] = markdown_table(header, ([line[one] for one in header] for line in lines))
+    found.figures["not_run"] = sorted(set(models) - {line["model"] for line in lines})
+    return found
 
 
-def _ceilings(options: argparse.Namespace, seconds: float) -> _Found:
-    text, results = ceilings.measure(options.dir, options.device, quick=options.quick)
-    return {"What the machine can do": text}, results, {}
+def _trace(run: Run, seconds: float) -> Found:
+    """Steady steps with activations and with states away, beside plain ones; then the hooks."""
+    deadline, found, rows = Deadline(seconds), Found(), []
+    for what, (job, names) in _STEADY.items():
+        job = job.tiny() if run.options.quick else job
+        found.figures[what], usual = {}, None
+        for name in names[: 2 if run.options.brief else None]:
+            request, told = {"contender": name, "job": asdict(job)}, f"{what}: {name}"
+            try:
+                one = run.worker.do("traces.steady", request, deadline.left / 2)
+            except (Skipped, RuntimeError) as why:
+                one = {"reason": str(why).strip().splitlines()[-1]}
+                rows.append((told, one["reason"], "", ""))
+            found.figures[what][name] = one
+            if "reason" in one:
+                continue
+            waits, pinned = sum(one["waits"].values()), sum(one["registrations"].values())
+            rows.append((told, waits / one["steps"], pinned / one["steps"], one["overlap"]))
+            if name == who.PLAIN:
+                usual = waits
+            elif name in who.OURS and usual is not None:
+                # With commit one comparison of all gradients with those that updates took.
+                most = usual + (one["steps"] if what == "states" else 0)
+                for calls, value, limit in (("waits", waits, most), ("registrations", pinned, 0)):
+                    claim = f"steady steps, {told}: {calls}"
+                    found.claims.append(
+                        Result(claim, value, limit, "calls", value, limit, at_least=False)
+                    )
+    header = ("", "waits in a step", "registrations", "share of copies beside kernels")
+    found.texts["Steady steps"] = markdown_table(header, rows)
+    size = {"tensors": 32 if run.options.quick else 256, "nbytes": 1 << 14}
+    hooks = found.figures["hooks"] = run.worker.do("traces.hooks", size, max(5.0, deadline.left))
+    cells = []
+    for name, row in hooks["rows"].items():
+        added = row.get("added", dict.fromkeys(traces.FIGURES, row.get("reason")))
+        cells.append((name, *added.values()))
+        for way in ("pack", "unpack") if name in _GOALS else ():
+            value, goal, told = added[f"{way}, cpu"], _GOALS[name], f"a saved tensor: {name}: {way}"
+            found.claims.append(
+                Result(told, value, goal, "µs", value / goal, 1, at_least=False, judged=run.judged)
+            )
+    title = "Microseconds of a saved tensor in the threads that train, beside plain"
+    found.texts[title] = markdown_table(("", *traces.FIGURES), cells)
+    return found
 
 
-def _tables(which: tuple[tables.Table, ...]) -> Callable[[argparse.Namespace, float], _Found]:
-    def part(options: argparse.Namespace, seconds: float) -> _Found:
-        return tables.run(which, options.dir, seconds, device=options.device, quick=options.quick)
-
-    return part
-
-
-def _limits(options: argparse.Namespace, seconds: float) -> _Found:
-    texts, results = limits.reach(options.dir, seconds, device=options.device, quick=options.quick)
-    return texts, results, {}
+def _rates(run: Run, seconds: float) -> Found:
+    rates = run.worker.do("training.rates", {"quick": run.options.quick}, seconds)
+    moved = [
+        (f"{name}, GB/s", rates[name] / 1e9) for name in ("to_device", "to_host", "read", "write")
+    ]
+    products = [(f"{name}, TFLOP/s", rate / 1e12) for name, rate in rates["operations"].items()]
+    return Found(rates, {"What the machine can do": markdown_table(("", ""), moved + products)})
 
 
-_PARTS: dict[str, Callable[[argparse.Namespace, float], _Found]] = {
-    "correctness": _correctness,
-    "ceilings": _ceilings,
-    "activations": _tables(tables.ACTIVATIONS),
-    "states": _tables(tables.STATES),
-    "both": _tables(tables.BOTH),
-    "limits": _limits,
+def _activations(run: Run, seconds: float) -> Found:
+    chosen = list(contests.ACTIVATIONS)
+    if run.options.quick:
+        chosen = [replace(one, job=one.job.tiny(64 + 32 * n)) for n, one in enumerate(chosen)]
+    return run.race(chosen, seconds)
+
+
+def _large(run: Run, seconds: float) -> Found:
+    job = contests.LARGE.job.tiny(128, 6) if run.options.quick else contests.LARGE.job
+    contest = replace(contests.LARGE, job=job)
+    found = run.race([contest], seconds)
+    if rates := run.parts.get("rates", {}).get("figures"):
+        contests.roofline(found, contest, rates)
+    return found
+
+
+def _optimizer(run: Run, seconds: float) -> Found:
+    job = contests.OPTIMIZER.job
+    job = job.tiny() if run.options.quick else job
+    return run.race([replace(contests.OPTIMIZER, job=job)], seconds)
+
+
+def _sanitizers(run: Run, seconds: float) -> Found:
+    run.worker.rest()
+    seeds = 1 if run.options.brief else 3
+    return programs.sanitizers(run.options.device, run.options.dir, seconds, seeds=seeds)
+
+
+_PARTS: dict[str, Callable[[Run, float], Found]] = {
+    "tests": _tests,
+    "bits": _bits,
+    "trace": _trace,
+    "rates": _rates,
+    "activations": _activations,
+    "large": _large,
+    "optimizer": _optimizer,
+    "sanitizers": _sanitizers,
+    "predictions": lambda run, seconds: predictions.compare(run.parts),
 }
 
 

@@ -120,6 +120,13 @@ def table(rows: Sequence[Result]) -> str:
     )
 
 
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Rows of figures and words as a table in Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    texts = ([f"{c:.4g}" if isinstance(c, float) else str(c) for c in line] for line in lines)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in texts)
+
+
 def write_json(file: Path, machine: dict[str, Any], outcome: dict[str, Any]) -> None:
     """The machine, the options and every result."""
     file.write_text(json.dumps({"machine": machine, **outcome}, indent=2) + "\n")

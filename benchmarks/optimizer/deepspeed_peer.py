@@ -93,7 +93,14 @@ def subgroup_candidates(best: Settings, parameters: int) -> list[Settings]:
     ]
 
 
-def _config(settings: Settings, adamw: dict[str, Any], directory: Path) -> dict[str, Any]:
+def config(settings: Settings, adamw: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """What DeepSpeed is made of.
+
+    Args:
+        settings: what was searched for its best.
+        adamw: hyper-parameters.
+        directory: on the disk.
+    """
     place: dict[str, Any] = {
         "device": "nvme",
         "nvme_path": str(directory),
@@ -122,13 +129,17 @@ def _config(settings: Settings, adamw: dict[str, Any], directory: Path) -> dict[
     }
 
 
-def be_alone() -> None:
-    """Set the environment of a process group of one, on the CPU; before DeepSpeed is imported."""
+def be_alone(accelerator: str = "cpu") -> None:
+    """Set the environment of a process group of one; before DeepSpeed is imported.
+
+    Args:
+        accelerator: type of the device that computes.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     os.environ.update(
-        DS_ACCELERATOR="cpu",
+        DS_ACCELERATOR=accelerator,
         RANK="0",
         WORLD_SIZE="1",
         LOCAL_RANK="0",
@@ -186,7 +197,7 @@ class DeepSpeed:
         self.forward, *_ = deepspeed.initialize(
             model=model,
             model_parameters=list(model.parameters()),
-            config=_config(settings, adamw, directory),
+            config=config(settings, adamw, directory),
         )
 
     def backward(self, loss: torch.Tensor) -> None:

@@ -12,14 +12,14 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.memory_group import memory_group
 from benchmarks.parameters.job import Job
 from offload_strategy.io.backends.protocol import create_backend
-from offload_strategy.io.bandwidth.history import Rates
 from offload_strategy.io.bandwidth.probe import probe
 from offload_strategy.io.regions.region import Region
+from offload_strategy.telemetry import Direction
 from offload_strategy.units import GiB, MiB, format_size
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,7 +149,14 @@ def last_words(text: str) -> str:
     return lines[-1][:_MOST_CHARACTERS] if lines else ""
 
 
-def bandwidth(directory: Path) -> Rates:
+class Bandwidth(NamedTuple):
+    """Bytes per second of a path."""
+
+    read: float
+    write: float
+
+
+def bandwidth(directory: Path) -> Bandwidth:
     """What a path gives now.
 
     Args:
@@ -158,7 +165,8 @@ def bandwidth(directory: Path) -> Rates:
     region = Region(directory, "disk", 1 * GiB)
     backend = create_backend("posix", threads=2, block_size=32 * MiB)
     try:
-        return probe(region, backend, seconds=2.0)
+        rates = probe(region, backend, seconds=2.0)
+        return Bandwidth(rates[Direction.READ].rate, rates[Direction.WRITE].rate)
     finally:
         backend.close()
         region.close()

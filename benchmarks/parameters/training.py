@@ -19,8 +19,7 @@ from typing import Any
 from benchmarks.io.results import Result, Skipped
 from benchmarks.memory_group import why_not
 from benchmarks.parameters.job import Job
-from benchmarks.parameters.running import bandwidth, run
-from offload_strategy.io.bandwidth.history import Rates
+from benchmarks.parameters.running import Bandwidth, bandwidth, run
 from offload_strategy.telemetry import Direction
 from offload_strategy.units import GiB, format_size
 
@@ -91,7 +90,7 @@ def training(
     ]
 
 
-def _table(steps: list[dict[str, Any]], compute: float, path: Rates) -> list[float]:
+def _table(steps: list[dict[str, Any]], compute: float, path: Bandwidth) -> list[float]:
     """Print a row a step; the least seconds that each can take.
 
     Args:

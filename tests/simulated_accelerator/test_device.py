@@ -185,6 +185,20 @@ def test_more_than_the_memory_limit_is_refused(sim):
     assert torch.accelerator.get_memory_info(0)[1] == used + (1 << 20)
 
 
+def test_out_of_memory_waits_for_streams_that_use_what_was_freed(sim):
+    side, tensor = torch.Stream("sim"), full(1.0)
+    used = torch.accelerator.memory_stats()["active_bytes.all.current"]
+    with side:
+        sim.sleep(LATE_US)
+    tensor.record_stream(side)
+    del tensor
+    sim.set_memory_limit(0, used)
+    again = torch.empty(N, device="sim")
+    assert side.query()
+    assert sim.synchronizing_calls()["memory"] == 1
+    del again
+
+
 def test_storages_are_resized_and_tensors_saved(sim):
     tensor = torch.arange(1000.0, device="sim")
     tensor.untyped_storage().resize_(8000)
@@ -205,6 +219,19 @@ def test_random_operators_and_autocast_give_the_bits_of_the_cpu(sim):
     with torch.autocast("sim", dtype=torch.bfloat16):
         product = full(1.0)[:4].view(2, 2) @ full(1.0)[:4].view(2, 2)
     assert product.dtype == torch.bfloat16
+
+
+def test_convolutions_and_their_gradients_are_those_of_the_cpu(sim):
+    def run(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layer = torch.nn.Conv2d(3, 8, 3, stride=2).to(device)
+        images = torch.randn(2, 3, 16, 16).to(device).requires_grad_()
+        result = layer(images)
+        result.pow(2).sum().backward()
+        found = (result, images.grad, layer.weight.grad, layer.bias.grad)
+        return [tensor.detach().cpu() for tensor in found]
+
+    assert all(map(torch.equal, run("cpu"), run("sim")))
 
 
 def test_errors_of_arguments_are_raised_at_the_call(sim):

@@ -303,6 +303,19 @@ static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Call(op, stack).run();
 }
 
+// PyTorch offers devices these two, which do nothing on the CPU, in place of the two that do.
+static void convolution(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", "");
+  fallback(op, stack);
+}
+
+static void convolution_backward(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution_backward", "");
+  stack->insert(stack->end() - 7, IValue()); // The sizes of the bias, after the weight.
+  fallback(op, stack);
+}
+
 static Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking) {
   check_error();
   if (dst.numel() == 0) return dst;
@@ -461,6 +474,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   // Composite operators that would be split into several kernels here and are one on the CPU.
   for (const char* name : {"native_layer_norm", "native_group_norm", "_foreach_norm.Scalar"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  m.impl("convolution_overrideable",
+         torch::CppFunction::makeFromBoxedFunction<&convolution>());
+  m.impl("convolution_backward_overrideable",
+         torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
 }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());

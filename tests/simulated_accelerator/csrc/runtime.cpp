@@ -301,12 +301,19 @@ class DeviceMemory final : public c10::DeviceAllocator {
     if (nbytes == 0) return {nullptr, nullptr, &free_block, where};
     const size_t rounded = (nbytes + 511) / 512 * 512;
     Stream& stream = current_stream(device);
-    std::lock_guard<std::mutex> guard(mutex_);
+    std::unique_lock<std::mutex> guard(mutex_);
     Pool& pool = pools_[device];
     free_where_streams_are_done(pool);
     auto& stats = pool.stats;
-    const int64_t wanted = stats.active_bytes[0].current + rounded;
-    if (wanted > pool.limit) {
+    if (stats.active_bytes[0].current + static_cast<int64_t>(rounded) > pool.limit &&
+        !pool.pending.empty()) {
+      guard.unlock(); // CUDA's allocator waits for the streams of what was freed, too.
+      count("sync:memory");
+      synchronize_device(device);
+      guard.lock();
+      free_where_streams_are_done(pool);
+    }
+    if (stats.active_bytes[0].current + static_cast<int64_t>(rounded) > pool.limit) {
       ++stats.num_ooms;
       TORCH_CHECK_WITH(OutOfMemoryError, false, "simulated accelerator out of memory. Tried to allocate ",
                        nbytes, " bytes on device ", device, ", which has ", pool.limit,
