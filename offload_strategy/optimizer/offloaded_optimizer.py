@@ -215,10 +215,11 @@ class OffloadedOptimizer(Optimizer):
             pending = {id(s) for s in to_update} | {id(a.subgroup) for a in ahead_updates}
             # Those without gradients, and those that `eager` has updated already.
             broadcasts.ready(*[s for s in own if id(s) not in pending])
+            unchanged = updater.unchanged(ahead_updates)
             for position, ahead_update in enumerate(ahead_updates, start=1):
                 for coming in ahead_updates[position : position + PREFETCHED_SUBGROUPS]:
                     updater.prefetch_weights(coming)
-                if updater.commit(ahead_update):
+                if updater.commit(ahead_update, unchanged[position - 1]):
                     done.add(id(ahead_update.subgroup))
                     broadcasts.ready(ahead_update.subgroup)
             if overlap is not None:

@@ -40,6 +40,7 @@ from offload_strategy.optimizer.user_class.inner_step import (
 )
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, TicketState, Tier
+from offload_strategy.torch_support.accelerator import is_asynchronous
 
 
 class WeightResidency(Protocol):
@@ -112,6 +113,7 @@ class Updater:
         device_tiers = [tier for tier in tiers if tier.is_own_device]
         self._new_weight_tiers = [*device_tiers, *new_weight_tiers]
         self._residency = residency
+        self.streams_weights = residency is not None
         self._is_elementwise = is_elementwise
         self._generators: dict[torch.device, torch.Generator] = {}
         self.precision = precision
@@ -203,17 +205,37 @@ class Updater:
             return AheadUpdate(subgroup, indices, versions, hyper, old, new, layout, ticket)
 
     @torch.no_grad()
-    def commit(self, ahead_update: AheadUpdate) -> bool:
+    def unchanged(self, ahead_updates: Sequence[AheadUpdate]) -> list[bool | None]:
+        """Whether the weights of each update are still the same; None if `commit` is to check.
+
+        On an accelerator all are compared first, so that the host waits for the device only once.
+        On the CPU, `commit` finds the weights that it has compared in the processor's caches.
+        """
+        found: list[bool | None] = [None] * len(ahead_updates)
+        compared: dict[int, torch.Tensor] = {}
+        for number, ahead_update in enumerate(ahead_updates):
+            if is_asynchronous(ahead_update.device) and self._residency is None:
+                weights = ahead_update.current_weights()
+                compared[number] = ahead_update.versions.bits_match(weights)
+        if compared:
+            device = next(iter(compared.values())).device
+            together = torch.stack([same.to(device) for same in compared.values()])
+            for number, same in zip(compared, together.tolist(), strict=True):
+                found[number] = same
+        return found
+
+    @torch.no_grad()
+    def commit(self, ahead_update: AheadUpdate, unchanged: bool | None) -> bool:
         """Make an update visible that `may_be_valid`: copy the weights, swap the states' tickets.
 
         Returns False, and drops the update, if the weights have changed since.
         """
         with self.timings.measure():
-            # Check and copy one subgroup at a time: its weights are still in the processor's
-            # caches when they are overwritten.
             with self._resident(ahead_update.parameters(), changes=True):
                 weights = ahead_update.current_weights()
-                if not ahead_update.versions.bits_match(weights):
+                if unchanged is None:
+                    unchanged = bool(ahead_update.versions.bits_match(weights))
+                if not unchanged:
                     self.drop(ahead_update)
                     return False
                 flat = self._store.take(ahead_update.weights)

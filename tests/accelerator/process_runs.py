@@ -87,14 +87,15 @@ def train(
         loss.backward()
         if step == 2 and not eager:
             # What backward has left is read here, before step().
-            read = sum(p.grad.detach().float().sum() for p in net.parameters())
-            losses.append((read.full_tensor() if sharded else read).item().hex())
+            gradients = [p.grad.to_local() if sharded else p.grad for p in net.parameters()]
+            losses.append(
+                sum(gradient.detach().float().sum() for gradient in gradients).item().hex()
+            )
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item().hex())
     weights = [
-        (p.full_tensor() if sharded else p.detach()).cpu().flatten().tolist()
-        for p in net.parameters()
+        (p.to_local() if sharded else p).detach().cpu().flatten().tolist() for p in net.parameters()
     ]
     return {"losses": losses, "weights": [[value.hex() for value in each] for each in weights]}
 
@@ -150,6 +151,7 @@ def overlap_of_reductions(rank: int, directory: Path, kind: str, overlap: str) -
         net.register_forward_pre_hook(begin)
 
     group = process_group.default_group()
+    group.number = 1  # what DistributedDataParallel sends when it is made is not delayed
     folder = directory / f"disk-{rank}"
     folder.mkdir()
     with OffloadEngine(config(folder, overlap, "64MiB")) as engine:

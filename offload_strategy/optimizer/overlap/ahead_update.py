@@ -56,9 +56,11 @@ class WeightVersions:
         """Whether the version counters of the same weights are still the same."""
         return self._versions == [weight._version for weight in weights]
 
-    def bits_match(self, weights: Sequence[torch.Tensor]) -> bool:
-        """Whether the bits of the same weights are still the same."""
-        return all(map(packable, weights)) and torch.equal(self._bits, _sums_of_bits(weights))
+    def bits_match(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Whether the bits of the same weights are still the same, as a tensor on their device."""
+        if not all(map(packable, weights)):
+            return torch.zeros((), dtype=torch.bool, device=self._bits.device)
+        return (self._bits == _sums_of_bits(weights)).all()
 
 
 @dataclass(eq=False)
@@ -88,6 +90,11 @@ class AheadUpdate:
             and _same(self.hyper, hyper_parameters(group))
             and self.versions.versions_match(self.parameters())
         )
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its weights."""
+        return self.subgroup.slices[0].parameter.device
 
     def parameters(self) -> list[torch.Tensor]:
         """Whole parameters of the slices that it updated."""

@@ -6,7 +6,7 @@ torch counts it as a pass of its own. All of them, and what follows them in the 
 one pass here, unless a parameter gets a gradient that already had one in the pass.
 
 Updates run on the thread that runs backward, between two of its nodes: on the CPU both would share
-the same cores anyway, and on an accelerator they are only launched there.
+the same cores anyway, and on an accelerator they are only launched there, on a stream of their own.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from offload_strategy.optimizer.gradients.offloaded_gradient import (
     gradient_values,
 )
 from offload_strategy.optimizer.overlap.ahead_update import AheadUpdate
+from offload_strategy.optimizer.overlap.update_stream import UpdateStreams
 from offload_strategy.optimizer.states.parameter_slices import local_tensor, wrap_like
 from offload_strategy.optimizer.states.subgroups import Subgroup, packable
 from offload_strategy.optimizer.subgroup_update import Updater
@@ -91,6 +92,7 @@ class BackwardOverlap(ABC):
         self._updater = updater
         self._is_last = is_last
         self._passes = BackwardPasses()
+        self.streams = UpdateStreams(enabled=not updater.streams_weights)
         self._order: list[Subgroup] = []
         #: Parameter id -> its subgroups, each with the index of the parameter's slice.
         self._subgroups_of: dict[int, list[tuple[Subgroup, int]]] = {}
@@ -194,6 +196,7 @@ class BackwardOverlap(ABC):
 
     def _expect_all(self) -> None:
         """Expect the gradients of every subgroup again."""
+        self.streams.join()  # if the pass has raised, it has not been done
         completed = set(map(id, self._completed))
         self._order = self._completed + [s for s in self._order if id(s) not in completed]
         self._completed = []

@@ -150,7 +150,8 @@ class CommittedUpdates(BackwardOverlap):
                 gradient = param_slice.of(self._backings[id(param_slice.parameter)][1].raw())
                 gradients[index] = edits.apply_(gradient.clone()) if edits else gradient
                 del gradient
-        self._done[id(subgroup)] = self._updater.update_ahead(subgroup, gradients)
+        with self.streams.updating(list(gradients.values())):
+            self._done[id(subgroup)] = self._updater.update_ahead(subgroup, gradients)
         gradients.clear()
         for key in {id(subgroup.slices[index].parameter) for index in subgroup.ready}:
             # A sliced parameter may have slices in subgroups that are still to be updated.
@@ -242,7 +243,8 @@ class EagerUpdates(BackwardOverlap):
             if slices_left > 1:
                 self._gradients[key] = (gradients[index], slices_left - 1)
         self._unstepped = True
-        self._updater.update_in_place(subgroup, gradients)
+        with self.streams.updating(list(gradients.values())):
+            self._updater.update_in_place(subgroup, gradients)
 
     def finish(self) -> list[AheadUpdate]:
         """Update the subgroups whose gradients are left; there is nothing to commit."""

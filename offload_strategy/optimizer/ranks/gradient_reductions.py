@@ -76,11 +76,15 @@ class GradientReductions:
     def _report_finished(self) -> None:
         while self._reducing and self._reducing[0][0].done():
             future, bucket = self._reducing.popleft()
-            future.wait()  # on an accelerator: its stream waits
-            for parameter, gradient in bucket:
-                # Where it lies otherwise in memory than its parameter, it is taken at the end.
-                if parameter.is_contiguous() and self._seen.pop(id(parameter), None) is not None:
-                    self._overlap.gradient_reduced(parameter, gradient)
+            # On an accelerator a future is done when the reduction is queued, and the current
+            # stream waits for its end.
+            with self._overlap.streams.reduced(bucket[0][1].device):
+                future.wait()
+                for parameter, gradient in bucket:
+                    # Where it lies otherwise in memory than its parameter, it is taken at the end.
+                    contiguous = parameter.is_contiguous()
+                    if contiguous and self._seen.pop(id(parameter), None) is not None:
+                        self._overlap.gradient_reduced(parameter, gradient)
 
     def _queue(self, behind: int, nested: bool) -> None:
         def callback() -> None:
