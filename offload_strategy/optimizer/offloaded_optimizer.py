@@ -188,7 +188,7 @@ class OffloadedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         phase = f"OffloadedOptimizer.step#{type(own).__name__}"
-        with torch.autograd.profiler.record_function(phase):
+        with torch.autograd.profiler.record_function(phase), self._updater.streams.stepping():
             self._update_all()
         self._updater.step_ended()
         # Schedulers that were made with the inner optimizer check whether it has stepped.

@@ -23,6 +23,7 @@ from offload_strategy.optimizer.overlap.ahead_update import (
     hyper_parameters,
     with_gradient,
 )
+from offload_strategy.optimizer.overlap.update_stream import UpdateStreams
 from offload_strategy.optimizer.states.parameter_slices import is_sharded, local_tensor
 from offload_strategy.optimizer.states.precision import Precision, master_weights_of
 from offload_strategy.optimizer.states.subgroups import (
@@ -113,7 +114,7 @@ class Updater:
         device_tiers = [tier for tier in tiers if tier.is_own_device]
         self._new_weight_tiers = [*device_tiers, *new_weight_tiers]
         self._residency = residency
-        self.streams_weights = residency is not None
+        self.streams = UpdateStreams(enabled=residency is None)
         self._is_elementwise = is_elementwise
         self._generators: dict[torch.device, torch.Generator] = {}
         self.precision = precision

@@ -25,7 +25,6 @@ from offload_strategy.optimizer.gradients.offloaded_gradient import (
     gradient_values,
 )
 from offload_strategy.optimizer.overlap.ahead_update import AheadUpdate
-from offload_strategy.optimizer.overlap.update_stream import UpdateStreams
 from offload_strategy.optimizer.states.parameter_slices import local_tensor, wrap_like
 from offload_strategy.optimizer.states.subgroups import Subgroup, packable
 from offload_strategy.optimizer.subgroup_update import Updater
@@ -92,7 +91,7 @@ class BackwardOverlap(ABC):
         self._updater = updater
         self._is_last = is_last
         self._passes = BackwardPasses()
-        self.streams = UpdateStreams(enabled=not updater.streams_weights)
+        self.streams = updater.streams
         self._order: list[Subgroup] = []
         #: Parameter id -> its subgroups, each with the index of the parameter's slice.
         self._subgroups_of: dict[int, list[tuple[Subgroup, int]]] = {}

@@ -90,6 +90,21 @@ class UpdateStreams:
         with using_stream(stream):
             yield
 
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Run `step()` on the update streams, to which the memory of states belongs."""
+        self.join()
+        callers = {device: torch.accelerator.current_stream(device) for device in self._streams}
+        try:
+            with contextlib.ExitStack() as stack:
+                for device, stream in self._streams.items():
+                    stream.wait_stream(callers[device])
+                    stack.enter_context(using_stream(stream))
+                yield
+        finally:
+            for device, caller in callers.items():
+                caller.wait_stream(self._streams[device])
+
     def join(self) -> None:
         """Let the current streams wait for all updates; nothing is referenced after that."""
         self._joined_by = -1

@@ -25,6 +25,7 @@ from offload_strategy.optimizer.states.parameter_slices import (
 from offload_strategy.optimizer.states.precision import Precision, copy_rounded
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket
+from offload_strategy.torch_support.accelerator import is_asynchronous
 from offload_strategy.units import round_up
 
 #: Alignment of each tensor: that of PyTorch's allocators at least, so that vector loads stay
@@ -143,13 +144,15 @@ class StateSet:
 
     def small_copies(self) -> list[State]:
         """Copies of the values in memory."""
-        return [
-            {
-                name: value.clone() if isinstance(value, torch.Tensor) else deepcopy(value)
-                for name, value in state.items()
-            }
-            for state in self.small
-        ]
+
+        def copy(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return deepcopy(value)
+            if is_asynchronous(value.device):  # it may belong to another stream, and be freed soon
+                value.record_stream(torch.accelerator.current_stream(value.device))
+            return value.clone()
+
+        return [{name: copy(value) for name, value in state.items()} for state in self.small]
 
     def upcast(self, states: list[State]) -> None:
         """Upcast states to their compute dtypes, where the stored dtypes differ."""
