@@ -6,10 +6,13 @@ import ctypes
 import os
 import platform
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,24 @@ def describe_machine(directory: Path) -> dict[str, Any]:
         "disk": f"{mount.fstype if mount else 'unknown'}, {format_size(usage.free)} free",
         "load": f"{os.getloadavg()[0]:.2f} before the first line",
     }
+
+
+def versions(packages: Sequence[str]) -> dict[str, str | None]:
+    """Versions of packages; None of those that are not installed."""
+    found: dict[str, str | None] = dict.fromkeys(packages)
+    for package in packages:
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+def commit(directory: Path) -> str | None:
+    """Of a checkout, if it is one."""
+    asked = ["git", "-C", str(directory), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def tidy_up_when_ended() -> None:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +46,61 @@ def requests() -> Iterator[dict[str, Any]]:
     """In a subject: what it is asked for, until the runner has no more."""
     for line in sys.stdin:
         yield json.loads(line)
+
+
+class Deadline:
+    """When something must be over.
+
+    Args:
+        seconds: from now.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds; negative when it is over."""
+        return self._end - time.monotonic()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended.
+
+    Args:
+        status: that it ended with; None if its time was over.
+        lines: of its output.
+        errors: its error output.
+    """
+
+    status: int | None
+    lines: list[str]
+    errors: str
+
+
+def run_program(
+    command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None
+) -> Ended:
+    """Run a program in the root of the repository, and end it when its time is over.
+
+    Args:
+        command: its words.
+        seconds: that it has.
+        environment: variables on top of this process's.
+    """
+    status: int | None = None
+    root, variables = Path(__file__).resolve().parents[1], {**os.environ, **(environment or {})}
+    # Files, which hold what it has said when it is ended.
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = subprocess.run(
+                command, stdout=out, stderr=errors, cwd=root, env=variables, check=False,
+                timeout=max(1.0, seconds),
+            ).returncode  # fmt: skip
+        out.seek(0)
+        errors.seek(0)
+        return Ended(status, out.read().splitlines(), errors.read())
 
 
 class Subject:

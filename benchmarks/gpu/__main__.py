@@ -30,19 +30,16 @@ from benchmarks.gpu import contenders as who
 from benchmarks.gpu import contests, device, predictions, programs, traces
 from benchmarks.gpu.contests import Contest, Found
 from benchmarks.gpu.correctness import MODELS
-from benchmarks.gpu.worker import Deadline, Worker
+from benchmarks.gpu.worker import Worker
 from benchmarks.io.results import Result, Skipped, markdown_table, table
 from benchmarks.machine import say, tidy_up_when_ended
+from benchmarks.turns import Deadline
 
 #: What is done and its share of the time, the most valuable first; what one leaves, others have.
 SHARES = {
     "tests": 0.15, "bits": 0.08, "trace": 0.1, "rates": 0.04, "activations": 0.2, "large": 0.14,
     "optimizer": 0.2, "sanitizers": 0.09, "predictions": 0.0,
 }  # fmt: skip
-_NEEDS = (
-    "needs an accelerator that torch can use (torch.accelerator.is_available() is False); "
-    "--device sim runs everything on the simulated one"
-)
 #: Goals for a saved tensor, in microseconds of the threads that train.
 _GOALS = {traces.MOVED: 20.0, traces.KEPT_SMALL: 3.0, traces.KEPT_BUDGET: 3.0}
 #: Whose steady steps are looked at.
@@ -79,7 +76,7 @@ def main() -> int:
     """Parse the options, run, print and write the outcome."""
     options = _options()
     if options.device is None:
-        print(_NEEDS, file=sys.stderr)
+        print(device.NEEDS, file=sys.stderr)
         return 2
     tidy_up_when_ended()
     deadline = Deadline(60 * options.minutes)
@@ -235,11 +232,9 @@ def _trace(run: Run, seconds: float) -> Found:
 
 def _rates(run: Run, seconds: float) -> Found:
     rates = run.worker.do("training.rates", {"quick": run.options.quick}, seconds)
-    moved = [
-        (f"{name}, GB/s", rates[name] / 1e9) for name in ("to_device", "to_host", "read", "write")
-    ]
-    products = [(f"{name}, TFLOP/s", rate / 1e12) for name, rate in rates["operations"].items()]
-    return Found(rates, {"What the machine can do": markdown_table(("", ""), moved + products)})
+    rows = [(name, rate) for name, rate in rates.items() if name != "operations"]
+    rows += rates["operations"].items()
+    return Found(rates, {"What the machine can do in a second": markdown_table(("", ""), rows)})
 
 
 def _activations(run: Run, seconds: float) -> Found:
@@ -254,7 +249,7 @@ def _large(run: Run, seconds: float) -> Found:
     contest = replace(contests.LARGE, job=job)
     found = run.race([contest], seconds)
     if rates := run.parts.get("rates", {}).get("figures"):
-        contests.roofline(found, contest, rates)
+        predictions.roofline(found, contest, rates)
     return found
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import nn
 
 from benchmarks.activations.models import Shape, build
 from benchmarks.gpu import device
-from benchmarks.gpu.worker import Unavailable
+from benchmarks.gpu.device import Unavailable
 from benchmarks.optimizer import deepspeed_peer
 from offload_strategy import OffloadEngine
 from offload_strategy.units import GiB, MiB
@@ -119,7 +121,7 @@ def _config(name: str, job: Job, directory: Path) -> dict[str, Any]:
     tiers, activations, optimizer, streamed = OURS[name]
     room = 256 * MiB if job.small else int(_HOST_SHARE * psutil.virtual_memory().available)
     pinned = min(8 * GiB, room // 8)
-    memory = job.memory_limit or torch.accelerator.get_memory_info(0)[0]
+    memory = min(job.memory_limit or sys.maxsize, torch.accelerator.get_memory_info(0)[0])
     made: dict[str, dict[str, Any]] = {
         "device": {"name": "device", "kind": "device", "capacity": memory // 3},
         "host": {"name": "host", "kind": "dram", "capacity": room - pinned},
@@ -205,9 +207,7 @@ def _ours(name: str, job: Job, kind: str, directory: Path) -> Trainer:
         return Trainer(model, optimizer, engine=engine, close=stack.pop_all().close)
 
 
-def save_on_cpu() -> AbstractContextManager[Any]:
-    """PyTorch's own context for a forward pass."""
-    return torch.autograd.graph.save_on_cpu(pin_memory=True)
+save_on_cpu = partial(torch.autograd.graph.save_on_cpu, pin_memory=True)
 
 
 def trl() -> Callable[[], AbstractContextManager[Any]]:
@@ -257,19 +257,12 @@ def _deepspeed(job: Job, kind: str, directory: Path | None) -> Any:
     """The engine of ZeRO-3 with its states in a directory, or on the host."""
     if kind == device.SIMULATED:
         raise Unavailable("DeepSpeed does not know the simulated accelerator")
-    deepspeed_peer.be_alone(kind)
+    settings = deepspeed_peer.Settings(
+        aio=deepspeed_peer.Aio(queue_depth=32, intra_op_parallelism=4), on_host=directory is None
+    )
     try:
-        import deepspeed
-        from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
-
-        CPUAdamBuilder().load(verbose=False)
-    except Exception as error:  # not installed; no compiler
-        raise Unavailable(f"DeepSpeed cannot be used here: {error}") from error
-    aio = deepspeed_peer.Aio(queue_depth=32, intra_op_parallelism=4)
-    settings = deepspeed_peer.Settings(aio=aio, on_host=directory is None)
-    config = deepspeed_peer.config(settings, ADAMW, directory or Path())
-    config["torch_autocast"] = {"enabled": job.autocast, "dtype": "bfloat16"}
-    model = job.build(kind)
-    parameters = list(model.parameters())
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
-    return engine
+        return deepspeed_peer.engine(
+            lambda: job.build(kind), kind, settings, ADAMW, directory, autocast=job.autocast
+        )
+    except deepspeed_peer.Unavailable as why:
+        raise Unavailable(str(why)) from why

@@ -15,10 +15,10 @@ from benchmarks.activations.models import Shape
 from benchmarks.gpu import contenders as who
 from benchmarks.gpu.contenders import Job
 from benchmarks.gpu.training import median
-from benchmarks.gpu.worker import Deadline, Worker
+from benchmarks.gpu.worker import Worker
 from benchmarks.io.results import Result, Skipped, markdown_table
 from benchmarks.machine import say
-from offload_strategy.planner.step_time import Rates, StageLoad
+from benchmarks.turns import Deadline
 from offload_strategy.units import GiB, MiB
 
 Rows = Mapping[str, Any]
@@ -33,8 +33,6 @@ _FASTER = (
 #: Of plain training's activation peak: SSDTrain saves 28 to 47 %.
 _PEAK = 0.53
 _AGAIN = "plain, again at the end"
-#: Bytes of a parameter: both moments and a copy in float32; a weight in bfloat16.
-STATE_BYTES, NARROW_BYTES = 12, 2
 #: Device memory that the large model may have, for each of its parameters: plain training has
 #: weights, gradients and two moments in float32, 16 bytes, beside what it computes with.
 _LIMIT_BYTES = 12
@@ -60,12 +58,8 @@ class Found:
 
 # ---------------------------------------------------------------------- what must hold
 def claims(where: str, rows: Rows, names: Sequence[str], *, judged: bool) -> list[Result]:
-    """Bits of plain training always; as fast and as small as what is beside it, if that is judged.
-
-    A contest with a limit of memory, which plain training exceeds, claims that ours do not.
-    """
-    found = []
-    plain = rows.get(who.PLAIN)
+    """Bits of plain training; speed and memory, if they are judged; that a large model trains."""
+    found, plain = [], rows.get(who.PLAIN)
     for name in (name for name in who.OURS if name in rows and plain is not None):
         mine, theirs = (row["losses"] + row["gradients"] for row in (rows[name], plain))
         same = sum(one == other for one, other in zip(mine, theirs, strict=True))
@@ -190,39 +184,3 @@ def markdown(rows: Rows, skipped: Mapping[str, str], job: Job) -> str:
     told = f"{parameters / 1e6:,.1f}M parameters, {job.tokens:,} tokens a step{limit}.\n\n"
     left_out = (f"\n\n{name} did not take part: {why}" for name, why in skipped.items())
     return told + markdown_table(_COLUMNS, cells) + "".join(left_out)
-
-
-# ---------------------------------------------------------------------- the roofline
-def roofline(found: Found, contest: Contest, rates: Mapping[str, Any]) -> None:
-    """Add to what was found of a large model how near its steps come to the machine's best.
-
-    What crosses the link is counted from the sizes: states both ways, activations that left, and
-    streamed weights twice to the device and once back. What the disk moved was measured.
-    """
-    link = min(rates["to_device"], rates["to_host"])
-    machine = Rates(rates["read"], rates["write"], 1, link)
-    rows = found.figures[contest.title]["contenders"]
-    for name in (name for name in who.OURS if name in rows):
-        row, tokens = rows[name], contest.job.tokens
-        weights = NARROW_BYTES * row["parameters"] if name == who.LARGE_STREAMED else 0
-        states = STATE_BYTES * row["parameters"] + median(row, "left_bytes")
-        read, written = (
-            sum(
-                median(row, f"offload/{c}/{v}_bytes")
-                for c in ("activations", "optimizer", "parameters")
-            )
-            for v in ("read", "written")
-        )
-        computing = 6.0 * row["parameters"] * tokens / max(rates["operations"].values())
-        load = StageLoad(computing, states + 2 * weights, states + weights, read, written)
-        best, seconds = machine.stage("step", load), median(row, "seconds")
-        row["roofline"] = {
-            "load": asdict(load), "seconds": dict(best.limits), "limited_by": best.limit,
-            "share": best.seconds / seconds,
-        }  # fmt: skip
-        found.claims.append(
-            Result(
-                f"{contest.title}: {name}: beside the roofline", tokens / seconds,
-                tokens / best.seconds, "tokens/s", best.seconds / seconds, 0.0, judged=False,
-            )
-        )  # fmt: skip

@@ -1,14 +1,12 @@
-"""The device that is measured, real or simulated: its name, its memory, its kernels."""
+"""The device that is measured, real or simulated: its name, its memory, its bits."""
 
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
-import subprocess
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +16,19 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import psutil
 import torch
 
-from benchmarks.machine import describe_machine
+from benchmarks.machine import commit, describe_machine, versions
 
 ROOT = Path(__file__).resolve().parents[2]
 SIMULATED = "sim"
+NEEDS = (
+    "needs an accelerator that torch can use (torch.accelerator.is_available() is False); "
+    "--device sim runs everything on the simulated one"
+)
 _PACKAGES = ("transformers", "accelerate", "pytorch-lightning", "trl", "torchao", "deepspeed")
+
+
+class Unavailable(Exception):
+    """Something cannot be done on this device or machine; says why."""
 
 
 def prepare(kind: str) -> None:
@@ -31,47 +37,30 @@ def prepare(kind: str) -> None:
         from tests.simulated_accelerator import sim  # noqa: F401
 
 
-def module(kind: str) -> Any:
-    return torch.get_device_module(kind)
-
-
 def describe(kind: str, directory: Path) -> dict[str, Any]:
     """The machine, the device and the versions, of a process that has the device."""
     free, total = torch.accelerator.get_memory_info(0)
-    name = getattr(module(kind), "get_device_name", lambda index: f"{kind} device")(0)
-    found = {
+    ask = getattr(torch.get_device_module(kind), "get_device_name", None)
+    return {
         **describe_machine(directory),
         "simulated": kind == SIMULATED,
-        "device": "simulated accelerator" if kind == SIMULATED else name,
+        "device": f"{kind} device" if ask is None else ask(0),
         "device_bytes": total,
         "device_free_bytes": free,
         "host_available_bytes": psutil.virtual_memory().available,
         "CUDA": torch.version.cuda,
-        "commit": _commit(),
+        "commit": commit(ROOT),
+        **versions(_PACKAGES),
     }
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
-    return found
 
 
-def _commit() -> str | None:
-    try:
-        asked = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-# ---------------------------------------------------------------------- memory, kernels, counts
+# ---------------------------------------------------------------------- memory, kernels, bits
 def set_memory_limit(kind: str, nbytes: int | None) -> bool:
     """Let this process allocate so many bytes; None for all. False if the device cannot do that."""
     if kind == SIMULATED:
-        module(kind).set_memory_limit(0, -1 if nbytes is None else nbytes)
+        torch.get_device_module(kind).set_memory_limit(0, -1 if nbytes is None else nbytes)
         return True
-    limit = getattr(module(kind), "set_per_process_memory_fraction", None)
+    limit = getattr(torch.get_device_module(kind), "set_per_process_memory_fraction", None)
     if limit is not None:
         total = torch.accelerator.get_memory_info(0)[1]
         limit(1.0 if nbytes is None else min(1.0, nbytes / total))
@@ -98,13 +87,12 @@ def repeatable() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def training_counts(*, reset: bool = False) -> dict[str, int]:
-    """What all threads but those of the package did on the simulated device, by its names."""
-    from tests.simulated_accelerator.extension import extension
-
-    ours = {t.native_id for t in threading.enumerate() if t.name.startswith("ssd-offload")}
-    found: dict[str, int] = {}
-    for (thread, name), number in extension.counts(reset).items():
-        if thread not in ours:
-            found[name] = found.get(name, 0) + number
-    return found
+def digest(model: torch.nn.Module) -> str:
+    """Of sums of the bits of gradients, taken where they are; a few numbers for each."""
+    sums = []
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        bits = parameter.grad.detach().contiguous().flatten().view(torch.uint8)
+        words = bits[: bits.numel() // 4 * 4].view(torch.int32)
+        sums += [words.sum(dtype=torch.int64), words[::7].sum(dtype=torch.int64)]
+    return hashlib.sha256(torch.stack(sums).cpu().numpy().tobytes()).hexdigest()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
-from benchmarks.gpu.contests import LARGE, Found
+from benchmarks.gpu import contenders as who
+from benchmarks.gpu.contests import LARGE, Contest, Found
+from benchmarks.gpu.training import median
 from benchmarks.io.results import Result, markdown_table
 from offload_strategy.planner.hardware import device, drive_set
 from offload_strategy.planner.request import Request
@@ -14,11 +17,14 @@ from offload_strategy.planner.saved_tensor_bytes import Workload
 from offload_strategy.planner.search.gpu_model import GpuModel
 from offload_strategy.planner.search.search_result import Candidate
 from offload_strategy.planner.search.settings import Settings
+from offload_strategy.planner.step_time import Rates, StageLoad
 from offload_strategy.planner.transformer_shape import TransformerShape
 from offload_strategy.units import GiB
 
 #: Rows of a comparison that are shown; the others are in the file.
 _SHOWN = ("step", "peak of memory", "read in a step", "written in a step")
+#: Bytes of a parameter: both moments and a copy in float32; a weight in bfloat16.
+STATE_BYTES, NARROW_BYTES = 12, 2
 #: Of device memory: allocators leave gaps.
 _SHARE = 0.9
 CARD = "7 billion parameters on a card of 80 GB, by the planner's table of hardware"
@@ -66,9 +72,8 @@ def _rows(parts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def tiers(*names: str) -> dict[str, Any]:
     """Where float32 states are, and what a step moves, by the planner's search on a card of 80 GB.
 
-    It has a drive and a host of 256 GiB, or of next to nothing if states go to the ssd. All layers
-    are computed again in backward, and updates are eager, on the device. A device tier takes the
-    memory that is left over.
+    All layers are computed again in backward, and updates are eager, on the device. A device tier
+    takes the memory that is left over.
     """
     layers, width, heads = LARGE.job.shape.layers, LARGE.job.shape.width, LARGE.job.shape.heads
     batch, sequence = LARGE.job.batch, LARGE.job.shape.sequence
@@ -94,3 +99,39 @@ def tiers(*names: str) -> dict[str, Any]:
         "written": found["written_bytes_per_step"] / 1e9,
         "step, s, without a device tier": found["step_seconds"],
     }
+
+
+# ---------------------------------------------------------------------- the roofline
+def roofline(found: Found, contest: Contest, rates: Mapping[str, Any]) -> None:
+    """Add to what was found of a large model how near its steps come to the machine's best.
+
+    What crosses the link is counted from the sizes: states both ways, activations that left, and
+    streamed weights twice to the device and once back. What the disk moved was measured.
+    """
+    link = min(rates["to_device"], rates["to_host"])
+    machine = Rates(rates["read"], rates["write"], 1, link)
+    rows = found.figures[contest.title]["contenders"]
+    for name in (name for name in who.OURS if name in rows):
+        row, tokens = rows[name], contest.job.tokens
+        weights = NARROW_BYTES * row["parameters"] if name == who.LARGE_STREAMED else 0
+        states = STATE_BYTES * row["parameters"] + median(row, "left_bytes")
+        read, written = (
+            sum(
+                median(row, f"offload/{c}/{v}_bytes")
+                for c in ("activations", "optimizer", "parameters")
+            )
+            for v in ("read", "written")
+        )
+        computing = 6.0 * row["parameters"] * tokens / max(rates["operations"].values())
+        load = StageLoad(computing, states + 2 * weights, states + weights, read, written)
+        best, seconds = machine.stage("step", load), median(row, "seconds")
+        row["roofline"] = {
+            "load": asdict(load), "seconds": dict(best.limits), "limited_by": best.limit,
+            "share": best.seconds / seconds,
+        }  # fmt: skip
+        found.claims.append(
+            Result(
+                f"{contest.title}: {name}: beside the roofline", tokens / seconds,
+                tokens / best.seconds, "tokens/s", best.seconds / seconds, 0.0, judged=False,
+            )
+        )  # fmt: skip

@@ -1,26 +1,20 @@
-"""Parts that are programs of their own: the tests of accelerators, and sanitizers.
-
-Each has the device alone while it runs.
-"""
+"""Programs that have the device alone: the tests of accelerators, and sanitizers."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
-import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.gpu import device
 from benchmarks.gpu.contests import Found
-from benchmarks.gpu.worker import Deadline
 from benchmarks.io.results import Result
+from benchmarks.turns import Deadline, Ended, run_program
 
 TESTS = ("tests/accelerator",)
 _RESULT = re.compile(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
@@ -28,38 +22,6 @@ _STARTED = re.compile(r"^(\S+?\.py::.+?)\s*$")
 _COLLECTED = re.compile(r"collected (\d+) items?(?:.* (\d+) selected)?")
 #: Processes that end in a test are followed by one that leaves that test out.
 _MOST_STARTS = 4
-
-
-class Ended(NamedTuple):
-    """How a program ended: its status (None if its time was over), output and errors."""
-
-    status: int | None
-    lines: list[str]
-    errors: str
-
-
-def run_program(
-    command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None
-) -> Ended:
-    """Run a program in the root of the repository, and end it when its time is over."""
-    # Files, which hold what it has said when it is ended.
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            command,
-            stdout=out,
-            stderr=errors,
-            cwd=device.ROOT,
-            env={**os.environ, **(environment or {})},
-        )
-        try:
-            status: int | None = process.wait(max(1.0, seconds))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            status = None
-        out.seek(0)
-        errors.seek(0)
-        return Ended(status, out.read().splitlines(), errors.read())
 
 
 def accelerator_tests(kind: str, seconds: float, tests: Sequence[str]) -> Found:

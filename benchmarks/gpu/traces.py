@@ -21,8 +21,9 @@ from torch import nn
 from benchmarks.activations.models import batch
 from benchmarks.device_traces import read_trace
 from benchmarks.gpu import device
-from benchmarks.gpu.contenders import Job, Trainer, make, save_on_cpu, trl
-from benchmarks.gpu.worker import Deadline, Unavailable
+from benchmarks.gpu.contenders import PLAIN, SAVE_ON_CPU, TRL, Job, Trainer, make, save_on_cpu, trl
+from benchmarks.gpu.device import Unavailable
+from benchmarks.turns import Deadline
 from offload_strategy import OffloadEngine
 
 _WARM_UP_STEPS = 6
@@ -61,9 +62,10 @@ def _steps(trainer: Trainer, job: Job, kind: str, steps: int) -> None:
 
 
 def _simulated(trainer: Trainer, job: Job, kind: str) -> dict[str, Any]:
-    device.training_counts(reset=True)
+    module = torch.get_device_module(kind)
+    module.counts(reset=True)
     _steps(trainer, job, kind, _TRACED_STEPS)
-    counts, everyone = device.training_counts(), device.module(kind).counts()
+    counts, everyone = module.training_counts(), module.counts()
     copies = {
         how: sum(everyone.get(f"{how}:copy {way}", 0) for way in ("DtoH", "HtoD"))
         for how in ("async", "staged", "sync")
@@ -106,10 +108,9 @@ class _Chain(nn.Module):
         return x
 
 
-PLAIN, MOVED = "plain", "ours, moved to the host"
+MOVED = "ours, moved to the host"
 KEPT_SMALL, KEPT_BUDGET = "ours, kept for its size", "ours, kept by the budget"
-_TRL, _SAVE_ON_CPU = "TRL's OffloadActivations", "torch's save_on_cpu, pinned"
-HOOKS = (PLAIN, KEPT_SMALL, KEPT_BUDGET, MOVED, _TRL, _SAVE_ON_CPU)
+HOOKS = (PLAIN, KEPT_SMALL, KEPT_BUDGET, MOVED, TRL, SAVE_ON_CPU)
 _ACTIVATIONS: dict[str, dict[str, Any]] = {
     MOVED: {"min_size": 1, "budget": "100%"},
     KEPT_SMALL: {"min_size": "1GiB"},
@@ -155,7 +156,7 @@ def _hooks_of(name: str, options: Mapping[str, Any], deadline: Deadline) -> dict
             }
             stack.enter_context(OffloadEngine(config)).attach(model)
         elif name != PLAIN:
-            around = save_on_cpu if name == _SAVE_ON_CPU else trl()
+            around = save_on_cpu if name == SAVE_ON_CPU else trl()
         x = torch.randn(options["nbytes"] // 4, device=kind)
         for _ in range(_WARM_UP_PASSES):
             _pass(model, x, around)

@@ -6,7 +6,6 @@ any order.
 
 from __future__ import annotations
 
-import hashlib
 import statistics
 import time
 from collections.abc import Mapping
@@ -20,8 +19,9 @@ import torch
 from benchmarks.activations.models import batch
 from benchmarks.gpu import device
 from benchmarks.gpu.contenders import Job, Trainer, make
-from benchmarks.gpu.worker import Deadline, Unavailable
+from benchmarks.gpu.device import Unavailable
 from benchmarks.machine import device_rates, forget_peak, status_bytes
+from benchmarks.turns import Deadline
 from offload_strategy import OffloadError
 
 #: Steps whose losses and gradients are compared bit by bit; then such in which amounts and orders
@@ -116,19 +116,8 @@ def step(
     with suppress(OSError):
         found["host_bytes"] = status_bytes("VmHWM")
     if bits and not job.updates:
-        found["gradients"] = _digest(trainer.model)
+        found["gradients"] = device.digest(trainer.model)
     return found
-
-
-def _digest(model: torch.nn.Module) -> str:
-    """Of sums of the gradients' bits, taken where they are; a few numbers for each."""
-    sums = []
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        bits = parameter.grad.detach().contiguous().flatten().view(torch.uint8)
-        words = bits[: bits.numel() // 4 * 4].view(torch.int32)
-        sums += [words.sum(dtype=torch.int64), words[::7].sum(dtype=torch.int64)]
-    return hashlib.sha256(torch.stack(sums).cpu().numpy().tobytes()).hexdigest()
 
 
 def rates(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,28 +20,12 @@ from typing import Any, Self
 import torch
 
 from benchmarks.gpu import device
-from benchmarks.io.results import Skipped
+from benchmarks.gpu.device import Unavailable
 from benchmarks.turns import CANNOT, Subject, answers, requests
 
 #: How long a task may take beyond the time that it was given, in which it should have ended.
 _GRACE_SECONDS = 45.0
 _START_SECONDS = 240.0
-
-
-class Unavailable(Exception):
-    """Something cannot be done on this device or machine; says why."""
-
-
-class Deadline:
-    """When something must be over: so many seconds from now."""
-
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
-
-    @property
-    def left(self) -> float:
-        """Seconds; negative when it is over."""
-        return self._end - time.monotonic()
 
 
 class Worker:
@@ -95,11 +79,7 @@ class Worker:
     def _start(self) -> Subject:
         options = {"device": self.kind, "dir": str(self.directory)}
         subject = Subject("benchmarks.gpu.worker", self.kind, options, patience=_START_SECONDS)
-        try:
-            self.machine = subject.answer()
-        except (Skipped, RuntimeError):
-            subject.end()
-            raise
+        self.machine = subject.answer()
         self._subject = subject
         return subject
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,43 @@ def be_alone(accelerator: str = "cpu") -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+
+
+def engine(
+    build: Callable[[], torch.nn.Module],
+    accelerator: str,
+    settings: Settings,
+    adamw: dict[str, Any],
+    directory: Path | None,
+    *,
+    autocast: bool,
+) -> Any:
+    """Its engine on a device, alone.
+
+    Args:
+        build: makes the model there.
+        accelerator: type of the device.
+        settings: of states on the host or in the directory.
+        adamw: hyper-parameters.
+        directory: on the disk, if states go there.
+        autocast: whether forward runs in bfloat16 under autocast.
+
+    Raises:
+        Unavailable: it is not installed, or its operators cannot be compiled.
+    """
+    be_alone(accelerator)
+    try:
+        import deepspeed
+        from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
+
+        CPUAdamBuilder().load(verbose=False)
+    except Exception as error:
+        raise Unavailable(f"DeepSpeed cannot be used here: {error}") from error
+    options = config(settings, adamw, directory or Path())
+    options["torch_autocast"] = {"enabled": autocast, "dtype": "bfloat16"}
+    model = build()
+    parameters = list(model.parameters())
+    return deepspeed.initialize(model=model, model_parameters=parameters, config=options)[0]
 
 
 def remove_stale_locks() -> None:

@@ -135,6 +135,16 @@ def counts(reset: bool = False, this_thread: bool = False) -> dict[str, int]:
     return totals
 
 
+def training_counts(reset: bool = False) -> dict[str, int]:
+    """Return how often each thing happened, but not in the package's own threads."""
+    ours = {t.native_id for t in threading.enumerate() if t.name.startswith("ssd-offload")}
+    totals: dict[str, int] = {}
+    for (thread, name), number in extension.counts(reset).items():
+        if thread not in ours:
+            totals[name] = totals.get(name, 0) + number
+    return totals
+
+
 def synchronizing_calls(reset: bool = False, this_thread: bool = True) -> dict[str, int]:
     """Return which calls made a thread wait for the device, and how often."""
     return {
