@@ -14,12 +14,10 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from benchmarks.gpu import device
-from benchmarks.turns import Deadline
-
-# isort: split
 import torch
 
+from benchmarks.gpu import device
+from benchmarks.turns import Deadline
 from offload_strategy import OffloadEngine
 
 _STEPS = 3
