@@ -176,7 +176,9 @@ class AutomaticBudget(Budget):
         self._soon_seconds = _SOON * trace.seconds
         late = trace.waited > allowance
         if late:
-            rate = self._writes.rate(write=False) or left / trace.waited
+            # A path without a known rate, as that of host memory, has at least moved all of it
+            # in about half of the step.
+            rate = self._writes.rate(write=False) or 2 * left / trace.seconds
             lost = min(left, rate * (trace.waited - allowance))
             self._limit = left - (lost if self._was_late else min(lost, _CHANCE * left))
             self._growth = _GROWTH

@@ -194,7 +194,7 @@ class OffloadEngine(EngineReports):
         if first is not None:
             self._device = first.device
             if self._limit is not None and self._limit.meter is None:
-                self._limit.meter = PeakMeter(first.device)
+                self._limit.meter = PeakMeter(first)
 
     def detach_model(self, model: nn.Module) -> None:
         """Remove the hooks from a model; what is offloaded is still loaded for its backward."""

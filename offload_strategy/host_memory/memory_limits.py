@@ -54,13 +54,17 @@ class PeakMeter:
     The kernel and torch keep one such figure each, which is reset: what others read from
     `torch.accelerator.max_memory_allocated` or ``VmHWM`` is then that of the last step, too. Where
     the kernel has none that may be reset (other systems than Linux, some containers), the current
-    use stands for it.
+    use stands for it. A model may move after it was attached: its device is asked of a parameter.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self._parameter = parameter
         self._proc = Path("/proc/self")
         self._resets = True
+
+    @property
+    def _device(self) -> torch.device:
+        return self._parameter.device
 
     @property
     def counts_host_buffers(self) -> bool:

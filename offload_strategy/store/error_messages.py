@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterable, Sequence
 
+import torch
+
 from offload_strategy.errors import CorruptDataError, OffloadError, StorageError, TierFullError
 from offload_strategy.io.queues.moves import Move
 from offload_strategy.io.queues.path_queue import PathQueue
@@ -52,6 +54,11 @@ def failed(entry: Entry, move: Move) -> OffloadError:
         error = TierFullError(
             f"tier {tiers}: could not {what}: {why}. Others have filled the disk (or the quota) "
             f"since the start: free some space, and set tiers[].capacity to what is yours."
+        )
+    elif isinstance(cause, torch.OutOfMemoryError):
+        error = StorageError(
+            f"tier {tiers}: could not {what}, because the device is out of memory: {why}. The path "
+            f"is not at fault: offload more (activations.budget), or train with a smaller batch."
         )
     else:
         error = StorageError(

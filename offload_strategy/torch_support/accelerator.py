@@ -8,7 +8,7 @@ the device, which is slower and just as correct.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -91,7 +91,12 @@ def register_host_memory(address: int, nbytes: int) -> bool:
     if accelerator is None:
         return False
     if accelerator.type == "cuda":
-        return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)) == 0
+        if int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)) == 0:
+            return True
+        # CUDA keeps the error for whoever asks next: that shall not be a kernel of training.
+        with suppress(RuntimeError):
+            torch.empty(1, device=accelerator).fill_(0)
+        return False
     register = getattr(_module(accelerator), "host_register", None)
     return register is not None and int(register(address, nbytes)) == 0
 

@@ -358,14 +358,14 @@ def test_a_plan_and_a_budget_are_not_both_asked_for(activations: dict[str, Any],
 def test_a_meter_that_cannot_start_over_tells_what_there_is_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meter = PeakMeter(torch.device("cpu"))
+    meter = PeakMeter(torch.empty(0))
     monkeypatch.setattr(meter, "_proc", tmp_path / "nowhere")
     meter.reset_peak()
     assert abs(meter.peak_bytes() - meter.used_bytes()) < 8 * MiB
 
 
 def test_the_meter_sees_what_was_and_forgets_it() -> None:
-    meter = PeakMeter(torch.device("cpu"))
+    meter = PeakMeter(torch.empty(0))
     meter.reset_peak()
     before = meter.peak_bytes()
     block = torch.ones(64 * MiB // 4)

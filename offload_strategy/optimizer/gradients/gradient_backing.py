@@ -32,6 +32,7 @@ from offload_strategy.optimizer.gradients.recorded_edits import Edit, EditHistor
 from offload_strategy.optimizer.states.subgroups import Layout
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Tier
+from offload_strategy.torch_support.accelerator import is_asynchronous
 from offload_strategy.torch_support.interrupts import no_grad
 
 
@@ -292,12 +293,15 @@ class GradientBacking:
             self.cache_norm(order, norm_of(self.read(), order))
         return self._norms[order][1].to(self.metadata.device, copy=True)
 
-    def overflows(self) -> bool:
-        """Whether any value is infinite or NaN.
+    def overflows(self) -> bool | torch.Tensor:
+        """Whether any value is infinite or NaN; of an accelerator's values, as a tensor there.
 
         A finite norm says no; the norm of finite values may be infinite, and then the values are
-        read. Norms of order zero and below are finite whatever the values are.
+        read. Norms of order zero and below are finite whatever the values are. The norm of order
+        infinity is finite exactly when all values are, so that an accelerator need not be awaited.
         """
+        if is_asynchronous(self.metadata.device):
+            return bool(self.metadata.shape.numel()) and ~self.norm(math.inf).isfinite()
         self._notice_changes()
         finite = any(
             order > 0 and history == self.history and math.isfinite(norm.item())

@@ -313,14 +313,14 @@ def _edit_each(op: OpOverload, args: Arguments, options: Options) -> Any:
         return NotImplemented  # for PyTorch's error message
     # Gradients with the same arguments share an edit, which is then compared once.
     edits: dict[tuple[Any, ...], Edit] = {}
-    overflow = False
+    overflows = []
     others = []
     for index, gradient in enumerate(gradients):
         if not _records(gradient):
             others.append(index)
             continue
         if op is UNSCALE:
-            overflow = gradient.backing.overflows() or overflow
+            overflows.append(gradient.backing.overflows())
         own = arguments if each is None else [each[index]]
         key = (gradient.dtype, gradient.device, *map(id, own))
         if key not in edits:
@@ -329,8 +329,12 @@ def _edit_each(op: OpOverload, args: Arguments, options: Options) -> Any:
     if others:
         for_others = rest if each is None else [[each[index] for index in others]]
         _run_on_values(op, [[gradients[index] for index in others], *for_others], options)
-    if found is not None and overflow:
-        found.fill_(1.0)
+    if found is not None:
+        on_device = [overflow for overflow in overflows if isinstance(overflow, torch.Tensor)]
+        if on_device:  # its host must not wait for it
+            found.masked_fill_(torch.stack(on_device).any(), 1.0)
+        if any(overflow is True for overflow in overflows):
+            found.fill_(1.0)
     return None
 
 

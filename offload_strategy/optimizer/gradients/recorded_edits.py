@@ -132,13 +132,18 @@ class Edit:
         """
         if self.op not in _SCALES:
             return False
-        (factor,) = self.arguments
+        (factor,) = self._on_host
         return self.keeps_subnormals and factor is not None and float(factor) == 1.0
 
     @cached_property
     def key(self) -> tuple[object, ...]:
         """Equal for edits that do the same to every value."""
-        return (str(self.op), *map(_bits, self.arguments))
+        return (str(self.op), *map(_bits, self._on_host))
+
+    @cached_property
+    def _on_host(self) -> tuple[Argument, ...]:
+        """The arguments, of which an accelerator's are awaited once."""
+        return tuple(a.cpu() if isinstance(a, torch.Tensor) else a for a in self.arguments)
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +181,7 @@ class EditHistory:
 
 def _bits(argument: Argument) -> tuple[Any, ...]:
     if isinstance(argument, torch.Tensor):
-        words = argument.detach().cpu().reshape(1).view(torch.uint8).tolist()
+        words = argument.reshape(1).view(torch.uint8).tolist()
         return (str(argument.dtype), *words)
     if isinstance(argument, float):
         return ("float", struct.pack("d", argument))
