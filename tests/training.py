@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,11 @@ from offload_strategy import OffloadEngine
 
 Numbers = dict[str, torch.Tensor]
 """Anything that must be the same with and without offload, by name."""
+
+
+def in_turn(options: Iterable[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Each of the first options once; the others take turns beside them."""
+    return list(zip(options, *map(cycle, others), strict=False))
 
 
 def settings(

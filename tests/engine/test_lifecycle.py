@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import io
 import json
@@ -11,7 +10,6 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +58,6 @@ print("ready", flush=True)
 """
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Path]:
-    """A directory in which no file may remain."""
-    directory = tmp_path / "place"
-    directory.mkdir()
-    yield directory
-    assert list(directory.iterdir()) == []
-
-
 def start(script: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-X", "faulthandler", "-c", script, *arguments],
@@ -105,106 +94,29 @@ ENDS = {
 }  # fmt: skip
 
 
-#: Runs each end in a fork of one process that has imported torch and has no thread yet.
-FORKS = """
-import faulthandler, json, os, sys
-import torch, offload_strategy.engine.offload_engine
-found = []
-for code in json.loads(sys.argv[3]):
-    errors = f"{sys.argv[2]}/{len(found)}"
-    child = os.fork()
-    if child == 0:
-        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
-        faulthandler.dump_traceback_later(120, exit=True)
-        break
-    returned = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    found.append((returned, open(errors).read(), os.listdir(sys.argv[1])))
-if child == 0:
-    exec(compile(code, "<training>", "exec"))
-else:
-    print(json.dumps(found))
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_process_ends_with_its_own_exit_code_and_messages(place: Path, tmp_path: Path) -> None:
-    script = BEGIN.replace('print("ready", flush=True)', "")
-    codes = json.dumps([script + code for code, _, _ in ENDS.values()])
-    returned, out, errors = finish(start(FORKS, str(place), str(tmp_path), codes), 300)
-    assert returned == 0, errors
-    for (end, (_, expected, message)), found in zip(ENDS.items(), json.loads(out), strict=True):
-        code, errors, left = found
-        assert code == expected, (end, errors)
-        assert message in errors, end
-        said = [line for line in errors.splitlines() if not line.startswith("ssd-offload: ")]
-        assert "Exception ignored" not in errors, end
-        assert bool(said) == bool(message), (end, errors)
-        assert left == [], end
-
-
-def in_the_middle(place: Path, script: str) -> subprocess.Popen[str]:
-    """A process that trains on and on, stopped a while after it began."""
-    process = start(script + "while True: step()\n", str(place))
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n", process.stderr and process.stderr.read()
-    assert list(place.iterdir()) == []
-    return process
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
-def test_ctrl_c_in_the_middle_of_a_step_is_a_keyboard_interrupt(place: Path) -> None:
-    process = in_the_middle(place, BEGIN)
-    process.send_signal(signal.SIGINT)
-    returned, _, errors = finish(process)
-    assert returned == -signal.SIGINT
-    assert errors.rstrip().endswith("KeyboardInterrupt")
-    assert "Exception ignored" not in errors
-
-
-NAMED = """
-import os
-del os.O_TMPFILE  # as on file systems that have no unnamed files
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="needs Linux")
-@pytest.mark.parametrize(
-    ("script", "how"),
-    [(BEGIN, signal.SIGKILL), (NAMED + BEGIN, signal.SIGTERM)],
-    ids=["unnamed", "unlinked"],
-)
-def test_a_process_that_is_killed_leaves_nothing_on_disk(
-    place: Path, script: str, how: signal.Signals
-) -> None:
-    process = in_the_middle(place, script)
-    links = []
-    for entry in Path(f"/proc/{process.pid}/fd").iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile
-            links.append(os.readlink(entry))
-    # The file, beside the directory that processes take turns on.
-    ours = [link for link in links if link.startswith(f"{place}/")]
-    assert len(ours) == 1
-    assert ours[0].endswith("(deleted)")
-    process.send_signal(how)
-    returned, _, _ = finish(process)
-    assert returned == -how
-
-
+GO_ON = BEGIN + "while True: step()\n"
+#: As on file systems that have no unnamed files.
+NAMED = "import os\ndel os.O_TMPFILE\n"
+SIGNALS = {
+    "Ctrl-C": (GO_ON, signal.SIGINT),
+    "killed": (GO_ON, signal.SIGKILL),
+    "terminated, with an unlinked file": (NAMED + GO_ON, signal.SIGTERM),
+}
 SURVIVE = (
     BEGIN
     + """
 import gc, random, threading, time
-random.seed(int(sys.argv[2]))
+random.seed(1)
 interrupts = 0
 go = threading.Semaphore(0)
 def press():
-    for _ in range(int(sys.argv[3])):
+    for _ in range(80):
         go.acquire()
         time.sleep(random.uniform(0, 0.02))
         os.kill(os.getpid(), signal.SIGINT)
 fingers = threading.Thread(target=press)
 fingers.start()
-for _ in range(int(sys.argv[3])):
+for _ in range(80):
     try:
         go.release()
         while True:
@@ -224,7 +136,7 @@ store.wait_for_writes()
 sys.last_value = sys.last_traceback = None
 gc.collect()
 engine.close()
-assert interrupts == int(sys.argv[3]), interrupts
+assert interrupts == 80, interrupts
 assert store.live_tickets == 0, store.live_tickets
 left = [t.name for t in threading.enumerate() if t.name.startswith("ssd-offload")]
 assert not left, left
@@ -233,13 +145,77 @@ print("survived")
 """
 )
 
+#: Runs each script in a fork of one process that has imported torch and has no thread yet. One that
+#: has a signal gets it when it is ready, which is in the middle of a step.
+FORKS = """
+import contextlib, faulthandler, gc, json, os, sys
+import torch, torch._dynamo, offload_strategy.engine.offload_engine
+place, outputs, scripts = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+found = []
+gc.freeze()
+for code, how in scripts:
+    errors = f"{outputs}/{len(found)}"
+    begin, end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(end, 1)
+        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+        os.closerange(3, end + 1)
+        faulthandler.dump_traceback_later(120, exit=True)
+        break
+    os.close(end)
+    files = []
+    with open(begin) as output:
+        first = output.readline()
+        if how:
+            for entry in os.listdir(f"/proc/{child}/fd"):
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    files.append(os.readlink(f"/proc/{child}/fd/{entry}"))
+            os.kill(child, how)
+        said = first + output.read()
+    returned = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    found.append((returned, said, open(errors).read(), files, os.listdir(place)))
+if child == 0:
+    exec(compile(code, "<training>", "exec"))
+else:
+    print(json.dumps(found))
+"""
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
-def test_training_may_be_interrupted_anywhere_and_goes_on(place: Path) -> None:
-    """Ctrl-C in a notebook, over and over: no state is lost, nothing hangs."""
-    returned, out, errors = finish(start(SURVIVE, str(place), "1", "200"), 120)
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs fork, signals and /proc")
+def test_a_process_ends_with_its_own_exit_code_and_leaves_nothing_on_disk(tmp_path: Path) -> None:
+    place, outputs = tmp_path / "place", tmp_path / "outputs"
+    place.mkdir()
+    outputs.mkdir()
+    scripts = [(BEGIN + code, 0) for code, _, _ in ENDS.values()]
+    scripts += [(script, how) for script, how in SIGNALS.values()]
+    arguments = (str(place), str(outputs), json.dumps([*scripts, (SURVIVE, 0)]))
+    returned, out, errors = finish(start(FORKS, *arguments), 300)
     assert returned == 0, errors
-    assert out.endswith("survived\n")
+    *found, survived = json.loads(out)
+    for (end, (_, expected, message)), result in zip(ENDS.items(), found, strict=False):
+        code, _, errors, _, left = result
+        assert code == expected, (end, errors)
+        assert message in errors, end
+        said = [line for line in errors.splitlines() if not line.startswith("ssd-offload: ")]
+        assert "Exception ignored" not in errors, end
+        assert bool(said) == bool(message), (end, errors)
+        assert left == [], end
+    for (end, (_, how)), result in zip(SIGNALS.items(), found[len(ENDS) :], strict=True):
+        code, _, errors, files, left = result
+        assert code == -how, (end, errors)
+        assert "Exception ignored" not in errors, end
+        if how == signal.SIGINT:
+            assert errors.rstrip().endswith("KeyboardInterrupt")
+        # The file, beside the directory that processes take turns on.
+        (ours,) = [file for file in files if file.startswith(f"{place}/")]
+        assert ours.endswith("(deleted)"), end
+        assert left == [], end
+    # Ctrl-C in a notebook, over and over: no state is lost, nothing hangs.
+    code, said, errors, _, left = survived
+    assert code == 0, errors
+    assert said.endswith("survived\n")
+    assert left == []
 
 
 # ---------------------------------------------------------------------- forks
@@ -444,7 +420,7 @@ except ConfigError as error:
 """
 
 
-def test_it_imports_and_uses_host_memory_where_the_system_offers_little(place: Path) -> None:
-    returned, out, errors = finish(start(POORER + IMPORT_ALL, str(place)), 120)
+def test_it_imports_and_uses_host_memory_where_the_system_offers_little(disk: Path) -> None:
+    returned, out, errors = finish(start(POORER + IMPORT_ALL, str(disk)), 120)
     assert returned == 0, errors
     assert "does not offer. Use a tier of kind dram" in out

@@ -63,8 +63,7 @@ def train(engine: OffloadEngine | None, steps: int = 3) -> list[torch.Tensor]:
     return [*losses, *(copy.deepcopy(p.detach()) for p in model.parameters())]
 
 
-@pytest.mark.parametrize("checksum", [False, True])
-@pytest.mark.parametrize("layout", ["one tier", "several tiers"])
+@pytest.mark.parametrize(("layout", "checksum"), [("one tier", True), ("several tiers", False)])
 def test_training_over_several_paths_changes_no_bit(
     places: list[Path], layout: str, checksum: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-import itertools
 from collections.abc import Callable, Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from offload_strategy.optimizer.states.precision import MASTER_WEIGHT, Precision
 from offload_strategy.optimizer.user_class import inner_step
 from offload_strategy.optimizer.user_class.compatibility import check_supported
 from tests.optimizer.runs import EVERY_OVERLAP, Run, adamw, offloading
-from tests.training import Numbers, assert_same_bits, assert_same_history
+from tests.training import Numbers, assert_same_bits, assert_same_history, in_turn
 
 Make = Callable[[Iterable[torch.Tensor]], Optimizer]
 
@@ -140,7 +140,10 @@ WITHOUT_EFFECT: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("name", "overlap", "which"),
     [
-        *itertools.product(OPTIMIZERS, EVERY_OVERLAP, SECTIONS),
+        *(
+            (name, overlap, which)
+            for (name, which), overlap in in_turn(product(OPTIMIZERS, SECTIONS), EVERY_OVERLAP)
+        ),
         *(("AdamW", "commit", which) for which in WITHOUT_EFFECT),
     ],
 )

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from inspect import Parameter, Signature, signature
-from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -25,32 +24,6 @@ from tests.training import Numbers, assert_same_history, settings, weights
 OVERLAPS = ["eager", "commit", "off"]
 #: Those with which gradients may be read after backward.
 THAT_KEEP_GRADIENTS = ["commit", "off"]
-
-
-def in_pairs(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Some of the combinations of choices: every two options of two different choices meet.
-
-    As few as the two largest choices have combinations, or a few more.
-
-    Args:
-        choices: the options of each.
-    """
-    waiting = {
-        (first, a, second, b)
-        for first, second in combinations(range(len(choices)), 2)
-        for a in range(len(choices[first]))
-        for b in range(len(choices[second]))
-    }
-    chosen = []
-    everything = [
-        (numbers, {(i, a, j, b) for (i, a), (j, b) in combinations(enumerate(numbers), 2)})
-        for numbers in product(*(range(len(options)) for options in choices))
-    ]
-    while waiting:
-        numbers, met = max(everything, key=lambda candidate: len(candidate[1] & waiting))
-        waiting -= met
-        chosen.append(tuple(options[n] for options, n in zip(choices, numbers, strict=True)))
-    return chosen
 
 
 def overlapping(overlap: str) -> dict[str, Any]:
@@ -248,7 +221,8 @@ def compared(
 ) -> Callable[[Callable[..., Sequence[Numbers]]], Callable[..., None]]:
     """Make a test of a use of a model and its optimizer; see `compare`.
 
-    Arguments of the use after these two, and any arguments of `make`, are parameters of the test.
+    Arguments of the use after these two, and any arguments of `make`, are parameters of the test;
+    so is `overlap` where no overlaps are given.
     """
 
     def decorate(use: Callable[..., Sequence[Numbers]]) -> Callable[..., None]:
@@ -268,7 +242,7 @@ def compared(
         test.__signature__ = Signature(  # type: ignore[attr-defined]
             [Parameter(name, Parameter.KEYWORD_ONLY) for name in names]
         )
-        return pytest.mark.parametrize("overlap", overlaps)(test)
+        return pytest.mark.parametrize("overlap", overlaps)(test) if overlaps else test
 
     return decorate
 

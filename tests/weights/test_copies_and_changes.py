@@ -27,6 +27,7 @@ from tests.training import (
     assert_same_history,
     bits,
     gradients,
+    in_turn,
     on_disk,
     weights,
 )
@@ -36,7 +37,6 @@ from tests.weights.support import (
     adamw,
     compare,
     compared,
-    in_pairs,
     loss,
     nearly_all_left,
     net,
@@ -74,7 +74,11 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float64]
 
 @pytest.mark.parametrize(
     ("dtype", "overlap", "when"),
-    in_pairs(DTYPES, OVERLAPS, ["before attach", "before the first step", "between steps"]),
+    in_turn(
+        DTYPES * 2,
+        OVERLAPS,
+        ["before attach", "before the first step", "between steps", "between steps"],
+    ),
 )
 def test_training_in_another_precision(
     disk: Path, dtype: torch.dtype, overlap: str, when: str
@@ -95,7 +99,7 @@ def test_training_in_another_precision(
     compare(disk, use, make, sgd, **overlapping(overlap))
 
 
-@compared(overlaps=OVERLAPS)
+@compared(overlaps=["commit", "eager"])
 def test_autocast(model, optimizer):
     def forward(model: Any, number: int) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -104,14 +108,14 @@ def test_autocast(model, optimizer):
     return train(model, optimizer, loss_of=forward)
 
 
-@pytest.mark.parametrize("kind", ["GPT-2", "Llama", "T5", "ViT", "ResNet"])
+@pytest.mark.parametrize("kind", ["GPT-2", "ResNet"])
 @compared(lambda kind: build(kind))
 def test_autocast_around_models_and_their_backward(model, optimizer, kind):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return train(model, optimizer, loss_of=zoo_loss(kind))
 
 
-@compared(overlaps=OVERLAPS)
+@compared(overlaps=["commit", "eager"])
 def test_a_state_dict_that_is_kept_and_loaded(model, optimizer):
     history = train(model, optimizer)
     live = model.state_dict()
@@ -193,7 +197,7 @@ def test_tied_weights_are_tied_in_copies_and_files(disk: Path, tmp_path: Path) -
         assert_same_bits(weights(twin), weights(model))
 
 
-@pytest.mark.parametrize("kind", ["GPT-2", "Llama", "T5"])
+@pytest.mark.parametrize("kind", ["GPT-2", "T5"])
 def test_safetensors_and_transformers_save_what_they_would_have_saved(
     disk: Path, tmp_path: Path, kind: str
 ) -> None:
@@ -425,15 +429,15 @@ CHANGES = {
 
 @pytest.mark.parametrize(
     ("change", "overlap", "where"),
-    in_pairs(list(CHANGES), ["eager", "commit"], ["at once", "from the disk"]),
+    in_turn(CHANGES, ["eager", "commit"], ["at once", "from the disk", "from the disk"]),
 )
 def test_changes_between_steps(disk: Path, change: str, overlap: str, where: str) -> None:
     histories = []
     with ExitStack() as stack:
         for engine, model, optimizer in pairs(disk, stack, optimizer={"overlap": overlap}):
             history = []
-            for number in range(6):
-                if number in (2, 4):
+            for number in range(4):
+                if number in (1, 3):
                     if where == "from the disk" and engine is not None:
                         on_disk(engine)
                     CHANGES[change](model)

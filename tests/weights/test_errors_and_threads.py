@@ -22,6 +22,7 @@ from tests.training import (
     assert_same_bits,
     assert_same_history,
     bits,
+    in_turn,
     on_disk,
     weights,
 )
@@ -30,7 +31,6 @@ from tests.weights.support import (
     Regions,
     adamw,
     compared,
-    in_pairs,
     loss,
     nearly_all_left,
     net,
@@ -110,7 +110,7 @@ def recovers(
 
 
 @pytest.mark.parametrize(
-    ("place", "error", "overlap"), in_pairs(list(PLACES), ERRORS, THAT_KEEP_GRADIENTS)
+    ("place", "error", "overlap"), in_turn(PLACES, ERRORS, [*THAT_KEEP_GRADIENTS, "commit"])
 )
 def test_an_error_leaves_no_weight_in_use(
     disk: Path, place: str, error: type[BaseException], overlap: str
@@ -118,8 +118,9 @@ def test_an_error_leaves_no_weight_in_use(
     recovers(disk, overlap, error, net, lambda model: PLACES[place](model, failing(error)))
 
 
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("way", ["reentrant", "non-reentrant", "two reentrant"])
+@pytest.mark.parametrize(
+    ("way", "error"), in_turn(["reentrant", "non-reentrant", "two reentrant"], ERRORS)
+)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
 def test_an_error_in_recomputation(disk: Path, way: str, error: type[BaseException]) -> None:
     fail = failing(error, lambda: torch._C._current_graph_task_id() != -1)
@@ -247,7 +248,7 @@ def test_a_touch_is_seen_while_another_thread_touches_the_same_weight(disk: Path
 def test_a_thread_that_watches_while_another_trains(disk: Path) -> None:
     """As one that logs norms does: what it sees is of one step or another, and never NaN."""
     plain = net()
-    expected = [*train(plain, adamw(plain), 15), weights(plain)]
+    expected = [*train(plain, adamw(plain), 6), weights(plain)]
     with streaming(disk) as engine:
         model = net()
         optimizer = engine.attach(model, adamw(model))
@@ -261,7 +262,7 @@ def test_a_thread_that_watches_while_another_trains(disk: Path) -> None:
         watcher = threading.Thread(target=watch)
         watcher.start()
         try:
-            history = train(model, optimizer, 15)
+            history = train(model, optimizer, 6)
         finally:
             over.set()
             watcher.join()

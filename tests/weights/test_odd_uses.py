@@ -17,6 +17,7 @@ from tests.training import (
     Numbers,
     assert_same_bits,
     gradients,
+    in_turn,
     weights,
 )
 from tests.weights.support import (
@@ -74,14 +75,16 @@ def parametrise(model: Any, way: str) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-@pytest.mark.parametrize("way", PARAMETRISED)
-@compared(lambda way: parametrise(net(), way), overlaps=["commit", "eager"])
+@pytest.mark.parametrize(("way", "overlap"), in_turn(PARAMETRISED, OVERLAPS))
+@compared(lambda way: parametrise(net(), way), overlaps=[])
 def test_parametrised_weights(model, optimizer):
     return train(model, optimizer)
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-@pytest.mark.parametrize("way", PARAMETRISED)
+@pytest.mark.parametrize(
+    "way", ["spectral norm", "the weight itself", "weight norm of old", "pruned"]
+)
 @compared(overlaps=["off"])
 def test_weights_that_are_parametrised_when_they_are_streamed(model, optimizer, way):
     history = train(model, optimizer)
@@ -106,12 +109,12 @@ AVERAGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("average", AVERAGES)
-@compared(overlaps=["commit", "eager"])
+@pytest.mark.parametrize(("average", "overlap"), in_turn(AVERAGES, ["commit", "eager"]))
+@compared(overlaps=[])
 def test_an_average_of_the_weights(model, optimizer, average):
     averaged: Any = swa_utils.AveragedModel(model, **AVERAGES[average])
     history = []
-    for number in range(4):
+    for number in range(3):
         history.append(step(model, optimizer, number))
         averaged.update_parameters(model)
         with torch.no_grad():
@@ -120,7 +123,7 @@ def test_an_average_of_the_weights(model, optimizer, average):
     return [*history, weights(averaged)]
 
 
-@compared(overlaps=OVERLAPS)
+@compared(overlaps=["commit", "eager"])
 def test_all_weights_as_a_vector(model, optimizer):
     history = []
     for number in range(3):
@@ -154,8 +157,8 @@ CLIPS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("clip", CLIPS)
-@compared(overlaps=THAT_KEEP_GRADIENTS)
+@pytest.mark.parametrize(("clip", "overlap"), in_turn(CLIPS, THAT_KEEP_GRADIENTS))
+@compared(overlaps=[])
 def test_clipped_gradients(model, optimizer, clip):
     def look(model: Any) -> Numbers:
         norm = CLIPS[clip](model)
@@ -230,15 +233,15 @@ def _penalty_on_a_vector_of_all_weights(model: Any, number: int) -> torch.Tensor
     return loss(model, number) + vector.pow(2).sum()
 
 
-@pytest.mark.parametrize(
-    "penalty",
-    [
-        _penalty_on_the_gradient_of_the_input,
-        _penalty_on_the_gradients_of_the_weights,
-        _penalty_on_a_vector_of_all_weights,
-    ],
-)
-@compared(overlaps=THAT_KEEP_GRADIENTS)
+PENALTIES = [
+    _penalty_on_the_gradient_of_the_input,
+    _penalty_on_the_gradients_of_the_weights,
+    _penalty_on_a_vector_of_all_weights,
+]
+
+
+@pytest.mark.parametrize(("penalty", "overlap"), in_turn(PENALTIES, THAT_KEEP_GRADIENTS))
+@compared(overlaps=[])
 def test_penalties(model, optimizer, penalty):
     return train(model, optimizer, loss_of=penalty, look=gradients)
 

@@ -21,6 +21,7 @@ from tests.training import (
     assert_same_bits,
     assert_same_history,
     bits,
+    in_turn,
     moved,
     on_disk,
     weights,
@@ -32,7 +33,6 @@ from tests.weights.support import (
     away,
     compare,
     compared,
-    in_pairs,
     net,
     open_turns,
     overlapping,
@@ -73,7 +73,7 @@ def fit(
     model: Any,
     optimizer: Any,
     kind: str,
-    steps: int = 5,
+    steps: int = 3,
     before: Callable[[int], None] = lambda step: None,
     after: Callable[[int], None] = lambda step: None,
 ) -> list[Numbers]:
@@ -94,7 +94,13 @@ def fit(
 # ---------------------------------------------------------------------- adapters
 @pytest.mark.parametrize(
     ("kind", "overlap", "min_size", "reentrant", "activations"),
-    in_pairs(KINDS, [*OVERLAPS, "in memory"], SIZES, [None, True, False], [True, False]),
+    in_turn(
+        [*KINDS] * 4,
+        [*OVERLAPS, "in memory"],
+        SIZES * 2 + [1],
+        [None, True, False],
+        [True, False, False],
+    ),
 )
 def test_adapters_train_the_same_and_are_merged_the_same(
     disk: Path, kind: str, overlap: str, min_size: int, reentrant: bool | None, activations: bool
@@ -118,7 +124,7 @@ def test_adapters_train_the_same_and_are_merged_the_same(
     compare(disk, use, make, adamw_of_trained, **sections, parameters=parameters)
 
 
-@pytest.mark.parametrize(("kind", "overlap", "min_size"), in_pairs(KINDS, OVERLAPS, SIZES))
+@pytest.mark.parametrize(("overlap", "kind", "min_size"), in_turn(OVERLAPS, KINDS, SIZES))
 def test_a_frozen_base_is_written_once(disk: Path, kind: str, overlap: str, min_size: int) -> None:
     parameters = {"enabled": True, "min_size": min_size}
     with streaming(disk, **overlapping(overlap), parameters=parameters) as engine:
@@ -131,7 +137,7 @@ def test_a_frozen_base_is_written_once(disk: Path, kind: str, overlap: str, min_
         model = adapted(kind)
         optimizer = engine.attach(model, adamw_of_trained(model))
         look(-1)
-        fit(model, optimizer, kind, after=look)
+        fit(model, optimizer, kind, steps=5, after=look)
         sizes = [(p.requires_grad, p.nbytes) for p in model.parameters() if p.nbytes >= min_size]
         each_step = sum(nbytes for trained, nbytes in sizes if trained)
         base = sum(nbytes for trained, nbytes in sizes if not trained)
@@ -142,7 +148,7 @@ def test_a_frozen_base_is_written_once(disk: Path, kind: str, overlap: str, min_
         assert moved(engine, "parameters", "read") > 5 * 10_000
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["GPT-2"])
 def test_a_merged_model_computes_when_its_adapters_are_gone(disk: Path, kind: str) -> None:
     results = []
     for streamed in (False, True):
@@ -211,7 +217,7 @@ PARTS: dict[str, Callable[[str], bool]] = {
 }
 
 
-@pytest.mark.parametrize(("part", "kind", "overlap"), in_pairs(list(PARTS), KINDS, OVERLAPS))
+@pytest.mark.parametrize(("part", "kind", "overlap"), in_turn(PARTS, KINDS, OVERLAPS))
 def test_a_part_is_trained(disk: Path, kind: str, part: str, overlap: str) -> None:
     def make() -> Any:
         model = build(kind)
@@ -225,7 +231,7 @@ def test_a_part_is_trained(disk: Path, kind: str, part: str, overlap: str) -> No
     compare(disk, use, make, adamw_of_trained, **overlapping(overlap))
 
 
-@pytest.mark.parametrize(("kind", "overlap", "first"), in_pairs(KINDS, OVERLAPS, [0, 1]))
+@pytest.mark.parametrize(("overlap", "kind", "first"), in_turn(OVERLAPS, KINDS, [0, 0, 1]))
 def test_layers_are_frozen_for_a_while(disk: Path, kind: str, overlap: str, first: int) -> None:
     def use(model: Any, optimizer: Any) -> list[Numbers]:
         def freeze(step: int) -> None:
@@ -233,12 +239,12 @@ def test_layers_are_frozen_for_a_while(disk: Path, kind: str, overlap: str, firs
                 if ".1." in name:
                     parameter.requires_grad_(step // 2 % 2 == first)
 
-        return fit(model, optimizer, kind, steps=7, before=freeze)
+        return fit(model, optimizer, kind, steps=5, before=freeze)
 
     compare(disk, use, lambda: build(kind), adamw, **overlapping(overlap))
 
 
-@compared(overlaps=OVERLAPS)
+@compared()
 def test_a_model_that_is_frozen_as_a_whole_still_gives_gradients_of_its_input(model, optimizer):
     model.requires_grad_(False)
     x = torch.ones(2, 8, requires_grad=True)
@@ -268,10 +274,7 @@ class Quantised(nn.Module):
         return output + change
 
 
-NARROW = [
-    torch.int8, torch.uint8, torch.bool, torch.int16, torch.int64,
-    torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
-]  # fmt: skip
+NARROW = [torch.int8, torch.bool, torch.int64, torch.bfloat16, torch.float8_e4m3fn]
 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
@@ -318,7 +321,7 @@ def tagged() -> Any:
     return model
 
 
-@compared(tagged, overlaps=OVERLAPS)
+@compared(tagged, overlaps=["commit", "eager"])
 def test_parameters_keep_their_identity_and_what_was_hung_on_them(model, optimizer):
     """Those of other classes stay in memory, besides."""
     before = {name: id(parameter) for name, parameter in model.named_parameters()}
