@@ -19,8 +19,9 @@ from offload_strategy.optimizer.states.parameter_slices import (
 )
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.user_class.compatibility import is_elementwise
-from tests.optimizer.runs import Run, compare, snapshot
+from tests.optimizer.runs import EVERY_OVERLAP, Run, compare, snapshot
 from tests.optimizer.test_exactness import OPTIMIZERS
+from tests.training import in_turn
 
 SHAPES = [(1000,), (64, 3), (7, 64), (33, 5, 2), (129,), (1, 4096), (130, 1), (64,)]
 
@@ -131,8 +132,7 @@ ELEMENTWISE = [
 ]
 
 
-@pytest.mark.parametrize("overlap", ["commit", "eager", "off"])
-@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize(("name", "overlap"), in_turn(ELEMENTWISE, EVERY_OVERLAP))
 def test_sliced_parameters_train_to_the_same_bits(name: str, overlap: str, disk: Path) -> None:
     def script(run: Run) -> None:
         run.model = Wide()  # type: ignore[assignment]

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from tests.optimizer.runs import OVERLAPS, Run, adamw, make_net, offloading, steps
-from tests.training import assert_same_bits, bits
+from tests.training import assert_same_bits, bits, in_turn
 
 
 def assert_same_state_dict(got: Any, expected: Any, where: str = "state_dict") -> None:
@@ -53,8 +53,7 @@ MAKE: dict[str, Callable[[nn.Module], Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize(("name", "overlap"), in_turn(MAKE, OVERLAPS))
 def test_a_state_dict_is_the_plain_optimizers(name: str, overlap: str, disk: Path) -> None:
     plain = Run(MAKE[name])
     steps(plain, 3)
@@ -90,11 +89,12 @@ def test_a_state_dict_is_a_copy(disk: Path) -> None:
     assert_same_state_dict(kept_for_good, kept)  # also after the engine is closed
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize(
-    ("pending", "through_a_file"), [(False, True), (True, False)], ids=["idle", "before a step"]
+    ("overlap", "name", "pending", "through_a_file"),
+    in_turn(
+        OVERLAPS * 2, ["AdamW", "SGD momentum", "named groups"], [False, True, True], [True, False]
+    ),
 )
-@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "named groups"])
 def test_checkpoints_go_both_ways(
     name: str, overlap: str, pending: bool, through_a_file: bool, disk: Path
 ) -> None:

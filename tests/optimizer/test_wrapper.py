@@ -32,7 +32,7 @@ from tests.optimizer.runs import (
     snapshot,
     steps,
 )
-from tests.training import assert_same_bits, settings, weights
+from tests.training import assert_same_bits, in_turn, settings, weights
 
 # ---------------------------------------------------------------------- schedulers
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
@@ -47,9 +47,9 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("first", "overlap"), [("the optimizer", "commit"), ("the scheduler", "eager")]
+    ("name", "first", "overlap"),
+    in_turn(SCHEDULERS, ["the optimizer", "the scheduler"], ["commit", "eager"]),
 )
-@pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedulers_steer_the_optimizer(name: str, first: str, overlap: str, disk: Path) -> None:
     def script(run: Run) -> None:
         inner: Any = AdamW(run.model.parameters(), 1e-2)
