@@ -350,7 +350,7 @@ def test_the_config_says_what_it_rests_on_and_what_is_left_to_do():
 
 def test_training_by_what_was_found_changes_no_numbers(tmp_path):
     # Mostly vocabulary: large states, and little to compute.
-    shape = TransformerShape("gpt", 2, 128, 2, 1 << 16, tied=False, max_positions=512)
+    shape = TransformerShape("gpt", 2, 128, 2, 1 << 17, tied=False, max_positions=512)
     p = shape.parameters
     # Of the process nothing is counted: what the states take decides.
     run = request(int((12 * p + 100 * MiB) / MEMORY_SHARE), shape=shape, process_bytes=0)
