@@ -38,10 +38,8 @@ def test_every_part_runs_on_the_simulated_accelerator(tmp_path: Path) -> None:
     assert problems == {}, run.stderr[-3000:]
     assert list(found["parts"]) == list(gpu.SHARES)
     claims = [claim for part in found["parts"].values() for claim in part["claims"]]
-    # A comparison for each subgroup, where one for all would do, is a known excess of waits.
-    known = f"steady steps, states: {who.STATES_HOST}: waits"
     not_held = [one["name"] for one in claims if one["judged"] and not one["held"]]
-    assert set(not_held) <= {known}
+    assert not_held == []
     assert len(claims) > 15
     assert found["simulated"]
     assert found["machine"]["torch"] == torch.__version__
