@@ -15,7 +15,6 @@ status is 1 if a claim does not hold.
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 import tempfile
 from dataclasses import asdict
@@ -24,15 +23,13 @@ from pathlib import Path
 from benchmarks.activations.contenders import MEANING
 from benchmarks.activations.curve import curve, markdown, plot
 from benchmarks.activations.models import HUNDRED_MILLION, MODELS, THIRTY_MILLION, TINY
-from benchmarks.activations.planned import lists, planned
+from benchmarks.activations.planned import planned
 from benchmarks.activations.session import Setting
 from benchmarks.activations.sweep import sweep
 from benchmarks.io.results import Result, Skipped, conclude
 from benchmarks.machine import allocator, describe_machine, say, tidy_up_when_ended
 
-_LINES = ("curve", "sweep", "planned", "lists")
-#: Lines that a run without --lines leaves out.
-_ON_REQUEST = ("lists",)
+_LINES = ("curve", "sweep", "planned")
 #: A plan for a limit of memory is compared on these.
 _PLANNED, _PLANNED_BATCH = ("GPT", "T5", "UNet"), 4
 
@@ -42,8 +39,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.activations", description=(__doc__ or "").partition("\n")[0]
     )
-    usual = [line for line in _LINES if line not in _ON_REQUEST]
-    parser.add_argument("--lines", nargs="+", choices=_LINES, default=usual)
+    parser.add_argument("--lines", nargs="+", choices=_LINES, default=_LINES)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["GPT", "BERT"])
     parser.add_argument("--planned", nargs="+", choices=MODELS, default=_PLANNED)
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
@@ -91,19 +87,14 @@ def main() -> int:
             say(f"skipped: sweep: {why}")
             outcome["skipped"] = {"sweep": str(why)}
     small = Setting(TINY if options.quick else THIRTY_MILLION)
-    comparisons = {"planned": planned, "lists": lists}
-    for line, kind in itertools.product(comparisons, options.planned):
-        if line not in options.lines:
-            continue
+    for kind in options.planned if "planned" in options.lines else ():
         try:
-            text, claims = comparisons[line](
-                options.dir, kind, _PLANNED_BATCH, options.repeats, small
-            )
+            text, claims = planned(options.dir, kind, _PLANNED_BATCH, options.repeats, small)
             results += claims
-            outcome[f"{line} {kind}"] = text
-            print(f"\n{line}, {kind}, on a path of 150 MB/s: {text}", flush=True)
+            outcome[f"planned {kind}"] = text
+            print(f"\nplanned, {kind}, on a path of 150 MB/s: {text}", flush=True)
         except Skipped as why:
-            say(f"skipped: {line}: {why}")
+            say(f"skipped: planned: {why}")
     return conclude(results, options.json, machine, outcome)
 
 

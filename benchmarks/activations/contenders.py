@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from offload_strategy import OffloadEngine
 
@@ -77,19 +76,6 @@ def prepare(
     )
     engine.attach(model)
     return Contender(engine.forward, engine)
-
-
-def checkpoint_first(model: Any, share: float) -> None:
-    """Checkpoint the first blocks of a model, as a user would who lists them.
-
-    Args:
-        model: A model of Transformers.
-        share: Share of its blocks, from 0 to 1.
-    """
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    blocks = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
-    for block in blocks[round(share * len(blocks)) :]:
-        block.gradient_checkpointing = False
 
 
 class _File:

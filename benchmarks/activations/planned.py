@@ -1,4 +1,4 @@
-"""A plan for a limit of memory, compared with fixed amounts and lists of checkpointed blocks."""
+"""A plan for a limit of memory, compared with fixed amounts that leave."""
 
 from __future__ import annotations
 
@@ -18,19 +18,17 @@ from offload_strategy.units import GiB, MiB
 
 _RATE = 150_000_000
 _DISK_BYTES = 48 * GiB
-_PLAN, _TIGHT, _MOVES = "plan", "plan, greedy's peak", "plan without recomputation"
+_PLAN, _TIGHT = "plan", "plan, greedy's peak"
 #: All of it leaves as soon as it is saved, whatever the path takes.
 _GREEDY = "100%"
 #: Fixed policies: shares of what is saved that leave, spread evenly over the forward pass.
 _SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-#: Shares of the blocks that a user could list for `torch.utils.checkpoint`, the first ones.
-_LISTS = (0.25, 0.5, 0.75, 1.0)
 #: The limit lies so far between everything leaving and everything staying.
 _BETWEEN = 0.5
 #: Steps of the plan's process before its first turn: in them the plan is made.
 _SETTLE = 14
 #: Of the best fixed policy's speed, and of greedy's.
-_SPEED, _SPEED_OF_GREEDY = 0.98, 1.15
+_SPEED, _SPEED_OF_GREEDY = 0.98, 1.1
 #: Peaks of the same process differ by so much from step to step.
 _SAME_PEAK = 1.02
 
@@ -65,54 +63,6 @@ def planned(
         }
         rows = run({KEEP: keep, **plans, **fixed}, repeats, disk)
     return _table(rows, limit), _claims(model, rows, limit)
-
-
-def lists(
-    directory: Path, model: str, batch: int, repeats: int, setting: Setting
-) -> tuple[str, list[Result]]:
-    """Compare the automatic choice of recomputed blocks with lists of checkpointed blocks.
-
-    Path and limit are those of `planned`. With a list, the first blocks are checkpointed by
-    `torch.utils.checkpoint`, and a plan without recomputation offloads for the same limit.
-
-    Returns:
-        The table, and the claims.
-    """
-    reason = why_not()
-    if reason is not None:
-        raise Skipped(reason)
-    setting = replace(setting, memory={"pinned": "256MiB"})
-    options = setting.options(model, batch)
-    keep = {**options, "contender": KEEP}
-    ours = {**options, "contender": OFFLOAD_DISK, "settle": _SETTLE}
-    with _slow_disk(directory) as disk:
-        limit, _ = _limit(keep, {**ours, "activations": {"budget": _GREEDY}}, disk)
-        planning: dict[str, Any] = {"device_memory": limit, "recompute": False}
-        contenders = {
-            _PLAN: {**ours, "planning": {"device_memory": limit}},
-            _MOVES: {**ours, "planning": planning},
-        }
-        for share in _LISTS:
-            name = f"first {share:.0%} of blocks checkpointed"
-            contenders[name] = {**ours, "planning": planning, "checkpointed": share}
-        rows = run({KEEP: keep, **contenders}, repeats, disk)
-    plan = rows[_PLAN]
-    below = [
-        row
-        for name, row in rows.items()
-        if name not in (KEEP, _PLAN) and row.median("process_peak_bytes") <= limit
-    ]
-    claims = []
-    if below:
-        best = min(below, key=lambda row: row.median("seconds"))
-        claims.append(
-            Result(
-                f"{model}: speed of the plan compared with the best list ({best.name})",
-                1 / plan.median("seconds"), 1 / best.median("seconds"), "steps/s",
-                best.ratio(plan, "seconds"), 1.0,
-            )
-        )  # fmt: skip
-    return _table(rows, limit), claims
 
 
 @contextlib.contextmanager

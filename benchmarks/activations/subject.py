@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.activations.contenders import Contender, checkpoint_first, prepare, scratch
+from benchmarks.activations.contenders import Contender, prepare, scratch
 from benchmarks.activations.meters import MemoryMeter, meter
 from benchmarks.activations.models import Shape, batch, build
 from benchmarks.machine import fix_allocator
@@ -42,8 +42,6 @@ def _train(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
     model = build(options["model"], shape, device)
-    if "checkpointed" in options:
-        checkpoint_first(model, options["checkpointed"])
     measured = meter(device)
     sections: dict[str, dict[str, Any]] = {
         key: options[key] for key in ("activations", "memory", "planning") if key in options

@@ -15,9 +15,8 @@ from benchmarks.disks import loop_disk, throttle, why_not
 from benchmarks.io.results import Result, Skipped
 from benchmarks.machine import cores, say
 from benchmarks.turns import Subject
-from offload_strategy.plan_runtime.lifetime_plan import within
+from offload_strategy.plan_runtime.lifetime_plan import plan_lifetimes, within
 from offload_strategy.plan_runtime.profile import PathRates, Profile
-from offload_strategy.plan_runtime.recompute_mix import choose_mix
 from offload_strategy.plan_runtime.replay import replay
 from offload_strategy.plan_runtime.replay_lanes import StepReplay
 from offload_strategy.units import GiB, MiB
@@ -155,7 +154,7 @@ def replayed_step(profile: Profile, rate: float, *, limited: bool) -> tuple[Step
     if not limited:
         return replay(profile), "auto"
     limit = int(profile.other_bytes + _ROOM * (profile.peak_bytes - profile.other_bytes))
-    return choose_mix(profile, within(limit)).replay, limit
+    return replay(profile, plan_lifetimes(profile, within(limit))), limit
 
 
 def _claims(outcomes: Sequence[Outcome]) -> list[Result]:

@@ -15,7 +15,7 @@ import time
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,48 +38,6 @@ class StorageReference(weakref.ref[torch.UntypedStorage]):
     number: int
     nbytes: int
     entry: Entry | None
-
-
-@dataclass(slots=True)
-class BlockCall:
-    """A call of a block, with times (`time.perf_counter`) minus those that forward had waited."""
-
-    name: str
-    #: Number of the first item that is saved within the block.
-    first: int
-    begins_at: float
-    #: Bytes of its input tensors that are not inputs of an earlier block.
-    input_bytes: int
-    #: Number of the first item after the block.
-    end: int = 0
-    #: None while it runs, or if it raised.
-    ends_at: float | None = None
-
-
-@dataclass(slots=True)
-class BlockCalls:
-    """The calls of blocks in one forward pass, in order."""
-
-    all: list[BlockCall] = field(default_factory=list)
-    _inputs: set[int] = field(default_factory=set)
-
-    def begin(self, name: str, inputs: Iterable[torch.Tensor], first: int, at: float) -> None:
-        """Record the start of a call; see `BlockCall`."""
-        nbytes = 0
-        for tensor in inputs:
-            try:
-                storage = tensor.untyped_storage()
-            except (NotImplementedError, RuntimeError):  # it has no storage
-                continue
-            if storage._cdata not in self._inputs:
-                self._inputs.add(int(storage._cdata))
-                nbytes += storage.nbytes()
-        self.all.append(BlockCall(name, first, at, nbytes))
-
-    def end(self, name: str, end: int, at: float) -> None:
-        """Record the end of the last call: blocks do not contain each other."""
-        if self.all and self.all[-1].name == name:
-            self.all[-1].end, self.all[-1].ends_at = end, at
 
 
 @dataclass(slots=True, eq=False)
@@ -106,8 +64,6 @@ class Trace:
     #: Until when offloaded items stayed in memory because others referenced them, without the
     #: seconds for which training had waited; None if nobody did.
     held_until: dict[int, float | None] = field(default_factory=dict)
-    #: Calls of blocks that may be recomputed.
-    blocks: BlockCalls = field(default_factory=BlockCalls)
     #: Whether an accelerator computes the pass, and its events if the pass is timed by it.
     on_device: bool = False
     device_times: DeviceTimes | None = None

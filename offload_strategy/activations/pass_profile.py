@@ -20,9 +20,8 @@ from torch import nn
 
 from offload_strategy.activations.baseline_memory import BEGIN, BaselineMemory
 from offload_strategy.activations.forward_records import Trace
-from offload_strategy.activations.recomputed_blocks import RecomputableBlocks
 from offload_strategy.activations.tier_writes import TierWrites
-from offload_strategy.plan_runtime.profile import Block, PathRates, Profile, TensorLife
+from offload_strategy.plan_runtime.profile import PathRates, Profile, TensorLife
 
 #: Kinds of items whose names are remembered.
 _MOST_NAMES = 65536
@@ -120,7 +119,6 @@ class PassProfiler:
     """Makes profiles of passes, with what is known besides their traces."""
 
     writes: TierWrites
-    blocks: RecomputableBlocks
     names: SavedTensorNames = field(default_factory=SavedTensorNames)
     #: Is subtracted from all times.
     io_overhead: IoOverhead = field(default_factory=IoOverhead)
@@ -178,17 +176,6 @@ class PassProfiler:
             tensors=tuple(tensors),
             other_bytes=max((nbytes for _, nbytes in others), default=0),
             others=tuple(others),
-            blocks=tuple(self._blocks(trace, pace)),
             paths=(PathRates("tiers", read=read, write=write),),
             io_overhead=self.io_overhead.per_byte,
         )
-
-    def _blocks(self, trace: Trace, pace: float) -> list[Block]:
-        found = []
-        for call in self.blocks.allowed(trace.blocks.all):
-            if call.first < call.end and call.ends_at is not None:
-                begin, end = (
-                    pace * max(0.0, at - trace.started_at) for at in (call.begins_at, call.ends_at)
-                )
-                found.append(Block(call.name, call.first, call.end, begin, end, call.input_bytes))
-        return found

@@ -6,9 +6,6 @@ used up. Then the traces of these passes give the sizes and idle times of items,
 their rates, and a meter gives the baseline memory (`baseline_memory`): a lifetime plan
 (`plan_runtime.lifetime_plan`) selects what is offloaded. The room for items is the limit minus the
 baseline memory. A new plan is made if the room has changed by much.
-
-The first plans also select the blocks to recompute (`plan_runtime.recompute_mix`). Passes with
-recomputation are of a new kind, and are profiled and planned as such.
 """
 
 from __future__ import annotations
@@ -24,10 +21,14 @@ from offload_strategy.activations.pass_profile import PassProfiler, use_event
 from offload_strategy.config import PlanningConfig
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.memory_limits import PeakMeter
-from offload_strategy.plan_runtime.lifetime_plan import LifetimePlan, plan_lifetimes, within
+from offload_strategy.plan_runtime.lifetime_plan import (
+    CHECKPOINT,
+    LifetimePlan,
+    plan_lifetimes,
+    within,
+)
 from offload_strategy.plan_runtime.plan_file import GivenPlan, load_plan
 from offload_strategy.plan_runtime.profile import Profile
-from offload_strategy.plan_runtime.recompute_mix import choose_mix
 from offload_strategy.telemetry import get_logger
 from offload_strategy.units import MiB, format_size
 
@@ -44,8 +45,7 @@ _MOST_ITEMS = 65536
 _FREE_SHARE = 0.95
 #: Share of the limit by which the room must shrink, or grow, for a new plan.
 _LESS, _MORE = 0.005, 0.03
-#: How often blocks are selected for recomputation.
-_CHOICES = 3
+_WAITS = f"; the tiers are too slow for that, and training waits. To wait less, {CHECKPOINT}"
 #: Largest wait for room in seconds: a slower path has failed, which is reported elsewhere.
 _PATIENCE_SECONDS = 60.0
 
@@ -88,11 +88,6 @@ class PlannedBudget(Budget):
         self._memory = limit
         self._profiler = profiler
         self._writes = profiler.writes
-        self._blocks = profiler.blocks
-        self._choices_left = _CHOICES
-        if limit.given is not None:
-            self._blocks.want(limit.given.recomputed)
-            self._choices_left = 0
         self._passes_left = limit.profile_passes
         self._limit = 0
         #: Returns the bytes in memory of items of passes other than the given one.
@@ -121,7 +116,6 @@ class PlannedBudget(Budget):
             "plan_peak_bytes": self.latest_peak_bytes,
             "plan_deviations": self.deviations,
             "plan_over_limit_passes": self.over_limit_passes,
-            "plan_recomputed_blocks": len(self._blocks.recomputed),
         }
 
     @property
@@ -229,9 +223,10 @@ class PlannedBudget(Budget):
             self._told = True
             logger.warning(
                 "planning.device_memory: %s cannot be kept: a step takes %s with next to nothing "
-                "that is saved in memory. Give more, or train with a smaller batch.",
+                "that is saved in memory. Give more, train with a smaller batch, or %s.",
                 format_size(self._limit),
                 format_size(baseline.most_bytes),
+                CHECKPOINT,
             )
         known = self._planned_for
         fuller = 0 if known is None else baseline.correction - known
@@ -241,7 +236,7 @@ class PlannedBudget(Budget):
             return  # the device has not told the times of such a pass
         if known is None or per_event or worth or over.signature not in self._leaves:
             ended_at = timed.uses[-1][1] + (trace.started_at - over.uses[-1][1])
-            self._make_plan(timed, ended_at, per_event=per_event)
+            self._make_plan(timed, ended_at)
 
     def _decided(self, nbytes: int, trace: Trace) -> bool | None:
         """Return whether an item is offloaded by the plan or a file; None if neither knows it."""
@@ -270,16 +265,12 @@ class PlannedBudget(Budget):
         if items > room:
             self._writes.release_at_least(items - room, _PATIENCE_SECONDS)
 
-    def _make_plan(self, trace: Trace, ended_at: float, *, per_event: bool) -> None:
+    def _make_plan(self, trace: Trace, ended_at: float) -> None:
         profile = self._profiler.profile(trace, ended_at)
         self.profile, self._planned_for = profile, self._baseline.correction
         if self.plan is None:
             # With a plan there are fewer buffers in flight.
             self._baseline.measure_next_pass()
-        blocks = self._blocks
-        # Recomputation changes memory between events, which only a pass per event measures.
-        if not blocks.settled and (per_event or not blocks.recomputed):
-            self._recompute(profile)
         self.plan = plan_lifetimes(profile, within(self._limit))
         leave = {move.tensor for move in self.plan.moves}
         if len(self._leaves) > _MOST_ITEMS:
@@ -293,28 +284,5 @@ class PlannedBudget(Budget):
             format_size(trace.saved_bytes),
             format_size(self.plan.moved_bytes),
             format_size(trace.saved_bytes - self.plan.moved_bytes),
-            "" if self.plan.hidden else "; training waits for some of them",
+            "" if self.plan.hidden else _WAITS,
         )
-
-    def _recompute(self, profile: Profile) -> None:
-        """Select blocks, and later further ones: early rates of the paths are uncertain."""
-        blocks = self._blocks
-        if not self._choices_left:
-            blocks.settle()
-            return
-        if any(block.name in blocks.recomputed for block in profile.blocks):
-            return  # the profile is of a pass before the last selection
-        mix = choose_mix(profile, within(self._limit))
-        if mix.recomputed:
-            self._choices_left -= 1
-            blocks.want(mix.recomputed)
-            logger.info(
-                "planning.device_memory: %d %sblocks of %d are computed again in backward, as the "
-                "tiers take less than would have to leave: %s",
-                len(mix.recomputed),
-                "more " if blocks.recomputed else "",
-                len(profile.blocks),
-                ", ".join(mix.recomputed),
-            )
-        elif blocks.recomputed and mix.plan.hidden:
-            blocks.settle()

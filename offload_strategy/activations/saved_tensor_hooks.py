@@ -32,7 +32,6 @@ from offload_strategy.activations.packed_tensors import KeptTensor, OffloadedTen
 from offload_strategy.activations.pass_profile import PassProfiler
 from offload_strategy.activations.planned_budget import MemoryLimit, PlannedBudget
 from offload_strategy.activations.prefetch import Prefetcher
-from offload_strategy.activations.recomputed_blocks import RecomputableBlocks
 from offload_strategy.activations.tier_writes import TierWrites, batch_bytes
 from offload_strategy.plan_runtime.profile import Profile
 from offload_strategy.store.tensor_store import TensorStore
@@ -73,7 +72,6 @@ class ActivationOffload:
         prefetch_bytes: How far ahead of the backward pass to load; None to load by time.
         most_backlog: Most bytes that may wait to be written.
         plan_within: A limit of memory by which a plan decides what leaves, instead of a budget.
-        recompute: Blocks of a model that may run twice, see `RecomputableBlocks`.
         save_weight: What autograd shall hold in place of a streamed weight; None of others. May
             be set later, before the first forward pass.
     """
@@ -90,7 +88,6 @@ class ActivationOffload:
         prefetch_bytes: int | None = None,
         most_backlog: int,
         plan_within: MemoryLimit | None = None,
-        recompute: Literal["auto"] | bool = False,
         save_weight: Callable[[torch.Tensor], Packed | None] | None = None,
     ) -> None:
         self._store = store
@@ -100,8 +97,7 @@ class ActivationOffload:
         self.save_weight = save_weight
         self._writes = TierWrites(store, tiers)
         self._open = _Open()
-        self.blocks = RecomputableBlocks(recompute, self._trace)
-        self._profiler = PassProfiler(self._writes, self.blocks)
+        self._profiler = PassProfiler(self._writes)
         self.names = self._profiler.names
         #: The budget, if it goes by a plan.
         self.planned: PlannedBudget | None = None
@@ -171,7 +167,6 @@ class ActivationOffload:
         if self._min_size < sys.maxsize:
             other_hooks.refuse_hooks_that_offload(outer)
         self._before_forward()
-        self.blocks.forward_begins()
         if self.planned is None:
             self._store.pass_begins()
         else:  # memory is at its peak when forward ends; backward needs the buffers
@@ -227,10 +222,6 @@ class ActivationOffload:
     def _pack_weight(self, tensor: torch.Tensor) -> Packed:
         weight = None if self.save_weight is None else self.save_weight(tensor)
         return KeptTensor(tensor) if weight is None else weight
-
-    def _trace(self) -> Trace | None:
-        record = self._open.record
-        return None if record is None else record.trace
 
     def _record(self) -> ForwardRecord:
         """Return the record of the new forward pass, or of its micro-batch if there is a hint."""

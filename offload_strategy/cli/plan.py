@@ -132,7 +132,6 @@ _OPTIONS: dict[str, list[Option]] = {
             "--write-plan FILE",
             "write the plan as JSON, one line per tensor, to read or change, or for planning.plan",
         ),
-        ("--no-recompute", "recompute no block in backward, however slow the path is"),
         ("--picture FILE", "draw transfers and memory over the step (svg, png)"),
     ],
     "a training script instead of both": [

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from offload_strategy.engine.profile_run import ProfileRun, profile_run
 from offload_strategy.errors import ConfigError
+from offload_strategy.plan_runtime.lifetime_plan import CHECKPOINT, LifetimePlan, plan_lifetimes
 from offload_strategy.plan_runtime.plan_file import save_plan
 from offload_strategy.plan_runtime.profile import PathRates, Profile
-from offload_strategy.plan_runtime.recompute_mix import RecomputeMix, choose_mix
+from offload_strategy.plan_runtime.replay import replay
 from offload_strategy.plan_runtime.replay_lanes import StepReplay
 from offload_strategy.units import MiB, format_size, markdown_table
 
@@ -27,23 +28,20 @@ def plan_profile(options: argparse.Namespace, profile: Profile) -> int:
     limit = options.device_memory
     if limit is None:
         limit = profile.other_bytes + (profile.peak_bytes - profile.other_bytes) // 2
-    if options.no_recompute:
-        profile = replace(profile, blocks=())
-    mix = choose_mix(profile, limit)
-    plan, found = mix.plan, mix.replay
+    plan = plan_lifetimes(profile, limit)
+    found = replay(profile, plan)
     if options.picture is not None:
         _draw(found, plan.limit, options.picture)
     if options.write_plan is not None:
-        save_plan(plan, mix.profile, options.write_plan, mix.recomputed)
+        save_plan(plan, profile, options.write_plan)
     if options.json:
         figures = {
-            "recomputed": mix.recomputed,
             "plan": asdict(plan),
             "replay": asdict(replace(found, memory=(), spans=())),
         }
         print(json.dumps(figures, indent=2))
     else:
-        print(_text(profile, mix))
+        print(_text(profile, plan, found))
     return 0 if plan.fits else 1
 
 
@@ -64,25 +62,19 @@ def _with_rates(profile: Profile, options: argparse.Namespace) -> Profile:
     return replace(profile, paths=tuple(scaled))
 
 
-def _text(profile: Profile, mix: RecomputeMix) -> str:
-    found = mix.replay
+def _text(profile: Profile, plan: LifetimePlan, found: StepReplay) -> str:
     waits = ", ".join(f"{seconds:.3f} s for {what}" for what, seconds in found.stalls.items())
     lanes = (
         (name, format_size(use.nbytes) if use.nbytes else "", f"{use.busy_share:.0%}")
         for name, use in found.lanes.items()
     )
-    again = ""
-    if mix.recomputed:
-        again = (
-            f"Recomputed in backward: {', '.join(mix.recomputed)} ({len(mix.recomputed)} of "
-            f"{len(profile.blocks)} blocks that may be).\n\n"
-        )
+    advice = "" if plan.fits and plan.hidden else f"\n\nTo leave less to the path, {CHECKPOINT}."
     return (
-        f"{again}{mix.plan}\n\n"
+        f"{plan}\n\n"
         f"Replayed: a step of {found.step_seconds:.3f} s, {found.computing_seconds:.3f} s of it "
         f"computing; it waits {waits}. Peak {format_size(found.peak_bytes)}, without offload "
         f"{format_size(profile.peak_bytes)}.\n\n"
-        f"{markdown_table('lane | moved | busy', lanes)}"
+        f"{markdown_table('lane | moved | busy', lanes)}{advice}"
     )
 
 

@@ -191,11 +191,6 @@ class PlanningConfig(Section):
     that is free when training begins, minus a margin; null means no limit and no plan."""
     profile_steps: int = Field(default=3, ge=1, le=1000)
     """Forward passes to profile before the plan is made; they offload everything they may."""
-    recompute: Literal["auto"] | bool = "auto"
-    """Blocks that the plan may recompute in backward where the tiers are too slow. 'auto':
-    checkpointable layers of Transformers and blocks of torch's own modules. true: all repeated
-    blocks that take and return tensors and change no buffer. false: none. A given plan names its
-    own blocks."""
     plan: Path | None = None
     """Path of a plan written by `ssd-offload plan --write-plan`, possibly edited. It decides for
     each saved tensor within device_memory; null means to make a plan."""

@@ -179,7 +179,6 @@ class OffloadEngine(EngineReports):
         self._note_device(model.parameters())
         if self._activations is not None:
             self._activations.names.add_modules(model)
-            self._activations.blocks.add_model(model)
             hooks = ForwardHooks(model, self._activations, owner=self)
             self._hooks[id(model)] = (weakref.ref(model), hooks)
         if self._stream is not None:
@@ -201,8 +200,6 @@ class OffloadEngine(EngineReports):
         entry = self._hooks.pop(id(model), None)
         if entry is not None:
             entry[1].remove()
-        if self._activations is not None:
-            self._activations.blocks.remove_model(model)
         if self._stream is not None:
             self._stream.detach(model)
         self._registry.remove_module(model)
@@ -290,7 +287,6 @@ class OffloadEngine(EngineReports):
         """
         if self._activations is not None:
             self._activations.enabled = False
-            self._activations.blocks.close()
         for reference, hooks in self._hooks.values():
             hooks.remove()
             if (model := reference()) is not None:
@@ -315,7 +311,6 @@ class OffloadEngine(EngineReports):
         if not section.enabled and self._stream is None:
             return None
         fraction, limit = section.budget_fraction(), section.budget_bytes()
-        watched = self._limit is not None or profile_run.is_requested()
         return ActivationOffload(
             self._resources.store,
             self._resources.clients.get("activations", []),
@@ -326,6 +321,5 @@ class OffloadEngine(EngineReports):
             prefetch_bytes=None if section.prefetch == "auto" else int(section.prefetch),
             most_backlog=self.config.memory.pinned,
             plan_within=self._limit,
-            recompute=self.config.planning.recompute if watched else False,
             save_weight=None if self._stream is None else self._stream.save,
         )

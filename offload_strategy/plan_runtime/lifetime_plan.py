@@ -26,6 +26,11 @@ from offload_strategy.units import format_size
 _MARGIN = 0.015
 #: A read is urgent if it cannot start earlier than this share of its time before it must.
 _SLACK = 0.5
+#: What a user can do if moves are not hidden, or are not enough.
+CHECKPOINT = (
+    "checkpoint blocks (model.gradient_checkpointing_enable() or torch.utils.checkpoint), which "
+    "then save less"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,10 +31,9 @@ class PlannedItem:
 
 @dataclass(frozen=True, slots=True)
 class GivenPlan:
-    """The content of a plan file: all saved tensors, and the names of recomputed blocks."""
+    """The content of a plan file: all saved tensors."""
 
     items: Annotated[tuple[PlannedItem, ...], Field(min_length=1)]
-    recomputed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for number, item in enumerate(self.items):
@@ -43,21 +41,15 @@ class GivenPlan:
                 raise ValueError(f"item {number} is missing, or not in its place")
 
 
-def save_plan(
-    plan: LifetimePlan, profile: Profile, file: Path, recomputed: Sequence[str] = ()
-) -> None:
+def save_plan(plan: LifetimePlan, profile: Profile, file: Path) -> None:
     """Write a plan for a profile as JSON, one line per tensor in the order of saving.
-
-    Where blocks are recomputed, the profile is that of such a step.
 
     Raises:
         ConfigError: If the file cannot be written.
     """
     moves = {move.tensor: move for move in plan.moves}
     lines = []
-    # Recomputed tensors are not saved in the forward pass.
-    saved = [one for one in profile.tensors if one.uses[0] <= profile.forward_seconds]
-    for number, tensor in enumerate(saved):
+    for number, tensor in enumerate(profile.tensors):
         row: dict[str, Any] = {"item": number, "name": tensor.name, "bytes": tensor.nbytes}
         move = moves.get(number)
         row["does"] = "stays" if move is None else "leaves"
@@ -67,12 +59,11 @@ def save_plan(
         row["used at"] = round(tensor.uses[-1], 4)
         lines.append(json.dumps(row))
     head = f'"format": {FORMAT},\n"limit": {plan.limit},\n"peak": {plan.peak_bytes},\n'
-    head += f'"recomputed": {json.dumps(list(recomputed))},\n'
     write_text(file, "{\n" + head + '"items": [\n' + ",\n".join(lines) + "\n]\n}\n")
 
 
 def load_plan(file: Path) -> GivenPlan:
-    """Read which tensors are offloaded and which blocks are recomputed; times are ignored.
+    """Read which tensors are offloaded; times are ignored.
 
     Raises:
         ConfigError: If the file is no plan; the message says what is wrong.

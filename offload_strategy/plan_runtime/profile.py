@@ -63,26 +63,6 @@ class TensorLife:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """A module that may be recomputed in backward from its inputs, which have so many bytes.
-
-    Within it the tensors from `first` up to, but without, `end` are saved.
-    """
-
-    name: str
-    first: int
-    end: int
-    begins_at: float
-    ends_at: float
-    input_bytes: int
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of computation."""
-        return self.ends_at - self.begins_at
-
-
-@dataclass(frozen=True, slots=True)
 class Update:
     """An optimizer update that computes for some seconds once its gradients are final."""
 
@@ -126,7 +106,6 @@ class Profile:
             workspaces.
         others: Baseline memory over the step as (seconds, bytes), ascending, the first at 0; empty
             if only its maximum is known.
-        blocks: Blocks that may be recomputed, in the order of the forward pass, without overlap.
         updates: Updates of the optimizer, in the order in which they become ready.
         paths: Paths to which tensors may be offloaded.
         shared_cores: Whether updates run on the cores that run the model.
@@ -143,7 +122,6 @@ class Profile:
     tensors: tuple[TensorLife, ...]
     other_bytes: int = 0
     others: tuple[tuple[float, int], ...] = ()
-    blocks: tuple[Block, ...] = ()
     updates: tuple[Update, ...] = ()
     paths: tuple[PathRates, ...] = ()
     shared_cores: bool = False
@@ -156,8 +134,6 @@ class Profile:
         moments = [moment for moment, _ in self.others]
         if moments != sorted(moments) or moments[:1] not in ([], [0.0]):
             raise ValueError("others must begin at 0 and rise")
-        if any(not 0 <= one.first <= one.end <= len(self.tensors) for one in self.blocks):
-            raise ValueError("blocks must be of tensors that there are")
         if self.others and max(nbytes for _, nbytes in self.others) > self.other_bytes:
             raise ValueError("others must nowhere be more than other_bytes")
 

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from offload_strategy import OffloadConfig, OffloadEngine
 from offload_strategy.activations.forward_records import Trace
 from offload_strategy.activations.pass_profile import IoOverhead, PassProfiler
 from offload_strategy.activations.planned_budget import MemoryLimit, PlannedBudget
-from offload_strategy.activations.recomputed_blocks import RecomputableBlocks
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.memory_limits import PeakMeter
-from offload_strategy.plan_runtime.lifetime_plan import plan_lifetimes
+from offload_strategy.plan_runtime.lifetime_plan import CHECKPOINT, plan_lifetimes
 from offload_strategy.plan_runtime.plan_file import GivenPlan, PlannedItem, save_plan
 from offload_strategy.units import MiB
 from tests.training import assert_same_bits, gradients, settings
@@ -87,7 +87,7 @@ class Memory:
 
 
 def profiler(tier_load: TierLoad) -> PassProfiler:
-    return PassProfiler(tier_load, RecomputableBlocks(False, lambda: None))
+    return PassProfiler(tier_load)
 
 
 def training(
@@ -246,7 +246,17 @@ def test_a_limit_that_cannot_be_kept_is_told_once(caplog: pytest.LogCaptureFixtu
             one_pass(budget, memory)
     told = [record for record in caplog.records if "cannot be kept" in record.message]
     assert len(told) == 1
+    assert CHECKPOINT in told[0].message
     assert all(one_pass(budget, memory)), "everything leaves"
+
+
+@pytest.mark.parametrize(("rate", "slow"), [(400.0 * MiB, False), (10.0 * MiB, True)])
+def test_a_path_that_is_too_slow_is_told_with_what_helps(
+    rate: float, slow: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="offload_strategy"):
+        planned(700 * MiB, rate=rate)
+    assert (CHECKPOINT in caplog.text) is slow
 
 
 def test_without_a_limit_what_there_is_counts() -> None:
@@ -289,13 +299,17 @@ def test_a_path_that_was_never_busy_is_taken_for_as_fast_as_it_was_seen() -> Non
 
 # ---------------------------------------------------------------- with an engine
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, checkpointed: int = 0) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
+        self.checkpointed = checkpointed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
+        for number, layer in enumerate(self.layers):
+            if number < self.checkpointed:
+                x = checkpoint(lambda x, layer=layer: layer(x).tanh(), x, use_reentrant=False)
+            else:
+                x = torch.tanh(layer(x))
         return x.square().mean()
 
 
@@ -311,9 +325,10 @@ def engine(tmp_path: Path) -> Iterator[OffloadEngine]:
         yield made
 
 
-def test_gradients_are_those_of_plain_training(engine: OffloadEngine) -> None:
+@pytest.mark.parametrize("checkpointed", [0, 3])
+def test_gradients_are_those_of_plain_training(engine: OffloadEngine, checkpointed: int) -> None:
     torch.manual_seed(0)
-    model = Net()
+    model = Net(checkpointed)
     inputs = [torch.randn(rows, 256) for rows in (8, 8, 8, 8, 12, 8)]
     plain = []
     for x in inputs:

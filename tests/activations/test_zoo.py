@@ -13,6 +13,7 @@ import torch._inductor.config
 from torch import nn
 from torch._dynamo.utils import counters
 
+from offload_strategy import OffloadEngine
 from tests.activations.zoo import ZOO, Batch, batch, build, loss_of
 from tests.activations.zoo.training import SCHEDULES, compare, train
 from tests.training import (
@@ -23,6 +24,7 @@ from tests.training import (
     moved,
     on_disk,
     saved_storages,
+    settings,
 )
 
 pytest.importorskip("transformers")
@@ -66,6 +68,19 @@ def test_the_same_without_waiting_for_the_disk(
         assert_same_history(run(kind, model, schedule=schedule, between=between), expected)
         assert left[-1] > 0
         assert engine.metrics().get("offload/tier/host/used_bytes", 0) == 0
+
+
+@pytest.mark.parametrize("kind", ZOO)
+def test_the_same_with_a_plan(kind: str, disk: Path) -> None:
+    """The passes before the plan offload everything, those after it keep what fits: all of it."""
+    expected = run(kind, build(kind), steps=6)
+    config = settings(disk, optimizer={"enabled": False}, planning={"device_memory": "auto"})
+    config["activations"] = {"min_size": 1}
+    with OffloadEngine(config) as engine:
+        model = build(kind)
+        engine.attach(model)
+        assert_same_history(run(kind, model, steps=6), expected)
+        assert engine.metrics()["offload/activations/step_left_bytes"] == 0
 
 
 def _in_bfloat16(model: nn.Module, data: Batch) -> torch.Tensor:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from offload_strategy.cli import main
+from offload_strategy.plan_runtime.lifetime_plan import CHECKPOINT
 from offload_strategy.plan_runtime.plan_file import load_plan
 from offload_strategy.plan_runtime.profile import Profile
 from tests.plan_runtime.profiles import stack
@@ -34,6 +35,7 @@ def test_it_prints_what_leaves_and_what_that_takes(
     assert "| layer 0 | 95.4 MiB | disk | 1.000 s |" in text
     assert "Replayed: a step of 30.000 s, 30.000 s of it computing" in text
     assert "| disk write |" in text
+    assert CHECKPOINT not in text
 
 
 def test_other_rates_than_the_profiles(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,6 +56,7 @@ def test_half_is_the_default_and_status_1_says_that_it_does_not_fit(
     assert plan("--profile", profile, "--json") == 0
     assert json.loads(capsys.readouterr().out)["plan"]["limit"] == 500_000_000
     assert plan("--profile", profile, "--device-memory", "50MB") == 1
+    assert CHECKPOINT in capsys.readouterr().out
 
 
 def test_it_writes_a_plan_to_read_and_to_change(profile: str, tmp_path: Path) -> None:
