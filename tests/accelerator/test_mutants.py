@@ -18,6 +18,8 @@ import torch
 from torch import nn
 
 from offload_strategy import OffloadEngine
+from offload_strategy.optimizer import subgroup_update
+from offload_strategy.optimizer.overlap import update_stream
 from offload_strategy.store import copy_engine, tensor_store
 from offload_strategy.torch_support.accelerator import using_stream
 from offload_strategy.units import KiB, MiB
@@ -203,13 +205,62 @@ MUTANTS: dict[str, tuple[str, str]] = {
 }
 
 
-def mutated(old: str, new: str) -> Any:
-    source = inspect.getsource(copy_engine)
+UPDATE_STREAM_MUTANTS: dict[str, tuple[str, str]] = {
+    "an update does not wait for what produced the gradients": (
+        "        stream.wait_stream(producer)\n",
+        "",
+    ),
+    "a gradient is dropped without a wait for its update": (
+        "            self.producer.wait_event(read)\n",
+        "",
+    ),
+    "the end of backward does not join the updates": (
+        "            torch.autograd.Variable._execution_engine.queue_callback(self.join)\n",
+        "            pass\n",
+    ),
+}
+
+
+def mutated(original: ModuleType, old: str, new: str) -> Any:
+    source = inspect.getsource(original)
     assert source.count(old) >= 1, "the mutant's line is not there any more"
-    module = ModuleType("mutated_copy_engine")
-    module.__dict__["__name__"] = "offload_strategy.store.copy_engine"
+    module = ModuleType("mutated")
+    module.__dict__["__name__"] = original.__name__
     exec(compile(source.replace(old, new), "mutant", "exec"), module.__dict__)
-    return module.CopyEngines
+    return module
+
+
+def wrong_update(disk: Path, seed: int) -> bool:
+    """Whether weights differ when updates run during backward on a stream of their own."""
+
+    def trained(engine: OffloadEngine | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layers = [nn.Linear(128, 128) for _ in range(6)]
+        model = nn.Sequential(*layers).to(DEVICE)
+        plain = torch.optim.AdamW(model.parameters(), 1e-2, foreach=True)
+        optimizer: Any = plain if engine is None else engine.attach(model, plain)
+        x = torch.randn(64, 128, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+        torch.accelerator.synchronize()
+        seen = []
+        for _ in range(3):
+            model(x).pow(2).sum().backward()
+            if engine is not None:  # `eager` has updated the weights now
+                seen += [parameter.detach().clone() for parameter in model.parameters()]
+            churn()
+            optimizer.step()
+            if engine is None:
+                seen += [parameter.detach().clone() for parameter in model.parameters()]
+            optimizer.zero_grad(set_to_none=True)
+            churn()
+        return [weight.cpu() for weight in seen]
+
+    device_module.set_seed(seed)
+    device_module.set_delays(100 * (1 + seed % 3), 800 * (seed % 2))
+    section = {"overlap": "eager", "subgroup_size": 20_000}
+    with OffloadEngine(settings(disk, "1GiB", optimizer=section)) as engine:
+        got = trained(engine)
+    device_module.set_delays(0, 0)
+    return not all(map(torch.equal, got, trained(None)))
 
 
 SCENARIOS: list[tuple[Callable[[Path, str | None, int], bool], str | None]] = [
@@ -222,7 +273,8 @@ SCENARIOS: list[tuple[Callable[[Path, str | None, int], bool], str | None]] = [
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_deliberate_bug_is_found(disk: Path, monkeypatch: Any, name: str) -> None:
-    monkeypatch.setattr(tensor_store, "CopyEngines", mutated(*MUTANTS[name]))
+    module = mutated(copy_engine, *MUTANTS[name])
+    monkeypatch.setattr(tensor_store, "CopyEngines", module.CopyEngines)
     for seed in range(SEEDS):
         for scenario, host in SCENARIOS:
             try:
@@ -234,6 +286,22 @@ def test_a_deliberate_bug_is_found(disk: Path, monkeypatch: Any, name: str) -> N
                 device_module.set_delays(0, 0)
                 torch.accelerator.synchronize()
     pytest.fail(f"nothing noticed in {SEEDS} seeds that {name}")
+
+
+@pytest.mark.parametrize("name", UPDATE_STREAM_MUTANTS)
+def test_a_deliberate_bug_of_the_update_stream_is_found(
+    disk: Path, monkeypatch: Any, name: str
+) -> None:
+    module = mutated(update_stream, *UPDATE_STREAM_MUTANTS[name])
+    if name.startswith("a gradient"):
+        monkeypatch.setattr(module, "_WINDOW_BYTES", 0)
+    monkeypatch.setattr(subgroup_update, "UpdateStreams", module.UpdateStreams)
+    assert any(wrong_update(disk, seed) for seed in range(SEEDS)), f"nothing noticed that {name}"
+
+
+def test_updates_without_a_bug_are_right(disk: Path) -> None:
+    for seed in range(SEEDS):
+        assert not wrong_update(disk, seed), f"seed {seed}"
 
 
 def test_without_a_bug_nothing_is_found(disk: Path) -> None:
