@@ -22,7 +22,7 @@ from tests.optimizer.runs import (
     loss_of,
 )
 
-STEPS = 20
+STEPS = 14
 
 
 @pytest.fixture(params=["gradients in memory", "gradients on the disk"], autouse=True)

@@ -99,20 +99,13 @@ def test_training_in_another_precision(
     compare(disk, use, make, sgd, **overlapping(overlap))
 
 
-@compared(overlaps=["commit", "eager"])
-def test_autocast(model, optimizer):
-    def forward(model: Any, number: int) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return loss(model, number) + loss(model, number + 10)
-
-    return train(model, optimizer, loss_of=forward)
-
-
 @pytest.mark.parametrize("kind", ["GPT-2", "ResNet"])
 @compared(lambda kind: build(kind))
 def test_autocast_around_models_and_their_backward(model, optimizer, kind):
+    """Two losses share the casts of a weight."""
+    forward = zoo_loss(kind)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        return train(model, optimizer, loss_of=zoo_loss(kind))
+        return train(model, optimizer, loss_of=lambda m, n: forward(m, n) + forward(m, n + 10))
 
 
 @compared(overlaps=["commit", "eager"])
