@@ -82,7 +82,7 @@ def flip_bytes(engine: OffloadEngine, image: Path) -> None:
     """Change one byte of every block of what is stored, in the file that is the disk."""
     settled(engine)
     (region,) = engine._resources.regions
-    assert region._device is not None, "offsets are those of the image on a raw device only"
+    assert region._begin > 0, "offsets are those of the image on a raw device only"
     with open(image, "r+b") as file:
         for place in range(region._begin, region._begin + region._used_end, 4 * KiB):
             file.seek(place)
@@ -220,8 +220,10 @@ def read_error_in_step(place: Path) -> Outcome:
         small = {"optimizer": {"subgroup_size": 5_000}, "memory": {"pinned": "64KiB"}}
         engine = OffloadEngine(settings(disk.directory, **small))
 
-        def commit_and_fail(updater: Updater, ahead_update: AheadUpdate) -> bool:
-            held = commit(updater, ahead_update)
+        def commit_and_fail(
+            updater: Updater, ahead_update: AheadUpdate, unchanged: bool | None
+        ) -> bool:
+            held = commit(updater, ahead_update, unchanged)
             if disk.image.stat().st_size:
                 cut(disk)
             return held
