@@ -170,8 +170,14 @@ class Prefetcher:
         if latest is not None:
             self._tail = record.trace.started_at - latest.uses[-1][1]
         self._learn_open()
-        while self._untimed and self._untimed[0].resolve_times():
-            trace = self._untimed.popleft()
+        while self._untimed:
+            try:
+                trace = self._untimed.popleft()
+            except IndexError:  # another thread was faster
+                break
+            if not trace.resolve_times():
+                self._untimed.appendleft(trace)
+                break
             trace.learned = 0
             self._learn_times(trace)
 

@@ -138,14 +138,4 @@ def check(disk: Path, expected: list[list[Numbers]], seed: int, overlap: str, en
 @pytest.mark.parametrize("first", range(0, SEEDS, TOGETHER))
 def test_two_threads_train_the_same(disk: Path, expected: list[list[Numbers]], first: int) -> None:
     for seed in range(first, min(first + TOGETHER, SEEDS)):
-        overlap = OVERLAPS[seed // 2 % 3]
-        engines = 2 if overlap == "eager" else 1 + seed % 2
-        check(disk, expected, seed, overlap, engines)
-
-
-@pytest.mark.xfail(reason="a known defect, in about one of five seeds: see docs/accelerators.md")
-def test_two_threads_share_an_engine_with_eager_updates(
-    disk: Path, expected: list[list[Numbers]]
-) -> None:
-    for seed in (2, 12, 20, 28, 42, 44):
-        check(disk, expected, seed, "eager", 1)
+        check(disk, expected, seed, overlap=OVERLAPS[seed // 2 % 3], engines=1 + seed % 2)

@@ -63,6 +63,9 @@ class UpdateStreams:
         stream = self._stream(device)
         if stream is None or torch.accelerator.current_stream(device) == stream:
             yield
+            if is_asynchronous(device):  # `step()` updates what backward had no time for
+                for gradient in gradients:
+                    gradient.record_stream(torch.accelerator.current_stream(device))
             return
         producer = torch.accelerator.current_stream(device)
         window = self._windows.setdefault((device, producer.stream_id), _Window(producer))
