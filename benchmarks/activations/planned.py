@@ -28,7 +28,7 @@ _BETWEEN = 0.5
 #: Steps of the plan's process before its first turn: in them the plan is made.
 _SETTLE = 14
 #: Of the best fixed policy's speed, and of greedy's.
-_SPEED, _SPEED_OF_GREEDY = 0.98, 1.1
+_SPEED, _SPEED_OF_GREEDY = 0.98, 1.15
 #: Peaks of the same process differ by so much from step to step.
 _SAME_PEAK = 1.02
 
