@@ -53,9 +53,10 @@ def passes(engine: OffloadEngine | None) -> tuple[list[Numbers], list[int]]:
     return found, peaks
 
 
-def config(disk: Path, limit: int) -> dict[str, Any]:
+def config(disk: Path, limit: int, host: str | None = None) -> dict[str, Any]:
+    dram = [] if host is None else [{"name": "host", "kind": "dram", "capacity": host}]
     return {
-        "tiers": [{"name": "nvme", "kind": "ssd", "path": str(disk)}],
+        "tiers": [*dram, {"name": "nvme", "kind": "ssd", "path": str(disk)}],
         "activations": {"min_size": "16KiB"},
         "optimizer": {"enabled": False},
         "memory": {"pinned": "256MiB"},
@@ -63,15 +64,17 @@ def config(disk: Path, limit: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("share", [0.4, 0.7])
-def test_a_limit_holds(disk: Path, share: float) -> None:
+@pytest.mark.parametrize(
+    ("share", "host"), [(0.4, None), (0.7, None), (0.4, "1GiB"), (0.4, "16MiB")]
+)
+def test_a_limit_holds(disk: Path, share: float, host: str | None) -> None:
     gc.collect()
     device_module.empty_cache()
     expected, plain = passes(None)
     gc.collect()
     before = device_module.memory_allocated()
     limit = int(before + share * (max(plain) - before))
-    with OffloadEngine(config(disk, limit)) as engine:
+    with OffloadEngine(config(disk, limit, host)) as engine:
         got, peaks = passes(engine)
         figures = engine.metrics()
     for number, (now, then) in enumerate(zip(got, expected, strict=True)):
