@@ -64,9 +64,7 @@ def config(disk: Path, limit: int, host: str | None = None) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("share", "host"), [(0.4, None), (0.7, None), (0.4, "1GiB"), (0.4, "16MiB")]
-)
+@pytest.mark.parametrize(("share", "host"), [(0.4, None), (0.7, "1GiB"), (0.4, "16MiB")])
 def test_a_limit_holds(disk: Path, share: float, host: str | None) -> None:
     gc.collect()
     device_module.empty_cache()

@@ -20,7 +20,7 @@ pytestmark = needs_accelerator
 
 LAYERS = 40
 SAVED = LAYERS * 4 * MiB
-STEPS = 6
+STEPS = 4
 #: Keeps the device about 300 ms behind the host.
 BEHIND = 600_000_000
 

@@ -22,7 +22,7 @@ from tests.accelerator.support import (
     needs_accelerator,
     stir,
 )
-from tests.training import Numbers, assert_same_history, settings, weights
+from tests.training import Numbers, assert_same_history, in_turn, settings, weights
 
 pytestmark = needs_accelerator
 
@@ -53,9 +53,13 @@ def train(model: nn.Module, engine: OffloadEngine | None, steps: int = 5) -> lis
     return [*history, weights(model)]
 
 
-@pytest.mark.parametrize("tiers", TIERS)
-@pytest.mark.parametrize("overlap", ["commit", "eager", "off"])
-@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "checkpoints"])
+@pytest.mark.parametrize(
+    ("tiers", "overlap", "recompute"),
+    [
+        *in_turn(TIERS, ["commit", "eager", "off"], [True, False]),
+        *in_turn(TIERS, ["eager", "off", "commit"], [False, True]),
+    ],
+)
 def test_the_bits_are_the_same(disk: Path, tiers: str, overlap: str, recompute: bool) -> None:
     engine = streaming(disk, **TIERS[tiers], optimizer={"overlap": overlap})
     got = train(make(recompute=recompute), engine)

@@ -81,6 +81,7 @@ def train_both(
     if disk is None:
         for model, optimizer, numbers in zip(models, optimizers, found, strict=True):
             train(model, optimizer, seed, numbers)
+        torch.accelerator.set_device_index(0)  # other tests run in this thread
         return found
     section = {"overlap": overlap}
     config = settings(disk, "64KiB", optimizer=section, memory={"pinned": "1MiB"})
