@@ -136,18 +136,13 @@ def overlap_of_reductions(rank: int, directory: Path, kind: str, overlap: str) -
         collective()
 
     def hook(net: nn.Sequential) -> None:
-        def first_layer_reached(module: nn.Module, grads: Any) -> None:
-            sim.launch_python(reached.set)
-
         def begin(module: nn.Module, args: Any) -> None:
             torch.accelerator.synchronize()
             reached.clear()
             group.number = 0
 
         # The inputs of the second layer have a gradient, which the first layer's backward uses.
-        net[1].register_full_backward_hook(
-            lambda module, *grads: first_layer_reached(module, grads)
-        )
+        net[1].register_full_backward_hook(lambda *_: sim.launch_python(reached.set))
         net.register_forward_pre_hook(begin)
 
     group = process_group.default_group()
