@@ -1,5 +1,6 @@
 # make demo   trains a small GPT out of core and prints a table of what happened
 # make test   runs the tests
+# make conformance   compares everything in torch's databases of operators, modules and optimizers with plain PyTorch
 # make stress runs two training threads on a simulated accelerator with 1,000 seeds of delays
 # make bigger-than-memory   trains 1.3 billion parameters in 4 GiB of memory (Linux, root, 40 GB free)
 # make bench  runs every benchmark that this machine can run (about an hour), rebuilds docs/results.md
@@ -15,7 +16,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bigger-than-memory bench bench-quick test stress module-map lint style format-check types imports format clean
+.PHONY: help demo bigger-than-memory bench bench-quick test conformance stress module-map lint style format-check types imports format clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -39,6 +40,9 @@ bench-quick: $(READY)
 test: $(READY)
 	$(PYTEST) $(ARGS)
 	$(if $(ARGS),,TEST_ACCELERATOR=sim $(PYTEST) $(ACCELERATOR_TESTS))
+
+conformance: $(READY)
+	CONFORMANCE_PART=1/1 $(PYTEST) tests/conformance $(ARGS)
 
 stress: $(READY)
 	TEST_ACCELERATOR=sim STRESS_SEEDS=1000 $(PYTEST) tests/accelerator/test_threads.py $(ARGS)
