@@ -280,6 +280,15 @@ class OffloadEngine(EngineReports):
             )
 
     # ------------------------------------------------------------------ life
+    def end_threads(self) -> None:
+        """Let transfers finish and end the engine's threads, when training is over for now.
+
+        States can still be read and saved: each transfer starts a thread, which ends after it.
+        Threads without work end by themselves after a second.
+        """
+        if not self.closed:
+            self._resources.end_threads()
+
     def close(self) -> None:
         """Remove every hook, end the threads, and free all memory and disk space. Idempotent.
 

@@ -51,6 +51,7 @@ class Resources:
     clients: dict[Client, list[Tier]] = field(default_factory=dict)
     paths: dict[Client, list[Path]] = field(default_factory=dict)
     pid: int = field(default_factory=os.getpid)
+    _file_queues: list[PathQueue] = field(default_factory=list)
     _stack: ExitStack = field(default_factory=ExitStack)
 
     @classmethod
@@ -148,7 +149,14 @@ class Resources:
 
             yield queue
             if keep:
+                self._file_queues += queues.values()
                 self._stack.enter_context(stack.pop_all())
+
+    def end_threads(self) -> None:
+        """Let transfers finish and end all threads; later transfers start them again."""
+        self.store.copies.end_threads()  # which may still submit writes
+        for queue in itertools.chain(*self.queues.values(), self._file_queues):
+            queue.end_threads()
 
     def close(self) -> None:
         """Close everything. Idempotent; does nothing in a forked child."""

@@ -16,10 +16,10 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from queue import SimpleQueue
 
 import torch
 
+from offload_strategy.io.backends.thread_pool import ThreadPool
 from offload_strategy.store.ticket import DeviceCopy, Entry, TicketState
 from offload_strategy.torch_support.accelerator import is_asynchronous, using_stream
 from offload_strategy.units import MiB
@@ -55,7 +55,8 @@ class CopyEngine:
         self._windows: dict[int, deque[_CopyOut]] = defaultdict(deque)
         self._released: deque[_CopyOut] = deque()
         self._loads: deque[tuple[DeviceCopy, torch.Tensor]] = deque()
-        self._watcher: _Watcher | None = None
+        # Waits for events, in order.
+        self._watcher = ThreadPool(f"ssd-offload-copies-{device}", 1)
         if self.asynchronous:
             self._out, self._in = torch.Stream(device), torch.Stream(device)
 
@@ -155,11 +156,12 @@ class CopyEngine:
 
         The event waits without spinning; `kept` stays alive until then.
         """
-        with self._lock:
-            if self._watcher is None:
-                self._watcher = _Watcher(self.device)
-            watcher = self._watcher
-        watcher.add(event, kept, then)
+
+        def when_reached(_: object = kept) -> None:
+            event.synchronize()
+            then()
+
+        self._watcher.submit(when_reached)
 
     def ready(self) -> torch.Event:
         """Return an event after everything that the compute stream was given so far."""
@@ -208,12 +210,13 @@ class CopyEngine:
         loaded.record_stream(self._compute())
         return loaded
 
+    def end_threads(self) -> None:
+        """End the thread; it starts again on demand."""
+        self._watcher.end_threads()
+
     def close(self) -> None:
         """Wait for all copies; after that the memory at both ends may be freed."""
-        with self._lock:
-            watcher, self._watcher = self._watcher, None
-        if watcher is not None:
-            watcher.close()
+        self._watcher.close()
         with self._lock:
             for copy in self._copies_out():
                 copy.done.synchronize()
@@ -258,34 +261,12 @@ class CopyEngines:
         """See `CopyEngine.wait_for_oldest`."""
         return any([engine.wait_for_oldest() for engine in tuple(self._engines.values())])
 
+    def end_threads(self) -> None:
+        """See `CopyEngine.end_threads`."""
+        for engine in tuple(self._engines.values()):
+            engine.end_threads()
+
     def close(self) -> None:
         """See `CopyEngine.close`."""
         for engine in self._engines.values():
             engine.close()
-
-
-class _Watcher:
-    """A thread that waits for events, in order, and calls a function after each."""
-
-    def __init__(self, device: torch.device) -> None:
-        # Waits without a lock that Ctrl-C could leave locked.
-        self._waiting: SimpleQueue[tuple[torch.Event, object, Callable[[], None]] | None]
-        self._waiting = SimpleQueue()
-        self._thread = threading.Thread(
-            target=self._run, name=f"ssd-offload-copies-{device}", daemon=True
-        )
-        self._thread.start()
-
-    def add(self, event: torch.Event, kept: object, then: Callable[[], None]) -> None:
-        self._waiting.put((event, kept, then))
-
-    def close(self) -> None:
-        self._waiting.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (item := self._waiting.get()) is not None:
-            event, _, then = item
-            event.synchronize()
-            then()
-            del item, event, then, _

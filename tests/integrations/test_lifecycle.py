@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from offload_strategy import OffloadError
 from tests.distributed.ranks import run_ranks
@@ -119,6 +120,36 @@ def test_the_engine_closes_when_the_trainer_is_gone(pl: Any, tmp_path: Path, tie
     assert open_files(tier) == []
     assert set(threading.enumerate()) <= threads
     plain_steps(model)
+
+
+def test_no_thread_is_alive_after_fit_and_whatever_follows_it(
+    pl: Any, tmp_path: Path, tier: Path
+) -> None:
+    before = set(threading.enumerate())
+    runs = [fit(pl, tmp_path, "ssd_offload", max_steps=5) for _ in range(3)]
+    assert set(threading.enumerate()) <= before
+    for run in runs:  # each of the engines still has states on the tier
+        for name in ("one", "two"):
+            run.trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
+            assert set(threading.enumerate()) <= before
+    run = runs[0]
+    loader = DataLoader(batches().dataset, batch_size=16, num_workers=1)
+    run.trainer.validate(run.module, loader, verbose=False)
+    run.trainer.fit_loop.epoch_loop.max_steps = 10
+    run.trainer.fit(run.module, batches())
+    assert set(threading.enumerate()) <= before
+
+    run.module.fails_at = (len(run.losses) + 2, KeyboardInterrupt())
+    run.trainer.fit_loop.epoch_loop.max_steps = 20
+    with pytest.raises(SystemExit):
+        run.trainer.fit(run.module, batches())
+    assert set(threading.enumerate()) <= before
+    run.module.fails_at = None
+    trainer = fit(pl, tmp_path, "ssd_offload", run.module, max_steps=5).trainer
+    assert set(threading.enumerate()) <= before
+    for _ in range(2):
+        trainer.strategy.offload_engine.close()
+        trainer.strategy.offload_engine.end_threads()
 
 
 # ---------------------------------------------------------------------- errors

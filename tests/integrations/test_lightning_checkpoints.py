@@ -59,6 +59,20 @@ def test_a_checkpoint_is_the_one_that_lightning_writes(
     assert same(ours, theirs)
 
 
+def test_storage_options_reach_lightnings_plugin(
+    pl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lightnings_io: Any
+) -> None:
+    given: list[Any] = []
+
+    def save(self: Any, checkpoint: Any, path: Any, *, storage_options: Any) -> None:
+        given.append(storage_options)
+
+    run = fit(pl, tmp_path, "ssd_offload", max_steps=1)
+    monkeypatch.setattr(lightnings_io, "save_checkpoint", save)
+    run.trainer.save_checkpoint(tmp_path / "with.ckpt", storage_options="options")
+    assert given == ["options"]
+
+
 def test_nothing_is_put_together_in_memory(
     pl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, io_class: Any, lightnings_io: Any
 ) -> None:

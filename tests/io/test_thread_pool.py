@@ -93,6 +93,45 @@ def test_threads_end_when_there_is_no_work(
         assert our_threads() == set()
 
 
+def test_ended_threads_are_gone_at_once_and_start_again_on_demand(pool: ThreadPool) -> None:
+    ran: list[int] = []
+    for number in range(3):
+        pool.submit(lambda number=number: ran.append(number))
+        pool.end_threads()
+        assert our_threads() == set()
+        assert ran[-1] == number
+    pool.submit(lambda: ran.append(3))
+    while ran[-1] != 3:
+        time.sleep(0.001)
+    for thread in our_threads():  # it does not wait for another job any more
+        thread.join(thread_pool.IDLE_SECONDS / 2)
+    assert our_threads() == set()
+
+
+def test_jobs_that_come_while_threads_end_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thread_pool, "IDLE_SECONDS", 1e-5)
+    pool, ran = ThreadPool("ssd-offload-test", 3), list[int]()
+
+    def submit(start: int) -> None:
+        for number in range(start, start + 500):
+            pool.submit(lambda number=number: ran.append(number))
+            if number % 5 == 0:
+                time.sleep(2e-5)
+
+    users = [threading.Thread(target=submit, args=(500 * user,)) for user in range(3)]
+    for user in users:
+        user.start()
+    while any(user.is_alive() for user in users):
+        pool.end_threads()
+    pool.end_threads()
+    assert our_threads() == set()
+    assert sorted(ran) == list(range(1500))
+    pool.close()
+    pool.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.submit(list)
+
+
 def test_a_job_for_which_no_thread_can_start_is_refused_and_never_runs(
     pool: ThreadPool, no_new_threads: Callable[[], pytest.MonkeyPatch]
 ) -> None:

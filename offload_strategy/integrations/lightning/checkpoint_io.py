@@ -28,7 +28,7 @@ class StreamingCheckpointIO(_TorchCheckpointIO):
 
         local = local_path(path)
         if local is None or storage_options is not None:
-            super().save_checkpoint(checkpoint, path, storage_options)
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         os.makedirs(os.path.dirname(local), exist_ok=True)
         save(checkpoint, local)

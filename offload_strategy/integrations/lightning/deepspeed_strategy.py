@@ -143,6 +143,7 @@ class DeepSpeedOffloadMixin(EngineOwner, _DeepSpeedStrategy):
         """Remove the hooks from the model; metrics can be read until the next `fit`."""
         if self._engine is not None and not self._engine.closed and self.model is not None:
             self._engine.detach_model(self.model)
+            self._engine.end_threads()
         if self._weights is not None:
             self._weights.close()
         super().teardown()

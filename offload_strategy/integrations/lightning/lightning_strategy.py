@@ -183,11 +183,14 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
 
         The engine is closed by the next `fit` of the model, with the strategy, or at exit.
         """
+        engine, fitted = self._engine, self._fitting
         self._fitting = False
-        if self._engine is not None and not self._engine.closed and self.model is not None:
-            self._engine.detach_model(self.model)
+        if engine is not None and not engine.closed and self.model is not None:
+            engine.detach_model(self.model)
             # The next backward may belong to other code: do not update ahead of a step.
-            self._engine.microbatch(0, last=False)
+            engine.microbatch(0, last=False)
+            if fitted:
+                engine.end_threads()
         # Lightning moves optimizer states to the CPU, which would load all offloaded ones.
         optimizers = self.optimizers
         self.optimizers = [each for each in optimizers if not is_offloaded(each)]

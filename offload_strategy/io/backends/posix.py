@@ -86,8 +86,12 @@ class PosixBackend(Backend):
         """Run one queued request on the calling thread; False if there is none."""
         return self._threads.run_queued(what)
 
+    def end_threads(self) -> None:
+        """Finish what was submitted and end the threads; later requests start them again."""
+        self._threads.end_threads()
+
     def close(self) -> None:
-        """Finish what was submitted and end the threads."""
+        """Finish what was submitted and end the threads for good."""
         self._threads.close()
 
     # ------------------------------------------------------------------ on the threads

@@ -70,6 +70,9 @@ class Backend(ABC):
         """
         return False
 
+    def end_threads(self) -> None:  # noqa: B027  # a backend may have none
+        """Wait for requests in flight, then end the threads; later requests start them again."""
+
     @abstractmethod
     def close(self) -> None:
         """Wait for requests in flight, then release threads and buffers. Idempotent."""

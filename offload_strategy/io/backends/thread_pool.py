@@ -20,8 +20,9 @@ from offload_strategy.telemetry import get_logger
 
 logger = get_logger(__name__)
 
-#: A thread without work for this long ends, so a forgotten `close()` leaves no thread running.
-IDLE_SECONDS = 2.0
+#: A thread without work for this long ends: nothing runs while nothing moves, and a forgotten
+#: `close()` leaves no thread running. To start one takes a tenth of a millisecond.
+IDLE_SECONDS = 1.0
 #: A warning is logged when a job on the calling thread (`run_queued`) takes longer than this.
 SILENT_SECONDS = 30.0
 
@@ -40,10 +41,13 @@ class ThreadPool:
         #: One locked lock per sleeping thread; releasing it wakes the thread.
         self._sleeping: deque[threading.Lock] = deque()
         self._threads: set[threading.Thread] = set()
+        #: Threads that take no more jobs, but may still be alive.
+        self._ending: set[threading.Thread] = set()
         self._started = 0
         self._lock = threading.Lock()
         self._own = threading.local()
         self._closed = False
+        self._may_idle = True
         # What a caller of `run_queued` runs and since when: it cannot report a silent path itself.
         self._caller_runs: tuple[str, float] | None = None
         self._warned_at = 0.0
@@ -104,22 +108,31 @@ class ThreadPool:
             self._caller_runs = None
         return True
 
-    def close(self, timeout: float = 60.0) -> None:
-        """Let queued jobs finish, end the threads and wait for them, `timeout` seconds at most."""
+    def end_threads(self, timeout: float = 60.0) -> None:
+        """Let queued jobs finish, end the threads and wait for them, `timeout` seconds at most.
+
+        Later jobs start threads again, which end as soon as there is no other job.
+        """
         if os.getpid() != self._pid:
             return
         deadline = time.monotonic() + timeout
         with self._lock:
-            self._closed = True
+            self._may_idle = False
             while self._sleeping:
                 self._sleeping.popleft().release()
         while True:
             with self._lock:  # a thread that died may have been replaced
-                threads = self._threads - {threading.current_thread()}
+                self._forget_ended()
+                threads = (self._threads | self._ending) - {threading.current_thread()}
             if not threads or time.monotonic() >= deadline:
                 return
             for thread in threads:
                 thread.join(max(0.0, deadline - time.monotonic()))
+
+    def close(self, timeout: float = 60.0) -> None:
+        """End the threads, as `end_threads` does, for good."""
+        self._closed = True
+        self.end_threads(timeout)
 
     def _start_thread(self) -> None:
         """Start one more thread; the caller holds the lock."""
@@ -128,6 +141,7 @@ class ThreadPool:
         thread.start()
         self._started += 1
         self._threads.add(thread)
+        self._forget_ended()
 
     def _main(self) -> None:
         while True:
@@ -152,8 +166,8 @@ class ThreadPool:
                         # No call between these two: see [Note: threads that die].
                         job, died = self._jobs[0]
                         del self._jobs[0]
-                    elif (timed_out and self._caller_runs is None) or self._closed:
-                        self._threads.discard(threading.current_thread())
+                    elif (timed_out and self._caller_runs is None) or not self._may_idle:
+                        self._ends()
                         return
                     else:
                         self._sleeping.append(wake)
@@ -193,12 +207,19 @@ class ThreadPool:
     def _may_end(self) -> bool:
         """Whether this thread may end; a new one replaces it if jobs are queued."""
         with self._lock:
-            me = threading.current_thread()
-            self._threads.discard(me)
+            self._ends()
             try:
                 if self._jobs:
                     self._start_thread()
             except RuntimeError:  # out of threads: this one continues
-                self._threads.add(me)
+                self._threads.add(threading.current_thread())
                 return False
             return True
+
+    def _forget_ended(self) -> None:
+        self._ending = {thread for thread in self._ending if thread.is_alive()}
+
+    def _ends(self) -> None:
+        """Note that the calling thread takes no more jobs; it holds the lock."""
+        self._threads.discard(threading.current_thread())
+        self._ending.add(threading.current_thread())

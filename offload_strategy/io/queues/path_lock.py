@@ -193,6 +193,10 @@ class PathLockHolder:
             self.held = False
             self._lock.release()
 
+    def end_threads(self) -> None:
+        """End the thread, once it has the lock that it waits for; it starts again on demand."""
+        self._thread.end_threads(timeout=5.0)
+
     def close(self) -> None:
         """End the thread; one that waits for another process ends when that releases the lock."""
         self._closed = True

@@ -122,6 +122,13 @@ class PathQueue:
         with UninterruptedSection():
             return self.backend.run_queued(str(self.path))
 
+    def end_threads(self) -> None:
+        """Let what is queued finish and end all threads; they start again on demand."""
+        holders = [] if self._path_lock is None else [self._path_lock]
+        # Reads that end may need the path lock once more.
+        for each in (*holders, self.backend, *holders, self.backend):
+            each.end_threads()
+
     def close(self) -> None:
         """Release the path lock if it is held; nothing may be in flight any more."""
         if self._path_lock is not None:
