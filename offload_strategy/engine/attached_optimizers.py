@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -20,9 +21,13 @@ from offload_strategy.optimizer.states.parameter_slices import local_tensor
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.user_class.compatibility import check_supported
 from offload_strategy.plan_runtime.space_requirements import optimizer_need, subgroup_size
+from offload_strategy.telemetry import get_logger
+from offload_strategy.torch_support.modules import WeakHook
 from offload_strategy.units import format_size
 from offload_strategy.weights.parameter_registry import ParameterRegistry
 from offload_strategy.weights.weight_stream import WeightStream
+
+logger = get_logger(__name__)
 
 
 class AttachedOptimizers:
@@ -70,7 +75,7 @@ class AttachedOptimizers:
         `is_last` returns whether a step follows the current backward pass. Raises a ConfigError if
         the optimizer is not supported, is attached already, or the tiers are too small.
         """
-        if isinstance(optimizer, OffloadedOptimizer):
+        if isinstance(optimizer, OffloadedOptimizer) or any(o.inner is optimizer for o in self):
             raise ConfigError("attach: this optimizer is attached already. Attach it once.")
         section = self._section
         if not section.enabled:
@@ -84,7 +89,6 @@ class AttachedOptimizers:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         subgroups = self._subgroup_size(parameters, state_bytes)
         own_bytes = self._check_room(parameters, state_bytes)
-        self._registry.check_unclaimed(parameters)
         wrapped = OffloadedOptimizer(
             optimizer,
             self._resources.store,
@@ -99,13 +103,31 @@ class AttachedOptimizers:
             directories=self._resources.scratch_directories("optimizer"),
             residency=self._stream,
             dp_groups=self._dp_groups,
+            claim=WeakHook(self._claim),
         )
-        self._registry.claim_states(parameters, wrapped)
         self._wrapped.add(wrapped)
         self._guard(optimizer)
         # Only an accepted optimizer may change how much idle memory is kept.
         self._expect(parameters, state_bytes, subgroups)
         return wrapped
+
+    def _claim(self, optimizer: OffloadedOptimizer) -> None:
+        """Claim an optimizer's parameters; those that share some update in `step()` from now on.
+
+        The weights that an update ahead of it starts from may be changed by the other one's step.
+        """
+        claim = partial(
+            self._registry.claim_states, optimizer.parameters(), optimizer, self._wrapped
+        )
+        if not claim():
+            return
+        gc.collect()  # of an earlier training, only reference cycles may be left
+        sharing = claim()
+        if sharing and any([o.stop_overlap() for o in {optimizer, *self} if o in sharing]):
+            logger.warning(
+                "several optimizers have the same parameters, so their updates run in step() and "
+                "not during backward (as with optimizer.overlap: off)."
+            )
 
     def unwrap(self, optimizer: OffloadedOptimizer) -> None:
         """Release an optimizer's states and everything it holds."""

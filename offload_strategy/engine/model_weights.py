@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from offload_strategy.config import ParametersConfig
 from offload_strategy.engine.resources import Resources
@@ -151,6 +152,12 @@ class EngineWeights:
         Raises a ConfigError if the tiers are too small, or a parameter cannot be initialized.
         """
         if self._stream is not None:
+            if any(map(is_lazy, model.parameters())):
+                raise ConfigError(
+                    f"attach: this {type(model).__name__} has lazy modules whose weights have no "
+                    f"shape yet, so they cannot be streamed. Run one forward pass first, or set "
+                    f"parameters.enabled: false."
+                )
             self._check_weights_fit("attach", self._stream.bytes_to_stream(model))
             self._stream.materialize_meta(model, _device_for(model) if device is None else device)
         elif any(p.is_meta for p in model.parameters()):

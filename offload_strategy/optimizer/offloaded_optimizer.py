@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
@@ -70,16 +71,14 @@ class OffloadedOptimizer(Optimizer):
 
     Args:
         tiers: where states may be put, in order.
-        overlap: ``"commit"`` updates during backward, ``"off"`` at `step()`; both show nothing
-            before `step()`. ``"eager"`` updates weights as gradients are complete.
         subgroup_size: elements of a subgroup, given the number of all elements.
         is_last: whether the running backward is the last before `step()`.
-        state_bytes: bytes of the states once every parameter has been updated.
         new_weight_tiers: where new weights wait for `step()` before they go to `tiers`.
         gradient_memory: bytes of host memory in which gradients wait for `step()`, with
             ``"commit"``; others wait in the tiers.
         directories: where state dicts may be; none for ordinary memory.
         residency: of streamed weights; None if weights are never offloaded.
+        claim: called with this optimizer when it has new parameters, before it hooks them.
     """
 
     def __init__(
@@ -98,6 +97,7 @@ class OffloadedOptimizer(Optimizer):
         directories: Sequence[Path],
         residency: WeightResidency | None,
         dp_groups: GroupRegistry,
+        claim: Callable[[OffloadedOptimizer], None],
     ) -> None:
         # Not Optimizer.__init__: it would make groups, defaults and hooks of its own.
         self.inner = inner
@@ -114,18 +114,11 @@ class OffloadedOptimizer(Optimizer):
         self._subgroup_size = subgroup_size
         self._rank_shards = RankShards(dp_groups, self._updater, directories)
         self._overlap: BackwardOverlap | None = None
+        groups = [group for group in inner.param_groups if group["params"]]
         if overlap == "eager":
             self._overlap = EagerUpdates(self._updater, is_last)
-        elif overlap == "commit" and any(
-            changes_gradients(inner, group, precision)
-            for group in inner.param_groups
-            if group["params"]
-        ):
-            logger.info(
-                "%s changes gradients in its update, so the update runs at step() and not during "
-                "backward.",
-                type(inner).__name__,
-            )
+        elif overlap == "commit" and any(changes_gradients(inner, g, precision) for g in groups):
+            logger.info("%s changes gradients, so it updates at step().", type(inner).__name__)
         elif overlap == "commit":
             retained = RetainedGradients(store, tiers, gradient_memory)
             self._overlap = CommittedUpdates(self._updater, is_last, retained)
@@ -134,6 +127,8 @@ class OffloadedOptimizer(Optimizer):
         self._planned_parameters = 0
         self._hooks: dict[int, Any] = {}
         self._closed = False
+        self._claim = claim
+        self._has_lazy = any(map(is_lazy, self.parameters()))
         self._state = StateView(self._updater, self._current_subgroups, self._rank_shards)
         self._register_hooks()
         if any(inner.state.values()):
@@ -172,9 +167,7 @@ class OffloadedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient, as the plain optimizer does.
 
-        Raises:
-            OffloadError: the engine is closed.
-            StorageError: states could not be read or written.
+        Raises an OffloadError if the engine is closed, a StorageError if a tier fails.
         """
         self._check_open()
         own = self.inner
@@ -256,28 +249,24 @@ class OffloadedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, like the plain optimizer.
 
-        Raises:
-            OffloadError: with ``overlap: eager``, weights were updated and no `step()` followed.
+        Raises an OffloadError if ``overlap: eager`` has updated weights and no `step()` followed.
         """
         if self._overlap is not None:
             self._overlap.gradients_cleared()
         self.inner.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, like the plain optimizer.
-
-        Raises:
-            ConfigError: with the settings of this group its states cannot be offloaded.
-        """
+        """Add a group; raise a ConfigError if its states cannot be offloaded."""
         self._check_open()
         self.inner.add_param_group(param_group)
         groups = self.inner.param_groups
         try:
-            self.state_bytes += check_group(self.inner, groups[-1], self._updater.precision)
+            state_bytes = check_group(self.inner, groups[-1], self._updater.precision)
+            self._register_hooks()
         except ConfigError:
             groups.pop()
             raise
-        self._register_hooks()
+        self.state_bytes += state_bytes
 
     # ------------------------------------------------------------------ state dicts
     def state_dict(self) -> dict[str, Any]:
@@ -287,13 +276,8 @@ class OffloadedOptimizer(Optimizer):
         call `consolidate_state_dict` before.
 
         Large tensors are ordinary ones over private maps of an unlinked file next to the tier, so
-        that saving them streams; the file is gone with the last of them.
-
-        Raises:
-            OffloadError: the engine is closed; other ranks did not call it, or the states were
-                consolidated on another rank.
-            TierFullError: there is no room for the file.
-            StorageError: states could not be read.
+        that saving them streams; the file is gone with the last of them. Raises a TierFullError if
+        there is no room for it, an OffloadError if other ranks did not call this, or have them.
         """
         self._check_open()
         subgroups = self._current_subgroups()
@@ -301,26 +285,18 @@ class OffloadedOptimizer(Optimizer):
         own = self.inner.state
         try:
             # In the order of the groups, like the plain optimizer.
-            own.update((p, states[p]) for p in self.parameters() if states[p])
+            own.update((p, states[p]) for p in self.parameters() if states.get(p))
             return self.inner.state_dict()
         finally:
             for parameter in states:
                 own.pop(parameter, None)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Collect the states of all ranks on one rank, where `state_dict` can then be called.
+        """Collect the states of all ranks on rank `to` of those that train these parameters.
 
-        They are kept until the next step or load. For code that calls `state_dict` on the saving
-        rank only, as with torch's `ZeroRedundancyOptimizer`. All ranks have to call this. Without
-        sharding it does nothing.
-
-        Args:
-            to: the rank among those that train these parameters.
-
-        Raises:
-            OffloadError: other ranks did not call it.
-            TierFullError: there is no room for a copy of all states.
-            StorageError: states could not be read.
+        There `state_dict` can then be called, until the next step or load, by code that calls it on
+        the saving rank only, as with torch's `ZeroRedundancyOptimizer`. All ranks have to call
+        this. Without sharding it does nothing. Raises a TierFullError if there is no room.
         """
         self._check_open()
         self._rank_shards.consolidate(self._current_subgroups(), to)
@@ -337,7 +313,11 @@ class OffloadedOptimizer(Optimizer):
         replace_all_states(self.inner.state, self._rank_shards.own(subgroups), self._updater)
         own = self.inner.state
         for parameter in self.parameters():
-            own.pop(parameter, None)
+            if own.pop(parameter, None) and is_lazy(parameter):
+                raise ConfigError(
+                    "the optimizer got a state for a parameter of a lazy module that has no shape "
+                    "yet. Load the model's weights, or run a forward pass, before the states."
+                )
         # States of unknown parameters are kept, as by a plain optimizer.
         own.update(
             (k, unwrap_tensors(state)) for k, state in own.items() if isinstance(state, dict)
@@ -349,12 +329,14 @@ class OffloadedOptimizer(Optimizer):
         return [p for group in self.inner.param_groups for p in group["params"]]
 
     def _register_hooks(self) -> None:
+        self._claim(self)
         if self._overlap is None:
             return
         # Weak: the parameters' hooks must not keep the engine alive.
         hook = WeakHook(self._gradient_ready)
         for parameter in self.parameters():
-            if parameter.requires_grad and id(parameter) not in self._hooks:
+            known = id(parameter) in self._hooks or is_lazy(parameter)
+            if parameter.requires_grad and not known:
                 handle = parameter.register_post_accumulate_grad_hook(hook)
                 self._hooks[id(parameter)] = handle
 
@@ -379,6 +361,11 @@ class OffloadedOptimizer(Optimizer):
             self._planned_parameters = parameters
             known = {id(p.parameter) for subgroup in self._subgroups for p in subgroup.slices}
             self._subgroups.extend(self._plan(known))
+            if self._has_lazy:  # by now those that are trained have a shape
+                self._has_lazy = False
+                groups, precision = self.inner.param_groups, self._updater.precision
+                self.state_bytes = sum(check_group(self.inner, g, precision) for g in groups)
+                self._register_hooks()
             self._overlap_own_subgroups()
         return self._subgroups
 
@@ -399,7 +386,9 @@ class OffloadedOptimizer(Optimizer):
     def _current_subgroups(self) -> list[Subgroup]:
         """The subgroups, planned again if the groups' lists were edited since."""
         subgroups = self._planned()
-        groups = [{id(p) for p in group["params"]} for group in self.inner.param_groups]
+        groups = [
+            {id(p) for p in group["params"] if not is_lazy(p)} for group in self.inner.param_groups
+        ]
         planned = {(s.group_index, id(each.parameter)) for s in subgroups for each in s.slices}
         if planned == {(index, key) for index, keys in enumerate(groups) for key in keys}:
             return subgroups
@@ -409,7 +398,7 @@ class OffloadedOptimizer(Optimizer):
         self._is_elementwise.cache_clear()
         self._rank_shards.reset_owners()
         subgroups[:] = self._plan(())
-        self._planned_parameters = sum(map(len, groups))
+        self._planned_parameters = len(self.parameters())
         replace_all_states(states, self._rank_shards.own(subgroups), self._updater)
         for gone in self._hooks.keys() - set().union(*groups):
             self._hooks.pop(gone).remove()
@@ -427,17 +416,29 @@ class OffloadedOptimizer(Optimizer):
         if self._overlap is not None:
             self._overlap.set_subgroups(self._rank_shards.own(self._subgroups))
 
-    def close(self) -> None:
-        """Remove all hooks from the parameters and free the states. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
+    def stop_overlap(self) -> bool:
+        """Update in `step()` from now on; return whether updates ran during backward before."""
+        if self._overlap is None:
+            return False
+        self._overlap.gradients_cleared()
+        self._unhook()
+        self._overlap = None
+        return True
+
+    def _unhook(self) -> None:
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
         self._discard_updates()
         if self._overlap is not None:
             self._overlap.set_subgroups([])
+
+    def close(self) -> None:
+        """Remove all hooks from the parameters and free the states. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._unhook()
         replace_all_states({}, self._rank_shards.own(self._subgroups), self._updater)
 
     def _check_open(self) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
@@ -18,7 +19,7 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 # Shared by all engines of the process, so that no two engines offload the same parameter's states
 # or the same module's activations.
-_states_owner: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_state_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _module_owner: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -29,6 +30,8 @@ class ParameterRegistry:
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        #: Those of lazy modules that had no storage yet at the last refresh.
+        self._lazy: list[weakref.ref[torch.Tensor]] = []
 
     # ------------------------------------------------------------------ owners
     def add_module(self, module: nn.Module) -> None:
@@ -41,7 +44,7 @@ class ParameterRegistry:
                 f"attach: {type(module).__name__} has no parameters, so there is nothing to train. "
                 f"Attach the model itself, after its layers are created."
             )
-        if _owner(_module_owner, module) is not None:
+        if _owner_of(module) is not None:
             raise ConfigError(
                 f"attach: this {type(module).__name__} is attached already. Attach a model once, "
                 f"or close the engine that has it (engine.close()) first."
@@ -53,30 +56,35 @@ class ParameterRegistry:
 
     def remove_module(self, module: nn.Module) -> None:
         """Release a module. Idempotent."""
-        if _owner(_module_owner, module) is self:
+        if _owner_of(module) is self:
             del _module_owner[module]
         self._modules.discard(module)
 
-    def check_unclaimed(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Raise ConfigError if an attached optimizer has one of these parameters already."""
+    def claim_states(
+        self, parameters: Sequence[torch.Tensor], owner: object, peers: Collection[object]
+    ) -> set[object]:
+        """Assign parameters to an optimizer for its lifetime; return it and peers that share some.
+
+        Raises ConfigError if an optimizer that is none of its peers has one of them.
+        """
+        sharing: set[object] = set()
         for parameter in parameters:
-            if _owner(_states_owner, parameter) is not None:
+            others = set(_state_owners.get(parameter, ())) - {owner}
+            if not others <= set(peers):
                 raise ConfigError(
                     f"attach: the parameter {self.name_of(parameter)!r} is attached with another "
-                    f"optimizer already. Attach each parameter once; several optimizers are fine "
-                    f"when they share none. Close the other engine first if it is a leftover."
+                    f"optimizer already, by another engine. Attach each parameter to one engine. "
+                    f"Close the other engine first if it is a leftover."
                 )
-
-    def claim_states(self, parameters: Iterable[torch.Tensor], owner: object) -> None:
-        """Assign parameters to an optimizer for its lifetime."""
+            sharing |= others
         for parameter in parameters:
-            _states_owner[parameter] = weakref.ref(owner)
+            _state_owners.setdefault(parameter, weakref.WeakSet()).add(owner)
+        return sharing | {owner} if sharing else sharing
 
     def release_states(self, parameters: Iterable[torch.Tensor], owner: object) -> None:
         """Release the parameters of an optimizer. Idempotent."""
         for parameter in parameters:
-            if _owner(_states_owner, parameter) is owner:
-                del _states_owner[parameter]
+            _state_owners.get(parameter, weakref.WeakSet()).discard(owner)
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return its name in the attached model, or its shape."""
@@ -86,10 +94,14 @@ class ParameterRegistry:
     def refresh(self) -> None:
         """Update which storages hold weights; called at the start of each forward pass."""
         storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._lazy.clear()
         for module in list(self._modules):
             for tensor in itertools.chain(module.parameters(), module.buffers()):
                 if type(tensor) is GuardedParameter:
                     continue  # its bytes may be offloaded; the stream recognizes it
+                if is_lazy(tensor):
+                    self._lazy.append(weakref.ref(tensor))
+                    continue
                 for storage in _storages_of(tensor):
                     storages[int(storage._cdata)] = weakref.ref(storage)
         self._storages = storages
@@ -100,6 +112,8 @@ class ParameterRegistry:
         A wrapper subclass (such as a quantized weight of integers and scales) is a weight if any of
         its inner tensors is, and so is each inner tensor.
         """
+        if self._lazy and not all(is_lazy(reference()) for reference in self._lazy):
+            self.refresh()  # a lazy module has materialized its weights in this pass
         for storage in _storages_of(tensor):
             reference = self._storages.get(int(storage._cdata))
             # Addresses are reused, so the storage must be the same living object.
@@ -108,8 +122,8 @@ class ParameterRegistry:
         return False
 
 
-def _owner(owners: WeakTensorKeyDictionary | WeakIdKeyDictionary, key: object) -> object | None:
-    reference = owners.get(key)
+def _owner_of(module: nn.Module) -> object | None:
+    reference = _module_owner.get(module)
     return None if reference is None else reference()
 
 

@@ -113,21 +113,27 @@ def test_the_same_model_twice_is_refused(engine: OffloadEngine, disk: Path) -> N
         other.attach(model())
 
 
-def test_the_same_parameters_twice_are_refused_by_name(engine: OffloadEngine, disk: Path) -> None:
-    net = model()
-    optimizer = engine.attach(net, AdamW(net.parameters()))
-    with pytest.raises(ConfigError, match="attached with another optimizer already"):
-        engine.attach(net, SGD(net.parameters(), 0.1))
-    with pytest.raises(ConfigError, match=r"'4.weight'.*Attach each parameter once"):
-        engine.attach(net, SGD([torch.nn.Parameter(torch.ones(1)), net[4].weight], 0.1))
-    with pytest.raises(ConfigError, match="this optimizer is attached already"):
-        engine.attach(None, optimizer)
-    with (
-        OffloadEngine(settings(disk)) as other,
-        pytest.raises(ConfigError, match="attached with another optimizer already"),
-    ):
-        other.attach(None, SGD(net.parameters(), 0.1))
+def test_the_same_twice_and_parameters_of_another_engine_are_refused(
+    engine: OffloadEngine, disk: Path
+) -> None:
+    net: Any = model()
+    plain = AdamW(net.parameters())
+    optimizer = engine.attach(net, plain)
+    for again in (plain, optimizer):
+        with pytest.raises(ConfigError, match="this optimizer is attached already"):
+            engine.attach(None, again)
+    with OffloadEngine(settings(disk)) as other:
+        for parameters in (net.parameters(), [nn.Parameter(torch.ones(1)), net[4].weight]):
+            with pytest.raises(ConfigError, match="attached with another optimizer already, by"):
+                other.attach(None, SGD(parameters, 0.1))
+        fine = other.attach(None, SGD([nn.Parameter(torch.ones(1))], 0.1))
+        with pytest.raises(ConfigError, match=r"of shape \(1, 8\).*Attach each parameter to one"):
+            fine.add_param_group({"params": [net[4].weight]})
+        assert len(fine.param_groups) == 1
+    expected = model()
+    train(None, expected, AdamW(expected.parameters()))
     train(engine, net, optimizer)  # the first goes on as if nothing had been
+    assert_same_bits(weights(net), weights(expected))
 
 
 def test_other_parameters_of_the_same_model_are_fine(engine: OffloadEngine) -> None:

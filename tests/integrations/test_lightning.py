@@ -6,6 +6,7 @@ import copy
 import pickle
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -111,6 +112,42 @@ def test_layers_that_are_thawed_later_are_identical(pl: Any, tmp_path: Path) -> 
         options = {"max_steps": -1, "max_epochs": 3, "callbacks": [Thaw()]}
         runs.append(fit(pl, tmp_path, strategy, module, **options))
     assert_same(runs[1], runs[0])
+
+
+def test_optimizers_that_share_parameters_are_identical(pl: Any, tmp_path: Path) -> None:
+    def toggled(module: Any, batch: Any, batch_idx: int) -> torch.Tensor:
+        optimizer = module.optimizers()[batch_idx % 2]
+        module.toggle_optimizer(optimizer)
+        loss = module.loss(batch)
+        module.losses.append(loss.item())
+        optimizer.zero_grad()
+        module.manual_backward(loss)
+        optimizer.step()
+        module.untoggle_optimizer(optimizer)
+        return loss
+
+    runs = []
+    for strategy in ("auto", "ssd_offload"):
+        module = make_module(pl, manual=True)
+        module.training_step = toggled.__get__(module)
+        module.configure_optimizers = lambda module=module: (
+            torch.optim.AdamW(module.parameters(), lr=1e-2),
+            torch.optim.Adam(module.net[0].parameters(), lr=1e-2),
+        )
+        runs.append(fit(pl, tmp_path, strategy, module, max_steps=-1, max_epochs=2))
+    assert_same(runs[1], runs[0])
+
+
+def test_a_step_that_a_tool_has_replaced_is_the_one_that_runs(
+    pl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = mock.MagicMock()  # which has every attribute but those like __wrapped__
+    monkeypatch.setattr(torch.optim.SGD, "step", step)
+    module = make_module(pl, optimizer=torch.optim.SGD)
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    run = fit(pl, tmp_path, "ssd_offload", module, max_steps=2)
+    assert step.called
+    assert_equal(run.parameters, before)
 
 
 def test_a_model_with_nothing_to_optimize_trains_on_without_offloaded_states(

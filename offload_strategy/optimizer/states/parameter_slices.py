@@ -21,6 +21,7 @@ from math import gcd
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from offload_strategy.errors import OffloadError
 
@@ -31,6 +32,7 @@ except ImportError:  # torch was built without distributed training
 
 #: Slices begin at multiples of so many elements; see [Note: where a parameter may be sliced].
 SLICE_ALIGNMENT = 64
+_LAZY_SHAPE = (8, 8)
 
 
 # ---------------------------------------------------------------------- DTensor shards
@@ -40,7 +42,12 @@ def is_sharded(tensor: object) -> bool:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a DTensor, which shares its memory; any other tensor itself."""
+    """This rank's shard of a DTensor, which shares its memory; any other tensor itself.
+
+    For a lazy module's parameter that has no shape yet, a small tensor stands.
+    """
+    if is_lazy(tensor):
+        return torch.empty(_LAZY_SHAPE, dtype=tensor.dtype, device=tensor.device)
     if not is_sharded(tensor):
         return tensor
     local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]

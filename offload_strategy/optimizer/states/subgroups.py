@@ -15,6 +15,7 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from offload_strategy.optimizer.states.parameter_slices import (
@@ -301,7 +302,7 @@ def plan_subgroups(
         batch: list[ParameterSlice] = []
         elements = 0
         for parameter in reversed(groups[group_index]["params"]):
-            if id(parameter) in planned:
+            if id(parameter) in planned or is_lazy(parameter):
                 continue
             slices = [ParameterSlice(parameter)]
             if local_tensor(parameter).numel() > limit and is_elementwise(group_index):

@@ -1,0 +1,216 @@
+"""Parameters that several optimizers update, and those of lazy modules, which have no shape yet."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from offload_strategy import ConfigError, OffloadEngine
+from tests.optimizer.runs import EVERY_OVERLAP
+from tests.training import Numbers, assert_same_history, moved, settings, weights
+
+Attach = Callable[[Optimizer], Any]
+
+
+def states(net: nn.Module, *optimizers: Optimizer) -> Numbers:
+    """Weights and the tensors of all states."""
+    found = weights(net)
+    for number, optimizer in enumerate(optimizers):
+        for key, state in optimizer.state_dict()["state"].items():
+            found |= {
+                f"{number}.{key}.{n}": v.clone() for n, v in state.items() if torch.is_tensor(v)
+            }
+    return found
+
+
+def same_with_and_without(
+    script: Callable[[Attach, nn.Module], list[Numbers]],
+    make: Callable[[], nn.Module],
+    disk: Path,
+    **optimizer: Any,
+) -> None:
+    """Fail unless a script notes the same numbers with an engine, which has moved bytes."""
+    histories = []
+    for offloads in (False, True):
+        torch.manual_seed(0)
+        net = make()
+        if not offloads:
+            histories.append(script(lambda each: each, net))
+            continue
+        with OffloadEngine(settings(disk, optimizer=optimizer)) as engine:
+            histories.append(script(lambda each, e=engine, n=net: e.attach(n, each), net))
+            for client in ("activations", "optimizer"):
+                assert moved(engine, client) + moved(engine, client, "forwarded") > 0
+    assert_same_history(histories[1], histories[0])
+
+
+# ---------------------------------------------------------------------- shared parameters
+def small_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.Linear(8, 1))
+
+
+def backward(net: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    net(torch.randn(4, 8, generator=generator)).pow(2).sum().backward()
+
+
+def in_turn(attach: Attach, net: Any) -> list[Numbers]:
+    """Two optimizers of all parameters step one after the other, each for its own loss."""
+    both = attach(AdamW(net.parameters(), 1e-2)), attach(SGD(net.parameters(), 1e-2, momentum=0.9))
+    history = []
+    for step in range(6):
+        optimizer = both[step % 2]
+        optimizer.zero_grad()
+        backward(net, step)
+        optimizer.step()
+        history.append(states(net, *both))
+    return history
+
+
+def together(attach: Attach, net: Any) -> list[Numbers]:
+    """Two optimizers with some parameters in common both use the gradients of one backward."""
+    one = attach(AdamW(net[:3].parameters(), 1e-2))
+    two = attach(Adam(net[2:].parameters(), 1e-2))
+    history = []
+    for step in range(4):
+        net.zero_grad()
+        backward(net, step)
+        for optimizer in (one, two):
+            optimizer.step()
+            history.append(states(net, one, two))
+    return history
+
+
+def later(attach: Attach, net: Any) -> list[Numbers]:
+    """Two optimizers share nothing at first; then one gets a group, and a list is edited."""
+    one, two = attach(AdamW(net[0].parameters(), 1e-2)), attach(AdamW(net[2].parameters(), 1e-2))
+    history = []
+    for step in range(6):
+        if step == 2:
+            two.add_param_group({"params": list(net[0].parameters()), "lr": 1e-3})
+        elif step == 4:
+            one.param_groups[0]["params"].append(net[3].weight)
+            two.param_groups[1]["params"].append(net[3].weight)
+        for optimizer in (one, two):
+            optimizer.zero_grad()
+            backward(net, step)
+            optimizer.step()
+            two.zero_grad()
+            history.append(weights(net))
+    return history
+
+
+@pytest.mark.parametrize("overlap", EVERY_OVERLAP)
+@pytest.mark.parametrize("script", [in_turn, together, later])
+def test_optimizers_that_share_parameters_are_identical(
+    script: Callable[[Attach, nn.Module], list[Numbers]],
+    disk: Path,
+    overlap: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if script is later and overlap == "eager":
+        pytest.skip("each backward of a shared network updates both optimizers' parameters")
+    with caplog.at_level(logging.WARNING):
+        same_with_and_without(script, small_net, disk, overlap=overlap)
+    warned = [r for r in caplog.records if "several optimizers have the same" in r.message]
+    assert len(warned) == (overlap != "off")
+
+
+def test_after_an_optimizer_is_gone_the_next_one_updates_during_backward(disk: Path) -> None:
+    net = small_net()
+    with OffloadEngine(settings(disk)) as engine:
+        optimizer = engine.attach(net, AdamW(net.parameters()))
+        optimizer.me = optimizer  # a leftover in a reference cycle
+        del optimizer
+        optimizer = engine.attach(net, AdamW(net.parameters()))
+        for step in range(2):
+            backward(net, step)
+            optimizer.step()
+        assert engine.metrics()["offload/optimizer/speculated_steps"] == 2
+        del optimizer
+        gc.collect()
+
+
+# ---------------------------------------------------------------------- lazy modules
+class Lazy(nn.Module):
+    """Lazy layers of several kinds, one that comes late, and one that nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.LazyConv1d(6, 3), nn.LazyBatchNorm1d(), nn.GELU(), nn.Flatten(), nn.LazyLinear(16)
+        )
+        self.late = nn.LazyLinear(16)
+        self.never = nn.LazyLinear(3)
+        self.out = nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor, late: bool = False) -> torch.Tensor:
+        x = self.net(x)
+        return self.out(x + self.late(x).tanh() if late else x)
+
+
+def lazy_run(attach: Attach, net: nn.Module) -> list[Numbers]:
+    optimizer = attach(AdamW(net.parameters(), 1e-2))
+    history: list[Numbers] = []
+    for step in range(6):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        loss = net(torch.randn(4, 3, 9), late=step > 1).pow(2).sum()
+        loss.backward()
+        optimizer.step()
+        named = [(n, p) for n, p in net.named_parameters() if not n.startswith("never")]
+        history.append({n: p.detach().clone() for n, p in named if step > 1 or "late" not in n})
+        history[-1]["loss"] = loss.detach().clone()
+    history.append({n: v for n, v in states(nn.Identity(), optimizer).items()})
+    return history
+
+
+@pytest.mark.parametrize("overlap", EVERY_OVERLAP)
+def test_lazy_modules_are_identical(disk: Path, overlap: str) -> None:
+    same_with_and_without(lazy_run, Lazy, disk, overlap=overlap)
+
+
+def test_weights_that_a_first_pass_materializes_stay_in_memory(disk: Path) -> None:
+    bytes_moved = []
+    for lazy in (True, False):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.LazyLinear(64, bias=False), nn.GELU(), nn.LazyLinear(1))
+        if not lazy:
+            net(torch.zeros(4, 32))
+        with OffloadEngine(settings(disk)) as engine:
+            engine.attach(net)
+            net(torch.randn(4, 32)).sum().backward()
+            bytes_moved.append(moved(engine) + moved(engine, verb="forwarded"))
+    assert bytes_moved[0] == bytes_moved[1] > 0
+
+
+def test_what_lazy_modules_cannot_do_is_refused(disk: Path) -> None:
+    torch.manual_seed(0)
+    with OffloadEngine(settings(disk, parameters={"enabled": True})) as engine:
+        net = Lazy()
+        with pytest.raises(ConfigError, match=r"Lazy has lazy modules.*Run one forward pass"):
+            engine.attach(net, AdamW(net.parameters()))
+    with OffloadEngine(settings(disk)) as engine:
+        source = nn.Linear(3, 2)
+        trained = AdamW(source.parameters())
+        source(torch.ones(1, 3)).sum().backward()
+        trained.step()
+        lazy = nn.LazyLinear(2)
+        optimizer = engine.attach(lazy, AdamW(lazy.parameters()))
+        with pytest.raises(ConfigError, match="Load the model's weights, or run a forward pass"):
+            optimizer.load_state_dict(trained.state_dict())
+        lazy.load_state_dict(source.state_dict())
+        optimizer.load_state_dict(trained.state_dict())
+        for net, each in ((source, trained), (lazy, optimizer)):
+            net.zero_grad()
+            net(torch.ones(1, 3)).sum().backward()
+            each.step()
+        assert_same_history([states(lazy, optimizer)], [states(source, trained)])
