@@ -1,0 +1,139 @@
+"""Runs the tests of another project with and without offload, and lists what changes.
+
+    python -m tests.peers lightning /path/to/its/checkout --out results.json [FOLDER ...]
+
+The checkout should be of the version that is installed. Nothing of it is changed, and the report
+names for each test that passes without offload and fails with it the last line of the error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from tests.peers.peers import PEERS, Peer
+
+HERE = Path(__file__).parent
+
+#: Nearly everything of a tiny model leaves, to a disk.
+CONFIG = {"activations": {"min_size": 1, "budget": "100%"}, "memory": {"pinned": "256MiB"}}
+
+Outcomes = dict[str, dict[str, Any]]
+
+
+def run(name: str, checkout: Path, tests: str, offloads: bool, options: Any) -> Outcomes:
+    """Run some tests in a process of their own, and return what came of each."""
+    peer = PEERS[name]
+    folder = checkout / peer.folder
+    with tempfile.TemporaryDirectory(prefix="peer-") as home:
+        results, disk = Path(home, "results"), Path(home, "disk")
+        results.touch()
+        disk.mkdir()
+        paths = [str(HERE), str(HERE.parent.parent), *options.path]
+        environment = {
+            **os.environ,
+            **peer.variables,
+            "PEER": name,
+            "PEER_OFFLOADS": str(int(offloads)),
+            "PEER_RESULTS": str(results),
+            "PYTHONPATH": os.pathsep.join(paths),
+            "SSD_OFFLOAD_CACHE": "",
+            "SSD_OFFLOAD_CONFIG": json.dumps(CONFIG),
+            "SSD_OFFLOAD_DIR": str(disk),
+            "OMP_NUM_THREADS": "1",
+        }
+        left_out = [f"--deselect={test}" for test in peer.without]
+        arguments = ["-q", "-p", "offload_by_default", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        done = subprocess.run(
+            ["nice", sys.executable, "-m", "pytest", tests, *arguments, *left_out,
+             f"--basetemp={home}/temporary", f"--timeout={options.timeout}"],
+            cwd=folder, env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        outcomes: Outcomes = {}
+        for line in results.read_text().splitlines():
+            note = json.loads(line)
+            outcomes[note["test"]] = note
+        left = sorted(path.name for path in disk.iterdir())
+    how = "with" if offloads else "without"
+    print(f"{tests} {how} offload: {dict(Counter(o['outcome'] for o in outcomes.values()))}")
+    if done.returncode not in (0, 1):
+        print("\n".join(done.stdout.splitlines()[-15:]), done.stderr[-2000:], sep="\n")
+    if left:
+        print(f"left on the disk: {left}")
+    return outcomes
+
+
+def compare(without: Outcomes, with_offload: Outcomes) -> dict[str, Any]:
+    """What changes: tests that only fail with offload, and those that only fail without."""
+
+    def failing(one: Outcomes, other: Outcomes) -> list[dict[str, Any]]:
+        passed = [test for test, note in one.items() if note["outcome"] == "passed"]
+        lost = {"outcome": "died", "error": "the process ended before this test"}
+        found = [{"test": test, **other.get(test, lost)} for test in passed]
+        return [note for note in found if note["outcome"] not in ("passed", "skipped")]
+
+    return {
+        "counts without": dict(Counter(note["outcome"] for note in without.values())),
+        "counts with": dict(Counter(note["outcome"] for note in with_offload.values())),
+        "only fail with": failing(without, with_offload),
+        "only fail without": failing(with_offload, without),
+    }
+
+
+def table(results: dict[str, Any]) -> str:
+    """The tests that only fail with offload, as a table of Markdown."""
+    rows = [
+        f"| `{note['test']}` | {note.get('error') or note['outcome']} |"
+        for note in results["only fail with"]
+    ]
+    return "\n".join(["| test | last line of the error |", "|---|---|", *rows])
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(prog="tests.peers", description=__doc__)
+    parser.add_argument("peer", choices=PEERS)
+    parser.add_argument("checkout", type=Path)
+    parser.add_argument("tests", nargs="*", help="some of its folders; all that are known if none")
+    parser.add_argument("--out", type=Path, help="a JSON file for the results")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--timeout", type=int, default=120, help="seconds for one test")
+    parser.add_argument("--path", action="append", default=[], help="further Python paths")
+    options = parser.parse_args()
+    peer: Peer = PEERS[options.peer]
+    jobs = list(product(options.tests or peer.tests, (False, True)))
+    outcomes: dict[bool, Outcomes] = {False: {}, True: {}}
+    with ThreadPoolExecutor(options.processes) as pool:
+        for (_, offloads), found in zip(
+            jobs,
+            pool.map(lambda job: run(options.peer, options.checkout, *job, options), jobs),
+            strict=True,
+        ):
+            outcomes[offloads] |= found
+    results = {
+        "peer": options.peer,
+        "installed": version(peer.package),
+        "checkout": options.checkout.name,
+        "tests": options.tests or list(peer.tests),
+        "left out": peer.without,
+        **compare(outcomes[False], outcomes[True]),
+    }
+    if options.out is not None:
+        options.out.write_text(json.dumps(results, indent=1))
+    print(table(results))
+    for name in ("counts without", "counts with"):
+        print(f"{name} offload: {results[name]}")
+
+
+if __name__ == "__main__":
+    main()
