@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
@@ -16,6 +16,7 @@ from offload_strategy.errors import ConfigError
 from offload_strategy.weights.guarded_parameter import GuardedParameter
 
 _PLAIN = (torch.Tensor, nn.Parameter)
+_LAZY = (UninitializedBuffer, UninitializedParameter)
 
 # Shared by all engines of the process, so that no two engines offload the same parameter's states
 # or the same module's activations.
@@ -99,7 +100,7 @@ class ParameterRegistry:
             for tensor in itertools.chain(module.parameters(), module.buffers()):
                 if type(tensor) is GuardedParameter:
                     continue  # its bytes may be offloaded; the stream recognizes it
-                if is_lazy(tensor):
+                if isinstance(tensor, _LAZY):
                     self._lazy.append(weakref.ref(tensor))
                     continue
                 for storage in _storages_of(tensor):
@@ -112,7 +113,7 @@ class ParameterRegistry:
         A wrapper subclass (such as a quantized weight of integers and scales) is a weight if any of
         its inner tensors is, and so is each inner tensor.
         """
-        if self._lazy and not all(is_lazy(reference()) for reference in self._lazy):
+        if self._lazy and not all(isinstance(lazy(), _LAZY) for lazy in self._lazy):
             self.refresh()  # a lazy module has materialized its weights in this pass
         for storage in _storages_of(tensor):
             reference = self._storages.get(int(storage._cdata))

@@ -124,10 +124,10 @@ class PathQueue:
 
     def end_threads(self) -> None:
         """Let what is queued finish and end all threads; they start again on demand."""
-        holders = [] if self._path_lock is None else [self._path_lock]
-        # Reads that end may need the path lock once more.
-        for each in (*holders, self.backend, *holders, self.backend):
-            each.end_threads()
+        for _ in range(2):  # reads that end may need the path lock once more
+            if self._path_lock is not None:
+                self._path_lock.end_threads()
+            self.backend.end_threads()
 
     def close(self) -> None:
         """Release the path lock if it is held; nothing may be in flight any more."""
