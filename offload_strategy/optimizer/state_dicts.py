@@ -15,7 +15,7 @@ from offload_strategy.optimizer.states.parameter_slices import (
     shard_like,
 )
 from offload_strategy.optimizer.states.precision import Precision
-from offload_strategy.optimizer.states.subgroups import State, Subgroup, packable
+from offload_strategy.optimizer.states.subgroups import State, Subgroup, flatten_wrappers, packable
 from offload_strategy.optimizer.subgroup_update import Updater
 
 
@@ -94,8 +94,10 @@ def replace_all_states(
                     if parameter.is_floating_point():
                         dtype = updater.precision.compute_dtype(parameter.dtype)
                     own[name] = own[name].to(parameter.device, dtype)
-                elif isinstance(own[name], torch.Tensor) and not packable(own[name]):
-                    own[name] = own[name].clone()  # not a view of a memory-mapped file
+            own = flatten_wrappers(own)
+            for name, value in own.items():
+                if isinstance(value, torch.Tensor) and not packable(value):
+                    own[name] = value.clone()  # not a view of a memory-mapped file
             slice_states.append(own)
         updater.replace_states(subgroup, slice_states)
 

@@ -25,19 +25,22 @@ from offload_strategy.optimizer.overlap.ahead_update import (
 )
 from offload_strategy.optimizer.overlap.update_stream import UpdateStreams
 from offload_strategy.optimizer.states.parameter_slices import is_sharded, local_tensor
-from offload_strategy.optimizer.states.precision import Precision, master_weights_of
+from offload_strategy.optimizer.states.precision import INNER, Precision, master_weights_of
 from offload_strategy.optimizer.states.subgroups import (
     Layout,
     State,
     StateSet,
     Subgroup,
     UnpackedStates,
+    flatten_wrappers,
     packable,
+    rebuild_wrappers,
 )
 from offload_strategy.optimizer.user_class.inner_step import (
     can_update_in_chunks,
     run_update,
     update_in_chunks,
+    with_overrides,
 )
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, TicketState, Tier
@@ -314,7 +317,8 @@ class Updater:
     ) -> None:
         """Update weights that have gradients, and the states of their slices."""
         states = [unpacked.states[index] for index in indices]
-        run = partial(self._run_inner_step, subgroup)
+        parameters = [subgroup.slices[index].parameter for index in indices]
+        run = partial(self._run_inner_step, subgroup, parameters)
         source = unpacked.source
         if not unpacked.upcast and can_update_in_chunks(weights, states):
             upcast_dtypes = source.upcast_dtypes()
@@ -334,14 +338,19 @@ class Updater:
             run(weights, states)
 
     def _run_inner_step(
-        self, subgroup: Subgroup, weights: Sequence[torch.Tensor], states: Sequence[State]
+        self,
+        subgroup: Subgroup,
+        parameters: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        states: Sequence[State],
     ) -> None:
         group = self.group_of(subgroup)
         if is_sharded(subgroup.slices[0].parameter) and group.get("fused") is None:
             # The user's instance would not select foreach by itself for DTensors.
             group = {**group, "foreach": bool(group.get("foreach"))}
         with master_weights_of(weights, states, self.precision) as weights:
-            run_update(self._optimizer, group, weights, states)
+            optimizer = with_overrides(self._optimizer, parameters, weights)
+            run_update(optimizer, group, weights, states)
 
     def _pack(self, subgroup: Subgroup, updated: UnpackedStates) -> StateSet:
         old = updated.source
@@ -360,12 +369,13 @@ class Updater:
     # ------------------------------------------------------------------ states as a whole
     def replace_states(self, subgroup: Subgroup, states: list[State]) -> None:
         """Replace a subgroup's states by those of a loaded checkpoint, one dict for each slice."""
+        states = [flatten_wrappers(state) for state in states]
         for param_slice, state in zip(subgroup.slices, states, strict=True):
             has_master = self.precision.has_master(param_slice.parameter)
             for name, value in list(state.items()):
                 if packable(value):
                     dtype = value.dtype
-                    if has_master:
+                    if has_master and INNER not in name:
                         dtype = self.precision.compute_dtype(dtype)
                     state[name] = value.to(param_slice.parameter.device, dtype)
         unpacked = UnpackedStates(StateSet([]), None)
@@ -381,7 +391,7 @@ class Updater:
         for stored, values in zip(metadata.stored, self.values(subgroup), strict=True):
             copy = values.to("cpu", stored.compute_dtype, copy=True)
             metadata.small[stored.slice_index][stored.name] = copy
-        return metadata.small
+        return [rebuild_wrappers(state) for state in metadata.small]
 
     def values(self, subgroup: Subgroup) -> Iterator[torch.Tensor]:
         """Yield the stored tensors of a subgroup in order, not to be changed or kept."""

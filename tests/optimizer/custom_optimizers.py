@@ -32,6 +32,86 @@ class Lion(Optimizer):
                 state["history"].append(float(momentum.sum()))
 
 
+class Bytes(torch.Tensor):
+    """Numbers rounded to eighths of a scale for each block, in one byte each.
+
+    Like quantized states of other packages it does nothing that its optimizer does not need. With
+    `nested`, its scales are rounded as well.
+    """
+
+    BLOCK = 16
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, device=codes.device)
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        self.codes = codes
+        self.scale = scale
+
+    @classmethod
+    def zeros_like(cls, p: torch.Tensor, nested: bool = True) -> Bytes:
+        scale = p.new_zeros(p.numel() // cls.BLOCK)
+        rounded = cls.zeros_like(scale, False) if nested and scale.numel() >= cls.BLOCK else scale
+        return cls(torch.zeros_like(p, dtype=torch.int8), rounded)
+
+    def values(self) -> torch.Tensor:
+        scale = self.scale.values() if isinstance(self.scale, Bytes) else self.scale
+        return (self.codes.view(-1, self.BLOCK) * scale[:, None]).view(self.codes.shape)
+
+    def set(self, values: torch.Tensor) -> None:
+        blocks = values.reshape(-1, self.BLOCK)
+        scale = blocks.abs().amax(1) / 8
+        if isinstance(self.scale, Bytes):
+            self.scale.set(scale)
+            scale = self.scale.values()
+        else:
+            self.scale.copy_(scale)
+        codes = (blocks / scale[:, None].clamp_min(1e-12)).round().clamp(-127, 127)
+        self.codes.copy_(codes.view(values.shape))
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], *_: object) -> Bytes:
+        return cls(inner["codes"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.detach.default):
+            inner = [getattr(args[0], name) for name in ("codes", "scale")]
+            return cls(*(tensor.to((kwargs or {}).get("device")) for tensor in inner))
+        raise NotImplementedError(f"{cls.__name__} dispatch: {func}")
+
+
+class QuantizedMomentum(Optimizer):
+    """Momentum in bytes where there are enough elements; with `replace`, in new ones each step."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, replace: bool = False) -> None:
+        super().__init__(params, {"lr": lr})
+        self.replace = replace
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                large = p.numel() >= 4096 and p.numel() % Bytes.BLOCK == 0
+                if not self.state[p]:
+                    zeros = Bytes.zeros_like(p) if large else torch.zeros_like(p)
+                    self.state[p] = {"step": 0, "momentum": zeros}
+                state = self.state[p]
+                state["step"] += 1
+                old = state["momentum"].values() if large else state["momentum"]
+                momentum = old.lerp(p.grad, 0.1)
+                if large and self.replace:
+                    state["momentum"] = Bytes.zeros_like(p)
+                (state["momentum"].set if large else state["momentum"].copy_)(momentum)
+                p.sub_(momentum, alpha=group["lr"])
+
+
 class Spoiled(Optimizer):
     """Plain gradient descent, with a factor that spoils it."""
 

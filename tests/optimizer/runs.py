@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from offload_strategy import OffloadEngine
 from offload_strategy.optimizer import offloaded_optimizer as offloaded
@@ -20,7 +21,7 @@ from offload_strategy.optimizer.overlap import overlap_modes
 from offload_strategy.optimizer.overlap.overlap_modes import RetainedGradients
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Tier
-from tests.training import Numbers, assert_same_history, settings
+from tests.training import Numbers, assert_same_history, bits, settings
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 
@@ -192,3 +193,28 @@ def compare(
     assert_same_history(offloaded.history, plain.history)
     assert len(plain.history) > 0
     return metrics
+
+
+def assert_same_state_dict(got: Any, expected: Any, where: str = "state_dict") -> None:
+    """The same keys in the same order, and the same values, types and bits."""
+    assert type(got) is type(expected), where
+    if isinstance(expected, dict):
+        assert list(got) == list(expected), where
+        for key, value in expected.items():
+            assert_same_state_dict(got[key], value, f"{where}[{key!r}]")
+    elif isinstance(expected, list | tuple):
+        assert len(got) == len(expected), where
+        for index, value in enumerate(expected):
+            assert_same_state_dict(got[index], value, f"{where}[{index}]")
+    elif is_traceable_wrapper_subclass(expected):
+        names, context = expected.__tensor_flatten__()
+        assert got.__tensor_flatten__() == (names, context), where
+        for name in names:
+            assert_same_state_dict(getattr(got, name), getattr(expected, name), f"{where}.{name}")
+    elif isinstance(expected, torch.Tensor):
+        assert bits(got) == bits(expected), where
+        assert got.device == expected.device, where
+        assert got.stride() == expected.stride(), where
+        assert got.untyped_storage().nbytes() == expected.untyped_storage().nbytes(), where
+    else:
+        assert got == expected, where

@@ -13,29 +13,16 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from tests.optimizer.runs import OVERLAPS, Run, adamw, make_net, offloading, steps
-from tests.training import assert_same_bits, bits, in_turn
-
-
-def assert_same_state_dict(got: Any, expected: Any, where: str = "state_dict") -> None:
-    """The same keys in the same order, and the same values, types and bits."""
-    assert type(got) is type(expected), where
-    if isinstance(expected, dict):
-        assert list(got) == list(expected), where
-        for key, value in expected.items():
-            assert_same_state_dict(got[key], value, f"{where}[{key!r}]")
-    elif isinstance(expected, list | tuple):
-        assert len(got) == len(expected), where
-        for index, value in enumerate(expected):
-            assert_same_state_dict(got[index], value, f"{where}[{index}]")
-    elif isinstance(expected, torch.Tensor):
-        assert bits(got) == bits(expected), where
-        assert got.device == expected.device, where
-        assert got.stride() == expected.stride(), where
-        assert got.untyped_storage().nbytes() == expected.untyped_storage().nbytes(), where
-    else:
-        assert got == expected, where
-
+from tests.optimizer.runs import (
+    OVERLAPS,
+    Run,
+    adamw,
+    assert_same_state_dict,
+    make_net,
+    offloading,
+    steps,
+)
+from tests.training import assert_same_bits, in_turn
 
 # ---------------------------------------------------------------------- state dicts
 MAKE: dict[str, Callable[[nn.Module], Optimizer]] = {

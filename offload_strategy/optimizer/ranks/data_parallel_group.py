@@ -76,6 +76,8 @@ class DataParallelGroup:
     def broadcast(self, tensor: torch.Tensor, owner: int) -> dist.Work:
         """Begin to send the owner's values of a contiguous tensor to all other ranks."""
         group = self.process_group
+        if tensor.dtype.itemsize == 1:  # gloo does not know float8
+            tensor = tensor.view(torch.uint8)
         work: dist.Work | None = dist.broadcast(tensor, group=group, group_src=owner, async_op=True)
         assert work is not None
         return work

@@ -15,7 +15,7 @@ from offload_strategy.optimizer.ranks.data_parallel_group import DataParallelGro
 from offload_strategy.optimizer.ranks.gradient_reductions import GradientReductions
 from offload_strategy.optimizer.ranks.weight_broadcasts import StepBroadcasts
 from offload_strategy.optimizer.states.parameter_slices import local_tensor, shard_like
-from offload_strategy.optimizer.states.subgroups import State, StateSet, Subgroup
+from offload_strategy.optimizer.states.subgroups import State, StateSet, Subgroup, rebuild_wrappers
 from offload_strategy.optimizer.subgroup_update import Updater
 
 
@@ -184,10 +184,11 @@ class RankShards:
                     start = 0 if param_slice.rows is None else param_slice.rows[0]
                     slots[param_slice.parameter][stored.name].fill(start, values)
             for parameter, own in slots.items():
-                states[parameter].update(
-                    (name, shard_like(slot.tensor(), parameter)) for name, slot in own.items()
-                )
-        return states
+                states[parameter].update((name, slot.tensor()) for name, slot in own.items())
+        return {
+            p: {name: shard_like(value, p) for name, value in rebuild_wrappers(state).items()}
+            for p, state in states.items()
+        }
 
     # ------------------------------------------------------------------ states of any rank
     def _metadata(self, subgroup: Subgroup) -> StateSet:

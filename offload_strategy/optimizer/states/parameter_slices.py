@@ -58,7 +58,7 @@ def shard_like(value: Any, parameter: torch.Tensor) -> Any:
     """A state as the user sees it: a DTensor if it has the shape of a DTensor parameter's shard."""
     if not (is_sharded(parameter) and isinstance(value, torch.Tensor)) or is_sharded(value):
         return value
-    if value.shape != local_tensor(parameter).shape:
+    if value.dim() == 0 or value.shape != local_tensor(parameter).shape:
         return value
     sharded: Any = parameter
     return DTensor.from_local(

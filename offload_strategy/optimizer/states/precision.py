@@ -29,6 +29,8 @@ import torch
 _DISCARDED_BITS = 16
 #: Name of the state that is a master weight; see [Note: master weights].
 MASTER_WEIGHT = "master_weight"
+#: Separates the name of a state from the name of a tensor inside it; see `flatten_wrappers`.
+INNER = "\0"
 _HALF_DTYPES = frozenset({torch.bfloat16, torch.float16})
 
 
@@ -53,7 +55,9 @@ class Precision:
 
     def stored_dtype(self, dtype: torch.dtype, name: str = "") -> torch.dtype:
         """Dtype in which a state of this compute dtype and name is stored."""
-        if self.state_dtype is None or dtype != torch.float32 or name == MASTER_WEIGHT:
+        if self.state_dtype is None or dtype != torch.float32:
+            return dtype
+        if name == MASTER_WEIGHT or INNER in name:
             return dtype
         return self.state_dtype
 

@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from offload_strategy.optimizer.states.parameter_slices import (
     ParameterSlice,
     local_tensor,
     slice_parameter,
 )
-from offload_strategy.optimizer.states.precision import Precision, copy_rounded
+from offload_strategy.optimizer.states.precision import INNER, Precision, copy_rounded
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket
 from offload_strategy.torch_support.accelerator import is_asynchronous
@@ -108,6 +109,43 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+# ---------------------------------------------------------------------- wrapper subclasses
+class Wrapper(NamedTuple):
+    """What rebuilds a tensor of a wrapper subclass, given the inner tensors of these names."""
+
+    kind: Any
+    inner: tuple[str, ...]
+    context: Any
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+
+def flatten_wrappers(state: State) -> State:
+    """A state with plain tensors in place of wrapper subclasses, as quantized states often are.
+
+    Each of them becomes a `Wrapper` under its name, followed by its inner tensors.
+    """
+    flat: State = {}
+    for name, value in state.items():
+        if not is_traceable_wrapper_subclass(value):
+            flat[name] = value
+            continue
+        inner, context = value.__tensor_flatten__()
+        flat[name] = Wrapper(type(value), tuple(inner), context, value.shape, value.stride())
+        flat |= flatten_wrappers({name + INNER + each: getattr(value, each) for each in inner})
+    return flat
+
+
+def rebuild_wrappers(state: State) -> State:
+    """The state that was flattened, whose wrapper subclasses share memory with these tensors."""
+    wrappers = [name for name, value in state.items() if isinstance(value, Wrapper)]
+    for name in reversed(wrappers):  # inner ones come later
+        kind, names, context, shape, strides = state[name]
+        inner = {each: state.pop(name + INNER + each) for each in names}
+        state[name] = kind.__tensor_unflatten__(inner, context, shape, strides)
+    return state
+
+
 # ---------------------------------------------------------------------- states
 class StoredState(NamedTuple):
     """One dense state of one slice, whose stored dtype (the segment's) may be narrower."""
@@ -120,7 +158,10 @@ class StoredState(NamedTuple):
 
 @dataclass(eq=False)
 class StateSet:
-    """The states of one subgroup: a ticket for dense tensors, everything else in memory."""
+    """The states of one subgroup: a ticket for dense tensors, everything else in memory.
+
+    In a ticket are inner tensors of wrapper subclasses, of which a `Wrapper` is in memory.
+    """
 
     #: For each slice, the values that stay in memory (step counters and the like).
     small: list[State]
@@ -144,7 +185,7 @@ class StateSet:
         return StateSet(states, stored)
 
     def small_copies(self) -> list[State]:
-        """Copies of the values in memory."""
+        """Copies of the values in memory, of wrapper subclasses flattened ones."""
 
         def copy(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
@@ -153,7 +194,10 @@ class StateSet:
                 value.record_stream(torch.accelerator.current_stream(value.device))
             return value.clone()
 
-        return [{name: copy(value) for name, value in state.items()} for state in self.small]
+        return [
+            {name: copy(value) for name, value in flatten_wrappers(state).items()}
+            for state in self.small
+        ]
 
     def upcast(self, states: list[State]) -> None:
         """Upcast states to their compute dtypes, where the stored dtypes differ."""
@@ -215,6 +259,7 @@ class UnpackedStates:
                 self.states[each.slice_index][each.name] = view
         if self.upcast:
             source.upcast(self.states)
+        self.states = [rebuild_wrappers(state) for state in self.states]
 
     def in_memory(self) -> StateSet:
         """A set of the same states that keeps them in memory, without a ticket."""
@@ -234,7 +279,8 @@ class UnpackedStates:
         stochastically; None rounds to nearest.
         """
         updates = self.source.updates + 1
-        small = [dict(state) for state in self.states]
+        states = [flatten_wrappers(state) for state in self.states]
+        small = [dict(state) for state in states]
         tensors = [small[each.slice_index].pop(each.name, None) for each in self.source.stored]
         flat, stored, views = self.flat, self.source.stored, self._views
         if (
@@ -244,14 +290,14 @@ class UnpackedStates:
         ):
             places = [
                 (index, name)
-                for index, state in enumerate(self.states)
+                for index, state in enumerate(states)
                 for name, value in state.items()
                 if packable(value)
             ]
-            small = [{n: v for n, v in each.items() if not packable(v)} for each in self.states]
+            small = [{n: v for n, v in each.items() if not packable(v)} for each in states]
             if not places:
                 return StateSet(small, updates=updates)
-            tensors = [self.states[index][name] for index, name in places]
+            tensors = [states[index][name] for index, name in places]
             dtypes = [
                 precision.stored_dtype(tensor.dtype, name)
                 for tensor, (_, name) in zip(tensors, places, strict=True)

@@ -27,12 +27,14 @@ from offload_strategy.optimizer.states.parameter_slices import (
     is_sharded,
     local_tensor,
 )
-from offload_strategy.optimizer.states.precision import MASTER_WEIGHT, Precision
-from offload_strategy.optimizer.states.subgroups import is_plain, packable
+from offload_strategy.optimizer.states.precision import INNER, MASTER_WEIGHT, Precision
+from offload_strategy.optimizer.states.subgroups import flatten_wrappers, is_plain, packable
 from offload_strategy.optimizer.user_class.inner_step import (
     copy_with_parameters,
+    has_overrides,
     run_update,
     unhooked_step,
+    with_overrides,
 )
 from offload_strategy.torch_support.accelerator import (
     forked_generators,
@@ -46,10 +48,10 @@ _STEPS = 2
 #: Attributes that a copy of an optimizer has of its own. The last one caches a check of devices.
 _OWN = frozenset({"param_groups", "state", "step", "_need_device_dtype_check_for_fused"})
 
-#: Size and slices of the tensor on which `is_elementwise` tries an optimizer: enough for several
-#: threads, and no multiple of any block.
-_ELEMENTS = 2 * 65536 + 1237
-_CUTS = (*(blocks * SLICE_ALIGNMENT for blocks in (0, 1, 3, 1025, 1500)), _ELEMENTS)
+#: Sizes and slices of the tensors on which `is_elementwise` tries an optimizer: enough for several
+#: threads; no multiple of any block, and a multiple of all.
+_ELEMENTS = (2 * 65536 + 1237, 2 * 65536)
+_CUTS = tuple(blocks * SLICE_ALIGNMENT for blocks in (0, 1, 3, 1025, 1500))
 
 
 class UnsupportedOptimizerError(Exception):
@@ -138,6 +140,15 @@ def check_group(optimizer: Optimizer, group: dict[str, Any], precision: Precisio
     return total
 
 
+def _quantized(state: dict[str, Any]) -> bool:
+    """Whether a state has quantized tensors."""
+    return any(
+        INNER in name
+        or (packable(value) and value.dtype.itemsize == 1 and value.dtype is not torch.bool)
+        for name, value in flatten_wrappers(state).items()
+    )
+
+
 def try_group(
     optimizer: Optimizer, group: dict[str, Any], precision: Precision
 ) -> list[StateFormat]:
@@ -147,7 +158,7 @@ def try_group(
     Returns the format of the states of both; raises `UnsupportedOptimizerError` if its numbers
     would not be the same.
     """
-    kind = type(optimizer)
+    optimizer, kind = with_overrides(optimizer), type(optimizer)
     closure = inspect.signature(unhooked_step(kind)).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UnsupportedOptimizerError(
@@ -219,46 +230,51 @@ def changes_gradients(optimizer: Optimizer, group: dict[str, Any], precision: Pr
 def is_elementwise(optimizer: Optimizer, group: dict[str, Any], precision: Precision) -> bool:
     """Whether slices of a parameter can be updated one after the other, with the same bits.
 
-    Tried on a tensor of the group's dtype and device, whole and sliced at multiples of
+    Tried on tensors of the group's dtype and device, whole and sliced at multiples of
     `SLICE_ALIGNMENT`; see [Note: where a parameter may be sliced]. A state must have the shape of
-    the parameter, or be the same for every slice.
+    the parameter, or be the same for every slice. An optimizer that compiles itself for every shape
+    is never sliced.
     """
     model = next(iter(_plain_parameters(group)), None)
-    if model is None or not model.dtype.is_floating_point:
+    if model is None or not model.dtype.is_floating_point or has_overrides(optimizer):
         return False
-    generator = torch.Generator().manual_seed(0)
     dtype = precision.compute_dtype(model.dtype)
-    values, *gradients = (
-        torch.randn(_ELEMENTS, generator=generator).to(model.device, dtype)
-        for _ in range(1 + _STEPS)
-    )
-    whole, sliced = values.clone(), values.clone()
-    slices = [ParameterSlice(sliced, rows) for rows in pairwise(_CUTS)]
-    state: dict[str, Any] = {}
-    slice_states: list[dict[str, Any]] = [{} for _ in slices]
+    for size in _ELEMENTS:
+        generator = torch.Generator().manual_seed(0)
+        values, *gradients = (
+            torch.randn(size, generator=generator).to(model.device, dtype)
+            for _ in range(1 + _STEPS)
+        )
+        whole, sliced = values.clone(), values.clone()
+        slices = [ParameterSlice(sliced, rows) for rows in pairwise((*_CUTS, size))]
+        state: dict[str, Any] = {}
+        slice_states: list[dict[str, Any]] = [{} for _ in slices]
 
-    def update(tensor: torch.Tensor, gradient: torch.Tensor, its_state: dict[str, Any]) -> None:
-        tensor.grad = gradient
-        run_update(optimizer, group, [tensor], [its_state])
+        def update(tensor: torch.Tensor, gradient: torch.Tensor, its: dict[str, Any]) -> None:
+            tensor.grad = gradient
+            with torch.compiler.set_stance("fail_on_recompile"):
+                run_update(optimizer, group, [tensor], [its])
 
-    with torch.no_grad(), forked_generators(generators_of([model])):
-        try:
-            for gradient in gradients:
-                update(whole, gradient, state)
-                for each, its_state in zip(slices, slice_states, strict=True):
-                    update(each.values, each.of(gradient), its_state)
-        except Exception:
+        with torch.no_grad(), forked_generators(generators_of([model])):
+            try:
+                for gradient in gradients:
+                    update(whole, gradient, state)
+                    for each, its_state in zip(slices, slice_states, strict=True):
+                        update(each.values, each.of(gradient), its_state)
+            except Exception:
+                return False
+        tensors = filter(packable, flatten_wrappers(state).values())
+        if not (
+            all(value.shape == values.shape for value in tensors)
+            and torch.equal(whole.view(torch.uint8), sliced.view(torch.uint8))
+            and all(map(_same, [each.slice_state(state) for each in slices], slice_states))
+        ):
             return False
-    of_parameter = all(value.shape == values.shape for value in filter(packable, state.values()))
-    return (
-        of_parameter
-        and torch.equal(whole.view(torch.uint8), sliced.view(torch.uint8))
-        and all(map(_same, [each.slice_state(state) for each in slices], slice_states))
-    )
+    return True
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two states have the same values, NaN included."""
+    """Whether two states have the same values, to the last bit."""
 
     def same(mine: Any, theirs: Any) -> bool:
         if not isinstance(mine, torch.Tensor):
@@ -266,9 +282,10 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
         return (
             isinstance(theirs, torch.Tensor)
             and (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
-            and torch.allclose(mine, theirs, rtol=0, atol=0, equal_nan=True)
+            and torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (mine, theirs)))
         )
 
+    one, other = flatten_wrappers(one), flatten_wrappers(other)
     return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
 
 
@@ -298,6 +315,8 @@ class _SmallParameter:
         self.parameter = nn.Parameter(random())
         self.gradients = [random() for _ in range(_STEPS)]
         state = optimizer.state.get(model, {})
+        if _quantized(state):
+            state = {}  # a part of it has no meaning
         self.state = {n: small(value) for n, value in state.items() if n != MASTER_WEIGHT}
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -329,7 +348,8 @@ def _run_steps(
             optimizer, group, [s.parameter for s in parameters], [s.state for s in parameters]
         )
         try:
-            unhooked_step(type(optimizer))(copy)
+            with torch.compiler.set_stance("force_eager"):  # compiling takes seconds for each shape
+                unhooked_step(type(optimizer))(copy)
         except Exception as error:
             raise UnsupportedOptimizerError(
                 f"failed on two small tensors: {type(error).__name__}: {error}"

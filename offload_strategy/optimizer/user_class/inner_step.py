@@ -77,6 +77,35 @@ def unhooked_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
 
 
+def has_overrides(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is one of bitsandbytes, whose settings parameters may override."""
+    return hasattr(getattr(optimizer, "mng", None), "pid2config")
+
+
+def with_overrides(
+    optimizer: Any, parameters: Sequence[torch.Tensor] = (), weights: Sequence[torch.Tensor] = ()
+) -> Any:
+    """An instance that finds what parameters override for the weights that stand for them.
+
+    What they override is kept for all optimizers, by their identity and by their place in a group.
+    """
+    if not has_overrides(optimizer):
+        return optimizer
+    optimizer.check_overrides()  # those of modules, as the first step does
+    groups = enumerate(optimizer.param_groups)
+    places = {id(p): (i, j) for i, group in groups for j, p in enumerate(group["params"])}
+    instance, manager = object.__new__(type(optimizer)), object.__new__(type(optimizer.mng))
+    manager.initialize()
+    for parameter, weight in zip(parameters, weights, strict=True):
+        by_place = optimizer.mng.index2config.get(places[id(parameter)], {})
+        by_identity = optimizer.mng.pid2config.get(id(parameter), {})
+        manager.pid2config[id(weight)] = {**by_place, **by_identity}
+    # Nothing is left to be done at its first step, and its states are swapped instead of paged.
+    changed = {"mng": manager, "initialized": True, "is_paged": False}
+    instance.__dict__.update({**optimizer.__dict__, **changed})
+    return instance
+
+
 # ---------------------------------------------------------------------- in chunks
 def can_update_in_chunks(weights: Sequence[torch.Tensor], states: _States) -> bool:
     """Whether weights, gradients and stored states are contiguous, dense and on the CPU."""
