@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from offload_strategy.activations.device_times import DeviceTimes
-from offload_strategy.activations.eligibility import ByteRange
+from offload_strategy.activations.eligibility import ByteRange, reach_of_base
 from offload_strategy.store.ticket import Entry, Ticket, TicketState
 
 
@@ -194,6 +194,8 @@ class SavedItem:
     ticket: Ticket | None = None
     #: The bytes while they are in a batch.
     payload: torch.Tensor | None = None
+    #: With `activations.verify`, the bytes that were written, where they were saved.
+    original: torch.Tensor | None = None
     #: The loaded bytes while other views are still to be unpacked.
     cached: torch.Tensor | None = None
     used: bool = False
@@ -265,6 +267,8 @@ class ForwardRecord:
                 item is not None
                 and item.version == tensor._version
                 and item.range.covers(wanted)
+                # Once changed, bytes are told by the counter of their base; others may lie between.
+                and (not item.version or item.range in (wanted, reach_of_base(tensor, wanted)))
                 and (wanted.start - item.range.start) % tensor.element_size() == 0
                 and item.storage() is storage
             ):

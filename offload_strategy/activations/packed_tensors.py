@@ -8,7 +8,9 @@ next.
 
 [Note: version counters]
 Under saved-tensor hooks autograd does not check whether a saved tensor was changed in place
-afterwards, which would give wrong gradients in silence; so the check is made here.
+afterwards, which would give wrong gradients in silence; so the check is made here. What is unpacked
+shares the counter of what was saved: a backward that changes it in place is seen by everyone who
+saved these bytes.
 """
 
 from __future__ import annotations
@@ -83,9 +85,18 @@ class OffloadedTensor:
         if self.alias._version != self.version:
             raise _changed(self.alias, self.version, self.shape)
         self.unpacked = True
-        tensor = self.rebuild(self.prefetcher.bytes_of(self.item))
+        tensor = self.alias.detach()
+        tensor.data = self.rebuild(self.prefetcher.bytes_of(self.item))
         self.prefetcher.used(self.item)
         return tensor
+
+    def is_as_saved(self, unpacked: torch.Tensor) -> bool:
+        """Whether an unpacked tensor has the values of its original, if that is still there."""
+        if self.item.original is None:
+            return True
+        tensors = (unpacked, self.rebuild(self.item.original))
+        plain = (each.resolve_conj().resolve_neg().reshape(-1, 1) for each in tensors)
+        return torch.equal(*(each.contiguous().view(torch.uint8) for each in plain))
 
     def rebuild(self, loaded: torch.Tensor) -> torch.Tensor:
         """Return the tensor on the item's bytes: flat uint8, on the device where it was."""

@@ -33,6 +33,7 @@ from offload_strategy.activations.pass_profile import PassProfiler
 from offload_strategy.activations.planned_budget import MemoryLimit, PlannedBudget
 from offload_strategy.activations.prefetch import Prefetcher
 from offload_strategy.activations.tier_writes import TierWrites, batch_bytes
+from offload_strategy.errors import OffloadError
 from offload_strategy.plan_runtime.profile import Profile
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Tier
@@ -72,6 +73,7 @@ class ActivationOffload:
         prefetch_bytes: How far ahead of the backward pass to load; None to load by time.
         most_backlog: Most bytes that may wait to be written.
         plan_within: A limit of memory by which a plan decides what leaves, instead of a budget.
+        verify: Whether unpacked tensors are compared with the originals, which stay in memory.
         save_weight: What autograd shall hold in place of a streamed weight; None of others. May
             be set later, before the first forward pass.
     """
@@ -88,14 +90,16 @@ class ActivationOffload:
         prefetch_bytes: int | None = None,
         most_backlog: int,
         plan_within: MemoryLimit | None = None,
+        verify: bool = False,
         save_weight: Callable[[torch.Tensor], Packed | None] | None = None,
     ) -> None:
         self._store = store
         self._is_weight = is_weight
         self._before_forward = before_forward
         self._min_size = min_size
+        self._verify = verify
         self.save_weight = save_weight
-        self._writes = TierWrites(store, tiers)
+        self._writes = TierWrites(store, tiers, keep_originals=verify)
         self._open = _Open()
         self._profiler = PassProfiler(self._writes)
         self.names = self._profiler.names
@@ -185,7 +189,7 @@ class ActivationOffload:
                 hooks.__exit__(None, None, None)
                 self._open.record = None
             if sys.exc_info()[0] is None and self.enabled and record is not None:
-                self._writes.flush(record.trace)
+                self._writes.flush(record.trace, ended=True)
             else:
                 self._writes.discard()
 
@@ -241,6 +245,8 @@ class ActivationOffload:
             if weight is not None:
                 return weight
         record = self._open.record
+        if record is not None and self._writes.on_device:
+            self._writes.settle(record.trace)  # its memory is free once it was copied
         # Inside backward (a checkpointed region is recomputed) the tensor is needed at once.
         needed_now = torch._C._current_graph_task_id() != -1
         if record is None or not self.enabled or needed_now or is_small(tensor, self._min_size):
@@ -296,4 +302,14 @@ class ActivationOffload:
         return 0 if latest is None else self._batch[1]
 
     def _unpack(self, packed: Packed) -> torch.Tensor:
-        return packed.unpack()
+        tensor = packed.unpack()
+        if self._verify and isinstance(packed, OffloadedTensor) and not packed.is_as_saved(tensor):
+            item = packed.item
+            raise OffloadError(
+                f"a saved tensor ({self.names.of(item.record.trace.prefixes[item.number])}, here "
+                f"{tensor.dtype} of shape {list(tensor.shape)}) was changed between forward and "
+                f"backward, unnoticed by autograd: through `x.data`, `x.numpy()`, its storage, or "
+                f"by a kernel. Plain PyTorch would compute with the new values, and offload "
+                f"computes with those at the time of saving (activations.verify found this)."
+            )
+        return tensor

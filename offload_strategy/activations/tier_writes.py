@@ -5,6 +5,12 @@ After each operation of a model on the CPU, the processor's caches hold tensors 
 cold: to give one tensor to the store takes several times as long as to give the next one right
 after it, and each wakes a thread that takes a core from computation. So items wait for each other
 as long as they are a small share of what a pass saves.
+
+[Note: bytes of an operation under way]
+Some operations save a tensor first and let their kernel fill it afterwards, without a new version
+(the noise of `rrelu`, running statistics, cuDNN's dropout states). So bytes are given to the store
+only when the operation that saved them has returned: when autograd has made another node on this
+thread, which its sequence number tells, or when the forward pass ends.
 """
 
 from __future__ import annotations
@@ -14,6 +20,8 @@ import time
 import weakref
 from collections.abc import Sequence
 
+import torch
+
 from offload_strategy.activations.forward_records import SavedItem, Trace
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Tier
@@ -21,6 +29,8 @@ from offload_strategy.telemetry import Direction
 from offload_strategy.units import MiB
 
 _CLIENT = "activations"
+#: Of the node that this thread made last.
+_sequence_number = torch._C._autograd._get_sequence_nr
 #: Largest batch in bytes, and as a share of what a forward pass saves.
 _MOST_BYTES = 48 * MiB
 _SHARE = 0.07
@@ -39,10 +49,10 @@ def batch_bytes(saved_bytes: int, rate: float | None = None) -> int:
 
 
 class _Batch(threading.local):
-    """The batch of one thread's forward pass: items with the times of their next use."""
+    """The batch of one thread's pass: items with the times of their next use, and their nodes."""
 
     def __init__(self) -> None:
-        self.items: list[tuple[weakref.ref[SavedItem], int]] = []
+        self.items: list[tuple[weakref.ref[SavedItem], int, int]] = []
         self.nbytes = 0
 
 
@@ -52,8 +62,11 @@ class TierWrites:
     Items hold their bytes themselves: an item that is freed in a batch is never offloaded.
     """
 
-    def __init__(self, store: TensorStore, tiers: Sequence[Tier]) -> None:
+    def __init__(
+        self, store: TensorStore, tiers: Sequence[Tier], *, keep_originals: bool = False
+    ) -> None:
         self._store = store
+        self._keep_originals = keep_originals
         self._tiers = list(tiers)
         self._host = [tier for tier in tiers if tier.is_host_memory]
         self._queues = [queue for tier in tiers for queue in tier.queues]
@@ -67,30 +80,45 @@ class TierWrites:
 
         The time of its next use is one on the store's clock.
         """
-        batch = self._batch
-        batch.items.append((weakref.ref(item), next_use))
-        batch.nbytes += item.range.nbytes
-        if batch.nbytes >= at_least:
-            self.flush(item.record.trace)
+        self.settle(item.record.trace, at_least)
+        self._batch.items.append((weakref.ref(item), next_use, _sequence_number()))
+        self._batch.nbytes += item.range.nbytes
 
-    def flush(self, trace: Trace | None = None) -> None:
-        """Give this thread's batch to the store; what forward waits is added to its trace."""
-        items = self._batch.items
-        self.discard()
+    def settle(self, trace: Trace, at_least: int = 0) -> None:
+        """Flush a batch of so many bytes unless the operation under way has saved all of it."""
+        batch = self._batch
+        if batch.items and batch.nbytes >= at_least and batch.items[0][2] != _sequence_number():
+            self.flush(trace)
+
+    def flush(self, trace: Trace | None = None, *, ended: bool = False) -> None:
+        """Give this thread's batch to the store; what forward waits is added to its trace.
+
+        What the operation under way has saved stays, unless the forward pass has ended.
+        """
+        batch = self._batch
+        items, batch.items, batch.nbytes = batch.items, [], 0
+        node = None if ended else _sequence_number()
         stalled = self._stalled_seconds()
-        for reference, next_use in items:
+        for reference, next_use, saved_by in items:
             item = reference()
-            if item is not None and item.payload is not None:
-                item.ticket = self._store.put(
-                    item.payload,
-                    _CLIENT,
-                    self._tiers,
-                    next_use=next_use,
-                    whole_pages=True,
-                    one_block_at_a_time=item.payload.device.type == "cpu",
-                )
-                item.storage.entry = item.ticket.entry
-                item.payload = None
+            if item is None or item.payload is None:
+                continue
+            if saved_by == node:
+                batch.items.append((reference, next_use, saved_by))
+                batch.nbytes += item.range.nbytes
+                continue
+            if self._keep_originals:
+                item.original, item.payload = item.payload, item.payload.clone()
+            item.ticket = self._store.put(
+                item.payload,
+                _CLIENT,
+                self._tiers,
+                next_use=next_use,
+                whole_pages=True,
+                one_block_at_a_time=item.payload.device.type == "cpu",
+            )
+            item.storage.entry = item.ticket.entry
+            item.payload = None
         if trace is not None:
             trace.held += self._stalled_seconds() - stalled
 
@@ -112,7 +140,7 @@ class TierWrites:
     def release_at_least(self, nbytes: int, seconds: float) -> None:
         """Free so many of the bytes that leave the computing device, within so many seconds."""
         self.flush()
-        leaving = self.leaving_bytes()
+        leaving = self.leaving_bytes() - self._batch.nbytes
         at_most = max(0, leaving - nbytes)
         if self.on_device:
             self._store.copies.release_sources(at_most)

@@ -74,6 +74,9 @@ class ActivationsConfig(_Client):
     """How much may be offloaded per forward pass: 'auto', bytes, or a share such as '70%'."""
     prefetch: AutoOrSize = "auto"
     """Bytes to read ahead of the backward pass: 'auto', or bytes."""
+    verify: bool = False
+    """Whether saved tensors stay in memory as well, and backward raises an error where one of them
+    was changed unnoticed by autograd (`x.data`, `x.numpy()`). For debugging: nothing is saved."""
 
     def budget_fraction(self) -> float | None:
         """Return the budget as a share from 0 to 1, or None if it is 'auto' or in bytes."""

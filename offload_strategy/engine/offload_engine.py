@@ -330,5 +330,6 @@ class OffloadEngine(EngineReports):
             prefetch_bytes=None if section.prefetch == "auto" else int(section.prefetch),
             most_backlog=self.config.memory.pinned,
             plan_within=self._limit,
+            verify=section.verify,
             save_weight=None if self._stream is None else self._stream.save,
         )

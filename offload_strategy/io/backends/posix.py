@@ -98,6 +98,10 @@ class PosixBackend(Backend):
     def run(self, request: BlockRequest) -> None:
         """Perform all of a request except `on_done`."""
         if request.before is not None:
+            if request.write:
+                # Neighbours of a tensor may change while it is written: a checksum holds of a copy.
+                _memmove(self._bounce.address, request.address, request.nbytes)
+                request.address = self._bounce.address
             request.before()
         self.move(request)
         if request.after is not None:

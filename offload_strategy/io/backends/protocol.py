@@ -19,7 +19,8 @@ class BlockRequest:
     error. The file's range is rounded up to the page; a read may end beyond the end of the file as
     long as its `nbytes` exist. `before` and `after` run on the backend's thread around the
     transfer; what they raise is the request's error, and after a failed `before` nothing moves.
-    With `whole_pages` a read may overwrite its memory up to the end of the last page.
+    What `before` finds at `address` is what is written, even if the caller's memory changes. With
+    `whole_pages` a read may overwrite its memory up to the end of the last page.
     """
 
     write: bool

@@ -1,0 +1,265 @@
+"""Changes that a version counter does not show, or that only backward makes: as without offload."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from offload_strategy import OffloadEngine
+from offload_strategy.errors import OffloadError
+from offload_strategy.io.backends.posix import PosixBackend
+from offload_strategy.store.tensor_store import TensorStore
+from tests.activations.support import Calls, X, compare, noise
+from tests.training import activations_only, assert_same_bits, moved, on_disk, settings
+
+CHANGED = "has been modified by an inplace operation"
+
+
+# ---------------------------------------------------------------------- kernels
+#: Operators that write an argument which is neither changed in place (by its name) nor an `out=`,
+#: and that have a derivative.
+FILLED_LATE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rrelu_with_noise": lambda y: F.rrelu(y, training=True),
+    "rrelu_with_noise_": lambda y: F.rrelu(y * 1, training=True, inplace=True),
+    "_native_batch_norm_legit": lambda y: torch.ops.aten._native_batch_norm_legit(
+        y, None, None, torch.zeros(8), torch.ones(8), True, 0.1, 1e-5
+    )[0],
+    "_batch_norm_with_update": lambda y: torch.ops.aten._batch_norm_with_update(
+        y, torch.ones(8), torch.zeros(8), torch.zeros(8), torch.ones(8), 0.1, 1e-5
+    )[0],
+    "fused_moving_avg_obs_fake_quant": lambda y: _observed(y),
+}
+#: The others: steps of optimizers and of gradient scalers, parts of the above and of `cummax`, and
+#: kernels of accelerators that save what they write afterwards.
+WITHOUT_DERIVATIVE = {
+    *("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_"),
+    *("_fused_sgd", "_fused_adam", "_fused_adamw", "_fused_adagrad"),
+    *("_amp_update_scale_", "_amp_foreach_non_finite_check_and_unscale_"),
+    *("_cummax_helper", "_cummin_helper", "_fused_moving_avg_obs_fq_helper"),
+    *("_flash_attention_forward_no_dropout_inplace", "record_stream", "retain_grad", "set_data"),
+}
+
+
+def _observed(y: torch.Tensor) -> torch.Tensor:
+    on, low, high = torch.ones(1, dtype=torch.long), torch.tensor([-9.0]), torch.tensor([9.0])
+    scale, zero = torch.ones(1), torch.zeros(1, dtype=torch.int)
+    return torch.fused_moving_avg_obs_fake_quant(
+        y, on, on, low, high, scale, zero, 0.01, -128, 127, 0
+    )
+
+
+def test_every_operator_that_writes_more_than_its_result_is_known() -> None:
+    found = set()
+    for schema in torch._C._jit_get_all_schemas():
+        name = schema.name.removeprefix("aten::")
+        if name == schema.name or any(argument.is_out for argument in schema.arguments):
+            continue
+        written = [
+            place
+            for place, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None
+            and argument.alias_info.is_write
+            and schema.name not in ("aten::sort", "aten::remove")  # of Python lists
+            and str(argument.type) in ("Tensor", "List[Tensor]", "Optional[Tensor]")
+        ]
+        in_place = name.endswith("_") and written == [0]
+        if written and not in_place and not name.startswith("fbgemm"):
+            found.add(name)
+    assert found <= FILLED_LATE.keys() | WITHOUT_DERIVATIVE
+
+
+@pytest.fixture
+def written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the store gets is on the disk before training goes on."""
+    put = TensorStore.put
+
+    def put_and_wait(self: TensorStore, *args: Any, **options: Any) -> Any:
+        ticket = put(self, *args, **options)
+        self.wait_for_writes()
+        return ticket
+
+    monkeypatch.setattr(TensorStore, "put", put_and_wait)
+
+
+@pytest.mark.parametrize("kind", FILLED_LATE)
+def test_what_a_kernel_fills_after_it_was_saved(
+    kind: str, engine: OffloadEngine, written_at_once: None
+) -> None:
+    model = Calls(lambda w: (FILLED_LATE[kind](X @ w) * X).exp().sum())
+    compare(engine, model, lambda: model())
+
+
+# ---------------------------------------------------------------------- a backward that writes
+class _ChangesSaved(torch.autograd.Function):
+    """Its backward computes in place in what it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(y)
+        return y.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (y,) = ctx.saved_tensors
+        return grad * y.cos_()
+
+
+def _twice(w: torch.Tensor) -> torch.Tensor:
+    loss = _ChangesSaved.apply((X @ w).tanh()).sum()
+    loss.backward(retain_graph=True)
+    return loss
+
+
+WRITES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "shared with an operator": lambda w: _ChangesSaved.apply((X @ w).exp()).sum(),
+    "a view of what is shared": lambda w: _ChangesSaved.apply((X @ w).exp()[2:, ::2]).sum(),
+    "a base of what is shared": lambda w: (
+        lambda y: (y[2:] * y[:6]).sum() + _ChangesSaved.apply(y[1:]).sum()
+    )((X @ w) * 2),
+    "a second backward": _twice,
+}
+
+
+def _backward(model: nn.Module, between: Callable[[], None]) -> None:
+    loss = model()
+    between()
+    loss.backward()
+
+
+@pytest.mark.parametrize("where", ["in a batch", "being written", "on the disk", "host", "kept"])
+@pytest.mark.parametrize("name", WRITES)
+def test_a_backward_that_changes_what_others_saved_is_an_error(
+    name: str, where: str, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RuntimeError, match=CHANGED):
+        Calls(WRITES[name])().backward()
+    go = threading.Event()
+    if where == "being written":
+        move = PosixBackend.move
+        monkeypatch.setattr(PosixBackend, "move", lambda *args: (go.wait(60), move(*args))[1])
+    options: dict[str, Any] = {"min_size": 10_000} if where == "kept" else {}
+    options |= {"host": "1MiB"} if where == "host" else {}
+    try:
+        with activations_only(None if where == "host" else disk, **options) as engine:
+            model = Calls(WRITES[name])
+            engine.attach(model)
+            around = engine.forward if where == "in a batch" else nullcontext
+            with around(), pytest.raises(RuntimeError, match=CHANGED):
+                _backward(model, lambda: on_disk(engine) if where == "on the disk" else None)
+            go.set()
+    finally:
+        go.set()
+
+
+def test_a_backward_may_change_what_it_alone_has_saved(engine: OffloadEngine) -> None:
+    model = Calls(lambda w: _ChangesSaved.apply(X @ w).sum())
+    compare(engine, model, lambda: model())
+
+
+# ---------------------------------------------------------------------- neighbours
+class _Save(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(saved)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * ctx.saved_tensors[0].sum(), None
+
+
+def _halves(w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    with torch.no_grad():
+        return (w @ X).unsafe_chunk(2, 1)
+
+
+def test_a_neighbour_that_changes_while_bytes_are_written_is_no_error(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recurrent layer saves a strided part of its gates, and changes the next one in place."""
+    pytest.importorskip("xxhash")
+    begun, changed = threading.Event(), threading.Event()
+    move = PosixBackend.move
+
+    def move_late(*args: Any) -> None:
+        begun.set()
+        changed.wait(60)
+        move(*args)
+
+    monkeypatch.setattr(PosixBackend, "move", move_late)
+
+    def function(w: torch.Tensor) -> torch.Tensor:
+        first, second = _halves(w)
+        loss = _Save.apply(w * 1, first).sum()
+        loss = _Save.apply(w * 2, noise(8)).sum() + loss  # the first is being written now
+        assert not left or begun.wait(60)
+        second.detach_().mul_(3)
+        changed.set()
+        return _Save.apply(w * 1, second).sum() + loss
+
+    config = settings(disk, optimizer={"enabled": False}, io={"checksum": True, "threads": 1})
+    left = False
+    expected = Calls(function)
+    expected().backward()
+    changed.clear()
+    left = True
+    with OffloadEngine(config) as engine:
+        model = Calls(function)
+        engine.attach(model)
+        loss = model()
+        on_disk(engine)
+        loss.backward()
+        assert_same_bits({"grad": model.weight.grad}, {"grad": expected.weight.grad})
+        assert moved(engine, verb="read") > 0
+
+
+def test_a_neighbour_at_the_same_version_has_its_own_bytes(
+    engine: OffloadEngine, written_at_once: None
+) -> None:
+    def function(w: torch.Tensor) -> torch.Tensor:
+        first, second = _halves(w)
+        with torch.no_grad():
+            first.mul_(2)
+        loss = _Save.apply(w * 1, first).sum()  # its reach has all of `second` but the last row
+        with torch.no_grad():
+            second.mul_(3)
+        return _Save.apply(w * 1, second[:-1]).sum() + loss
+
+    model = Calls(function)
+    compare(engine, model, lambda: model())
+
+
+# ---------------------------------------------------------------------- what nobody can see
+HIDDEN: dict[str, Callable[[torch.Tensor], object]] = {
+    "data": lambda y: y.data.add_(1),
+    "numpy": lambda y: y.detach().numpy().fill(2),
+    "storage": lambda y: y.untyped_storage().fill_(1),
+}
+
+
+@pytest.mark.parametrize("name", [*HIDDEN, None])
+@pytest.mark.parametrize("host", [None, "1MiB"])
+def test_a_hidden_change_is_found_on_request(
+    name: str | None, host: str | None, disk: Path
+) -> None:
+    layer = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8, bias=False))
+    with activations_only(disk, host=host, verify=True) as engine:
+        engine.attach(layer)
+        hidden: list[torch.Tensor] = []
+        layer[1].register_forward_hook(lambda module, args, output: hidden.append(output))
+        loss = layer(X).exp().sum()
+        on_disk(engine)
+        if name is None:
+            loss.backward()
+            return
+        HIDDEN[name](hidden[0])
+        with pytest.raises(OffloadError, match=r"1 float32\[8, 8\].*unnoticed by autograd"):
+            loss.backward()
