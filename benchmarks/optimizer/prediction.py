@@ -24,7 +24,7 @@ from benchmarks.optimizer.contenders import PLAIN, plain_options
 from benchmarks.optimizer.session import Outcome, start
 from benchmarks.optimizer.table import session_of
 from offload_strategy.optimizer.user_class.inner_step import CHUNK_ELEMENTS
-from offload_strategy.planner.step_time import Rates, StepProfile, StepTime, predict_step
+from offload_strategy.planner.step_time import Rates, StepTime, predict_step
 from offload_strategy.units import MiB, parse_size
 
 _WITHIN = 0.15
@@ -181,7 +181,9 @@ def predict(
         update += 2 * parameters * host.convert  # both moments
     on_disk = ours.states_bytes(parameters) * (1 - ours.host_share)
     activations = row.median("offload/activations/read_bytes") if ours.activations else 0.0
-    profile = StepProfile(
+    rates = Rates(outcome.disk.read, outcome.disk.write, shared_cores=True, io_overhead=io_overhead)
+    return predict_step(
+        rates,
         forward_seconds=plain.median("forward_seconds"),
         backward_seconds=plain.median("backward_seconds"),
         update_seconds=update,
@@ -189,8 +191,6 @@ def predict(
         states_written_bytes=on_disk + waiting,
         activations_bytes=activations,
     )
-    rates = Rates(outcome.disk.read, outcome.disk.write, shared_cores=True, io_overhead=io_overhead)
-    return predict_step(profile, rates)
 
 
 def _limit(predicted: StepTime) -> str:

@@ -23,11 +23,12 @@ from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.memory_limits import PeakMeter
 from offload_strategy.plan_runtime.lifetime_plan import (
     CHECKPOINT,
+    GivenPlan,
     LifetimePlan,
+    load_plan,
     plan_lifetimes,
     within,
 )
-from offload_strategy.plan_runtime.plan_file import GivenPlan, load_plan
 from offload_strategy.plan_runtime.profile import Profile
 from offload_strategy.telemetry import get_logger
 from offload_strategy.units import MiB, format_size

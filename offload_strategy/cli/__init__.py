@@ -16,14 +16,10 @@ _INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
+    """Run the command line with the words after `ssd-offload`; None for those of this process.
 
-    Args:
-        arguments: The words after `ssd-offload`; None means those of this process.
-
-    Returns:
-        The exit status: 0 if all is well, 1 if a command found a problem, 2 if what the user gave
-        is wrong, 130 after Ctrl-C.
+    Returns the exit status: 0 if all is well, 1 if a command found a problem, 2 if what the user
+    gave is wrong, 130 after Ctrl-C.
     """
     options = _parser().parse_args(arguments)
     try:

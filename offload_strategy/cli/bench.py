@@ -16,7 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from offload_strategy.cli.options import Option, add_options, block_size, number, size, write_text
+from offload_strategy.cli.options import Option, add_options, block_size, number, size
 from offload_strategy.config import OffloadConfig
 from offload_strategy.config.directories import file_system_of
 from offload_strategy.errors import ConfigError, OffloadError
@@ -25,6 +25,7 @@ from offload_strategy.io.bandwidth.estimator import round_trip_rate
 from offload_strategy.io.bandwidth.history import Rates
 from offload_strategy.io.bandwidth.probe import MAX_BYTES, probe, write_latencies
 from offload_strategy.io.regions.region import Region
+from offload_strategy.plan_runtime.profile import write_text
 from offload_strategy.telemetry import Direction
 from offload_strategy.units import MiB, format_size
 
@@ -122,8 +123,7 @@ def _bench(options: argparse.Namespace) -> int:
     else:
         _print_tables(results, options)
         if options.json is not None:
-            text = json.dumps(report, indent=2) + "\n"
-            write_text("--json", Path(options.json), text)
+            write_text(Path(options.json), json.dumps(report, indent=2) + "\n")
     for result in results:
         if result.error is not None:
             print(f"ssd-offload: {result.path}: {result.error}", file=sys.stderr)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from offload_strategy.errors import ConfigError
 from offload_strategy.units import PAGE_BYTES, parse_size
 
 #: Types of values by the word that stands for them in the help; others are text.
@@ -60,13 +59,3 @@ def block_size(text: str) -> int:
     if found % PAGE_BYTES:
         raise argparse.ArgumentTypeError(f"{text!r} is not a multiple of {PAGE_BYTES} bytes")
     return found
-
-
-def write_text(option: str, file: Path, text: str, *, overwrite: bool = True) -> None:
-    """Write a file that an option names, or raise a ConfigError."""
-    try:
-        with file.open("w" if overwrite else "x", encoding="utf-8") as stream:
-            stream.write(text)
-    except OSError as error:
-        why = error.strerror or error
-        raise ConfigError(f"{option}: {str(file)!r} cannot be written: {why}") from error

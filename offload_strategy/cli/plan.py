@@ -9,18 +9,16 @@ import argparse
 import json
 from typing import Any, get_args
 
-from offload_strategy.cli.cpu_machine import cpu_request
 from offload_strategy.cli.options import Option, add_options
 from offload_strategy.cli.plan_profile import plan_profile, profile_script
-from offload_strategy.cli.plan_search import CPU, check_search_options, plan_search
+from offload_strategy.cli.plan_search import CPU, check_search_options, cpu_request, plan_search
 from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime.profile import Profile
 from offload_strategy.planner.analysis import analyse
-from offload_strategy.planner.costs import Prices
 from offload_strategy.planner.hardware import device as device_named
 from offload_strategy.planner.hardware import drive_set
 from offload_strategy.planner.model_presets import PRESETS, from_config, preset
-from offload_strategy.planner.request import Request
+from offload_strategy.planner.request import Prices, Request
 from offload_strategy.planner.saved_tensor_bytes import Workload
 from offload_strategy.planner.search.search_result import USUAL_TOKENS, USUAL_TOLERANCE
 from offload_strategy.planner.transformer_shape import Kind, TransformerShape

@@ -12,8 +12,12 @@ from pathlib import Path
 
 from offload_strategy.engine.profile_run import ProfileRun, profile_run
 from offload_strategy.errors import ConfigError
-from offload_strategy.plan_runtime.lifetime_plan import CHECKPOINT, LifetimePlan, plan_lifetimes
-from offload_strategy.plan_runtime.plan_file import save_plan
+from offload_strategy.plan_runtime.lifetime_plan import (
+    CHECKPOINT,
+    LifetimePlan,
+    plan_lifetimes,
+    save_plan,
+)
 from offload_strategy.plan_runtime.profile import PathRates, Profile
 from offload_strategy.plan_runtime.replay import replay
 from offload_strategy.plan_runtime.replay_lanes import StepReplay

@@ -16,9 +16,8 @@ from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.io.backends.protocol import create_backend
 from offload_strategy.io.bandwidth.measured_paths import MeasuredPaths
-from offload_strategy.io.queues.checksums import Checksum, create_checksum
 from offload_strategy.io.queues.path_lock import PathLock
-from offload_strategy.io.queues.path_queue import PathQueue
+from offload_strategy.io.queues.path_queue import Checksum, PathQueue, create_checksum
 from offload_strategy.io.regions.directory_check import check_capacities, make_process_directory
 from offload_strategy.io.regions.region import ExternalFile, Region
 from offload_strategy.store.tensor_store import TensorStore

@@ -95,11 +95,7 @@ def device(name: str) -> Device:
 
 
 def drive_set(text: str) -> Drives:
-    """Read "P5510" or "4xP5510".
-
-    Raises:
-        ConfigError: If there is no such drive, or the count is not a positive integer.
-    """
+    """Read "P5510" or "4xP5510", or raise a ConfigError that says what is wrong."""
     match = _COUNT.fullmatch(text)
     if match is None:
         raise ConfigError(f"{text!r} names no drive: write a name, or a count as in '4xP5510'")

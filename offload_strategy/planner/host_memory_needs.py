@@ -21,9 +21,8 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from offload_strategy.errors import ConfigError
 from offload_strategy.planner.transformer_shape import TransformerShape, positive
 
 System = Literal["zero-infinity", "memascend", "streamed"]
@@ -73,59 +72,33 @@ def weight_buffers(shape: TransformerShape, blocks_in_flight: int = 1) -> Weight
     return WeightBuffers({size: counts[size] for size in sizes})
 
 
-def host_memory(
-    shape: TransformerShape,
-    system: System,
-    *,
-    checks_overflow: bool = True,
-    checkpoint_bytes: int = 0,
-) -> dict[str, int]:
+def host_memory(shape: TransformerShape, system: System) -> dict[str, int]:
     """Return the bytes of host memory of a run by their use; see [Note: parts of the peak].
 
-    Args:
-        shape: Shape of the model.
-        system: "zero-infinity" and "memascend" as the paper describes them; "streamed" updates each
-            layer during backward (Fuyou, section 4.3), so that gradients of the whole model never
-            wait.
-        checks_overflow: Whether gradients are checked, as training in float16 requires.
-        checkpoint_bytes: Inputs of layers in host memory, on all devices together.
-
-    Raises:
-        ConfigError: For an unknown system, or a negative number of bytes.
+    "zero-infinity" and "memascend" are as the paper describes them; "streamed" updates each layer
+    during backward (Fuyou, section 4.3), so that gradients of the whole model never wait.
     """
-    if system not in get_args(System):
-        raise ConfigError(
-            f"host memory: system is {system!r}; give one of {', '.join(get_args(System))}"
-        )
-    if checkpoint_bytes < 0:
-        raise ConfigError(f"host memory: checkpoint_bytes is {checkpoint_bytes}; give 0 or more")
     buffers = weight_buffers(shape)
     largest = max(item.elements for item in shape.weights())
+    weight, state = _WEIGHT_BYTES * largest, _STATE_BYTES * largest
     gradients = _GRADIENT_BYTES * shape.parameters
-    parts: dict[str, int] = {}
+    kept = {"states": _STATE_BUFFERS * state, "swap-out": _SWAP_BUFFERS * weight}
     if system == "streamed":
-        parts["gradients of a layer"] = _WEIGHT_BYTES * shape.layer_parameters
-    else:
-        parts["gradients"] = gradients
-    if system == "zero-infinity" and checks_overflow:
-        parts["overflow check"] = int(_CHECK_SHARE * gradients)
-    exact = system != "zero-infinity"
-    parts["weights in flight"] = buffers.exact_bytes if exact else buffers.one_size_bytes
-    parts["states"] = _STATE_BUFFERS * _STATE_BYTES * largest
-    parts["swap-out"] = _SWAP_BUFFERS * _WEIGHT_BYTES * largest
-    if not exact:
-        weights = sum(buffers.counts.values())
-        parts["rounding of pinned buffers"] = (
-            _rounding(gradients)
-            + (weights + _SWAP_BUFFERS) * _rounding(_WEIGHT_BYTES * largest)
-            + _STATE_BUFFERS * _rounding(_STATE_BYTES * largest)
-            + _rounding(checkpoint_bytes)
-        )
-    if checkpoint_bytes:
-        parts["inputs of layers"] = checkpoint_bytes
-    return parts
+        layer = _WEIGHT_BYTES * shape.layer_parameters
+        return {"gradients of a layer": layer, "weights in flight": buffers.exact_bytes, **kept}
+    if system == "memascend":
+        return {"gradients": gradients, "weights in flight": buffers.exact_bytes, **kept}
+    weights = sum(buffers.counts.values()) + _SWAP_BUFFERS
+    rounding = _rounding(gradients) + weights * _rounding(weight)
+    return {
+        "gradients": gradients,
+        "overflow check": int(_CHECK_SHARE * gradients),
+        "weights in flight": buffers.one_size_bytes,
+        **kept,
+        "rounding of pinned buffers": rounding + _STATE_BUFFERS * _rounding(state),
+    }
 
 
 def _rounding(nbytes: int) -> int:
     """Return the bytes that rounding up to a power of two adds."""
-    return (1 << (nbytes - 1).bit_length()) - nbytes if nbytes else 0
+    return (1 << (nbytes - 1).bit_length()) - nbytes

@@ -104,14 +104,10 @@ def preset(name: str) -> TransformerShape:
 
 
 def from_config(config: Mapping[str, Any] | str | Path) -> TransformerShape:
-    """Read the config.json of a Hugging Face model.
+    """Read the config.json of a Hugging Face model: its contents, path, or directory.
 
-    Args:
-        config: its contents, its path, or the directory that it is in. GPT-2, BERT, T5, Llama,
-            Qwen2 and Mistral are known, and what has the same keys.
-
-    Raises:
-        ConfigError: if the file cannot be read, or a key is missing or of the wrong type.
+    GPT-2, BERT, T5, Llama, Qwen2 and Mistral are known, and what has the same keys. Raises a
+    ConfigError if the file cannot be read, or a key is missing or of the wrong type.
     """
     where = "config"
     if not isinstance(config, Mapping):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from offload_strategy.errors import ConfigError
-from offload_strategy.planner.costs import Prices
 from offload_strategy.planner.hardware import Device, Drives
 from offload_strategy.planner.hardware import device as named_device
 from offload_strategy.planner.saved_tensor_bytes import Workload
@@ -30,6 +28,32 @@ _UPDATES_SOURCE = (
 )
 
 
+SECONDS_PER_YEAR = 365.0 * 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Prices of the machine in US dollars; None for what is not known."""
+
+    device: float | None = None  # Price of the device
+    drive: float | None = None  # Price of each drive
+    host: float | None = None  # Price of the rest
+    # Depreciation period of device and host. A drive is depreciated over as many years, or
+    # over its rated life if that is shorter
+    years: float = 3.0
+
+    def __post_init__(self) -> None:
+        require_positive(self, "prices: ", "device", "drive", "host", "years")
+
+    def dollars_per_second(self, drives: int, drive_seconds: float) -> float | None:
+        """Return the depreciation of all, with drives of so long a life; None without a price."""
+        if self.device is None or self.drive is None or self.host is None:
+            return None
+        seconds = self.years * SECONDS_PER_YEAR
+        worn = min(seconds, drive_seconds)
+        return (self.device + self.host) / seconds + drives * self.drive / worn
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A run to analyse."""
@@ -47,11 +71,6 @@ class Request:
 
     def __post_init__(self) -> None:
         require_positive(self, "", "host_memory_bytes", "sustained_flops", "update_rate")
-        if self.work.tensor_parallel != 1:
-            raise ConfigError(
-                f"request: tensor_parallel is {self.work.tensor_parallel}, but the analysis is for "
-                f"one device: give 1, and the shape of one device's part"
-            )
         positive("machine: flops", self.flops)
         require_positive(self.rates, "machine: rates.", "read", "write", "link", "paths")
 

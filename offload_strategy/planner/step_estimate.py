@@ -29,7 +29,12 @@ from offload_strategy.plan_runtime.space_requirements import optimizer_need
 from offload_strategy.planner.host_memory_needs import host_memory
 from offload_strategy.planner.request import Request
 from offload_strategy.planner.saved_tensor_bytes import layer_activation_bytes, layer_input_bytes
-from offload_strategy.planner.step_time import StepProfile, StepTime, limit_name, predict_step
+from offload_strategy.planner.step_time import (
+    BACKWARD_OVER_FORWARD,
+    StepTime,
+    limit_name,
+    predict_step,
+)
 
 #: Bytes per parameter: float32 weights and both moments of Adam.
 STATE_BYTES = 12
@@ -44,7 +49,6 @@ _LAYERS_IN_FLIGHT = 2
 class Swap:
     """Which results inside the layers are offloaded, and the step that this gives."""
 
-    counts: dict[str, int]  # In how many layers each part's result is offloaded, by name
     inner_bytes: int  # Bytes of these results
     checkpoint_bytes: int  # Bytes of the inputs of the layers, which are always offloaded
     all_bytes: int  # What `inner_bytes` would be if all results were offloaded
@@ -84,28 +88,26 @@ def swaps(request: Request, *, streams_weights: bool = True) -> Iterator[Swap]:
     forward = shape.forward_flops(work.batch, work.sequence) / flops
     parameters = shape.parameters
     weights = WEIGHT_BYTES * parameters
-    counts: dict[str, int] = {}
     moved = 0
 
     def swap() -> Swap:
-        profile = StepProfile(
+        backward = BACKWARD_OVER_FORWARD * forward + max(0.0, recomputed) / flops
+        time = predict_step(
+            request.rates,
             forward_seconds=forward,
+            backward_seconds=backward,
             update_seconds=parameters / request.updates,
-            recompute_seconds=max(0.0, recomputed) / flops,
             weights_bytes=weights if streams_weights else 0.0,
             gradients_bytes=weights,
             states_read_bytes=STATE_BYTES * parameters,
             states_written_bytes=STATE_BYTES * parameters,
             activations_bytes=inputs + moved,
         )
-        computed = (forward + profile.backward_computation) * flops
-        time = predict_step(profile, request.rates)
-        return Swap(dict(counts), moved, inputs, everything, computed, time)
+        return Swap(moved, inputs, everything, (forward + backward) * flops, time)
 
     yield swap()
     for part in ordered:
         for _ in range(shape.layers):
-            counts[part.name] = counts.get(part.name, 0) + 1
             moved += part.output_bytes
             recomputed -= part.flops
             yield swap()

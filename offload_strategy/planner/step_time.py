@@ -3,7 +3,9 @@
 In every stage of a step, computation, the link to the device and the paths run at the same time,
 and the stage takes as long as the slowest of them. `predict_step` lays a step out as Fuyou does,
 with the update on the host within the backward pass; the search for settings lays out stages of its
-own (`planner.search.gpu_model`, `planner.search.cpu_model`) from the same parts.
+own (`planner.search.gpu_model`, `planner.search.cpu_model`) from the same parts. A replay
+(`plan_runtime.replay`) is exact to the tensor, but needs a profile, and seconds where the search
+tries thousands of settings.
 
 [Note: one set of cores]
 Fuyou's equations are for a GPU that runs the model next to a host that runs the optimizer, so both
@@ -169,47 +171,39 @@ class Rates:
         return Stage(name, times, load, limits)
 
 
-@dataclass(frozen=True, slots=True)
-class StepProfile:
-    """What a step computes and moves, in seconds and bytes."""
+def predict_step(
+    rates: Rates,
+    *,
+    forward_seconds: float,
+    backward_seconds: float,
+    update_seconds: float,
+    weights_bytes: float = 0.0,
+    gradients_bytes: float = 0.0,
+    states_read_bytes: float = 0.0,
+    states_written_bytes: float = 0.0,
+    activations_bytes: float = 0.0,
+) -> StepTime:
+    """Predict the stages "forward" and "backward" of a step (equations 1 to 8).
 
-    forward_seconds: float  # Computation of the forward pass
-    update_seconds: float  # Computation of the optimizer over all parameters, copies included
-    # Computation of the backward pass; None for twice the forward pass
-    backward_seconds: float | None = None
-    recompute_seconds: float = 0.0  # Computation of activations that are neither kept nor offloaded
-    # Weights that are read from the paths in each of both passes and written back after the
-    # update; 0 if they stay on the device
-    weights_bytes: float = 0.0
-    gradients_bytes: float = 0.0  # Gradients that go from the device to the host
-    states_read_bytes: float = 0.0  # Optimizer states that are read from the paths
-    states_written_bytes: float = 0.0  # Optimizer states that are written to the paths
-    # Activations that are written in the forward pass and read in backward
-    activations_bytes: float = 0.0
-
-    @property
-    def backward_computation(self) -> float:
-        """Seconds of the backward pass, recomputation included (equation 8)."""
-        backward = self.backward_seconds
-        if backward is None:
-            backward = BACKWARD_OVER_FORWARD * self.forward_seconds
-        return backward + self.recompute_seconds
-
-
-def predict_step(profile: StepProfile, rates: Rates) -> StepTime:
-    """Predict the stages "forward" and "backward" of a step (equations 1 to 8)."""
-    weights, activations = profile.weights_bytes, profile.activations_bytes
+    Seconds are those of computation: of backward with what is recomputed, of the update with its
+    copies. Weights are read from the paths in both passes and written after the update, and
+    gradients go from the device to the host; 0 bytes where they stay. Activations are written in
+    the forward pass and read in backward.
+    """
     forward = StageLoad(
-        profile.forward_seconds, weights, activations, read=weights, written=activations
+        forward_seconds,
+        weights_bytes,
+        activations_bytes,
+        read=weights_bytes,
+        written=activations_bytes,
     )
     backward = StageLoad(
-        profile.backward_computation,
-        to_device=weights + activations,
-        from_device=profile.gradients_bytes,
-        read=profile.states_read_bytes + weights + activations,
-        written=profile.states_written_bytes + weights,
+        backward_seconds,
+        to_device=weights_bytes + activations_bytes,
+        from_device=gradients_bytes,
+        read=states_read_bytes + weights_bytes + activations_bytes,
+        written=states_written_bytes + weights_bytes,
     )
-    update = profile.update_seconds
     return StepTime(
-        (rates.stage("forward", forward), rates.stage("backward", backward, update=update))
+        (rates.stage("forward", forward), rates.stage("backward", backward, update=update_seconds))
     )

@@ -19,8 +19,13 @@ from offload_strategy.activations.pass_profile import IoOverhead, PassProfiler
 from offload_strategy.activations.planned_budget import MemoryLimit, PlannedBudget
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.memory_limits import PeakMeter
-from offload_strategy.plan_runtime.lifetime_plan import CHECKPOINT, plan_lifetimes
-from offload_strategy.plan_runtime.plan_file import GivenPlan, PlannedItem, save_plan
+from offload_strategy.plan_runtime.lifetime_plan import (
+    CHECKPOINT,
+    GivenPlan,
+    PlannedItem,
+    plan_lifetimes,
+    save_plan,
+)
 from offload_strategy.units import MiB
 from tests.training import assert_same_bits, gradients, settings
 

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from offload_strategy.cli import cpu_machine, main
+from offload_strategy.cli import main, plan_search
 from offload_strategy.config import OffloadConfig
 from offload_strategy.planner.model_presets import preset
 from offload_strategy.planner.search.cpu_request import Cores
@@ -36,7 +36,7 @@ def known_cores(monkeypatch):
         asked.append((shape, sequence, given))
         return CORES
 
-    monkeypatch.setattr(cpu_machine, "measured_cores", measured)
+    monkeypatch.setattr(plan_search, "measured_cores", measured)
     return asked
 
 
@@ -172,7 +172,7 @@ def test_the_config_for_the_cpu_loads(known_cores, plan, tmp_path):
 
 
 def test_what_is_not_given_is_looked_up_or_measured(known_cores, plan, tmp_path, monkeypatch):
-    monkeypatch.setattr(cpu_machine, "available_bytes", lambda: 64 * GiB)
+    monkeypatch.setattr(plan_search, "available_bytes", lambda: 64 * GiB)
     text = plan(f"{ON_CPU} --dir {tmp_path}")
     assert "64 GiB of memory" in text
     assert "The first row offloads nothing" in text
@@ -193,7 +193,7 @@ def test_the_tolerance_is_a_share_that_a_smaller_batch_may_cost(known_cores, pla
 
 
 def test_the_cores_of_this_machine_are_measured():
-    found = cpu_machine.measured_cores(
+    found = plan_search.measured_cores(
         TransformerShape("gpt", 2, 128, 2, 512, max_positions=64), 64
     )
     assert 1e8 < found.flops < 1e15
@@ -206,7 +206,7 @@ def test_the_cores_of_this_machine_are_measured():
     odd = dataclasses.replace(
         preset("llama3-8b"), hidden=320, heads=5, kv_heads=1, feed_forward=100
     )
-    assert cpu_machine.measured_cores(odd, 16, update_rate=1e9).flops > 1e8
+    assert plan_search.measured_cores(odd, 16, update_rate=1e9).flops > 1e8
 
 
 # ------------------------------------------------------------------ what is wrong

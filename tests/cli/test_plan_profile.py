@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from offload_strategy.cli import main
-from offload_strategy.plan_runtime.lifetime_plan import CHECKPOINT
-from offload_strategy.plan_runtime.plan_file import load_plan
+from offload_strategy.plan_runtime.lifetime_plan import CHECKPOINT, load_plan
 from offload_strategy.plan_runtime.profile import Profile
 from tests.plan_runtime.profiles import stack
 

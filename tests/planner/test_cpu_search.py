@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 import subprocess
@@ -96,53 +95,6 @@ def test_the_less_memory_the_more_leaves(memory, batch, moved):
     assert all(one.placement.fits[0].needed_bytes <= run.room_bytes for one in found.candidates)
 
 
-@pytest.mark.parametrize(
-    ("run", "short"),
-    [
-        (request(400 * MiB), {"memory"}),
-        # A full disk is a reason as well.
-        (request(GiB, capacity=10 * MiB), {"memory", "disk"}),
-    ],
-)
-def test_what_fits_nowhere_is_refused_with_the_reason(run, short):
-    found = search(run, Space((256,), max_batch=2))
-    assert found.candidates == ()
-    assert {one.what for one in found.refused} == short
-    assert sum(one.count for one in found.refused) == found.tried
-    with pytest.raises(ConfigError, match=r"none of \d+ settings fits: .* need more memory"):
-        _ = found.best
-    assert "Nothing fits." in str(found)
-
-
-def test_more_of_anything_is_no_slower():
-    more = (request(GiB), request(2 * GiB), request(GiB, 2e9, 2e9))
-    usual, *better = (search(run, Space((256,), batch=8)).best.tokens_per_second for run in more)
-    assert min(better) >= 0.99 * usual
-    assert max(better) > 1.05 * usual
-
-
-@pytest.mark.parametrize(("memory", "rate"), [(0.9, 6e8), (1.3, 6e7), (1.8, 6e8)])
-def test_nothing_that_fits_is_faster_than_what_is_found(memory, rate):
-    run = request(memory * GiB, rate, rate, dataclasses.replace(GPT_98M, layers=6))
-    model, speeds = CpuModel(run), []
-    for micro, again, overlap, order, moves, blocks in itertools.product(
-        (1, 2, 4),
-        range(7),
-        ("commit", "off"),
-        itertools.permutations(WITH_ORDERS),
-        ((False, False), (True, False), (True, True)),
-        (2, 3),
-    ):
-        settings = Settings(
-            4, micro, 256, again, *moves, overlap, blocks_in_flight=blocks, host_priority=order
-        )
-        one = model.place(settings)
-        if one.ok:
-            speeds.append(settings.tokens / model.step_time(one).seconds)
-    best = search(run, Space((256,), batch=4, tolerance=0)).best
-    assert 0.99 * max(speeds) <= best.tokens_per_second <= max(speeds) * (1 + 1e-9)
-
-
 def test_a_large_model_is_searched():
     run = request(64 * GiB, 3e9, 3e9, preset("gpt3-13b"))
     found = search(run, Space((1024,), max_batch=8))
@@ -166,9 +118,11 @@ def test_plain_training_needs_16_bytes_a_parameter_and_what_is_saved():
 
 def test_layers_that_are_computed_again_keep_their_input():
     run = request(64 * GiB)
-    whole, none = (placed(run, Settings(8, 1, 256, again)).saved_bytes for again in (0, 12))
-    assert none == 12 * 8 * 256 * 768 * 4
-    assert none < whole / 15
+    saved = activation_bytes(GPT_98M, Workload(8, 256, dtype_bytes=4), 0)
+    inputs = 12 * 8 * 256 * 768 * 4
+    # The worst moment is the first layer's now, with nearly all gradients there.
+    need = needed(run, Settings(8, 1, 256, recomputed_layers=12))
+    assert need == pytest.approx(16 * P + inputs + saved / 12, rel=0.01)
 
 
 def test_states_that_leave_take_buffers_and_those_that_stay_a_tier():

@@ -8,38 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from offload_strategy.planner.model_presets import preset
-from offload_strategy.planner.saved_tensor_bytes import Workload, activation_bytes
-from tests.planner.shape_profile import active_bytes
-from tests.planner.teraio import (
+from benchmarks.planning.shape_profile import active_bytes
+from benchmarks.planning.teraio import (
     AS_STATED,
     GPU,
     NEAR_IDEAL,
     THIRD,
     Setting,
-    all_idle,
     cells,
     least_moved,
     point,
-    profile,
     roofline,
     throughput,
 )
+from offload_strategy.planner.saved_tensor_bytes import Workload
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "planning.md"
-LLAMA, STEP = preset("llama3-8b"), AS_STATED.step
-
-
-# ------------------------------------------------------------------ the set-up
-def test_a_micro_batch_of_four_is_what_zero_infinity_fits_at_3072_tokens_and_no_further():
-    # Section 4.2: beyond 3,072 tokens the saved tensors of a micro-batch, divided between two GPUs,
-    # exceed their memory. Of powers of two that is so for 4 alone, if 4,096 was tried next.
-    def fits(batch: int, sequence: int) -> bool:
-        work = Workload(batch, sequence, dtype_bytes=4, tensor_parallel=2)
-        return activation_bytes(LLAMA, work) < GPU.memory_bytes
-
-    sizes = [batch for batch in (1, 2, 4, 8, 16) if fits(batch, 3072) and not fits(batch, 4096)]
-    assert sizes == [STEP.work.batch] == [4]
+STEP = AS_STATED.step
 
 
 def test_active_tensors_are_the_share_that_section_2_1_gives():
@@ -56,13 +41,6 @@ def test_active_tensors_are_the_share_that_section_2_1_gives():
     assert max(shares(2 * STEP.work.tokens)) > 0.14
 
 
-def test_two_gpus_are_enough_without_offload_only_for_smaller_micro_batches():
-    # Section 4.2: they are for Llama3-8B; with Teraio micro-batches may be larger.
-    small = replace(STEP, work=replace(STEP.work, batch=1))
-    assert profile(small).peak_bytes < GPU.memory_bytes < profile(STEP).peak_bytes
-
-
-# ------------------------------------------------------------------ figure 3
 @pytest.mark.slow
 def test_as_stated_the_curve_is_near_ideal_with_32_gb_a_second_and_flat_beyond():
     at = curve(AS_STATED, 8, 16)
@@ -85,14 +63,6 @@ def test_with_a_third_of_the_memory_the_curve_flattens_between_32_and_48():
     # Not all can be hidden here: what is needed at once comes though there is no room for it.
     assert point(THIRD, 48).peak_bytes < 1.15 * THIRD.limit
     assert cells(at.values()) == documented(THIRD.name, at)
-
-
-def test_the_roofline_of_all_that_lies_unused_reaches_its_roof_at_16_gb_a_second_each_way():
-    # 417 GB each way in 26.7 s: 15.6 GB/s, or 31 of both directions together.
-    moved = all_idle(STEP)
-    assert moved / profile(STEP).step_seconds == pytest.approx(15.6e9, rel=0.01)
-    assert roofline(STEP, moved, 12) < 0.8
-    assert roofline(STEP, moved, 16) == 1.0
 
 
 def curve(setting: Setting, *bandwidths: int) -> dict[int, float]:

@@ -259,7 +259,6 @@ class _CpuPlacement:
                 Fit("memory", request.cores.process_bytes + self._needed(kept), request.room_bytes),
                 Fit("disk", disk, request.drives.capacity_bytes),
             ),
-            saved_bytes=math.ceil(self._saved(self._model.shape.layers)),
             subgroup_size=self._subgroup or None,
             pinned_bytes=self._pinned(kept) + read_ahead,
             gradient_bytes=kept.gradients,

@@ -102,7 +102,7 @@ class GpuModel(SearchModel):
         if settings.offloads_optimizer:
             each = settings.state_bytes + WEIGHT_BYTES
             subgroup = subgroup_size(sizes.parameters, each, host_room // SUBGROUPS_SHARE)
-        saved, left, device = self._device_memory(settings, sizes, subgroup or 0)
+        left, device = self._device_memory(settings, sizes, subgroup or 0)
         staging = self._staging_bytes(settings, sizes, subgroup or 0, left)
         staging = max(staging, min(_STAGING_BYTES, host_room // _STAGING_SHARE)) if staging else 0
         leaving = _offloaded_bytes(sizes, settings, left)
@@ -118,7 +118,6 @@ class GpuModel(SearchModel):
                 Fit("host memory", host, max(0, host_room)),
                 Fit("disk", disk, self.drives.capacity_bytes),
             ),
-            saved_bytes=saved,
             subgroup_size=subgroup,
             # Gradients of a device wait in buffers as well; new weights may take half of them.
             pinned_bytes=staging + waiting,
@@ -127,8 +126,8 @@ class GpuModel(SearchModel):
 
     def _device_memory(
         self, settings: Settings, sizes: ModelSizes, subgroup: int
-    ) -> tuple[int, int, int]:
-        """Return the bytes that are saved, those of them that leave, and the device's peak."""
+    ) -> tuple[int, int]:
+        """Return the bytes of what layers save that leave, and the device's peak."""
         layers = self.shape.layers
         share = settings.recomputed_layers / layers
         inputs = settings.recomputed_layers * sizes.layer_input
@@ -149,12 +148,12 @@ class GpuModel(SearchModel):
         base += sizes.saved_layer + 2 * sizes.layer_input + 2 * sizes.logits
         limit = _DEVICE_SHARE * self.request.device.memory_bytes
         if base + saved <= limit:
-            return saved, 0, base + saved
+            return 0, base + saved
         # The last layer's tensors are needed at once; another layer's are on their way.
         left = min(max(0, movable - last), math.ceil(base + saved + last - limit))
         if not left:
-            return saved, 0, base + saved
-        return saved, left, base + saved + last - left
+            return 0, base + saved
+        return left, base + saved + last - left
 
     def _staging_bytes(
         self, settings: Settings, sizes: ModelSizes, subgroup: int, left: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from offload_strategy.errors import ConfigError
@@ -47,7 +48,6 @@ class Space:
     state_dtypes: tuple[StateType, ...] = ("float32",)
     # Share of the tokens per second that a smaller batch may cost
     tolerance: float = USUAL_TOLERANCE
-    keep: int = 5  # How many candidates are kept, each of another kind
 
     def __post_init__(self) -> None:
         for name in ("sequences", "overlaps", "state_dtypes"):
@@ -57,7 +57,7 @@ class Space:
             raise ConfigError(f"search: tolerance is {self.tolerance}; give 0 or more, below 1")
         for sequence in self.sequences:
             positive("search: sequence", sequence)
-        require_positive(self, "search: ", "max_tokens", "keep", "batch", "max_batch")
+        require_positive(self, "search: ", "max_tokens", "batch", "max_batch")
         if self.batch is None and self.max_tokens < min(self.sequences):
             raise ConfigError(
                 f"search: max_tokens is {self.max_tokens}, less than one sequence of "
@@ -82,7 +82,7 @@ class Space:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Candidate:
     """Settings that fit, where tensors are with them, and the time of their step."""
 
@@ -94,7 +94,7 @@ class Candidate:
         """The settings."""
         return self.placement.settings
 
-    @property
+    @cached_property
     def tokens_per_second(self) -> float:
         """Throughput in tokens per second."""
         return self.settings.tokens / self.step.seconds
@@ -176,11 +176,7 @@ class SearchResult:
 
     @property
     def best(self) -> Candidate:
-        """The best candidate.
-
-        Raises:
-            ConfigError: If nothing fits; the message says what is missing.
-        """
+        """The best candidate; raises a ConfigError that says what is missing if nothing fits."""
         if not self.candidates:
             raise ConfigError(
                 f"search: none of {self.tried} settings fits: {'; '.join(map(str, self.refused))}. "

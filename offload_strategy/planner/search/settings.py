@@ -122,7 +122,6 @@ class Placement:
     # What has left the device, by kind, without kinds of which nothing has
     offloaded: Mapping[OffloadedKind, TierSplit]
     fits: tuple[Fit, ...]  # Needed and available bytes of each kind of memory and of the drives
-    saved_bytes: int  # Bytes that the layers save in the forward pass of a micro-batch
     subgroup_size: int | None  # Parameters that are updated at a time; None if states stay
     pinned_bytes: int  # Bytes of buffers (`memory.pinned`), for staging and for what waits
     gradient_bytes: int  # Bytes of gradients that wait in them (`optimizer.gradient_memory`)

@@ -36,6 +36,8 @@ from offload_strategy.planner.search.settings import Placement, Settings
 _AS_FAST = 0.01
 #: Recomputed layers are tried in multiples of one part in so many of all layers.
 _RECOMPUTED_PARTS = 8
+#: Candidates that the result has, each of another kind.
+_KEPT = 5
 _MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _BLOCKS_IN_FLIGHT = (3, 2)
 #: Whether states are offloaded and weights streamed.
@@ -45,13 +47,8 @@ _OFFLOADS = ((False, False), (True, False), (True, True))
 def search(request: Request | CpuRequest, space: Space) -> SearchResult:
     """Find the settings with the highest throughput; see [Note: the order of settings].
 
-    Args:
-        request: Model and machine. Batch and sequence of its work do not count, nor does its rate
-            of updates on the host: a GPU's updates run on the device.
-        space: The space to search.
-
-    Raises:
-        ConfigError: If a figure is not above 0.
+    Batch and sequence of the request do not count, nor does its rate of updates on the host: a
+    GPU's updates run on the device.
     """
     model = CpuModel(request) if isinstance(request, CpuRequest) else GpuModel(request)
     candidates = _Candidates(model, space.tolerance)
@@ -59,10 +56,10 @@ def search(request: Request | CpuRequest, space: Space) -> SearchResult:
         candidates.try_settings(settings)
     if space.batch is None:
         # Between the batches that were tried, a larger one may fit or a smaller one be as fast.
-        for found in list(candidates.best_of_each_kind()):
+        for found in candidates.best_of_each_kind():
             for settings in _around(found.settings, space):
                 candidates.try_settings(settings)
-    best, refused = tuple(candidates.ranked()[: space.keep]), tuple(candidates.refused.values())
+    best, refused = tuple(candidates.ranked()[:_KEPT]), tuple(candidates.refused.values())
     return SearchResult(model, space, best, refused, candidates.tried)
 
 
@@ -75,7 +72,6 @@ class _Candidates:
         self._model = model
         self._least = 1 - tolerance
         self._kinds: dict[object, list[Candidate]] = {}
-        self._fastest: dict[object, float] = {}
 
     def try_settings(self, settings: Settings) -> None:
         """Time settings with every order of host memory, or note why they do not fit."""
@@ -85,30 +81,24 @@ class _Candidates:
                 self._refuse(one)
                 continue
             found = Candidate(one, self._model.step_time(one))
-            kind, speed = _kind(found), found.tokens_per_second
-            fastest = max(self._fastest.get(kind, 0.0), speed)
-            self._fastest[kind] = fastest
-            if speed >= fastest * self._least:
-                self._kinds.setdefault(kind, []).append(found)
+            self._kinds.setdefault(_kind(found), []).append(found)
 
-    def best_of_each_kind(self) -> Iterator[Candidate]:
-        for kind, found in self._kinds.items():
-            yield self._best(found, self._least * self._fastest[kind])
+    def best_of_each_kind(self) -> list[Candidate]:
+        return [self._best(found) for found in self._kinds.values()]
 
     def ranked(self) -> list[Candidate]:
         """Return the best of all kinds, then the best of the other kinds, and so on."""
         rest, ranked = dict(self._kinds), list[Candidate]()
         while rest:
-            fastest = max(self._fastest[kind] for kind in rest)
-            everything = [one for found in rest.values() for one in found]
-            best = self._best(everything, self._least * fastest)
+            best = self._best([one for found in rest.values() for one in found])
             del rest[_kind(best)]
             if not any(_at_least_as_good(better, best) for better in ranked):
                 ranked.append(best)
         return ranked
 
-    def _best(self, found: Sequence[Candidate], least: float) -> Candidate:
-        """Return the best of those with at least so many tokens per second."""
+    def _best(self, found: Sequence[Candidate]) -> Candidate:
+        """See [Note: the order of settings]."""
+        least = self._least * max(one.tokens_per_second for one in found)
         wanted = [one for one in found if one.tokens_per_second >= least]
         batch = min(map(self._batch_cost, wanted))
         same = [one for one in wanted if self._batch_cost(one) == batch]

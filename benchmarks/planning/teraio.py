@@ -5,7 +5,7 @@ adds what training waits for. Its text says that 32 to 48 GB/s for each GPU, in 
 (section 3.3), are near ideal for its models; the curves are a picture. Here a step of its set-up
 (sections 2 and 4.1) is made from the model's shape, planned, and replayed.
 
-`python -m tests.planner.paper_tables --slow` prints the table of docs/planning.md.
+`python -m benchmarks.planning.papers --slow` prints the table of docs/planning.md.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from benchmarks.planning.shape_profile import StageStep, step_profile
 from offload_strategy.plan_runtime.lifetime_plan import plan_lifetimes
 from offload_strategy.plan_runtime.profile import PathRates, Profile
 from offload_strategy.plan_runtime.replay import replay
@@ -22,7 +23,6 @@ from offload_strategy.planner.hardware import device
 from offload_strategy.planner.model_presets import preset
 from offload_strategy.planner.saved_tensor_bytes import Workload
 from offload_strategy.units import GiB, markdown_table
-from tests.planner.shape_profile import StageStep, step_profile
 
 #: GB/s in each direction.
 BANDWIDTHS = (4, 8, 12, 16, 24, 32, 48, 64, 96)

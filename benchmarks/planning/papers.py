@@ -1,26 +1,19 @@
 """What the papers report, and tables of it beside the analytical front's figures.
 
-`python -m tests.planner.paper_tables` prints the tables of docs/planning.md; with
+`python -m benchmarks.planning.papers` prints the tables of docs/planning.md; with
 `--slow` Teraio's figure 3 as well (see `teraio`), which takes minutes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import sys
-from collections.abc import Iterable, Sequence
 
-from offload_strategy.planner.costs import (
-    SECONDS_PER_YEAR,
-    SSDTRAIN,
-    lifespan_seconds,
-    required_write_rate,
-)
+from offload_strategy.planner.analysis import SSDTRAIN, lifespan_seconds, required_write_rate
 from offload_strategy.planner.hardware import device, drive_set
 from offload_strategy.planner.host_memory_needs import host_memory, weight_buffers
 from offload_strategy.planner.model_presets import preset
-from offload_strategy.planner.request import Request
+from offload_strategy.planner.request import SECONDS_PER_YEAR, Request
 from offload_strategy.planner.saved_tensor_bytes import Workload, activation_bytes
 from offload_strategy.planner.search.gpu_model import GpuModel
 from offload_strategy.planner.search.settings import Settings
@@ -28,8 +21,8 @@ from offload_strategy.planner.step_estimate import Swap, best_swap, swaps
 from offload_strategy.planner.transformer_shape import TransformerShape
 from offload_strategy.units import GiB, format_size, markdown_table
 
-#: SSDTrain, section IV-A: sequence 1024, two devices in tensor parallelism, heads of 128, float16.
-BERT_WORK = Workload(batch=16, sequence=1024, tensor_parallel=2)
+#: SSDTrain, section IV-A: sequence 1024, float16.
+BERT_WORK = Workload(batch=16, sequence=1024)
 #: SSDTrain, table III: hidden, layers, GB offloaded, GB by its own model, GB/s of writing.
 SSDTRAIN_TABLE_3 = [
     (8192, 4, 10.37, 11.13, 18.0),
@@ -61,8 +54,23 @@ THROUGHPUT_OVER_DRIVES = {
 
 
 def bert(hidden: int, layers: int) -> TransformerShape:
-    """One of SSDTrain's models."""
+    """One of SSDTrain's models, with heads of 128."""
     return TransformerShape("bert", layers, hidden, hidden // 128, 30592, max_positions=1024)
+
+
+def part(shape: TransformerShape, devices: int) -> TransformerShape:
+    """The part of one of several devices in tensor parallelism, which has norms as a whole."""
+    return dataclasses.replace(
+        shape,
+        heads=shape.heads // devices,
+        head_size=shape.hidden // shape.heads,
+        feed_forward=shape.inner // devices,
+    )
+
+
+def mask_bytes(shape: TransformerShape, work: Workload) -> int:
+    """Masks of dropout, of a byte for each element: two of each layer, one of the embedding."""
+    return (2 * shape.layers + 1) * work.tokens * shape.hidden
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,11 +102,9 @@ class Run:
 
     def activation_bytes(self, shares_everything: bool = True) -> float:
         """Of one device in a step, its part of the layers of a pipeline counted."""
-        t = self.tensor_parallel
-        work = Workload(
-            1, 2048, tensor_parallel=t, sequence_parallel=shares_everything, dropout=True
-        )
-        return activation_bytes(self.shape, work, 0) * t * self.sequences / self.devices
+        work, shared = Workload(1, 2048), 1 if shares_everything else self.tensor_parallel
+        saved = activation_bytes(part(self.shape, shared), work, 0) + mask_bytes(self.shape, work)
+        return saved * shared * self.sequences / self.devices
 
 
 # SSDTrain's figure 5 is a picture; its text gives the bounds, the drives and that the data is
@@ -137,26 +143,6 @@ def tflops(found: Swap) -> float:
     return found.flops / found.time.seconds / 1e12
 
 
-def split_subgroups(count: int, bandwidths: Sequence[float]) -> list[int]:
-    """Deal subgroups to paths in proportion to their bandwidth (MLP-Offload, equation 1).
-
-    T_i = ceil(M B_i / sum B), adjusted so that they add up to M. The paper leaves the adjustment
-    open: what rounding up gave too much is taken back one by one, each time from the path that
-    takes longest for its share.
-
-    With 5.3 and 3.6 GB/s (table 1, the smaller of each path's two rates) this is 1.47 : 1, of 100
-    subgroups 59 and 41. The paper writes 2 : 1 (section 4.3): that is what the equation gives for
-    three subgroups, as many as it keeps in flight, and it is near the 1.92 : 1 of the rates of
-    reading, 6.9 and 3.6 GB/s.
-    """
-    total = math.fsum(bandwidths)
-    shares = [math.ceil(count * rate / total) for rate in bandwidths]
-    while sum(shares) > count:
-        taken = (place for place, share in enumerate(shares) if share)
-        shares[max(taken, key=lambda place: shares[place] / bandwidths[place])] -= 1
-    return shares
-
-
 def _off(ours: float, paper: float, digits: int = 0) -> str:
     percent = round((ours / paper - 1) * 100, digits or None)
     return f"{percent:+.{digits}f} %" if percent else "0 %"
@@ -164,9 +150,10 @@ def _off(ours: float, paper: float, digits: int = 0) -> str:
 
 def activations_table() -> str:
     rows = []
-    masked = dataclasses.replace(BERT_WORK, dropout=True)
     for hidden, layers, measured, estimate, _ in SSDTRAIN_TABLE_3:
-        both = (activation_bytes(bert(hidden, layers), work) / 1e9 for work in (BERT_WORK, masked))
+        shape = bert(hidden, layers)
+        saved = activation_bytes(part(shape, 2), BERT_WORK)
+        both = (size / 1e9 for size in (saved, saved + mask_bytes(shape, BERT_WORK)))
         ours = (f"{size:.2f} GB ({_off(size, measured, 1)})" for size in both)
         name = f"hidden {hidden}, {layers} layers"
         rows.append((name, f"{measured:.2f} GB", f"{estimate:.2f} GB", *ours))
@@ -254,14 +241,6 @@ def swap_table() -> str:
     )
 
 
-def subgroups_table() -> str:
-    rows: list[Iterable[object]] = []
-    for count in (3, 10, 100):
-        split = (split_subgroups(count, rates) for rates in ([5.3, 3.6], [6.9, 3.6]))
-        rows.append((count, *(f"{a} : {b}" for a, b in split)))
-    return markdown_table("subgroups | by 5.3 and 3.6 GB/s | by 6.9 and 3.6 GB/s", rows)
-
-
 def tiers_table() -> str:
     """7 billion parameters on a GPU of 80 GB, four sequences of 2048, all layers recomputed."""
     rows = []
@@ -286,7 +265,6 @@ TABLES = (
     throughput_table,
     drives_table,
     swap_table,
-    subgroups_table,
     tiers_table,
 )
 
@@ -294,6 +272,6 @@ if __name__ == "__main__":
     for table in TABLES:
         print(table(), end="\n\n")
     if "--slow" in sys.argv[1:]:
-        from tests.planner.teraio import bandwidth_table
+        from benchmarks.planning.teraio import bandwidth_table
 
         print(bandwidth_table())
