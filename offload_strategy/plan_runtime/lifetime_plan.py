@@ -15,12 +15,17 @@ for them, and a replay predicts how long.
 from __future__ import annotations
 
 import heapq
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from offload_strategy.plan_runtime.profile import Profile
+from pydantic import Field
+
+from offload_strategy.plan_runtime.profile import FORMAT, Profile, load_json, write_text
 from offload_strategy.plan_runtime.step_usage import BookedPath, MemoryCurve
-from offload_strategy.units import format_size
+from offload_strategy.units import format_size, markdown_table
 
 #: Share of a limit that a plan leaves free, because steps differ a little.
 _MARGIN = 0.015
@@ -35,49 +40,28 @@ CHECKPOINT = (
 
 @dataclass(frozen=True, slots=True)
 class PlannedMove:
-    """The offload of a tensor during one of its idle periods; times in seconds of the step.
+    """The offload of a tensor during one of its idle periods; times in seconds of the step."""
 
-    Args:
-        tensor: Number of the tensor in the profile.
-        period: Number of the idle period.
-        name: Name for people.
-        nbytes: Size of the tensor.
-        place: Name of the path.
-        leaves_at: Time from which it may be written.
-        gone_at: Time at which its memory is free.
-        fetch_at: Time at which its read starts.
-        needed_at: Time at which it is used.
-        urgent: Whether its read has no time to spare and should overtake others.
-        hidden: Whether computation hides the transfers; otherwise training waits.
-    """
-
-    tensor: int
-    period: int
-    name: str
+    tensor: int  # Number of the tensor in the profile
+    period: int  # Number of the idle period
+    name: str  # For people
     nbytes: int
-    place: str
-    leaves_at: float
-    gone_at: float
-    fetch_at: float
-    needed_at: float
-    urgent: bool = False
-    hidden: bool = True
+    place: str  # Name of the path
+    leaves_at: float  # From when it may be written
+    gone_at: float  # When its memory is free
+    fetch_at: float  # When its read starts
+    needed_at: float  # When it is used
+    urgent: bool = False  # Whether its read has no time to spare and should overtake others
+    hidden: bool = True  # Whether computation hides the transfers; otherwise training waits
 
 
 @dataclass(frozen=True, slots=True)
 class LifetimePlan:
-    """The moves of a step, in the order in which they start.
+    """The moves of a step, in the order in which they start."""
 
-    Args:
-        limit: Bytes of memory for the step.
-        peak_bytes: Peak memory with the moves, if all are in time.
-        unplanned_bytes: Peak memory without any move.
-        moves: The moves.
-    """
-
-    limit: int
-    peak_bytes: int
-    unplanned_bytes: int
+    limit: int  # Bytes of memory for the step
+    peak_bytes: int  # Peak memory with the moves, if all are in time
+    unplanned_bytes: int  # Peak memory without any move
     moves: tuple[PlannedMove, ...]
 
     @property
@@ -97,23 +81,20 @@ class LifetimePlan:
 
     def __str__(self) -> str:
         """A table in Markdown."""
-        rows = [
+        rows = []
+        for move in self.moves:
+            times = (move.leaves_at, move.gone_at, move.fetch_at, move.needed_at)
+            remark = "" if move.hidden else "waited for"
+            if move.hidden and move.urgent:
+                remark = "urgent"
+            seconds = (f"{time:.3f} s" for time in times)
+            rows.append((move.name, format_size(move.nbytes), move.place, *seconds, remark))
+        head = "tensor | size | to | leaves at | gone at | fetched at | needed at |"
+        return (
             f"{format_size(self.unplanned_bytes)} without offload, {format_size(self.peak_bytes)} "
             f"with {len(self.moves)} moves of {format_size(self.moved_bytes)} in all; the limit is "
-            f"{format_size(self.limit)}.",
-            "",
-            "| tensor | size | to | leaves at | gone at | fetched at | needed at | |",
-            "|---|---|---|---|---|---|---|---|",
-        ]
-        for move in self.moves:
-            remark = "urgent" if move.urgent else ""
-            remark = remark if move.hidden else "waited for"
-            rows.append(
-                f"| {move.name} | {format_size(move.nbytes)} | {move.place} "
-                f"| {move.leaves_at:.3f} s | {move.gone_at:.3f} s | {move.fetch_at:.3f} s "
-                f"| {move.needed_at:.3f} s | {remark} |"
-            )
-        return "\n".join(rows)
+            f"{format_size(self.limit)}.\n\n{markdown_table(head, rows)}"
+        )
 
 
 def within(limit: int) -> int:
@@ -143,6 +124,10 @@ class _Offer:
     written: float
     gone: float
     back: float
+
+    def rank(self, move: PlannedMove) -> tuple[float, float]:
+        """Sort by the better ratio, then by the longer idle period, which leaves time to spare."""
+        return -float(f"{self.ratio:.9g}"), move.leaves_at - move.needed_at
 
 
 class _Planner:
@@ -195,7 +180,7 @@ class _Planner:
         The best offer comes first. The caller selects a move before it asks for the next one.
         """
         queue = [
-            (*_rank(offer, move), number)
+            (*offer.rank(move), number)
             for number, move in self._left.items()
             if (offer := look(move)) is not None
         ]
@@ -205,7 +190,7 @@ class _Planner:
             offer = look(self._left[number])
             if offer is None:
                 continue
-            rank = _rank(offer, self._left[number])
+            rank = offer.rank(self._left[number])
             if queue and rank > queue[0][:2]:
                 heapq.heappush(queue, (*rank, number))
             else:
@@ -246,6 +231,56 @@ class _Planner:
         )
 
 
-def _rank(offer: _Offer, move: PlannedMove) -> tuple[float, float]:
-    """Sort by the better ratio, then by the longer idle period, which leaves time to spare."""
-    return -float(f"{offer.ratio:.9g}"), move.leaves_at - move.needed_at
+# ---------------------------------------------------------------------- files
+_HOW = "Write one with `ssd-offload plan --profile FILE --write-plan FILE`."
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedItem:
+    """What a plan file says about a saved tensor, by its number in the order of saving."""
+
+    item: int
+    bytes: Annotated[int, Field(ge=0)]
+    does: Literal["leaves", "stays"]
+
+    @property
+    def leaves(self) -> bool:
+        """Whether the tensor is offloaded."""
+        return self.does == "leaves"
+
+
+@dataclass(frozen=True, slots=True)
+class GivenPlan:
+    """The content of a plan file: all saved tensors."""
+
+    items: Annotated[tuple[PlannedItem, ...], Field(min_length=1)]
+
+    def __post_init__(self) -> None:
+        for number, item in enumerate(self.items):
+            if item.item != number:
+                raise ValueError(f"item {number} is missing, or not in its place")
+
+
+def save_plan(plan: LifetimePlan, profile: Profile, file: Path) -> None:
+    """Write a plan for a profile as JSON, one line per tensor in the order of saving.
+
+    Raises a ConfigError if the file cannot be written.
+    """
+    moves = {move.tensor: move for move in plan.moves}
+    lines = []
+    for number, tensor in enumerate(profile.tensors):
+        row: dict[str, Any] = {"item": number, "name": tensor.name, "bytes": tensor.nbytes}
+        move = moves.get(number)
+        row["does"] = "stays" if move is None else "leaves"
+        row["saved at"] = round(tensor.uses[0], 4)
+        if move is not None:
+            row["gone at"], row["fetched at"] = round(move.gone_at, 4), round(move.fetch_at, 4)
+        row["used at"] = round(tensor.uses[-1], 4)
+        lines.append(json.dumps(row))
+    head = f'"format": {FORMAT},\n"limit": {plan.limit},\n"peak": {plan.peak_bytes},\n'
+    write_text(file, "{\n" + head + '"items": [\n' + ",\n".join(lines) + "\n]\n}\n")
+
+
+def load_plan(file: Path) -> GivenPlan:
+    """Read which tensors are offloaded; raise a ConfigError if the file is no plan."""
+    return load_json(file, GivenPlan, "a plan", _HOW)

@@ -20,7 +20,7 @@ from offload_strategy.plan_runtime.profile import Profile, load_json, save_json
 from offload_strategy.plan_runtime.replay import replay
 from offload_strategy.plan_runtime.replay_lanes import StepReplay
 from offload_strategy.plan_runtime.step_usage import BookedPath
-from offload_strategy.units import format_size
+from offload_strategy.units import format_size, markdown_table
 
 Unit = Literal["s", "B", "B/s"]
 
@@ -112,16 +112,11 @@ class ComparedFigure:
 
 @dataclass(frozen=True, slots=True)
 class PredictionComparison:
-    """Predicted and measured figures of a step; `str` gives a Markdown table.
+    """Predicted and measured figures of a step; `str` gives a Markdown table."""
 
-    Args:
-        parts: Rows for the step and for the paths.
-        remarks: What to know about these figures.
-        about: The steps that were measured and other facts, for people.
-    """
-
-    parts: tuple[ComparedFigure, ...]
-    remarks: tuple[str, ...] = ()
+    parts: tuple[ComparedFigure, ...]  # Rows for the step and for the paths
+    remarks: tuple[str, ...] = ()  # What to know about these figures
+    # The steps that were measured and other facts, for people
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def part(self, name: str) -> ComparedFigure:
@@ -145,16 +140,14 @@ class PredictionComparison:
 
     def __str__(self) -> str:
         """A table in Markdown."""
-        rows = ["| part | predicted | observed | ratio | |", "|---|---|---|---|---|"]
+        rows = []
         for part in self.parts:
+            values = (_text(value, part.unit) for value in (part.predicted, part.observed))
             ratio = "" if part.ratio is None else f"{part.ratio:.2f}"
-            rows.append(
-                f"| {part.part} | {_text(part.predicted, part.unit)} "
-                f"| {_text(part.observed, part.unit)} | {ratio} | {part.remark} |"
-            )
-        if self.remarks:
-            rows += ["", *(f"- {remark}" for remark in self.remarks)]
-        return "\n".join(rows)
+            rows.append((part.part, *values, ratio, part.remark))
+        table = markdown_table("part | predicted | observed | ratio |", rows)
+        remarks = "\n".join(f"- {remark}" for remark in self.remarks)
+        return f"{table}\n\n{remarks}" if remarks else table
 
 
 def predict_figures(
@@ -164,13 +157,10 @@ def predict_figures(
     limit: int | None = None,
     passes: int = 1,
 ) -> StepFigures:
-    """Predict a step of training by a replay on the paths of a profile.
+    """Predict a step of training by a replay of its last pass on the paths of the profile.
 
-    Args:
-        profile: Profile of the last pass, with updates and the rates of the paths.
-        leaving: Numbers of the tensors that are offloaded; without effect if a limit is given.
-        limit: Bytes of memory for which a plan decides what is offloaded.
-        passes: Forward and backward passes of a step; updates belong to the last.
+    Offloaded are the tensors with the numbers `leaving`, or what a plan decides for a `limit` of
+    memory in bytes. Of several passes of a step, updates belong to the last.
     """
     plan = _all_of(profile, leaving) if limit is None else plan_lifetimes(profile, limit)
 

@@ -98,35 +98,24 @@ class PathRates:
 class Profile:
     """A step as it is without offload; can be saved as JSON.
 
-    Args:
-        forward_seconds: Seconds until backward starts.
-        step_seconds: Seconds of all computation, without updates.
-        tensors: Tensors that may be offloaded, in the order of their creation.
-        other_bytes: Largest number of bytes of everything else in memory: weights, gradients,
-            workspaces.
-        others: Baseline memory over the step as (seconds, bytes), ascending, the first at 0; empty
-            if only its maximum is known.
-        updates: Updates of the optimizer, in the order in which they become ready.
-        paths: Paths to which tensors may be offloaded.
-        shared_cores: Whether updates run on the cores that run the model.
-        io_overhead: Seconds of computation that are lost for each byte of a tensor that a path
-            moves. What updates cost in this way is part of the times.
-        about: Model, machine and date, for people.
-
-    Raises:
-        ValueError: If figures contradict each other.
+    Raises a ValueError if figures contradict each other.
     """
 
-    forward_seconds: float
-    step_seconds: float
-    tensors: tuple[TensorLife, ...]
+    forward_seconds: float  # Until backward starts
+    step_seconds: float  # Of all computation, without updates
+    tensors: tuple[TensorLife, ...]  # May be offloaded; in the order of their creation
+    # Largest number of bytes of everything else in memory: weights, gradients, workspaces
     other_bytes: int = 0
+    # Baseline memory over the step as (seconds, bytes), ascending, the first at 0; empty if only
+    # its maximum is known
     others: tuple[tuple[float, int], ...] = ()
-    updates: tuple[Update, ...] = ()
-    paths: tuple[PathRates, ...] = ()
-    shared_cores: bool = False
+    updates: tuple[Update, ...] = ()  # In the order in which they become ready
+    paths: tuple[PathRates, ...] = ()  # To which tensors may be offloaded
+    shared_cores: bool = False  # Whether updates run on the cores that run the model
+    # Seconds of computation that are lost for each byte of a tensor that a path moves. What
+    # updates cost in this way is part of the times
     io_overhead: float = 0.0
-    about: Mapping[str, Any] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)  # Model, machine and date, for people
 
     def __post_init__(self) -> None:
         if not 0 <= self.forward_seconds <= self.step_seconds:
@@ -158,11 +147,7 @@ class Profile:
 
     @classmethod
     def load(cls, file: Path) -> Profile:
-        """Read a profile.
-
-        Raises:
-            ConfigError: If the file is no profile.
-        """
+        """Read a profile; raise a ConfigError if the file is something else."""
         how = "Take one with OffloadEngine.profile().save, or `ssd-offload plan --write-profile`."
         return load_json(file, cls, "a profile", how)
 

@@ -69,10 +69,8 @@ def _nothing() -> None:
 def replay(profile: Profile, plan: LifetimePlan | None = None, *, steps: int = 3) -> StepReplay:
     """Replay a step in the middle of training, on the paths of its profile.
 
-    Args:
-        profile: Profile of the step.
-        plan: The moves, and the limit of memory; None to move only the states of updates.
-        steps: Number of simulated steps; the result is the last one, in the steady state.
+    Without a plan only the states of updates move. The result is the last of the simulated steps,
+    in the steady state.
     """
     return _Replay(profile, plan).run(max(1, steps))
 

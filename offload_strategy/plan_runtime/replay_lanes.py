@@ -30,24 +30,14 @@ class LaneUse:
 
 @dataclass(frozen=True, slots=True)
 class StepReplay:
-    """The predicted course of a step.
+    """The predicted course of a step."""
 
-    Args:
-        step_seconds: Seconds from its start to the start of the next step.
-        computing_seconds: Seconds in which training computed.
-        stalls: Seconds of waiting for "reads", "memory" and "updates".
-        peak_bytes: Peak memory.
-        lanes: Use of each direction of each path by name, and of "update".
-        memory: Memory over time as (seconds, bytes).
-        spans: What each lane did.
-    """
-
-    step_seconds: float
+    step_seconds: float  # From its start to the start of the next step
     computing_seconds: float
-    stalls: Mapping[str, float]
+    stalls: Mapping[str, float]  # Seconds of waiting for "reads", "memory" and "updates"
     peak_bytes: int
-    lanes: Mapping[str, LaneUse]
-    memory: Sequence[tuple[float, int]]
+    lanes: Mapping[str, LaneUse]  # Of each direction of each path by name, and of "update"
+    memory: Sequence[tuple[float, int]]  # Over time as (seconds, bytes)
     spans: Sequence[Span]
 
 

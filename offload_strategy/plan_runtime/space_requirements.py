@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from offload_strategy.units import MiB, format_size
+from offload_strategy.units import MiB, format_size, markdown_table
 
 Overlap = Literal["commit", "eager", "off"]
 
@@ -35,10 +35,8 @@ _AHEAD_BYTES = 32 * MiB
 def subgroup_size(parameters: int, each: float, memory: int) -> int:
     """Return how many parameters to update at a time if the config does not say; a power of two.
 
-    Args:
-        parameters: Number of parameters of the optimizer.
-        each: Bytes of states and copies for one parameter.
-        memory: Bytes that the buffers of all subgroups in flight may take.
+    Of an optimizer with so many parameters, `each` with so many bytes of states and copies, where
+    the buffers of all subgroups in flight may take `memory` bytes.
     """
     low, high = _SUBGROUP_RANGE
     size = min(high, max(low, parameters // _SUBGROUPS_PER_OPTIMIZER))
@@ -63,25 +61,15 @@ def optimizer_need(
 
 @dataclass(frozen=True, slots=True)
 class HostMemoryPrediction:
-    """Bytes at the peak by their use; `str` gives a table. See [Note: memory at the peak].
+    """Bytes at the peak by their use; `str` gives a table. See [Note: memory at the peak]."""
 
-    Args:
-        process: Memory of the process now, and what the first step adds.
-        computing: Activations in use, and gradients.
-        weights: Buffers of the blocks in flight.
-        states: Buffers of optimizer states that are updated now and next.
-        waiting: Buffers of new weights that wait for `step()`.
-        ready: Idle buffers, and buffers of prefetched activations.
-        beyond: The part of these buffers that ``memory.pinned`` does not allow.
-    """
-
-    process: int
-    computing: int
-    weights: int
-    states: int
-    waiting: int
-    ready: int
-    beyond: int
+    process: int  # Memory of the process now, and what the first step adds
+    computing: int  # Activations in use, and gradients
+    weights: int  # Buffers of the blocks in flight
+    states: int  # Buffers of optimizer states that are updated now and next
+    waiting: int  # Buffers of new weights that wait for `step()`
+    ready: int  # Idle buffers, and buffers of prefetched activations
+    beyond: int  # The part of these buffers that ``memory.pinned`` does not allow
 
     @property
     def peak_bytes(self) -> int:
@@ -101,11 +89,8 @@ class HostMemoryPrediction:
             "buffers beyond memory.pinned": -self.beyond,
             "peak": self.peak_bytes,
         }
-        lines = ["| | host memory |", "|---|---|"]
-        for name, nbytes in rows.items():
-            sign = "-" if nbytes < 0 else ""
-            lines.append(f"| {name} | {sign}{format_size(abs(nbytes))} |")
-        return "\n".join(lines)
+        sizes = ((name, format_size(nbytes)) for name, nbytes in rows.items())
+        return markdown_table("| host memory", sizes)
 
 
 def predict_host_memory(

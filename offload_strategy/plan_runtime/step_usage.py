@@ -12,12 +12,9 @@ from offload_strategy.plan_runtime.profile import PathRates, TensorLife
 
 
 class MemoryCurve:
-    """Required bytes over the time of a step that repeats.
+    """Required bytes over the time of a step that repeats: of tensors, and of baseline memory.
 
-    Args:
-        tensors: Tensors that are in memory unless they are offloaded.
-        step_seconds: Seconds of a step.
-        others: Baseline memory as (seconds, bytes), in ascending order.
+    Baseline memory (`others`) is given as (seconds, bytes), in ascending order.
     """
 
     def __init__(

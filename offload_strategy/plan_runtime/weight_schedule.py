@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offload_strategy.units import format_size
+from offload_strategy.units import format_size, markdown_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +44,10 @@ class ScheduleRow:
 
 @dataclass(frozen=True)
 class WeightSchedule:
-    """The schedule of a step; `str` gives a table.
+    """The schedule of a step; `str` gives a table."""
 
-    Args:
-        rows: Passes in the order in which blocks compute.
-        learned: Whether this order was observed in a step; otherwise it is that of registration.
-    """
-
-    rows: tuple[ScheduleRow, ...]
-    learned: bool
+    rows: tuple[ScheduleRow, ...]  # In the order in which blocks compute
+    learned: bool  # Whether this order was observed; otherwise it is that of registration
 
     @property
     def read_bytes(self) -> int:
@@ -66,27 +61,26 @@ class WeightSchedule:
 
     def __str__(self) -> str:
         """A table in Markdown."""
-        lines = [
-            "| pass | computes | its weights | reads meanwhile | bytes | writes | bytes |",
-            "|---|---|---|---|---|---|---|",
-        ]
+        rows = []
         for row in self.rows:
             block_pass = row.block_pass
             reads = [f"weights of {name}" for name in row.read_ahead]
             if block_pass.states_bytes and block_pass.backward:
                 reads.append(f"states of {block_pass.block}")
             writes = "" if row.written is None else f"weights and states of {row.written}"
-            lines.append(
-                f"| {'backward' if block_pass.backward else 'forward'} | {block_pass.block} "
-                f"| {format_size(block_pass.weights_bytes)} | {', '.join(reads)} "
-                f"| {_size(row.read_bytes)} | {writes} | {_size(row.written_bytes)} |"
+            both = (row.read_bytes, row.written_bytes)
+            read, written = (format_size(nbytes) if nbytes else "" for nbytes in both)
+            direction = "backward" if block_pass.backward else "forward"
+            weights = format_size(block_pass.weights_bytes)
+            rows.append(
+                (direction, block_pass.block, weights, ", ".join(reads), read, writes, written)
             )
         order = "as in the last step" if self.learned else "as registered; no step was seen yet"
-        lines.append(
-            f"\n{format_size(self.read_bytes)} are read and {format_size(self.written_bytes)} "
-            f"written in a step; blocks are in the order {order}"
+        head = "pass | computes | its weights | reads meanwhile | bytes | writes | bytes"
+        return (
+            f"{markdown_table(head, rows)}\n\n{format_size(self.read_bytes)} are read and "
+            f"{format_size(self.written_bytes)} written in a step; blocks are in the order {order}"
         )
-        return "\n".join(lines)
 
 
 def weight_schedule(
@@ -131,7 +125,3 @@ def _following(passes: Sequence[BlockPass], place: int, count: int) -> list[Bloc
         if block_pass.block != passes[place].block:
             found.setdefault(block_pass.block, block_pass)
     return list(found.values())[:count]
-
-
-def _size(nbytes: int) -> str:
-    return format_size(nbytes) if nbytes else ""
