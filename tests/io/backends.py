@@ -23,12 +23,7 @@ from offload_strategy.units import PAGE_BYTES, MiB
 
 
 class ManualBackend(Backend):
-    """Holds every request until it is told to complete it; really moves the bytes then.
-
-    Args:
-        depth: as for any backend.
-        block_size: likewise.
-    """
+    """Holds every request until it is told to complete it; really moves the bytes then."""
 
     def __init__(self, depth: int = 1, block_size: int = PAGE_BYTES) -> None:
         self.depth = depth

@@ -50,10 +50,8 @@ def backend() -> Iterator[PosixBackend]:
 class WatchedBackend(Backend):
     """Records what it is given, and may go wrong.
 
-    Args:
-        inner: does the work.
-        fault: called with the number of each request and the request; an error that it returns is
-            the request's end, one that it raises comes out of `submit`.
+    An error that `fault` returns for a request is its end, one that it raises comes out of
+    `submit`.
     """
 
     def __init__(

@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 from offload_strategy.host_memory.pool import BufferPool
-from offload_strategy.io.queues.checksums import create_checksum
-from offload_strategy.io.queues.path_queue import PathQueue
+from offload_strategy.io.queues.path_queue import PathQueue, create_checksum
 from offload_strategy.io.regions.region import Region
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, Tier

@@ -49,7 +49,7 @@ def probe(
     *,
     seconds: float = 0.25,
     nbytes: int = MAX_BYTES,
-    on_progress: _Report | None = None,
+    on_progress: _Report = lambda share: None,
 ) -> Rates:
     """Write to, then read from, an extent of a region, and measure how fast that is.
 
@@ -59,14 +59,13 @@ def probe(
     the share that is done, 0 to 1; if it raises, the probe ends with its error. Raises StorageError
     if the path is too full, fails, or does not answer for a minute.
     """
-    report = on_progress or _ignore
     run = _Measurement(region, backend, nbytes)
     reach, rates = run.extent.nbytes, {}
     try:
         for begin, direction in ((0.0, Direction.WRITE), (0.5, Direction.READ)):
 
             def progress(share: float, begin: float = begin) -> None:
-                report(begin + share / 2)
+                on_progress(begin + share / 2)
 
             nbytes, elapsed, reach = run.stream(direction, reach, seconds, progress)
             rates[direction] = MeasuredRate(nbytes / elapsed, "probe", nbytes)
@@ -84,13 +83,12 @@ def write_latencies(
     nbytes: int = 2 * MiB,
     seconds: float = 0.25,
     most: int = 1000,
-    on_progress: _Report | None = None,
+    on_progress: _Report = lambda share: None,
 ) -> list[float]:
     """Write tensors of `nbytes` one at a time, for `seconds`; return how long each took.
 
     Stops after `most` writes, with at least one done. Otherwise as `probe`.
     """
-    report = on_progress or _ignore
     latencies: list[float] = []
     run = _Measurement(region, backend, 64 * nbytes, at_least=nbytes, slot_bytes=nbytes)
     try:
@@ -98,14 +96,10 @@ def write_latencies(
         while not latencies or (len(latencies) < most and spent < seconds):
             latencies.append(run.write_once(len(latencies) % places * nbytes, nbytes))
             spent = _clock() - started
-            report(min(1.0, spent / seconds))
+            on_progress(min(1.0, spent / seconds))
     finally:
         run.finish()
     return latencies
-
-
-def _ignore(share: float) -> None:
-    return
 
 
 def _allocate(region: Region, nbytes: int, at_least: int) -> Extent:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import heapq
 import threading
 import time
@@ -9,9 +10,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from offload_strategy.errors import ConfigError, CorruptDataError
 from offload_strategy.io.backends.protocol import Backend, BlockRequest
 from offload_strategy.io.bandwidth.estimator import BandwidthEstimator
-from offload_strategy.io.queues.checksums import Checksum, add_checksum
 from offload_strategy.io.queues.path_lock import PathLock, PathLockHolder
 from offload_strategy.io.queues.request_queue import (
     InFlight,
@@ -23,7 +24,7 @@ from offload_strategy.io.queues.request_queue import (
 from offload_strategy.io.regions.region import ExternalFile, Region
 from offload_strategy.telemetry import Direction, MoveRecord, Recorder
 from offload_strategy.torch_support.interrupts import UninterruptedSection
-from offload_strategy.units import PAGE_BYTES, MiB
+from offload_strategy.units import PAGE_BYTES, MiB, format_size
 
 #: A move of no more than this is small: whoever waits for it polls before falling asleep.
 SMALL_BYTES = 2 * MiB
@@ -339,3 +340,49 @@ class PathQueue:
             assert self._path_lock is not None
             self._path_lock.acquired()
         self._dispatch()
+
+
+# ---------------------------------------------------------------------- checksums
+Checksum = Callable[[memoryview], int]
+"""Bytes to a number; called on I/O threads, for one block at a time."""
+
+
+def create_checksum() -> Checksum:
+    """Return XXH3 with 64 bits, or raise ConfigError if the package `xxhash` is not installed."""
+    try:
+        import xxhash
+    except ImportError as error:
+        raise ConfigError(
+            "io.checksum: true needs the package xxhash. Install it with "
+            "`pip install offload-strategy[checksum]`, or set io.checksum to false."
+        ) from error
+    return xxhash.xxh3_64_intdigest
+
+
+def add_checksum(
+    request: BlockRequest, checksum: Checksum, digests: list[int], number: int, where: str
+) -> None:
+    """Make a request store `digests[number]` of what it writes, or verify what it reads by it."""
+    if request.write:
+
+        def store() -> None:
+            digests[number] = checksum(_view(request))
+
+        request.before = store
+        return
+    expected = digests[number]
+
+    def verify() -> None:
+        if checksum(_view(request)) != expected:
+            raise CorruptDataError(
+                f"{where}: {format_size(request.nbytes)} at offset {request.offset} are not what "
+                f"was written there (checksum). The disk, its cable or the memory is failing: do "
+                f"not trust anything of this run after the last checkpoint. Check the system's "
+                f"log, and continue with another path."
+            )
+
+    request.after = verify
+
+
+def _view(request: BlockRequest) -> memoryview:
+    return memoryview((ctypes.c_char * request.nbytes).from_address(request.address)).cast("B")

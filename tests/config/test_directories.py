@@ -1,20 +1,24 @@
-"""Directories that the engine refuses, or warns of, before anything is there."""
+"""Directories: which are refused before anything is there, and what their file systems are."""
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
 import tempfile
+from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from torch.optim import AdamW
 
 from offload_strategy import ConfigError, OffloadEngine
+from offload_strategy.config import is_memory_filesystem
+from offload_strategy.config.directories import FileSystem, file_system_of, is_rotational
 from tests.engine.test_engine import model, train
+from tests.io.loop_devices import loop_disk
 from tests.training import settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,15 +27,6 @@ ROOT = Path(__file__).resolve().parents[2]
 # ---------------------------------------------------------------------- places
 def tier(path: Path | str, **options: Any) -> dict[str, Any]:
     return {"tiers": [{"name": "nvme", "kind": "ssd", "path": str(path), **options}]}
-
-
-def test_what_is_no_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'nvme'.*there is no directory.*mkdir -p"):
-        OffloadEngine(tier(tmp_path / "gone"))
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(ConfigError, match=r"'nvme'.*file' is not a directory"):
-        OffloadEngine(tier(tmp_path / "file"))
-    assert (tmp_path / "file").read_text() == "mine"
 
 
 AS_ANOTHER_USER = """
@@ -74,26 +69,6 @@ def test_a_directory_that_is_not_writable_or_cannot_be_reached_is_refused() -> N
         assert [list(place.iterdir()) for place in places] == [[], [], []]
 
 
-def test_more_capacity_than_the_disk_has_is_refused(disk: Path) -> None:
-    with pytest.raises(ConfigError, match=r"capacity is 100000 TiB, but .* has only .* available"):
-        OffloadEngine(tier(disk, capacity="100000TiB"))
-
-
-def test_a_tier_in_memory_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    place = Path("/dev/shm") / f"offload-strategy-{os.getpid()}"
-    if not place.parent.is_dir():
-        pytest.skip("this system has no /dev/shm")
-    place.mkdir()
-    try:
-        with caplog.at_level(logging.WARNING, "offload_strategy"):
-            OffloadEngine(tier(place, capacity="1MiB")).close()
-        warned = [text for text in caplog.messages if "main memory" in text]
-        assert len(warned) == 1
-        assert str(place) in warned[0]
-    finally:
-        place.rmdir()
-
-
 def test_tiers_that_are_used_are_opened_together_or_not_at_all(disk: Path, tmp_path: Path) -> None:
     gone = {"name": "other", "kind": "ssd", "path": str(tmp_path / "gone")}
     tiers = [*tier(disk, capacity="1MiB")["tiers"], gone]
@@ -108,3 +83,74 @@ def test_a_forked_processes_engine_and_ours_share_nothing_on_disk(disk: Path) ->
         net = model()
         optimizer = other.attach(net, AdamW(net.parameters()))
         train(other, net, optimizer)
+
+
+# ---------------------------------------------------------------------- file systems
+Mount = namedtuple("Mount", "mountpoint fstype")
+MOUNTS = [
+    Mount("/proc", "proc"),
+    Mount("/", "ext4"),
+    Mount("/mnt/data", "xfs"),
+    Mount("/mnt/data/share", "nfs4"),
+    Mount("/mnt/twice", "tmpfs"),
+    Mount("/mnt/twice", "btrfs"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/", "ext4"),
+        ("/home/me", "ext4"),
+        ("/mnt/data", "xfs"),
+        ("/mnt/database", "ext4"),
+        ("/mnt/data/share/me", "nfs4"),
+        ("/mnt/twice", "btrfs"),
+    ],
+)
+def test_the_mount_is_the_innermost_and_latest(
+    path: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: MOUNTS)
+    found = file_system_of(path)
+    assert found is not None
+    assert (found.kind, found.is_network) == (kind, kind == "nfs4")
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: [])
+    assert file_system_of(path) is None
+
+
+def test_a_real_mount_is_found_through_a_symbolic_link(tmp_path: Path) -> None:
+    with loop_disk(tmp_path, 16 << 20) as disk:
+        link = tmp_path / "link"
+        link.symlink_to(disk.directory)
+        assert file_system_of(link / "not" / "there") == FileSystem("ext4", rotational=None)
+
+
+def test_memory_is_told_from_disk_also_for_paths_yet_to_be_made() -> None:
+    if ("/dev/shm", "tmpfs") not in {m[1:3] for m in psutil.disk_partitions(all=True)}:
+        pytest.skip("no tmpfs at /dev/shm")
+    assert is_memory_filesystem("/dev/shm/not/yet/there")
+    assert is_memory_filesystem("/proc") is False
+
+
+@pytest.mark.parametrize(
+    ("name", "partition", "answer", "expected"),
+    [
+        ("sda", "", "1", True),
+        ("sda", "sda1", "1", True),
+        ("nvme0n1", "", "0", False),
+        ("vda", "", "1", None),  # virtual disks do not tell
+        ("sda", "", None, None),
+    ],
+)
+def test_a_partition_is_as_its_disk(
+    name: str, partition: str, answer: str | None, expected: bool | None, tmp_path: Path
+) -> None:
+    disk = tmp_path / "devices" / name
+    (disk / partition).mkdir(parents=True)
+    (disk / "queue").mkdir()
+    if answer is not None:
+        (disk / "queue" / "rotational").write_text(answer + "\n")
+    number = os.stat(tmp_path).st_dev
+    (tmp_path / f"{os.major(number)}:{os.minor(number)}").symlink_to(disk / partition)
+    assert is_rotational(tmp_path, tmp_path) is expected
