@@ -90,19 +90,12 @@ class Combination:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Values that cannot be had together.
+    """Values that cannot be had together."""
 
-    Args:
-        values: by axis.
-        message: a pattern that the error matches.
-        summary: for the table.
-        kind: class of the error.
-    """
-
-    values: Mapping[str, str]
-    message: str
-    summary: str
-    kind: str
+    values: Mapping[str, str]  # By axis
+    message: str  # A pattern that the error matches
+    summary: str  # For the table
+    kind: str  # Class of the error
 
 
 STREAMED_IN_RANKS = Refusal(
@@ -136,19 +129,11 @@ Train = Callable[[Combination, Mapping[str, Any] | None], Outcome]
 
 @dataclass(frozen=True)
 class Way:
-    """A way to train.
+    """A way to train."""
 
-    Args:
-        name: as users know it.
-        how: what precision and compile mean here, for the document.
-        train: trains with a config, or without offload.
-        refusals: what is refused with it.
-        axes: values by axis.
-    """
-
-    name: str
-    how: str
-    train: Train
+    name: str  # As users know it
+    how: str  # What precision and compile mean here, for the document
+    train: Train  # With a config, or without offload
     refusals: Sequence[Refusal] = ()
     axes: Mapping[str, Sequence[str]] = field(default_factory=lambda: AXES)
 
@@ -181,12 +166,7 @@ class Way:
 def verdicts(way: Way, directory: Path) -> dict[Combination, str]:
     """Train every combination of a way with offload and without.
 
-    Args:
-        way: to train.
-        directory: of the tier.
-
-    Returns:
-        "identical", "refused: why", or what else was found.
+    The verdict is "identical", "refused: why", or what else was found.
     """
     plain: dict[Combination, Outcome] = {}
     found = {}

@@ -19,6 +19,7 @@ from torch.distributed.pipelining import (
 
 from offload_strategy import ConfigError, OffloadEngine
 from offload_strategy.integrations.pipelining import follow_schedule
+from tests.training import settings
 
 RANKS = 2
 MICRO_BATCHES = 4
@@ -29,22 +30,14 @@ ROWS = 16 * MICRO_BATCHES
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train.
+    """One way to train."""
 
-    Args:
-        overlap: `optimizer.overlap`; None for plain PyTorch.
-        follow: whether the engine is told of the schedule.
-        divides: whether the schedule divides gradients by the number of micro-batches, or the loss
-            function does.
-        clip: largest norm of a rank's gradients.
-        together: whether one optimizer is for all stages of a rank.
-    """
-
-    overlap: str | None = None
-    follow: bool = True
+    overlap: str | None = None  # `optimizer.overlap`; None for plain PyTorch
+    follow: bool = True  # Whether the engine is told of the schedule
+    # Whether the schedule divides gradients by the number of micro-batches, or the loss does
     divides: bool = True
-    clip: float | None = None
-    together: bool = False
+    clip: float | None = None  # Largest norm of a rank's gradients
+    together: bool = False  # Whether one optimizer is for all stages of a rank
 
     @property
     def plain(self) -> Way:
@@ -91,14 +84,7 @@ class Block(nn.Module):
 
 
 class Pipeline:
-    """This rank's stages, with an optimizer for each, or for all.
-
-    Args:
-        rank: of this process.
-        name: of `SCHEDULES`.
-        way: to train.
-        tier: directory of the ssd tier.
-    """
+    """This rank's stages of a schedule of `SCHEDULES`, with an optimizer for each, or for all."""
 
     def __init__(self, rank: int, name: str, way: Way, tier: Path) -> None:
         make_schedule, per_rank, _ = SCHEDULES[name]
@@ -123,7 +109,8 @@ class Pipeline:
         ]
         self.engine: OffloadEngine | None = None
         if way.overlap is not None:
-            self.engine = OffloadEngine(_config(tier, way.overlap))
+            options = {"subgroup_size": 4000, "overlap": way.overlap}
+            self.engine = OffloadEngine(settings(tier, optimizer=options))
             store = self.engine._resources.store
             for module in self.modules:
                 self.engine.attach(module)
@@ -134,16 +121,6 @@ class Pipeline:
 
 def _share_of_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(output, target) / MICRO_BATCHES
-
-
-def _config(tier: Path, overlap: str) -> dict[str, Any]:
-    return {
-        "tiers": [{"name": "nvme", "kind": "ssd", "path": str(tier), "capacity": "64MiB"}],
-        "activations": {"min_size": 1, "budget": "100%"},
-        "optimizer": {"subgroup_size": 4000, "overlap": overlap},
-        "io": {"threads": 2, "block_size": "64KiB"},
-        "memory": {"pinned": "64MiB"},
-    }
 
 
 def train(rank: int, name: str, way: Way, tier: Path) -> Outcome:

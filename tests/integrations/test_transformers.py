@@ -45,15 +45,24 @@ def make_trainer(root: Path, **options: Any) -> Trainer:
     return Trainer(model, arguments, train_dataset=tokens(50), eval_dataset=tokens(8))
 
 
-def train_twice_and_resume(root: Path) -> tuple[list[float], list[torch.Tensor]]:
+Numbers = tuple[list[float], list[torch.Tensor]]
+
+
+def numbers(trainer: Trainer) -> Numbers:
+    """All losses that were logged, and the weights."""
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, [p.detach().clone() for p in trainer.model.parameters()]
+
+
+def train_twice_and_resume(root: Path) -> list[Numbers]:
     """Evaluate, train, train again; then save half-way and resume in another Trainer."""
-    losses = []
+    found = []
     trainer = make_trainer(root, max_steps=7)
     for _ in range(2):
-        losses.append(trainer.evaluate()["eval_loss"])
+        evaluated = trainer.evaluate()["eval_loss"]
         trainer.train()
-        losses += [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    weights = [p.detach().clone() for p in trainer.model.parameters()]
+        losses, weights = numbers(trainer)
+        found.append(([evaluated, *losses], weights))
 
     options = {"gradient_checkpointing": True, "max_steps": 6}
     saving = make_trainer(root, **options)
@@ -62,38 +71,17 @@ def train_twice_and_resume(root: Path) -> tuple[list[float], list[torch.Tensor]]
     saving.train()
     resumed = make_trainer(root, **options)
     resumed.train(resume_from_checkpoint=str(root / "checkpoint-4"))
-    for each in (saving, resumed):
-        weights += [p.detach().clone() for p in each.model.parameters()]
-    return losses, weights
+    return [*found, numbers(saving), numbers(resumed)]
 
 
-def train_compiled(root: Path) -> tuple[list[float], list[torch.Tensor]]:
+def train_compiled(root: Path) -> list[Numbers]:
     options = {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 2}
     trainer = make_trainer(root, gradient_accumulation_steps=1, **options)
     trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, [p.detach().clone() for p in trainer.model.parameters()]
+    return [numbers(trainer)]
 
 
-@pytest.mark.parametrize("train", [train_twice_and_resume, train_compiled])
-def test_the_trainer_is_identical(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Any
-) -> None:
-    plain_losses, plain_weights = train(tmp_path / "plain")
-    monkeypatch.setenv("ACCELERATE_USE_SSD_OFFLOAD", "1")
-    losses, weights = train(tmp_path / "offloaded")
-    assert losses == plain_losses
-    assert_equal(weights, plain_weights)
-
-
-def test_the_trainers_optimizer_is_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_SSD_OFFLOAD", "1")
-    trainer = make_trainer(tmp_path, max_steps=1)
-    trainer.train()
-    assert isinstance(trainer.optimizer.optimizer, OffloadedOptimizer)
-
-
-def shrink_and_train(root: Path) -> tuple[list[float], list[torch.Tensor]]:
+def shrink_and_train(root: Path) -> list[Numbers]:
     """Run out of memory in the third step, and let the Trainer start over with smaller batches."""
     trainer = make_trainer(root, max_steps=5, auto_find_batch_size=True)
     sizes: list[int] = []
@@ -109,18 +97,18 @@ def shrink_and_train(root: Path) -> tuple[list[float], list[torch.Tensor]]:
     assert sizes[-1] < 4
     active = bool(os.environ.get("ACCELERATE_USE_SSD_OFFLOAD"))
     assert isinstance(trainer.optimizer.optimizer, OffloadedOptimizer) is active
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, [p.detach().clone() for p in trainer.model.parameters()]
+    return [numbers(trainer)]
 
 
-def test_batches_that_are_found_by_running_out_of_memory_are_identical(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("train", [train_twice_and_resume, train_compiled, shrink_and_train])
+def test_the_trainer_is_identical(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Any
 ) -> None:
-    plain_losses, plain_weights = shrink_and_train(tmp_path / "plain")
+    plain = train(tmp_path / "plain")
     monkeypatch.setenv("ACCELERATE_USE_SSD_OFFLOAD", "1")
-    losses, weights = shrink_and_train(tmp_path / "offloaded")
-    assert losses == plain_losses
-    assert_equal(weights, plain_weights)
+    for ours, theirs in zip(train(tmp_path / "offloaded"), plain, strict=True):
+        assert ours[0] == theirs[0]
+        assert_equal(ours[1], theirs[1])
 
 
 # ---------------------------------------------------------------------- others who offload

@@ -94,11 +94,8 @@ def install_in_launcher(launch: Any) -> None:
 def environment_for(path: str | None) -> dict[str, str]:
     """Return the environment variables that carry the section of a launch file.
 
-    None if there is no section, or if the file cannot be read: Accelerate reports that.
-
-    Raises:
-        ConfigError: If the section is wrong, or the launch file starts something that cannot
-            offload.
+    None if there is no section, or if the file cannot be read: Accelerate reports that. Raises a
+    ConfigError if the section is wrong, or the launch file starts something that cannot offload.
     """
     content = _content(path)
     if path is None or SECTION not in content:

@@ -2,11 +2,13 @@
 
 [Note: where models and optimizers are attached]
 `prepare_model` and `prepare_optimizer` are wrapped rather than `prepare`: both are public, and
-scripts call them one by one as well. DeepSpeed bypasses them: see deepspeed_session.py. So does
-FSDP2, which gives an optimizer its sharded parameters at the end of `prepare`: both are attached
-after that. Other engines that bypass them (FSDP1, Megatron) are refused when the `Accelerator` is
-created. The model is attached as Accelerate returns it, so that hooks stay outside of a compiled
-region. The optimizer is wrapped before `AcceleratedOptimizer` wraps it.
+scripts call them one by one as well. DeepSpeed bypasses them: `prepare` returns its engine with the
+optimizer inside, so the model is attached after that, and the sections for DeepSpeed's own offload
+are added to its config when the `Accelerator` is created (config_sections.py). So does FSDP2, which
+gives an optimizer its sharded parameters at the end of `prepare`: both are attached after that.
+Other engines that bypass them (FSDP1, Megatron) are refused when the `Accelerator` is created. The
+model is attached as Accelerate returns it, so that hooks stay outside of a compiled region. The
+optimizer is wrapped before `AcceleratedOptimizer` wraps it.
 
 [Note: free_memory]
 `free_memory` drops Accelerate's references, but not those of the script: Transformers' `Trainer`
@@ -32,6 +34,13 @@ import torch
 from offload_strategy.config import OffloadConfig
 from offload_strategy.errors import ConfigError
 from offload_strategy.integrations.accelerate.state_saving import streaming
+from offload_strategy.integrations.deepspeed.config_sections import (
+    check_nvme,
+    derived_sections,
+    for_activations,
+    merge_sections,
+)
+from offload_strategy.integrations.deepspeed.gathered_weights import GatheredWeights, install
 from offload_strategy.torch_support.modules import WeakHook
 
 if TYPE_CHECKING:
@@ -44,12 +53,9 @@ Original = Callable[..., Any]
 
 
 class Session:
-    """What the methods of an `Accelerator` do while it offloads.
+    """What the methods of an `Accelerator`, which it does not keep alive, do while it offloads.
 
-    Args:
-        config: config of its engines.
-        metrics_every: optimizer steps between two sets of metrics, 0 for none.
-        accelerator: the owner of the session; it is not kept alive.
+    Metrics are due after so many optimizer steps (`metrics_every`), 0 for never.
     """
 
     def __init__(self, config: OffloadConfig, metrics_every: int, accelerator: Accelerator) -> None:
@@ -286,8 +292,7 @@ class Session:
     def metrics(self, now: bool = False) -> dict[str, float]:
         """Return the metrics for the trackers, empty if they are not due. See [Note: metrics].
 
-        Args:
-            now: return them after any new step, without waiting for the interval.
+        With `now` they are due after any new step.
         """
         if self._engine is None or self._engine.closed:
             return {}
@@ -312,3 +317,65 @@ class Session:
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
+
+
+class DeepSpeedSession(Session):
+    """A `Session` that leaves the optimizer to DeepSpeed.
+
+    Raises a ConfigError if the two configs contradict each other, or NVMe cannot be used here.
+    """
+
+    def __init__(self, config: OffloadConfig, metrics_every: int, accelerator: Accelerator) -> None:
+        plugin: Any = accelerator.state.deepspeed_plugin
+        sections = derived_sections(plugin.deepspeed_config, config)
+        if sections:
+            check_nvme(sections)
+            merge_sections(plugin.deepspeed_config, sections)
+            if plugin.zero3_init_flag:
+                plugin.set_deepspeed_weakref()  # by which Transformers makes models in pieces
+        super().__init__(for_activations(config), metrics_every, accelerator)
+        self._weights: list[GatheredWeights] = []
+
+    def prepare(self, original: Callable[..., Any], *objects: Any, **options: Any) -> Any:
+        """Attach the DeepSpeed engines among the results."""
+        import deepspeed
+
+        self.begin(*objects)
+        prepared = original(*objects, **options)
+        for each in prepared if isinstance(prepared, tuple) else (prepared,):
+            # An engine without an optimizer is only evaluated.
+            if isinstance(each, deepspeed.DeepSpeedEngine) and each.optimizer is not None:
+                self.attach_model(each)
+        return prepared
+
+    def attach_model(self, model: torch.nn.Module) -> None:
+        """Offload the saved tensors of DeepSpeed's engine, unless it is attached already."""
+        is_new = model not in self._attached
+        super().attach_model(model)
+        if is_new and model in self._attached:
+            weights = install(self.engine, model)
+            if weights is not None:
+                self._weights.append(weights)
+
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Return the optimizer unchanged."""
+        return optimizer
+
+    def free_memory(self, original: Callable[..., Any], *objects: Any) -> Any:
+        """Close the engine once DeepSpeed's is released."""
+        released = original(*objects)
+        self.close()
+        return released
+
+    def metrics(self, now: bool = False) -> dict[str, float]:
+        """Return the metrics for the trackers; the steps are DeepSpeed's."""
+        engines: list[Any] = list(self._attached)
+        self._steps = max((int(engine.global_steps) for engine in engines), default=0)
+        return super().metrics(now)
+
+    def close(self) -> None:
+        """Close the engine and remove all hooks."""
+        for weights in self._weights:
+            weights.close()
+        self._weights.clear()
+        super().close()

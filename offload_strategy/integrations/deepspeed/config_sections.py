@@ -66,14 +66,9 @@ def derived_sections(
 ) -> dict[str, Any]:
     """Return the sections that DeepSpeed's config lacks and the tiers determine.
 
-    Args:
-        deepspeed: DeepSpeed's config; it is not changed.
-        config: Ours.
-        largest_parameter: Elements of the model's largest parameter, which has to fit into a
-            buffer; None if it is not known, for DeepSpeed's default of 100 million.
-
-    Raises:
-        ConfigError: The configs contradict each other, or DeepSpeed does not have what ours asks.
+    The elements of the model's largest parameter have to fit into a buffer; None for DeepSpeed's
+    default of 100 million. Raises a ConfigError if the configs contradict each other, or DeepSpeed
+    does not have what ours asks.
     """
     zero = deepspeed.get(_ZERO) or {}
     if not isinstance(zero, Mapping):
