@@ -1,4 +1,4 @@
-"""What the ranks of `test_accelerate_processes` do."""
+"""What the ranks of `test_ranks` do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader, TensorDataset
 
 from offload_strategy.integrations.accelerate.plugin import SSDOffloadPlugin, session_of
-from tests.distributed.data_parallel_runs import Net, config, different
+from tests.distributed.data_parallel_runs import Net, compared, config, different, loss_of
 from tests.distributed.sharded_runs import whole
 
 
@@ -46,14 +46,9 @@ def loop(
     sharded: bool = False,
     batch: int = 4,
 ) -> dict[str, Any]:
-    """Train with accumulation, clipping and a scheduler; save in the middle.
+    """Train with accumulation, clipping and a scheduler; save in the middle, or resume from there.
 
-    Args:
-        directory: of the checkpoint.
-        plugin: to offload with; None to train plainly.
-        resume: load the checkpoint and do the second half only.
-        batch: samples of a process and a micro-batch.
-        sharded: with FSDP version 2, else with DistributedDataParallel.
+    With FSDP version 2 if it is sharded, else with DistributedDataParallel.
     """
     accelerator = make_accelerator(
         sharded,
@@ -76,10 +71,7 @@ def loop(
             accelerator.wait_for_everyone()
         for (batch,) in loader:
             with accelerator.accumulate(model):
-                logits = model(batch[:, :-1])
-                loss = torch.nn.functional.cross_entropy(
-                    logits.flatten(0, 1), batch[:, 1:].flatten()
-                )
+                loss = loss_of(model, batch)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 0.5)
@@ -88,7 +80,7 @@ def loop(
                 optimizer.zero_grad()
             if epoch == 1:
                 losses.append(loss.item().hex())
-            del logits, loss
+            del loss
     metrics: dict[str, float] = {}
     session = session_of(accelerator)
     if session is not None:
@@ -105,7 +97,7 @@ def loop(
 
 
 def all_runs(rank: int, directory: Path) -> list[list[dict[str, Any]]]:
-    """What a rank of `test_accelerate_processes` does."""
+    """What a rank of `test_ranks` does."""
     return [against_plain(rank, directory, sharded) for sharded in (False, True)]
 
 
@@ -121,14 +113,7 @@ def against_plain(rank: int, directory: Path, sharded: bool) -> list[dict[str, A
     ):
         plugin = SSDOffloadPlugin(config(directory, overlap))
         ours = loop(shared / name, plugin, resume, sharded)
-        found.append(
-            {
-                "case": [overlap, name, resume],
-                "differs": different(plain, ours),
-                "optimizer": ours["metrics"]["offload/optimizer/written_bytes"],
-                "activations": ours["metrics"]["offload/activations/written_bytes"],
-            }
-        )
+        found.append(compared([overlap, name, resume], plain, ours))
     resumed = loop(shared / "ours", None, resume=True, sharded=sharded)
     differs = [each for each in different(plain, resumed) if each != "states"]
     found.append({"case": ["plain of ours"], "differs": differs, "optimizer": 1, "activations": 1})

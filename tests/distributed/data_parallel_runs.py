@@ -1,4 +1,4 @@
-"""What the ranks of `test_data_parallel` do."""
+"""What the ranks of `test_ranks` do."""
 
 from __future__ import annotations
 
@@ -48,6 +48,12 @@ def config(directory: Path, overlap: str, **optimizer: Any) -> dict[str, Any]:
         "activations": {"min_size": "1KiB", "budget": "100%"},
         "optimizer": {"overlap": overlap, "subgroup_size": 4096, **optimizer},
     }
+
+
+def loss_of(net: nn.Module, tokens: torch.Tensor, *options: Any) -> torch.Tensor:
+    """Of predicting each next token."""
+    logits = net(tokens[:, :-1], *options).float()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 class Early:
@@ -138,11 +144,10 @@ def train(
             if engine is not None and hints:
                 engine.microbatch(micro, last=last)
             with contextlib.nullcontext() if last else model.no_sync():
-                logits = model(tokens[:, :-1], not unused or step % 2 == 1)
-                loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+                loss = loss_of(model, tokens, not unused or step % 2 == 1)
                 (loss / accumulation).backward()
             losses.append(loss.item().hex())
-            del logits, loss
+            del loss
         if clip is not None:
             norms.append(nn.utils.clip_grad_norm_(net.parameters(), clip).item().hex())
         used.step()
@@ -162,6 +167,17 @@ def train(
 def different(plain: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     """What two runs found that is not the same to the last bit, but for metrics."""
     return [key for key in plain if key != "metrics" and not same(plain[key], ours[key])]
+
+
+def compared(case: Any, plain: dict[str, Any], ours: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """How a run with offload differs from a plain one, and the bytes that it wrote."""
+    metrics = ours["metrics"]
+    written = {
+        client: metrics[f"offload/{client}/written_bytes"]
+        for client in ("activations", "optimizer")
+        if metrics
+    }
+    return {"case": case, "differs": different(plain, ours), **written, **more}
 
 
 def same(one: Any, two: Any) -> bool:
@@ -202,17 +218,9 @@ def against_plain(rank: int, directory: Path) -> list[dict[str, Any]]:
                 settings, early = config(directory, overlap, sharding=sharding), Early()
                 with early.watch(), OffloadEngine(settings) as engine:
                     ours = train(rank, engine, early=early, **case)
-                metrics = ours["metrics"]
-                found.append(
-                    {
-                        "case": {**case, "overlap": overlap, "sharding": sharding},
-                        "differs": different(plain, ours),
-                        "early": early.count,
-                        "activations": metrics["offload/activations/written_bytes"],
-                        "optimizer": metrics["offload/optimizer/written_bytes"],
-                        "optimizer_read": metrics["offload/optimizer/read_bytes"],
-                    }
-                )
+                read = ours["metrics"]["offload/optimizer/read_bytes"]
+                which = {**case, "overlap": overlap, "sharding": sharding}
+                found.append(compared(which, plain, ours, early=early.count, optimizer_read=read))
                 del ours
     dist.barrier()
     return found

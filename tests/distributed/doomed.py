@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
 
 from offload_strategy import OffloadEngine
-from tests.distributed.data_parallel_runs import Net, config
+from tests.distributed.data_parallel_runs import Net, config, loss_of
 
 RANKS = 3
 VICTIM = 2
@@ -61,9 +60,7 @@ def train(how: str, tier: Path, notes: Path) -> None:
         optimizer = engine.attach(model, Adam(net.parameters(), lr=1e-2))
         while trained < 1000:
             tokens = torch.randint(0, 96, (4, 17))
-            logits = model(tokens[:, :-1])
-            nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-            del logits
+            loss_of(model, tokens).backward()
             optimizer.step()
             optimizer.zero_grad()
             trained += 1

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from offload_strategy import OffloadEngine, load, save
-from tests.distributed.data_parallel_runs import Net, config, different
+from tests.distributed.data_parallel_runs import Net, config, different, loss_of
 from tests.distributed.doomed import launch
 
 STEPS, EVERY, KILLED_AT = 8, 3, 5
@@ -43,15 +42,14 @@ def train(engine: OffloadEngine | None, checkpoint: Path, doomed: bool) -> dict[
     for step in range(first, STEPS):
         data = torch.Generator().manual_seed(2 * step + rank)
         tokens = torch.randint(0, 96, (4, 17), generator=data)
-        logits = model(tokens[:, :-1])
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss = loss_of(model, tokens)
         loss.backward()
         if doomed and step == KILLED_AT:
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item().hex())
-        del logits, loss
+        del loss
         if engine is not None and (step + 1) % EVERY == 0:
             states = optimizer.state_dict()
             if rank == 0:

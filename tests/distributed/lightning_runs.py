@@ -1,4 +1,4 @@
-"""What the ranks of `test_lightning_processes` do."""
+"""What the ranks of `test_ranks` do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from offload_strategy.checkpoints import consolidate
-from tests.distributed.data_parallel_runs import Net, config, different, same
+from tests.distributed.data_parallel_runs import Net, compared, config, loss_of, same
 from tests.distributed.sharded_runs import whole
 from tests.integrations.lightning_runs import FAMILIES, strategy_class
 
@@ -32,8 +32,7 @@ class Behaviour:
 
     def training_step(self, batch: Any) -> torch.Tensor:
         (tokens,) = batch
-        logits = self.net(tokens[:, :-1])
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss = loss_of(self.net, tokens)
         self.losses.append(loss.item().hex())
         return loss
 
@@ -86,11 +85,11 @@ def fit(
     states = whole(trainer.strategy.optimizer_state(trainer.optimizers[0]))
     sharded = behaviour is Sharded
     found = {
+        "class": type(trainer.strategy).__name__,
         "losses": module.losses[-7:],
         "weights": whole({key: value.clone() for key, value in module.state_dict().items()}),
         "states": states if sharded or trainer.is_global_zero else {},
         "metrics": {} if engine is None else engine.metrics(),
-        "class": type(trainer.strategy).__name__,
     }
     if engine is not None:
         engine.close()
@@ -98,17 +97,11 @@ def fit(
 
 
 def _compared(plain: dict[str, Any], ours: dict[str, Any], *case: Any) -> dict[str, Any]:
-    return {
-        "case": case,
-        "differs": [each for each in different(plain, ours) if each != "class"],
-        "class": ours["class"],
-        "optimizer": ours["metrics"]["offload/optimizer/written_bytes"],
-        "activations": ours["metrics"]["offload/activations/written_bytes"],
-    }
+    return compared(case, {**plain, "class": ours["class"]}, ours, **{"class": ours["class"]})
 
 
 def all_runs(rank: int, directory: Path) -> list[list[dict[str, Any]]]:
-    """What a rank of `test_lightning_processes` does; the second install gets a short run."""
+    """What a rank of `test_ranks` does; the second install gets a short run."""
     found = []
     for name, run, short in (
         ("whole", against_plain, False),

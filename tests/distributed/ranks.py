@@ -32,18 +32,9 @@ def run_ranks(
     """Run ``module:function(rank, directory, **options)`` on every rank.
 
     Each rank is a process of its own, with the environment of this one, and ends as Python ends. It
-    is forked from one process for all tests, so that imports take their seconds once.
-
-    Args:
-        where: the function, as module:function; it returns what JSON can say.
-        directory: which all ranks are given.
-        size: number of processes.
-        seconds: that they may take.
-        group: whether the processes form a process group, and have the variables of torchrun.
-        options: passed on as JSON.
-
-    Returns:
-        What each rank returned.
+    is forked from one process for all tests, so that imports take their seconds once. With `group`
+    they form a process group, and have the variables of torchrun. Options are passed on as JSON,
+    and so is what each rank returns.
     """
     request = {
         "where": where,

@@ -1,4 +1,4 @@
-"""What ranks of `test_data_parallel` do: passes within passes, with DistributedDataParallel."""
+"""What ranks of `test_ranks` do: passes within passes, with DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -11,17 +11,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from offload_strategy import OffloadEngine
-from tests.distributed.data_parallel_runs import config, different
+from tests.distributed.data_parallel_runs import compared, config
 
 WIDTH = 64
 
 
 class Net(nn.Module):
-    """Blocks that are recomputed.
-
-    Args:
-        ends: whether layers come before the blocks and after them.
-    """
+    """Blocks that are recomputed; if it has `ends`, between layers that are not."""
 
     def __init__(self, ends: bool) -> None:
         super().__init__()
@@ -60,6 +56,7 @@ def train(rank: int, engine: OffloadEngine | None, ends: bool, **ddp: Any) -> di
         "losses": losses,
         "weights": {name: value.clone() for name, value in net.state_dict().items()},
         "states": optimizer.state_dict(),
+        "metrics": {} if engine is None else engine.metrics(),
     }
 
 
@@ -75,8 +72,6 @@ def against_plain(rank: int, directory: Path) -> list[dict[str, Any]]:
         for overlap in overlaps:
             with OffloadEngine(config(directory, overlap)) as engine:
                 ours = train(rank, engine, ends, **ddp)
-                moved = engine.metrics()["offload/optimizer/written_bytes"]
-            case = [ends, ddp, overlap]
-            found.append({"case": case, "differs": different(plain, ours), "optimizer": moved})
+            found.append(compared([ends, ddp, overlap], plain, ours))
             del ours
     return found

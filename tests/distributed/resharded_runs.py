@@ -1,4 +1,4 @@
-"""What the ranks of `test_checkpoints` do.
+"""What the ranks of `test_ranks` do.
 
 Each kind of training saves with and without offload; what either saved is loaded with either.
 """
@@ -15,7 +15,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,7 +22,7 @@ from offload_strategy import OffloadEngine, load, save
 from offload_strategy.integrations.accelerate.plugin import SSDOffloadPlugin
 from offload_strategy.integrations.lightning.for_lightning_pytorch import SSDOffloadStrategy
 from tests.distributed import accelerate_runs
-from tests.distributed.data_parallel_runs import Net, config
+from tests.distributed.data_parallel_runs import Net, config, loss_of
 
 #: Samples of a step, of all ranks together.
 BATCH = 8
@@ -51,11 +50,6 @@ def digest(value: Any) -> str:
 
     add(value)
     return made.hexdigest()
-
-
-def loss_of(net: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    logits = net(tokens[:, :-1])
-    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 @contextlib.contextmanager
@@ -188,7 +182,7 @@ KINDS = {"loop": loop, "accelerate": accelerate, "lightning": lightning}
 
 
 def everything(rank: int, directory: Path, sources: list[bool | None]) -> dict[str, Any]:
-    """What a rank of `test_checkpoints` does, with what it found by run."""
+    """What a rank of `test_ranks` does, with what it found by run."""
     size = dist.get_world_size() if dist.is_initialized() else 1
     found = {}
     for kind, train in KINDS.items():

@@ -1,4 +1,4 @@
-"""What the ranks of `test_sharded` do: FSDP2."""
+"""What the ranks of `test_ranks` do: FSDP2."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from offload_strategy import ConfigError, OffloadEngine
-from tests.distributed.data_parallel_runs import STEPS, Net, config, different
+from tests.distributed.data_parallel_runs import STEPS, Net, compared, config, loss_of
 
 
 def whole(value: Any) -> Any:
@@ -94,11 +94,10 @@ def train(
             if engine is not None:
                 engine.microbatch(micro, last=last)
             tokens = batches[step, micro, share]
-            logits = net(tokens[:, :-1]).float()
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            loss = loss_of(net, tokens)
             (loss / accumulation).backward()
             losses.append(loss.item().hex())
-            del logits, loss
+            del loss
         if clip is not None:
             norm = nn.utils.clip_grad_norm_(parameters, clip)
             norms.append(whole(norm).item().hex())
@@ -141,21 +140,16 @@ CASES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 ]
 
 
-def compared(
+def offloaded(
     directory: Path, case: Any, overlap: str, plain: dict[str, Any], run: Callable[..., Any]
 ) -> dict[str, Any]:
     """What a run with offload found, beside a plain one."""
     with OffloadEngine(config(directory, overlap)) as engine:
         ours = run(engine)
-        metrics = engine.metrics()
-    return {
-        "case": [str(case), overlap],
-        "differs": different(plain, ours),
-        "ahead": metrics["offload/optimizer/speculated_steps"],
-        "optimizer": metrics["offload/optimizer/written_bytes"],
-        "activations": metrics["offload/activations/written_bytes"],
-        **{key: ours[key] for key in ("kinds", "sharded", "losses") if key in ours},
-    }
+        ours["metrics"] = engine.metrics()
+    more = {key: ours[key] for key in ("kinds", "sharded", "losses") if key in ours}
+    ahead = ours["metrics"]["offload/optimizer/speculated_steps"]
+    return compared([str(case), overlap], plain, ours, ahead=ahead, **more)
 
 
 def against_plain(rank: int, directory: Path) -> list[dict[str, Any]]:
@@ -164,7 +158,7 @@ def against_plain(rank: int, directory: Path) -> list[dict[str, Any]]:
     for case, overlaps in CASES:
         run = partial(train, rank, **case)
         plain = run(None)
-        found += [compared(directory, case, overlap, plain, run) for overlap in overlaps]
+        found += [offloaded(directory, case, overlap, plain, run) for overlap in overlaps]
     return found
 
 
@@ -192,7 +186,7 @@ def second_half(rank: int, directory: Path, source: str) -> list[dict[str, Any]]
     for saved in (None, "commit"):
         checkpoint = Path(source) / f"checkpoint-{saved}"
         run = partial(train, rank, steps=half, first=half, checkpoint=checkpoint)
-        found.append(compared(directory, saved, "commit", run(None), run))
+        found.append(offloaded(directory, saved, "commit", run(None), run))
     return found
 
 
@@ -210,11 +204,10 @@ def tensor_parallel(rank: int, directory: Path) -> list[dict[str, Any]]:
         losses = []
         for _ in range(6):
             tokens = torch.randint(0, 96, (4, 17), generator=data)
-            logits = net(tokens[:, :-1])
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            loss = loss_of(net, tokens)
             loss.backward()
             losses.append(loss.item().hex())
-            del logits, loss
+            del loss
             used.step()
             used.zero_grad()
         return {
@@ -226,7 +219,7 @@ def tensor_parallel(rank: int, directory: Path) -> list[dict[str, Any]]:
 
     plain = run(None)
     return [
-        compared(directory, "tensor parallel", overlap, plain, run)
+        offloaded(directory, "tensor parallel", overlap, plain, run)
         for overlap in ("commit", "eager")
     ]
 

@@ -1,4 +1,4 @@
-"""What the ranks of `test_accelerate_processes` do.
+"""What the ranks of `test_ranks` do.
 
 Each trains a model as it is, and one with LoRA: plainly, offloaded, and resumed from the
 checkpoints of either.
@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
 from offload_strategy.integrations.accelerate.plugin import session_of
-from tests.distributed.data_parallel_runs import config, same
+from tests.distributed.data_parallel_runs import compared, config, same
 
 STEPS, SAVED = 4, 2
 TOKENS = torch.randint(0, 64, (32, 12), generator=torch.Generator().manual_seed(1))
@@ -82,7 +82,7 @@ def files(checkpoint: Path) -> dict[str, Any]:
     return {**found, "names": sorted(file.name for file in checkpoint.iterdir()), "states": states}
 
 
-def compared(rank: int, directory: Path) -> list[dict[str, Any]]:
+def against_plain(rank: int, directory: Path) -> list[dict[str, Any]]:
     """Every run beside the plain one."""
     found = []
     for lora in (False, True):
@@ -96,19 +96,7 @@ def compared(rank: int, directory: Path) -> list[dict[str, Any]]:
             source = None if saved is None else checkpoints[saved]
             target = folders[True] if saved is None else directory / "again"
             ours = train(directory, lora, offload, source, target)
-            differs = [key for key in plain if key != "metrics" and not same(plain[key], ours[key])]
-            metrics = ours["metrics"]
-            found.append(
-                {
-                    "case": [lora, offload, saved],
-                    "differs": differs,
-                    "moved": [
-                        metrics[f"offload/{client}/written_bytes"]
-                        for client in ("activations", "optimizer")
-                        if offload
-                    ],
-                }
-            )
+            found.append(compared([lora, offload, saved], plain, ours))
         if rank == 0 and not same(*map(files, checkpoints.values())):
-            found.append({"case": [lora, "the files"], "differs": ["files"], "moved": []})
+            found.append({"case": [lora, "the files"], "differs": ["files"]})
     return found

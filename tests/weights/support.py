@@ -134,17 +134,9 @@ def step(
     loss_of: Callable[[Any, int], torch.Tensor] = loss,
     look: Callable[[Any], Numbers] = lambda model: {},
 ) -> Numbers:
-    """One step of training.
+    """One step of training with a batch; without an optimizer the gradients are dropped.
 
-    Args:
-        model: what is trained.
-        optimizer: its optimizer; None to drop the gradients instead of stepping.
-        number: of the batch.
-        loss_of: the forward pass.
-        look: called between backward and `step()`.
-
-    Returns:
-        the loss, and what `look` returned.
+    Returns the loss, and what `look` returned between backward and `step()`.
     """
     value = loss_of(model, number)
     value.backward()
@@ -182,14 +174,9 @@ def compare(
     optimizer_of: Callable[[Any], Any] | None = adamw,
     **sections: dict[str, Any],
 ) -> None:
-    """Use a model without and with streamed weights: the same numbers, and the same weights.
+    """Use a model and its optimizer without and with streamed weights: the same numbers.
 
-    Args:
-        disk: directory of the ssd tier.
-        use: is given the model, and the optimizer that belongs to it.
-        make: builds the same model every time.
-        optimizer_of: makes one; None for none.
-        sections: options by section.
+    `make` builds the same model every time.
     """
 
     def run(model: Any, attached: Any) -> list[Numbers]:

@@ -83,12 +83,7 @@ def recovers(
 ) -> None:
     """After steps that fail, no weight stays in use, and training has the plain numbers.
 
-    Args:
-        disk: directory of the ssd tier.
-        overlap: of the optimizer.
-        error: how the steps fail.
-        make: builds the model.
-        break_: makes steps fail; returns the handle of its hook.
+    `break_` makes steps fail, and returns the handle of its hook.
     """
     plain = make()
     expected = [*train(plain, adamw(plain)), weights(plain)]

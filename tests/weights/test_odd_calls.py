@@ -23,7 +23,6 @@ from tests.weights.support import (
     compared,
     loss,
     net,
-    overlapping,
     step,
     train,
     zoo_loss,
@@ -262,17 +261,15 @@ WATCHES = {
 @pytest.mark.parametrize(
     ("kind", "overlap", "watch"), in_turn(["GPT-2", "T5", "ResNet"], OVERLAPS, list(WATCHES))
 )
-def test_validation_between_steps(disk, kind, overlap, watch):
-    def use(model: Any, optimizer: Any) -> list[Numbers]:
-        history = []
-        for number in range(3):
-            history.append(step(model.train(), optimizer, number, loss_of=zoo_loss(kind)))
-            with WATCHES[watch]():
-                checked = loss_of(model.eval(), batch(kind, 100 + number)).detach().clone()
-            history.append({"checked": checked.clone()})
-        return history
-
-    compare(disk, use, lambda: build(kind), **overlapping(overlap))
+@compared(lambda kind: build(kind), overlaps=[])
+def test_validation_between_steps(model, optimizer, kind, watch):
+    history = []
+    for number in range(3):
+        history.append(step(model.train(), optimizer, number, loss_of=zoo_loss(kind)))
+        with WATCHES[watch]():
+            checked = loss_of(model.eval(), batch(kind, 100 + number)).detach().clone()
+        history.append({"checked": checked.clone()})
+    return history
 
 
 @pytest.mark.parametrize("change", [False, True])

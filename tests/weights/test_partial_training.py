@@ -217,31 +217,28 @@ PARTS: dict[str, Callable[[str], bool]] = {
 }
 
 
+def trained_in_part(kind: str, part: str) -> Any:
+    model = build(kind)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(PARTS[part](name))
+    return model
+
+
 @pytest.mark.parametrize(("part", "kind", "overlap"), in_turn(PARTS, KINDS, OVERLAPS))
-def test_a_part_is_trained(disk: Path, kind: str, part: str, overlap: str) -> None:
-    def make() -> Any:
-        model = build(kind)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(PARTS[part](name))
-        return model
-
-    def use(model: Any, optimizer: Any) -> list[Numbers]:
-        return fit(model, optimizer, kind, steps=3)
-
-    compare(disk, use, make, adamw_of_trained, **overlapping(overlap))
+@compared(lambda kind, part: trained_in_part(kind, part), adamw_of_trained, overlaps=[])
+def test_a_part_is_trained(model, optimizer, kind):
+    return fit(model, optimizer, kind, steps=3)
 
 
 @pytest.mark.parametrize(("overlap", "kind", "first"), in_turn(OVERLAPS, KINDS, [0, 0, 1]))
-def test_layers_are_frozen_for_a_while(disk: Path, kind: str, overlap: str, first: int) -> None:
-    def use(model: Any, optimizer: Any) -> list[Numbers]:
-        def freeze(step: int) -> None:
-            for name, parameter in model.named_parameters():
-                if ".1." in name:
-                    parameter.requires_grad_(step // 2 % 2 == first)
+@compared(lambda kind: build(kind), overlaps=[])
+def test_layers_are_frozen_for_a_while(model, optimizer, kind, first):
+    def freeze(step: int) -> None:
+        for name, parameter in model.named_parameters():
+            if ".1." in name:
+                parameter.requires_grad_(step // 2 % 2 == first)
 
-        return fit(model, optimizer, kind, steps=5, before=freeze)
-
-    compare(disk, use, lambda: build(kind), adamw, **overlapping(overlap))
+    return fit(model, optimizer, kind, steps=5, before=freeze)
 
 
 @compared()

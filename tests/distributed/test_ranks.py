@@ -1,0 +1,163 @@
+"""Several ranks: numbers and checkpoints of plain training; each has its part of the states."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.data_parallel_runs import STEPS
+from tests.distributed.ranks import run_ranks
+from tests.distributed.resharded_runs import KINDS, kinds_of_runs, same_files
+
+
+def test_every_way_gives_what_plain_data_parallel_training_gives(tmp_path: Path) -> None:
+    ranks = run_ranks("tests.distributed.data_parallel_runs:against_plain", tmp_path)
+    for rank in ranks:
+        assert rank
+        assert [run["case"] for run in rank if run["differs"]] == []
+        for run in rank:
+            assert (run["activations"] > 0) is (run["case"].get("order") != "optimizer alone")
+        for run in rank:
+            case = run["case"]
+            whole_pass = {"unused", "static_graph"} & case.keys() or case["overlap"] == "off"
+            # Gradients are used as soon as their bucket is reduced, where that can be known.
+            assert (run["early"] > 0) is (not whole_pass), (case, run["early"])
+        whole = {_name(run): run for run in rank if not run["case"]["sharding"]}
+        compared = [run for run in rank if run["case"]["sharding"] and _name(run) in whole]
+        assert compared
+        for run in compared:
+            if "clip" in run["case"]:
+                continue  # what ran ahead in vain was written as far as the disk got
+            for verb in ("optimizer", "optimizer_read"):
+                share = run[verb] / whole[_name(run)][verb]
+                assert 0.45 < share < 0.55, (run["case"], verb, share)
+
+
+def test_reentrant_checkpoints_give_what_they_give_without_offload(tmp_path: Path) -> None:
+    """They run backward passes within the pass."""
+    for rank in run_ranks("tests.distributed.reentrant_runs:against_plain", tmp_path):
+        assert len(rank) == 5
+        assert [run["case"] for run in rank if run["differs"]] == []
+        assert all(run["optimizer"] > 0 for run in rank)
+
+
+def _name(run: dict[str, Any]) -> str:
+    return str({key: value for key, value in run["case"].items() if key != "sharding"})
+
+
+# ---------------------------------------------------------------------- FSDP2
+# One test for what the ranks did: pytest-xdist would run them again for others.
+def test_sharded_training_gives_what_it_gives_without_offload(tmp_path: Path) -> None:
+    ranks = run_ranks("tests.distributed.sharded_runs:two_ranks", tmp_path)
+    for rank in ranks:
+        runs = rank["against plain"]
+        assert len(runs) == 8
+        assert [run["case"] for run in runs if run["differs"]] == []
+        for run in runs:
+            assert run["activations"] > 0
+            case, overlap = run["case"]
+            assert overlap != "commit" or "clip" in case or run["ahead"] == STEPS
+            if "SGD" not in case:
+                assert run["kinds"] == ["DTensor"]
+                assert run["optimizer"] > 0
+
+        # Layers that ranks compute together are updated part by part.
+        for run in rank["tensor parallel"]:
+            assert run["differs"] == []
+            assert run["sharded"] == 4  # two weights and their biases
+            assert run["optimizer"] > 0
+            assert run["activations"] > 0
+
+        policy, streamed, together = rank["refusals"]
+        assert "CPUOffloadPolicy" in policy
+        assert "parameters.enabled" in streamed
+        assert "does not update every element by itself" in together
+
+    # A checkpoint of two ranks goes on with one and with four.
+    for size in (1, 4):
+        place = tmp_path / str(size)
+        place.mkdir()
+        where = "tests.distributed.sharded_runs:second_half"
+        for rank in run_ranks(where, place, size, source=str(tmp_path)):
+            assert [run["case"] for run in rank if run["differs"]] == []
+            assert all(run["optimizer"] > 0 for run in rank)
+            # What ours saved is what plain training saved.
+            assert len({str(run["losses"]) for run in rank}) == 1
+
+
+# ---------------------------------------------------------------------- frameworks
+def test_a_loop_with_accelerate_gives_the_numbers_and_checkpoints_of_plain_training(
+    tmp_path: Path,
+) -> None:
+    for kinds in run_ranks("tests.distributed.accelerate_runs:all_runs", tmp_path):
+        for runs in kinds:  # data-parallel and sharded
+            assert len(runs) == 4
+            assert [run["case"] for run in runs if run["differs"]] == []
+            assert all(run["optimizer"] > 0 and run["activations"] > 0 for run in runs)
+
+
+def test_the_trainer_and_lora_give_the_numbers_and_checkpoints_of_plain_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("peft")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    tier = tmp_path / "tier"
+    tier.mkdir()
+    for runs in run_ranks("tests.distributed.trainer_runs:against_plain", tmp_path):
+        # From the start, and resumed by both from the files of both; with LoRA by ours from ours.
+        assert len(runs) == (1 + 4) + (1 + 1)
+        assert [run["case"] for run in runs if run["differs"]] == []
+        offloaded = [run for run in runs if run["case"][1]]
+        assert len(offloaded) == 3 + 2
+        assert all(run["optimizer"] > 0 and run["activations"] > 0 for run in offloaded)
+    assert list(tier.iterdir()) == []
+
+
+# ---------------------------------------------------------------------- Lightning
+def test_two_processes_give_the_numbers_and_checkpoints_of_plain_training(tmp_path: Path) -> None:
+    for rank, runs in enumerate(run_ranks("tests.distributed.lightning_runs:all_runs", tmp_path)):
+        whole, sharded, short = runs
+        assert [len(whole), len(sharded), len(short)] == [4, 5 - rank, 3]
+        assert {run["class"] for run in whole + short} == {"SSDOffloadDataParallelStrategy"}
+        assert {run["class"] for run in sharded} == {"SSDOffloadFSDPStrategy"}
+        for run in whole + sharded + short:
+            assert run["differs"] == [], run["case"]
+            assert run["optimizer"] > 0
+            assert run["activations"] > 0
+
+
+# ---------------------------------------------------------------------- other numbers of ranks
+_NUMBERS = ("losses", "weights", "states")
+
+
+def test_checkpoints_of_two_ranks_go_on_as_plain_ones_with_one_rank_and_with_four(
+    tmp_path: Path,
+) -> None:
+    tier = tmp_path / "tier"
+    tier.mkdir()
+    where = "tests.distributed.resharded_runs:everything"
+    for size, sources in ((2, [None]), (1, [False, True]), (4, [False, True])):
+        ranks = run_ranks(where, tmp_path, size, group=size > 1, sources=sources)
+        for kind in KINDS:
+            runs = kinds_of_runs(size, kind, sources)
+            for offload, of in runs:
+                plain = _numbers(ranks, kind, *runs[0])
+                assert _numbers(ranks, kind, offload, of) == plain, (kind, size, offload, of)
+                assert len({str(each["weights"]) for each in plain}) == 1
+                if offload:
+                    moved = [each["moved"] for each in _runs(ranks, kind, True, of)]
+                    assert all(sum(client) > 0 for client in zip(*moved, strict=True))
+        assert same_files(tmp_path)
+    assert list(tier.iterdir()) == []
+
+
+def _runs(ranks: list[Any], kind: str, offload: bool, of: bool | None) -> list[dict[str, Any]]:
+    return [rank[json.dumps([kind, offload, of])] for rank in ranks]
+
+
+def _numbers(ranks: list[Any], kind: str, offload: bool, of: bool | None) -> list[dict[str, Any]]:
+    runs = _runs(ranks, kind, offload, of)
+    return [{name: run[name] for name in _NUMBERS} for run in runs]
