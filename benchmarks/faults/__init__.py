@@ -1,5 +1,5 @@
 """Faults of storage, provoked for real, and what a training that meets them sees.
 
-`scenes` makes each fault on its own disk; the tests check what came of it, and
+`scenes` has each fault on its own disk; the tests check what came of it, and
 `python -m benchmarks.io faults` prints it.
 """

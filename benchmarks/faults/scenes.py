@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
+import functools
 import itertools
 import os
 import shutil
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,11 +17,25 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.disks import LoopDisk, loop_disk, throttle
+from benchmarks.faults.making import (
+    SECONDS_OF_PATIENCE,
+    Change,
+    answers,
+    cut,
+    fill,
+    flip_bytes,
+    impatient,
+    kill_worker,
+    run,
+    settled,
+    tried,
+)
 from benchmarks.faults.subject import (
     BACKWARDED,
     BEFORE,
     FILLER,
     FORWARDED,
+    Faults,
     Outcome,
     observed,
     settings,
@@ -30,129 +43,36 @@ from benchmarks.faults.subject import (
     train,
 )
 from offload_strategy import OffloadEngine
-from offload_strategy.errors import StorageError
 from offload_strategy.optimizer.overlap.ahead_update import AheadUpdate
 from offload_strategy.optimizer.subgroup_update import Updater
 from offload_strategy.units import KiB, MiB
 
 #: The package leaves 64 MiB of a file system to others.
 _DISK_BYTES = 160 * MiB
-_SECONDS_OF_PATIENCE = 0.6
-
-Change = Callable[[Callable[..., int], int, list[memoryview], int], int]
-"""Stands for `os.preadv` or `os.pwritev`, which is its first argument."""
 
 
-# ---------------------------------------------------------------------- making faults
-def fill(disk: LoopDisk, leave: int = 0) -> None:
-    """Somebody else takes what is free on a disk."""
-    with open(disk.directory / FILLER, "wb") as file:
-        for too_much in itertools.count(leave, 256 * KiB):
-            free = shutil.disk_usage(disk.directory).free - too_much
-            if free <= 0:
-                return
-            with contextlib.suppress(OSError):  # some of what is free is for the file's own blocks
-                os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, free)
-                return
-
-
-def cut(disk: LoopDisk, engine: OffloadEngine | None = None) -> None:
-    """The disk loses all that is on it, when it is on it: reads and writes fail with EIO."""
-    if engine is not None:
-        settled(engine)
-    os.truncate(disk.image, 0)
-    _run("losetup", "--set-capacity", disk.device)
-
-
-def settled(engine: OffloadEngine) -> None:
-    """Wait until all that left is on the disk, and only there."""
-    engine._resources.store.wait_for_writes()
-
-
-def tried(engine: OffloadEngine) -> None:
-    """Wait until all that left was written, or failed; a write nobody needs any more is given up.
-
-    Training has to notice by itself.
-    """
-    with contextlib.suppress(StorageError):
-        settled(engine)
-
-
-def flip_bytes(engine: OffloadEngine, image: Path) -> None:
-    """Change one byte of every block of what is stored, in the file that is the disk."""
-    settled(engine)
-    (region,) = engine._resources.regions
-    assert region._begin > 0, "offsets are those of the image on a raw device only"
-    with open(image, "r+b") as file:
-        for place in range(region._begin, region._begin + region._used_end, 4 * KiB):
-            file.seek(place)
-            byte = file.read(1)
-            file.seek(place)
-            file.write(bytes([byte[0] ^ 0x10]))
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def kill_worker(thread: threading.Thread, reason: type[BaseException] = SystemExit) -> None:
-    """Have an exception raised in a thread, whatever it does."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-        ctypes.c_ulong(thread.ident or 0), ctypes.py_object(reason)
-    )
-
-
-@contextlib.contextmanager
-def impatient() -> Iterator[None]:
-    """A wait is reported soon."""
-    with mock.patch("offload_strategy.store.error_messages.PATIENCE_SECONDS", _SECONDS_OF_PATIENCE):
-        yield
-
-
-@contextlib.contextmanager
-def answers(change: Change) -> Iterator[None]:
-    """System calls that move bytes answer as `change` says, which may make the call itself."""
-    with contextlib.ExitStack() as undo:
-        for name in ("preadv", "pwritev"):
-            call = getattr(os, name)
-
-            def changed(
-                fd: int, views: list[memoryview], offset: int, call: Callable[..., int] = call
-            ) -> int:
-                if fd not in _unnamed():
-                    return call(fd, views, offset)
-                return change(call, fd, views, offset)
-
-            undo.enter_context(mock.patch.object(os, name, changed))
-        yield
-
-
-def _unnamed() -> set[int]:
-    """Descriptors of the package's files."""
-    found = set()
-    for entry in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{entry}").endswith("(deleted)"):
-                found.add(int(entry))
-    return found
-
-
-def _run(*command: str | Path) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+def _trained(
+    place: Path,
+    happen: Callable[[LoopDisk], Faults] = lambda disk: {},
+    before: Callable[[LoopDisk], object] = lambda disk: None,
+    **sections: Any,
+) -> Outcome:
+    """Train on a disk of its own, to which something happens before the start or meanwhile."""
+    with loop_disk(place, _DISK_BYTES) as disk, observed(disk.directory) as outcome:
+        before(disk)
+        train(OffloadEngine(settings(disk.directory, **sections)), outcome, happen(disk))
+    return outcome
 
 
 # ---------------------------------------------------------------------- no room
 def too_large_a_capacity(place: Path) -> Outcome:
     """The config asks for more than the disk has."""
-    with loop_disk(place, _DISK_BYTES) as disk, observed(disk.directory) as outcome:
-        OffloadEngine(settings(disk.directory, capacity="1GiB"))
-    return outcome
+    return _trained(place, capacity="1GiB")
 
 
 def full_at_start(place: Path) -> Outcome:
     """The config names no capacity, and next to nothing is free."""
-    with loop_disk(place, _DISK_BYTES) as disk, observed(disk.directory) as outcome:
-        fill(disk, leave=1 * MiB)
-        OffloadEngine(settings(disk.directory, capacity=None))
-    return outcome
+    return _trained(place, before=lambda disk: fill(disk, leave=1 * MiB), capacity=None)
 
 
 def filled_while_running(place: Path, *, second_tier: bool = False) -> Outcome:
@@ -197,19 +117,16 @@ def filled_without_preallocation(place: Path) -> Outcome:
 # ---------------------------------------------------------------------- a disk that fails
 def write_error(place: Path) -> Outcome:
     """Writes fail from the second step on; the states, which would be read, are elsewhere."""
-    with loop_disk(place, _DISK_BYTES) as disk, observed(disk.directory) as outcome:
-        engine = OffloadEngine(settings(disk.directory, optimizer={"enabled": False}))
-        happen = {(1, BEFORE): lambda engine: cut(disk, engine), (1, FORWARDED): tried}
-        train(engine, outcome, happen)
-    return outcome
+    return _trained(
+        place,
+        lambda disk: {(1, BEFORE): lambda engine: cut(disk, engine), (1, FORWARDED): tried},
+        optimizer={"enabled": False},
+    )
 
 
 def read_error(place: Path) -> Outcome:
     """Reads fail between forward and backward."""
-    with loop_disk(place, _DISK_BYTES) as disk, observed(disk.directory) as outcome:
-        happen = {(1, FORWARDED): lambda engine: cut(disk, engine)}
-        train(OffloadEngine(settings(disk.directory)), outcome, happen)
-    return outcome
+    return _trained(place, lambda disk: {(1, FORWARDED): lambda engine: cut(disk, engine)})
 
 
 def read_error_in_step(place: Path) -> Outcome:
@@ -240,36 +157,30 @@ def read_error_in_step(place: Path) -> Outcome:
 
 def failed_before_start(place: Path) -> Outcome:
     """The disk fails before the engine starts, its file system is still mounted."""
-    with loop_disk(place, _DISK_BYTES) as disk, observed(disk.directory) as outcome:
-        cut(disk)
-        OffloadEngine(settings(disk.directory))
-    return outcome
+    return _trained(place, before=cut)
 
 
 # ---------------------------------------------------------------------- mounts
 def unmounted_while_running(place: Path) -> Outcome:
     """Somebody detaches the file system (``umount -l``)."""
-    with loop_disk(place, _DISK_BYTES) as disk, observed(disk.directory) as outcome:
-        happen = {(1, FORWARDED): lambda engine: _run("umount", "-l", disk.directory)}
-        train(OffloadEngine(settings(disk.directory)), outcome, happen)
-    return outcome
+    return _trained(
+        place, lambda disk: {(1, FORWARDED): lambda engine: run("umount", "-l", disk.directory)}
+    )
 
 
 def not_there_at_start(place: Path) -> Outcome:
     """The file system was unmounted, and its mount point removed, before the start."""
-    with loop_disk(place, _DISK_BYTES) as disk, observed(disk.directory) as outcome:
+
+    def remove(disk: LoopDisk) -> None:
         disk.unmount()
         disk.directory.rmdir()
-        OffloadEngine(settings(disk.directory))
-    return outcome
+
+    return _trained(place, before=remove)
 
 
 def read_only_at_start(place: Path) -> Outcome:
     """The file system is mounted read-only."""
-    with loop_disk(place, _DISK_BYTES) as disk, observed(disk.directory) as outcome:
-        disk.mount("remount", "ro")
-        OffloadEngine(settings(disk.directory))
-    return outcome
+    return _trained(place, before=lambda disk: disk.mount("remount", "ro"))
 
 
 def read_only_while_running(place: Path) -> Outcome:
@@ -294,15 +205,13 @@ def read_only_while_running(place: Path) -> Outcome:
 
 def remounted_while_running(place: Path) -> Outcome:
     """Somebody asks for a read-only mount of the file system: the kernel refuses, it is in use."""
-    with loop_disk(place, _DISK_BYTES) as disk, observed(disk.directory) as outcome:
 
-        def happen(engine: OffloadEngine) -> None:
-            with contextlib.suppress(RuntimeError):
-                disk.mount("remount", "ro")
-                raise AssertionError("the mount is not in use")
+    def remount(disk: LoopDisk) -> None:
+        with contextlib.suppress(RuntimeError):
+            disk.mount("remount", "ro")
+            raise AssertionError("the mount is not in use")
 
-        train(OffloadEngine(settings(disk.directory)), outcome, {(1, BEFORE): happen})
-    return outcome
+    return _trained(place, lambda disk: {(1, BEFORE): lambda engine: remount(disk)})
 
 
 def read_only_device(place: Path) -> Outcome:
@@ -310,8 +219,8 @@ def read_only_device(place: Path) -> Outcome:
     with loop_disk(place, 32 * MiB, formatted=False) as disk, contextlib.ExitStack() as undo:
 
         def happen(engine: OffloadEngine) -> None:
-            undo.callback(_run, "blockdev", "--setrw", disk.device)  # it outlives the disk
-            _run("blockdev", "--setro", disk.device)
+            undo.callback(run, "blockdev", "--setrw", disk.device)  # it outlives the disk
+            run("blockdev", "--setro", disk.device)
 
         with observed() as outcome:
             engine = OffloadEngine(settings(disk.device))
@@ -333,11 +242,16 @@ def deleted_directory(place: Path) -> Outcome:
 # ---------------------------------------------------------------------- a disk that stalls
 def stalled(place: Path) -> Outcome:
     """The disk moves 64 KiB a second, until that was reported."""
+    return _while_stalled(place)
+
+
+def _while_stalled(place: Path, act: Callable[[], None] | None = None, **options: bool) -> Outcome:
+    """Train while the disk is slow; once that is reported something is done, or it is lifted."""
     with (
         _slow(place) as (disk, slow, lift),
         observed(disk.directory) as outcome,
         impatient(),
-        _once_reported(outcome, lift) as begin,
+        _once_reported(outcome, act or lift) as begin,
     ):
 
         def happen(engine: OffloadEngine) -> None:
@@ -345,7 +259,8 @@ def stalled(place: Path) -> Outcome:
             slow()
             begin()
 
-        train(OffloadEngine(settings(disk.directory)), outcome, {(1, BEFORE): happen})
+        engine = OffloadEngine(settings(disk.directory))
+        train(engine, outcome, {(1, BEFORE): happen}, **options)
     return outcome
 
 
@@ -361,26 +276,9 @@ def _interruptible() -> Iterator[None]:
 
 def interrupted_while_stalled(place: Path) -> Outcome:
     """Ctrl-C, and `engine.close()`, while the disk moves 64 KiB a second."""
-
-    def press() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-
-    with (
-        _slow(place) as (disk, slow, _),
-        observed(disk.directory) as outcome,
-        impatient(),
-        _interruptible(),
-        _once_reported(outcome, press) as begin,
-    ):
-
-        def happen(engine: OffloadEngine) -> None:
-            settled(engine)
-            slow()
-            begin()
-
-        engine = OffloadEngine(settings(disk.directory))
-        train(engine, outcome, {(1, BEFORE): happen}, states_too=False)
-    return outcome
+    with _interruptible():
+        press = functools.partial(os.kill, os.getpid(), signal.SIGINT)
+        return _while_stalled(place, press, states_too=False)
 
 
 @contextlib.contextmanager
@@ -449,7 +347,7 @@ def try_again_for_ever(place: Path) -> Outcome:
     with (
         loop_disk(place, _DISK_BYTES) as disk,
         contextlib.ExitStack() as later,
-        mock.patch("offload_strategy.io.backends.posix.RETRY_SECONDS", _SECONDS_OF_PATIENCE),
+        mock.patch("offload_strategy.io.backends.posix.RETRY_SECONDS", SECONDS_OF_PATIENCE),
         observed(disk.directory) as outcome,
     ):
 
@@ -492,13 +390,8 @@ def _first(views: list[memoryview], nbytes: int) -> list[memoryview]:
 
 
 def _train_with(place: Path, change: Change, **sections: Any) -> Outcome:
-    with (
-        loop_disk(place, _DISK_BYTES) as disk,
-        observed(disk.directory) as outcome,
-        answers(change),
-    ):
-        train(OffloadEngine(settings(disk.directory, **sections)), outcome)
-    return outcome
+    with answers(change):
+        return _trained(place, **sections)
 
 
 # ---------------------------------------------------------------------- wrong bytes
@@ -543,12 +436,10 @@ def dead_worker(place: Path) -> Outcome:
 
 def dead_idle_workers(place: Path) -> Outcome:
     """Threads are ended from outside while they wait for work."""
-    with loop_disk(place, _DISK_BYTES) as disk, observed(disk.directory) as outcome:
 
-        def happen(engine: OffloadEngine) -> None:
-            settled(engine)
-            for thread in threads():
-                kill_worker(thread)
+    def happen(engine: OffloadEngine) -> None:
+        settled(engine)
+        for thread in threads():
+            kill_worker(thread)
 
-        train(OffloadEngine(settings(disk.directory)), outcome, {(1, BEFORE): happen})
-    return outcome
+    return _trained(place, lambda disk: {(1, BEFORE): happen})

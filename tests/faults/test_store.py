@@ -18,8 +18,7 @@ from benchmarks.faults.scenes import cut, fill
 from offload_strategy.errors import StorageError, TierFullError
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.io.backends.protocol import create_backend
-from offload_strategy.io.queues.checksums import create_checksum
-from offload_strategy.io.queues.path_queue import PathQueue
+from offload_strategy.io.queues.path_queue import PathQueue, create_checksum
 from offload_strategy.io.regions.region import Region
 from offload_strategy.store import tiers as dealing
 from offload_strategy.store.tensor_store import TensorStore
