@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from offload_strategy import OffloadEngine
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
 from offload_strategy.optimizer.ranks.gradient_reductions import GradientReductions
-from tests.training import on_disk
+from tests.optimizer import custom_optimizers
+from tests.training import bits, on_disk
 
 STEPS = 6
 
@@ -122,7 +123,8 @@ def train(
     net = Net()
     if early is not None:
         early.pause(net)
-    made = getattr(torch.optim, optimizer)(net.parameters(), lr=1e-2)
+    kinds = torch.optim if hasattr(torch.optim, optimizer) else custom_optimizers
+    made = getattr(kinds, optimizer)(net.parameters(), lr=1e-2)
     used: Any = made
     if engine is not None and order != "together":
         used = engine.attach(None, made)
@@ -182,6 +184,8 @@ def compared(case: Any, plain: dict[str, Any], ours: dict[str, Any], **more: Any
 
 def same(one: Any, two: Any) -> bool:
     """Whether nested values are the same to the last bit."""
+    if isinstance(one, custom_optimizers.Bytes):
+        return same(bits(one.codes), bits(two.codes)) and same(one.scale, two.scale)
     if isinstance(one, torch.Tensor):
         return bool(one.dtype == two.dtype and torch.equal(one, two))
     if isinstance(one, dict):
@@ -204,6 +208,7 @@ CASES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"order": "optimizer first", "clip": 0.5}, ("commit",)),
     ({"order": "optimizer alone", "accumulation": 3}, ("commit",)),
     ({"optimizer": "SGD"}, ("commit",)),
+    ({"optimizer": "QuantizedMomentum"}, ("commit",)),
     ({"optimizer": "RAdam", "accumulation": 3}, ("off",)),
 ]
 

@@ -33,7 +33,7 @@ class Lion(Optimizer):
 
 
 class Bytes(torch.Tensor):
-    """Numbers rounded to eighths of a scale for each block, in one byte each.
+    """Numbers as multiples of a scale for each block, in one byte each.
 
     Like quantized states of other packages it does nothing that its optimizer does not need. With
     `nested`, its scales are rounded as well.
@@ -53,11 +53,11 @@ class Bytes(torch.Tensor):
     def zeros_like(cls, p: torch.Tensor, nested: bool = True) -> Bytes:
         scale = p.new_zeros(p.numel() // cls.BLOCK)
         rounded = cls.zeros_like(scale, False) if nested and scale.numel() >= cls.BLOCK else scale
-        return cls(torch.zeros_like(p, dtype=torch.int8), rounded)
+        return cls(torch.zeros_like(p, dtype=torch.float8_e4m3fn), rounded)
 
     def values(self) -> torch.Tensor:
         scale = self.scale.values() if isinstance(self.scale, Bytes) else self.scale
-        return (self.codes.view(-1, self.BLOCK) * scale[:, None]).view(self.codes.shape)
+        return (self.codes.float().view(-1, self.BLOCK) * scale[:, None]).view(self.codes.shape)
 
     def set(self, values: torch.Tensor) -> None:
         blocks = values.reshape(-1, self.BLOCK)
@@ -67,8 +67,8 @@ class Bytes(torch.Tensor):
             scale = self.scale.values()
         else:
             self.scale.copy_(scale)
-        codes = (blocks / scale[:, None].clamp_min(1e-12)).round().clamp(-127, 127)
-        self.codes.copy_(codes.view(values.shape))
+        codes = blocks / scale[:, None].clamp_min(1e-12)
+        self.codes.copy_(codes.clamp(-448, 448).view(values.shape))
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["codes", "scale"], None
