@@ -23,7 +23,7 @@ class OpaqueTensor:
     """A dense tensor of a state dict that `Optimizer.load_state_dict` takes for something else.
 
     It would move every tensor to the device of its parameter and cast it to the parameter's dtype,
-    all of them at once; a master weight would lose its precision.
+    all of them at once.
     """
 
     __slots__ = ("tensor",)
@@ -33,10 +33,32 @@ class OpaqueTensor:
 
 
 def load_wrapped(state_dict: dict[str, Any], optimizer: Optimizer, precision: Precision) -> None:
-    """Load a state dict with dense tensors wrapped, unless code outside of torch would see them.
+    """Load a state dict; meanwhile float32 tensors stand for weights that have master weights.
 
-    The class itself reads step counters, and other states without dimensions: what loading rounds
-    of those is put back, where weights have master weights.
+    The class casts states to the dtypes of its parameters.
+    """
+    stand_ins: dict[torch.Tensor, torch.Tensor] = {}
+    groups = [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"] = list(group["params"])
+        for index, weight in enumerate(group["params"]):
+            if precision.has_master(weight):
+                like = torch.empty((), dtype=torch.float32, device=weight.device)
+                group["params"][index] = stand_ins[weight] = like.expand(weight.shape)
+    try:
+        optimizer.load_state_dict(_wrapped(state_dict, optimizer))
+    finally:
+        for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = parameters
+        for weight, stand_in in stand_ins.items():
+            if stand_in in optimizer.state:
+                optimizer.state[weight] = optimizer.state.pop(stand_in)
+
+
+def _wrapped(state_dict: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """A state dict with dense tensors wrapped, unless code outside of torch would see them.
+
+    The class itself reads step counters, and other states without dimensions.
     """
     states = state_dict.get("state")
     loading = (type(optimizer).load_state_dict, type(optimizer).__setstate__)
@@ -46,8 +68,7 @@ def load_wrapped(state_dict: dict[str, Any], optimizer: Optimizer, precision: Pr
         or optimizer._optimizer_load_state_dict_pre_hooks
         or optimizer._optimizer_load_state_dict_post_hooks
     ):
-        optimizer.load_state_dict(state_dict)
-        return
+        return state_dict
     wrapped = {
         key: {
             name: OpaqueTensor(value) if name != "step" and packable(value) else value
@@ -57,16 +78,7 @@ def load_wrapped(state_dict: dict[str, Any], optimizer: Optimizer, precision: Pr
         else state
         for key, state in states.items()
     }
-    optimizer.load_state_dict({**state_dict, "state": wrapped})
-    saved = (key for group in state_dict["param_groups"] for key in group["params"])
-    own = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    for key, parameter in zip(saved, own, strict=True):
-        loaded = optimizer.state.get(parameter, {}) if precision.has_master(parameter) else {}
-        for name, rounded in loaded.items():
-            value = states[key].get(name)
-            is_number = isinstance(value, torch.Tensor) and value.dim() == 0
-            if name != "step" and is_number and value.is_floating_point():
-                loaded[name] = value.to(rounded.device, copy=True)
+    return {**state_dict, "state": wrapped}
 
 
 def unwrap_tensors(state: State) -> State:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from offload_strategy import OffloadEngine
@@ -206,3 +206,25 @@ def test_parameters_may_override_settings(overlap: str, disk: Path) -> None:
         assert run.optimizer.state[run.model.embedding.weight]["state1"].dtype is torch.float32
         assert run.optimizer.state[run.model.first.weight]["state1"].dtype is torch.uint8
     manager.initialize()
+
+
+class LoadsByItself(AdamW):
+    """As torchao's and bitsandbytes' do, it sees what is loaded, and casts it."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+
+
+@pytest.mark.parametrize("kind", [LoadsByItself, _torchao("AdamW8bit"), _bitsandbytes])
+@pytest.mark.usefixtures("uncompiled")
+def test_loading_does_not_round_master_weights(kind: Any, disk: Path) -> None:
+    model = nn.Linear(64, 64).bfloat16()
+    with offloading(disk, optimizer={"master_weights": True}) as engine:
+        optimizer = engine.attach(model, kind(model.parameters(), lr=1e-3))
+        model(torch.ones(2, 64, dtype=torch.bfloat16)).square().sum().backward()
+        optimizer.step()
+        saved = optimizer.state_dict()
+        assert bits(saved["state"][0]["master_weight"].bfloat16()) == bits(model.weight)
+        optimizer.load_state_dict(saved)
+        assert_same_state_dict(optimizer.state_dict(), saved)
+        assert optimizer.param_groups[0]["params"][0] is model.weight
