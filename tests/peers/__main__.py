@@ -1,6 +1,7 @@
 """Runs the tests of another project with and without offload, and lists what changes.
 
     python -m tests.peers lightning /path/to/its/checkout --out results.json [FOLDER ...]
+    python -m tests.peers lightning /path/to/its/checkout --keep runs     # goes on where it was
 
 The checkout should be of the version that is installed. Nothing of it is changed, and the report
 names for each test that passes without offload and fails with it the last line of the error.
@@ -33,6 +34,11 @@ Outcomes = dict[str, dict[str, Any]]
 
 def run(name: str, checkout: Path, tests: str, offloads: bool, options: Any) -> Outcomes:
     """Run some tests in a process of their own, and return what came of each."""
+    how = "with" if offloads else "without"
+    kept = options.keep and options.keep / f"{tests.replace('/', '-')}-{how}.json"
+    if kept and kept.exists():
+        known: Outcomes = json.loads(kept.read_text())
+        return known
     peer = PEERS[name]
     folder = checkout / peer.folder
     with tempfile.TemporaryDirectory(prefix="peer-") as home:
@@ -53,7 +59,8 @@ def run(name: str, checkout: Path, tests: str, offloads: bool, options: Any) -> 
             "OMP_NUM_THREADS": "1",
         }
         left_out = [f"--deselect={test}" for test in peer.without]
-        arguments = ["-q", "-p", "offload_by_default", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        plugins = "-p offload_by_default -p no:cacheprovider -p no:xdist"
+        arguments = ["-q", "--continue-on-collection-errors", *plugins.split()]
         done = subprocess.run(
             ["nice", sys.executable, "-m", "pytest", tests, *arguments, *left_out,
              f"--basetemp={home}/temporary", f"--timeout={options.timeout}"],
@@ -64,8 +71,13 @@ def run(name: str, checkout: Path, tests: str, offloads: bool, options: Any) -> 
             note = json.loads(line)
             outcomes[note["test"]] = note
         left = sorted(path.name for path in disk.iterdir())
-    how = "with" if offloads else "without"
-    print(f"{tests} {how} offload: {dict(Counter(o['outcome'] for o in outcomes.values()))}")
+    if kept:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(outcomes))
+    print(
+        f"{tests} {how} offload: {dict(Counter(o['outcome'] for o in outcomes.values()))}",
+        flush=True,
+    )
     if done.returncode not in (0, 1):
         print("\n".join(done.stdout.splitlines()[-15:]), done.stderr[-2000:], sep="\n")
     if left:
@@ -106,6 +118,7 @@ def main() -> None:
     parser.add_argument("checkout", type=Path)
     parser.add_argument("tests", nargs="*", help="some of its folders; all that are known if none")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
+    parser.add_argument("--keep", type=Path, help="a folder for what has run, and is not run again")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--timeout", type=int, default=120, help="seconds for one test")
     parser.add_argument("--path", action="append", default=[], help="further Python paths")
