@@ -112,10 +112,7 @@ class AttachedOptimizers:
         return wrapped
 
     def _claim(self, optimizer: OffloadedOptimizer) -> None:
-        """Claim an optimizer's parameters; those that share some update in `step()` from now on.
-
-        The weights that an update ahead of it starts from may be changed by the other one's step.
-        """
+        """Claim its parameters; optimizers that share some update in `step()` from now on."""
         claim = partial(
             self._registry.claim_states, optimizer.parameters(), optimizer, self._wrapped
         )
@@ -144,10 +141,9 @@ class AttachedOptimizers:
             self._unguard(inner)
 
     def _guard(self, inner: Optimizer) -> None:
-        """Make the user's own optimizer refuse to step while the engine holds its states.
+        """Make the user's own optimizer refuse to step while the engine lives.
 
-        It would create new states in memory, or find gradients that were consumed. This holds even
-        after the optimizer that `attach` returned was freed.
+        It would create new states in memory, or find gradients that were consumed.
         """
         self._unguard(inner)
         engine, own = weakref.ref(self), weakref.ref(inner)
@@ -188,11 +184,7 @@ class AttachedOptimizers:
         state_bytes: int,
         subgroup_size: Callable[[int], int],
     ) -> None:
-        """Keep idle buffers for one subgroup's states, which updates during backward reuse.
-
-        Otherwise they are mapped and zeroed for every subgroup, which takes longer than reading
-        into them.
-        """
+        """Keep idle buffers for one subgroup's states: to map them takes longer than to read."""
         if self._section.overlap != "off":
             count = _elements(parameters)
             size = min(count, subgroup_size(count))

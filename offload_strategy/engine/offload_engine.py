@@ -281,10 +281,9 @@ class OffloadEngine(EngineReports):
 
     # ------------------------------------------------------------------ life
     def end_threads(self) -> None:
-        """Let transfers finish and end the engine's threads, when training is over for now.
+        """Let transfers finish and end the engine's threads, at the end of a training.
 
-        States can still be read and saved: each transfer starts a thread, which ends after it.
-        Threads without work end by themselves after a second.
+        States can still be read and saved: transfers start threads, which end right after them.
         """
         if not self.closed:
             self._resources.end_threads()

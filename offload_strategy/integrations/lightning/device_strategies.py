@@ -130,15 +130,7 @@ class _SeveralDevicesMixin(OffloadStrategyMixin):
 
 
 class DataParallelMixin(_SeveralDevicesMixin):
-    """A `DDPStrategy` whose processes share the updates (`optimizer.sharding`).
-
-    Args:
-        config: as in `OffloadStrategyMixin`.
-        options: options of Lightning's `DDPStrategy`.
-
-    Raises:
-        ConfigError: the config is wrong, or streams weights.
-    """
+    """A `DDPStrategy`, with its options, whose processes share updates (`optimizer.sharding`)."""
 
 
 class ShardedMixin(_SeveralDevicesMixin):

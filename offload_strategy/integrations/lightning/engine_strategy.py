@@ -99,10 +99,8 @@ class EngineStrategy(EngineOwner, _Strategy):
     ) -> Iterator[None]:
         """Context in which a model is created; see [Note: models that do not fit].
 
-        Args:
-            plain: Makes the context of the framework.
-            precision: The context of its precision plugin, a part of the former.
-            empty: Whether to skip initialization, because a checkpoint will be loaded.
+        `plain` makes that of the framework, of which `precision` is a part; `empty` tells whether
+        to skip initialization, because a checkpoint will be loaded.
         """
         if not self.config.parameters.enabled:
             with plain(empty_init=empty):
@@ -115,10 +113,7 @@ class EngineStrategy(EngineOwner, _Strategy):
                 yield
 
     def _stays(self, model: nn.Module) -> bool:
-        """Whether a model must not be moved to the device.
-
-        `Module.to` would load every streamed weight, and refuse the meta device.
-        """
+        """Whether a model must not be moved: `to` loads streamed weights, and refuses meta."""
         tensors = [*model.parameters(), *model.buffers()]
         return self.config.parameters.enabled and all(
             tensor.is_meta or tensor.device == self.root_device for tensor in tensors

@@ -42,15 +42,9 @@ __all__ = ["OffloadStrategyMixin"]
 
 
 class OffloadStrategyMixin(EngineStrategy, _Strategy):
-    """A strategy that trains through an `OffloadEngine`.
+    """A strategy that trains through an `OffloadEngine`, with any config of `OffloadConfig.load`.
 
-    Args:
-        config: anything that `OffloadConfig.load` reads; None for $SSD_OFFLOAD_CONFIG, else the
-            defaults.
-        options: passed on to Lightning's strategy.
-
-    Raises:
-        ConfigError: the config is wrong.
+    Options are Lightning's.
     """
 
     def __init__(self, config: ConfigSource = None, **options: Any) -> None:
@@ -88,8 +82,7 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Open the engine and wrap the module's optimizers; Lightning calls this only for `fit`.
 
-        Learning-rate schedulers keep the module's own optimizer, with which the wrapper shares its
-        parameter groups.
+        Schedulers keep the module's own optimizer, whose parameter groups are the wrapper's.
         """
         if trainer.gradient_clip_val:
             self.config.check_gradients_untouched("Trainer(gradient_clip_val=...)")
@@ -126,8 +119,7 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
     def _earlier_fits(self) -> list[OffloadStrategyMixin]:
         """Return the finished fits, of any Trainer, whose engine still has states of this model.
 
-        The engine of a finished fit stays open for `save_checkpoint`, until the next `fit` needs
-        its parameters.
+        It stays open for `save_checkpoint` until the next `fit` needs its parameters.
         """
         assert self.lightning_module is not None
         wanted = {id(parameter) for parameter in self.lightning_module.parameters()}
