@@ -1,4 +1,4 @@
-"""Trains a small GPT with a plain Accelerate loop. Nothing in it knows that tensors are offloaded.
+"""Trains a small GPT with a plain Accelerate loop, which knows nothing of offloaded tensors.
 
     accelerate launch --config configs/accelerate/offload.yaml examples/accelerate_train.py
 
@@ -8,16 +8,18 @@ What offloads is the section `ssd_offload_config:` of the launch file; without i
 
 import importlib.util
 import sys
-from typing import TYPE_CHECKING
 
 from accelerate import Accelerator
 
-if TYPE_CHECKING or __package__:  # python -m offload_strategy.examples.accelerate_train
-    from .gpt import nats_per_byte
-    from .recipe import make_loaders, make_model, make_optimizer, options_parser, show, validate
-else:  # accelerate launch examples/accelerate_train.py
-    from gpt import nats_per_byte
-    from recipe import make_loaders, make_model, make_optimizer, options_parser, show, validate
+from offload_strategy.examples.gpt import nats_per_byte
+from offload_strategy.examples.recipe import (
+    make_loaders,
+    make_model,
+    make_optimizer,
+    options_parser,
+    show,
+    validate,
+)
 
 
 def main() -> None:

@@ -19,14 +19,12 @@ class GPTConfig:
         width: Features per token; a multiple of twice `heads`.
         heads: Attention heads per block.
         context: Longest sequence, in tokens.
-        tie_weights: Use one matrix for the embedding and the output head.
     """
 
     layers: int = 4
     width: int = 256
     heads: int = 4
     context: int = 128
-    tie_weights: bool = False
 
     def __post_init__(self) -> None:
         if self.width % (2 * self.heads):
@@ -98,8 +96,6 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, VOCABULARY, bias=False)
         self._initialise()
-        if config.tie_weights:
-            self.tokens.weight = self.head.weight
 
     def _initialise(self) -> None:
         nn.init.normal_(self.tokens.weight, std=0.5)

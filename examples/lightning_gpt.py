@@ -18,7 +18,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -27,17 +27,15 @@ from torch import Tensor
 
 from offload_strategy import OffloadConfig
 from offload_strategy.callbacks import OffloadMonitor
-
-if TYPE_CHECKING or __package__:  # python -m offload_strategy.examples.lightning_gpt
-    from .gpt import nats_per_byte
-    from .memory import PeakMemory, give_freed_memory_back
-    from .recipe import make_loaders, make_model, make_optimizer, options_parser
-    from .report import Figures, Journal, print_report
-else:  # python examples/lightning_gpt.py
-    from gpt import nats_per_byte
-    from memory import PeakMemory, give_freed_memory_back
-    from recipe import make_loaders, make_model, make_optimizer, options_parser
-    from report import Figures, Journal, print_report
+from offload_strategy.examples.gpt import nats_per_byte
+from offload_strategy.examples.memory import PeakMemory, give_freed_memory_back
+from offload_strategy.examples.recipe import (
+    make_loaders,
+    make_model,
+    make_optimizer,
+    options_parser,
+)
+from offload_strategy.examples.report import Figures, Journal, print_report
 
 HAS_TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
 # What is on its way to and from the disk may take this much memory. The default of 4 GiB is more

@@ -5,18 +5,18 @@
 The losses are those of accelerate_train.py and lightning_gpt.py with the same options, bit for bit.
 """
 
-from typing import TYPE_CHECKING
-
 from torch.nn.utils import clip_grad_norm_
 
 from offload_strategy import OffloadEngine
-
-if TYPE_CHECKING or __package__:  # python -m offload_strategy.examples.pytorch_loop
-    from .gpt import nats_per_byte
-    from .recipe import make_loaders, make_model, make_optimizer, options_parser, show, validate
-else:  # python examples/pytorch_loop.py
-    from gpt import nats_per_byte
-    from recipe import make_loaders, make_model, make_optimizer, options_parser, show, validate
+from offload_strategy.examples.gpt import nats_per_byte
+from offload_strategy.examples.recipe import (
+    make_loaders,
+    make_model,
+    make_optimizer,
+    options_parser,
+    show,
+    validate,
+)
 
 
 def main() -> None:

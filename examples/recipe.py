@@ -3,7 +3,6 @@
 import argparse
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,12 +10,8 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-if TYPE_CHECKING or __package__:  # python -m offload_strategy.examples.…
-    from .corpus import Windows, read_corpus
-    from .gpt import GPT, GPTConfig, nats_per_byte
-else:  # python examples/….py
-    from corpus import Windows, read_corpus
-    from gpt import GPT, GPTConfig, nats_per_byte
+from offload_strategy.examples.corpus import Windows, read_corpus
+from offload_strategy.examples.gpt import GPT, GPTConfig, nats_per_byte
 
 Loader = DataLoader[tuple[Tensor, Tensor]]
 

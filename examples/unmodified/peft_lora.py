@@ -5,9 +5,8 @@ accelerate launch --config offload.yaml examples/unmodified/peft_lora.py
 
 import tempfile
 
-import torch
 from peft import LoraConfig, get_peft_model
-from tiny import make_model, make_texts, make_tokenizer, report
+from tiny import make_model, make_texts, make_tokenizer, report_of, short_run
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments, set_seed
 
 
@@ -25,20 +24,14 @@ def main() -> None:
             model,
             TrainingArguments(
                 folder,
-                use_cpu=not torch.cuda.is_available(),
-                max_steps=8,
-                per_device_train_batch_size=4,
                 learning_rate=1e-2,
-                logging_steps=1,
-                save_strategy="no",
-                report_to=[],
-                disable_tqdm=True,
+                **short_run(),
             ),
             train_dataset=rows,
             data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
         )
         trainer.train()
-    report([entry["loss"] for entry in trainer.state.log_history if "loss" in entry], model)
+    report_of(trainer)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -42,6 +43,19 @@ def make_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
+def short_run() -> dict[str, Any]:
+    """What the arguments of all trainers have in common: a few steps, a log of each, no files."""
+    return {
+        "use_cpu": not torch.cuda.is_available(),
+        "max_steps": 8,
+        "per_device_train_batch_size": 4,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+
+
 def report(losses: list[float], model: torch.nn.Module) -> None:
     """Print losses to the last bit, and a digest of the weights."""
     for loss in losses:
@@ -51,6 +65,13 @@ def report(losses: list[float], model: torch.nn.Module) -> None:
         digest.update(name.encode())
         digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     print("weights", digest.hexdigest())
+
+
+def report_of(trainer: Any, *before: float) -> None:
+    """Print what a Trainer has logged, after losses before that, and a digest of its model."""
+    history = trainer.state.log_history
+    losses = [entry[key] for entry in history for key in ("loss", "eval_loss") if key in entry]
+    report([*before, *losses], trainer.model)
 
 
 def turned(by: int) -> str:

@@ -5,8 +5,7 @@ accelerate launch --config offload.yaml examples/unmodified/transformers_trainer
 
 import tempfile
 
-import torch
-from tiny import make_model, make_texts, make_tokenizer, report
+from tiny import make_model, make_texts, make_tokenizer, report_of, short_run
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments, set_seed
 
 
@@ -20,28 +19,20 @@ def main() -> None:
             make_model(),
             TrainingArguments(
                 folder,
-                use_cpu=not torch.cuda.is_available(),
-                max_steps=8,
-                per_device_train_batch_size=4,
                 gradient_accumulation_steps=2,
                 max_grad_norm=1.0,
                 learning_rate=1e-3,
-                logging_steps=1,
                 eval_strategy="steps",
                 eval_steps=4,
-                save_strategy="no",
-                report_to=[],
-                disable_tqdm=True,
+                **short_run(),
             ),
             train_dataset=rows,
             eval_dataset=rows.select(range(8)),
             data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
         )
-        losses = [trainer.evaluate()["eval_loss"]]
+        before = trainer.evaluate()["eval_loss"]
         trainer.train()
-    history = trainer.state.log_history
-    losses += [entry[key] for entry in history for key in ("loss", "eval_loss") if key in entry]
-    report(losses, trainer.model)
+    report_of(trainer, before)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,7 @@ accelerate launch --config offload.yaml examples/unmodified/trl_dpo.py
 
 import tempfile
 
-import torch
-from tiny import make_model, make_preferences, make_tokenizer, report
+from tiny import make_model, make_preferences, make_tokenizer, report_of, short_run
 from transformers import set_seed
 from trl import DPOConfig, DPOTrainer
 
@@ -23,21 +22,15 @@ def main() -> None:
             reference,
             DPOConfig(
                 folder,
-                use_cpu=not torch.cuda.is_available(),
                 bf16=False,
-                max_steps=8,
-                per_device_train_batch_size=4,
                 learning_rate=1e-3,
-                logging_steps=1,
-                save_strategy="no",
-                report_to=[],
-                disable_tqdm=True,
+                **short_run(),
             ),
             train_dataset=make_preferences(),
             processing_class=make_tokenizer(),
         )
         trainer.train()
-    report([entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trainer.model)
+    report_of(trainer)
 
 
 if __name__ == "__main__":

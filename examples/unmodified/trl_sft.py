@@ -5,8 +5,7 @@ accelerate launch --config offload.yaml examples/unmodified/trl_sft.py
 
 import tempfile
 
-import torch
-from tiny import make_model, make_texts, make_tokenizer, report
+from tiny import make_model, make_texts, make_tokenizer, report_of, short_run
 from transformers import set_seed
 from trl import SFTConfig, SFTTrainer
 
@@ -19,22 +18,16 @@ def main() -> None:
             make_model(),
             SFTConfig(
                 folder,
-                use_cpu=not torch.cuda.is_available(),
                 bf16=False,
-                max_steps=8,
                 max_length=48,
-                per_device_train_batch_size=4,
                 learning_rate=1e-3,
-                logging_steps=1,
-                save_strategy="no",
-                report_to=[],
-                disable_tqdm=True,
+                **short_run(),
             ),
             train_dataset=make_texts(),
             processing_class=make_tokenizer(),
         )
         trainer.train()
-    report([entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trainer.model)
+    report_of(trainer)
 
 
 if __name__ == "__main__":

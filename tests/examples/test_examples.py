@@ -64,7 +64,6 @@ def main_job(rank: int, directory: Path) -> str:
     script = EXAMPLES / "lightning_gpt.py"
     config = f"--config={json.dumps(OFFLOAD_ALL)}"
     sys.argv = [str(script), *SMALL, config, "--json=figures.json"]
-    sys.path.insert(0, str(EXAMPLES))
     with contextlib.redirect_stdout(io.StringIO()) as output:
         runpy.run_path(str(script), run_name="__main__")
     return output.getvalue()
