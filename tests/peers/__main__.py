@@ -2,6 +2,7 @@
 
     python -m tests.peers lightning /path/to/its/checkout --out results.json [FOLDER ...]
     python -m tests.peers lightning /path/to/its/checkout --keep runs     # goes on where it was
+    python -m tests.peers lightning /path/to/its/checkout --quick         # without: only what fails
 
 The checkout should be of the version that is installed. Nothing of it is changed, and the report
 names for each test that passes without offload and fails with it the last line of the error.
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from itertools import product
@@ -32,8 +34,9 @@ CONFIG = {"activations": {"min_size": 1, "budget": "100%"}, "memory": {"pinned":
 Outcomes = dict[str, dict[str, Any]]
 
 
-def run(name: str, checkout: Path, tests: str, offloads: bool, options: Any) -> Outcomes:
-    """Run some tests in a process of their own, and return what came of each."""
+def run(tests: str, offloads: bool, options: Any, only: Sequence[str] = ()) -> Outcomes:
+    """Run the tests of a folder in a process, or only some; return what came of each."""
+    name, checkout = options.peer, options.checkout
     how = "with" if offloads else "without"
     kept = options.keep and options.keep / f"{tests.replace('/', '-')}-{how}.json"
     if kept and kept.exists():
@@ -62,7 +65,7 @@ def run(name: str, checkout: Path, tests: str, offloads: bool, options: Any) -> 
         plugins = "-p offload_by_default -p no:cacheprovider -p no:xdist"
         arguments = ["-q", "--continue-on-collection-errors", *plugins.split()]
         done = subprocess.run(
-            ["nice", sys.executable, "-m", "pytest", tests, *arguments, *left_out,
+            [sys.executable, "-m", "pytest", *(only or [tests]), *arguments, *left_out,
              f"--basetemp={home}/temporary", f"--timeout={options.timeout}"],
             cwd=folder, env=environment, capture_output=True, text=True, check=False,
         )  # fmt: skip
@@ -119,25 +122,32 @@ def main() -> None:
     parser.add_argument("tests", nargs="*", help="some of its folders; all that are known if none")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
     parser.add_argument("--keep", type=Path, help="a folder for what has run, and is not run again")
+    parser.add_argument("--quick", action="store_true", help="without: only what fails with")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--timeout", type=int, default=120, help="seconds for one test")
     parser.add_argument("--path", action="append", default=[], help="further Python paths")
     options = parser.parse_args()
     peer: Peer = PEERS[options.peer]
-    jobs = list(product(options.tests or peer.tests, (False, True)))
+    folders = options.tests or peer.tests
     outcomes: dict[bool, Outcomes] = {False: {}, True: {}}
     with ThreadPoolExecutor(options.processes) as pool:
-        for (_, offloads), found in zip(
-            jobs,
-            pool.map(lambda job: run(options.peer, options.checkout, *job, options), jobs),
-            strict=True,
+        if options.quick:
+            jobs = [(folder, True) for folder in folders]
+        else:
+            jobs = list(product(folders, (False, True)))
+        for (folder, offloads), found in zip(
+            jobs, pool.map(lambda job: run(*job, options), jobs), strict=True
         ):
             outcomes[offloads] |= found
+            failed = [test for test, note in found.items() if note["outcome"] in ("failed", "died")]
+            if options.quick and failed:
+                only = [test.removeprefix(f"{peer.folder}/") for test in failed]
+                outcomes[False] |= run(folder, False, options, only)
     results = {
         "peer": options.peer,
         "installed": version(peer.package),
         "checkout": options.checkout.name,
-        "tests": options.tests or list(peer.tests),
+        "tests": list(folders),
         "left out": peer.without,
         **compare(outcomes[False], outcomes[True]),
     }
