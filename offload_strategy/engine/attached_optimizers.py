@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -24,7 +23,7 @@ from offload_strategy.plan_runtime.space_requirements import optimizer_need, sub
 from offload_strategy.telemetry import get_logger
 from offload_strategy.torch_support.modules import WeakHook
 from offload_strategy.units import format_size
-from offload_strategy.weights.parameter_registry import ParameterRegistry
+from offload_strategy.weights.parameter_registry import ParameterRegistry, after_collection
 from offload_strategy.weights.weight_stream import WeightStream
 
 logger = get_logger(__name__)
@@ -75,7 +74,8 @@ class AttachedOptimizers:
         `is_last` returns whether a step follows the current backward pass. Raises a ConfigError if
         the optimizer is not supported, is attached already, or the tiers are too small.
         """
-        if isinstance(optimizer, OffloadedOptimizer) or any(o.inner is optimizer for o in self):
+        attached = after_collection(lambda: any(each.inner is optimizer for each in self))
+        if attached or isinstance(optimizer, OffloadedOptimizer):
             raise ConfigError("attach: this optimizer is attached already. Attach it once.")
         section = self._section
         if not section.enabled:
@@ -113,14 +113,8 @@ class AttachedOptimizers:
 
     def _claim(self, optimizer: OffloadedOptimizer) -> None:
         """Claim its parameters; optimizers that share some update in `step()` from now on."""
-        claim = partial(
-            self._registry.claim_states, optimizer.parameters(), optimizer, self._wrapped
-        )
-        if not claim():
-            return
-        gc.collect()  # of an earlier training, only reference cycles may be left
-        sharing = claim()
-        if sharing and any([o.stop_overlap() for o in {optimizer, *self} if o in sharing]):
+        sharing = self._registry.claim_states(optimizer.parameters(), optimizer, self._wrapped)
+        if any([each.stop_overlap() for each in {optimizer, *self} if each in sharing]):
             logger.warning(
                 "several optimizers have the same parameters, so their updates run in step() and "
                 "not during backward (as with optimizer.overlap: off)."

@@ -74,8 +74,7 @@ class OffloadedOptimizer(Optimizer):
         subgroup_size: elements of a subgroup, given the number of all elements.
         is_last: whether the running backward is the last before `step()`.
         new_weight_tiers: where new weights wait for `step()` before they go to `tiers`.
-        gradient_memory: bytes of host memory in which gradients wait for `step()`, with
-            ``"commit"``; others wait in the tiers.
+        gradient_memory: host bytes for gradients that wait for `step()`; others go to the tiers.
         directories: where state dicts may be; none for ordinary memory.
         residency: of streamed weights; None if weights are never offloaded.
         claim: called with this optimizer when it has new parameters, before it hooks them.
@@ -392,6 +391,8 @@ class OffloadedOptimizer(Optimizer):
         planned = {(s.group_index, id(each.parameter)) for s in subgroups for each in s.slices}
         if planned == {(index, key) for index, keys in enumerate(groups) for key in keys}:
             return subgroups
+        for ahead_update in () if self._overlap is None else self._overlap.finish():
+            self._updater.drop(ahead_update)  # those of `eager` have been made
         self._discard_updates()
         states = self._rank_shards.states(subgroups, "optimizer.step() with other parameters")
         replace_all_states({}, self._rank_shards.own(subgroups), self._updater)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -22,6 +24,9 @@ _LAZY = (UninitializedBuffer, UninitializedParameter)
 # or the same module's activations.
 _state_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _module_owner: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+_Found = TypeVar("_Found")
 
 
 class ParameterRegistry:
@@ -45,7 +50,7 @@ class ParameterRegistry:
                 f"attach: {type(module).__name__} has no parameters, so there is nothing to train. "
                 f"Attach the model itself, after its layers are created."
             )
-        if _owner_of(module) is not None:
+        if after_collection(lambda: _owner_of(module)):
             raise ConfigError(
                 f"attach: this {type(module).__name__} is attached already. Attach a model once, "
                 f"or close the engine that has it (engine.close()) first."
@@ -68,19 +73,22 @@ class ParameterRegistry:
 
         Raises ConfigError if an optimizer that is none of its peers has one of them.
         """
-        sharing: set[object] = set()
-        for parameter in parameters:
-            others = set(_state_owners.get(parameter, ())) - {owner}
-            if not others <= set(peers):
+
+        def others() -> dict[torch.Tensor, set[object]]:
+            owners = {p: {*_state_owners.get(p, ())} - {owner} for p in parameters}
+            return {parameter: found for parameter, found in owners.items() if found}
+
+        found = after_collection(others)
+        for parameter, its_owners in found.items():
+            if not its_owners <= {*peers}:
                 raise ConfigError(
                     f"attach: the parameter {self.name_of(parameter)!r} is attached with another "
                     f"optimizer already, by another engine. Attach each parameter to one engine. "
                     f"Close the other engine first if it is a leftover."
                 )
-            sharing |= others
         for parameter in parameters:
             _state_owners.setdefault(parameter, weakref.WeakSet()).add(owner)
-        return sharing | {owner} if sharing else sharing
+        return set().union({owner} if found else (), *found.values())
 
     def release_states(self, parameters: Iterable[torch.Tensor], owner: object) -> None:
         """Release the parameters of an optimizer. Idempotent."""
@@ -121,6 +129,15 @@ class ParameterRegistry:
             if reference is not None and reference() is storage:
                 return True
         return False
+
+
+def after_collection(find: Callable[[], _Found]) -> _Found:
+    """Return what is found; if only reference cycles kept it, they are collected, and it is not."""
+    if found := find():
+        del found
+        gc.collect()
+        return find()
+    return found
 
 
 def _owner_of(module: nn.Module) -> object | None:

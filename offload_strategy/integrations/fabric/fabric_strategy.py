@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -162,26 +161,18 @@ class OffloadFabricMixin(EngineStrategy, _SingleDeviceStrategy):
         return wrapped
 
     def _attach(self, trained: nn.Module | Optimizer) -> Any:
-        """Attach a model or an optimizer, and return the optimizer to use.
-
-        If an earlier training has it, of which only reference cycles are left, collect those first.
-        """
-        attach = functools.partial(self._opened_engine().attach, trained, device=self.root_device)
-        if isinstance(trained, Optimizer):
-            attach = functools.partial(self._opened_engine().attach, optimizer=trained)
+        """Attach a model or an optimizer, and return the optimizer to use."""
+        engine = self._opened_engine()
         try:
-            return attach()
+            if isinstance(trained, Optimizer):
+                return engine.attach(optimizer=trained)
+            return engine.attach(trained, device=self.root_device)
         except ConfigError as error:
-            if "already" not in str(error):
-                raise
-        gc.collect()
-        try:
-            return attach()
-        except ConfigError as error:
-            error.add_note(
-                "In Fabric: drop the optimizer that an earlier setup returned (del optimizer), or "
-                "end the earlier training with fabric.strategy.teardown() of its Fabric."
-            )
+            if "already" in str(error):
+                error.add_note(
+                    "In Fabric: drop the optimizer that an earlier setup returned (del optimizer), "
+                    "or end the earlier training with fabric.strategy.teardown() of its Fabric."
+                )
             raise
 
     # ------------------------------------------------------------------ the loop
