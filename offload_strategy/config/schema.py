@@ -93,7 +93,8 @@ class OptimizerConfig(_Client):
     """Optimizer states, and the gradients of their updates."""
 
     enabled: bool = True
-    """Whether optimizer states are offloaded."""
+    """Whether optimizer states are offloaded. If it is set to true, optimizers whose states cannot
+    be offloaded are refused; otherwise their states stay in memory, with a warning."""
     tiers: _TierNames = None
     subgroup_size: AutoOrCount = "auto"
     """Parameters per subgroup (updated together): 'auto', or a number such as '100M'."""

@@ -18,7 +18,10 @@ from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from offload_strategy.optimizer.ranks.data_parallel_group import GroupRegistry
 from offload_strategy.optimizer.states.parameter_slices import local_tensor
 from offload_strategy.optimizer.states.precision import Precision
-from offload_strategy.optimizer.user_class.compatibility import check_supported
+from offload_strategy.optimizer.user_class.compatibility import (
+    UnsupportedOptimizerError,
+    check_supported,
+)
 from offload_strategy.plan_runtime.space_requirements import optimizer_need, subgroup_size
 from offload_strategy.telemetry import get_logger
 from offload_strategy.torch_support.modules import WeakHook
@@ -69,10 +72,11 @@ class AttachedOptimizers:
         self._dp_groups.register(model)
 
     def wrap(self, optimizer: Optimizer, is_last: Callable[[], bool]) -> Optimizer:
-        """Offload the states of an optimizer, if the config enables it.
+        """Offload the states of an optimizer, if the config enables it and they can be offloaded.
 
         `is_last` returns whether a step follows the current backward pass. Raises a ConfigError if
-        the optimizer is not supported, is attached already, or the tiers are too small.
+        the optimizer is attached already, the tiers are too small, or the config asks by name for
+        states to be offloaded that cannot be.
         """
         attached = after_collection(lambda: any(each.inner is optimizer for each in self))
         if attached or isinstance(optimizer, OffloadedOptimizer):
@@ -85,7 +89,16 @@ class AttachedOptimizers:
             stochastic_rounding=section.stochastic_rounding,
             master_weights=section.master_weights,
         )
-        state_bytes = check_supported(optimizer, precision)
+        try:
+            supported = check_supported(optimizer, precision)
+        except UnsupportedOptimizerError as error:
+            if "enabled" in section.model_fields_set or precision != Precision():
+                raise
+            logger.warning(
+                "%s Its states stay in memory, and activations leave as usual.", str(error)
+            )
+            return optimizer
+        state_bytes = sum(supported.state_bytes)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         subgroups = self._subgroup_size(parameters, state_bytes)
         own_bytes = self._check_room(parameters, state_bytes)
@@ -97,6 +110,7 @@ class AttachedOptimizers:
             subgroup_size=subgroups,
             is_last=is_last,
             state_bytes=own_bytes,
+            changes_gradients=supported.changes_gradients,
             precision=precision,
             new_weight_tiers=self._resources.new_weight_tiers,
             gradient_memory=section.gradient_memory,

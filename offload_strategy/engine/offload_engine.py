@@ -129,7 +129,8 @@ class OffloadEngine(EngineReports):
                 the other parameters, else torch's default device.
 
         Returns:
-            The optimizer to use from now on, or None if none was passed.
+            The optimizer to use from now on, or None if none was passed. One whose states cannot be
+            offloaded is returned as it is, with a warning, unless the config asks for it by name.
 
         Raises:
             ConfigError: the model or the parameters are attached already, there are no parameters,

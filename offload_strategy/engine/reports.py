@@ -23,7 +23,6 @@ from offload_strategy.engine.step_log import StepLog, compare_step
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.pool import IDLE_BYTES
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
-from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.user_class.compatibility import check_supported
 from offload_strategy.plan_runtime.predicted_and_measured import PredictionComparison
 from offload_strategy.plan_runtime.profile import Profile, Update
@@ -175,7 +174,7 @@ class EngineReports(EngineWeights):
             states_share = optimizer.state_bytes / trained_bytes if trained_bytes else 0.0
             upcast_share = 2 * states_share if section.state_dtype == "bfloat16" else 0.0
         else:
-            in_memory = check_supported(optimizer, Precision())
+            in_memory = sum(check_supported(optimizer).state_bytes)
         computing = 0
         if self._device.type == "cpu":  # memory of an accelerator is not counted
             used_up = section.overlap == "eager" and isinstance(optimizer, OffloadedOptimizer)

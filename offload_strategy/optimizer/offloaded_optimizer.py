@@ -37,11 +37,8 @@ from offload_strategy.optimizer.state_dicts import (
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.states.subgroups import Subgroup, plan_subgroups
 from offload_strategy.optimizer.subgroup_update import Updater, WeightResidency
-from offload_strategy.optimizer.user_class.compatibility import (
-    changes_gradients,
-    check_group,
-    is_elementwise,
-)
+from offload_strategy.optimizer.user_class.compatibility import check_supported
+from offload_strategy.optimizer.user_class.trial import is_elementwise
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Tier
 from offload_strategy.telemetry import get_logger
@@ -90,6 +87,7 @@ class OffloadedOptimizer(Optimizer):
         subgroup_size: Callable[[int], int],
         is_last: Callable[[], bool],
         state_bytes: int,
+        changes_gradients: bool,
         precision: Precision,
         new_weight_tiers: Sequence[Tier],
         gradient_memory: int,
@@ -113,10 +111,9 @@ class OffloadedOptimizer(Optimizer):
         self._subgroup_size = subgroup_size
         self._rank_shards = RankShards(dp_groups, self._updater, directories)
         self._overlap: BackwardOverlap | None = None
-        groups = [group for group in inner.param_groups if group["params"]]
         if overlap == "eager":
             self._overlap = EagerUpdates(self._updater, is_last)
-        elif overlap == "commit" and any(changes_gradients(inner, g, precision) for g in groups):
+        elif overlap == "commit" and changes_gradients:
             logger.info("%s changes gradients, so it updates at step().", type(inner).__name__)
         elif overlap == "commit":
             retained = RetainedGradients(store, tiers, gradient_memory)
@@ -260,12 +257,12 @@ class OffloadedOptimizer(Optimizer):
         self.inner.add_param_group(param_group)
         groups = self.inner.param_groups
         try:
-            state_bytes = check_group(self.inner, groups[-1], self._updater.precision)
+            supported = check_supported(self.inner, self._updater.precision)
             self._register_hooks()
         except ConfigError:
             groups.pop()
             raise
-        self.state_bytes += state_bytes
+        self.state_bytes += supported.state_bytes[-1]
 
     # ------------------------------------------------------------------ state dicts
     def state_dict(self) -> dict[str, Any]:
@@ -362,8 +359,8 @@ class OffloadedOptimizer(Optimizer):
             self._subgroups.extend(self._plan(known))
             if self._has_lazy:  # by now those that are trained have a shape
                 self._has_lazy = False
-                groups, precision = self.inner.param_groups, self._updater.precision
-                self.state_bytes = sum(check_group(self.inner, g, precision) for g in groups)
+                supported = check_supported(self.inner, self._updater.precision)
+                self.state_bytes = sum(supported.state_bytes)
                 self._register_hooks()
             self._overlap_own_subgroups()
         return self._subgroups

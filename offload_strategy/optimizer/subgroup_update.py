@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
+from offload_strategy.errors import OffloadError
 from offload_strategy.optimizer.gradients.offloaded_gradient import gradient_values
 from offload_strategy.optimizer.overlap.ahead_update import (
     AheadUpdate,
@@ -38,10 +39,12 @@ from offload_strategy.optimizer.states.subgroups import (
 )
 from offload_strategy.optimizer.user_class.inner_step import (
     can_update_in_chunks,
+    rehearse,
     run_update,
     update_in_chunks,
     with_overrides,
 )
+from offload_strategy.optimizer.user_class.watch import UnfitUpdateError
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, TicketState, Tier
 from offload_strategy.torch_support.accelerator import is_asynchronous
@@ -120,6 +123,8 @@ class Updater:
         self.streams = UpdateStreams(enabled=residency is None)
         self._is_elementwise = is_elementwise
         self._generators: dict[torch.device, torch.Generator] = {}
+        #: Indices of the groups whose update has been rehearsed in this step.
+        self._rehearsed: set[int] = set()
         self.precision = precision
         self.timings = UpdateTimings()
 
@@ -200,7 +205,10 @@ class Updater:
                 del current, weight
             old = subgroup.states
             unpacked = self._load_states(subgroup, self._store.private, timing)
+            gradient_versions = [gradient._version for gradient in gradients.values()]
             self._run(subgroup, weights, unpacked, indices)
+            if gradient_versions != [gradient._version for gradient in gradients.values()]:
+                raise self._unfit(subgroup, "changes gradients, which it did not when it was tried")
             for copy in weights:
                 copy.grad = None
             new = self._pack(subgroup, unpacked)
@@ -289,6 +297,7 @@ class Updater:
 
     def step_ended(self) -> None:
         """Tell the store that all subgroups are updated and a forward pass comes next."""
+        self._rehearsed.clear()
         self._store.pass_begins()
 
     # ------------------------------------------------------------------ running the user's class
@@ -348,9 +357,24 @@ class Updater:
         if is_sharded(subgroup.slices[0].parameter) and group.get("fused") is None:
             # The user's instance would not select foreach by itself for DTensors.
             group = {**group, "foreach": bool(group.get("foreach"))}
-        with master_weights_of(weights, states, self.precision) as weights:
-            optimizer = with_overrides(self._optimizer, parameters, weights)
-            run_update(optimizer, group, weights, states)
+        try:
+            with master_weights_of(weights, states, self.precision) as weights:
+                if subgroup.group_index not in self._rehearsed and rehearse(
+                    self._optimizer, group, weights, states
+                ):
+                    self._rehearsed.add(subgroup.group_index)
+                optimizer = with_overrides(self._optimizer, parameters, weights)
+                run_update(optimizer, group, weights, states)
+        except UnfitUpdateError as reason:
+            raise self._unfit(subgroup, reason) from None
+
+    def _unfit(self, subgroup: Subgroup, reason: object) -> OffloadError:
+        kind = type(self._optimizer)
+        return OffloadError(
+            f"step {subgroup.states.updates + 1}: the states of {kind.__module__}."
+            f"{kind.__qualname__} cannot be offloaded: it {reason}. Set optimizer.enabled: false, "
+            f"which keeps its states in memory, and train from the last checkpoint."
+        )
 
     def _pack(self, subgroup: Subgroup, updated: UnpackedStates) -> StateSet:
         old = updated.source

@@ -63,11 +63,15 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_an_optimizer_that_cannot_be_swapped_is_refused_as_a_whole(
-    engine: OffloadEngine, kind: str
-) -> None:
+def test_an_optimizer_that_cannot_be_swapped_is_refused_as_a_whole(disk: Path, kind: str) -> None:
+    """Where the config asks for it by name."""
     make, message = REFUSED[kind]
     net = model()
+    with OffloadEngine(settings(disk, optimizer={"enabled": True})) as engine:
+        _refuse(engine, net, make, message)
+
+
+def _refuse(engine: OffloadEngine, net: nn.Module, make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         engine.attach(net, make(net))
     assert not net._forward_hooks

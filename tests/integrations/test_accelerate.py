@@ -20,6 +20,7 @@ from tests.callbacks.test_monitor import tensorboard_scalars
 from tests.distributed.data_parallel_runs import same
 from tests.integrations.accelerate_runs import Run, _fresh_accelerate, prepare
 from tests.integrations.lightning_runs import assert_equal, batches, tiny_model
+from tests.optimizer.custom_optimizers import Twisted, coupled
 
 __all__ = ["_fresh_accelerate"]
 
@@ -298,7 +299,18 @@ def test_a_misspelt_key_is_refused_when_the_plugin_is_made() -> None:
 
 def test_an_optimizer_that_cannot_be_swapped_is_refused_by_prepare() -> None:
     with pytest.raises(ConfigError, match="LBFGS"):
-        prepare(SSDOffloadPlugin(), optimizer=torch.optim.LBFGS)
+        prepare(SSDOffloadPlugin({"optimizer": {"enabled": True}}), optimizer=torch.optim.LBFGS)
+
+
+def test_an_optimizer_that_couples_parameters_trains_with_its_states_in_memory(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def couples(params: Any, lr: float) -> torch.optim.Optimizer:
+        return Twisted(params, lambda o, g, p, s: 0.1 * coupled(g))
+
+    offloaded = prepare(SSDOffloadPlugin(), optimizer=couples).train(5)
+    assert_same(offloaded, prepare(optimizer=couples).train(5))
+    assert caplog.text.count("Its states stay in memory") == 1
 
 
 def test_two_plugins_are_refused() -> None:

@@ -24,6 +24,7 @@ from tests.integrations.lightning_runs import (
     fit,
     make_module,
     make_trainer,
+    strategy_class,
 )
 
 
@@ -183,10 +184,13 @@ def test_an_exception_inside_the_forward_pass_does_no_harm(pl: Any, tmp_path: Pa
     assert_same(fit(pl, tmp_path, "ssd_offload", module), fit(pl, tmp_path))
 
 
-def test_an_error_while_attaching_leaves_nothing_open(pl: Any, tmp_path: Path, tier: Path) -> None:
+def test_an_error_while_attaching_leaves_nothing_open(
+    pl: Any, family: str, tmp_path: Path, tier: Path
+) -> None:
     gc.collect()
     module = make_module(pl, optimizer=torch.optim.LBFGS)
-    trainer = make_trainer(pl, tmp_path, "ssd_offload")
+    strategy = strategy_class(family)({"optimizer": {"enabled": True}})
+    trainer = make_trainer(pl, tmp_path, strategy)
     with pytest.raises(OffloadError, match="LBFGS"):
         trainer.fit(module, batches())
     assert open_files(tier) == []

@@ -235,11 +235,23 @@ def test_what_cannot_work_is_refused_before_the_first_step(
     module, config = make_module(pl), None
     if wrong == "LBFGS":
         module.make_optimizer = torch.optim.LBFGS
+        config = {"optimizer": {"enabled": True}}
     else:
         config = {"tiers": [{"name": "there", "kind": "ssd", "path": str(tmp_path / wrong)}]}
     with pytest.raises(OffloadError, match=wrong):
         fit(pl, tmp_path, strategy_class(family)(config), module)
     assert module.losses == []
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_an_optimizer_with_a_closure_trains_with_its_states_in_memory(
+    pl: Any, tmp_path: Path, accumulate: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"max_steps": 4, "accumulate_grad_batches": accumulate}
+    module, plain = (make_module(pl, optimizer=torch.optim.LBFGS) for _ in range(2))
+    run = fit(pl, tmp_path, "ssd_offload", module, **options)
+    assert_same(run, fit(pl, tmp_path, module=plain, **options))
+    assert caplog.text.count("Its states stay in memory") == 1
 
 
 # ---------------------------------------------------------------------- copies

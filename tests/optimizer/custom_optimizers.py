@@ -1,11 +1,13 @@
-"""Optimizers outside of torch: one that is supported, and one for each reason why not."""
+"""Optimizers outside of torch: one that is supported, and many that are not, with the reasons."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 from torch.optim import SGD, Optimizer, SparseAdam
 
 
@@ -126,6 +128,9 @@ class Spoiled(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
         for group in self.param_groups:
             factor = float(self.factor_of(self, group) or 1.0)
             for p in group["params"]:
@@ -145,6 +150,55 @@ class Wrapping(SGD):
         self.base = SGD(params, 0.1)
 
 
+class Twisted(Optimizer):
+    """Gradient descent that counts the steps of each parameter, with a twist in its updates.
+
+    `twist` gets the optimizer, the group, a parameter and its state, and returns what is subtracted
+    from the gradient. `shared` is what the optimizer keeps.
+    """
+
+    total = 0
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor],
+        twist: Callable[[Any, Any, torch.Tensor, Any], Any],
+        **shared: Any,
+    ) -> None:
+        super().__init__(params, {"lr": 0.1, "noisy": False})
+        self.twist = twist
+        vars(self).update(shared)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["step"] = state.get("step", 0) + 1
+                    state.setdefault("sum", torch.zeros_like(p)).add_(p.grad)
+                    twisted = self.twist(self, group, p, state)
+                    p.sub_(p.grad - (0.0 if twisted is None else twisted), alpha=group["lr"])
+
+
+def twisted(twist: Any, **shared: Any) -> Callable[[Any], Optimizer]:
+    """Make a function that makes such an optimizer."""
+    return lambda params: Twisted(params, twist, **shared)
+
+
+def noise(p: torch.Tensor) -> torch.Tensor:
+    """Random numbers of torch."""
+    return 0.1 * torch.randn_like(p)
+
+
+def coupled(group: dict[str, Any]) -> torch.Tensor:
+    """A number that all gradients of the group have a part in."""
+    return torch.stack([p.grad.sum() for p in group["params"] if p.grad is not None]).sum()
+
+
 def _count_in_group(optimizer: Any, group: dict[str, Any]) -> float:
     group["step"] = group.get("step", 0) + 1
     return 1.0 / float(group["step"])
@@ -158,6 +212,161 @@ def _count_in_optimizer(optimizer: Any, group: dict[str, Any]) -> float:
 def _spoiled(factor_of: Callable[[Any, Any], Any]) -> Callable[[Any], Optimizer]:
     return lambda params: Spoiled(params, factor_of)
 
+
+_seen = 0
+
+
+def _count_in_module(*_: Any) -> float:
+    global _seen
+    _seen += 1
+    return 0.01 * _seen
+
+
+class CountsInItsModule(Twisted):
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+        super().__init__(params, None)  # type: ignore[arg-type]
+        del self.__dict__["twist"]
+
+    def twist(self, *_: Any) -> float:  # type: ignore[override]
+        return _count_in_module()
+
+
+class CountsInItsDefault(CountsInItsModule):
+    def twist(self, *_: Any, counts: list[int] = []) -> float:  # type: ignore[override]  # noqa: B006
+        counts.append(1)
+        return 0.01 * len(counts)
+
+
+class CountsInItsClass(CountsInItsModule):
+    def twist(self, *_: Any) -> float:  # type: ignore[override]
+        type(self).total += 1
+        return 0.01 * self.total
+
+
+def _counts_in_a_closure(params: Any) -> Optimizer:
+    count = 0
+
+    class CountsInAClosure(CountsInItsModule):
+        def twist(self, *_: Any) -> float:  # type: ignore[override]
+            nonlocal count
+            count += 1
+            return 0.01 * count
+
+    return CountsInAClosure(params)
+
+
+class SkipsFrozen(CountsInItsModule):
+    """Does nothing for copies, which do not require a gradient."""
+
+    def twist(self, o: Any, g: Any, p: torch.Tensor, state: Any) -> Any:  # type: ignore[override]
+        return 0.0 if p.requires_grad else p.grad
+
+
+class NeedsGradMode(SGD):
+    """Differentiates in its step, without switching that on."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                copy = p.detach().requires_grad_()
+                (change,) = torch.autograd.grad((copy.square() * p.grad).sum(), [copy])
+                with torch.no_grad():
+                    p.sub_(change, alpha=0.01)
+
+
+class SetsGradMode(SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            closure()
+        assert torch.is_grad_enabled()
+        torch.set_grad_enabled(False)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.requires_grad = False
+                p.sub_(p.grad, alpha=0.1)
+                p.requires_grad = True
+        torch.set_grad_enabled(True)
+
+
+class CallsItsClosureTwice(SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+                closure()
+        super().step()
+
+
+class UsesTheLoss(SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        loss = 1.0
+        if closure is not None:
+            with torch.enable_grad():
+                loss = float(closure()) + 0.5
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=0.01 * loss)
+
+
+class FirstGroupsRate(SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+
+
+def _two_groups(params: Any) -> Optimizer:
+    params = list(params)
+    return FirstGroupsRate([{"params": params[:1]}, {"params": params[1:], "lr": 0.01}], 0.1)
+
+
+def _sees_all(params: Any) -> Optimizer:
+    everything = list(params)
+    return twisted(lambda o, g, p, s: o.everything[0].mean(), everything=everything)(everything)
+
+
+def _remembers_norms(o: Any, g: Any, p: torch.Tensor, s: Any) -> Any:
+    if p.numel() > 500:
+        before, o.norm = o.norm, p.grad.norm()
+        return 0.01 * before
+    return None
+
+
+def _looks_ahead(o: Any, g: Any, p: torch.Tensor, s: Any) -> Any:
+    """Every five steps."""
+    slow = s.setdefault("slow", p.clone())
+    if s["step"] % 5 == 0:
+        o.calls += 1
+        p.lerp_(slow, 1 / o.calls)
+        slow.copy_(p)
+
+
+def _preconditions(o: Any, g: Any, p: torch.Tensor, s: Any) -> Any:
+    """Every seven steps."""
+    if s["step"] % 7 == 0:
+        o.scale = p.grad.norm() / (1 + len(g["params"]))
+    return 0.1 * p.grad * o.scale
+
+
+def _when(found: Callable[[torch.Tensor, int], bool], twist: Any) -> Any:
+    """The twist for parameters and steps of which `found` is true."""
+    return lambda o, g, p, s: twist(o, g, p, s) if found(p, s["step"]) else None
+
+
+def _is_matrix(p: torch.Tensor, step: int) -> bool:
+    return p.dim() == 2 and min(p.shape) > 16
+
+
+_noise: Any = lambda o, g, p, s: noise(p)  # noqa: E731
+_coupled: Any = lambda o, g, p, s: 0.1 * coupled(g)  # noqa: E731
+_own_noise: Any = lambda o, g, p, s: 0.1 * torch.randn(p.shape, generator=o.generator)  # noqa: E731
+_numpy_noise: Any = lambda o, g, p, s: 0.1 * float(np.random.randn())  # noqa: E731
 
 #: How to make it, and the reason in the error message.
 UNSUPPORTED: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
@@ -181,4 +390,58 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
     "needs a closure": (NeedsClosure, "needs a closure"),
     "wraps another": (Wrapping, r"wraps another optimizer \(base\); attach that one"),
     "has sparse gradients only": (SparseAdam, "failed on two small"),
+    "projects large matrices": (twisted(_when(_is_matrix, _noise)), "draws random numbers"),
+    "couples large matrices": (twisted(_when(_is_matrix, _coupled)), "when others are there"),
+    "remembers the norm of the last large one": (
+        twisted(_remembers_norms, norm=torch.zeros(())),
+        r"their states \(norm\)",
+    ),
+    "draws from step 3 on": (twisted(_when(lambda p, n: n >= 3, _noise)), "draws random numbers"),
+    "draws every 50 steps": (
+        twisted(_when(lambda p, n: n % 50 == 0 and p.numel() > 500, _noise)),
+        "draws random numbers",
+    ),
+    "couples from step 3 on": (
+        twisted(_when(lambda p, n: n >= 3, _coupled)),
+        "when others are there",
+    ),
+    "couples from step 30 on": (
+        twisted(_when(lambda p, n: n >= 30, _coupled)),
+        "when others are there",
+    ),
+    "looks ahead": (twisted(_looks_ahead, calls=0), r"their states \(calls\)"),
+    "has a preconditioner": (
+        twisted(_preconditions, scale=torch.zeros(())),
+        r"their states \(scale\)",
+    ),
+    "has a generator of its own": (
+        lambda params: twisted(_own_noise, generator=torch.Generator().manual_seed(1))(params),
+        r"their states \(generator\)",
+    ),
+    "draws from NumPy": (twisted(_numpy_noise), "when others are there"),
+    "reads other parameters": (_sees_all, r"outside of its groups as well \(everything\)"),
+    "writes a state of its own": (
+        twisted(lambda o, g, p, s: o.state["all"].setdefault("seen", []).append(1)),
+        r"their states \(state\)",
+    ),
+    "counts in its module": (CountsInItsModule, r"their states \(_seen\)"),
+    "counts in a default": (CountsInItsDefault, r"their states \(twist\)"),
+    "counts in its class": (CountsInItsClass, r"their states \(total\)"),
+    "counts in a closure": (_counts_in_a_closure, r"their states \(count\)"),
+    "skips what is frozen": (SkipsFrozen, "when others are there"),
+    "needs grad mode": (NeedsGradMode, "failed on two small"),
+    "sets grad mode": (SetsGradMode, "failed on two small"),
+    "calls its closure twice": (CallsItsClosureTwice, "does not call its closure once"),
+    "uses the loss": (UsesTheLoss, "when others are there"),
+    "has one rate for all groups": (_two_groups, "when others are there"),
+    "keeps the model": (
+        lambda params: twisted(lambda *_: None, model=nn.ParameterList(params := list(params)))(
+            params
+        ),
+        r"outside of its groups as well \(model\)",
+    ),
+    "is differentiable": (
+        lambda params: SGD(params, 0.1, differentiable=True),
+        "made with differentiable=True",
+    ),
 }

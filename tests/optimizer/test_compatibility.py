@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.optim import ASGD, SGD, Adafactor, Adam, AdamW, Optimizer, RMSprop
 
+from offload_strategy import OffloadEngine, OffloadError
 from offload_strategy.errors import ConfigError
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.states.subgroups import packable
-from offload_strategy.optimizer.user_class.compatibility import changes_gradients, check_supported
-from tests.optimizer.custom_optimizers import UNSUPPORTED, Lion
-from tests.optimizer.runs import compare, offloading, steps
+from offload_strategy.optimizer.user_class.compatibility import (
+    check_supported,
+)
+from offload_strategy.optimizer.user_class.trial import is_elementwise
+from tests.optimizer.custom_optimizers import (
+    UNSUPPORTED,
+    Lion,
+    Twisted,
+    coupled,
+    noise,
+    twisted,
+)
+from tests.optimizer.runs import EVERY_OVERLAP, compare, offloading, steps
+from tests.training import Numbers, assert_same_bits, moved, settings
 
 
 def _parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -27,10 +41,57 @@ def _parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) ->
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_unsupported_optimizers_are_refused_with_the_reason(name: str) -> None:
     make, reason = UNSUPPORTED[name]
-    optimizer = make(_parameters((3, 4), (4,)))
+    optimizer = make(_parameters((3, 4), (4,), (40, 40)))
     kind = type(optimizer).__name__
     with pytest.raises(ConfigError, match=rf"{kind} cannot be offloaded: it.*{reason}"):
         check_supported(optimizer)
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_optimizers_train_with_their_states_in_memory(
+    name: str, disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The trial leaves no trace: neither in what they keep, nor in random numbers."""
+    make, _ = UNSUPPORTED[name]
+
+    def train(engine: OffloadEngine | None) -> Numbers:
+        torch.manual_seed(0)
+        np.random.seed(0)
+        parameters = _parameters((3, 4), (4,), (40, 40))
+        optimizer: Any = make(parameters)
+        if engine is not None:
+            optimizer = engine.attach(None, optimizer)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = torch.stack([p.sin().sum() for p in parameters]).sum()
+            loss.backward()
+            return loss
+
+        for _ in range(8):
+            optimizer.step(closure)
+        return {str(i): p.detach().clone() for i, p in enumerate(parameters)}
+
+    with OffloadEngine(settings(disk)) as engine:
+        if "Counts" in make(_parameters((1,))).__class__.__name__:
+            with pytest.raises(ConfigError, match="cannot be offloaded"):  # the trial counts, too
+                train(engine)
+            return
+        try:
+            plain = train(None)
+        except (RuntimeError, ArithmeticError) as error:
+            with pytest.raises(type(error)):
+                train(engine)
+            return
+        assert_same_bits(train(engine), plain)
+        assert moved(engine, "optimizer") == 0
+    assert [each.levelname for each in caplog.records].count("WARNING") == 1
+    assert "Its states stay in memory" in caplog.text
+    with (
+        OffloadEngine(settings(disk, optimizer={"enabled": True})) as engine,
+        pytest.raises(ConfigError, match="cannot be offloaded"),
+    ):
+        train(engine)
 
 
 def test_every_group_is_checked() -> None:
@@ -99,7 +160,7 @@ SIZES: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
 def test_state_bytes_are_known_in_advance(kind: str, dtype: torch.dtype) -> None:
     parameters = _parameters((20, 30), (7, 3), (50,), (4, 20, 3), (), dtype=dtype)
     optimizer = SIZES[kind](parameters)
-    expected = check_supported(optimizer)
+    expected = sum(check_supported(optimizer).state_bytes)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
@@ -131,7 +192,7 @@ def test_an_optimizer_that_changes_gradients_is_noticed() -> None:
     parameters = [torch.nn.Parameter(torch.ones(3, 3))]
     for kind, edits in ((ChangesGradients, True), (SGD, False), (AdamW, False)):
         optimizer = kind(parameters, lr=0.1)
-        assert changes_gradients(optimizer, optimizer.param_groups[0], Precision()) is edits
+        assert check_supported(optimizer).changes_gradients is edits
 
 
 @pytest.mark.parametrize("overlap", ["commit", "off"])
@@ -139,3 +200,105 @@ def test_an_update_may_change_gradients(overlap: str, disk: Path) -> None:
     compare(
         lambda run: steps(run, 4), lambda m: ChangesGradients(m.parameters(), 0.05), disk, overlap
     )
+
+
+# ---------------------------------------------------------------------- real updates
+def _write(o: Any) -> float:
+    o.norm = o.norm + 1
+    return float(o.norm)
+
+
+NOISY: dict[str, tuple[Any, str]] = {
+    "draws": (lambda o, g, p, s: noise(p), "draws random numbers"),
+    "couples": (lambda o, g, p, s: coupled(g), "when others are there"),
+    "writes": (lambda o, g, p, s: _write(o), r"outside of their states \(norm\)"),
+}
+
+
+@pytest.mark.parametrize("overlap", EVERY_OVERLAP)
+@pytest.mark.parametrize("kind", NOISY)
+@pytest.mark.parametrize("subgroup_size", [1, 10**6])
+def test_what_no_trial_shows_is_refused_before_weights_change(
+    kind: str, overlap: str, subgroup_size: int, disk: Path
+) -> None:
+    """A scheduler makes the optimizer noisy in its third step."""
+    twist, reason = NOISY[kind]
+
+    def train(engine: OffloadEngine | None, count: int) -> list[nn.Parameter]:
+        parameters = _parameters((3, 4), (4,), (40, 40), (8,))
+        optimizer: Any = Twisted(
+            parameters, lambda o, g, p, s: twist(o, g, p, s) if g["noisy"] else None, norm=0.0
+        )
+        if engine is not None:
+            optimizer = engine.attach(None, optimizer)
+        for step in range(count):
+            optimizer.param_groups[0]["noisy"] = step == 2
+            optimizer.zero_grad()
+            if step < 2:
+                torch.stack([p.sin().sum() for p in parameters]).sum().backward()
+                optimizer.step()
+                continue
+            with pytest.raises(OffloadError, match=rf"step 3: .*Twisted cannot.*{reason}.*enabled"):
+                (
+                    torch.stack([p.sin().sum() for p in parameters]).sum().backward(),
+                    optimizer.step(),
+                )
+        return parameters
+
+    expected = train(None, 2)
+    options = {"overlap": overlap, "subgroup_size": subgroup_size}
+    with OffloadEngine(settings(disk, optimizer=options)) as engine:
+        for got, wanted in zip(train(engine, 3), expected, strict=True):
+            assert torch.equal(got, wanted)
+
+
+def test_an_update_ahead_of_step_must_leave_gradients_as_they_are(disk: Path) -> None:
+    parameters = _parameters((3, 4), (4,))
+    with OffloadEngine(settings(disk)) as engine:
+        optimizer = engine.attach(
+            None, Twisted(parameters, lambda o, g, p, s: p.grad.mul_(2) if g["noisy"] else None)
+        )
+        optimizer.param_groups[0]["noisy"] = True
+        with pytest.raises(OffloadError, match="changes gradients"):
+            torch.stack([p.sin().sum() for p in parameters]).sum().backward()
+
+
+def test_random_numbers_of_other_threads_are_no_reason_to_stop(disk: Path) -> None:
+    """The generators of torch belong to the process."""
+
+    def train(engine: OffloadEngine | None) -> list[nn.Parameter]:
+        parameters = _parameters((30, 40), (4,))
+        optimizer: Any = AdamW(parameters)
+        if engine is not None:
+            optimizer = engine.attach(None, optimizer)
+        for _ in range(20):
+            optimizer.zero_grad()
+            torch.stack([p.sin().sum() for p in parameters]).sum().backward()
+            optimizer.step()
+        return parameters
+
+    over = threading.Event()
+
+    def draw() -> None:
+        while not over.is_set():
+            torch.rand(10)
+
+    expected = train(None)
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        with OffloadEngine(settings(disk)) as engine:
+            for got, wanted in zip(train(engine), expected, strict=True):
+                assert torch.equal(got, wanted)
+            assert moved(engine, "optimizer") > 0
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_a_matrix_is_sliced_only_if_matrices_are_updated_by_element() -> None:
+    """GaLore, for example, updates everything but matrices by element."""
+    project: Any = lambda o, g, p, s: p.grad.mean(0) if p.dim() == 2 else None  # noqa: E731
+    for shapes, fits in (((400, 300), (50,)), False), (((400,), (50,)), True):
+        optimizer = twisted(project)(_parameters(*shapes))
+        assert is_elementwise(optimizer, optimizer.param_groups[0], Precision()) is fits

@@ -18,7 +18,7 @@ from offload_strategy.optimizer.states.parameter_slices import (
     slice_parameter,
 )
 from offload_strategy.optimizer.states.precision import Precision
-from offload_strategy.optimizer.user_class.compatibility import is_elementwise
+from offload_strategy.optimizer.user_class.trial import is_elementwise
 from tests.optimizer.runs import EVERY_OVERLAP, Run, compare, snapshot
 from tests.optimizer.test_exactness import OPTIMIZERS
 from tests.training import in_turn

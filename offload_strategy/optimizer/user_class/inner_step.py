@@ -1,5 +1,9 @@
 """Updates of a few tensors by the user's own optimizer class: whole, or in chunks.
 
+[Note: rehearsals]
+What an optimizer does in a certain step only is found before it has changed a weight: the first
+update of a group in a step runs on copies of its two smallest tensors before, together and alone.
+
 [Note: updates in chunks]
 States whose stored dtype is narrower than their compute dtype have to be upcast. Upcasting all
 states of a subgroup at once needs a buffer of twice their size, which the kernel zeroes first, and
@@ -14,6 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
@@ -25,13 +30,34 @@ from offload_strategy.optimizer.states.parameter_slices import (
     slice_parameter,
 )
 from offload_strategy.optimizer.states.precision import copy_rounded
-from offload_strategy.optimizer.states.subgroups import packable
+from offload_strategy.optimizer.states.subgroups import (
+    StateSet,
+    flatten_wrappers,
+    packable,
+    rebuild_wrappers,
+)
+from offload_strategy.optimizer.user_class.watch import RandomOperations, UnfitUpdateError, Watch
+from offload_strategy.torch_support.accelerator import is_asynchronous
 from offload_strategy.units import round_up
 
 #: Elements of a chunk, which take 8 MiB for two states in float32: smaller chunks cost more in
 #: calls than they save in caches (a step took 5 % longer with a quarter of them).
 CHUNK_ELEMENTS = 1024 * 1024
 
+#: Elements of the largest tensor that is copied for a rehearsal.
+_REHEARSED_ELEMENTS = 16 * 1024
+#: How often an update is repeated because other threads draw random numbers.
+_MOST_FALSE_ALARMS = 3
+_false_alarms: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+
+_REAL_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+)
 _States = Sequence[dict[str, Any]]
 
 
@@ -48,12 +74,90 @@ def run_update(
     foreach or fused), same bits. States that are empty are filled.
     """
     copy = copy_with_parameters(optimizer, group, parameters, states)
+    watch = Watch(copy)
     unhooked_step(type(optimizer))(copy)
+    drawn = watch.has_drawn()
     for parameter, state in zip(parameters, states, strict=True):
         updated = copy.state[parameter]
         if updated is not state:  # the class has assigned another one
             state.clear()
             state.update(updated)
+    is_watched = _false_alarms.get(optimizer, 0) < _MOST_FALSE_ALARMS
+    if drawn and is_watched and _draws_random_numbers(optimizer, group, parameters, states):
+        raise UnfitUpdateError("draws random numbers, which subgroups would draw in another order")
+
+
+def _draws_random_numbers(
+    optimizer: Optimizer, group: dict[str, Any], parameters: Sequence[torch.Tensor], states: _States
+) -> bool:
+    """Whether this thread has drawn in the last update: it is repeated on copies to see that."""
+    copies, copied_states = _copies(parameters, states)
+    for state in copied_states:
+        for name, number in numbers_of(state).items():
+            state[name] = state[name] - int(number >= 1 and number.is_integer())  # a count of steps
+    copy = copy_with_parameters(optimizer, group, copies, copied_states)
+    with RandomOperations() as operations, torch.compiler.set_stance("force_eager"):
+        unhooked_step(type(optimizer))(copy)
+    _false_alarms[optimizer] = _false_alarms.get(optimizer, 0) + (not operations.found)
+    return bool(operations.found)
+
+
+def rehearse(
+    optimizer: Optimizer, group: dict[str, Any], parameters: Sequence[torch.Tensor], states: _States
+) -> bool:
+    """See [Note: rehearsals]; return whether there was a tensor small enough.
+
+    Results are compared on the CPU alone, as an accelerator would have to be waited for.
+    """
+    if has_overrides(optimizer):
+        return True
+    small = sorted(
+        (each.numel(), index)
+        for index, each in enumerate(parameters)
+        if each.numel() <= _REHEARSED_ELEMENTS and packable(each) and packable(each.grad)
+    )
+    results: list[dict[str, Any]] = []
+    for chosen in ([i for _, i in (small * 2)[:2]], [i for _, i in small[:1]]):
+        if chosen and not (results and is_asynchronous(parameters[chosen[0]].device)):
+            copies, its = _copies([parameters[i] for i in chosen], [states[i] for i in chosen])
+            run_update(optimizer, group, copies, its)
+            results.append({"": copies[0], **its[0]})
+    if len(results) == 2 and not same_values(*results):
+        raise UnfitUpdateError("updates a parameter in another way when others are there")
+    return bool(results)
+
+
+def _copies(
+    parameters: Sequence[torch.Tensor], states: _States
+) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
+    copies = [parameter.detach().clone() for parameter in parameters]
+    for copy, parameter in zip(copies, parameters, strict=True):
+        copy.grad = None if parameter.grad is None else parameter.grad.clone()
+    return copies, [rebuild_wrappers(state) for state in StateSet(list(states)).small_copies()]
+
+
+def numbers_of(state: dict[str, Any]) -> dict[str, float]:
+    """The states that are numbers, or tensors of one number."""
+    return {
+        name: float(value)
+        for name, value in state.items()
+        if type(value) in (int, float)
+        or (isinstance(value, torch.Tensor) and value.numel() == 1 and value.dtype in _REAL_DTYPES)
+    }
+
+
+def same_values(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two states have the same tensors, to the last bit, and numbers."""
+
+    def same(mine: Any, theirs: Any) -> bool:
+        if not isinstance(mine, torch.Tensor):
+            return type(mine) not in (int, float) or mine == theirs or mine != mine
+        return (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype) and torch.equal(
+            *(each.reshape(-1).view(torch.uint8) for each in (mine, theirs))
+        )
+
+    one, other = flatten_wrappers(one), flatten_wrappers(other)
+    return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
 
 
 def copy_with_parameters(

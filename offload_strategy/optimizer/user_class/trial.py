@@ -1,0 +1,314 @@
+"""Runs an optimizer on stand-ins for its parameters: all together, and each as with offload.
+
+Small ones take a few steps, and then their counters of steps jump to a number that every usual
+period divides. Those of the real shapes, as far as they are cheap, are for optimizers that treat
+large matrices in another way. Neither the optimizer nor its parameters change, nor do the states of
+random numbers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from offload_strategy.optimizer.states.parameter_slices import (
+    SLICE_ALIGNMENT,
+    ParameterSlice,
+    local_tensor,
+    slice_parameter,
+)
+from offload_strategy.optimizer.states.precision import INNER, MASTER_WEIGHT, Precision
+from offload_strategy.optimizer.states.subgroups import flatten_wrappers, is_plain, packable
+from offload_strategy.optimizer.user_class.inner_step import (
+    copy_with_parameters,
+    has_overrides,
+    numbers_of,
+    run_update,
+    same_values,
+    unhooked_step,
+)
+from offload_strategy.optimizer.user_class.watch import (
+    CODE,
+    OWN_ATTRIBUTES,
+    UnfitUpdateError,
+    parts,
+)
+from offload_strategy.torch_support.accelerator import forked_generators, generators_of
+
+#: Maximum size of each dimension of a small stand-in, and elements of a large one.
+_LONGEST = 8
+_MOST_ELEMENTS = 1024 * 1024
+#: Steps of small and large stand-ins, and steps after their counters have jumped.
+_STEPS, _LARGE_STEPS, _LATER_STEPS = 10, 2, 2
+#: Divisible by 1 to 10, 12, 14 to 16, 18, 20, 25, 50, 100, 200, 500 and 1000, for example.
+_LATE_STEP = 504_000
+#: Sizes and slices of flat stand-ins that are sliced: enough for several threads; no multiple of
+#: any block, and a multiple of all. Others are cut into so many slices.
+_FLAT_ELEMENTS = (2 * 65536 + 1237, 2 * 65536)
+_FLAT_CUTS = tuple(blocks * SLICE_ALIGNMENT for blocks in (0, 1, 3, 1025, 1500))
+_SLICES = 3
+
+
+class StandIn:
+    """A tensor like a parameter, twice: updated with others, and by itself, perhaps in slices."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: torch.Tensor,
+        precision: Precision,
+        shape: Sequence[int],
+        seed: int = 0,
+    ) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._like = model.new_empty(0, dtype=precision.compute_dtype(model.dtype))
+        self.shape = torch.Size(shape)
+
+        def part(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return deepcopy(value)
+            if value.dim() == model.dim():
+                value = value[tuple(slice(0, size) for size in shape)]
+            copy = value.detach().clone()
+            return copy.to(precision.compute_dtype(value.dtype)) if packable(value) else copy
+
+        self.alone = self._random()
+        trains = self.alone.is_floating_point() or self.alone.is_complex()
+        self.parameter = nn.Parameter(self.alone.clone(), requires_grad=trains)
+        given = {n: v for n, v in optimizer.state.get(model, {}).items() if n != MASTER_WEIGHT}
+        if _is_quantized(given):
+            given = {}  # a part of it has no meaning
+        self.state = {name: part(value) for name, value in given.items()}
+        self._slices = [ParameterSlice(self.alone)]
+        self._states = [{name: part(value) for name, value in given.items()}]
+        self._numbers: dict[str, float] = {}
+        self.changes_gradient = False
+
+    def cut(self, slices: Sequence[ParameterSlice]) -> None:
+        """Update it in slices, from the first step on."""
+        self._slices, self._states = list(slices), [{} for _ in slices]
+
+    def _random(self) -> torch.Tensor:
+        kind = torch.complex64 if self._like.is_complex() else torch.float32
+        return torch.randn(self.shape, generator=self._generator, dtype=kind).to(self._like)
+
+    def next_gradient(self, step: int | None) -> None:
+        """Begin a step with another gradient; what has counted the last one is set to `step`."""
+        numbers = numbers_of(self.state)
+        for name, number in numbers.items():
+            if step is not None and number - self._numbers.get(name, 0) == 1:
+                for state in (self.state, *self._states):
+                    state[name] = state[name] + (step - 1 - int(number))
+        self._numbers = numbers
+        self.parameter.grad = self._random()
+
+    def update_alone(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        """Update it as subgroups are updated."""
+        gradient = self.parameter.grad
+        assert gradient is not None
+        for each, state in zip(self._slices, self._states, strict=True):
+            tensor = each.values.detach()
+            tensor.grad = each.of(gradient).clone()
+            with torch.no_grad():
+                run_update(optimizer, group, [tensor], [state])
+            self.changes_gradient |= not torch.equal(tensor.grad, each.of(gradient))
+
+    @property
+    def is_same(self) -> bool:
+        """Whether both have the same values. States of slices must have the parameter's shape."""
+        if len(self._slices) > 1 and not all(
+            value.shape == self.shape
+            for value in filter(packable, flatten_wrappers(self.state).values())
+        ):
+            return False
+        return same_values({"": self.parameter.detach()}, {"": self.alone}) and all(
+            same_values(each.slice_state(self.state), state)
+            for each, state in zip(self._slices, self._states, strict=True)
+        )
+
+
+def _is_quantized(state: dict[str, Any]) -> bool:
+    return any(
+        INNER in name
+        or (packable(value) and value.dtype.itemsize == 1 and value.dtype is not torch.bool)
+        for name, value in flatten_wrappers(state).items()
+    )
+
+
+def _small(shape: Sequence[int]) -> list[int]:
+    return [min(size, _LONGEST) for size in shape]
+
+
+def _bounded(shape: Sequence[int]) -> list[int]:
+    """The shape, with its largest dimensions halved until a trial can afford it."""
+    sizes = list(shape)
+    while torch.Size(sizes).numel() > _MOST_ELEMENTS:
+        sizes[sizes.index(max(sizes))] //= 2
+    return sizes
+
+
+def _plain_parameters(group: dict[str, Any]) -> list[torch.Tensor]:
+    """Local tensors of a group that are plain ones; without empty ones, if there are others."""
+    plain = [p for p in map(local_tensor, group["params"]) if is_plain(type(p))]
+    return [p for p in plain if p.numel()] or plain
+
+
+def try_together_and_alone(optimizer: Optimizer, precision: Precision) -> list[list[StandIn]]:
+    """Return the small stand-ins of each group; raise `UnfitUpdateError` if numbers differ."""
+    small: list[list[StandIn]] = []
+    large: list[list[StandIn]] = []
+    tried: set[str] = set()
+    for group in optimizer.param_groups:
+        plain = _plain_parameters(group)
+        if group["params"] and not plain:
+            raise UnfitUpdateError(
+                "updates parameters of a tensor subclass only, on which it was not tried"
+            )
+        models = [which(plain, key=torch.Tensor.dim) for which in (min, max) if plain]
+        small.append(
+            [
+                StandIn(optimizer, m, precision, _small(m.shape), seed)
+                for seed, m in enumerate(models)
+            ]
+        )
+        models = [which(plain, key=torch.Tensor.numel) for which in (min, max) if plain]
+        shapes = [_bounded(model.shape) for model in models]
+        settings = {n: v for n, v in group.items() if n not in ("params", "param_names", "lr")}
+        key = repr((shapes, [model.dtype for model in models], settings))
+        is_new = key not in tried and shapes != [_small(shape) for shape in shapes]
+        tried.add(key)
+        pairs = zip(models, shapes if is_new else (), strict=False)
+        large.append([StandIn(optimizer, m, precision, s, seed=2) for m, s in pairs])
+    _compare(optimizer, small, _STEPS)
+    _compare(optimizer, large, _LARGE_STEPS)
+    for of_group, others in zip(small, large, strict=True):
+        for each in of_group:
+            each.changes_gradient |= any(other.changes_gradient for other in others)
+    return small
+
+
+def is_elementwise(optimizer: Optimizer, group: dict[str, Any], precision: Precision) -> bool:
+    """Whether slices of a parameter can be updated one after the other, with the same bits.
+
+    Tried on tensors of the group's dtype and device, whole and sliced at multiples of
+    `SLICE_ALIGNMENT`: a flat one, and for each number of dimensions one of the largest shape; see
+    [Note: where a parameter may be sliced]. An optimizer that compiles itself for every shape is
+    never sliced.
+    """
+    plain = sorted(_plain_parameters(group), key=torch.Tensor.numel)
+    if not plain or not plain[0].dtype.is_floating_point or has_overrides(optimizer):
+        return False
+    empty = copy_with_parameters(optimizer, group, [], [])
+    flat = [StandIn(empty, plain[0], precision, [size]) for size in _FLAT_ELEMENTS]
+    for each in flat:
+        cuts = pairwise((*_FLAT_CUTS, each.shape[0]))
+        each.cut([ParameterSlice(each.alone, rows) for rows in cuts])
+    largest = {
+        p.dim(): StandIn(empty, p, precision, _bounded(p.shape)) for p in plain if p.dim() > 1
+    }
+    for stand_in in largest.values():
+        stand_in.cut(slice_parameter(stand_in.alone, stand_in.alone.numel() // _SLICES))
+    try:
+        _compare(empty, [[*flat, *largest.values()]], _LARGE_STEPS, "fail_on_recompile")
+    except UnfitUpdateError:
+        return False
+    return True
+
+
+@contextmanager
+def _random_numbers_kept(devices: Sequence[torch.device]) -> Iterator[None]:
+    """Restore the states of random numbers: those of torch, Python and NumPy."""
+    numpy = sys.modules.get("numpy")
+    states = random.getstate(), numpy and numpy.random.get_state()
+    try:
+        with forked_generators(devices):
+            yield
+    finally:
+        random.setstate(states[0])
+        if numpy:
+            numpy.random.set_state(states[1])
+
+
+def _twin(optimizer: Optimizer) -> Optimizer:
+    """A copy whose values an unfit update may change. Values with functions in them are shared."""
+
+    def own(value: Any) -> Any:
+        return value if any(isinstance(p, CODE) for p in parts(value)) else deepcopy(value)
+
+    twin = copy_with_parameters(optimizer, {}, [], [])
+    twin.__dict__ |= {n: own(v) for n, v in vars(twin).items() if n not in OWN_ATTRIBUTES}
+    twin.param_groups = [
+        {name: value if name == "params" else own(value) for name, value in group.items()}
+        for group in optimizer.param_groups
+    ]
+    return twin
+
+
+def _compare(
+    optimizer: Optimizer,
+    stand_ins: Sequence[Sequence[StandIn]],
+    steps: int,
+    stance: Any = "force_eager",
+) -> None:
+    """Update stand-ins of each group, together and alone; see `try_together_and_alone`.
+
+    Compiling takes seconds for each shape.
+    """
+    everything = [each for of_group in stand_ins for each in of_group]
+    optimizer = _twin(optimizer)
+    step = unhooked_step(type(optimizer))
+    takes_closure = "closure" in inspect.signature(step).parameters
+    together = copy_with_parameters(optimizer, {}, [], [])
+    together.param_groups = [
+        {**group, "params": [each.parameter for each in of_group]}
+        for group, of_group in zip(optimizer.param_groups, stand_ins, strict=True)
+    ]
+    closures: list[list[int]] = []
+
+    def closure() -> torch.Tensor:
+        closures.append([each.parameter._version for each in everything])
+        return torch.ones(())
+
+    def update() -> None:
+        for group, of_group in zip(optimizer.param_groups, stand_ins, strict=True):
+            for each in of_group:
+                each.update_alone(optimizer, group)
+        together.state = defaultdict(dict, {each.parameter: each.state for each in everything})
+        with torch.enable_grad():
+            step(together, *[closure] * takes_closure)
+        for each in everything:
+            each.state = dict(together.state[each.parameter])
+
+    for number in range(steps + _LATER_STEPS if everything else 0):
+        for each in everything:
+            each.next_gradient(_LATE_STEP if number == steps else None)
+        before = [each.parameter._version for each in everything]
+        closures.clear()
+        try:
+            devices = generators_of(each.alone for each in everything)
+            with _random_numbers_kept(devices), torch.compiler.set_stance(stance):
+                update()
+        except UnfitUpdateError:
+            raise
+        except Exception as error:
+            raise UnfitUpdateError(
+                f"failed on two small tensors: {type(error).__name__}: {error}"
+            ) from error
+        if closures not in ([], [before]):
+            raise UnfitUpdateError("does not call its closure once, before it updates anything")
+        if not all(each.is_same for each in everything):
+            raise UnfitUpdateError(
+                "updates a parameter in another way when others are there: it was tried on "
+                "stand-ins, together and one by one"
+            )

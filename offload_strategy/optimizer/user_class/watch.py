@@ -1,0 +1,157 @@
+"""What an update must leave alone: everything but its own parameters and their states.
+
+[Note: the watch]
+Subgroups are updated one after the other, by the user's own class, in an order of our own. That
+gives the same numbers only if updates share nothing: no random numbers, which would be drawn in
+another order, and nothing on the optimizer, in its groups, its class, its module or the state of
+another parameter. No trial has every size and every step, so real updates are watched as well.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from itertools import chain, islice
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from offload_strategy.torch_support.accelerator import generator_states, generators_of
+
+#: Attributes that a copy of an optimizer has of its own. The last one caches a check of devices.
+OWN_ATTRIBUTES = frozenset({"param_groups", "state", "step", "_need_device_dtype_check_for_fused"})
+#: How deep values are looked into, and how many items of each.
+_DEPTH, _WIDTH = 3, 256
+#: Types of values that are compared as such, and of values that are not looked into.
+_PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
+CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, partial, nn.Module)
+
+
+class UnfitUpdateError(Exception):
+    """Why an update would give other numbers than a plain one; completes a sentence "it ..."."""
+
+    #: Whether it has changed something outside of the copy that was updated.
+    leaves_traces = False
+
+
+class Watch:
+    """What the update of a copy of an optimizer must not change, at one moment."""
+
+    def __init__(self, copy: Optimizer) -> None:
+        self._copy = copy
+        self._parameters = set(map(id, copy.state))
+        self._devices = generators_of(copy.state)
+        self._random = generator_states(self._devices)
+        self._shared = {key: parts(value) for key, value in shared_values(copy)}
+
+    def has_drawn(self) -> bool:
+        """Whether random numbers were drawn since; raises if anything else has changed."""
+        changed = {
+            key
+            for key, value in shared_values(self._copy)
+            if not _same(parts(value), self._shared.get(key, []))
+        }
+        if changed or any(id(key) not in self._parameters for key in self._copy.state):
+            names = {name for _, name in changed} or {"state"}
+            error = UnfitUpdateError(
+                f"keeps something for all parameters together, outside of their states "
+                f"({', '.join(sorted(names))})"
+            )
+            own = 1 + len(self._copy.param_groups)
+            error.leaves_traces = any(place >= own for place, _ in changed)
+            raise error
+        return not all(map(torch.equal, generator_states(self._devices), self._random))
+
+
+class RandomOperations(TorchDispatchMode):
+    """Finds whether this thread draws random numbers; others may use the same generators."""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def shared_values(optimizer: Optimizer) -> Iterator[tuple[tuple[int, str], Any]]:
+    """What all parameters of an optimizer share, by the number of its place and its name."""
+    kind: Any = type(optimizer)
+    classes, variables = _outside(kind)
+    spaces: list[Mapping[str, Any]] = [
+        vars(optimizer),
+        *optimizer.param_groups,
+        *map(vars, classes),
+    ]
+    for place, space in enumerate(spaces):
+        for name, value in list(space.items()):
+            if name != "params" and not (place == 0 and name in OWN_ATTRIBUTES):
+                yield (place, name), value
+    for place, (name, read) in enumerate(variables, start=len(spaces)):
+        yield (place, name), read()
+
+
+def parts(value: Any, depth: int = _DEPTH) -> list[Any]:
+    """A value and what it holds that may change: versions of tensors, items, attributes."""
+    found = [value]
+    if type(value) in _PLAIN or isinstance(value, CODE):
+        return found
+    items: Any = ()
+    if isinstance(value, torch.Tensor):
+        found.append(value._version)
+    elif isinstance(value, Mapping):
+        items = chain.from_iterable(value.items())
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        items = value
+    elif isinstance(value, torch.Generator):
+        found.append(value.get_state().numpy().tobytes())
+    elif hasattr(value, "tobytes") and value.nbytes <= _WIDTH**2:
+        found.append(value.tobytes())
+    else:
+        items = getattr(value, "__dict__", {}).values()
+    for item in islice(items, _WIDTH if depth else 0):
+        found += [item] if type(item) in _PLAIN else parts(item, depth - 1)
+    return found
+
+
+def _same(now: list[Any], before: list[Any]) -> bool:
+    return len(now) == len(before) and all(
+        one is other or (type(one) is type(other) in _PLAIN and one == other)
+        for one, other in zip(now, before, strict=True)
+    )
+
+
+@cache
+def _outside(kind: type) -> tuple[tuple[type, ...], list[tuple[str, Callable[[], Any]]]]:
+    """Where the methods of a class may keep values outside of instances.
+
+    Its classes, and readers of variables: of its module and of enclosing functions, defaults and
+    attributes of functions. Methods call functions of their module, too.
+    """
+    classes = kind.__mro__[: kind.__mro__.index(Optimizer)]
+    variables: list[tuple[str, Callable[[], Any]]] = []
+    functions: list[Any] = []
+    pending = [value for each in classes for value in vars(each).values()]
+    for value in pending:  # which grows
+        function = inspect.unwrap(getattr(value, "__func__", value))
+        if not inspect.isfunction(function) or function in functions:
+            continue
+        functions.append(function)
+        for attribute in ("__dict__", "__defaults__", "__kwdefaults__"):
+            variables.append((function.__name__, partial(getattr, function, attribute)))
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
+            variables.append((name, partial(getattr, cell, "cell_contents", None)))
+        space = function.__globals__
+        for name in space.keys() & set(function.__code__.co_names):
+            if inspect.isfunction(space[name]) and space[name].__module__ == kind.__module__:
+                pending.append(space[name])
+            elif not isinstance(space[name], CODE):
+                variables.append((name, partial(space.get, name)))
+    return classes, variables
