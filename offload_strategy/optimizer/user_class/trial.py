@@ -1,6 +1,6 @@
 """Runs an optimizer on stand-ins for its parameters: all together, and each as with offload.
 
-Small ones take a few steps, and then their counters of steps jump to a number that every usual
+Stand-ins take a few steps, and then their counters of steps jump to a number that every usual
 period divides. Those of the real shapes, as far as they are cheap, are for optimizers that treat
 large matrices in another way. Neither the optimizer nor its parameters change, nor do the states of
 random numbers.
@@ -49,8 +49,8 @@ from offload_strategy.torch_support.accelerator import forked_generators, genera
 #: Maximum size of each dimension of a small stand-in, and elements of a large one.
 _LONGEST = 8
 _MOST_ELEMENTS = 1024 * 1024
-#: Steps of small and large stand-ins, and steps after their counters have jumped.
-_STEPS, _LARGE_STEPS, _LATER_STEPS = 10, 2, 2
+#: Steps of a trial, before and after counters of steps have jumped to the late step.
+_STEPS, _LATER_STEPS = 4, 2
 #: Divisible by 1 to 10, 12, 14 to 16, 18, 20, 25, 50, 100, 200, 500 and 1000, for example.
 _LATE_STEP = 504_000
 #: Sizes and slices of flat stand-ins that are sliced: enough for several threads; no multiple of
@@ -67,8 +67,8 @@ class StandIn:
         self,
         optimizer: Optimizer,
         model: torch.Tensor,
-        precision: Precision,
         shape: Sequence[int],
+        precision: Precision,
         seed: int = 0,
     ) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -146,10 +146,6 @@ def _is_quantized(state: dict[str, Any]) -> bool:
     )
 
 
-def _small(shape: Sequence[int]) -> list[int]:
-    return [min(size, _LONGEST) for size in shape]
-
-
 def _bounded(shape: Sequence[int]) -> list[int]:
     """The shape, with its largest dimensions halved until a trial can afford it."""
     sizes = list(shape)
@@ -165,9 +161,8 @@ def _plain_parameters(group: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def try_together_and_alone(optimizer: Optimizer, precision: Precision) -> list[list[StandIn]]:
-    """Return the small stand-ins of each group; raise `UnfitUpdateError` if numbers differ."""
-    small: list[list[StandIn]] = []
-    large: list[list[StandIn]] = []
+    """Return the stand-ins of each group, small ones last; `UnfitUpdateError` if numbers differ."""
+    stand_ins: list[list[StandIn]] = []
     tried: set[str] = set()
     for group in optimizer.param_groups:
         plain = _plain_parameters(group)
@@ -175,27 +170,20 @@ def try_together_and_alone(optimizer: Optimizer, precision: Precision) -> list[l
             raise UnfitUpdateError(
                 "updates parameters of a tensor subclass only, on which it was not tried"
             )
-        models = [which(plain, key=torch.Tensor.dim) for which in (min, max) if plain]
-        small.append(
-            [
-                StandIn(optimizer, m, precision, _small(m.shape), seed)
-                for seed, m in enumerate(models)
-            ]
-        )
         models = [which(plain, key=torch.Tensor.numel) for which in (min, max) if plain]
-        shapes = [_bounded(model.shape) for model in models]
+        wanted = [(model, _bounded(model.shape)) for model in models]
         settings = {n: v for n, v in group.items() if n not in ("params", "param_names", "lr")}
-        key = repr((shapes, [model.dtype for model in models], settings))
-        is_new = key not in tried and shapes != [_small(shape) for shape in shapes]
+        key = repr(([(model.dtype, shape) for model, shape in wanted], settings))
+        if key in tried:
+            wanted = []
         tried.add(key)
-        pairs = zip(models, shapes if is_new else (), strict=False)
-        large.append([StandIn(optimizer, m, precision, s, seed=2) for m, s in pairs])
-    _compare(optimizer, small, _STEPS)
-    _compare(optimizer, large, _LARGE_STEPS)
-    for of_group, others in zip(small, large, strict=True):
-        for each in of_group:
-            each.changes_gradient |= any(other.changes_gradient for other in others)
-    return small
+        models = [which(plain, key=torch.Tensor.dim) for which in (min, max) if plain]
+        wanted += [(model, [min(size, _LONGEST) for size in model.shape]) for model in models]
+        stand_ins.append(
+            [StandIn(optimizer, *each, precision, seed) for seed, each in enumerate(wanted)]
+        )
+    _compare(optimizer, stand_ins)
+    return stand_ins
 
 
 def is_elementwise(optimizer: Optimizer, group: dict[str, Any], precision: Precision) -> bool:
@@ -210,17 +198,17 @@ def is_elementwise(optimizer: Optimizer, group: dict[str, Any], precision: Preci
     if not plain or not plain[0].dtype.is_floating_point or has_overrides(optimizer):
         return False
     empty = copy_with_parameters(optimizer, group, [], [])
-    flat = [StandIn(empty, plain[0], precision, [size]) for size in _FLAT_ELEMENTS]
+    flat = [StandIn(empty, plain[0], [size], precision) for size in _FLAT_ELEMENTS]
     for each in flat:
         cuts = pairwise((*_FLAT_CUTS, each.shape[0]))
         each.cut([ParameterSlice(each.alone, rows) for rows in cuts])
     largest = {
-        p.dim(): StandIn(empty, p, precision, _bounded(p.shape)) for p in plain if p.dim() > 1
+        p.dim(): StandIn(empty, p, _bounded(p.shape), precision) for p in plain if p.dim() > 1
     }
     for stand_in in largest.values():
         stand_in.cut(slice_parameter(stand_in.alone, stand_in.alone.numel() // _SLICES))
     try:
-        _compare(empty, [[*flat, *largest.values()]], _LARGE_STEPS, "fail_on_recompile")
+        _compare(empty, [[*flat, *largest.values()]], "fail_on_recompile")
     except UnfitUpdateError:
         return False
     return True
@@ -256,10 +244,7 @@ def _twin(optimizer: Optimizer) -> Optimizer:
 
 
 def _compare(
-    optimizer: Optimizer,
-    stand_ins: Sequence[Sequence[StandIn]],
-    steps: int,
-    stance: Any = "force_eager",
+    optimizer: Optimizer, stand_ins: Sequence[Sequence[StandIn]], stance: Any = "force_eager"
 ) -> None:
     """Update stand-ins of each group, together and alone; see `try_together_and_alone`.
 
@@ -290,9 +275,9 @@ def _compare(
         for each in everything:
             each.state = dict(together.state[each.parameter])
 
-    for number in range(steps + _LATER_STEPS if everything else 0):
+    for number in range(_STEPS + _LATER_STEPS):
         for each in everything:
-            each.next_gradient(_LATE_STEP if number == steps else None)
+            each.next_gradient(_LATE_STEP if number == _STEPS else None)
         before = [each.parameter._version for each in everything]
         closures.clear()
         try:
