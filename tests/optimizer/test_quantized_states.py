@@ -17,6 +17,8 @@ from torch.optim.lr_scheduler import StepLR
 
 from offload_strategy import OffloadEngine
 from offload_strategy.errors import ConfigError
+from offload_strategy.optimizer.states.subgroups import flatten_wrappers, packable
+from offload_strategy.optimizer.user_class.compatibility import check_supported
 from tests.optimizer.custom_optimizers import QuantizedMomentum
 from tests.optimizer.runs import EVERY_OVERLAP, assert_same_state_dict, offloading
 from tests.training import bits, in_turn, moved
@@ -178,6 +180,25 @@ def test_updates_are_compiled_once(disk: Path) -> None:
             assert len({each[-1] for each in offloaded[1:]}) == 1  # nothing was compiled again
 
 
+@pytest.mark.parametrize("name", ["momentum", "torchao AdamW8bit", "bitsandbytes AdamW8bit"])
+def test_quantized_states_are_not_rounded_once_more(name: str, disk: Path) -> None:
+    with (
+        offloading(disk, optimizer={"state_dtype": "bfloat16"}) as engine,
+        pytest.raises(ConfigError, match=r"quantizes its states itself.*state_dtype.*float32"),
+    ):
+        Run(name, engine)
+
+
+def test_parameters_that_an_optimizer_moves_are_refused(disk: Path) -> None:
+    model = nn.Conv2d(8, 8, 3).to(memory_format=torch.channels_last)
+    inner = _bitsandbytes(model.parameters())
+    with (
+        offloading(disk, optimizer={"enabled": True}) as engine,
+        pytest.raises(ConfigError, match="make them contiguous"),
+    ):
+        engine.attach(model, inner)
+
+
 def test_random_rounding_is_refused(disk: Path) -> None:
     model = nn.Linear(64, 64).bfloat16()
     inner = _torchao("AdamW8bit")(model.parameters(), bf16_stochastic_round=True)
@@ -232,3 +253,17 @@ def test_loading_does_not_round_master_weights(kind: Any, disk: Path) -> None:
         optimizer.load_state_dict(saved)
         assert_same_state_dict(optimizer.state_dict(), saved)
         assert optimizer.param_groups[0]["params"][0] is model.weight
+
+
+@pytest.mark.parametrize("name", [name for name in MAKE if name != "replaced momentum"])
+@pytest.mark.usefixtures("uncompiled")
+def test_bytes_of_quantized_states_are_known_in_advance(name: str) -> None:
+    parameters = [nn.Parameter(torch.randn(size)) for size in ((256, 384), (64, 64), (64,), (9,))]
+    optimizer = MAKE[name]([{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.1}])
+    expected = sum(check_supported(optimizer).state_bytes)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    states = map(flatten_wrappers, optimizer.state.values())
+    held = sum(v.nbytes for state in states for v in state.values() if packable(v))
+    assert abs(expected - held) < 0.05 * held

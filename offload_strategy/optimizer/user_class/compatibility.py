@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from math import prod
 from typing import NamedTuple
 
 import torch
@@ -18,11 +17,16 @@ from torch.optim import Optimizer
 from offload_strategy.errors import ConfigError
 from offload_strategy.optimizer.states.parameter_slices import is_sharded, local_tensor
 from offload_strategy.optimizer.states.precision import Precision
-from offload_strategy.optimizer.states.subgroups import packable
-from offload_strategy.optimizer.user_class.inner_step import unhooked_step, with_overrides
+from offload_strategy.optimizer.states.subgroups import flatten_wrappers, packable
+from offload_strategy.optimizer.user_class.inner_step import (
+    has_overrides,
+    unhooked_step,
+    with_overrides,
+)
 from offload_strategy.optimizer.user_class.trial import (
     StandIn,
     is_elementwise,
+    is_quantized,
     try_together_and_alone,
 )
 from offload_strategy.optimizer.user_class.watch import UnfitUpdateError, parts, shared_values
@@ -85,6 +89,12 @@ def check_supported(optimizer: Optimizer, precision: Precision | None = None) ->
             f"{reason}. Use an optimizer that updates every parameter by itself (most of "
             f"torch.optim do), or set optimizer.enabled to false and offload activations only."
         ) from reason.__cause__
+    quantized = any(is_quantized(each.state) for of_group in tried for each in of_group)
+    if quantized and precision.state_dtype is not None:
+        raise ConfigError(
+            f"attach: {kind.__qualname__} quantizes its states itself, and optimizer.state_dtype "
+            f"would round them once more. Set it to float32."
+        )
     state_bytes = [
         sum(_state_bytes(local_tensor(p), of_group, precision) for p in group["params"])
         for group, of_group in zip(optimizer.param_groups, tried, strict=True)
@@ -94,18 +104,21 @@ def check_supported(optimizer: Optimizer, precision: Precision | None = None) ->
 
 
 def _state_bytes(parameter: torch.Tensor, tried: Sequence[StandIn], precision: Precision) -> int:
-    """Stored bytes of the states of a parameter, told from those of a stand-in for it."""
-    model = [*tried, *(each for each in tried if len(each.shape) == parameter.dim())][-1]
-    total = precision.master_bytes(parameter)
-    for value in filter(packable, model.state.values()):
-        shape: Sequence[int] = value.shape
-        if len(shape) == len(model.shape) == parameter.dim():
-            sizes = zip(value.shape, model.shape, parameter.shape, strict=True)
-            shape = [real if size == small else size for size, small, real in sizes]
-        elif shape == model.shape:
-            shape = [parameter.numel()]
-        total += precision.stored_dtype(value.dtype).itemsize * prod(shape)
-    return total
+    """Stored bytes of the states of a parameter, in proportion to those of a stand-in for it.
+
+    It has as many dimensions, if one has, and is the largest that is not larger.
+    """
+    tried = sorted(tried, key=lambda each: each.shape.numel())
+    same_dim = [each for each in tried if len(each.shape) == parameter.dim()]
+    smaller = [each for each in same_dim if each.shape.numel() <= parameter.numel()]
+    model = [*tried, *same_dim[:1], *smaller][-1]
+    nbytes: int = sum(
+        precision.stored_dtype(value.dtype, name).itemsize * value.numel()
+        for name, value in flatten_wrappers(model.state).items()
+        if packable(value)
+    )
+    share: float = parameter.numel() / max(1, model.shape.numel())
+    return precision.master_bytes(parameter) + round(nbytes * share)
 
 
 def _check_what_it_keeps(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
@@ -113,6 +126,10 @@ def _check_what_it_keeps(optimizer: Optimizer, parameters: Sequence[torch.Tensor
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise UnfitUpdateError(
             "was made with differentiable=True, which needs the history of all states in memory"
+        )
+    if has_overrides(optimizer) and not all(map(torch.Tensor.is_contiguous, parameters)):
+        raise UnfitUpdateError(
+            "moves parameters that are not contiguous to other memory; make them contiguous first"
         )
     for layout in {parameter.layout for parameter in parameters} - {torch.strided}:
         raise UnfitUpdateError(f"has parameters of layout {layout}, and not only dense ones")

@@ -87,7 +87,7 @@ class StandIn:
         trains = self.alone.is_floating_point() or self.alone.is_complex()
         self.parameter = nn.Parameter(self.alone.clone(), requires_grad=trains)
         given = {n: v for n, v in optimizer.state.get(model, {}).items() if n != MASTER_WEIGHT}
-        if _is_quantized(given):
+        if is_quantized(given):
             given = {}  # a part of it has no meaning
         self.state = {name: part(value) for name, value in given.items()}
         self._slices = [ParameterSlice(self.alone)]
@@ -138,7 +138,8 @@ class StandIn:
         )
 
 
-def _is_quantized(state: dict[str, Any]) -> bool:
+def is_quantized(state: dict[str, Any]) -> bool:
+    """Whether there are quantized tensors in a state."""
     return any(
         INNER in name
         or (packable(value) and value.dtype.itemsize == 1 and value.dtype is not torch.bool)
@@ -161,9 +162,11 @@ def _plain_parameters(group: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def try_together_and_alone(optimizer: Optimizer, precision: Precision) -> list[list[StandIn]]:
-    """Return the stand-ins of each group, small ones last; `UnfitUpdateError` if numbers differ."""
+    """Return the stand-ins of each group; raise `UnfitUpdateError` if numbers differ."""
     stand_ins: list[list[StandIn]] = []
-    tried: set[str] = set()
+    #: With those of the first group that is like it, which may be larger.
+    found: list[list[StandIn]] = []
+    tried: dict[str, list[StandIn]] = {}
     for group in optimizer.param_groups:
         plain = _plain_parameters(group)
         if group["params"] and not plain:
@@ -176,14 +179,14 @@ def try_together_and_alone(optimizer: Optimizer, precision: Precision) -> list[l
         key = repr(([(model.dtype, shape) for model, shape in wanted], settings))
         if key in tried:
             wanted = []
-        tried.add(key)
         models = [which(plain, key=torch.Tensor.dim) for which in (min, max) if plain]
         wanted += [(model, [min(size, _LONGEST) for size in model.shape]) for model in models]
         stand_ins.append(
             [StandIn(optimizer, *each, precision, seed) for seed, each in enumerate(wanted)]
         )
+        found.append([*stand_ins[-1], *tried.setdefault(key, stand_ins[-1])])
     _compare(optimizer, stand_ins)
-    return stand_ins
+    return found
 
 
 def is_elementwise(optimizer: Optimizer, group: dict[str, Any], precision: Precision) -> bool:
