@@ -222,6 +222,7 @@ def test_batches_and_sequences_are_those_of_the_space():
     found = search(request(), space)
     assert all(one.settings.tokens <= 16 * 1024 for one in found.candidates)
     assert "16,384 tokens a step and 20 sequences" in str(found)
+    assert "16,384 tokens a step;" in dataclasses.replace(space, max_batch=None).bound()
     few = search(request(), dataclasses.replace(space, max_batch=3))
     assert all(one.settings.batch <= 3 for one in few.candidates)
     both, *alone = (
