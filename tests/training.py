@@ -71,7 +71,8 @@ def bits(tensor: torch.Tensor) -> tuple[Any, ...]:
     if tensor.layout is not torch.strided:
         tensor = tensor.coalesce() if tensor.layout is torch.sparse_coo else tensor
         return (tensor.layout, bits(tensor.indices()), bits(tensor.values()))
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
+    plain = plain.clone(memory_format=torch.contiguous_format)  # one element may have any stride
     return (tensor.dtype, tuple(tensor.shape), plain.view(torch.uint8).numpy().tobytes())
 
 

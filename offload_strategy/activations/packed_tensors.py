@@ -95,8 +95,10 @@ class OffloadedTensor:
         if self.item.original is None:
             return True
         tensors = (unpacked, self.rebuild(self.item.original))
-        plain = (each.resolve_conj().resolve_neg().reshape(-1, 1) for each in tensors)
-        return torch.equal(*(each.contiguous().view(torch.uint8) for each in plain))
+        values = (each.resolve_conj().resolve_neg().reshape(-1) for each in tensors)
+        # A single element may have any stride, and is then no row of bytes.
+        rows = (each.clone(memory_format=torch.contiguous_format) for each in values)
+        return torch.equal(*(row.view(torch.uint8) for row in rows))
 
     def rebuild(self, loaded: torch.Tensor) -> torch.Tensor:
         """Return the tensor on the item's bytes: flat uint8, on the device where it was."""

@@ -304,12 +304,10 @@ class ActivationOffload:
     def _unpack(self, packed: Packed) -> torch.Tensor:
         tensor = packed.unpack()
         if self._verify and isinstance(packed, OffloadedTensor) and not packed.is_as_saved(tensor):
-            item = packed.item
+            name = self.names.of(packed.item.record.trace.prefixes[packed.item.number])
             raise OffloadError(
-                f"a saved tensor ({self.names.of(item.record.trace.prefixes[item.number])}, here "
-                f"{tensor.dtype} of shape {list(tensor.shape)}) was changed between forward and "
-                f"backward, unnoticed by autograd: through `x.data`, `x.numpy()`, its storage, or "
-                f"by a kernel. Plain PyTorch would compute with the new values, and offload "
-                f"computes with those at the time of saving (activations.verify found this)."
+                f"a saved tensor ({name}) was changed between forward and backward, unnoticed by "
+                f"autograd (`x.data`, `x.numpy()`, its storage, a kernel). Plain PyTorch computes "
+                f"with the new values, and offload with those at the time of saving."
             )
         return tensor
