@@ -25,18 +25,10 @@ _NUMBER_AND_UNIT = re.compile(
 
 
 def parse_size(value: str | int | float) -> int:
-    """Read a number of bytes.
+    """Read bytes: a whole number, or text with a unit in any case, such as "1.5 GiB".
 
-    Args:
-        value: Bytes as a whole number, or text with a unit: B, KB, MB, GB, TB (powers of 1000),
-            KiB, MiB, GiB, TiB (powers of 1024). Upper and lower case mean the same, and "1.5 GiB"
-            is fine.
-
-    Returns:
-        Bytes, 0 or more; a fraction of a byte is rounded.
-
-    Raises:
-        ValueError: If it is not a size; the message names the value and the units.
+    Units are B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB and TiB (powers of 1024); a fraction
+    of a byte is rounded. Raises a ValueError that names the value and the units.
     """
     number, unit = _split(value, "a size such as '512MiB' or a number of bytes")
     if unit not in _SIZE_UNITS and unit != "":
@@ -55,16 +47,9 @@ def parse_size(value: str | int | float) -> int:
 
 
 def parse_count(value: str | int | float) -> int:
-    """Read a number of parameters.
+    """Read a number of parameters: a whole number, or text with K, M or B, such as "100M".
 
-    Args:
-        value: A whole number, or text with K, M or B (thousand, million, billion), such as "100M".
-
-    Returns:
-        The number, 0 or more.
-
-    Raises:
-        ValueError: If it is not a whole number.
+    Raises a ValueError if it is not a whole number, 0 or more.
     """
     number, unit = _split(value, "a number of parameters such as 100000000 or '100M'")
     if unit not in _COUNT_UNITS:

@@ -70,10 +70,7 @@ class BaselineMemory:
         return self._seen
 
     def end(self, items: int, *, learn: bool) -> int:
-        """End a pass with everything that followed its backward, and return its peak in bytes.
-
-        So many bytes of items are in memory. Nothing is learned from a pass without a backward.
-        """
+        """End a pass and what followed, with so many bytes of items; return its peak in bytes."""
         peak = self.look()
         if not learn:
             return peak

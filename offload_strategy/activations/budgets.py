@@ -48,11 +48,7 @@ _SETTLED = 5
 
 
 class Budget:
-    """Decides which items are offloaded: a fixed amount per forward pass.
-
-    Args:
-        budget: Bytes (int), share of what is saved (float, 0 to 1), or None for no limit.
-    """
+    """Decides which items are offloaded: so many bytes (int) or such a share of a forward pass."""
 
     def __init__(self, budget: int | float | None = None) -> None:
         self._budget = budget
@@ -71,17 +67,11 @@ class Budget:
         return limit is None or trace.left_bytes + nbytes <= limit
 
     def must_leave(self, trace: Trace) -> int | None:
-        """Return how many bytes in flight must still be written when backward starts; None for all.
-
-        The rest should stay in memory, because it is needed soon.
-        """
+        """Return how many bytes in flight must be written although backward starts; None: all."""
         return None
 
     def uses(self, trace: Trace, loaded_bytes: int, nbytes: int) -> None:
-        """Note that backward uses an item of so many bytes for the first time.
-
-        So many bytes of other items of the pass were offloaded and loaded again.
-        """
+        """Note the first use of an item of so many bytes, with those of others loaded again."""
 
     def observe(self, trace: Trace) -> None:
         """Note that the backward of a pass has ended, or was launched."""
@@ -95,10 +85,7 @@ class Budget:
 
 
 class AutomaticBudget(Budget):
-    """As much as the path can hide; at most so many bytes may wait to be written.
-
-    See [Note: the automatic budget].
-    """
+    """As much as the path can hide; see [Note: the automatic budget]."""
 
     def __init__(self, writes: TierWrites, most_backlog: int) -> None:
         super().__init__()
@@ -147,10 +134,7 @@ class AutomaticBudget(Budget):
         return writes.writing_bytes() <= room
 
     def _backlog_at(self, saved_after: float) -> float:
-        """Return the bytes that will wait to be written when the device saves an item.
-
-        The host asks long before that: it counts on what the path takes until then.
-        """
+        """Return the bytes that will wait to be written when the device, later, saves an item."""
         rate = self._writes.rate(write=True) or 0.0
         written = rate * max(0.0, saved_after - self._expected_at)
         self._expected_backlog = max(0.0, self._expected_backlog - written)

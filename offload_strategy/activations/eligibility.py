@@ -114,9 +114,10 @@ def _is_form_of_weight(tensor: torch.Tensor, is_weight: Callable[[torch.Tensor],
     its transpose): cast from the weight, and it lives on in a cache.
     """
     base = tensor._base
-    if isinstance(tensor, torch.nn.Parameter) or isinstance(base, torch.nn.Parameter):
+    # `isinstance` of parameters is slow Python code, which is for what `type` does not tell.
+    if type(tensor) is torch.nn.Parameter or is_weight(tensor):
         return True
-    if is_weight(tensor):
+    if base is not None and isinstance(base, torch.nn.Parameter):
         return True
     whole = tensor if base is None else base
     node = whole.grad_fn

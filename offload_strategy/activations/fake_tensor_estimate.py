@@ -42,17 +42,11 @@ def estimate_memory(
     min_size: int | None,
     gradients: int | None,
 ) -> MemoryEstimate:
-    """Go through forward and backward of one step.
+    """Go through forward and backward of one step of a model, which is not touched.
 
-    Args:
-        model: On any device, also with weights that are away; it is not touched.
-        inputs: Inputs of its forward, with the shapes and dtypes of a step's.
-        named_inputs: Likewise.
-        min_size: Bytes from which a saved tensor leaves; None if none does.
-        gradients: How many are in memory at a time, because updates use them up; None if all are.
-
-    Raises:
-        ConfigError: The model needs values to go on, or its output has no loss.
+    Saved tensors of `min_size` bytes leave (None: none does). So many `gradients` are in memory at
+    a time, because updates use them up (None: all are). Raises a ConfigError if the model needs
+    values to go on, or its output has no loss.
     """
     random = torch.get_rng_state()
     try:

@@ -64,11 +64,7 @@ def innermost() -> HookPair | None:
 
 
 def may_open() -> bool:
-    """Whether hooks of ours may be put in force here.
-
-    Not inside a transform that forbids it, and not where somebody records operations or computes
-    without data, so that there are no bytes.
-    """
+    """Whether no transform forbids hooks here, and there are bytes (nobody records operations)."""
     return (
         _autograd._saved_tensors_hooks_is_enabled()
         and torch._C._get_tracing_state() is None

@@ -11,6 +11,7 @@ new kind is assumed to use items in the reverse order of saving, at unknown time
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from bisect import bisect_right
@@ -27,11 +28,7 @@ from offload_strategy.store.ticket import Entry, Ticket, TicketState
 
 
 class StorageReference(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to the storage of an item, and the store's entry once it is offloaded.
-
-    Others may keep the storage alive: an offloaded item stays in memory as long as a model or an
-    output references it.
-    """
+    """A weak reference to an item's storage, which others may keep alive, and its entry, if any."""
 
     __slots__ = ("entry", "nbytes", "number")
 
@@ -179,14 +176,12 @@ class UseOrder:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class SavedItem:
-    """A range of one storage, shared by every saved view of it.
-
-    The store's ticket exists as long as some saved view does, that is, as long as the graph.
-    """
+    """A range of one storage, shared by every saved view; its ticket lives as long as they do."""
 
     record: ForwardRecord
     number: int
     range: ByteRange
+    nbytes: int
     storage: StorageReference
     #: Version counter of the saved tensor.
     version: int
@@ -210,7 +205,11 @@ class SavedItem:
     @property
     def has_pending_views(self) -> bool:
         """Whether a view exists that was never unpacked."""
-        return any((view := ref()) is not None and not view.unpacked for ref in self.views)
+        for reference in self.views:
+            view = reference()
+            if view is not None and not view.unpacked:
+                return True
+        return False
 
     @property
     def still_to_load(self) -> bool:
@@ -240,6 +239,14 @@ class ForwardRecord:
     #: these, bytes that are copied to the device ahead of their use.
     loaded_bytes: int = 0
     staged_bytes: int = 0
+    #: At how many of them to look again for what to load, or stage; at how much room for more to
+    #: look for loads. If a load can wait: when it is due, and the bytes of it and those before.
+    load_below: int = sys.maxsize
+    stage_below: int = sys.maxsize
+    load_room: int = 0
+    can_wait: tuple[float, int] | None = None
+    #: `TensorStore.lost_copies` at the last look.
+    lost_copies: int = 0
     #: Bytes of the largest item.
     largest: int = 0
     #: The order in which to prefetch, and the places of offloaded items in it, ascending.
@@ -275,13 +282,14 @@ class ForwardRecord:
                 return item
         return None
 
-    def add(self, tensor: torch.Tensor, span: ByteRange, prefix: int) -> SavedItem:
+    def add(self, tensor: torch.Tensor, span: ByteRange, nbytes: int, prefix: int) -> SavedItem:
         """Add a range of a saved tensor's storage, with its `Trace.prefix_with`."""
         storage = tensor.untyped_storage()
-        number = self.trace.saved(prefix, span.nbytes)
-        self.largest = max(self.largest, span.nbytes)
-        watched = self.trace.watch(number, storage, span.nbytes)
-        item = SavedItem(self, number, span, watched, tensor._version)
+        number = self.trace.saved(prefix, nbytes)
+        if nbytes > self.largest:
+            self.largest = nbytes
+        watched = self.trace.watch(number, storage, nbytes)
+        item = SavedItem(self, number, span, nbytes, watched, tensor._version)
         reference = weakref.ref(item)
         self._items.append(reference)
         self._by_storage.setdefault(int(storage._cdata), []).append(reference)
@@ -308,10 +316,7 @@ class ForwardRecord:
         ]
 
     def upcoming(self, place: int) -> Iterator[tuple[int, SavedItem, Ticket]]:
-        """Yield the offloaded items that come after a place and were not used, with their places.
-
-        The places are those in the plan.
-        """
+        """Yield offloaded items after a place in the plan that were not used, with their places."""
         assert self.plan is not None
         for position in range(bisect_right(self._places, place), len(self._places)):
             later = self._places[position]

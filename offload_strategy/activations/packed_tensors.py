@@ -37,7 +37,10 @@ class KeptTensor:
     ) -> None:
         # Detached: otherwise a node that saves its own output would be part of a reference cycle.
         self.tensor = tensor.detach()
-        self.version = -1 if tensor.is_inference() else tensor._version
+        try:
+            self.version = tensor._version
+        except RuntimeError:  # an inference tensor has none
+            self.version = -1
         self.item = item
         self.prefetcher = prefetcher
         self.unpacked = False
@@ -65,15 +68,15 @@ class OffloadedTensor:
     def __init__(self, tensor: torch.Tensor, item: SavedItem, prefetcher: Prefetcher) -> None:
         self.shape = tensor.shape
         self.strides = tensor.stride()
-        self.dtype = tensor.dtype
-        self.offset_bytes = int(tensor.storage_offset()) * tensor.element_size() - item.range.start
+        self.dtype = dtype = tensor.dtype
+        self.offset_bytes = int(tensor.storage_offset()) * dtype.itemsize - item.range.start
         # Flags beside the bytes: conjugation, and the negated imaginary part of a conjugate, are
         # put off until somebody computes with them.
-        self.conjugated = tensor.dtype.is_complex and tensor.is_conj()
+        self.conjugated = dtype.is_complex and tensor.is_conj()
         self.negated = tensor.is_neg()
         # A detached alias shares the version counter; pointing it at nothing lets the data go.
         self.alias = tensor.detach()
-        self.alias.data = _nothing(tensor.dtype, tensor.device)
+        self.alias.data = _nothing(dtype, tensor.device)
         self.version = tensor._version
         self.item = item
         self.prefetcher = prefetcher

@@ -132,13 +132,10 @@ class PassProfiler:
         ended_at: float | None = None,
         busy: Sequence[tuple[float, float]] = (),
     ) -> Profile:
-        """Return the profile of a pass without the time in which it waited.
+        """Return the profile of a pass, of which backward has used an item, without its waits.
 
-        Args:
-            trace: Trace of a pass whose backward has used an item.
-            ended_at: End of everything that follows its backward (`time.perf_counter`); None for
-                the last use.
-            busy: Spans in which something else ran on its thread, which do not count.
+        It ends with the last use, or when everything that follows has (`time.perf_counter`).
+        `busy` has spans in which something else ran on its thread, which do not count.
         """
 
         def computed(at: float, waited: float) -> float:

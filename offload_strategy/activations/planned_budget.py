@@ -53,13 +53,9 @@ _PATIENCE_SECONDS = 60.0
 
 @dataclass(slots=True)
 class MemoryLimit:
-    """A limit of memory.
+    """Most bytes that training may use (None: what is free at the start), and a plan from a file.
 
-    Args:
-        nbytes: Largest number of bytes that training may use; None for what is free at the start.
-        profile_passes: Passes to profile before the first plan.
-        meter: Meter of this memory; it must be set before the first pass.
-        given: A plan from a file; None to make plans.
+    `profile_passes` come before the first plan; `meter` must be set before the first pass.
     """
 
     nbytes: int | None
@@ -78,11 +74,7 @@ class MemoryLimit:
 
 
 class PlannedBudget(Budget):
-    """Keeps training within a limit; see [Note: from the first steps to a plan].
-
-    The profiler gets the baseline memory, and what is learned from passes. The first forward pass
-    raises a ConfigError if the limit is used up already.
-    """
+    """Keeps training within a limit; see [Note: from the first steps to a plan]."""
 
     def __init__(self, limit: MemoryLimit, profiler: PassProfiler) -> None:
         super().__init__()

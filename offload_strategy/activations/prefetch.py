@@ -14,6 +14,7 @@ these distances; if these are new, by the pass that followed one of this kind th
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from collections import OrderedDict, deque
@@ -39,6 +40,9 @@ _LEAST_MARGIN, _FIRST_MARGIN, _MOST_MARGIN = 1.5, 2.0, 16.0
 _MOST_UNTIMED = 16
 #: Bytes that are copied to the device ahead of their use, unless two of the largest item are more.
 _STAGED_BYTES = 16 * MiB
+#: When this share of what may be ahead was used, all of it is looked at again: at each use, that
+#: would take longer than to move a small item.
+_LOOKS = 16
 #: Largest number of passes whose backward may have ended without using all of their items.
 _MOST_OPEN = 64
 #: Largest number of kinds of forward passes, and of their prefixes, that are remembered.
@@ -90,10 +94,7 @@ class UseOrderHistory:
         return known
 
     def times(self, prefix: int) -> tuple[float | None, float | None]:
-        """Return for how many seconds the last item of such a prefix is unused, if known.
-
-        And how many seconds after the first save of its pass it is saved.
-        """
+        """Return for how long such an item was unused, and how long after the first it is saved."""
         return self._idle.get(prefix, (None, None))
 
     def follows(self, trace: Trace, distance: int) -> None:
@@ -116,10 +117,7 @@ def _remember(book: OrderedDict[_K, _T], key: _K, value: _T, most: int) -> None:
 
 
 class Prefetcher:
-    """Loads the items of all records of one engine, and learns from their use.
-
-    So many bytes are prefetched whatever the time; None to prefetch by time.
-    """
+    """Loads the items of all records: so many bytes ahead, or None to go by time; and learns."""
 
     def __init__(self, store: TensorStore, budget: Budget, limit_bytes: int | None) -> None:
         self._store = store
@@ -221,7 +219,7 @@ class Prefetcher:
         """Note that backward used an item, and prefetch the next ones."""
         record = item.record
         if self._begin_use(item):
-            record.released_bytes += item.range.nbytes
+            record.released_bytes += item.nbytes
         self._fetch_ahead(item)
         if record.trace.complete:
             self._learn(record.trace)
@@ -231,14 +229,15 @@ class Prefetcher:
         """Record the first use of an item; return whether this is it."""
         if item.used:
             return False
-        record, nbytes = item.record, item.range.nbytes
+        record, nbytes = item.record, item.nbytes
         if not record.in_backward:
             self._begin_backward(record)
         item.used = True
         record.trace.used(item.number)
-        if item.leaves:
-            record.loaded_bytes = max(0, record.loaded_bytes - nbytes)
+        if item.ticket is not None:
             record.staged_bytes = max(0, record.staged_bytes - nbytes)
+            if item.ticket.state is not TicketState.WRITING:
+                record.loaded_bytes = max(0, record.loaded_bytes - nbytes)
         self._budget.uses(record.trace, record.resident_bytes, nbytes)
         return True
 
@@ -299,54 +298,82 @@ class Prefetcher:
         if limit is None:
             # Kept items that were used have freed memory.
             limit = max(AUTO_BYTES, record.released_bytes) if room is None else room
-        record.loaded_bytes, all_here = self._fetch(record, plan, place, limit)
-        if record.trace.on_device:
+        looks = room is not None or self._may_load(record, plan, place, limit)
+        if looks and self._fetch(record, plan, place, limit):
+            self._fetch_next_record(record, limit - record.loaded_bytes)
+        if record.trace.on_device and record.staged_bytes <= record.stage_below:
             staged = max(_STAGED_BYTES, 2 * record.largest)
             self._stage(record, place, staged if room is None else min(staged, room))
-        if all_here:
-            self._fetch_next_record(record, limit - record.loaded_bytes)
 
-    def _fetch(
-        self, record: ForwardRecord, plan: UseOrder, place: int, limit: int
-    ) -> tuple[int, bool]:
-        """Prefetch items after a place; return the loaded bytes, and whether those are all."""
+    def _may_load(self, record: ForwardRecord, plan: UseOrder, place: int, limit: int) -> bool:
+        """Return whether something has changed since `_fetch` looked for what to load."""
+        loaded = record.loaded_bytes
+        if loaded <= record.load_below or limit - loaded >= record.load_room:
+            return True
+        if self._store.lost_copies != record.lost_copies:
+            return True
+        if record.can_wait is None:
+            return False
+        assert plan.due is not None
+        due, nbytes = record.can_wait
+        seconds = self._speed.seconds(nbytes)
+        last = place + 1 >= len(plan.due)
+        return last or seconds is None or self._begin_at(due, seconds) <= plan.due[place + 1]
+
+    def _begin_at(self, due: float, seconds: float) -> float:
+        return due - _LATENCY_SECONDS - self._margin * seconds
+
+    def _fetch(self, record: ForwardRecord, plan: UseOrder, place: int, limit: int) -> bool:
+        """Prefetch items after a place; return whether those are all that are left."""
         due, occasion = plan.due, None
         if self._limit_bytes is None and due is not None and place + 1 < len(due):
             occasion = due[place + 1]
         # See [Note: batches].
         together = batch_bytes(record.trace.saved_bytes)
         ahead = loading = begun_now = 0
+        record.lost_copies, record.can_wait = self._store.lost_copies, None
+        all_here, has_room = False, True
         for later, item, ticket in record.upcoming(place):
-            if ticket.state is TicketState.WRITING:
+            entry = ticket.entry
+            if entry.state is TicketState.WRITING:
                 continue  # still in memory
-            if ahead and ahead + ticket.nbytes > limit:
-                return ahead, False
-            begun = not item.still_to_load
-            along = 0 < begun_now <= together - ticket.nbytes and ticket.entry.one_block_at_a_time
-            if ahead and not (begun or along) and occasion is not None and due is not None:
-                seconds = self._speed.seconds(loading + ticket.nbytes)
-                if seconds is not None:
-                    begin_at = due[later] - _LATENCY_SECONDS - self._margin * seconds
-                    if begin_at > occasion:
-                        return ahead, False
-            if not begun:
+            nbytes = entry.nbytes
+            if ahead and ahead + nbytes > limit:
+                break
+            if entry.state is TicketState.STORED and item.still_to_load:
+                along = 0 < begun_now <= together - nbytes and entry.one_block_at_a_time
+                if ahead and not along and occasion is not None and due is not None:
+                    seconds = self._speed.seconds(loading + nbytes)
+                    if seconds is not None and self._begin_at(due[later], seconds) > occasion:
+                        record.can_wait = due[later], loading + nbytes
+                        break
                 if not self._store.prefetch(ticket):
-                    return ahead, False
-                begun_now += ticket.nbytes
-            ahead += ticket.nbytes
-            if ticket.state is TicketState.LOADING:
-                loading += ticket.nbytes
-        return ahead, True
+                    has_room = False
+                    break
+                begun_now += nbytes
+            ahead += nbytes
+            if entry.state is TicketState.LOADING:
+                loading += nbytes
+        else:
+            all_here = True
+        record.loaded_bytes = ahead
+        record.load_below = ahead // 2 if has_room else sys.maxsize
+        record.load_room = limit - ahead + limit // _LOOKS
+        return all_here
 
     def _stage(self, record: ForwardRecord, place: int, room: int) -> None:
         """Start to copy the next items to the device, as far as they are in host memory."""
-        record.staged_bytes = 0
+        staged, all_here, tickets = 0, True, []
         for _, item, ticket in record.upcoming(place):
             if item.has_pending_views:
-                if record.staged_bytes + ticket.nbytes > room:
+                if staged + ticket.nbytes > room:
+                    all_here = False
                     break
-                record.staged_bytes += ticket.nbytes
-                self._store.stage(ticket)
+                staged += ticket.nbytes
+                tickets.append(ticket)
+        all_here = self._store.stage(tickets) and all_here
+        record.staged_bytes = staged
+        record.stage_below = -1 if all_here else max(staged // 2, staged - room // _LOOKS)
 
     def _fetch_next_record(self, record: ForwardRecord, room: int) -> None:
         """Prefetch the record whose backward is expected next, because this one is loaded."""

@@ -32,7 +32,7 @@ from offload_strategy.activations.packed_tensors import KeptTensor, OffloadedTen
 from offload_strategy.activations.pass_profile import PassProfiler
 from offload_strategy.activations.planned_budget import MemoryLimit, PlannedBudget
 from offload_strategy.activations.prefetch import Prefetcher
-from offload_strategy.activations.tier_writes import TierWrites, batch_bytes
+from offload_strategy.activations.tier_writes import DEVICE_BATCH_BYTES, TierWrites, batch_bytes
 from offload_strategy.errors import OffloadError
 from offload_strategy.plan_runtime.profile import Profile
 from offload_strategy.store.tensor_store import TensorStore
@@ -60,22 +60,13 @@ class _Open(threading.local):
 
 
 class ActivationOffload:
-    """Offloads what autograd saves inside `forward()`.
+    """Offloads what autograd saves inside `forward()`, except for weights and what is small.
 
-    Args:
-        store: Takes the bytes.
-        tiers: Where they may go, in order.
-        is_weight: Tells whether a tensor shares its storage with a parameter or buffer; those stay.
-        before_forward: Called at the start of each forward pass.
-        min_size: Bytes below which a saved tensor stays.
-        budget: Bytes (int) or share (float, 0 to 1) that may leave per forward; None for all, and
-            "auto" for as much as can be hidden (SSDTrain, section 3.1).
-        prefetch_bytes: How far ahead of the backward pass to load; None to load by time.
-        most_backlog: Most bytes that may wait to be written.
-        plan_within: A limit of memory by which a plan decides what leaves, instead of a budget.
-        verify: Whether unpacked tensors are compared with the originals, which stay in memory.
-        save_weight: What autograd shall hold in place of a streamed weight; None of others. May
-            be set later, before the first forward pass.
+    `budget`: bytes (int) or share (float) that may leave in a pass; None for all, "auto" for what
+    can be hidden (SSDTrain, section 3.1); `plan_within` decides instead if it is given.
+    `prefetch_bytes` is how far ahead of backward to load; None to load by time. `verify` compares
+    unpacked tensors with the originals, which stay in memory. `save_weight` returns what autograd
+    shall hold in place of a streamed weight, and may be set before the first pass.
     """
 
     def __init__(
@@ -195,10 +186,7 @@ class ActivationOffload:
 
     @contextmanager
     def saving_weights(self) -> Iterator[bool]:
-        """Save streamed weights by reference in this context, and yield whether hooks allow that.
-
-        Nothing else is offloaded.
-        """
+        """Save only streamed weights, by reference; yield whether hooks allow that."""
         allowed = other_hooks.may_open()
         if not allowed or other_hooks.belong_to(self):
             yield allowed
@@ -245,11 +233,13 @@ class ActivationOffload:
             if weight is not None:
                 return weight
         record = self._open.record
-        if record is not None and self._writes.on_device:
-            self._writes.settle(record.trace)  # its memory is free once it was copied
+        if record is None or not self.enabled or is_small(tensor, self._min_size):
+            return KeptTensor(tensor)
+        if self._writes.on_device:
+            # Its memory is free once it was copied.
+            self._writes.settle(record.trace, DEVICE_BATCH_BYTES)
         # Inside backward (a checkpointed region is recomputed) the tensor is needed at once.
-        needed_now = torch._C._current_graph_task_id() != -1
-        if record is None or not self.enabled or needed_now or is_small(tensor, self._min_size):
+        if torch._C._current_graph_task_id() != -1:
             return KeptTensor(tensor)
         reason = why_it_stays(tensor, self._is_weight)
         if reason is not None:
@@ -263,34 +253,38 @@ class ActivationOffload:
         # Views of one activation (query, key, value) overlap: the whole is offloaded once. A small
         # view of a large tensor (a batch of a data set) must not offload all of it.
         span = reach_of_base(tensor, wanted)
-        if not span.covers(wanted) or wanted.nbytes < _WHOLE_BASE_SHARE * span.nbytes:
-            span = wanted
-        if span.nbytes < self._min_size:
+        if span is not wanted:
+            too_small = wanted.nbytes < _WHOLE_BASE_SHARE * span.nbytes
+            span = wanted if too_small or not span.covers(wanted) else span
+        nbytes = span.nbytes
+        if nbytes < self._min_size:
             return KeptTensor(tensor)
-        return self._new_item(tensor, span, record)
+        return self._new_item(tensor, span, nbytes, record)
 
-    def _new_item(self, tensor: torch.Tensor, span: ByteRange, record: ForwardRecord) -> Packed:
+    def _new_item(
+        self, tensor: torch.Tensor, span: ByteRange, nbytes: int, record: ForwardRecord
+    ) -> Packed:
         trace = record.trace
-        trace.saved_bytes += span.nbytes
+        trace.saved_bytes += nbytes
         prefix = trace.prefix_with(tensor)
-        if tensor.device.type != "cpu" and not trace.sizes and is_asynchronous(tensor.device):
-            trace.computed_by(tensor.device, timed=is_timed(record.serial))
+        device = tensor.device
+        if not trace.sizes and is_asynchronous(device):
+            trace.computed_by(device, timed=is_timed(record.serial))
             self._writes.on_device = True
         idle, saved_after = self._prefetcher.history.times(prefix)
-        item = record.add(tensor, span, prefix)
+        item = record.add(tensor, span, nbytes, prefix)
         self.names.note(prefix, tensor)
-        if not self._budget.admits(span.nbytes, trace, idle, saved_after):
-            self._kept_bytes += span.nbytes
+        if not self._budget.admits(nbytes, trace, idle, saved_after):
+            self._kept_bytes += nbytes
             return KeptTensor(tensor, item, self._prefetcher)
         handle = OffloadedTensor(tensor, item, self._prefetcher)
-        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        flat.set_(tensor.untyped_storage(), span.start, (span.nbytes,), (1,))
-        item.payload = flat
-        trace.left_bytes += span.nbytes
-        together = self._batch_bytes() if tensor.device.type == "cpu" else 0
+        flat = torch.empty(0, dtype=torch.uint8, device=device)
+        item.payload = flat.set_(tensor.untyped_storage(), span.start, (nbytes,), (1,))
+        trace.left_bytes += nbytes
+        together = self._batch_bytes() if tensor.is_cpu else DEVICE_BATCH_BYTES
         # Backward starts with what was saved last: that stays if host memory is scarce.
         # This call comes last: see [Note: the interpreter lock].
-        self._writes.add(item, -next(self._saved), together)
+        self._writes.add(item, -next(self._saved), together, device)
         return handle
 
     def _batch_bytes(self) -> int:

@@ -15,10 +15,12 @@ thread, which its sequence number tells, or when the forward pass ends.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import weakref
 from collections.abc import Sequence
+from operator import itemgetter
 
 import torch
 
@@ -26,6 +28,7 @@ from offload_strategy.activations.forward_records import SavedItem, Trace
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Tier
 from offload_strategy.telemetry import Direction
+from offload_strategy.torch_support.accelerator import current_stream, is_asynchronous
 from offload_strategy.units import MiB
 
 _CLIENT = "activations"
@@ -34,6 +37,8 @@ _sequence_number = torch._C._autograd._get_sequence_nr
 #: Largest batch in bytes, and as a share of what a forward pass saves.
 _MOST_BYTES = 48 * MiB
 _SHARE = 0.07
+#: Largest batch on an accelerator, whose copies to the host are launched together.
+DEVICE_BATCH_BYTES = 1 * MiB
 #: A batch that a path cannot write in so many seconds would cause bursts: then it is smaller.
 _SECONDS = 0.03
 _SLOW_BYTES = 16 * MiB
@@ -48,11 +53,16 @@ def batch_bytes(saved_bytes: int, rate: float | None = None) -> int:
     return max(min(_SLOW_BYTES, int(_SLOW_SHARE * saved_bytes)), min(most, int(rate * _SECONDS)))
 
 
+#: An item, its next use, the node of the operation that saved it, and where that runs.
+_Place = tuple[torch.device, int]
+_Waiting = tuple[weakref.ref[SavedItem], int, int, _Place, torch.Stream | None]
+
+
 class _Batch(threading.local):
-    """The batch of one thread's pass: items with the times of their next use, and their nodes."""
+    """The batch of one thread's pass."""
 
     def __init__(self) -> None:
-        self.items: list[tuple[weakref.ref[SavedItem], int, int]] = []
+        self.items: list[_Waiting] = []
         self.nbytes = 0
 
 
@@ -75,50 +85,49 @@ class TierWrites:
         self.on_device = False
 
     # ------------------------------------------------------------------ batches
-    def add(self, item: SavedItem, next_use: int, at_least: int) -> None:
-        """Add an item with its `payload` to this thread's batch, which is full at so many bytes.
-
-        The time of its next use is one on the store's clock.
-        """
+    def add(self, item: SavedItem, next_use: int, at_least: int, device: torch.device) -> None:
+        """Add an item to this thread's batch, which leaves at so many bytes; see `put`."""
+        stream = current_stream(device) if is_asynchronous(device) else None
+        place = (device, 0 if stream is None else stream.stream_id)
         self.settle(item.record.trace, at_least)
-        self._batch.items.append((weakref.ref(item), next_use, _sequence_number()))
-        self._batch.nbytes += item.range.nbytes
+        self._batch.items.append((weakref.ref(item), next_use, _sequence_number(), place, stream))
+        self._batch.nbytes += item.nbytes
 
-    def settle(self, trace: Trace, at_least: int = 0) -> None:
+    def settle(self, trace: Trace, at_least: int) -> None:
         """Flush a batch of so many bytes unless the operation under way has saved all of it."""
         batch = self._batch
-        if batch.items and batch.nbytes >= at_least and batch.items[0][2] != _sequence_number():
+        if batch.nbytes >= at_least and batch.items and batch.items[0][2] != _sequence_number():
             self.flush(trace)
 
     def flush(self, trace: Trace | None = None, *, ended: bool = False) -> None:
-        """Give this thread's batch to the store; what forward waits is added to its trace.
-
-        What the operation under way has saved stays, unless the forward pass has ended.
-        """
+        """Give the batch to the store; if a pass has not `ended`, not what is being saved."""
         batch = self._batch
-        items, batch.items, batch.nbytes = batch.items, [], 0
+        waiting, batch.items, batch.nbytes = batch.items, [], 0
         node = None if ended else _sequence_number()
-        stalled = self._stalled_seconds()
-        for reference, next_use, saved_by in items:
+        found = []
+        for one in waiting:
+            reference, next_use, saved_by, place, stream = one
             item = reference()
             if item is None or item.payload is None:
                 continue
             if saved_by == node:
-                batch.items.append((reference, next_use, saved_by))
-                batch.nbytes += item.range.nbytes
+                batch.items.append(one)
+                batch.nbytes += item.nbytes
                 continue
             if self._keep_originals:
                 item.original, item.payload = item.payload, item.payload.clone()
-            item.ticket = self._store.put(
-                item.payload,
-                _CLIENT,
-                self._tiers,
-                next_use=next_use,
-                whole_pages=True,
-                one_block_at_a_time=item.payload.device.type == "cpu",
+            found.append((place, stream, item, item.payload, next_use))
+        stalled = self._stalled_seconds()
+        for _, group in itertools.groupby(found, itemgetter(0)):
+            _, streams, items, payloads, next_uses = zip(*group, strict=True)
+            hints = (True, payloads[0].is_cpu)
+            tickets = self._store.put_all(
+                payloads, _CLIENT, self._tiers, next_uses, hints, compute=streams[0]
             )
-            item.storage.entry = item.ticket.entry
-            item.payload = None
+            for item, ticket in zip(items, tickets, strict=True):
+                item.ticket = ticket
+                item.storage.entry = ticket.entry
+                item.payload = None
         if trace is not None:
             trace.held += self._stalled_seconds() - stalled
 
@@ -133,8 +142,10 @@ class TierWrites:
 
     def leaving_bytes(self) -> int:
         """Return the bytes of activations that are leaving the computing device's memory."""
-        store = self._store
-        leaving = store.copies.source_bytes() if self.on_device else store.writing_bytes_of(_CLIENT)
+        if self.on_device:
+            leaving = sum(engine.source_bytes() for engine in self._store.copies)
+        else:
+            leaving = self._store.writing_bytes_of(_CLIENT)
         return leaving + self._batch.nbytes
 
     def release_at_least(self, nbytes: int, seconds: float) -> None:
@@ -143,7 +154,8 @@ class TierWrites:
         leaving = self.leaving_bytes() - self._batch.nbytes
         at_most = max(0, leaving - nbytes)
         if self.on_device:
-            self._store.copies.release_sources(at_most)
+            for engine in self._store.copies:
+                engine.release_sources(at_most)
         elif leaving > at_most:
             self._store.await_writes(_CLIENT, at_most, seconds, own=True)
 

@@ -153,7 +153,8 @@ class Resources:
 
     def end_threads(self) -> None:
         """Let transfers finish and end all threads; later transfers start them again."""
-        self.store.copies.end_threads()  # which may still submit writes
+        for engine in self.store.copies:  # which may still submit writes
+            engine.end_threads()
         for queue in itertools.chain(*self.queues.values(), self._file_queues):
             queue.end_threads()
 

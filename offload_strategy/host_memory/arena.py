@@ -138,10 +138,7 @@ class Arena:
         return self._idle_bytes(0, 0)
 
     def give_up(self, nbytes: int, spared: tuple[int, int] = (0, 0)) -> None:
-        """Give back so many bytes of idle memory or a little more, but none of the range `spared`.
-
-        The highest addresses go first, so that what is used comes to lie together.
-        """
+        """Give back so many bytes of idle memory, highest addresses first, but for a range."""
         for first, after in reversed(self._idle_blocks(*spared)):
             for block in range(after - 1, first - 1, -1):
                 if nbytes <= 0:

@@ -55,10 +55,7 @@ class IdleLimit:
         self.may_exceed = 0
 
     def pass_begins(self) -> bool:
-        """Start a forward pass; a second call before a buffer is acquired has no effect.
-
-        Returns False if the system cannot tell what is resident.
-        """
+        """Start a pass, once before buffers are acquired; False if the system tells no memory."""
         if resident_bytes() is None:
             return False
         if not self._in_forward:
@@ -70,11 +67,7 @@ class IdleLimit:
         return True
 
     def excess(self, idle_bytes: Callable[[], int], *, acquires: bool) -> int:
-        """Return how many bytes too much the process has; 0 before the first pass.
-
-        `idle_bytes` tells how many of them are idle; `acquires` is whether a buffer is about to be
-        acquired.
-        """
+        """Return how many bytes the process has too much, of which so many are idle."""
         now = time.perf_counter()
         if not self.passes or (now < self._look_at and not (acquires and self._in_forward)):
             return 0

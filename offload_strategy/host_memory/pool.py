@@ -108,20 +108,12 @@ class BufferPool:
             self._collect()
 
     def keep_idle_beyond(self, nbytes: int) -> None:
-        """Keep more idle buffers than the default, unless `keep_idle` limits them.
-
-        For a client that gives back `nbytes` together at the end of a step, to ask for them again
-        in the next. Of several clients the most counts.
-        """
+        """Keep more idle buffers for a client that returns `nbytes` at once and asks again."""
         with self._lock:
             self._beyond = max(self._beyond, nbytes)
 
     def idle_may_exceed(self, nbytes: int) -> None:
-        """Allow idle buffers to raise the memory of the process by so many bytes.
-
-        For clients whose requests use the same buffers one after the other; see
-        [Note: idle memory and peaks]. Of several clients the most counts.
-        """
+        """Let idle buffers add so many bytes, for clients that use the same ones in turn."""
         self._limit.may_exceed = max(self._limit.may_exceed, nbytes)
 
     def pass_begins(self) -> None:
@@ -138,10 +130,7 @@ class BufferPool:
             self.trim(idle - excess)
 
     def trim(self, keep: int = 0) -> None:
-        """Unmap idle memory, but for `keep` bytes, before a time with few requests.
-
-        Planned buffers stay, and pinned slabs: to register memory with a device takes long.
-        """
+        """Unmap idle memory but for `keep` bytes, what is planned, and pinned slabs."""
         with self._lock:
             self._collect()
             self._trim(self.budget, keep)
@@ -167,7 +156,8 @@ class BufferPool:
             self.look(acquires=True)
         size = max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES))
         with self._lock:
-            self._collect()
+            if self._returned:
+                self._collect()
             lent: _Lent | None = None
             if pinned:
                 lent = self._lend_pinned(nbytes, size, beyond_budget=beyond_budget)

@@ -12,37 +12,42 @@ device memory than these windows, however far the host is ahead, and the host wa
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections import defaultdict, deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from offload_strategy.io.backends.thread_pool import ThreadPool
-from offload_strategy.store.ticket import DeviceCopy, Entry, TicketState
-from offload_strategy.torch_support.accelerator import is_asynchronous, using_stream
+from offload_strategy.store.ticket import (
+    Arrival,
+    CopyOut,
+    DeviceCopy,
+    Entry,
+    SourceWindow,
+    TicketState,
+)
+from offload_strategy.torch_support.accelerator import (
+    current_stream,
+    is_asynchronous,
+    using_stream,
+)
 from offload_strategy.units import MiB
 
 #: Bytes whose copies to the host may be under way before the compute stream waits for the first,
 #: unless two of the largest tensor are more.
 _WINDOW_BYTES = 16 * MiB
 
-
-@dataclass(eq=False, slots=True)
-class _CopyOut:
-    """A copy to the host, with both ends, which stay alive until it is over."""
-
-    entry: Entry
-    source: torch.Tensor | None
-    host: torch.Tensor
-    done: torch.Event
+#: Copies to the device, the event at their end, and the buffers that they read.
+_Loads = tuple[torch.Event, Sequence[DeviceCopy], Sequence[torch.Tensor]]
 
 
 class CopyEngine:
     """All copies between one device and the host.
 
-    Any thread may call it; the calling thread's current stream is the compute stream.
+    Any thread may call it; the calling thread's current stream is the compute stream, unless
+    another is given.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,112 +55,111 @@ class CopyEngine:
         self.asynchronous = is_asynchronous(device)
         self._lock = threading.Lock()
         self._largest = 0
-        # Copies whose source is still referenced, by compute stream: only that stream can wait
-        # for them before the memory is used again. Then those whose host buffer is to be kept.
-        self._windows: dict[int, deque[_CopyOut]] = defaultdict(deque)
-        self._released: deque[_CopyOut] = deque()
-        self._loads: deque[tuple[DeviceCopy, torch.Tensor]] = deque()
+        # Copies whose sources are still referenced, by compute stream: only that stream can wait
+        # for them before the memory is used again. Then those whose host buffers are to be kept.
+        self._windows: dict[int, SourceWindow] = {}
+        self._released: deque[CopyOut] = deque()
+        self._loads: deque[_Loads] = deque()
         # Waits for events, in order.
         self._watcher = ThreadPool(f"ssd-offload-copies-{device}", 1)
         if self.asynchronous:
             self._out, self._in = torch.Stream(device), torch.Stream(device)
 
     def _compute(self) -> torch.Stream:
-        return torch.accelerator.current_stream(self.device)
+        return current_stream(self.device)
 
     # ------------------------------------------------------------------ to the host
-    def copy_out(self, entry: Entry, payload: torch.Tensor, host: torch.Tensor) -> None:
-        """Start to copy a payload to a host buffer, which becomes the payload of the entry.
-
-        `entry.copied` is set if the copy is not over when this returns.
-        """
-        entry.payload = host
+    def copy_out(self, entries: Sequence[Entry], compute: torch.Stream | None = None) -> None:
+        """Start to copy each entry's source to its payload; `copied` is set if that takes time."""
+        hosts, sources = [], []
+        for entry in entries:
+            assert entry.payload is not None
+            assert entry.source is not None
+            hosts.append(entry.payload)
+            sources.append(entry.source)
         if not self.asynchronous:
-            host.copy_(payload)
+            for entry, host, source in zip(entries, hosts, sources, strict=True):
+                host.copy_(source)
+                entry.source = None
             return
-        compute = self._compute()
+        compute = self._compute() if compute is None else compute
         self._out.wait_event(compute.record_event())
         with using_stream(self._out):
-            host.copy_(payload, non_blocking=True)
+            for host, source in zip(hosts, sources, strict=True):
+                host.copy_(source, non_blocking=True)
             done = torch.Event(self.device, blocking=True)
             done.record(self._out)
-        # Where another stream allocated the memory, that stream must not use it again too early.
-        payload.record_stream(compute)
+        for source in sources:
+            # Where another stream allocated the memory, that must not use it again too early.
+            source.record_stream(compute)
+        sizes = [entry.nbytes for entry in entries]
         with self._lock:
-            entry.source, entry.copied = payload, done
-            self._windows[compute.stream_id].append(_CopyOut(entry, payload, host, done))
-            self._largest = max(self._largest, payload.numel())
-            self._release_sources(compute, max(_WINDOW_BYTES, 2 * self._largest))
+            window = self._windows.get(compute.stream_id)
+            if window is None:
+                window = self._windows[compute.stream_id] = SourceWindow(compute)
+            for entry in entries:
+                entry.copied, entry.window = done, window
+            window.add(done, sum(sizes), CopyOut(entries, hosts, done))
+            self._largest = max(self._largest, *sizes)
+            self._release(window, max(_WINDOW_BYTES, 2 * self._largest))
 
     def source_bytes(self) -> int:
         """Return the bytes of this stream's tensors that are kept until they were copied."""
-        if not self.asynchronous:
-            return 0
-        with self._lock:
-            window = self._windows[self._compute().stream_id]
-            return sum(copy.host.numel() for copy in window)
+        window = self._windows.get(self._compute().stream_id) if self.asynchronous else None
+        return 0 if window is None else window.nbytes
 
     def release_sources(self, at_most: int) -> None:
         """Let the compute stream wait for copies until at most so many bytes are referenced."""
-        if self.asynchronous:
+        window = self._windows.get(self._compute().stream_id) if self.asynchronous else None
+        if window is not None:
             with self._lock:
-                self._release_sources(self._compute(), at_most)
+                self._release(window, at_most)
 
     def collect(self) -> None:
         """Drop what copies that are over have kept alive, without waiting."""
         if not self.asynchronous:
             return
         with self._lock:
-            while self._loads and self._loads[0][0].done.query():
+            while self._loads and self._loads[0][0].query():
                 self._loads.popleft()
-            for window in self._windows.values():
-                while window and window[0].done.query():
-                    self._release(window.popleft())
+            for stream, window in self._windows.items():
+                self._drop_sources(window.release_unused())
+                if window.has_freed and stream == self._compute().stream_id:
+                    window.has_freed = False
+                    entries = itertools.chain.from_iterable(copy.entries for copy in window)
+                    if any(entry.state is TicketState.FREED for entry in entries):
+                        # Backward has used these: nobody else will ever ask for their memory.
+                        self._release(window, 0)
             while self._released and self._released[0].done.query():
-                self._released.popleft().entry.copied = None
-            window = self._windows[self._compute().stream_id]
-            if any(copy.entry.state is TicketState.FREED for copy in window):
-                # Backward has used these: nobody else will ever ask for their memory.
-                self._release_sources(self._compute(), 0)
+                for entry in self._released.popleft().entries:
+                    entry.copied = None
 
-    def _release_sources(self, compute: torch.Stream, at_most: int) -> None:
-        window = self._windows[compute.stream_id]
-        nbytes = sum(copy.host.numel() for copy in window)
-        released = []
-        while window and nbytes > at_most:
-            released.append(window.popleft())
-            nbytes -= released[-1].host.numel()
-        if released:
-            # The outgoing stream ends its copies in order. First the wait, then the release: what
-            # is freed may be overwritten by whatever the compute stream does next.
-            compute.wait_event(released[-1].done)
-        for copy in released:
-            self._release(copy)
+    def _release(self, window: SourceWindow, at_most: int) -> None:
+        self._drop_sources(window.release(at_most))
 
-    def _copies_out(self) -> list[_CopyOut]:
-        return [*self._released, *(copy for window in self._windows.values() for copy in window)]
-
-    def _release(self, copy: _CopyOut) -> None:
-        copy.entry.source = copy.source = None
-        self._released.append(copy)
+    def _drop_sources(self, copies: Sequence[CopyOut]) -> None:
+        for copy in copies:
+            for entry in copy.entries:
+                entry.source = entry.window = None
+        self._released.extend(copies)
 
     def wait_for_oldest(self) -> bool:
         """Wait for a copy that keeps a host buffer; return False if there is none."""
         if not self.asynchronous:
             return False
         with self._lock:
-            events = [load.done for load, _ in self._loads] + [c.done for c in self._copies_out()]
+            events = [event for event, _, _ in self._loads] + [c.done for c in self._copies_out()]
         waiting = next((event for event in events if not event.query()), None)
         if waiting is not None:
             waiting.synchronize()
         self.collect()
         return waiting is not None
 
-    def when_copied(self, event: torch.Event, kept: object, then: Callable[[], None]) -> None:
-        """Call `then`, which must not raise, on another thread once the device reaches an event.
+    def _copies_out(self) -> list[CopyOut]:
+        return [*self._released, *(copy for window in self._windows.values() for copy in window)]
 
-        The event waits without spinning; `kept` stays alive until then.
-        """
+    def when_copied(self, event: torch.Event, kept: object, then: Callable[[], None]) -> None:
+        """Call `then`, which must not raise, on a thread at an event; `kept` lives until then."""
 
         def when_reached(_: object = kept) -> None:
             event.synchronize()
@@ -163,41 +167,47 @@ class CopyEngine:
 
         self._watcher.submit(when_reached)
 
-    def ready(self) -> torch.Event:
+    def ready(self, compute: torch.Stream | None = None) -> torch.Event:
         """Return an event after everything that the compute stream was given so far."""
         event = torch.Event(self.device, blocking=True)
-        event.record(self._compute())
+        event.record(self._compute() if compute is None else compute)
         return event
 
     # ------------------------------------------------------------------ to the device
-    def load(self, host: torch.Tensor, after: torch.Event | None) -> DeviceCopy:
-        """Start to copy a host buffer, which must not change, to the device; `adopt` the copy.
-
-        `after` is the end of a copy into this buffer, or None.
-        """
-        compute = self._compute()
-        tensor = torch.empty(host.numel(), dtype=torch.uint8, device=self.device)
+    def load(
+        self, hosts: Sequence[torch.Tensor], after: Sequence[torch.Event | None]
+    ) -> list[DeviceCopy]:
+        """Start to copy buffers to the device, each after the copy into it, if any; see `adopt`."""
+        compute, sizes = self._compute(), [host.numel() for host in hosts]
+        tensors = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]
         self._in.wait_event(compute.record_event())
-        if after is not None:
-            self._in.wait_event(after)
+        for event in dict.fromkeys(after):
+            if event is not None:
+                self._in.wait_event(event)
         with using_stream(self._in):
-            tensor.copy_(host, non_blocking=True)
+            for tensor, host in zip(tensors, hosts, strict=True):
+                tensor.copy_(host, non_blocking=True)
             done = torch.Event(self.device)
             done.record(self._in)
-        copy = DeviceCopy(tensor, done)
+        arrival = Arrival(done, compute.stream_id)
+        copies = [DeviceCopy(tensor, arrival) for tensor in tensors]
         with self._lock:
-            # The incoming stream writes the memory until then, whoever drops the copy.
-            self._loads.append((copy, host))
-        return copy
+            # The incoming stream writes the memory until then, whoever drops the copies.
+            self._loads.append((done, copies, hosts))
+        return copies
 
     def adopt(self, copy: DeviceCopy) -> torch.Tensor:
         """Return the tensor of a copy, for the current stream."""
-        compute = self._compute()
-        compute.wait_event(copy.done)
+        compute, arrival = self._compute(), copy.arrival
+        stream = compute.stream_id
+        if stream not in arrival.awaited_by:
+            compute.wait_event(arrival.done)
+            arrival.awaited_by.add(stream)
         # This stream waits for the copy: it may free the memory at any time from now on.
         tensor, copy.tensor = copy.tensor, None
         assert tensor is not None
-        tensor.record_stream(compute)
+        if stream != arrival.allocated_by:
+            tensor.record_stream(compute)
         return tensor
 
     def incoming(self, nbytes: int) -> torch.Tensor:
@@ -220,9 +230,10 @@ class CopyEngine:
         with self._lock:
             for copy in self._copies_out():
                 copy.done.synchronize()
-                copy.entry.source = copy.entry.copied = None
-            for load, _ in self._loads:
-                load.done.synchronize()
+                for entry in copy.entries:
+                    entry.source = entry.window = entry.copied = None
+            for event, _, _ in self._loads:
+                event.synchronize()
             self._released.clear()
             self._windows.clear()
             self._loads.clear()
@@ -243,30 +254,5 @@ class CopyEngines:
                 engine = self._engines.setdefault(device, CopyEngine(device))
         return engine
 
-    def collect(self) -> None:
-        """See `CopyEngine.collect`."""
-        for engine in tuple(self._engines.values()):
-            engine.collect()
-
-    def source_bytes(self) -> int:
-        """See `CopyEngine.source_bytes`."""
-        return sum(engine.source_bytes() for engine in tuple(self._engines.values()))
-
-    def release_sources(self, at_most: int) -> None:
-        """See `CopyEngine.release_sources`."""
-        for engine in tuple(self._engines.values()):
-            engine.release_sources(at_most)
-
-    def wait_for_oldest(self) -> bool:
-        """See `CopyEngine.wait_for_oldest`."""
-        return any([engine.wait_for_oldest() for engine in tuple(self._engines.values())])
-
-    def end_threads(self) -> None:
-        """See `CopyEngine.end_threads`."""
-        for engine in tuple(self._engines.values()):
-            engine.end_threads()
-
-    def close(self) -> None:
-        """See `CopyEngine.close`."""
-        for engine in self._engines.values():
-            engine.close()
+    def __iter__(self) -> Iterator[CopyEngine]:
+        return iter(tuple(self._engines.values()))

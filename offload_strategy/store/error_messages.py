@@ -70,10 +70,7 @@ def failed(entry: Entry, move: Move) -> OffloadError:
 
 
 def again(error: OffloadError) -> OffloadError:
-    """An error to raise once more.
-
-    A new one each time: a kept exception collects the frames, and tensors, of all who were told.
-    """
+    """An error to raise once more: anew, as a kept one collects the frames of all who were told."""
     return type(error)(*error.args)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,6 +18,10 @@ from offload_strategy.store.ticket import ALIGNMENT_BYTES, Entry, TicketState
 from offload_strategy.store.ticket_registry import BufferAllocator, TicketRegistry
 from offload_strategy.telemetry import Direction, Recorder
 from offload_strategy.torch_support.interrupts import UninterruptedSection
+from offload_strategy.units import MiB
+
+#: Bytes that are copied to a device together: backward waits for all of them.
+_TOGETHER = 1 * MiB
 
 
 @dataclass(eq=False)
@@ -76,17 +80,32 @@ class Reader:
             reports.still_waiting(entry, move, time.perf_counter() - begin)
             patience *= 2
 
-    def stage(self, entry: Entry) -> None:
-        """Start to copy the bytes to their device if they are in host memory."""
-        engine = self.copies.of(entry.device)
-        if entry.staged is not None or not engine.asynchronous:
-            return
+    def stage(self, entries: Sequence[Entry]) -> bool:
+        """See `TensorStore.stage`."""
+        ready: list[tuple[Entry, torch.Tensor]] = []
+        all_there = True
         with self.registry.lock:
-            self.registry.check_alive(entry)
-            there = entry.source is None and entry.state is not TicketState.LOADING
-            payload = entry.payload if there and entry.is_in_host_memory else None
-        if payload is not None:
-            entry.staged = engine.load(payload, entry.copied)
+            for entry in entries:
+                self.registry.check_alive(entry)
+                there = entry.source is None and entry.state is not TicketState.LOADING
+                payload = entry.payload if there and entry.is_in_host_memory else None
+                if payload is None:
+                    all_there = all_there and entry.staged is not None
+                elif entry.staged is None:
+                    ready.append((entry, payload))
+        while ready:
+            device, nbytes, count = ready[0][0].device, 0, 0
+            while count < len(ready) and nbytes < _TOGETHER and ready[count][0].device == device:
+                nbytes += ready[count][0].nbytes
+                count += 1
+            together, ready = ready[:count], ready[count:]
+            engine = self.copies.of(device)
+            if not engine.asynchronous:
+                return False
+            hosts, after = [host for _, host in together], [entry.copied for entry, _ in together]
+            for (entry, _), copy in zip(together, engine.load(hosts, after), strict=True):
+                entry.staged = copy
+        return all_there
 
     def on_device(self, entry: Entry, payload: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """Return the bytes on the device of their entry, and whether the entry shares them."""
@@ -99,7 +118,7 @@ class Reader:
             return payload.to(entry.device), False
         staged, entry.staged = entry.staged, None
         if staged is None:
-            staged = engine.load(payload, entry.copied)
+            [staged] = engine.load([payload], [entry.copied])
         return engine.adopt(staged), False
 
     def _memory_for(self, entry: Entry, priority: Priority) -> torch.Tensor | None:
@@ -163,6 +182,8 @@ class Reader:
                 if payload is not None and move.state is MoveState.DONE:
                     entry.payload = payload
                     self.registry.loaded(entry)
+                else:
+                    self.registry.lost_copies += 1
         self.registry.free_dropped()
 
     def _as_payload(self, entry: Entry, memory: torch.Tensor) -> torch.Tensor:

@@ -22,17 +22,17 @@ from offload_strategy.store.tiers import HostTier
 from offload_strategy.store.writer import Writer
 from offload_strategy.telemetry import Direction, Recorder
 from offload_strategy.torch_support.interrupts import UninterruptedSection
+from offload_strategy.units import MiB
 
 _CPU = torch.device("cpu")
+#: So many bytes are returned before the next look at what can be freed.
+_COLLECT_BYTES = 1 * MiB
 
 
 class TensorStore:
     """Immutable tickets over tiers.
 
-    Args:
-        pool: Pool of host buffers.
-        recorder: Counts forwarded bytes and stalls.
-        write_behind: Bytes that may wait to be written; a `put` beyond that waits (back-pressure).
+    At most `write_behind` bytes wait to be written; a `put` beyond that waits (back-pressure).
     """
 
     def __init__(self, pool: BufferPool, recorder: Recorder, write_behind: int) -> None:
@@ -45,6 +45,7 @@ class TensorStore:
         parts = (self._registry, self._allocator, self.copies, recorder)
         self._writer = Writer(*parts, write_behind)
         self._reader = Reader(*parts)
+        self._returned_bytes = 0
 
     @property
     def live_tickets(self) -> int:
@@ -55,6 +56,11 @@ class TensorStore:
     def writing_bytes(self) -> int:
         """Bytes that wait to be written, or are being written."""
         return self._registry.writing_bytes
+
+    @property
+    def lost_copies(self) -> int:
+        """How often bytes left memory, or a load failed, without a call of their owner."""
+        return self._registry.lost_copies
 
     def writing_bytes_of(self, client: str) -> int:
         """Return the bytes of one client that wait to be written or are being written."""
@@ -72,35 +78,49 @@ class TensorStore:
         one_block_at_a_time: bool = False,
         replaces: Ticket | None = None,
     ) -> Ticket:
-        """Offload bytes to the first tier that has room.
+        """Offload a flat contiguous uint8 tensor, which must not change any more.
 
-        Args:
-            payload: Flat contiguous uint8 tensor on any device. It must not change any more.
-            client: Name of the client, for metrics.
-            tiers: Tiers in order of preference.
-            next_use: Time of the next read on a clock that all tickets of these tiers share. In a
-                host tier, tickets with a later next use are evicted to make room. None: the ticket
-                neither evicts others nor is evicted.
-            whole_pages: Whether to write whole memory pages around the payload, if direct I/O
-                would otherwise need a copy. `read_into` then needs a copy.
-            one_block_at_a_time: See `Move`.
-            replaces: A ticket of one of these tiers that is freed when the new one is current, or
-                the other way round: if it is in host memory, the tier holds both until then.
+        It goes to the first tier that has room. `next_use` is the time of the next read on a clock
+        that all tickets of these tiers share: in a host tier, tickets with a later next use are
+        evicted to make room; with None it neither evicts others nor is evicted. `whole_pages`
+        writes whole memory pages around it if direct I/O would otherwise need a copy; `read_into`
+        then needs one. A ticket that it `replaces` is freed when the new one is current, or the
+        other way round: if that is in host memory, the tier holds both until then.
 
         Raises TierFullError if no tier has room, StorageError if an earlier write failed.
+        """
+        hints = (whole_pages, one_block_at_a_time)
+        return self.put_all([payload], client, tiers, [next_use], hints, replaces=replaces)[0]
+
+    def put_all(
+        self,
+        payloads: Sequence[torch.Tensor],
+        client: str,
+        tiers: Sequence[Tier],
+        next_uses: Sequence[float | None],
+        hints: tuple[bool, bool],
+        *,
+        replaces: Ticket | None = None,
+        compute: torch.Stream | None = None,
+    ) -> list[Ticket]:
+        """Offload tensors of one device as `put` does, which costs less for each.
+
+        `hints` are `whole_pages` and `one_block_at_a_time`; `compute` is the stream that produced
+        them, if that is not the current one.
         """
         self._check_usable()
         self._collect()
         self.pool.look()
-        self._writer.await_room(client, payload.numel(), tiers)
-        with UninterruptedSection():
-            replaced = None if replaces is None else replaces.entry
-            entry = self._writer.place(
-                payload, client, tiers, next_use, whole_pages, one_block_at_a_time, replaced
-            )
-            ticket = self._registry.ticket(entry)
-            self._writer.submit(entry)
-        return ticket
+        replaced = None if replaces is None else replaces.entry
+        tickets: list[Ticket] = []
+        while (begin := len(tickets)) < len(payloads):
+            end = begin + self._writer.await_room(client, payloads[begin:], tiers)
+            those, uses = payloads[begin:end], next_uses[begin:end]
+            with UninterruptedSection():
+                entries = self._writer.place(those, client, tiers, uses, hints, replaced, compute)
+                tickets += [self._registry.ticket(entry) for entry in entries]
+                self._writer.submit(entries)
+        return tickets
 
     def adopt(
         self, queue: PathQueue, offset: int, nbytes: int, client: str, device: torch.device = _CPU
@@ -149,14 +169,14 @@ class TensorStore:
         begun = self._reader.load(ticket.entry, Priority.PREFETCH)
         return begun is not None or ticket.state is not TicketState.STORED
 
-    def stage(self, ticket: Ticket) -> None:
-        """Start to copy a ticket's bytes to the device that they came from.
+    def stage(self, tickets: Sequence[Ticket]) -> bool:
+        """Start to copy tickets' bytes to the devices that they came from.
 
-        Nothing happens if they are not in host memory, or did not come from an accelerator. The
-        copy starts when the device has executed what this thread has launched so far.
+        Those that are not in host memory, or did not come from an accelerator, are left out;
+        returns whether there are none of them. The copies start when the device has executed what
+        this thread has launched so far.
         """
-        if ticket.entry.device.type != "cpu":
-            self._reader.stage(ticket.entry)
+        return self._reader.stage([ticket.entry for ticket in tickets])
 
     def get(self, ticket: Ticket) -> torch.Tensor:
         """Return the ticket's bytes as a flat uint8 tensor on the device that they came from.
@@ -169,7 +189,9 @@ class TensorStore:
     def _get(self, ticket: Ticket) -> tuple[torch.Tensor, bool]:
         """Return what `get` does, and whether the ticket shares it."""
         entry = ticket.entry
-        self._collect()
+        self._returned_bytes += entry.nbytes
+        if self._returned_bytes >= _COLLECT_BYTES:
+            self._collect()
         while True:
             payload, move = self._reader.payload_or_move(entry)
             if payload is not None:
@@ -207,10 +229,7 @@ class TensorStore:
                 return
 
     def private(self, ticket: Ticket) -> torch.Tensor:
-        """Return a copy of the bytes that the caller may change; the ticket does not change.
-
-        Bytes that were loaded from a path are handed over without another copy.
-        """
+        """Return bytes that the caller may change: a copy, or what was loaded from a path."""
         payload, shared = self._get(ticket)
         if not shared:
             return payload
@@ -251,9 +270,10 @@ class TensorStore:
     def evict(self, ticket: Ticket) -> None:
         """Free the copy in memory of a ticket that is stored on a path."""
         entry = ticket.entry
-        with self._registry.lock:
-            if entry.is_copy:
-                self._registry.stored(entry)
+        if entry.is_copy:
+            with self._registry.lock:
+                if entry.is_copy:
+                    self._registry.stored(entry)
 
     def free(self, ticket: Ticket) -> None:
         """Free a ticket in any state."""
@@ -287,10 +307,7 @@ class TensorStore:
         self._check_usable()
 
     def await_writes(self, client: str, at_most: int, seconds: float, *, own: bool = False) -> None:
-        """Wait until at most `at_most` bytes are to be written, or so many seconds.
-
-        With `own` only bytes of the waiting client count.
-        """
+        """Wait until `at_most` bytes, or so many of its `own`, are to be written, or so long."""
         self._writer.await_writes(client, at_most, seconds, own=own)
 
     def close(self) -> None:
@@ -309,13 +326,16 @@ class TensorStore:
             if move is not None:
                 self._reader.wait(entry, move)
         registry.release_written()
-        self.copies.close()
+        for engine in self.copies:
+            engine.close()
 
     def _collect(self) -> None:
         """Free what was dropped, written and copied, without waiting."""
+        self._returned_bytes = 0
         self._registry.release_written()
         self._registry.free_dropped()
-        self.copies.collect()
+        for engine in self.copies:
+            engine.collect()
 
     def _check_usable(self) -> None:
         if self._registry.closed:

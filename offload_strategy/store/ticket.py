@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
@@ -29,9 +29,19 @@ import torch
 from offload_strategy.io.queues.moves import Move, Stripe
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.regions.region import Region
+from offload_strategy.torch_support.accelerator import ReleaseWindow
 
 #: Where tensors of PyTorch's own begin; what a load would have elsewhere is moved there.
 ALIGNMENT_BYTES = 64
+
+
+@dataclass(eq=False, slots=True)
+class Arrival:
+    """The end of copies to a device, the stream of their memory, and who waits for that end."""
+
+    done: torch.Event
+    allocated_by: int
+    awaited_by: set[int] = field(default_factory=set)
 
 
 @dataclass(eq=False, slots=True)
@@ -39,7 +49,7 @@ class DeviceCopy:
     """Bytes on their way to a device: a flat uint8 tensor, None once adopted, and their arrival."""
 
     tensor: torch.Tensor | None
-    done: torch.Event
+    arrival: Arrival
 
 
 class TicketState(Enum):
@@ -108,8 +118,10 @@ class Entry:
     state: TicketState = TicketState.IN_MEMORY
     #: Flat uint8 tensor with the bytes, where a copy is in memory.
     payload: torch.Tensor | None = None
-    #: The device tensor that a copy to the host is still reading, and the copy's end.
+    #: The device tensor that a copy to the host is still reading, where it is counted, and the
+    #: copy's end.
     source: torch.Tensor | None = None
+    window: SourceWindow | None = None
     copied: torch.Event | None = None
     #: A copy on its way to the device, for the next `TensorStore.get`.
     staged: DeviceCopy | None = None
@@ -139,6 +151,22 @@ class Entry:
     def is_copy(self) -> bool:
         """Whether the bytes in memory may be freed because they are on paths, too."""
         return self.state is TicketState.IN_MEMORY and bool(self.stripes)
+
+
+@dataclass(eq=False, slots=True)
+class CopyOut:
+    """Copies to the host of each entry's source; their buffers live until all of them are done."""
+
+    entries: Sequence[Entry]
+    hosts: Sequence[torch.Tensor]
+    done: torch.Event
+
+
+class SourceWindow(ReleaseWindow[CopyOut]):
+    """The sources of copies to the host that belong to one compute stream."""
+
+    #: Whether the ticket of one of them was freed.
+    has_freed = False
 
 
 class Ticket:

@@ -46,6 +46,8 @@ class TicketRegistry:
         self.moving: set[Entry] = set()
         self.writing_bytes = 0
         self.writing_bytes_of: Counter[str] = Counter()
+        #: How often bytes left memory, or a load failed, without the ticket's owner.
+        self.lost_copies = 0
         self._live = 0
         self._dropped: deque[weakref.ref[Ticket]] = deque()
         self._tickets: dict[int, tuple[weakref.ref[Ticket], Entry]] = {}
@@ -73,6 +75,7 @@ class TicketRegistry:
     # ------------------------------------------------------------------ with the lock held
     def written(self, entry: Entry) -> None:
         """Mark an entry as written; the next `release_written` frees its memory."""
+        self.lost_copies += 1
         if entry.payload is not None:
             self._written_payloads.append(entry.payload)
         self.stored(entry)
@@ -98,6 +101,7 @@ class TicketRegistry:
         copies = [entry for entry in reversed(self._copies) if entry.is_in_host_memory]
         if not copies:
             return False
+        self.lost_copies += 1
         never = float("-inf")
         self.stored(max(copies, key=lambda e: never if e.next_use is None else e.next_use))
         return True
@@ -137,10 +141,7 @@ class TicketRegistry:
                 self._cancel(move)
 
     def release_written(self) -> None:
-        """Free the memory of tickets that were written.
-
-        Unmapping on I/O threads would take time from a computation on all cores.
-        """
+        """Free the memory of written tickets: I/O threads would take the time of computations."""
         while self._written_payloads:
             with contextlib.suppress(IndexError):  # another thread was faster
                 self._written_payloads.popleft()
@@ -175,6 +176,8 @@ class TicketRegistry:
             return None
         entry.state = TicketState.FREED
         entry.payload = entry.staged = None
+        if entry.window is not None:
+            entry.window.has_freed = True
         self._copies.pop(entry, None)
         self._live -= 1
         if entry.move is not None:
@@ -203,13 +206,10 @@ class BufferAllocator:
         return self._beyond(nbytes, pinned=pinned) if buffer is None else buffer
 
     def allocate_waiting(self, client: str, nbytes: int, *, pinned: bool) -> torch.Tensor:
-        """Return a buffer after waiting for writes, or copies of a device, to free some.
-
-        If none is in flight, this would wait for ever, and exceeds the budget instead.
-        """
+        """Return a buffer once writes or copies free one; without any, exceed the budget."""
         begin = time.perf_counter()
         while (buffer := self._reclaimed(nbytes, pinned=pinned)) is None:
-            if pinned and self.copies.wait_for_oldest():
+            if pinned and any([engine.wait_for_oldest() for engine in self.copies]):
                 continue
             if not self.registry.writing_bytes:
                 break

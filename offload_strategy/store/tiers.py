@@ -69,10 +69,7 @@ class MemoryTier(Tier):
         return entry.tier is self and entry.may_leave and entry.next_use == -item[0]
 
     def victims(self, nbytes: int, next_use: float) -> list[Entry]:
-        """Return entries needed after `next_use` whose eviction makes room for `nbytes`.
-
-        Latest use first; an empty list if they do not make enough room.
-        """
+        """Return entries to evict, used after `next_use`, latest first; none if too few."""
         chosen: list[tuple[float, int, Entry]] = []
         missing = self.used_bytes + nbytes - self.capacity
         while missing > 0 and self._residents and -self._residents[0][0] > next_use:

@@ -18,7 +18,7 @@ from offload_strategy.store.ticket import ALIGNMENT_BYTES, Entry, TicketState, T
 from offload_strategy.store.ticket_registry import POLL_SECONDS, BufferAllocator, TicketRegistry
 from offload_strategy.store.tiers import MemoryTier, PathTier
 from offload_strategy.telemetry import Direction, Recorder
-from offload_strategy.units import PAGE_BYTES, KiB
+from offload_strategy.units import PAGE_BYTES, KiB, round_up
 
 #: For smaller payloads a copy costs less than another page on the disk.
 _WORTH_BYTES = 64 * KiB
@@ -37,13 +37,14 @@ class Writer:
     #: The first write that failed.
     failure: OffloadError | None = None
 
-    def await_room(self, client: str, nbytes: int, tiers: Sequence[Tier]) -> None:
-        """Wait while too many bytes are to be written (back-pressure)."""
-        registry = self.registry
-        if not registry.writing_bytes or registry.writing_bytes + nbytes <= self.write_behind:
-            return
-        if any(tier.has_room(nbytes) for tier in tiers):
-            return
+    def await_room(
+        self, client: str, payloads: Sequence[torch.Tensor], tiers: Sequence[Tier]
+    ) -> int:
+        """Wait while too many bytes are to be written; return for how many payloads is room."""
+        count = self._fitting(payloads, tiers)
+        if count:
+            return count
+        registry, nbytes = self.registry, payloads[0].numel()
         begin = time.perf_counter()
         report_at = begin + reports.PATIENCE_SECONDS
         while registry.writing_bytes and registry.writing_bytes + nbytes > self.write_behind:
@@ -52,6 +53,16 @@ class Writer:
                 report_at += reports.PATIENCE_SECONDS
                 reports.still_full(registry.writing_bytes, tiers, time.perf_counter() - begin)
         self.recorder.stalled(client, begin)
+        return max(1, self._fitting(payloads, tiers))
+
+    def _fitting(self, payloads: Sequence[torch.Tensor], tiers: Sequence[Tier]) -> int:
+        writing, nbytes = self.registry.writing_bytes, 0
+        for count, payload in enumerate(payloads if writing else ()):
+            nbytes += payload.numel()
+            behind = writing + nbytes > self.write_behind
+            if behind and not any(tier.has_room(nbytes) for tier in tiers):
+                return count
+        return len(payloads)
 
     def await_writes(self, client: str, at_most: int, seconds: float, *, own: bool = False) -> None:
         """See `TensorStore.await_writes`."""
@@ -69,52 +80,97 @@ class Writer:
 
     def place(
         self,
-        payload: torch.Tensor,
+        payloads: Sequence[torch.Tensor],
         client: str,
         tiers: Sequence[Tier],
-        next_use: float | None,
-        whole_pages: bool,
-        one_block_at_a_time: bool,
-        replaced: Entry | None = None,
-    ) -> Entry:
-        """Return an entry on the first tier with room, to be submitted; see `TensorStore.put`."""
-        nbytes, hints = payload.numel(), (next_use, whole_pages, one_block_at_a_time)
-        if nbytes == 0:
-            entry = Entry(client, 0, payload.device, None, payload=payload)
-            with self.registry.lock:
-                self.registry.count()
-            return entry
-        for position, tier in enumerate(tiers):
-            entry = Entry(client, nbytes, payload.device, tier, *hints)
+        next_uses: Sequence[float | None],
+        hints: tuple[bool, bool],
+        replaced: Entry | None,
+        compute: torch.Stream | None,
+    ) -> list[Entry]:
+        """Return entries on the first tiers with room, to be submitted, or none at all."""
+        entries: list[Entry] = []
+        leaving: list[Entry] = []
+        begun = 0
+        try:
+            for payload, next_use in zip(payloads, next_uses, strict=True):
+                entry = Entry(client, payload.numel(), payload.device, None, next_use, *hints)
+                entries.append(entry)
+                self._claim(entry, payload, tiers, replaced, compute)
+                if entry.source is not None:
+                    leaving.append(entry)
+                elif not leaving:
+                    self._begin(entries[begun:])
+                    begun += 1
+            if leaving:
+                self._copy_out(client, leaving, compute)
+                self._begin(entries[begun:])
+        except BaseException:  # no tier has room, or no memory is left to pin, for instance
+            for entry in entries[:begun]:
+                self.registry.free(entry)
+            for entry in entries[begun:]:
+                if entry.tier is not None:
+                    with self.registry.lock:
+                        entry.tier.release(entry)
+            raise
+        return entries
+
+    def _claim(
+        self,
+        entry: Entry,
+        payload: torch.Tensor,
+        tiers: Sequence[Tier],
+        replaced: Entry | None,
+        compute: torch.Stream | None,
+    ) -> None:
+        """Reserve room on a tier; `source` is set if the bytes must be copied to host memory."""
+        entry.payload, on_device = payload, not payload.is_cpu
+        for position, tier in enumerate(tiers if entry.nbytes else ()):
             if isinstance(tier, MemoryTier):
-                entry.lower = [t for t in tiers[position + 1 :] if isinstance(t, PathTier)]
-                replaces = replaced is not None and replaced.tier is tier
-                if self._place_in_memory(entry, tier, payload, replaces=replaces):
-                    return entry
-            elif isinstance(tier, PathTier) and self._place_on_paths(entry, tier, payload):
-                return entry
-        raise reports.no_room(nbytes, client, tiers)
+                over = replaced is not None and replaced.tier is tier
+                if self._claim_memory(tier, entry, over_capacity=over):
+                    entry.tier, entry.lower = tier, tiers[position + 1 :]
+                    if on_device and not tier.is_own_device:
+                        entry.source = payload
+                    return
+            elif isinstance(tier, PathTier):
+                lead = _lead(entry, tier, payload)
+                stripes = tier.claim_extents(lead + entry.nbytes)
+                if stripes is not None:
+                    entry.tier, entry.stripes, entry.begin = tier, stripes, lead
+                    if on_device and tier.device_memory:
+                        entry.copied = self.copies.of(entry.device).ready(compute)
+                    elif on_device:
+                        entry.source = payload
+                    return
+        if entry.nbytes:
+            raise reports.no_room(entry.nbytes, entry.client, tiers)
+
+    def _copy_out(
+        self, client: str, entries: Sequence[Entry], compute: torch.Stream | None
+    ) -> None:
+        """Start to copy the sources of entries to one host buffer, of whole pages for each."""
+        engine = self.copies.of(entries[0].device)
+        sizes = [round_up(entry.nbytes, PAGE_BYTES) for entry in entries]
+        nbytes = sum(sizes) if len(sizes) > 1 else entries[0].nbytes
+        buffer = self.allocator.allocate_waiting(client, nbytes, pinned=engine.asynchronous)
+        begin = 0
+        for entry, size in zip(entries, sizes, strict=True):
+            entry.payload = buffer.narrow(0, begin, entry.nbytes)
+            begin += size
+        engine.copy_out(entries, compute)
+
+    def _begin(self, entries: Sequence[Entry]) -> None:
+        """Let the store know entries whose bytes are in their place, or on their way there."""
+        with self.registry.lock:
+            for entry in entries:
+                if isinstance(entry.tier, MemoryTier):
+                    entry.tier.note(entry)
+                elif entry.stripes and entry.payload is not None:
+                    self._make_move(entry, entry.payload)
+                self.registry.count()
 
     # ------------------------------------------------------------------ memory
-    def _place_in_memory(
-        self, entry: Entry, tier: MemoryTier, payload: torch.Tensor, *, replaces: bool
-    ) -> bool:
-        if not self._claim_memory(tier, entry, over_capacity=replaces):
-            return False
-        try:
-            if tier.is_own_device:
-                entry.payload = payload
-            else:
-                self._to_host(entry, payload)
-        except BaseException:  # no memory left to pin, for instance
-            with self.registry.lock:
-                tier.release(entry)
-            raise
-        with self.registry.lock:
-            self.registry.count()
-            tier.note(entry)
-        return True
-
     def _claim_memory(self, tier: MemoryTier, entry: Entry, *, over_capacity: bool) -> bool:
         """Reserve room, if necessary by evicting tickets that are needed later."""
         with self.registry.lock:
@@ -132,7 +188,8 @@ class Writer:
         if payload is None:  # freed, or demoted by another thread
             return
         for tier in entry.lower:
-            assert isinstance(tier, PathTier)
+            if not isinstance(tier, PathTier):
+                continue
             lead = _lead(entry, tier, payload)
             if (stripes := tier.claim_extents(lead + entry.nbytes)) is not None:
                 break
@@ -149,41 +206,22 @@ class Writer:
             entry.tier.release(entry)
             entry.tier, entry.stripes, entry.begin = tier, stripes, lead
             self._make_move(entry, entry.payload)
-        self.submit(entry)
+        self.submit([entry])
 
     # ------------------------------------------------------------------ paths
-    def _place_on_paths(self, entry: Entry, tier: PathTier, payload: torch.Tensor) -> bool:
-        lead = _lead(entry, tier, payload)
-        stripes = tier.claim_extents(lead + entry.nbytes)
-        if stripes is None:
-            return False
-        entry.stripes, entry.begin = stripes, lead
-        try:
-            memory = payload
-            if tier.device_memory and payload.device.type != "cpu":
-                entry.payload = payload
-                entry.copied = self.copies.of(payload.device).ready()
-            else:
-                memory = self._to_host(entry, payload)
-            with self.registry.lock:
-                self._make_move(entry, memory)
-                self.registry.count()
-        except BaseException:
-            tier.release(entry)
-            raise
-        return True
-
-    def submit(self, entry: Entry) -> None:
-        """Submit the write of an entry, as soon as the device has produced its bytes."""
-        move, copied = entry.move, entry.copied
-        if move is None:
-            return
-        if copied is None:
-            move.submit()
-        else:
+    def submit(self, entries: Sequence[Entry]) -> None:
+        """Submit the writes of entries, as soon as the device has produced their bytes."""
+        waiting: dict[torch.Event, list[Move]] = {}
+        for entry in entries:
+            move, copied = entry.move, entry.copied
+            if move is not None and copied is None:
+                move.submit()
+            elif move is not None and copied is not None:
+                waiting.setdefault(copied, []).append(move)
+        for copied, moves in waiting.items():
             # The path's own time must not include the wait for the device.
-            engine = self.copies.of(entry.device)
-            engine.when_copied(copied, move.keep_alive, move.submit)
+            kept = [move.keep_alive for move in moves]
+            self.copies.of(entries[0].device).when_copied(copied, kept, partial(_submit, moves))
 
     def _make_move(self, entry: Entry, memory: torch.Tensor) -> None:
         """Make the transfer of an entry to its stripes; with the lock held. Submit it without."""
@@ -222,17 +260,10 @@ class Writer:
                 registry.forget(entry)
         registry.free_dropped()
 
-    def _to_host(self, entry: Entry, payload: torch.Tensor) -> torch.Tensor:
-        """Return the payload in host memory, to which a device may still be copying it."""
-        if payload.device.type == "cpu":
-            entry.payload = payload
-            return payload
-        engine = self.copies.of(payload.device)
-        host = self.allocator.allocate_waiting(
-            entry.client, entry.nbytes, pinned=engine.asynchronous
-        )
-        engine.copy_out(entry, payload, host)
-        return host
+
+def _submit(moves: Sequence[Move]) -> None:
+    for move in moves:
+        move.submit()
 
 
 def _lead(entry: Entry, tier: Tier, payload: torch.Tensor) -> int:

@@ -7,29 +7,36 @@ the device, which is slower and just as correct.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 _SYNCHRONOUS = frozenset({"cpu", "meta", "mps", "hpu"})
 
-
-def is_asynchronous(device: torch.device) -> bool:
-    """Return whether kernels and copies of a device run on streams, behind the host."""
-    return device.type not in _SYNCHRONOUS and _is_accelerator(device.type)
+_Held = TypeVar("_Held")
 
 
 @cache
-def _is_accelerator(device_type: str) -> bool:
+def is_asynchronous(device: torch.device) -> bool:
+    """Return whether kernels and copies of a device run on streams, behind the host."""
     accelerator = torch.accelerator.current_accelerator()
-    return accelerator is not None and accelerator.type == device_type
+    known = accelerator is not None and accelerator.type == device.type
+    return known and device.type not in _SYNCHRONOUS
 
 
 def _module(device: torch.device) -> Any:
     return torch.get_device_module(device)
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """Return this thread's current stream on a device, in less time than `torch.accelerator`."""
+    if device.index is None:
+        return torch.accelerator.current_stream(device)
+    return torch._C._accelerator_getStream(device.index)
 
 
 @contextmanager
@@ -47,6 +54,48 @@ def using_stream(stream: torch.Stream) -> Iterator[None]:
     finally:
         torch.accelerator.set_stream(before)
         torch.accelerator.set_device_index(device)
+
+
+class ReleaseWindow(Generic[_Held]):
+    """What another stream still uses of the memory of its `owner`, a stream; oldest first.
+
+    All of it is referenced until the owner has been told to wait for the end of that use, because
+    the owner may overwrite what is freed. The uses end in the order in which they are added.
+    """
+
+    def __init__(self, owner: torch.Stream) -> None:
+        self._owner = owner
+        self._uses: deque[tuple[torch.Event, int, _Held]] = deque()
+        #: Bytes of what is referenced.
+        self.nbytes = 0
+
+    def __iter__(self) -> Iterator[_Held]:
+        return (held for _, _, held in self._uses)
+
+    def add(self, end: torch.Event, nbytes: int, held: _Held) -> None:
+        """Reference so many bytes that are used until an event."""
+        self._uses.append((end, nbytes, held))
+        self.nbytes += nbytes
+
+    def release(self, at_most: int = 0) -> list[_Held]:
+        """Let the owner wait for the oldest uses until so many bytes are left; return those."""
+        released, end = [], None
+        while self._uses and self.nbytes > at_most:
+            end, nbytes, held = self._uses.popleft()
+            self.nbytes -= nbytes
+            released.append(held)
+        if end is not None:
+            self._owner.wait_event(end)
+        return released
+
+    def release_unused(self) -> list[_Held]:
+        """Return what is not used any more, without a wait."""
+        released = []
+        while self._uses and self._uses[0][0].query():
+            _, nbytes, held = self._uses.popleft()
+            self.nbytes -= nbytes
+            released.append(held)
+        return released
 
 
 def is_capturing_graph() -> bool:

@@ -49,8 +49,6 @@ class BlockResidency:
         self._by_storage: dict[int, StreamedWeight] = {}
         #: Context with the saved-tensor hooks that recognize weights; yields whether it has any.
         self.saving: Callable[[], AbstractContextManager[bool]] = lambda: nullcontext(False)
-        #: Number of accesses to weights outside their blocks.
-        self.accesses = 0
 
     # ------------------------------------------------------------------ blocks
     @keeps_grad_mode
@@ -182,7 +180,6 @@ class BlockResidency:
             return weight.values()
 
     def _on_access(self, weight: StreamedWeight) -> None:
-        self.accesses += 1
         with self._lock:
             self._add_accessed(weight)
 

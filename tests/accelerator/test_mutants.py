@@ -21,7 +21,8 @@ from offload_strategy import OffloadEngine
 from offload_strategy.optimizer import subgroup_update
 from offload_strategy.optimizer.overlap import update_stream
 from offload_strategy.store import copy_engine, tensor_store
-from offload_strategy.torch_support.accelerator import using_stream
+from offload_strategy.torch_support import accelerator
+from offload_strategy.torch_support.accelerator import ReleaseWindow, using_stream
 from offload_strategy.units import KiB, MiB
 from tests.accelerator.support import DEVICE, device_module, new_stream
 from tests.training import on_disk, settings
@@ -141,20 +142,14 @@ MUTANTS: dict[str, tuple[str, str]] = {
         "",
     ),
     "the end of a copy to the host is recorded before it": (
-        "            host.copy_(payload, non_blocking=True)\n"
+        "            for host, source in zip(hosts, sources, strict=True):\n"
+        "                host.copy_(source, non_blocking=True)\n"
         "            done = torch.Event(self.device, blocking=True)\n"
         "            done.record(self._out)\n",
         "            done = torch.Event(self.device, blocking=True)\n"
         "            done.record(self._out)\n"
-        "            host.copy_(payload, non_blocking=True)\n",
-    ),
-    "memory is freed without a wait for its copy": (
-        "            compute.wait_event(released[-1].done)\n",
-        "            pass\n",
-    ),
-    "the wait is for the first copy of those released": (
-        "compute.wait_event(released[-1].done)",
-        "compute.wait_event(released[0].done) if len(released) > 1 else None",
+        "            for host, source in zip(hosts, sources, strict=True):\n"
+        "                host.copy_(source, non_blocking=True)\n",
     ),
     "the write to the path does not wait for the copy": (
         "            event.synchronize()\n",
@@ -165,42 +160,56 @@ MUTANTS: dict[str, tuple[str, str]] = {
         "",
     ),
     "the computation does not wait for the copy to the device": (
-        "        compute.wait_event(copy.done)\n",
+        "            compute.wait_event(arrival.done)\n",
         "",
     ),
     "the end of a copy to the device is recorded before it": (
-        "            tensor.copy_(host, non_blocking=True)\n"
+        "            for tensor, host in zip(tensors, hosts, strict=True):\n"
+        "                tensor.copy_(host, non_blocking=True)\n"
         "            done = torch.Event(self.device)\n"
         "            done.record(self._in)\n",
         "            done = torch.Event(self.device)\n"
         "            done.record(self._in)\n"
-        "            tensor.copy_(host, non_blocking=True)\n",
+        "            for tensor, host in zip(tensors, hosts, strict=True):\n"
+        "                tensor.copy_(host, non_blocking=True)\n",
     ),
     "a host buffer is free before the copy out of it is over": (
-        "            self._loads.append((copy, host))\n",
+        "            self._loads.append((done, copies, hosts))\n",
         "            pass\n",
     ),
     "loaded memory belongs to the incoming stream": (
-        "        tensor = torch.empty(host.numel(), dtype=torch.uint8, device=self.device)\n"
+        "        tensors = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]\n"
         "        self._in.wait_event(compute.record_event())\n",
-        "        with using_stream(self._in):\n"
-        "            tensor = torch.empty(host.numel(), dtype=torch.uint8, device=self.device)\n",
-    ),
-    "nothing is released while the device is behind": (
-        "while window and nbytes > at_most:",
-        "while window and nbytes > at_most and window[0].done.query():",
+        "        with using_stream(self._in):\n            tensors = ["
+        "torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]\n",
     ),
     "the window has no end": (
         "max(_WINDOW_BYTES, 2 * self._largest)",
         "1 << 40",
     ),
     "what backward has used stays in the window": (
-        "copy.entry.state is TicketState.FREED",
+        "entry.state is TicketState.FREED",
         "False",
     ),
     "copies to the host run on the compute stream, with no order to what follows": (
         "with using_stream(self._out):",
         "with using_stream(self._in):",
+    ),
+}
+
+#: Of the windows in which memory is referenced until its stream waits for what uses it.
+WINDOW_MUTANTS: dict[str, tuple[str, str]] = {
+    "memory is freed without a wait for its copy": (
+        "            self._owner.wait_event(end)\n",
+        "            pass\n",
+    ),
+    "the wait is for the first copy of those released": (
+        "            end, nbytes, held = self._uses.popleft()\n",
+        "            first, nbytes, held = self._uses.popleft()\n            end = end or first\n",
+    ),
+    "nothing is released while the device is behind": (
+        "while self._uses and self.nbytes > at_most:",
+        "while self._uses and self.nbytes > at_most and self._uses[0][0].query():",
     ),
 }
 
@@ -210,10 +219,9 @@ UPDATE_STREAM_MUTANTS: dict[str, tuple[str, str]] = {
         "        stream.wait_stream(producer)\n",
         "",
     ),
-    "a gradient is dropped without a wait for its update": (
-        "            self.producer.wait_event(read)\n",
-        "",
-    ),
+    "a gradient is dropped without a wait for its update": WINDOW_MUTANTS[
+        "memory is freed without a wait for its copy"
+    ],
     "the end of backward does not join the updates": (
         "            torch.autograd.Variable._execution_engine.queue_callback(self.join)\n",
         "            pass\n",
@@ -271,10 +279,15 @@ SCENARIOS: list[tuple[Callable[[Path, str | None, int], bool], str | None]] = [
 ]
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", [*MUTANTS, *WINDOW_MUTANTS])
 def test_a_deliberate_bug_is_found(disk: Path, monkeypatch: Any, name: str) -> None:
-    module = mutated(copy_engine, *MUTANTS[name])
-    monkeypatch.setattr(tensor_store, "CopyEngines", module.CopyEngines)
+    if name in MUTANTS:
+        module = mutated(copy_engine, *MUTANTS[name])
+        monkeypatch.setattr(tensor_store, "CopyEngines", module.CopyEngines)
+    else:
+        module = mutated(accelerator, *WINDOW_MUTANTS[name])
+        for method in ("release", "release_unused"):
+            monkeypatch.setattr(ReleaseWindow, method, getattr(module.ReleaseWindow, method))
     for seed in range(SEEDS):
         for scenario, host in SCENARIOS:
             try:
@@ -292,10 +305,13 @@ def test_a_deliberate_bug_is_found(disk: Path, monkeypatch: Any, name: str) -> N
 def test_a_deliberate_bug_of_the_update_stream_is_found(
     disk: Path, monkeypatch: Any, name: str
 ) -> None:
-    module = mutated(update_stream, *UPDATE_STREAM_MUTANTS[name])
     if name.startswith("a gradient"):
-        monkeypatch.setattr(module, "_WINDOW_BYTES", 0)
-    monkeypatch.setattr(subgroup_update, "UpdateStreams", module.UpdateStreams)
+        module = mutated(accelerator, *UPDATE_STREAM_MUTANTS[name])
+        monkeypatch.setattr(ReleaseWindow, "release", module.ReleaseWindow.release)
+        monkeypatch.setattr(update_stream, "_WINDOW_BYTES", 0)
+    else:
+        module = mutated(update_stream, *UPDATE_STREAM_MUTANTS[name])
+        monkeypatch.setattr(subgroup_update, "UpdateStreams", module.UpdateStreams)
     assert any(wrong_update(disk, seed) for seed in range(SEEDS)), f"nothing noticed that {name}"
 
 

@@ -15,7 +15,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from offload_strategy import OffloadEngine
+from offload_strategy.weights.block_residency import BlockResidency
 from offload_strategy.weights.guarded_parameter import GuardedParameter
+from offload_strategy.weights.streamed_weight import StreamedWeight
 from tests.activations.support import noise
 from tests.activations.test_recompute import Around
 from tests.activations.zoo import batch, loss_of
@@ -240,6 +242,19 @@ def pairs(disk: Path, stack: ExitStack, **sections: Any) -> list[tuple[Any, Any,
     engine = stack.enter_context(streaming(disk, **sections))
     attached = engine.attach(streamed, adamw(streamed))
     return [(None, plain, adamw(plain)), (engine, streamed, attached)]
+
+
+def seen_accesses(monkeypatch: pytest.MonkeyPatch) -> list[StreamedWeight]:
+    """The weights that are accessed outside their blocks from now on, of engines to come."""
+    seen: list[StreamedWeight] = []
+    usual = BlockResidency._on_access
+
+    def noted(self: BlockResidency, weight: StreamedWeight) -> None:
+        seen.append(weight)
+        usual(self, weight)
+
+    monkeypatch.setattr(BlockResidency, "_on_access", noted)
+    return seen
 
 
 def open_turns(engine: OffloadEngine) -> list[str]:

@@ -73,16 +73,12 @@ class Stripe:
 
 
 class Move:
-    """A transfer between memory and one or several paths.
+    """A transfer between memory and the stripes of one or several paths, none of them empty.
 
-    Args:
-        stripes: where the bytes are on paths; at least one, none of them empty.
-        keep_alive: what owns the memory; dropped when the move ends.
-        on_end: called once when the move has ended, on an I/O thread or on the thread that
-            cancelled it. Must not raise.
-        one_block_at_a_time: while nobody waits for it and few others are queued. Each thread that
-            moves bytes takes a core from a host that computes.
-        whole_pages: a read may overwrite its memory up to the end of the last page.
+    `keep_alive` owns the memory. `on_end` is called once, on an I/O thread or on the thread that
+    cancelled it, and must not raise. With `one_block_at_a_time`, that is so while nobody waits for
+    it and few others are queued: each thread that moves bytes takes a core from a host that
+    computes. With `whole_pages` a read may overwrite its memory up to the end of the last page.
     """
 
     __slots__ = (

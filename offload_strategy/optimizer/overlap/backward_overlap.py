@@ -195,7 +195,7 @@ class BackwardOverlap(ABC):
 
     def _expect_all(self) -> None:
         """Expect the gradients of every subgroup again."""
-        self.streams.join()  # if the pass has raised, it has not been done
+        self.streams.join()  # a pass that raised has not done it
         completed = set(map(id, self._completed))
         self._order = self._completed + [s for s in self._order if id(s) not in completed]
         self._completed = []

@@ -15,33 +15,15 @@ stream has been told to wait for the update, which happens after a bounded numbe
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
 
 import torch
 
-from offload_strategy.torch_support.accelerator import is_asynchronous, using_stream
+from offload_strategy.torch_support.accelerator import ReleaseWindow, is_asynchronous, using_stream
 from offload_strategy.units import MiB
 
 #: Bytes of gradients that updates may still have to read before the producing stream waits.
 _WINDOW_BYTES = 64 * MiB
-
-
-@dataclass
-class _Window:
-    """Gradients of one stream that updates may still have to read, oldest first."""
-
-    producer: torch.Stream
-    nbytes: int = 0
-    reading: deque[tuple[torch.Event, Collection[torch.Tensor], int]] = field(default_factory=deque)
-
-    def release(self, at_most: int) -> None:
-        """Let the producer wait for the oldest updates until so many bytes are left."""
-        while self.reading and self.nbytes > at_most:
-            read, _, nbytes = self.reading.popleft()
-            self.producer.wait_event(read)
-            self.nbytes -= nbytes
 
 
 class UpdateStreams:
@@ -53,7 +35,7 @@ class UpdateStreams:
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
         self._streams: dict[torch.device, torch.Stream] = {}
-        self._windows: dict[tuple[torch.device, int], _Window] = {}
+        self._windows: dict[tuple[torch.device, int], ReleaseWindow[Collection[torch.Tensor]]] = {}
         self._joined_by = -1  # the backward pass at whose end `join` is called
 
     @contextlib.contextmanager
@@ -68,7 +50,7 @@ class UpdateStreams:
                     gradient.record_stream(torch.accelerator.current_stream(device))
             return
         producer = torch.accelerator.current_stream(device)
-        window = self._windows.setdefault((device, producer.stream_id), _Window(producer))
+        window = self._windows.setdefault((device, producer.stream_id), ReleaseWindow(producer))
         stream.wait_stream(producer)
         try:
             with using_stream(stream):
@@ -78,8 +60,7 @@ class UpdateStreams:
             producer.wait_stream(stream)
             raise
         nbytes = sum(gradient.numel() * gradient.element_size() for gradient in gradients)
-        window.reading.append((read, gradients, nbytes))
-        window.nbytes += nbytes
+        window.add(read, nbytes, gradients)
         window.release(max(_WINDOW_BYTES, nbytes))
 
     @contextlib.contextmanager
@@ -110,9 +91,11 @@ class UpdateStreams:
 
     def join(self) -> None:
         """Let the current streams wait for all updates; nothing is referenced after that."""
+        if self._joined_by == -1:  # nothing was launched since: no backward pass has raised
+            return
         self._joined_by = -1
         for window in self._windows.values():
-            window.release(0)
+            window.release()
         self._windows.clear()
         for device, stream in self._streams.items():
             torch.accelerator.current_stream(device).wait_stream(stream)
