@@ -81,11 +81,9 @@ class BufferPool:
 
     # ------------------------------------------------------------------ limits of idle memory
     def plan(self, owner: object, sizes: Iterable[int], at_most: int) -> None:
-        """Keep buffers of these sizes mapped from now on, even if they are idle.
+        """Keep buffers of these sizes, most important first, unless the budget needs them.
 
-        The budget may still need their memory for others (MemAscend, section IV-B). This replaces
-        the previous plan of its `owner`; `sizes` are in bytes, the most important first. `at_most`
-        limits the bytes of all owners' planned buffers.
+        This replaces the `owner`'s plan (MemAscend, section IV-B); `at_most` limits all plans.
         """
         with self._lock:
             self._plans.pop(id(owner), None)
@@ -282,11 +280,7 @@ class BufferPool:
         self._trim(self.budget, self._idle_at_most)
 
     def _trim(self, held_at_most: int, idle_at_most: int) -> None:
-        """Unmap idle memory until both limits hold, if possible.
-
-        Buffers go first, the size unused for longest before the others; then memory of the arena;
-        and what is planned only where the budget needs it.
-        """
+        """Unmap idle memory until both limits hold: buffers, then the arena, then planned ones."""
         slabs = self._slabs
         idle = self._held - self._lent - (slabs.held_bytes - slabs.lent_bytes)
         if self._held <= held_at_most and idle <= idle_at_most:

@@ -175,10 +175,7 @@ class _Planner:
     def _best_first(
         self, look: Callable[[PlannedMove], _Offer | None]
     ) -> Iterator[tuple[int, _Offer]]:
-        """Yield the numbers of moves and what `look` offers for them, until the step fits.
-
-        The best offer comes first. The caller selects a move before it asks for the next one.
-        """
+        """Yield moves, the best offer of `look` first, until the step fits."""
         queue = [
             (*offer.rank(move), number)
             for number, move in self._left.items()
@@ -262,10 +259,7 @@ class GivenPlan:
 
 
 def save_plan(plan: LifetimePlan, profile: Profile, file: Path) -> None:
-    """Write a plan for a profile as JSON, one line per tensor in the order of saving.
-
-    Raises a ConfigError if the file cannot be written.
-    """
+    """Write a plan as JSON, a line per tensor; ConfigError if that fails."""
     moves = {move.tensor: move for move in plan.moves}
     lines = []
     for number, tensor in enumerate(profile.tensors):

@@ -44,11 +44,7 @@ _Loads = tuple[torch.Event, Sequence[DeviceCopy], Sequence[torch.Tensor]]
 
 
 class CopyEngine:
-    """All copies between one device and the host.
-
-    Any thread may call it; the calling thread's current stream is the compute stream, unless
-    another is given.
-    """
+    """All copies between one device and the host, for any thread and its current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -203,11 +203,7 @@ class TensorStore:
                 self._reader.await_load(entry, move)
 
     def read_into(self, ticket: Ticket, out: torch.Tensor) -> None:
-        """Read the ticket's bytes into the caller's tensor, directly if it is in host memory.
-
-        `out` is a flat contiguous uint8 tensor of the ticket's size, on any device. Raises
-        StorageError if the bytes could not be read; then the contents of `out` are undefined.
-        """
+        """Read a ticket's bytes into a flat contiguous uint8 tensor; StorageError if that fails."""
         entry = ticket.entry
         if out.numel() != entry.nbytes or out.dtype != torch.uint8 or not out.is_contiguous():
             raise ValueError(

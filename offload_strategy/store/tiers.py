@@ -229,12 +229,9 @@ def _weights(queues: Sequence[PathQueue]) -> list[float]:
 def deal(nbytes: int, live: Sequence[int], weights: Sequence[float]) -> list[int]:
     """Split a ticket so that the bytes alive on each path are in proportion to its bandwidth.
 
-    Then reading all of them takes each path the same time. MLP-Offload deals T_i = M·B_i/ΣB of M
-    subgroups to path i once; looking at what is alive gives the same for a tier that is filled at
-    once, and moves a tier to new shares by itself when a path slows down.
-
-    `live` has the bytes that each path holds now, `weights` the positive bandwidth of each in any
-    unit. Returns the bytes for each path, which add up to `nbytes`.
+    MLP-Offload deals T_i = M·B_i/ΣB of M subgroups to path i once; looking at what each holds now
+    (`live`) gives the same for a tier that is filled at once, and new shares when a path slows
+    down. Returns the bytes for each path.
     """
     if nbytes < STRIPE_BYTES:
         lightest = min(range(len(live)), key=lambda i: (live[i] + nbytes) / weights[i])

@@ -57,10 +57,9 @@ def using_stream(stream: torch.Stream) -> Iterator[None]:
 
 
 class ReleaseWindow(Generic[_Held]):
-    """What another stream still uses of the memory of its `owner`, a stream; oldest first.
+    """What other streams use, in order, of the memory of an owner, which overwrites what is freed.
 
-    All of it is referenced until the owner has been told to wait for the end of that use, because
-    the owner may overwrite what is freed. The uses end in the order in which they are added.
+    So it is referenced until the owner, a stream, has been told to wait for the end of that use.
     """
 
     def __init__(self, owner: torch.Stream) -> None:

@@ -67,10 +67,7 @@ def unavailable_reason() -> str | None:
 
 
 class DeepNvmeBackend(PosixBackend):
-    """`aio_handle` for files opened for direct I/O; otherwise as the posix backend.
-
-    Only for bytes with checksums; see [Note: DeepSpeed ignores results].
-    """
+    """`aio_handle` for direct I/O of bytes with checksums; otherwise as the posix backend."""
 
     max_adjacent = 1
 

@@ -141,10 +141,7 @@ class PosixBackend(Backend):
         return done == nbytes
 
     def move_pages(self, request: BlockRequest, view: memoryview, offset: int, needed: int) -> None:
-        """Move whole pages of page-aligned memory at a page-aligned offset.
-
-        The file may end after `needed` bytes of a read.
-        """
+        """Move whole pages; the file may end after `needed` bytes of a read."""
         if request.write:
             write_all(request.fd, view, offset)
         else:
@@ -250,10 +247,7 @@ def write_all(fd: int, view: memoryview, offset: int) -> None:
 
 
 def read_all(fd: int, view: memoryview, offset: int, needed: int) -> None:
-    """Read at least `needed` bytes; the view may be longer, up to the end of its last page.
-
-    Raises OSError if the disk fails, or the file ends before that.
-    """
+    """Read at least `needed` bytes, up to a page more; raises OSError if that fails."""
     while needed > 0:
         try:
             done = _retry(os.preadv, fd, view, offset)
@@ -269,10 +263,7 @@ def read_all(fd: int, view: memoryview, offset: int, needed: int) -> None:
 def _retry(
     call: Callable[[int, list[memoryview], int], int], fd: int, view: memoryview, offset: int
 ) -> int:
-    """Repeat a system call, with pauses, while it fails with EAGAIN.
-
-    Python itself repeats calls that a signal interrupted.
-    """
+    """Repeat a system call, with pauses, while it fails with EAGAIN."""
     deadline, pause = 0.0, 0.001
     while True:
         try:

@@ -52,10 +52,7 @@ class Backend(ABC):
         """Begin a request; returns at once."""
 
     def submit_adjacent(self, requests: Sequence[BlockRequest]) -> None:
-        """Begin requests of one direction whose page-aligned ranges follow each other in one file.
-
-        If there are several, their memory is page-aligned too. Each `on_done` is called on its own.
-        """
+        """Begin requests whose pages follow each other in one file; each ends by itself."""
         for request in requests:
             self.submit(request)
 
@@ -65,10 +62,7 @@ class Backend(ABC):
         return 0
 
     def run_queued(self, what: str) -> bool:
-        """Run one queued request on the calling thread; return False if there is none.
-
-        `what` is named in the warning if the path does not answer.
-        """
+        """Run a queued request on this thread; False if there is none. A warning names `what`."""
         return False
 
     def end_threads(self) -> None:  # noqa: B027  # a backend may have none

@@ -109,10 +109,7 @@ class ThreadPool:
         return True
 
     def end_threads(self, timeout: float = 60.0) -> None:
-        """Let queued jobs finish, end the threads and wait for them, `timeout` seconds at most.
-
-        Later jobs start threads again, which end as soon as there is no other job.
-        """
+        """Finish what is queued, end the threads, and wait for that; later jobs start new ones."""
         if os.getpid() != self._pid:
             return
         deadline = time.monotonic() + timeout

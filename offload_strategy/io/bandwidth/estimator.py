@@ -69,10 +69,7 @@ class BandwidthEstimator:
                 self._recent[direction] = Transferred(rate * _SEED_SECONDS, _SEED_SECONDS)
 
     def begins(self, now: float, *, saturated: bool) -> float:
-        """Record that a request begins; return the saturated seconds so far, for `completed`.
-
-        `saturated`: all slots are taken from `now` (seconds) on.
-        """
+        """Record a request, which may take the last slot; return the saturated seconds so far."""
         return self._busy_until(now, saturated)
 
     def completed(

@@ -83,10 +83,7 @@ class PathIdentity:
 
 @dataclass(frozen=True, config=_STRICT)
 class MeasuredRate:
-    """Bytes per second of one direction of a path, measured over `nbytes` in all `runs`.
-
-    `date` is of the last run (ISO 8601, UTC).
-    """
+    """Bytes per second over `nbytes` in all `runs`, the last of a `date` (ISO 8601, UTC)."""
 
     rate: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     source: Literal["observed", "probe"]
@@ -118,10 +115,7 @@ _FILE = TypeAdapter(_SavedRates)
 
 
 def updated_rate(before: MeasuredRate | None, rate: float, nbytes: int) -> MeasuredRate:
-    """The rate to save after a run observed `rate` over `nbytes`; see [Note: one odd run].
-
-    `before` is what the run began with, None if nothing was known.
-    """
+    """The rate to save after a run that began with `before`; see [Note: one odd run]."""
     date = datetime.now(UTC).isoformat(timespec="seconds")
     if before is None:
         return MeasuredRate(rate, "observed", nbytes, 1, date)

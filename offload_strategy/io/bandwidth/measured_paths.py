@@ -29,10 +29,7 @@ _MIN_BYTES = 64 * MiB
 
 
 class RateComparison(NamedTuple):
-    """The rate of a direction that was known before the run, and the rate that the run observed.
-
-    `observed` is over the time in which the queue was never empty. None is unknown.
-    """
+    """A known rate and what the run observed while there was a queue; None is unknown."""
 
     path: Path
     direction: Direction

@@ -85,10 +85,7 @@ def write_latencies(
     most: int = 1000,
     on_progress: _Report = lambda share: None,
 ) -> list[float]:
-    """Write tensors of `nbytes` one at a time, for `seconds`; return how long each took.
-
-    Stops after `most` writes, with at least one done. Otherwise as `probe`.
-    """
+    """Return how long each of at most so many writes took, one at a time, for `seconds`."""
     latencies: list[float] = []
     run = _Measurement(region, backend, 64 * nbytes, at_least=nbytes, slot_bytes=nbytes)
     try:
@@ -152,10 +149,7 @@ class _Measurement:
     def stream(
         self, direction: Direction, reach: int, seconds: float, report: _Report
     ) -> tuple[int, float, int]:
-        """Move blocks through the first `reach` bytes of the extent, again and again.
-
-        Returns the bytes that were moved, the seconds, and the end of the part that was touched.
-        """
+        """Move blocks of the first bytes over and over; return bytes, seconds and reach."""
         buffered, write = not self._region.direct, direction is Direction.WRITE
         size = min(_FIRST_BYTES, self._slot_bytes)
         position = moved = uncounted = 0

@@ -138,10 +138,7 @@ def _end(part: StripeMove) -> int:
 
 @dataclass(eq=False, slots=True)
 class InFlight:
-    """One request of the backend: a block of one part, or several whole adjacent parts.
-
-    `blocks` has each part with its block's begin within the part and its bytes.
-    """
+    """A request: blocks, each with its part, its begin therein and its bytes."""
 
     queue: RequestQueue
     blocks: list[tuple[StripeMove, int, int]]

@@ -32,10 +32,7 @@ def make_process_directory(path: Path) -> Path:
 
 
 def check_directory(path: Path, tier: str) -> Path:
-    """Return a directory that can be the path of an ssd tier, with symbolic links resolved.
-
-    Raises ConfigError if it does not exist, is not a directory, or is not writable.
-    """
+    """Return a directory for an ssd tier, resolved; ConfigError if it cannot be written."""
     where = f"tier {tier!r} (tiers[].path)"
     if not hasattr(os, "pread"):
         raise ConfigError(

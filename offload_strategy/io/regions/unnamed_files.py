@@ -40,10 +40,7 @@ def create_unnamed(directory: Path, extra_flags: int = 0) -> int:
 
 
 def supports_direct_io(fd: int) -> bool:
-    """Whether a page of an empty file can be written and read; some fail only then.
-
-    Raises OSError if the disk fails.
-    """
+    """Whether a page can be written and read back; OSError if the disk fails."""
     page = mmap.mmap(-1, PAGE_BYTES)
     try:
         page[:4] = b"page"
@@ -87,10 +84,7 @@ def grow(fd: int, begin: int, end: int) -> None:
 
 
 class PageFile:
-    """Reads and writes whole pages of a file, with at most 32 MiB of them in the page cache.
-
-    In a memory cgroup, written pages count until they are on the disk. The caller closes the file.
-    """
+    """Reads and writes whole pages of a file; at most 32 MiB stay in the page cache."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
