@@ -94,6 +94,21 @@ def test_unsupported_optimizers_train_with_their_states_in_memory(
         train(engine)
 
 
+def test_hooks_may_hold_parameters() -> None:
+    """As averages of weights do: an update of a subgroup does not run hooks."""
+
+    class Average:
+        def __init__(self, parameters: list[nn.Parameter]) -> None:
+            self.parameters = parameters
+
+        def __call__(self, *_: Any) -> None: ...
+
+    parameters = _parameters((3, 4), (4,))
+    optimizer = AdamW(parameters)
+    optimizer.register_step_post_hook(Average(parameters))
+    check_supported(optimizer)
+
+
 def test_every_group_is_checked() -> None:
     first, second = _parameters((3, 4), (4,))
     groups = [{"params": [first]}, {"params": [second], "lr": None}]

@@ -24,8 +24,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload_strategy.torch_support.accelerator import generator_states, generators_of
 
-#: Attributes that a copy of an optimizer has of its own. The last one caches a check of devices.
-OWN_ATTRIBUTES = frozenset({"param_groups", "state", "step", "_need_device_dtype_check_for_fused"})
+#: Attributes that a copy of an optimizer has of its own, or that updates of subgroups do not use.
+OWN_ATTRIBUTES = frozenset(
+    {
+        *("param_groups", "state", "step"),
+        "_need_device_dtype_check_for_fused",  # caches a check of devices
+        *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+    }
+)
 #: How deep values are looked into, and how many items of each.
 _DEPTH, _WIDTH = 3, 256
 #: Types of values that are compared as such, and of values that are not looked into.
