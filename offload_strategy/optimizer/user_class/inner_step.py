@@ -50,14 +50,6 @@ _REHEARSED_ELEMENTS = 16 * 1024
 _MOST_FALSE_ALARMS = 3
 _false_alarms: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
-_REAL_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-)
 _States = Sequence[dict[str, Any]]
 
 
@@ -138,12 +130,11 @@ def _copies(
 
 def numbers_of(state: dict[str, Any]) -> dict[str, float]:
     """The states that are numbers, or tensors of one number."""
-    return {
-        name: float(value)
+    values = {
+        name: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
         for name, value in state.items()
-        if type(value) in (int, float)
-        or (isinstance(value, torch.Tensor) and value.numel() == 1 and value.dtype in _REAL_DTYPES)
     }
+    return {name: float(value) for name, value in values.items() if type(value) in (int, float)}
 
 
 def same_values(one: dict[str, Any], other: dict[str, Any]) -> bool:

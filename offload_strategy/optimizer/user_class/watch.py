@@ -76,13 +76,15 @@ class Watch:
 
 
 class RandomOperations(TorchDispatchMode):
-    """Finds whether this thread draws random numbers; others may use the same generators."""
+    """Finds whether this thread draws from torch's generators, as other threads may do, too."""
 
     found = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found |= torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        self.found |= draws and kwargs.get("generator") is None
+        return func(*args, **kwargs)
 
 
 def shared_values(optimizer: Optimizer) -> Iterator[tuple[tuple[int, str], Any]]:
