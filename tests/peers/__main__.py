@@ -61,11 +61,10 @@ def run(tests: str, offloads: bool, options: Any, only: Sequence[str] = ()) -> O
             "SSD_OFFLOAD_DIR": str(disk),
             "OMP_NUM_THREADS": "1",
         }
-        left_out = [f"--deselect={test}" for test in peer.without]
         plugins = "-p offload_by_default -p no:cacheprovider -p no:xdist"
         arguments = ["-q", "--continue-on-collection-errors", *plugins.split()]
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", *(only or [tests]), *arguments, *left_out,
+            [sys.executable, "-m", "pytest", *(only or [tests]), *arguments, *peer.options,
              f"--basetemp={home}/temporary", f"--timeout={options.timeout}"],
             cwd=folder, env=environment, capture_output=True, text=True, check=False,
         )  # fmt: skip
@@ -148,7 +147,7 @@ def main() -> None:
         "installed": version(peer.package),
         "checkout": options.checkout.name,
         "tests": list(folders),
-        "left out": peer.without,
+        "options": peer.options,
         **compare(outcomes[False], outcomes[True]),
     }
     if options.out is not None:

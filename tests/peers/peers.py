@@ -20,7 +20,7 @@ class Peer:
         folder: of the checkout, from which its tests run.
         tests: files and folders to run, relative to it, one pytest process each.
         offload: makes offload the default, in the process of its tests.
-        without: tests that are left out, with the reason.
+        options: of pytest, for example to leave out tests that choose another strategy by name.
         variables: of the environment of its tests.
     """
 
@@ -28,7 +28,7 @@ class Peer:
     folder: str
     tests: tuple[str, ...]
     offload: Callable[[], None]
-    without: dict[str, str] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
 
 
@@ -65,6 +65,7 @@ PEERS = {
         folder="tests",
         tests=tuple(f"tests_pytorch/{each}" for each in _LIGHTNING.split()),
         offload=lightning,
+        options=("-k", "not ddp_spawn and not ddp_fork"),
     ),
     "accelerate": Peer(
         package="accelerate",
