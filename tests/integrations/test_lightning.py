@@ -138,15 +138,24 @@ def test_optimizers_that_share_parameters_are_identical(pl: Any, tmp_path: Path)
     assert_same(runs[1], runs[0])
 
 
-def test_a_step_that_a_tool_has_replaced_is_the_one_that_runs(
-    pl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_step_that_was_replaced_is_the_one_that_runs(
+    pl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    def twice(parameters: Any, lr: float) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(parameters, lr=lr)
+        step = optimizer.step
+        optimizer.step = lambda closure=None: (step(closure), step())[0]  # type: ignore[method-assign]
+        return optimizer
+
+    both(pl, tmp_path, module={"optimizer": twice}, max_steps=3)
+    assert caplog.text.count("has a step() that was replaced") == 1
+
     step = mock.MagicMock()  # which has every attribute but those like __wrapped__
     monkeypatch.setattr(torch.optim.SGD, "step", step)
-    module = make_module(pl, optimizer=torch.optim.SGD)
+    module = make_module(pl, optimizer=torch.optim.SGD, manual=True)
     before = [parameter.detach().clone() for parameter in module.parameters()]
-    run = fit(pl, tmp_path, "ssd_offload", module, max_steps=2)
-    assert step.called
+    run = fit(pl, tmp_path, "ssd_offload", module, max_steps=-1, max_epochs=1)
+    assert step.call_count == 10  # every second batch, by two optimizers
     assert_equal(run.parameters, before)
 
 

@@ -133,6 +133,10 @@ def _check_what_it_keeps(optimizer: Optimizer, parameters: Sequence[torch.Tensor
         )
     for layout in {parameter.layout for parameter in parameters} - {torch.strided}:
         raise UnfitUpdateError(f"has parameters of layout {layout}, and not only dense ones")
+    own_step = vars(optimizer).get("step")  # torch's schedulers put one there that counts
+    replaced = own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched")
+    if replaced or not inspect.isfunction(type(optimizer).step):
+        raise UnfitUpdateError("has a step() that was replaced, which would run once a subgroup")
     closure = inspect.signature(unhooked_step(type(optimizer))).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UnfitUpdateError("needs a closure, which it may call several times in a step")

@@ -168,7 +168,6 @@ def copy_with_parameters(
 def unhooked_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
     """The class's `step` without the hooks that `Optimizer` wraps around it, which run once."""
     step = kind.step
-    # Whoever replaces the method, by a mock for example, may copy its attributes and not this one.
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
 
 
