@@ -38,8 +38,9 @@ logger = get_logger(__name__)
 #: Share of the free memory that items get in the first passes.
 _FIRST_SHARE = 0.35
 _LEAST_ROOM_BYTES = 32 * MiB
-#: Number of next uses of which the largest baseline memory counts.
-_USES_AHEAD = 8
+#: What is loaded ahead stays until its use, so the largest baseline memory of the next uses counts:
+#: of so many at least, and of those of so many bytes.
+_USES_AHEAD, _BYTES_AHEAD = 8, 32 * MiB
 #: Largest number of items whose plan is remembered.
 _MOST_ITEMS = 65536
 #: Share of the memory that is the limit if none is given.
@@ -94,6 +95,9 @@ class PlannedBudget(Budget):
         self._timed: Trace | None = None
         #: Whether an item is offloaded, by its prefix.
         self._leaves: dict[int, bool] = {}
+        # The largest baseline memory ahead, by use, for a kind of pass and a correction.
+        self._most_ahead: dict[int, int] = {}
+        self._ahead_of: tuple[int, int] | None = None
         self.plan: LifetimePlan | None = None
         self.profile: Profile | None = None
         #: Items that the plan did not know, or that had to be offloaded against the plan.
@@ -250,8 +254,28 @@ class PlannedBudget(Budget):
 
     def _room_from(self, trace: Trace, use: int) -> int:
         """Return the smallest room after a use and some following ones."""
-        uses = range(max(0, use), max(1, min(use + _USES_AHEAD, len(trace.sizes))))
-        return min(self._room_after(use_event(trace, one)) for one in uses)
+        if self._first_room is not None:
+            return self._first_room
+        baseline, use = self._baseline, max(0, use)
+        kind = (trace.signature, baseline.correction)
+        if baseline.per_event or kind != self._ahead_of:
+            self._most_ahead.clear()
+            self._ahead_of = None if baseline.per_event else kind
+        most = self._most_ahead.get(use)
+        if most is None:
+            most = self._most_ahead[use] = self._baseline_ahead(trace, use)
+        return max(_LEAST_ROOM_BYTES, within(self._limit) - most)
+
+    def _baseline_ahead(self, trace: Trace, use: int) -> int:
+        """Return the largest baseline memory after a use and some following ones."""
+        most = ahead = 0
+        # Their sizes are those of the usual order of use: the reverse of saving.
+        for one in range(use, len(trace.sizes)):
+            if one - use >= _USES_AHEAD and ahead > _BYTES_AHEAD:
+                break
+            most = max(most, self._baseline.after(use_event(trace, one)))
+            ahead += trace.sizes[-1 - one]
+        return most
 
     def _wait_for_room(self, items: int, room: int) -> None:
         """Wait for writes in flight until the items in memory fit into the room."""

@@ -338,7 +338,9 @@ class Prefetcher:
             if entry.state is TicketState.WRITING:
                 continue  # still in memory
             nbytes = entry.nbytes
-            if ahead and ahead + nbytes > limit:
+            # What was loaded when there was more room stays, and counts.
+            loaded = entry.state is TicketState.LOADING or entry.is_copy
+            if ahead and ahead + nbytes > limit and not loaded:
                 break
             if entry.state is TicketState.STORED and item.still_to_load:
                 along = 0 < begun_now <= together - nbytes and entry.one_block_at_a_time
@@ -366,7 +368,7 @@ class Prefetcher:
         staged, all_here, tickets = 0, True, []
         for _, item, ticket in record.upcoming(place):
             if item.has_pending_views:
-                if staged + ticket.nbytes > room:
+                if staged + ticket.nbytes > room and ticket.entry.staged is None:
                     all_here = False
                     break
                 staged += ticket.nbytes
