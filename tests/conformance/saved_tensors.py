@@ -134,7 +134,7 @@ class Comparison:
             self.different.append(f"{name}: {error!r}")
             return
         wrong = _different(got, expected)
-        if wrong and not _different(call.numbers(), expected):
+        if wrong and not any(_different(call.numbers(), expected) for _ in range(3)):
             self.different.append(f"{name}: {wrong}")
 
 

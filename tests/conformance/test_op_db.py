@@ -14,7 +14,12 @@ from tests.conformance.selection import selected
 
 __all__ = ["engine", "slow_engine"]
 
-OPERATORS = {op.full_name: op for op in op_db if op.supports_autograd}
+OPERATORS = {
+    op.full_name: op
+    for op in op_db
+    # The solutions of plain PyTorch's `lstsq` differ from call to call.
+    if op.supports_autograd and not op.full_name.startswith("linalg.lstsq")
+}
 #: They make a tensor of every row.
 OF_ROWS = {"unbind", "unbind_copy"}
 
