@@ -218,7 +218,7 @@ class Prefetcher:
     def used(self, item: SavedItem) -> None:
         """Note that backward used an item, and prefetch the next ones."""
         record = item.record
-        if self._begin_use(item):
+        if not item.used and self._begin_use(item):
             record.released_bytes += item.nbytes
         self._fetch_ahead(item)
         if record.trace.complete:

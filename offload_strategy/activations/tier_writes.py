@@ -87,11 +87,14 @@ class TierWrites:
     # ------------------------------------------------------------------ batches
     def add(self, item: SavedItem, next_use: int, at_least: int, device: torch.device) -> None:
         """Add an item to this thread's batch, which leaves at so many bytes; see `put`."""
-        stream = current_stream(device) if is_asynchronous(device) else None
-        place = (device, 0 if stream is None else stream.stream_id)
-        self.settle(item.record.trace, at_least)
-        self._batch.items.append((weakref.ref(item), next_use, _sequence_number(), place, stream))
-        self._batch.nbytes += item.nbytes
+        stream, place, batch = None, (device, 0), self._batch
+        if is_asynchronous(device):  # where each pack has settled before
+            stream = current_stream(device)
+            place = (device, stream.stream_id)
+        else:
+            self.settle(item.record.trace, at_least)
+        batch.items.append((weakref.ref(item), next_use, _sequence_number(), place, stream))
+        batch.nbytes += item.nbytes
 
     def settle(self, trace: Trace, at_least: int) -> None:
         """Flush a batch of so many bytes unless the operation under way has saved all of it."""

@@ -65,14 +65,14 @@ class CopyEngine:
         return current_stream(self.device)
 
     # ------------------------------------------------------------------ to the host
-    def copy_out(self, entries: Sequence[Entry], compute: torch.Stream | None = None) -> None:
-        """Start to copy each entry's source to its payload; `copied` is set if that takes time."""
-        hosts, sources = [], []
-        for entry in entries:
-            assert entry.payload is not None
-            assert entry.source is not None
-            hosts.append(entry.payload)
-            sources.append(entry.source)
+    def copy_out(
+        self,
+        entries: Sequence[Entry],
+        sources: Sequence[torch.Tensor],
+        hosts: Sequence[torch.Tensor],
+        compute: torch.Stream | None,
+    ) -> None:
+        """Start to copy entries' sources to host buffers; `copied` is set if that takes time."""
         if not self.asynchronous:
             for entry, host, source in zip(entries, hosts, sources, strict=True):
                 host.copy_(source)

@@ -154,11 +154,13 @@ class Writer:
         sizes = [round_up(entry.nbytes, PAGE_BYTES) for entry in entries]
         nbytes = sum(sizes) if len(sizes) > 1 else entries[0].nbytes
         buffer = self.allocator.allocate_waiting(client, nbytes, pinned=engine.asynchronous)
-        begin = 0
+        hosts, begin = [], 0
         for entry, size in zip(entries, sizes, strict=True):
-            entry.payload = buffer.narrow(0, begin, entry.nbytes)
+            entry.payload = host = buffer.narrow(0, begin, entry.nbytes)
+            hosts.append(host)
             begin += size
-        engine.copy_out(entries, compute)
+        sources = [entry.source for entry in entries if entry.source is not None]
+        engine.copy_out(entries, sources, hosts, compute)
 
     def _begin(self, entries: Sequence[Entry]) -> None:
         """Let the store know entries whose bytes are in their place, or on their way there."""

@@ -47,7 +47,7 @@ def using_stream(stream: torch.Stream) -> Iterator[None]:
     not be entered by two threads at a time; this may be.
     """
     device = torch.accelerator.current_device_index()
-    before = torch.accelerator.current_stream(stream.device)
+    before = current_stream(stream.device)
     torch.accelerator.set_stream(stream)
     try:
         yield
