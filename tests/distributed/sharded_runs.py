@@ -243,7 +243,7 @@ def refusals(rank: int, directory: Path) -> list[str]:
     for net, optimizer, sections in (
         (offloaded, torch.optim.AdamW, {}),
         (build()[0], torch.optim.AdamW, {"parameters": {"enabled": True}}),
-        (build()[0], Centred, {}),
+        (build()[0], Centred, {"optimizer": {"enabled": True}}),
     ):
         settings = {**config(directory, "commit"), **sections}
         with OffloadEngine(settings) as engine, pytest.raises(ConfigError) as info:
