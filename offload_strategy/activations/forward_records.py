@@ -225,11 +225,7 @@ class SavedItem:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class ForwardRecord:
-    """The saved items of one micro-batch's forward pass, in order.
-
-    Several records exist at a time if several micro-batches wait for their backward. A record
-    lives as long as the graph; its trace may be kept for longer.
-    """
+    """The saved items of a micro-batch's forward pass, in order; it lives as long as the graph."""
 
     serial: int
     trace: Trace = field(default_factory=Trace)

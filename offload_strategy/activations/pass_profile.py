@@ -35,10 +35,7 @@ _MOST_OVERHEAD = 3e-9
 
 
 class SavedTensorNames:
-    """Names of items for people: the module that saved them, dtype and shape.
-
-    The module is found on the call stack, so that it needs no hook; a compiled region has none.
-    """
+    """Names of items for people: the module on the call stack that saved them, dtype and shape."""
 
     def __init__(self) -> None:
         self._modules: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()

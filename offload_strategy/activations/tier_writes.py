@@ -67,10 +67,7 @@ class _Batch(threading.local):
 
 
 class TierWrites:
-    """Gives items to the store in batches, and knows the load of the tiers of activations.
-
-    Items hold their bytes themselves: an item that is freed in a batch is never offloaded.
-    """
+    """Gives items, which hold their bytes until then, to the store in batches; knows its load."""
 
     def __init__(
         self, store: TensorStore, tiers: Sequence[Tier], *, keep_originals: bool = False
