@@ -150,6 +150,9 @@ def test_a_step_that_was_replaced_is_the_one_that_runs(
     both(pl, tmp_path, module={"optimizer": twice}, max_steps=3)
     assert caplog.text.count("has a step() that was replaced") == 1
 
+    with mock.patch.object(torch.optim.SGD, "zero_grad"):
+        both(pl, tmp_path, module={"optimizer": torch.optim.SGD}, max_steps=3)
+
     step = mock.MagicMock()  # which has every attribute but those like __wrapped__
     monkeypatch.setattr(torch.optim.SGD, "step", step)
     module = make_module(pl, optimizer=torch.optim.SGD, manual=True)

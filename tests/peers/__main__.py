@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--timeout", type=int, default=120, help="seconds for one test")
     parser.add_argument("--path", action="append", default=[], help="further Python paths")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     peer: Peer = PEERS[options.peer]
     folders = options.tests or peer.tests
     outcomes: dict[bool, Outcomes] = {False: {}, True: {}}

@@ -118,7 +118,7 @@ def parts(value: Any, depth: int = _DEPTH) -> list[Any]:
         items = value
     elif isinstance(value, torch.Generator):
         found.append(value.get_state().numpy().tobytes())
-    elif hasattr(value, "tobytes") and value.nbytes <= _WIDTH**2:
+    elif hasattr(type(value), "tobytes") and value.nbytes <= _WIDTH**2:
         found.append(value.tobytes())
     else:
         items = getattr(value, "__dict__", {}).values()
