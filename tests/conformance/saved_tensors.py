@@ -156,22 +156,22 @@ def _bits(tensor: torch.Tensor) -> Any:
 
 
 # ---------------------------------------------------------------------- large inputs
-def enlarged(args: Any, kwargs: Any) -> Any:
-    """Repeat tensors along the first dimension, as often as makes the first one large.
+def enlarged(args: Any, kwargs: Any, dim: int = 0) -> Any:
+    """Repeat tensors along a dimension, as often as makes the first one large.
 
     Those that are as long as the first one there are repeated with it. None if that makes no sense.
     """
     tensors = _tensors((args, kwargs))
-    if not tensors or tensors[0].ndim == 0 or tensors[0].nbytes == 0:
+    if not tensors or tensors[0].ndim <= dim or tensors[0].nbytes == 0:
         return None
-    length = tensors[0].shape[0]
+    length = tensors[0].shape[dim]
     times = -(-LARGE_BYTES // tensors[0].nbytes)
 
     def repeat(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.ndim == 0 or tensor.shape[0] != length or tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or tensor.shape[dim : dim + 1] != (length,):
             return tensor
         with torch.no_grad():
-            large = torch.cat([tensor.detach()] * times)
+            large = torch.cat([tensor.detach()] * times, dim)
         return large.requires_grad_(tensor.requires_grad)
 
     return tree_map_only(torch.Tensor, repeat, (args, kwargs))

@@ -20,8 +20,8 @@ OPERATORS = {
     # The solutions of plain PyTorch's `lstsq` differ from call to call.
     if op.supports_autograd and not op.full_name.startswith("linalg.lstsq")
 }
-#: They make a tensor of every row.
-OF_ROWS = {"unbind", "unbind_copy"}
+#: They make a tensor of every row, or of a few.
+OF_ROWS = {"unbind", "unbind_copy", "nn.functional.linear_cross_entropy.chunked"}
 
 
 def dtypes(op: Any) -> list[torch.dtype]:
