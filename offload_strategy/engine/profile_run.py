@@ -39,11 +39,6 @@ def profile_run(passes: int) -> Iterator[ProfileRun]:
         _requested = None
 
 
-def is_requested() -> bool:
-    """Return whether a profile is requested from the first engine that trains."""
-    return _requested is not None
-
-
 def observe_pass(seen: int, profile: Callable[[], Profile]) -> None:
     """Note a forward pass after so many others; raise ProfileRunOver if the profile is complete."""
     asked = _requested

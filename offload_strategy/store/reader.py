@@ -1,9 +1,9 @@
-"""Loads of tickets, into a buffer of the pool or into the caller's memory."""
+"""Loads of tickets into buffers of the pool, and copies to devices."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -54,13 +54,26 @@ class Reader:
         memory = self._memory_for(entry, priority)
         if memory is None:
             return None
-        on_end = partial(self._ended, entry, memory=memory)
-        on_host = memory.device.type == "cpu"  # buffers there are whole pages
-        return self._begin(entry, memory, priority, on_end, whole_pages=on_host)
-
-    def load_into(self, entry: Entry, out: torch.Tensor) -> Move | None:
-        """Start to read a stored entry into the caller's memory; None if it is not stored."""
-        return self._begin(entry, out, Priority.NEEDED_NOW, partial(self._ended, entry))
+        with UninterruptedSection():
+            with self.registry.lock:
+                if entry.state is not TicketState.STORED:
+                    return None
+                entry.state = TicketState.LOADING
+                entry.move = move = Move(
+                    client=entry.client,
+                    direction=Direction.READ,
+                    stripes=entry.stripes,
+                    address=memory.data_ptr(),
+                    nbytes=entry.begin + entry.nbytes,
+                    priority=priority,
+                    keep_alive=memory,
+                    one_block_at_a_time=entry.one_block_at_a_time,
+                    whole_pages=memory.device.type == "cpu",  # buffers there are whole pages
+                    on_end=partial(self._ended, entry, memory),
+                )
+                self.registry.moving.add(entry)
+            move.submit()
+        return move
 
     def await_load(self, entry: Entry, move: Move) -> None:
         """Wait for a load that is needed now; raise StorageError if it failed."""
@@ -132,46 +145,14 @@ class Reader:
             return self.allocator.allocate_now(nbytes, pinned=pinned)
         return self.allocator.pool.acquire(nbytes, pinned=pinned)
 
-    def _begin(
-        self,
-        entry: Entry,
-        memory: torch.Tensor,
-        priority: Priority,
-        on_end: Callable[[Move], None],
-        *,
-        whole_pages: bool = False,
-    ) -> Move | None:
-        with UninterruptedSection():
-            with self.registry.lock:
-                if entry.state is not TicketState.STORED:
-                    return None
-                entry.state = TicketState.LOADING
-                entry.move = move = Move(
-                    client=entry.client,
-                    direction=Direction.READ,
-                    stripes=entry.stripes,
-                    address=memory.data_ptr(),
-                    nbytes=entry.begin + entry.nbytes,
-                    priority=priority,
-                    keep_alive=memory,
-                    one_block_at_a_time=entry.one_block_at_a_time,
-                    whole_pages=whole_pages,
-                    on_end=on_end,
-                )
-                self.registry.moving.add(entry)
-            move.submit()
-        return move
-
-    def _ended(self, entry: Entry, move: Move, memory: torch.Tensor | None = None) -> None:
-        """End a load into `memory`, or into the caller's own memory if that is None."""
-        payload = memory
-        if memory is not None:
-            entry.load_times = (move.queued_at, move.finished_at)
-            if move.state is MoveState.DONE:
-                try:
-                    payload = self._as_payload(entry, memory)
-                except BaseException as error:  # for example, if the device is out of memory
-                    move.fail(error)
+    def _ended(self, entry: Entry, memory: torch.Tensor, move: Move) -> None:
+        payload = None
+        entry.load_times = (move.queued_at, move.finished_at)
+        if move.state is MoveState.DONE:
+            try:
+                payload = self._as_payload(entry, memory)
+            except BaseException as error:  # for example, if the device is out of memory
+                move.fail(error)
         with self.registry.lock:
             self.registry.moving.discard(entry)
             entry.move = None
@@ -179,7 +160,7 @@ class Reader:
                 self.registry.forget(entry)
             else:
                 entry.state = TicketState.STORED
-                if payload is not None and move.state is MoveState.DONE:
+                if payload is not None:
                     entry.payload = payload
                     self.registry.loaded(entry)
                 else:

@@ -18,7 +18,6 @@ from offload_strategy.store.copy_engine import CopyEngines
 from offload_strategy.store.reader import Reader
 from offload_strategy.store.ticket import Entry, Ticket, TicketState, Tier
 from offload_strategy.store.ticket_registry import POLL_SECONDS, BufferAllocator, TicketRegistry
-from offload_strategy.store.tiers import HostTier
 from offload_strategy.store.writer import Writer
 from offload_strategy.telemetry import Direction, Recorder
 from offload_strategy.torch_support.interrupts import UninterruptedSection
@@ -83,9 +82,9 @@ class TensorStore:
         It goes to the first tier that has room. `next_use` is the time of the next read on a clock
         that all tickets of these tiers share: in a host tier, tickets with a later next use are
         evicted to make room; with None it neither evicts others nor is evicted. `whole_pages`
-        writes whole memory pages around it if direct I/O would otherwise need a copy; `read_into`
-        then needs one. A ticket that it `replaces` is freed when the new one is current, or the
-        other way round: if that is in host memory, the tier holds both until then.
+        writes whole memory pages around it if direct I/O would otherwise need a copy. A ticket
+        that it `replaces` is freed when the new one is current, or the other way round: if that is
+        in host memory, the tier holds both until then.
 
         Raises TierFullError if no tier has room, StorageError if an earlier write failed.
         """
@@ -144,14 +143,6 @@ class TensorStore:
             self._registry.count()
             return self._registry.ticket(entry)
 
-    def expect(self, ticket: Ticket, next_use: float) -> None:
-        """Set the time of a ticket's next read; see `put`."""
-        entry = ticket.entry
-        with self._registry.lock:
-            entry.next_use = next_use
-            if entry.may_leave and isinstance(entry.tier, HostTier):
-                entry.tier.note(entry)
-
     def borrow(self, client: str, nbytes: int, device: torch.device = _CPU) -> torch.Tensor:
         """Return a flat uint8 tensor with undefined contents, to be filled and then `put`.
 
@@ -201,28 +192,6 @@ class TensorStore:
             # A load that has ended already must be awaited, too: it may have failed.
             if move is not None:
                 self._reader.await_load(entry, move)
-
-    def read_into(self, ticket: Ticket, out: torch.Tensor) -> None:
-        """Read a ticket's bytes into a flat contiguous uint8 tensor; StorageError if that fails."""
-        entry = ticket.entry
-        if out.numel() != entry.nbytes or out.dtype != torch.uint8 or not out.is_contiguous():
-            raise ValueError(
-                f"read_into: out must be a contiguous uint8 tensor of {entry.nbytes} elements, "
-                f"got {tuple(out.shape)} of {out.dtype}"
-            )
-        directly = out.device.type == "cpu" and entry.begin == 0
-        while True:
-            payload, move = self._reader.payload_or_move(entry)
-            if payload is not None or not directly:
-                out.copy_(self.get(ticket))
-                return
-            if move is not None:  # a load is in flight
-                self._reader.await_load(entry, move)
-                continue
-            move = self._reader.load_into(entry, out)
-            if move is not None:
-                self._reader.await_load(entry, move)
-                return
 
     def private(self, ticket: Ticket) -> torch.Tensor:
         """Return bytes that the caller may change: a copy, or what was loaded from a path."""

@@ -11,8 +11,7 @@ A ticket is written once, read any number of times, then freed.
     IN_MEMORY ──> WRITING                  evicted from a host tier by what is needed sooner
     adopt ──> STORED                       a range of a foreign file
     STORED ──> LOADING ──> IN_MEMORY       a copy in memory besides the one on the paths
-               LOADING ──> STORED          the read failed: the error is raised at `get`; or it was
-                                           made into the caller's own memory
+               LOADING ──> STORED          the read failed: the error is raised at `get`
     IN_MEMORY ──> STORED                   the copy was dropped, or handed over to its reader
     any ──> FREED                          blocks under way end first, then extents are reused
 """

@@ -44,10 +44,6 @@ def test_a_tensor_leaves_with_what_lies_before_it_in_its_page(
         assert torch.equal(loaded, payload)
         assert loaded.data_ptr() % 64 == payload.data_ptr() % 64
         assert _bytes_before(loaded, shift) == _bytes_before(payload, shift)
-        store.evict(ticket)
-        into = torch.zeros(nbytes, dtype=torch.uint8)
-        store.read_into(ticket, into)
-        assert torch.equal(into, payload)
         assert ticket.load_times is not None
         store.free(ticket)
 

@@ -102,11 +102,6 @@ class HeapAgainstADictionary(RuleBasedStateMachine):
         self.content[ticket] = self.foreign_bytes[begin : begin + nbytes]
 
     @precondition(lambda self: self.content)
-    @rule(index=st.integers(0, 99), next_use=st.integers(0, 9))
-    def expect(self, index: int, next_use: int) -> None:
-        self.rig.store.expect(self.chosen(index), next_use)
-
-    @precondition(lambda self: self.content)
     @rule(index=st.integers(0, 99))
     def prefetch(self, index: int) -> None:
         self.rig.store.prefetch(self.chosen(index))
@@ -136,15 +131,11 @@ class HeapAgainstADictionary(RuleBasedStateMachine):
         gc.collect()  # this disk answers on the caller's stack, which the error's traceback keeps
 
     @precondition(lambda self: self.content)
-    @rule(index=st.integers(0, 99), how=st.sampled_from(["get", "into", "private", "take"]))
+    @rule(index=st.integers(0, 99), how=st.sampled_from(["get", "private", "take"]))
     def read(self, index: int, how: str) -> None:
         ticket = self.chosen(index)
         self.eager_disk()
-        if how == "into":
-            got = torch.empty(ticket.nbytes, dtype=torch.uint8)
-            self.rig.store.read_into(ticket, got)
-        else:
-            got = getattr(self.rig.store, how)(ticket)
+        got = getattr(self.rig.store, how)(ticket)
         for backend in self.rig.backends:
             backend.at_once = False
         assert torch.equal(got, self.content[ticket])

@@ -156,28 +156,6 @@ def test_nobody_leaves_when_that_would_not_make_room(make_rig: MakeRig) -> None:
     rig.complete()
 
 
-def test_a_time_may_be_corrected(make_rig: MakeRig) -> None:
-    rig = make_rig(host_bytes=2 * PAGE)
-    first, second = rig.put(noise(PAGE), next_use=1), rig.put(noise(PAGE), next_use=2)
-    rig.store.expect(first, 100)
-    rig.put(noise(PAGE), next_use=0)
-    assert first.state is TicketState.WRITING
-    assert second.state is TicketState.IN_MEMORY
-    rig.complete()
-
-
-def test_a_time_that_is_told_twice_counts_once(make_rig: MakeRig) -> None:
-    rig = make_rig(host_bytes=3 * PAGE)
-    first = rig.put(noise(PAGE), next_use=5)
-    rig.store.expect(first, 5)
-    second = rig.put(noise(2 * PAGE), next_use=1)
-    third = rig.put(noise(2 * PAGE), next_use=2)  # one page would be free, not two
-    assert first.state is TicketState.IN_MEMORY
-    assert second.state is TicketState.IN_MEMORY
-    assert third.state is TicketState.WRITING
-    rig.complete()
-
-
 def test_a_full_disk_keeps_all_in_the_host_tier(make_rig: MakeRig) -> None:
     rig = make_rig(host_bytes=PAGE, disk_bytes=PAGE)
     first = rig.put(noise(PAGE, 1), next_use=9)
@@ -204,29 +182,6 @@ def test_the_budget_holds_by_dropping_what_was_loaded_for_later(make_rig: MakeRi
     assert [ticket.state for ticket in tickets[:4]] == [TicketState.IN_MEMORY] * 3 + [
         TicketState.STORED
     ]
-
-
-# ---------------------------------------------------------------------- reading elsewhere
-@pytest.mark.parametrize("begin", [0, 1])
-def test_a_ticket_may_be_read_into_memory_of_the_callers(rig: Rig, begin: int) -> None:
-    payload = noise(3 * PAGE + 5)
-    ticket = rig.stored(payload)
-    rig.at_once()
-    memory = torch.zeros(4 * PAGE, dtype=torch.uint8)
-    out = memory[begin : begin + ticket.nbytes]
-    held = rig.pool.usage().held_bytes
-    rig.store.read_into(ticket, out)
-    assert torch.equal(out, payload)
-    assert not memory[begin + ticket.nbytes :].any()
-    assert ticket.state is TicketState.STORED
-    assert rig.pool.usage().held_bytes == held
-
-
-def test_memory_of_another_size_is_refused(rig: Rig) -> None:
-    ticket = rig.stored(noise(PAGE))
-    for out in (torch.empty(PAGE - 1, dtype=torch.uint8), torch.empty(PAGE, dtype=torch.int8)):
-        with pytest.raises(ValueError, match=f"contiguous uint8 tensor of {PAGE} elements"):
-            rig.store.read_into(ticket, out)
 
 
 # ---------------------------------------------------------------------- foreign files
@@ -265,9 +220,7 @@ def test_a_range_of_a_foreign_file_is_a_ticket(
     assert nbytes == 0 or got.data_ptr() % 64 == 0 or begin % 64 == 0
     del got
     store.evict(ticket)
-    out = torch.empty(nbytes, dtype=torch.uint8)
-    store.read_into(ticket, out)
-    assert torch.equal(out, expected)
+    assert torch.equal(store.get(ticket), expected)
     store.free(ticket)
     assert store.live_tickets == 0
 
