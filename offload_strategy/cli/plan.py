@@ -18,7 +18,7 @@ from offload_strategy.planner.analysis import analyse
 from offload_strategy.planner.hardware import device as device_named
 from offload_strategy.planner.hardware import drive_set
 from offload_strategy.planner.model_presets import PRESETS, from_config, preset
-from offload_strategy.planner.request import Prices, Request
+from offload_strategy.planner.request import Request
 from offload_strategy.planner.saved_tensor_bytes import Workload
 from offload_strategy.planner.search.search_result import USUAL_TOKENS, USUAL_TOLERANCE
 from offload_strategy.planner.transformer_shape import Kind, TransformerShape
@@ -74,12 +74,6 @@ _OPTIONS: dict[str, list[Option]] = {
             {"type": float},
         ),
     ],
-    "prices, in US dollars": [
-        ("--gpu-price X", "price of the device"),
-        ("--ssd-price X", "price of each drive"),
-        ("--host-price X", "price of the rest of the machine"),
-        ("--years X", "depreciation period in years (default: 3)", {"default": 3.0}),
-    ],
     "search for the best settings": [
         (
             "--search",
@@ -130,7 +124,6 @@ _OPTIONS: dict[str, list[Option]] = {
             "--write-plan FILE",
             "write the plan as JSON, one line per tensor, to read or change, or for planning.plan",
         ),
-        ("--picture FILE", "draw transfers and memory over the step (svg, png)"),
     ],
     "a training script instead of both": [
         (
@@ -221,12 +214,6 @@ def _request(options: argparse.Namespace) -> Request:
         host_memory_bytes=options.host_memory,
         sustained_flops=options.flops,
         update_rate=options.update_rate,
-        prices=Prices(
-            _first(options.gpu_price, device.price),
-            _first(options.ssd_price, drives.drive.price),
-            options.host_price,
-            options.years,
-        ),
     )
 
 

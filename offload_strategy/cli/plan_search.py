@@ -51,8 +51,6 @@ _OPTIONS = (
     *("max_batch", "max_tokens", "tolerance", "sequences", "allow"),
     *("write_config", "dir", "force", "duplex"),
 )
-#: Options of a plan that have no effect with `--search`.
-_USELESS = ("gpu_price", "ssd_price", "host_price")
 #: Options that have an effect only in a search on the CPU.
 _OF_CPU = ("update_rate", "read", "write", "duplex")
 
@@ -69,7 +67,6 @@ def check_search_options(options: argparse.Namespace) -> None:
     if not options.search:
         _refuse(options, _OPTIONS, "give --search as well, or leave it out")
         return
-    _refuse(options, _USELESS, "no effect with --search, which counts no costs; leave it out")
     if not on_cpu:
         _refuse(
             options,

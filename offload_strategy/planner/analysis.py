@@ -98,16 +98,6 @@ class Analysis(StepEstimate):
             for name, wear in _WEARS.items()
         }
 
-    @property
-    def dollars_per_million_tokens(self) -> float | None:
-        """Cost of training; None if a price is missing."""
-        request, rated = self.request, self.request.drives.endurance_bytes
-        life = math.inf
-        if rated is not None:
-            life = lifespan_seconds(rated, self.seconds, self.written_bytes)
-        a_second = request.prices.dollars_per_second(request.drives.count, life)
-        return None if a_second is None else a_second * self.seconds / request.work.tokens * 1e6
-
     @cached_property
     def advice(self) -> tuple[str, ...]:
         """What to change first."""
@@ -164,7 +154,6 @@ class Analysis(StepEstimate):
                     for name, years in self.lifespans.items()
                 },
             },
-            "dollars_per_million_tokens": self.dollars_per_million_tokens,
             "advice": list(self.advice),
             "assumptions": request.assumptions(),
         }
@@ -239,9 +228,6 @@ class Analysis(StepEstimate):
         ]
         if not self.lifespans:
             rows.append(("lifespan", "the drive's rating is not known"))
-        if self.dollars_per_million_tokens is not None:
-            cost = f"{self.dollars_per_million_tokens:.4f} dollars"
-            rows.append(("cost of a million tokens", cost))
         return rows
 
 

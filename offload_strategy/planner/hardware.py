@@ -31,7 +31,6 @@ _FIGURES = {
     "read_GBps": ("read", 1e9),
     "write_GBps": ("write", 1e9),
     "endurance_tbw": ("endurance_bytes", 1e12),
-    "price": ("price", 1.0),
 }
 _SIZES = {"memory": "memory_bytes", "capacity": "capacity_bytes"}
 
@@ -46,7 +45,6 @@ class Device:
     link: float  # Bytes per second between host and device in each direction
     sustained_flops: float | None = None  # Measured FLOP/s of a transformer block
     measured_link: float | None = None  # Measured bytes per second of pinned copies
-    price: float | None = None  # Price in US dollars
     # Source of each figure, by key of hardware.yaml
     sources: Mapping[str, str] = field(default_factory=dict)
 
@@ -60,7 +58,6 @@ class Drive:
     write: float  # Sequential write rate in bytes per second
     capacity_bytes: int  # Capacity
     endurance_bytes: float | None = None  # Rated endurance over its life
-    price: float | None = None  # Price in US dollars
     # Source of each figure, by key of hardware.yaml
     sources: Mapping[str, str] = field(default_factory=dict)
 

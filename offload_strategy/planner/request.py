@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from offload_strategy.planner.hardware import Device, Drives
@@ -32,29 +31,6 @@ SECONDS_PER_YEAR = 365.0 * 86400.0
 
 
 @dataclass(frozen=True, slots=True)
-class Prices:
-    """Prices of the machine in US dollars; None for what is not known."""
-
-    device: float | None = None  # Price of the device
-    drive: float | None = None  # Price of each drive
-    host: float | None = None  # Price of the rest
-    # Depreciation period of device and host. A drive is depreciated over as many years, or
-    # over its rated life if that is shorter
-    years: float = 3.0
-
-    def __post_init__(self) -> None:
-        require_positive(self, "prices: ", "device", "drive", "host", "years")
-
-    def dollars_per_second(self, drives: int, drive_seconds: float) -> float | None:
-        """Return the depreciation of all, with drives of so long a life; None without a price."""
-        if self.device is None or self.drive is None or self.host is None:
-            return None
-        seconds = self.years * SECONDS_PER_YEAR
-        worn = min(seconds, drive_seconds)
-        return (self.device + self.host) / seconds + drives * self.drive / worn
-
-
-@dataclass(frozen=True, slots=True)
 class Request:
     """A run to analyse."""
 
@@ -67,7 +43,6 @@ class Request:
     sustained_flops: float | None = None
     # Parameters that the host updates in a second; None for Fuyou's host
     update_rate: float | None = None
-    prices: Prices = dataclasses.field(default_factory=Prices)
 
     def __post_init__(self) -> None:
         require_positive(self, "", "host_memory_bytes", "sustained_flops", "update_rate")
@@ -115,18 +90,14 @@ class Request:
     def assumptions(self) -> list[str]:
         """Return what an analysis rests on, a line each."""
         updates = _UPDATES_SOURCE if self.update_rate is None else "given"
-        lines = [
+        return [
             *self.machine_assumptions(),
             f"host: {self.updates / _GB:.2g} billion parameters updated in a second ({updates})",
             "everything overlaps as well as it can; measured steps are longer",
             "states of 12 bytes a parameter; weights, gradients and activations of 2 bytes; the "
             "update runs within the backward pass",
-            "training without a pause, for lifespan and cost",
+            "training without a pause, for the lifespan of drives",
         ]
-        prices = self.prices
-        if None not in (prices.device, prices.drive, prices.host):
-            lines.append(f"device and host earn their price in {prices.years:g} years")
-        return lines
 
 
 def _sustained_share() -> float:

@@ -32,8 +32,8 @@ class MemoryTier(Tier):
     def __init__(self, name: str, capacity: int) -> None:
         super().__init__(name)
         self.capacity = capacity
-        # Heap of (-next use, sequence, entry), latest use first. Entries that were evicted or have
-        # another next use by now are skipped when they come up.
+        # Heap of (-next use, sequence, entry), latest use first. Entries that were evicted are
+        # skipped when they come up.
         self._residents: list[tuple[float, int, Entry]] = []
         self._sequence = itertools.count()
         self._swept_at = _SWEPT_AT
@@ -54,19 +54,18 @@ class MemoryTier(Tier):
         self.used_bytes -= entry.nbytes
 
     def note(self, entry: Entry) -> None:
-        """Record an entry that may be evicted, or its changed next use."""
+        """Record an entry that may be evicted."""
         if entry.next_use is None:
             return
         if len(self._residents) >= self._swept_at:
             # Without evictions outdated entries would never come up.
-            self._residents = [item for item in self._residents if self._is_current(item)]
+            self._residents = [item for item in self._residents if self._is_current(item[2])]
             heapq.heapify(self._residents)
             self._swept_at = max(_SWEPT_AT, 2 * len(self._residents))
         heapq.heappush(self._residents, (-entry.next_use, next(self._sequence), entry))
 
-    def _is_current(self, item: tuple[float, int, Entry]) -> bool:
-        entry = item[2]
-        return entry.tier is self and entry.may_leave and entry.next_use == -item[0]
+    def _is_current(self, entry: Entry) -> bool:
+        return entry.tier is self and entry.may_leave
 
     def victims(self, nbytes: int, next_use: float) -> list[Entry]:
         """Return entries to evict, used after `next_use`, latest first; none if too few."""
@@ -75,8 +74,7 @@ class MemoryTier(Tier):
         while missing > 0 and self._residents and -self._residents[0][0] > next_use:
             item = heapq.heappop(self._residents)
             entry = item[2]
-            # An entry that was recorded twice with the same next use is in the heap twice.
-            if self._is_current(item) and not any(entry is other for _, _, other in chosen):
+            if self._is_current(entry):
                 chosen.append(item)
                 missing -= entry.nbytes
         if missing > 0:
@@ -185,14 +183,6 @@ class PathTier(Tier):
         """Release extents that no entry has."""
         with self._lock:
             self._free(stripes)
-
-    def shares(self) -> dict[str, float]:
-        """Return the share of new bytes that each path of an empty tier receives, 0 to 1."""
-        weights = _weights(self.queues)
-        return {
-            str(queue.path): weight / sum(weights)
-            for queue, weight in zip(self.queues, weights, strict=True)
-        }
 
     def _claim_on(self, queue: PathQueue, begin: int, nbytes: int) -> Stripe | None:
         quota = self._quotas.get(queue)

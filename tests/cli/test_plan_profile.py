@@ -67,12 +67,6 @@ def test_it_writes_a_plan_to_read_and_to_change(profile: str, tmp_path: Path) ->
     assert 4 <= sum(item.leaves for item in items) < 10
 
 
-@pytest.mark.parametrize("name", ["plan.svg", "plan.png"])
-def test_it_draws_a_picture(profile: str, tmp_path: Path, name: str) -> None:
-    assert plan("--profile", profile, "--picture", str(tmp_path / name)) == 0
-    assert (tmp_path / name).stat().st_size > 5000
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [

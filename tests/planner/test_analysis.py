@@ -16,7 +16,7 @@ from offload_strategy.plan_runtime.space_requirements import optimizer_need
 from offload_strategy.planner.analysis import analyse
 from offload_strategy.planner.hardware import device, drive_set
 from offload_strategy.planner.model_presets import preset
-from offload_strategy.planner.request import Prices, Request
+from offload_strategy.planner.request import Request
 from offload_strategy.planner.saved_tensor_bytes import Workload
 from offload_strategy.units import GiB
 
@@ -120,16 +120,6 @@ def test_lifespans_follow_from_what_is_written():
     assert any("by their rating the drives last" in line for line in found.advice)
 
 
-def test_cost_counts_what_is_worn_out():
-    prices = Prices(device=14177, drive=308, host=14098, years=3)
-    found = analyse(request(prices=prices))
-    years = min(3, found.lifespans["as rated"])
-    per_year = (14177 + 14098) / 3 + 12 * 308 / years
-    tokens_per_year = found.tokens_per_second * 365 * 86400
-    assert found.dollars_per_million_tokens == pytest.approx(per_year / tokens_per_year * 1e6)
-    assert analyse(request(prices=Prices(drive=308))).dollars_per_million_tokens is None
-
-
 def test_json_holds_what_the_table_says():
     found = analyse(request())
     data = json.loads(json.dumps(found.as_dict()))
@@ -164,10 +154,6 @@ def test_every_assumption_has_its_figure_or_source():
 def test_nonsense_is_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         request(**change)
-    with pytest.raises(ConfigError, match="prices: years is 0"):
-        Prices(years=0)
-    with pytest.raises(ConfigError, match="prices: drive is -1"):
-        Prices(drive=-1)
 
 
 @pytest.mark.skipif(not DOCS.is_file(), reason="needs the source tree")

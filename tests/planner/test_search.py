@@ -42,7 +42,7 @@ def drives(rate: float) -> Drives:
 def small_machine(memory=3 * GiB, host=9 * GiB, link=8e9, disk=1e9) -> Request:
     """One on which everything is short: eight layers, of which each choice matters."""
     shape = TransformerShape("gpt", 8, 2048, 16, 8192, max_positions=1024)
-    gpu = Device("small", 2e13, memory, link, 2e13, None, None, {"link_GBps": ""})
+    gpu = Device("small", 2e13, memory, link, 2e13, None, {"link_GBps": ""})
     return Request(shape, Workload(1, 1), gpu, drives(disk), host)
 
 
