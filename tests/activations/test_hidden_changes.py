@@ -79,14 +79,14 @@ def test_every_operator_that_writes_more_than_its_result_is_known() -> None:
 @pytest.fixture
 def written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the store gets is on the disk before training goes on."""
-    put = TensorStore.put
+    put_all = TensorStore.put_all
 
     def put_and_wait(self: TensorStore, *args: Any, **options: Any) -> Any:
-        ticket = put(self, *args, **options)
+        tickets = put_all(self, *args, **options)
         self.wait_for_writes()
-        return ticket
+        return tickets
 
-    monkeypatch.setattr(TensorStore, "put", put_and_wait)
+    monkeypatch.setattr(TensorStore, "put_all", put_and_wait)
 
 
 @pytest.mark.parametrize("kind", FILLED_LATE)

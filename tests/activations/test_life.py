@@ -112,13 +112,13 @@ def test_no_ticket_outlives(
     if stored:
         model.register_forward_hook(lambda *_: on_disk(engine))
     store, made = engine._resources.store, []
-    put = store.put
+    put_all = store.put_all
 
     def counted(*args: Any, **options: Any) -> Any:
         made.append(len(made))
-        return put(*args, **options)
+        return put_all(*args, **options)
 
-    monkeypatch.setattr(store, "put", counted)
+    monkeypatch.setattr(store, "put_all", counted)
     gc.disable()
     try:
         ENDS[end](model)

@@ -281,10 +281,10 @@ def test_find_executable_batch_size_gets_a_fresh_engine_for_each_try() -> None:
     assert_same(run, prepare().train(3).train(7))
 
 
-def test_a_second_optimizer_for_the_same_parameters_says_what_to_do() -> None:
+def test_an_optimizer_that_is_prepared_again_says_what_to_do() -> None:
     run = prepare(SSDOffloadPlugin()).train(1)
     with pytest.raises(ConfigError) as caught:
-        run.accelerator.prepare(torch.optim.AdamW(run.model.parameters()))
+        run.accelerator.prepare(run.optimizer.optimizer.inner)
     assert any("free_memory" in note for note in caught.value.__notes__)
     run.train(1)  # The first one goes on.
 

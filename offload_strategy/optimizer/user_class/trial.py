@@ -72,7 +72,9 @@ class StandIn:
         seed: int = 0,
     ) -> None:
         self._generator = torch.Generator().manual_seed(seed)
-        self._like = model.new_empty(0, dtype=precision.compute_dtype(model.dtype))
+        # Not `new_empty`, which would load a streamed weight.
+        dtype = precision.compute_dtype(model.dtype)
+        self._like = torch.empty(0, dtype=dtype, device=model.device)
         self.shape = torch.Size(shape)
 
         def part(value: Any) -> Any:
