@@ -180,7 +180,9 @@ def enlarged(args: Any, kwargs: Any, dim: int = 0) -> Any:
 def fits(function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
     """Whether a call and its backward make neither large nor many tensors; nothing is computed."""
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), _Bounded():
+        # A kernel that can only run for real might take long.
+        fake = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        with fake, _Bounded():
             Call(lambda: function(*args, **kwargs), (args, kwargs)).numbers()
     except Exception:
         return False

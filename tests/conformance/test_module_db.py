@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.parameter import is_lazy
 from torch.testing._internal.common_modules import module_db
 
 from offload_strategy import OffloadEngine
@@ -30,6 +31,9 @@ def each(name: str, dtype: torch.dtype, call: Callable[[str, Any, Any], None]) -
             continue
         torch.manual_seed(0)
         module = info.module_cls(*made.args, **made.kwargs).to(dtype).train()
+        if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
+            with torch.no_grad():
+                module(*given.args, **given.kwargs)
         call(f"{dtype}, sample {number}", module, (given.args, given.kwargs))
 
 
