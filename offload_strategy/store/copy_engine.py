@@ -58,11 +58,22 @@ class CopyEngine:
         self._loads: deque[_Loads] = deque()
         # Waits for events, in order.
         self._watcher = ThreadPool(f"ssd-offload-copies-{device}", 1)
-        if self.asynchronous:
-            self._out, self._in = torch.Stream(device), torch.Stream(device)
+        # The streams of copies out and in, by compute stream.
+        self._streams: dict[int, tuple[torch.Stream, torch.Stream]] = {}
 
     def _compute(self) -> torch.Stream:
         return current_stream(self.device)
+
+    def _copying(self, compute: torch.Stream) -> tuple[torch.Stream, torch.Stream]:
+        """Return the streams of copies out and in for a compute stream.
+
+        What one compute stream waits for, such as a reduction, must not hold up another's copies.
+        """
+        streams = self._streams.get(compute.stream_id)
+        if streams is None:
+            made = torch.Stream(self.device), torch.Stream(self.device)
+            streams = self._streams.setdefault(compute.stream_id, made)
+        return streams
 
     # ------------------------------------------------------------------ to the host
     def copy_out(
@@ -79,12 +90,13 @@ class CopyEngine:
                 entry.source = None
             return
         compute = self._compute() if compute is None else compute
-        self._out.wait_event(compute.record_event())
-        with using_stream(self._out):
+        outgoing, _ = self._copying(compute)
+        outgoing.wait_event(compute.record_event())
+        with using_stream(outgoing):
             for host, source in zip(hosts, sources, strict=True):
                 host.copy_(source, non_blocking=True)
             done = torch.Event(self.device, blocking=True)
-            done.record(self._out)
+            done.record(outgoing)
         for source in sources:
             # Where another stream allocated the memory, that must not use it again too early.
             source.record_stream(compute)
@@ -176,15 +188,16 @@ class CopyEngine:
         """Start to copy buffers to the device, each after the copy into it, if any; see `adopt`."""
         compute, sizes = self._compute(), [host.numel() for host in hosts]
         tensors = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]
-        self._in.wait_event(compute.record_event())
+        _, incoming = self._copying(compute)
+        incoming.wait_event(compute.record_event())
         for event in dict.fromkeys(after):
             if event is not None:
-                self._in.wait_event(event)
-        with using_stream(self._in):
+                incoming.wait_event(event)
+        with using_stream(incoming):
             for tensor, host in zip(tensors, hosts, strict=True):
                 tensor.copy_(host, non_blocking=True)
             done = torch.Event(self.device)
-            done.record(self._in)
+            done.record(incoming)
         arrival = Arrival(done, compute.stream_id)
         copies = [DeviceCopy(tensor, arrival) for tensor in tensors]
         with self._lock:
@@ -208,7 +221,8 @@ class CopyEngine:
 
     def incoming(self, nbytes: int) -> torch.Tensor:
         """Return device memory for a path that fills it directly; see `adopt_incoming`."""
-        with using_stream(self._in):
+        _, incoming = self._copying(self._compute())
+        with using_stream(incoming):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def adopt_incoming(self, loaded: torch.Tensor) -> torch.Tensor:

@@ -138,16 +138,16 @@ def too_much_memory(disk: Path, host: str | None, seed: int) -> bool:
 
 MUTANTS: dict[str, tuple[str, str]] = {
     "the copy to the host does not wait for the computation": (
-        "        self._out.wait_event(compute.record_event())\n",
+        "        outgoing.wait_event(compute.record_event())\n",
         "",
     ),
     "the end of a copy to the host is recorded before it": (
         "            for host, source in zip(hosts, sources, strict=True):\n"
         "                host.copy_(source, non_blocking=True)\n"
         "            done = torch.Event(self.device, blocking=True)\n"
-        "            done.record(self._out)\n",
+        "            done.record(outgoing)\n",
         "            done = torch.Event(self.device, blocking=True)\n"
-        "            done.record(self._out)\n"
+        "            done.record(outgoing)\n"
         "            for host, source in zip(hosts, sources, strict=True):\n"
         "                host.copy_(source, non_blocking=True)\n",
     ),
@@ -156,7 +156,7 @@ MUTANTS: dict[str, tuple[str, str]] = {
         "",
     ),
     "the copy to the device does not wait for the computation": (
-        "        self._in.wait_event(compute.record_event())\n",
+        "        incoming.wait_event(compute.record_event())\n",
         "",
     ),
     "the computation does not wait for the copy to the device": (
@@ -167,9 +167,9 @@ MUTANTS: dict[str, tuple[str, str]] = {
         "            for tensor, host in zip(tensors, hosts, strict=True):\n"
         "                tensor.copy_(host, non_blocking=True)\n"
         "            done = torch.Event(self.device)\n"
-        "            done.record(self._in)\n",
+        "            done.record(incoming)\n",
         "            done = torch.Event(self.device)\n"
-        "            done.record(self._in)\n"
+        "            done.record(incoming)\n"
         "            for tensor, host in zip(tensors, hosts, strict=True):\n"
         "                tensor.copy_(host, non_blocking=True)\n",
     ),
@@ -179,8 +179,10 @@ MUTANTS: dict[str, tuple[str, str]] = {
     ),
     "loaded memory belongs to the incoming stream": (
         "        tensors = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]\n"
-        "        self._in.wait_event(compute.record_event())\n",
-        "        with using_stream(self._in):\n            tensors = ["
+        "        _, incoming = self._copying(compute)\n"
+        "        incoming.wait_event(compute.record_event())\n",
+        "        _, incoming = self._copying(compute)\n"
+        "        with using_stream(incoming):\n            tensors = ["
         "torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]\n",
     ),
     "the window has no end": (
@@ -192,8 +194,8 @@ MUTANTS: dict[str, tuple[str, str]] = {
         "False",
     ),
     "copies to the host run on the compute stream, with no order to what follows": (
-        "with using_stream(self._out):",
-        "with using_stream(self._in):",
+        "with using_stream(outgoing):",
+        "with using_stream(_):",
     ),
 }
 
@@ -251,6 +253,7 @@ def wrong_update(disk: Path, seed: int) -> bool:
         torch.accelerator.synchronize()
         seen = []
         for _ in range(3):
+            device_module.sleep(10_000)  # gradients are late, which an update must not overlook
             model(x).pow(2).sum().backward()
             if engine is not None:  # `eager` has updated the weights now
                 seen += [parameter.detach().clone() for parameter in model.parameters()]

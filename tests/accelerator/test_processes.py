@@ -45,14 +45,7 @@ def test_the_bits_are_the_same(
 
 
 @pytest.mark.skipif(DEVICE != "sim", reason="needs collectives that wait for a mark")
-@pytest.mark.parametrize(
-    "overlap",
-    [
-        # A known defect since copies travel in batches (39989d5): backward waits for updates.
-        pytest.param("commit", marks=pytest.mark.xfail(strict=True)),
-        "off",
-    ],
-)
+@pytest.mark.parametrize("overlap", ["commit", "off"])
 def test_backward_does_not_wait_for_reductions(tmp_path: Path, overlap: str) -> None:
     late = run_ranks(
         "tests.accelerator.process_runs:overlap_of_reductions",

@@ -51,11 +51,11 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
                 sleep(dice.randrange(_CYCLES))
 
     def copy_out(engine: CopyEngine, *args: Any) -> None:
-        lag(engine._out)
+        lag(engine._copying(engine._compute())[0])
         out(engine, *args)
 
     def load(engine: CopyEngine, *args: Any) -> Any:
-        lag(engine._in)
+        lag(engine._copying(engine._compute())[1])
         return back(engine, *args)
 
     monkeypatch.setattr(CopyEngine, "copy_out", copy_out)
