@@ -286,6 +286,14 @@ SCENARIOS: list[tuple[Callable[[Path, str | None, int], bool], str | None]] = [
 def test_a_deliberate_bug_is_found(disk: Path, monkeypatch: Any, name: str) -> None:
     if name in MUTANTS:
         module = mutated(copy_engine, *MUTANTS[name])
+        close = module.CopyEngine.close
+
+        def close_when_idle(engine: Any) -> None:
+            # A copy that the mutant has lost sight of must not end the process.
+            torch.accelerator.synchronize()
+            close(engine)
+
+        monkeypatch.setattr(module.CopyEngine, "close", close_when_idle)
         monkeypatch.setattr(tensor_store, "CopyEngines", module.CopyEngines)
     else:
         module = mutated(accelerator, *WINDOW_MUTANTS[name])
