@@ -24,10 +24,10 @@ from offload_strategy.units import MiB
 from tests.training import bits, gradients, settings
 
 ROOT = Path(__file__).resolve().parents[2]
-WIDTH, LONGEST, STEPS = 64, 192, 500
+WIDTH, LONGEST, STEPS = 64, 192, 300
 BRANCHES = ("once", "twice", "recurrent", "squashed")
-#: Of the process. A tensor that is lost in each step would take more than twice as much.
-_GROWTH_BYTES = 6 * MiB
+#: Of the process. A tensor that is lost in each step would take twice as much.
+_GROWTH_BYTES = 5 * MiB
 
 
 class Mixture(nn.Module):
@@ -116,7 +116,7 @@ def run(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems' malloc keeps what is freed")
-def test_five_hundred_steps_leave_memory_flat(disk: Path) -> None:
+def test_three_hundred_steps_leave_memory_flat(disk: Path) -> None:
     process = subprocess.run(
         [sys.executable, "-m", "tests.activations.test_random_shapes", str(STEPS), str(disk)],
         cwd=ROOT,
@@ -131,8 +131,8 @@ def test_five_hundred_steps_leave_memory_flat(disk: Path) -> None:
     assert max(seen["held"]) <= 8 * MiB
     after_100, at_the_end = median(seen["rss"][8:13]), median(seen["rss"][-5:])
     assert at_the_end - after_100 < _GROWTH_BYTES, seen["rss"]
-    assert seen["written_bytes"] > 200 * MiB
-    assert seen["read_bytes"] > 200 * MiB
+    assert seen["written_bytes"] > 120 * MiB
+    assert seen["read_bytes"] > 120 * MiB
     # What was not fetched ahead is told: the first of each backward at least; most are.
     assert 0 < seen["missed_loads"] < seen["loads"] / 4
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -118,48 +117,24 @@ def test_autocast_is_the_same_and_casts_of_weights_stay(kind: str, disk: Path) -
 
 # ---------------------------------------------------------------------- compiled
 # A compiled region saves what its partitioner chose, as a few large tensors, by the same hooks.
-@pytest.fixture
-def graphs(tmp_path: Path) -> Iterator[list[int]]:
-    """The numbers of graphs that Dynamo made, model by model."""
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        torch._inductor.config.patch(compile_threads=1),  # no pool of processes
-        torch._dynamo.config.patch(allow_rnn=True),  # else Dynamo makes no graph of an LSTM
-    ):
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-        yield []
-        torch._dynamo.reset()
-
-
-def compare_compiled(
-    graphs: list[int], kind: str, disk: Path, backend: str, **options: Any
+# With checkpointing: tests/integrations/combinations.py.
+@pytest.mark.parametrize(("kind", "backend"), [("GPT-2", "aot_eager"), ("ResNet", "inductor")])
+def test_a_compiled_model_is_the_same(
+    kind: str, backend: str, disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Numbers are the same, and Dynamo compiles as often without and with offload."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    graphs: list[int] = []
 
     def make() -> Any:
         graphs.append(counters["stats"]["unique_graphs"])
         torch._dynamo.reset()
         counters.clear()
-        return torch.compile(build(kind, **options), backend=backend)
+        return torch.compile(build(kind), backend=backend)
 
-    compare(make, kind, disk, BOTH)
-    without = graphs[-1]
-    assert counters["stats"]["unique_graphs"] == without > 0
-
-
-@pytest.mark.parametrize("kind", ["GPT-2", "ResNet", "LSTM"])
-def test_a_compiled_model_is_the_same(kind: str, disk: Path, graphs: list[int]) -> None:
-    compare_compiled(graphs, kind, disk, "aot_eager")
-
-
-@pytest.mark.parametrize("kind", ["Llama"])
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
-def test_a_compiled_model_with_checkpointing_is_the_same(
-    kind: str, disk: Path, graphs: list[int]
-) -> None:
-    compare_compiled(graphs, kind, disk, "aot_eager", reentrant=False)
-
-
-@pytest.mark.slow
-def test_generated_kernels_get_the_same_inputs(disk: Path, graphs: list[int]) -> None:
-    compare_compiled(graphs, "ResNet", disk, "inductor")
+    try:
+        with torch._inductor.config.patch(compile_threads=1):  # no pool of processes
+            compare(make, kind, disk, BOTH)
+        assert counters["stats"]["unique_graphs"] == graphs[-1] > 0
+    finally:
+        torch._dynamo.reset()

@@ -1,7 +1,7 @@
-"""Which part of torch's databases a run tests: a tenth that changes with every commit, or all.
+"""Which part of torch's databases a run tests: a twentieth that changes with every commit, or all.
 
 `CONFORMANCE_PART=3/10` is the third of ten parts, and `1/1`, which `make conformance` sets, is all.
-Without it there are ten parts, and ten commits in a row run all of them, each one once.
+Without it there are twenty parts, and twenty commits in a row run all of them, each one once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
-_PARTS = 10
+_PARTS = 20
 Case = TypeVar("Case")
 
 

@@ -22,4 +22,4 @@ def test_the_part_is_of_the_environment_or_of_the_commit(monkeypatch: pytest.Mon
     assert parts() == (2, 10)
     monkeypatch.delenv("CONFORMANCE_PART")
     index, count = parts()
-    assert 0 <= index < count == 10
+    assert 0 <= index < count == 20

@@ -21,14 +21,9 @@ from tests.optimizer.runs import (
     let_gradients_leave,
     loss_of,
 )
+from tests.training import in_turn
 
 STEPS = 14
-
-
-@pytest.fixture(params=["gradients in memory", "gradients on the disk"], autouse=True)
-def _where_gradients_wait(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "gradients on the disk":
-        let_gradients_leave(monkeypatch)
 
 
 Clip = Callable[[nn.Module, int], object]
@@ -43,6 +38,21 @@ def _train(run: Run, clip: Clip) -> None:
         run.note(loss)
         if isinstance(seen, torch.Tensor):
             run.history[-1]["seen"] = seen.detach().clone()
+
+
+@pytest.fixture(params=["memory", "disk"])
+def place(request: pytest.FixtureRequest, disk: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where gradients wait for `step()`."""
+    if request.param == "disk":
+        let_gradients_leave(monkeypatch)
+    return disk
+
+
+def in_either(clips: dict[str, Clip]) -> pytest.MarkDecorator:
+    """Gradients wait in memory and on the disk in turns."""
+    return pytest.mark.parametrize(
+        ("name", "place"), in_turn(clips, ["memory", "disk"]), indirect=["place"]
+    )
 
 
 def _steps_ahead(make: MakeOptimizer, script: Script, *where: Any) -> tuple[float, float]:
@@ -65,9 +75,9 @@ NEVER: dict[str, Clip] = {
 }
 
 
-@pytest.mark.parametrize("name", NEVER)
-def test_limits_that_never_bite_cost_no_update(name: str, disk: Path) -> None:
-    ahead, redone = _steps_ahead(adamw, lambda run: _train(run, NEVER[name]), disk)
+@in_either(NEVER)
+def test_limits_that_never_bite_cost_no_update(name: str, place: Path) -> None:
+    ahead, redone = _steps_ahead(adamw, lambda run: _train(run, NEVER[name]), place)
     assert (ahead, redone) == (STEPS, 0)
 
 
@@ -79,20 +89,20 @@ ALWAYS_THE_SAME: dict[str, Clip] = {
 }
 
 
-@pytest.mark.parametrize("name", ALWAYS_THE_SAME)
-def test_what_is_the_same_in_every_step_is_foreseen(name: str, disk: Path) -> None:
-    ahead, redone = _steps_ahead(adamw, lambda run: _train(run, ALWAYS_THE_SAME[name]), disk)
+@in_either(ALWAYS_THE_SAME)
+def test_what_is_the_same_in_every_step_is_foreseen(name: str, place: Path) -> None:
+    ahead, redone = _steps_ahead(adamw, lambda run: _train(run, ALWAYS_THE_SAME[name]), place)
     assert redone == 1
     assert ahead >= STEPS - 4
 
 
-def test_a_limit_that_bites_now_and_then_is_paid_for_then_alone(disk: Path) -> None:
+def test_a_limit_that_bites_now_and_then_is_paid_for_then_alone(place: Path) -> None:
     bites = (7, 13)
 
     def clip(model: nn.Module, number: int) -> object:
         return clip_grad_norm_(model.parameters(), 1e-4 * number if number in bites else 1e9)
 
-    ahead, redone = _steps_ahead(adamw, lambda run: _train(run, clip), disk)
+    ahead, redone = _steps_ahead(adamw, lambda run: _train(run, clip), place)
     assert (ahead, redone) == (STEPS, len(bites))
 
 
@@ -105,17 +115,18 @@ def test_a_limit_that_always_bites_switches_running_ahead_off(disk: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("overlap", "clip", "overflows"),
+    ("overlap", "clip", "overflows", "place"),
     [
-        ("commit", None, ()),
-        ("commit", None, (0, 1, 9)),
-        ("commit", 1e-3, (3,)),
-        ("commit", 1e9, (0, 1, 9)),
-        ("off", 1e-3, (3,)),
+        ("commit", None, (0, 1, 9), "memory"),
+        ("commit", 1e-3, (3,), "memory"),
+        ("commit", 1e-3, (3,), "disk"),
+        ("commit", 1e9, (0, 1, 9), "disk"),
+        ("off", 1e-3, (3,), "memory"),
     ],
+    indirect=["place"],
 )
 def test_loss_scaling_with_overflows(
-    overlap: str, overflows: tuple[int, ...], clip: float | None, disk: Path
+    overlap: str, overflows: tuple[int, ...], clip: float | None, place: Path
 ) -> None:
     def train(run: Run) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
@@ -139,12 +150,12 @@ def test_loss_scaling_with_overflows(
     def make(model: nn.Module) -> AdamW:
         return AdamW(model.parameters(), 1e-2)
 
-    ahead, redone = _steps_ahead(make, train, disk, overlap)
+    ahead, redone = _steps_ahead(make, train, place, overlap)
     if overlap == "commit" and clip != 1e-3:
         assert redone < ahead <= STEPS
 
 
-def test_a_norm_of_finite_values_that_overflows_is_no_overflow(disk: Path) -> None:
+def test_a_norm_of_finite_values_that_overflows_is_no_overflow(place: Path) -> None:
     def train(run: Run) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=100)
         for number in range(3):
@@ -159,4 +170,4 @@ def test_a_norm_of_finite_values_that_overflows_is_no_overflow(disk: Path) -> No
             run.note()
             assert scaler.get_scale() == 1.0
 
-    compare(train, adamw, disk)
+    compare(train, adamw, place)

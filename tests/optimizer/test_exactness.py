@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.optimizer.runs import (
     loss_of,
     offloading,
 )
+from tests.training import in_turn
 
 
 def _groups(model: nn.Module) -> list[dict[str, object]]:
@@ -86,13 +88,13 @@ def plain_loop(run: Run, late: bool = True) -> None:
         run.step()
 
 
-@pytest.mark.parametrize("overlap", EVERY_OVERLAP)
+#: `tests/conformance` has every option of every optimizer of torch.
 @pytest.mark.parametrize(
-    ("name", "host"),
+    ("name", "host", "overlap"),
     [
-        *((name, None) for name in OPTIMIZERS),
-        *(("AdamW fused", host) for host in ("1KiB", "3KiB", "1MiB")),
-        ("SGD momentum", "1KiB"),
+        *((name, None, overlap) for name, overlap in in_turn(OPTIMIZERS, EVERY_OVERLAP)),
+        *(("AdamW fused", *pair) for pair in product(("1KiB", "3KiB", "1MiB"), EVERY_OVERLAP)),
+        ("SGD momentum", "1KiB", "commit"),
     ],
 )
 def test_six_steps_of(name: str, host: str | None, overlap: str, disk: Path) -> None:
@@ -437,7 +439,8 @@ EAGER_SCRIPTS = [
 @pytest.mark.parametrize(
     ("name", "overlap"),
     [
-        *((name, overlap) for name in SCRIPTS for overlap in (*OVERLAPS, "commit, on the disk")),
+        *((name, "commit") for name in SCRIPTS),
+        *in_turn(SCRIPTS, ["off", "commit, on the disk"]),
         *((name, "eager") for name in EAGER_SCRIPTS),
     ],
 )

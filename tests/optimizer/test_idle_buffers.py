@@ -19,7 +19,7 @@ from tests.training import settings
 
 _WIDTH = 1024
 #: What passes need is remembered for eight of them.
-_WARM_UP, _STEPS = 8, 24
+_WARM_UP, _STEPS = 8, 12
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,12 @@ from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGra
 from tests.optimizer.gradients.acts import PREPARED, scaled, unscaled
 from tests.optimizer.gradients.pairs import (
     DTYPES,
-    LAYOUTS,
     MakePair,
     assert_same,
     forbid_loading,
     gradient,
 )
+from tests.optimizer.gradients.test_offloaded_gradient import EVERY_PAIR
 
 ORDERS = [2, 2.0, 1.0, float("inf"), float("-inf"), 0.0, 3.0, 0.5]
 NORMS: dict[str, Callable[[Any, float], torch.Tensor]] = {
@@ -34,9 +34,7 @@ NORMS: dict[str, Callable[[Any, float], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("prepared", PREPARED)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@EVERY_PAIR
 def test_norms_are_those_of_the_plain_gradient_and_can_be_cached_in_advance(
     pair_of: MakePair,
     dtype: torch.dtype,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,11 +22,21 @@ from tests.optimizer.gradients.pairs import (
     gradient,
     outcome,
 )
+from tests.training import in_turn
+
+#: Each dtype in each layout, and each of both as it came and with steps.
+EVERY_PAIR = pytest.mark.parametrize(
+    ("dtype", "layout", "prepared"),
+    [
+        (*pair, prepared)
+        for pair, prepared in in_turn(
+            product(DTYPES, LAYOUTS), [*PREPARED, *reversed(list(PREPARED))]
+        )
+    ],
+)
 
 
-@pytest.mark.parametrize("prepared", PREPARED)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@EVERY_PAIR
 def test_reads_give_what_the_plain_gradient_gives(
     pair_of: MakePair, dtype: torch.dtype, layout: str, prepared: str
 ) -> None:
@@ -46,9 +57,7 @@ def test_reads_give_what_the_plain_gradient_gives(
     for_each(READS, check)
 
 
-@pytest.mark.parametrize("prepared", PREPARED)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@EVERY_PAIR
 def test_writes_and_aliases_do_what_they_do_to_the_plain_gradient(
     pair_of: MakePair, dtype: torch.dtype, layout: str, prepared: str
 ) -> None:
@@ -69,9 +78,7 @@ def test_writes_and_aliases_do_what_they_do_to_the_plain_gradient(
     for_each(PINS, check)
 
 
-@pytest.mark.parametrize("prepared", PREPARED)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@EVERY_PAIR
 def test_edits_are_recorded_and_give_the_same_bits(
     pair_of: MakePair, dtype: torch.dtype, layout: str, prepared: str
 ) -> None:
