@@ -13,7 +13,6 @@ from benchmarks.gpu.training import median
 from benchmarks.io.results import Result, markdown_table
 from offload_strategy.planner.hardware import device, drive_set
 from offload_strategy.planner.request import Request
-from offload_strategy.planner.saved_tensor_bytes import Workload
 from offload_strategy.planner.search.gpu_model import GpuModel
 from offload_strategy.planner.search.search_result import Candidate
 from offload_strategy.planner.search.settings import Settings
@@ -80,11 +79,10 @@ def tiers(*names: str) -> dict[str, Any]:
     shape = TransformerShape("gpt", layers, width, heads, LARGE.job.shape.vocabulary, tied=False,
                              max_positions=sequence)  # fmt: skip
     host = 5 * GiB if names == ("ssd",) else 256 * GiB
-    card = Request(shape, Workload(batch, sequence), device("h100-80g"), drive_set("p5510"), host)
+    card = Request(shape, device("h100-80g"), drive_set("p5510"), host)
     settings = Settings(batch, 1, sequence, layers, offloads_optimizer=True, overlap="eager")
-    model = GpuModel(card)
-    placement = model.place(settings)
-    found = Candidate(placement, model.step_time(placement)).as_dict()
+    candidate = Candidate.of(GpuModel(card), settings)
+    placement, found = candidate.placement, candidate.as_dict()
     memory = placement.fits[0]
     left_over = int(_SHARE * memory.available_bytes) - memory.needed_bytes
     states = placement.split("states")

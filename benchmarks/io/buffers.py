@@ -8,8 +8,8 @@ import torch
 
 from benchmarks.io.results import Context, Result
 from offload_strategy.host_memory.pool import BufferPool
-from offload_strategy.planner.host_memory_needs import WeightBuffers, weight_buffers
 from offload_strategy.planner.model_presets import preset
+from offload_strategy.planner.search.settings import weight_buffers
 from offload_strategy.units import PAGE_BYTES, GiB
 
 #: Presets of the planner.
@@ -28,17 +28,18 @@ def buffers(context: Context) -> list[Result]:
         census = weight_buffers(preset(name))
         results += _compared_with_one_size(name, census)
         context.say(f"{name}: {_ALLOCATIONS} random allocations per class")
-        runs = [_random_run([nbytes] * _ALLOCATIONS) for nbytes in census.counts]
+        runs = [_random_run([nbytes] * _ALLOCATIONS) for nbytes in census]
         results.append(max((_held(f"{name}, each class", run) for run in runs), key=_ratio))
-        mixed = [nbytes for nbytes in census.counts for _ in range(_ALLOCATIONS)]
+        mixed = [nbytes for nbytes in census for _ in range(_ALLOCATIONS)]
         results.append(_held(f"{name}, classes mixed", _random_run(mixed), judged=False))
     return results
 
 
-def _compared_with_one_size(name: str, census: WeightBuffers) -> list[Result]:
-    exact, one_size = census.exact_bytes / GiB, census.one_size_bytes / GiB
+def _compared_with_one_size(name: str, census: dict[int, int]) -> list[Result]:
+    exact = sum(size * count for size, count in census.items()) / GiB
+    one_size = max(census) * sum(census.values()) / GiB
     command = "as many buffers, all of the largest weight's size"
-    classes = [{"bytes": size, "buffers": count} for size, count in census.counts.items()]
+    classes = [{"bytes": size, "buffers": count} for size, count in census.items()]
     results = [
         Result(
             name=f"buffers: {name}, exact sizes",

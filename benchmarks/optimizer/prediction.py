@@ -24,7 +24,7 @@ from benchmarks.optimizer.contenders import PLAIN, plain_options
 from benchmarks.optimizer.session import Outcome, start
 from benchmarks.optimizer.table import session_of
 from offload_strategy.optimizer.user_class.inner_step import CHUNK_ELEMENTS
-from offload_strategy.planner.step_time import Rates, StepTime, predict_step
+from offload_strategy.planner.step_time import Rates, StageLoad, StepTime
 from offload_strategy.units import MiB, parse_size
 
 _WITHIN = 0.15
@@ -182,15 +182,14 @@ def predict(
     on_disk = ours.states_bytes(parameters) * (1 - ours.host_share)
     activations = row.median("offload/activations/read_bytes") if ours.activations else 0.0
     rates = Rates(outcome.disk.read, outcome.disk.write, shared_cores=True, io_overhead=io_overhead)
-    return predict_step(
-        rates,
-        forward_seconds=plain.median("forward_seconds"),
-        backward_seconds=plain.median("backward_seconds"),
-        update_seconds=update,
-        states_read_bytes=on_disk + waiting,
-        states_written_bytes=on_disk + waiting,
-        activations_bytes=activations,
-    )
+    moved = on_disk + waiting
+    # An update shares the cores with backward.
+    backward = plain.median("backward_seconds") + update
+    loads = {
+        "forward": StageLoad(plain.median("forward_seconds"), written=activations),
+        "backward": StageLoad(backward, read=moved + activations, written=moved),
+    }
+    return StepTime(tuple(rates.stage(*one) for one in loads.items()))
 
 
 def _limit(predicted: StepTime) -> str:

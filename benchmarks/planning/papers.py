@@ -1,23 +1,25 @@
 """What the papers report, and tables of it beside the analytical front's figures.
 
-`python -m benchmarks.planning.papers` prints the tables of docs/planning.md; with
-`--slow` Teraio's figure 3 as well (see `teraio`), which takes minutes.
+`python -m benchmarks.planning.papers` prints the tables of docs/planning.md.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 
-from offload_strategy.planner.analysis import SSDTRAIN, lifespan_seconds, required_write_rate
+from offload_strategy.planner.analysis import (
+    SECONDS_PER_YEAR,
+    SSDTRAIN,
+    lifespan_seconds,
+    required_write_rate,
+)
 from offload_strategy.planner.hardware import device, drive_set
-from offload_strategy.planner.host_memory_needs import host_memory, weight_buffers
 from offload_strategy.planner.model_presets import preset
-from offload_strategy.planner.request import SECONDS_PER_YEAR, Request
+from offload_strategy.planner.request import Request
 from offload_strategy.planner.saved_tensor_bytes import Workload, activation_bytes
 from offload_strategy.planner.search.gpu_model import GpuModel
-from offload_strategy.planner.search.settings import Settings
-from offload_strategy.planner.step_estimate import Swap, best_swap, swaps
+from offload_strategy.planner.search.search_result import Candidate
+from offload_strategy.planner.search.settings import Settings, weight_buffers
 from offload_strategy.planner.transformer_shape import TransformerShape
 from offload_strategy.units import GiB, format_size, markdown_table
 
@@ -40,11 +42,15 @@ MEMASCEND_FIGURE_13 = {
     "qwen2.5-32b": (322.3, 143.6),
 }
 
-#: TFLOPS on an RTX 4090 and twelve drives by batch, as Fuyou's authors publish them for the machine
-#: of Fuyou's table 3 (evaluation data of Ratel, the name of later versions).
-THROUGHPUT_13B = {8: 42.8, 16: 84.3, 32: 143.1, 64: 155.8, 128: 153.8}
-THROUGHPUT_175B = {8: 52.6, 16: 86.9}
-#: Likewise of 13B, by batch and number of drives.
+#: Its section V-A lists the parts for Qwen2.5-7B. States and swap-out: the paper says 11.17 GiB for
+#: both without the number of buffers; 5 of float32 and 1 of half precision, each of the largest
+#: weight's size, give 11.166.
+_STATE_BUFFERS, _SWAP_BUFFERS = 5, 1
+#: Of the flat buffer of gradients, while the overflow check runs: a copy, and up to a byte a value.
+_CHECK_SHARE = 1.25
+
+#: TFLOPS of 13B on an RTX 4090 by batch and number of drives, as Fuyou's authors publish them for
+#: the machine of Fuyou's table 3 (evaluation data of Ratel, the name of later versions).
 DRIVES = (1, 2, 3, 6, 12)
 THROUGHPUT_OVER_DRIVES = {
     32: (37.5, 64.3, 81.1, 121.7, 142.0),
@@ -129,18 +135,50 @@ MEGATRON_RUNS = [
 ]
 
 
-def fuyou(
-    model: str, batch: int, gpu: str, drives: int = 12, update_rate: float | None = None
-) -> Request:
-    """GPT-3 on the machine of Fuyou's table 3."""
-    machine = (device(gpu), drive_set(f"{drives}xP5510"), 768 * GiB)
-    work = Workload(batch, 1024)
-    return Request(preset(f"gpt3-{model}"), work, *machine, update_rate=update_rate)
+def fuyou(batch: int, drives: int) -> Candidate:
+    """Steps of GPT-3 13B as Fuyou makes them: all layers recomputed, everything on the drives.
+
+    Only time is looked at: host memory is so little that nothing has room in it.
+    """
+    machine = (device("rtx-4090"), drive_set(f"{drives}xP5510"), 7 * GiB)
+    settings = Settings(batch, 1, 1024, 40, True, True, "eager")
+    return Candidate.of(GpuModel(Request(preset("gpt3-13b"), *machine)), settings)
 
 
-def tflops(found: Swap) -> float:
+def tflops(found: Candidate) -> float:
     """FLOP that are computed in a second, those computed again counted."""
-    return found.flops / found.time.seconds / 1e12
+    shape, work = preset("gpt3-13b"), (found.settings.batch, found.settings.sequence)
+    flops = 3 * shape.forward_flops(*work) + shape.layers * shape.layer_flops(*work)
+    return flops / found.step.seconds / 1e12
+
+
+def host_memory(shape: TransformerShape, *, memascend: bool) -> dict[str, int]:
+    """Peak host memory by use, in bytes, of MemAscend, or else of ZeRO-Infinity (section V-A).
+
+    Gradients are one flat buffer of 4 bytes a parameter. Weights have buffers of their own sizes in
+    MemAscend, and of the largest one's in ZeRO-Infinity; PyTorch there rounds each pinned buffer up
+    to the next power of two (section III-B).
+    """
+    buffers = weight_buffers(shape)
+    largest = max(item.elements for item in shape.weights())
+    weight, state, gradients = 2 * largest, 4 * largest, 4 * shape.parameters
+    kept = {"states": _STATE_BUFFERS * state, "swap-out": _SWAP_BUFFERS * weight}
+    if memascend:
+        exact = sum(size * count for size, count in buffers.items())
+        return {"gradients": gradients, "weights in flight": exact, **kept}
+    number = sum(buffers.values())
+    rounding = _rounding(gradients) + (number + _SWAP_BUFFERS) * _rounding(weight)
+    return {
+        "gradients": gradients,
+        "overflow check": int(_CHECK_SHARE * gradients),
+        "weights in flight": max(buffers) * number,
+        **kept,
+        "rounding of pinned buffers": rounding + _STATE_BUFFERS * _rounding(state),
+    }
+
+
+def _rounding(nbytes: int) -> int:
+    return (1 << (nbytes - 1).bit_length()) - nbytes
 
 
 def _off(ours: float, paper: float, digits: int = 0) -> str:
@@ -185,34 +223,16 @@ def lifespan_table() -> str:
 def host_memory_table() -> str:
     rows = []
     for name, measured in MEMASCEND_FIGURE_13.items():
-        pool, row = weight_buffers(preset(name)), [name]
-        for system, paper in zip(("zero-infinity", "memascend"), measured, strict=True):
-            ours = sum(host_memory(preset(name), system).values()) / GiB
+        row: list[object] = [name]
+        for memascend, paper in zip((False, True), measured, strict=True):
+            parts = host_memory(preset(name), memascend=memascend)
+            ours = sum(parts.values()) / GiB
             row += [f"{paper:.2f}", f"{ours:.2f}", f"{paper - ours:.2f}"]
-        rows.append([*row, f"{pool.one_size_bytes / GiB:.2f}", f"{pool.exact_bytes / GiB:.2f}"])
+            row.append(f"{parts['weights in flight'] / GiB:.2f}")
+        rows.append(row)
     return markdown_table(
-        "GiB | ZeRO-Infinity | ours | not counted | MemAscend | ours | not counted "
-        "| buffers of one size | of their own size",
-        rows,
-    )
-
-
-def throughput_table() -> str:
-    rows = []
-    for model, published in (("13b", THROUGHPUT_13B), ("175b", THROUGHPUT_175B)):
-        for batch, paper in published.items():
-            found = best_swap(fuyou(model, batch, "rtx-4090"))
-            ours, limits = tflops(found), found.time.resource_seconds
-            seconds = (
-                found.time.stage("forward").seconds,
-                *(limits[name] for name in ("backward computation", "update", "backward paths")),
-                found.time.seconds,
-            )
-            cells = (f"{paper:.1f}", f"{ours:.1f} ({_off(ours, paper)})")
-            rows.append((model.upper(), batch, *cells, *(f"{time:.1f} s" for time in seconds)))
-    return markdown_table(
-        "GPT-3 | batch | TFLOPS published | ours | forward | backward computes | update "
-        "| paths in backward | step",
+        "GiB | ZeRO-Infinity | ours | not counted | of it weights | MemAscend | ours "
+        "| not counted | of it weights",
         rows,
     )
 
@@ -222,23 +242,10 @@ def drives_table() -> str:
     for batch, published in THROUGHPUT_OVER_DRIVES.items():
         row = [str(batch)]
         for drives, paper in zip(DRIVES, published, strict=True):
-            ours = tflops(next(swaps(fuyou("13b", batch, "4090", drives))))
+            ours = tflops(fuyou(batch, drives))
             row.append(f"{ours:.0f} / {paper:.0f} ({_off(ours, paper)})")
         rows.append(row)
     return markdown_table("batch | 1 drive | 2 | 3 | 6 | 12", rows)
-
-
-def swap_table() -> str:
-    rows = []
-    for batch, published in ((32, "0"), (64, "above 0"), (80, "above 0")):
-        run = fuyou("13b", batch, "a100-80g")
-        found = best_swap(run)
-        seconds = (f"{swap.time.seconds:.1f} s" for swap in (next(swaps(run)), found))
-        limit = found.limit("backward")
-        rows.append((batch, published, f"{found.coefficient:.2f}", limit, *seconds))
-    return markdown_table(
-        "batch | swap coefficient in figure 9 | ours | limits backward | step at 0 | step", rows
-    )
 
 
 def tiers_table() -> str:
@@ -246,9 +253,10 @@ def tiers_table() -> str:
     rows = []
     for where, memory in (("device", 256), ("dram", 256), ("ssd", 5)):
         machine = (device("h100"), drive_set("4xP5510"), memory * GiB)
-        model = GpuModel(Request(preset("mistral-7b"), Workload(1, 1), *machine))
-        placed = model.place(Settings(4, 1, 2048, 32, where != "device", False, "eager"))
-        fit, step = placed.fits[0], model.step_time(placed)
+        model = GpuModel(Request(preset("mistral-7b"), *machine))
+        settings = Settings(4, 1, 2048, 32, where != "device", False, "eager")
+        found = Candidate.of(model, settings)
+        fit, step = found.placement.fits[0], found.step
         moved = ("to_device", "from_device", "read", "written")
         cells = [f"{step.moved_bytes(way) / 1e9:.1f} GB" for way in moved]
         cells = [*cells, f"{step.seconds:.1f} s"] if fit.ok else ["does not fit", *[""] * 4]
@@ -262,16 +270,10 @@ TABLES = (
     activations_table,
     lifespan_table,
     host_memory_table,
-    throughput_table,
     drives_table,
-    swap_table,
     tiers_table,
 )
 
 if __name__ == "__main__":
     for table in TABLES:
         print(table(), end="\n\n")
-    if "--slow" in sys.argv[1:]:
-        from benchmarks.planning.teraio import bandwidth_table
-
-        print(bandwidth_table())

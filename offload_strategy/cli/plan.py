@@ -19,7 +19,6 @@ from offload_strategy.planner.hardware import device as device_named
 from offload_strategy.planner.hardware import drive_set
 from offload_strategy.planner.model_presets import PRESETS, from_config, preset
 from offload_strategy.planner.request import Request
-from offload_strategy.planner.saved_tensor_bytes import Workload
 from offload_strategy.planner.search.search_result import USUAL_TOKENS, USUAL_TOLERANCE
 from offload_strategy.planner.transformer_shape import Kind, TransformerShape
 from offload_strategy.units import parse_size
@@ -59,18 +58,22 @@ _OPTIONS: dict[str, list[Option]] = {
     "machine": [
         (
             "--gpu --device NAME",
-            f"such as a100-80g; {CPU} with --search for a machine that trains on its CPU: figures "
-            "that are not given are measured here",
+            f"such as a100-80g; {CPU} for a machine that trains on its CPU: figures that are not "
+            "given are measured here",
         ),
         ("--ssd [Nx]NAME", "drives, such as p5510 or 4xP5510"),
         ("--host-memory SIZE", "host memory, such as 768GiB"),
+        (
+            "--duplex",
+            f"with --device {CPU}: drives read and write at their full rates at the same time",
+        ),
         (
             "--tflops X",
             "sustained TFLOPS of the device (default: as measured, or a share of the peak)",
         ),
         (
             "--update-rate N",
-            "parameters that the host updates in a second, such as 8e9 (default: Fuyou's host)",
+            f"with --device {CPU}: parameters that are updated in a second, such as 8e9",
             {"type": float},
         ),
     ],
@@ -93,10 +96,6 @@ _OPTIONS: dict[str, list[Option]] = {
             "--sequences N",
             "sequence lengths to choose from, instead of --sequence",
             {"nargs": "+"},
-        ),
-        (
-            "--duplex",
-            f"with --device {CPU}: drives read and write at their full rates at the same time",
         ),
         (
             "--allow",
@@ -147,8 +146,8 @@ def add_parser(commands: Any) -> None:
         "memory and disk it needs and how long the drives last, from the shape of a model and the "
         "figures of a machine. With --search, find the fastest settings. With --profile, plan what "
         "is offloaded in a profiled step, and predict how long that takes. With a script, run its "
-        "first steps and do the same for them. Otherwise nothing is opened or measured, except by "
-        "a search on the CPU. The exit status is 1 if the run would not fit.",
+        "first steps and do the same for them. Otherwise nothing is opened or measured, except "
+        f"with --device {CPU}. The exit status is 1 if the run would not fit.",
     )
     for title, options in _OPTIONS.items():
         add_options(plan.add_argument_group(title), options)
@@ -170,14 +169,24 @@ def _plan(options: argparse.Namespace) -> int:
         return plan_profile(options, profile_script(options))
     if options.profile is not None:
         return plan_profile(options, Profile.load(options.profile))
-    if options.search and options.gpu == CPU:
-        return plan_search(options, cpu_request(options, _shape(options)))
-    request = _request(options)
+    _require(options)
+    request = cpu_request(options, _shape(options)) if options.gpu == CPU else _request(options)
     if options.search:
         return plan_search(options, request)
-    found = analyse(request)
+    found = analyse(request, batch=options.batch, sequence=options.sequence)
     print(json.dumps(found.as_dict(), indent=2) if options.json else found)
     return 0 if all(fit.ok for fit in found.fits) else 1
+
+
+def _require(options: argparse.Namespace) -> None:
+    """Refuse a run of a model that lacks an option."""
+    names = [] if options.search else ["batch"]
+    if not options.sequences:
+        names.append("sequence")
+    names += ["gpu"] if options.gpu == CPU else ["gpu", "ssd", "host_memory"]
+    missing = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is None]
+    if missing:
+        raise ConfigError(f"give {', '.join(missing)} as well: `ssd-offload plan --help` says how")
 
 
 def _read_sizes_and_rates(options: argparse.Namespace) -> None:
@@ -196,24 +205,12 @@ def _read_sizes_and_rates(options: argparse.Namespace) -> None:
 
 
 def _request(options: argparse.Namespace) -> Request:
-    names = ["gpu", "ssd", "host_memory"]
-    if not options.sequences:
-        names.insert(0, "sequence")
-    if not options.search:
-        names.insert(0, "batch")
-    missing = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is None]
-    if missing:
-        raise ConfigError(f"give {', '.join(missing)} as well: `ssd-offload plan --help` says how")
-    device, drives = device_named(options.gpu), drive_set(options.ssd)
     return Request(
+        device=device_named(options.gpu),
+        drives=drive_set(options.ssd),
         shape=_shape(options),
-        # A search replaces missing values.
-        work=Workload(_first(options.batch, 1), _first(options.sequence, 1)),
-        device=device,
-        drives=drives,
         host_memory_bytes=options.host_memory,
         sustained_flops=options.flops,
-        update_rate=options.update_rate,
     )
 
 
@@ -238,7 +235,7 @@ def _shape(options: argparse.Namespace) -> TransformerShape:
         layers=options.layers,
         hidden=options.hidden,
         heads=options.heads,
-        vocabulary=_first(options.vocabulary, _VOCABULARY[kind]),
+        vocabulary=_VOCABULARY[kind] if options.vocabulary is None else options.vocabulary,
         kv_heads=options.kv_heads,
         feed_forward=options.feed_forward,
         gated=options.gated or kind == "llama",
@@ -246,7 +243,3 @@ def _shape(options: argparse.Namespace) -> TransformerShape:
         max_positions=longest if kind in ("gpt", "bert") else 0,
         decoder_layers=options.layers // 2 if kind == "t5" else 0,
     )
-
-
-def _first(given: Any, otherwise: Any) -> Any:
-    return otherwise if given is None else given

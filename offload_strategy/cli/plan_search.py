@@ -1,6 +1,7 @@
-"""`ssd-offload plan --search`: the settings with the highest throughput, as a config file.
+"""`ssd-offload plan --search`, and the machine that trains on its CPU.
 
-With `--device cpu` the machine is this one, as given or as measured in seconds.
+The search gives the settings with the highest throughput, as a config file. With `--device cpu` the
+machine is this one, as given or as measured in seconds.
 
 [Note: one layer at two batches]
 A layer of the model's kind, of its width or of 768, computes forward and backward for one sequence
@@ -47,32 +48,25 @@ from offload_strategy.units import MiB
 #: Value of `--device` for a machine without a GPU.
 CPU = "cpu"
 #: Options that need `--search`.
-_OPTIONS = (
-    *("max_batch", "max_tokens", "tolerance", "sequences", "allow"),
-    *("write_config", "dir", "force", "duplex"),
-)
-#: Options that have an effect only in a search on the CPU.
+_OPTIONS = ("max_batch", "max_tokens", "tolerance", "sequences", "allow", "write_config", "force")
+#: Options that have an effect only on the CPU.
 _OF_CPU = ("update_rate", "read", "write", "duplex")
 
 
 def check_search_options(options: argparse.Namespace) -> None:
     """Raise a ConfigError that names options without effect with, or without, a search."""
-    on_cpu = options.gpu == CPU
     if options.search and options.profile is not None:
         raise ConfigError("--search is for a model, --profile for a step of one: give one of them")
-    if on_cpu and options.profile is None and not options.search:
-        raise ConfigError(f"--device {CPU}: give --search as well; without it a GPU is looked at")
-    if on_cpu and options.search and not (options.sequence or options.sequences):
-        raise ConfigError("give --sequence as well: `ssd-offload plan --help` says how")
+    on_cpu = options.gpu == CPU
     if not options.search:
-        _refuse(options, _OPTIONS, "give --search as well, or leave it out")
-        return
-    if not on_cpu:
+        needed = _OPTIONS if on_cpu else (*_OPTIONS, "dir")
+        _refuse(options, needed, "give --search as well, or leave it out")
+    if not (on_cpu or options.profile or options.script):
         _refuse(
             options,
             _OF_CPU,
-            "no effect with --search for a GPU, which updates states itself and uses drives of the "
-            "table; leave it out",
+            "no effect for a GPU, which updates states itself and uses drives of the table; leave "
+            "it out",
         )
 
 

@@ -1,37 +1,51 @@
 """The analysis of a run before it starts, as an object, tables and JSON, and what to change first.
 
-Changes are tried out on the same equations, so advice never promises more than they do.
+The run is that of the search with its batch given: the fastest settings that fit, or those that
+lack the least. Changes are tried out on the same model, so advice never promises more than it does:
+other drives with the same settings, other batches and memory with the best settings for them.
 """
 
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from offload_strategy.planner.hardware import Drives
-from offload_strategy.planner.host_memory_needs import System, host_memory
-from offload_strategy.planner.request import SECONDS_PER_YEAR, Request
-from offload_strategy.planner.saved_tensor_bytes import activation_bytes
-from offload_strategy.planner.step_estimate import Fit, StepEstimate
+from offload_strategy.planner.request import Request
+from offload_strategy.planner.search.cpu_request import CpuRequest
+from offload_strategy.planner.search.search_result import Candidate, SearchResult, Space, rounded
+from offload_strategy.planner.search.settings import Fit, model_sizes
+from offload_strategy.planner.search.settings_search import model_of, search
+from offload_strategy.planner.step_time import StepTime
 from offload_strategy.units import format_size, markdown_list, markdown_table
 
 _GB = 1e9
 _TERA = 1e12
 _SECONDS_PER_DAY = 86400.0
+SECONDS_PER_YEAR = 365.0 * _SECONDS_PER_DAY
 #: Bytes that can be written for each rated byte: as the manufacturer rates, on which the warranty
 #: depends; with large sequential writes instead of the random ones of the rating; and as SSDTrain
 #: assumes, sequential writes of data that need not stay readable for years, but for a day.
 AS_RATED, SEQUENTIAL, SSDTRAIN = 1.0, 2.5, 2.5 * 86.0
-_SYSTEMS: tuple[System, ...] = ("streamed", "memascend", "zero-infinity")
 _WEARS = {
     "as rated": AS_RATED,
     "sequential writes (rated at WAF 2.5)": SEQUENTIAL,
     "and data kept for a day (86 times the cycles)": SSDTRAIN,
 }
+#: A gain below this is not worth a line.
+_WORTH = 1.02
+#: What limits a smaller share of the step is not worth one either.
+_LITTLE = 0.05
+#: Steps that are longer by less count as equally fast.
+_AS_FAST = 1.01
+#: Drives are tried up to so many.
+_MOST_DRIVES = 64
+#: Drives that last less than this are worth a line.
+_WANTED_YEARS = 3.0
 
 
 def required_write_rate(activation_bytes: float, step_seconds: float) -> float:
@@ -55,37 +69,60 @@ def lifespan_seconds(
     return endurance_bytes * wear * step_seconds / written_bytes
 
 
-class Analysis(StepEstimate):
+def analyse(request: Request | CpuRequest, *, batch: int, sequence: int) -> Analysis:
+    """Analyse what steps of a batch of sequences need, how long they take, and what to change."""
+    return Analysis(request, search(request, Space((sequence,), batch)))
+
+
+@dataclass(frozen=True)
+class Analysis:
     """What a run needs and how fast it is; `str` gives tables in Markdown."""
+
+    request: Request | CpuRequest
+    found: SearchResult
+
+    @cached_property
+    def run(self) -> Candidate:
+        """The settings that were found, and where tensors are with them."""
+        if self.found.candidates:
+            return self.found.best
+        assert self.found.nearest is not None
+        return Candidate.of(self.found.model, self.found.nearest.settings)
+
+    @property
+    def fits(self) -> tuple[Fit, ...]:
+        """Needed and available memory and disk."""
+        return self.run.placement.fits
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return self.run.step.seconds
 
     @cached_property
     def activation_bytes(self) -> int:
-        """Bytes that a forward pass saves."""
-        return activation_bytes(self.request.shape, self.request.work)
+        """Bytes that the forward passes of a step save if nothing is recomputed."""
+        model, settings = self.found.model, self.run.settings
+        sizes = model_sizes(model.shape, model.micro_batch(settings))
+        return settings.micro_batches * sizes.saved
 
     @property
     def required_write_rate(self) -> float:
         """Bytes per second that would hide writing all of them (SSDTrain)."""
         return required_write_rate(self.activation_bytes, self.seconds)
 
-    @cached_property
-    def host(self) -> dict[System, dict[str, int]]:
-        """Host memory by system and use, with the peak as the last use."""
-        found = {}
-        for system in _SYSTEMS:
-            parts = host_memory(self.request.shape, system)
-            found[system] = {**parts, "peak": sum(parts.values())}
-        return found
-
     @property
-    def written_bytes(self) -> float:
-        """Bytes that a step writes to the drives."""
-        return self.swap.time.written_bytes
+    def tflops(self) -> float:
+        """TFLOPS over the step, recomputation included."""
+        shape, settings = self.request.shape, self.run.settings
+        work = settings.batch, settings.sequence
+        recomputed = settings.recomputed_layers * shape.layer_flops(*work)
+        return (3 * shape.forward_flops(*work) + recomputed) / self.seconds / _TERA
 
     @property
     def written_per_day(self) -> float:
         """Bytes that are written to the drives in a day."""
-        return self.written_bytes / self.seconds * _SECONDS_PER_DAY
+        return self.run.step.written_bytes / self.seconds * _SECONDS_PER_DAY
 
     @cached_property
     def lifespans(self) -> dict[str, float]:
@@ -93,61 +130,68 @@ class Analysis(StepEstimate):
         rated = self.request.drives.endurance_bytes
         if rated is None:
             return {}
+        step = self.seconds, self.run.step.written_bytes
         return {
-            name: lifespan_seconds(rated, self.seconds, self.written_bytes, wear) / SECONDS_PER_YEAR
+            name: lifespan_seconds(rated, *step, wear) / SECONDS_PER_YEAR
             for name, wear in _WEARS.items()
         }
 
     @cached_property
     def advice(self) -> tuple[str, ...]:
-        """What to change first."""
-        return tuple(advise(self, self.lifespans.get("as rated")))
+        """What to change first: what does not fit, then what limits."""
+        short = [fit for fit in self.fits if not fit.ok]
+        return (*map(self._make_room, short), *self._faster(not short), *self._drive_count())
 
-    @property
-    def tflops(self) -> float:
-        """TFLOPS of the device over the step, recomputation included."""
-        return self.swap.flops / self.seconds / _TERA
+    def assumptions(self) -> list[str]:
+        """Return what the figures rest on, a line each."""
+        return [*self.found.assumptions(), "training without a pause, for the lifespan of drives"]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures with units in their names, ready for JSON."""
-        request, time = self.request, self.swap.time
+        request, run = self.request, self.run
+        forward, rest = run.step.stages[0], StepTime(run.step.stages[1:])
+        settings, offloaded = run.settings, run.placement.offloaded
         return {
             "model": {
                 "parameters": request.shape.parameters,
                 "layers": request.shape.layers,
                 "hidden": request.shape.hidden,
-                "batch": request.work.batch,
-                "sequence": request.work.sequence,
+                "batch": settings.batch,
+                "sequence": settings.sequence,
             },
             "machine": {
-                "device": request.device.name,
+                "device": self.found.model.device_name,
                 "drive": request.drives.drive.name,
                 "drives": request.drives.count,
             },
             "fits": {
-                what: {"needed_bytes": needed, "available_bytes": has, "fits": needed <= has}
-                for what, needed, has in map(dataclasses.astuple, self.fits)
+                fit.what: {
+                    "needed_bytes": fit.needed_bytes,
+                    "available_bytes": fit.available_bytes,
+                    "fits": fit.ok,
+                }
+                for fit in self.fits
             },
+            "settings": run.as_dict(),
             "step": {
-                "seconds": time.seconds,
-                "forward_seconds": time.stage("forward").seconds,
-                "backward_seconds": time.stage("backward").seconds,
-                "limits_seconds": time.resource_seconds,
-                "forward_limit": self.swap.limit("forward"),
-                "backward_limit": self.swap.limit("backward"),
-                "streams_weights": self.streams_weights,
-                "swapped_bytes": self.swap.moved_bytes,
-                "swap_coefficient": self.swap.coefficient,
-                "tokens_per_second": self.tokens_per_second,
+                "seconds": self.seconds,
+                "forward_seconds": forward.times * forward.seconds,
+                "backward_seconds": rest.seconds,
+                "limits_seconds": run.step.resource_seconds,
+                "forward_limit": forward.limit,
+                "backward_limit": rest.limit,
+                "streams_weights": settings.streams_weights,
+                "swapped_bytes": run.placement.split("activations").total_bytes,
+                "tokens_per_second": run.tokens_per_second,
                 "tflops": self.tflops,
             },
             "activations": {
                 "bytes": self.activation_bytes,
                 "required_write_GBps": self.required_write_rate / _GB,
             },
-            "host_memory_bytes": {name: parts["peak"] for name, parts in self.host.items()},
+            "host_memory_bytes": {kind: split.host_bytes for kind, split in offloaded.items()},
             "drives": {
-                "written_bytes_per_step": self.written_bytes,
+                "written_bytes_per_step": run.step.written_bytes,
                 "written_bytes_per_day": self.written_per_day,
                 "lifespan_years": {
                     name: years if math.isfinite(years) else None
@@ -155,63 +199,62 @@ class Analysis(StepEstimate):
                 },
             },
             "advice": list(self.advice),
-            "assumptions": request.assumptions(),
+            "assumptions": self.assumptions(),
         }
 
     def __str__(self) -> str:
         """Tables in Markdown."""
-        request, work = self.request, self.request.work
+        settings, step = self.run.settings, self.run.step
         title = (
-            f"{request.shape.parameters / _GB:.2f} billion parameters, batch {work.batch} of "
-            f"{work.sequence} tokens, on {request.device.name} with {request.drives}"
+            f"{self.request.shape.parameters / _GB:.2f} billion parameters, batch "
+            f"{settings.batch} of {settings.sequence} tokens, {self.found.model.machine}"
         )
         fits = (
-            (what, format_size(needed), format_size(has), "yes" if needed <= has else "no")
-            for what, needed, has in map(dataclasses.astuple, self.fits)
-        )
-        uses = dict.fromkeys(use for parts in self.host.values() for use in parts if use != "peak")
-        host = (
             (
-                use,
-                *(format_size(parts[use]) if use in parts else "" for parts in self.host.values()),
+                fit.what,
+                format_size(fit.needed_bytes),
+                format_size(fit.available_bytes),
+                "yes" if fit.ok else "no",
             )
-            for use in (*uses, "peak")
+            for fit in self.fits
         )
+        stages = [
+            (
+                f"{stage.times} x {stage.name}" if stage.times > 1 else stage.name,
+                *(f"{stage.times * seconds:.2f}" for seconds in stage.limits.values()),
+                f"{stage.times * stage.seconds:.2f}",
+                stage.limit,
+            )
+            for stage in step.stages
+            if stage.seconds
+        ]
+        whole = ("the step", "", "", "", f"{step.seconds:.2f}", step.limit)
         blocks = [
             title,
             markdown_table("memory and disk | needed | available | fits", fits),
-            markdown_table("a step | seconds | ", self._step_rows()),
-            markdown_table(" | ".join(["host memory", *self.host]), host),
+            markdown_table("the run | ", self._run_rows()),
+            markdown_table(
+                " | ".join(["seconds of a step", *step.stages[0].limits, "all", "limits"]),
+                [*stages, whole],
+            ),
+            self.found.places(self.run, "run"),
             markdown_table("drives | ", self._drive_rows()),
             markdown_list("What to change first", self.advice),
-            markdown_list("Assumed", request.assumptions()),
+            markdown_list("Assumed", self.assumptions()),
         ]
         return "\n\n".join(blocks)
 
-    def _step_rows(self) -> list[tuple[str, str, str]]:
-        time, swap = self.swap.time, self.swap
-        limits = {swap.limit("forward"), swap.limit("backward")}
+    def _run_rows(self) -> list[tuple[str, str]]:
+        run, settings = self.run, self.run.settings
+        where = "memory" if self.found.model.on_cpu else "the device"
         return [
-            *(
-                (name, f"{seconds:.2f}", "limits" if name in limits else "")
-                for name, seconds in time.resource_seconds.items()
-            ),
-            ("forward", f"{time.stage('forward').seconds:.2f}", ""),
-            ("backward and update", f"{time.stage('backward').seconds:.2f}", ""),
-            (
-                "the step",
-                f"{time.seconds:.2f}",
-                f"{self.tokens_per_second:.0f} tokens/s, {self.tflops:.0f} TFLOPS",
-            ),
-            (
-                "offloaded activations",
-                "",
-                f"{format_size(swap.moved_bytes)}, {swap.coefficient:.0%} of the results inside "
-                f"layers",
-            ),
+            ("throughput", f"{rounded(run.tokens_per_second)} tokens/s, {self.tflops:.3g} TFLOPS"),
+            ("micro-batches", f"{settings.micro_batches} of {settings.micro_batch}"),
+            (f"leaves {where}", ", ".join(run.offloads) or "nothing"),
+            ("recomputed layers", f"{settings.recomputed_layers} of {self.request.shape.layers}"),
+            ("update", run.update),
             (
                 "all activations",
-                "",
                 f"{format_size(self.activation_bytes)}; hiding them needs "
                 f"{self.required_write_rate / _GB:.1f} GB/s of write bandwidth",
             ),
@@ -219,7 +262,7 @@ class Analysis(StepEstimate):
 
     def _drive_rows(self) -> list[tuple[str, str]]:
         rows = [
-            ("written in a step", f"{self.written_bytes / _GB:.1f} GB"),
+            ("written in a step", f"{self.run.step.written_bytes / _GB:.1f} GB"),
             ("written in a day", f"{self.written_per_day / _TERA:.1f} TB"),
             *(
                 (f"lifespan, {name}", f"{years:.2g} years")
@@ -230,157 +273,111 @@ class Analysis(StepEstimate):
             rows.append(("lifespan", "the drive's rating is not known"))
         return rows
 
-
-def analyse(request: Request) -> Analysis:
-    """Analyse what a run needs, how long its steps take, and what to change first."""
-    return Analysis(request)
-
-
-# ---------------------------------------------------------------------- advice
-#: A gain below this is not worth a line.
-_WORTH = 1.02
-#: Steps that are longer by less count as equally fast.
-_AS_FAST = 1.01
-#: Drives are tried up to so many.
-_MOST_DRIVES = 64
-#: Drives that last less than this are worth a line.
-_WANTED_YEARS = 3.0
-
-
-def advise(run: StepEstimate, rated_years: float | None) -> Iterator[str]:
-    """Say what to change, what does not fit first.
-
-    `rated_years` is the life of the drives by their maker's rating, None if it is not known.
-    """
-    for fit in run.fits:
-        if not fit.ok:
-            yield _make_room(run, fit)
-    backward, forward = run.swap.limit("backward"), run.swap.limit("forward")
-    limits = run.swap.time.resource_seconds
-    if backward == "update":
-        twice = _with(run, update_rate=2 * run.request.updates)
-        yield (
-            f"the update on the host limits the backward pass by "
-            f"{_over(limits, 'update', 'backward'):.2f}x: faster or more cores "
-            f"({run.seconds / twice.seconds:.2f}x with twice the rate)"
+    # ---------------------------------------------------------------------- advice
+    def _make_room(self, fit: Fit) -> str:
+        missing = f"{fit.what} is {format_size(fit.needed_bytes - fit.available_bytes)} too small"
+        if fit.what == "disk":
+            each = self.request.drives.drive.capacity_bytes
+            return f"{missing}: take {math.ceil(fit.needed_bytes / each)} of the drives"
+        if fit.what == "host memory":
+            return f"{missing}: add as much, or take a smaller model"
+        # Unless something else is short as well.
+        batches = range(1, self.run.settings.batch)
+        batch = bisect.bisect_left(
+            batches, True, key=lambda batch: not self._with_batch(batch).found.candidates
         )
-    enough = _enough_drives(run)
-    slow = [
-        f"the {stage} pass by {_over(limits, name, stage):.2f}x"
-        for name, stage in ((backward, "backward"), (forward, "forward"))
-        if name.endswith("paths")
-    ]
-    if slow:
-        count = run.request.drives.count
-        one_more, many = (_with_drives(run, number).seconds for number in (count + 1, enough))
-        yield (
-            f"the drives limit {' and '.join(slow)}: one more makes the step "
-            f"{run.seconds / one_more:.2f}x as fast, {enough} in all {run.seconds / many:.2f}x, "
-            f"and more than that no faster"
-        )
-    for name in (backward, forward):
-        if name.endswith("link"):
+        if batch:
+            return f"{missing}: a batch of {batch} fits"
+        return f"{missing} even for a batch of 1: take more of it"
+
+    def _faster(self, fits: bool) -> Iterator[str]:
+        """Say what limits the step, and what more of it gives."""
+        limited = sorted(self.run.step.limited_seconds.items(), key=lambda one: -one[1])
+        shares = {name: seconds / self.seconds for name, seconds in limited}
+        for name, share in shares.items():
+            if share < _LITTLE:
+                continue
+            limit = f"{share:.0%} of the step"
+            if name == "paths":
+                enough = self._enough_drives
+                one_more, many = map(self._seconds_with, (self.request.drives.count + 1, enough))
+                yield (
+                    f"the drives limit {limit}: one more makes it {self.seconds / one_more:.2f}x "
+                    f"as fast, {enough} in all {self.seconds / many:.2f}x, and more than that no "
+                    f"faster"
+                )
+                yield from self._more_memory() if fits else ()
+            elif name == "link":
+                yield (
+                    f"the link between host and device limits {limit}: take a wider one, or a "
+                    f"smaller model"
+                )
+            else:
+                what = "the cores limit" if self.found.model.on_cpu else "the device limits"
+                yield f"{what} {limit}: only a faster one, or several, makes that shorter"
+        if fits and shares.get("computation", 0.0) < 1 - _LITTLE:
+            yield from self._larger_batch()
+
+    def _more_memory(self) -> Iterator[str]:
+        """Propose more memory, which then holds more of what is on the drives."""
+        name = "memory_bytes" if self.found.model.on_cpu else "host_memory_bytes"
+        twice = 2 * getattr(self.request, name)
+        gain = self.seconds / self._with_batch(self.run.settings.batch, **{name: twice}).seconds
+        if gain >= _WORTH:
+            yield f"twice the {self.fits[-2].what} makes the step {gain:.2f}x as fast"
+
+    def _larger_batch(self) -> Iterator[str]:
+        """Propose a batch that hides more of what moves."""
+        best = None
+        for factor in (2, 4, 8):
+            larger = self._with_batch(factor * self.run.settings.batch)
+            if not larger.found.candidates:
+                break
+            gain = larger.run.tokens_per_second / self.run.tokens_per_second
+            if gain > _WORTH * (best[1] if best else 1.0):
+                best = larger.run.settings.batch, gain
+        if best is not None:
             yield (
-                f"the link between host and device limits the step ({name} {limits[name]:.1f} s): "
-                f"a wider one, or a smaller model"
+                f"the batch is too small to hide what moves: one of {best[0]} gives {best[1]:.2f} "
+                f"times the tokens per second"
             )
-    if backward.endswith("computation"):
-        yield (
-            "the device limits the step, "
-            f"{run.swap.flops / run.seconds / run.request.flops:.0%} busy: only a faster one, or "
-            "several, makes it shorter"
-        )
-    else:
-        yield from _larger_batch(run)
-    yield from _drive_count(run, enough, rated_years)
 
-
-def _make_room(run: StepEstimate, fit: Fit) -> str:
-    missing = format_size(fit.needed_bytes - fit.available_bytes)
-    if fit.what == "disk":
-        each = run.request.drives.drive.capacity_bytes
-        return (
-            f"disk is {missing} too small: take {math.ceil(fit.needed_bytes / each)} of the drives"
-        )
-    if fit.what == "host memory":
-        return f"host memory is {missing} too small: add as much, or take a smaller vocabulary"
-    batch = _largest_batch(run)
-    if batch:
-        return f"device memory is {missing} too small: a batch of {batch} fits"
-    return f"device memory is {missing} too small even for a batch of 1: take a larger device"
-
-
-def _largest_batch(run: StepEstimate) -> int:
-    """Return the largest batch below the one asked for that fits on the device, or 0."""
-    memory = run.request.device.memory_bytes
-    batches = range(1, run.request.work.batch)
-    return bisect.bisect_right(
-        batches, memory, key=lambda batch: _with_batch(run, batch).device_bytes(streams=True)
-    )
-
-
-def _over(limits: dict[str, float], name: str, stage: str) -> float:
-    """Return by how much something takes longer than the next slowest of its stage."""
-    others = [
-        seconds
-        for other, seconds in limits.items()
-        if other != name and other.startswith("forward") == (stage == "forward")
-    ]
-    return limits[name] / max(others)
-
-
-def _larger_batch(run: StepEstimate) -> Iterator[str]:
-    """Propose a batch that hides states behind computation, if the device has memory for one."""
-    best = None
-    for factor in (2, 4, 8):
-        larger = _with_batch(run, factor * run.request.work.batch)
-        if not larger.fits[0].ok:
-            break
-        gain = larger.tokens_per_second / run.tokens_per_second
-        if best is None or gain > best[1] * _WORTH:
-            best = larger.request.work.batch, gain
-    if best is not None and best[1] >= _WORTH:
-        yield (
-            f"the batch is too small to hide the states: one of {best[0]} gives {best[1]:.2f} "
-            f"times the tokens per second"
+    @cached_property
+    def _enough_drives(self) -> int:
+        """The fewest drives that are as fast as any number of them, to 1 %."""
+        ideal = self._seconds_with(_MOST_DRIVES)
+        # More drives are never slower.
+        return 1 + bisect.bisect_left(
+            range(1, _MOST_DRIVES),
+            True,
+            key=lambda count: self._seconds_with(count) <= _AS_FAST * ideal,
         )
 
+    def _drive_count(self) -> Iterator[str]:
+        """Say whether fewer drives are as fast, and how many last long enough."""
+        count, enough = self.request.drives.count, self._enough_drives
+        if not self.run.placement.uses_drives:
+            yield "nothing is on the drives"
+        elif enough < count:
+            slower = self._seconds_with(enough) / self.seconds
+            yield (
+                f"{enough} of the {count} drives are as fast ({slower - 1:+.1%} of the step); the "
+                f"others add space and life"
+            )
+        years = self.lifespans.get("as rated", math.inf)
+        if years < _WANTED_YEARS:
+            yield (
+                f"by their rating the drives last {years:.2g} years of training without a pause: "
+                f"for {_WANTED_YEARS:g} years take {math.ceil(count * _WANTED_YEARS / years)} of "
+                f"them, or drives that are rated for {_WANTED_YEARS / years:.0f} times the bytes"
+            )
 
-def _enough_drives(run: StepEstimate) -> int:
-    """Return the fewest drives that are as fast as any number of them, to 1 %."""
-    ideal = _with_drives(run, _MOST_DRIVES).seconds
-    # More drives are never slower.
-    return 1 + bisect.bisect_left(
-        range(1, _MOST_DRIVES),
-        True,
-        key=lambda count: _with_drives(run, count).seconds <= _AS_FAST * ideal,
-    )
+    def _with_batch(self, batch: int, **changes: Any) -> Analysis:
+        request = replace(self.request, **changes)
+        return analyse(request, batch=batch, sequence=self.run.settings.sequence)
 
-
-def _drive_count(run: StepEstimate, enough: int, rated_years: float | None) -> Iterator[str]:
-    """Say whether fewer drives are as fast, and how many last long enough."""
-    count = run.request.drives.count
-    if enough < count:
-        slower = _with_drives(run, enough).seconds / run.seconds
-        yield (
-            f"{enough} of the {count} drives are as fast ({slower - 1:+.1%} of the step); the "
-            f"others add space and life"
-        )
-    if rated_years is not None and rated_years < _WANTED_YEARS:
-        yield (
-            f"by their rating the drives last {rated_years:.2g} years of training without a pause: "
-            f"for {_WANTED_YEARS:g} years take {math.ceil(count * _WANTED_YEARS / rated_years)} of "
-            f"them, or drives that are rated for {_WANTED_YEARS / rated_years:.0f} times the bytes"
-        )
-
-
-def _with(run: StepEstimate, **changes: Any) -> StepEstimate:
-    return StepEstimate(dataclasses.replace(run.request, **changes))
-
-
-def _with_drives(run: StepEstimate, count: int) -> StepEstimate:
-    return _with(run, drives=Drives(run.request.drives.drive, count))
-
-
-def _with_batch(run: StepEstimate, batch: int) -> StepEstimate:
-    return _with(run, work=dataclasses.replace(run.request.work, batch=batch))
+    def _seconds_with(self, count: int) -> float:
+        """Return the seconds of a step with the same settings and so many drives."""
+        drives = Drives(self.request.drives.drive, count)
+        model = model_of(replace(self.request, drives=drives))
+        return Candidate.of(model, self.run.settings).step.seconds

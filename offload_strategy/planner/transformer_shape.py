@@ -15,19 +15,6 @@ _T5_BUCKETS = 32
 _BERT_TYPES = 2
 
 
-class Part(NamedTuple):
-    """A matrix product of a layer, or its attention, in one forward pass over a batch."""
-
-    name: str
-    flops: float
-    output_bytes: int
-
-    @property
-    def flops_per_byte(self) -> float:
-        """What recomputing the output costs for each byte that need not move."""
-        return self.flops / self.output_bytes
-
-
 class Weight(NamedTuple):
     """A matrix of the model, as the loaders of checkpoints name it: "layers.3.down"."""
 
@@ -156,36 +143,17 @@ class TransformerShape:
             total += (stacks - 1) * norm + stacks * _T5_BUCKETS * self.heads
         return total
 
-    def parts(self, batch: int, sequence: int, dtype_bytes: int = 2) -> list[Part]:
-        """What a layer computes in forward, in order (Fuyou's table 2, and attention).
-
-        The products of queries, keys and values count as one, those of gate and up as well. Scores
-        of attention are counted for every pair of positions, masked or not, as Megatron-LM does.
-        """
-        tokens = batch * sequence
-        h, q, kv, f = self.hidden, self.attention_width, self.keys_width, self.inner
-        ups = 2 if self.gated else 1
-
-        def product(name: str, wide_in: int, wide_out: int) -> Part:
-            return Part(name, 2.0 * tokens * wide_in * wide_out, tokens * wide_out * dtype_bytes)
-
-        attention = Part("attention", 4.0 * tokens * sequence * q, tokens * q * dtype_bytes)
-        return [
-            product("qkv", h, q + 2 * kv),
-            attention,
-            product("projection", q, h),
-            product("up", h, ups * f),
-            product("down", f, h),
-        ]
-
     def layer_flops(self, batch: int, sequence: int) -> float:
-        """FLOP of a layer's forward pass; of all layers divided evenly where they differ."""
-        parts = self.parts(batch, sequence)
-        flops = sum(part.flops for part in parts)
-        if self.decoder_layers:
-            of_ups = sum(part.flops for part in parts if part.name in ("up", "down"))
-            flops += (flops - of_ups) * self.decoder_layers / self.layers
-        return flops
+        """FLOP of a layer's forward pass; of all layers divided evenly where they differ.
+
+        Scores of attention are counted for every pair of positions, masked or not, as Megatron-LM
+        does.
+        """
+        h, q, kv = self.hidden, self.attention_width, self.keys_width
+        attends = h * (q + 2 * kv) + 2 * sequence * q + q * h
+        feeds_forward = (3 if self.gated else 2) * h * self.inner
+        attentions = 1 + self.decoder_layers / self.layers
+        return 2.0 * batch * sequence * (attentions * attends + feeds_forward)
 
     def head_flops(self, batch: int, sequence: int) -> float:
         """FLOP of the head's forward pass: the product with the vocabulary."""

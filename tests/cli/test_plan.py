@@ -17,7 +17,7 @@ from offload_strategy.units import GiB, MiB
 
 GPT = "--model gpt --layers 40 --hidden 5120 --heads 40"
 WORK = "--batch 32 --sequence 1024"
-MACHINE = "--gpu a100-80g --ssd 4xP5510 --host-memory 768GiB"
+MACHINE = "--gpu a100-80g --ssd 4xP5510 --host-memory 128GiB"
 SEARCHED = "--model gpt3-13b --gpu 4090 --ssd 4xP5510 --host-memory 64GiB"
 SEARCH = f"{SEARCHED} --search --sequence 1024"
 BOUNDED = f"{SEARCH} --max-batch 16"
@@ -56,7 +56,7 @@ def plan(capsys):
 def test_it_prints_tables_and_json(plan):
     text = plan(f"{GPT} {WORK} {MACHINE}")
     assert "batch 32 of 1024 tokens, on a100-80g-pcie with 4 x intel-p5510-3.84tb" in text
-    for heading in ("memory and disk", "a step", "host memory", "drives", "What to change first"):
+    for heading in ("memory and disk", "seconds of a step", "in host memory", "| drives |", "What"):
         assert heading in text
     data = plan(f"{GPT} {WORK} {MACHINE} --json")
     machine = {"device": "a100-80g-pcie", "drive": "intel-p5510-3.84tb", "drives": 4}
@@ -79,9 +79,20 @@ def test_status_1_says_that_it_does_not_fit(plan):
 
 
 def test_given_rates_are_taken(plan):
-    more = "--tflops 100 --update-rate 8e9 --json"
-    data = plan(f"{GPT} {WORK} {MACHINE} {more}")
+    data = plan(f"{GPT} {WORK} {MACHINE} --tflops 100 --json")
     assert data["assumptions"][0] == "device: 100 TFLOPS in a transformer block (given)"
+
+
+def test_a_machine_without_a_gpu_is_analysed_as_well(known_cores, plan):
+    machine = f"--device cpu {RATES} --duplex --host-memory 1GiB --batch 4 --sequence 256"
+    data = plan(f"{SMALL} {machine} --json")
+    assert data["machine"] == {"device": "cpu", "drive": "path", "drives": 1}
+    assert set(data["fits"]) == {"memory", "disk"}
+    text = plan(f"{SMALL} {machine}")
+    assert "batch 4 of 256 tokens, on the CPU with 1 x path and 1 GiB of memory" in text
+    assert "| leaves memory |" in text
+    assert "lifespan | the drive's rating is not known" in text
+    assert "| no |" in plan(f"{SMALL} {machine.replace('1GiB', '400MiB')}", 1)
 
 
 # ------------------------------------------------------------------ the search
@@ -223,10 +234,12 @@ RUN, BOUND = f"{GPT} {WORK} {MACHINE}", "--sequence 1024 --max-batch 16"
         (f"{RUN} --gpu a1000", "no device 'a1000'"),
         (f"{RUN} --ssd 0xP5510", "asks for 0 drives"),
         (f"{RUN} --host-memory=-1GiB", "--host-memory: '-1GiB' is negative"),
-        (f"{RUN} --batch 0", "workload: batch is 0"),
+        (f"{RUN} --batch 0", "search: batch is 0"),
         (f"{RUN} --layers -2", "transformer: layers is -2"),
-        (f"{RUN} --update-rate 0", "--update-rate is 0.0; give more than 0"),
-        (f"{RUN} --device cpu", "--device cpu: give --search as well"),
+        (f"{RUN} --update-rate 0", "--update-rate: no effect for a GPU"),
+        (f"{RUN} --update-rate 8e9", "--update-rate: no effect for a GPU"),
+        (f"{RUN} --dir /mnt", "--dir: give --search as well"),
+        (f"{SMALL} --device cpu {RATES} --sequence 256", "give --batch as well"),
         # With a search, or for one.
         (f"{SEARCHED} {BOUND}", "--max-batch: give --search as well"),
         (f"{SEARCHED} --sequence 1024 --force", "--force: give --search as well"),
@@ -238,9 +251,9 @@ RUN, BOUND = f"{GPT} {WORK} {MACHINE}", "--sequence 1024 --max-batch 16"
         (f"{BOUNDED} --max-tokens 10", "less than one sequence of 1024 tokens"),
         (f"{BOUNDED} --write-config /nowhere/found.yaml", "no file in a directory"),
         (f"{BOUNDED} --profile steps.json", "give one of them"),
-        (f"{BOUNDED} --update-rate 8e9", "--update-rate: no effect with --search for a GPU"),
-        (f"{BOUNDED} --duplex", "--duplex: no effect with --search for a GPU"),
-        (f"{BOUNDED} --read 1", "--read: no effect with --search for a GPU"),
+        (f"{BOUNDED} --update-rate 8e9", "--update-rate: no effect for a GPU"),
+        (f"{BOUNDED} --duplex", "--duplex: no effect for a GPU"),
+        (f"{BOUNDED} --read 1", "--read: no effect for a GPU"),
         # On the CPU.
         (f"{SMALL} --search --device cpu {RATES}", "give --sequence as well"),
         (f"{ON_CPU} --read 0.6", "give both of --read and --write"),

@@ -1,4 +1,4 @@
-"""Steps, drives and host memory beside what Fuyou, SSDTrain and MemAscend report."""
+"""Drives, host memory and stages of a step beside what SSDTrain, MemAscend and Fuyou report."""
 
 from __future__ import annotations
 
@@ -6,88 +6,22 @@ import dataclasses
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from benchmarks.planning.papers import FOUR_980, MEGATRON_RUNS, fuyou, tflops
+from benchmarks.planning.papers import FOUR_980, MEGATRON_RUNS, fuyou, host_memory
 from offload_strategy.errors import ConfigError
 from offload_strategy.planner.analysis import (
     AS_RATED,
+    SECONDS_PER_YEAR,
     SSDTRAIN,
     lifespan_seconds,
     required_write_rate,
 )
-from offload_strategy.planner.host_memory_needs import host_memory, weight_buffers
 from offload_strategy.planner.model_presets import preset
-from offload_strategy.planner.request import SECONDS_PER_YEAR
-from offload_strategy.planner.step_estimate import best_swap, swaps
-from offload_strategy.planner.step_time import Rates, predict_step
+from offload_strategy.planner.search.settings import weight_buffers, weights_in_flight_bytes
+from offload_strategy.planner.step_time import Rates, StageLoad, StepTime
 from offload_strategy.units import GiB
 
 # Figures that the tables of docs/planning.md have are tested in test_analysis.py.
-
-
-# ------------------------------------------------------------------ Fuyou: steps of GPT-3
-def test_throughput_on_an_a100_reaches_what_the_paper_reports():
-    # Section 5.3: at most 202 TFLOPS for 13B, 173 for 175B at a batch that the text does not give.
-    assert tflops(best_swap(fuyou("13b", 64, "a100-80g"))) == pytest.approx(202, rel=0.05)
-    reached = [tflops(best_swap(fuyou("175b", batch, "a100-80g"))) for batch in (16, 64)]
-    assert reached[0] < 173 < reached[1]
-
-
-def test_the_parts_of_a_step_by_hand():
-    # 175B at batch 16 on a 4090 and twelve drives of 6.5 and 3.4 GB/s, by the paper's equations.
-    run = fuyou("175b", 16, "rtx-4090")
-    p, found = run.shape.parameters, next(swaps(run))
-    inputs = 16 * 1024 * 12288 * 2 * 96
-    assert found.moved_bytes == inputs
-    limits = found.time.resource_seconds
-    assert limits["forward paths"] == pytest.approx((2 * p / 6.5e9 + inputs / 3.4e9) / 12)
-    read, written = 14 * p + inputs, 14 * p
-    assert limits["backward paths"] == pytest.approx((read / 6.5e9 + written / 3.4e9) / 12)
-    assert limits["backward link"] == pytest.approx((2 * p + inputs) / 32e9)
-    head = run.shape.head_flops(16, 1024) / 164e12
-    assert limits["backward computation"] == pytest.approx(3 * limits["forward computation"] - head)
-    assert found.time.written_bytes == pytest.approx(inputs + 14 * p)
-
-
-@pytest.mark.parametrize(
-    ("batch", "rate", "moves"),
-    [
-        # 0, 0.72 and 0.94 of what is inside layers. The paper says 0 at 32 because communication
-        # limits; here the update does, which nothing that moves can shorten either.
-        *((32, None, False), (64, None, True), (80, None, True)),
-        # The trend does not hang on the rate of updates. 0.93 billion: what batch 8 leaves if FLOP
-        # computed again do not count as throughput.
-        *((32, 0.4e9, False), (80, 0.4e9, True), (32, 0.93e9, False), (80, 0.93e9, True)),
-        # With the drives' data sheets alone nothing but the device would limit at batch 32.
-        (32, 1e12, True),
-    ],
-)
-def test_the_best_swap_has_the_trend_of_figure_9(batch, rate, moves):
-    found = best_swap(fuyou("13b", batch, "a100-80g", update_rate=rate))
-    assert (found.coefficient > 0) is moves
-    assert not found.limit("backward").endswith("computation") or moves
-
-
-def test_what_costs_most_to_compute_again_moves_first_and_the_best_is_no_slower():
-    run = fuyou("13b", 64, "a100-80g", 3)
-    tried = list(swaps(run))
-    assert len(tried) == 1 + 5 * 40
-    parts = {part.name: part.output_bytes for part in run.shape.parts(64, 1024)}
-    order = [parts[name] for name in ("down", "qkv", "projection", "up", "attention")]
-    assert [one.inner_bytes for one in tried[::40]] == [40 * sum(order[:n]) for n in range(6)]
-    best = min(found.time.seconds for found in tried)
-    assert best_swap(run).time.seconds == pytest.approx(best)
-
-
-def test_weights_that_stay_do_not_move():
-    run = fuyou("13b", 8, "a100-80g")
-    stay, stream = (best_swap(run, streams_weights=value).time for value in (False, True))
-    p = run.shape.parameters
-    for way, bytes_each in (("read", 4), ("written", 2)):
-        less = stream.moved_bytes(way) - stay.moved_bytes(way)
-        assert less == pytest.approx(bytes_each * p)
 
 
 # ------------------------------------------------------------------ SSDTrain: drives
@@ -124,131 +58,82 @@ def test_the_formulas_by_hand():
 
 # ------------------------------------------------------------------ MemAscend: host memory
 def test_the_parts_for_qwen_are_those_of_section_5a():
-    parts = host_memory(preset("qwen2.5-7b"), "zero-infinity")
+    parts = host_memory(preset("qwen2.5-7b"), memascend=False)
     assert parts["gradients"] / GiB == pytest.approx(28.37, abs=0.005)
     assert parts["overflow check"] / GiB == pytest.approx(35.46, abs=0.005)
     assert parts["weights in flight"] / GiB == pytest.approx(9.14, abs=0.005)
     assert (parts["states"] + parts["swap-out"]) / GiB == pytest.approx(11.17, abs=0.005)
     # The paper's overheads hold the process as well: 24.90 GiB against 1.63 GiB without rounding.
     assert parts["rounding of pinned buffers"] / GiB == pytest.approx(24.90 - 1.63, abs=0.1)
-    exact = host_memory(preset("qwen2.5-7b"), "memascend")
-    assert exact["weights in flight"] / GiB == pytest.approx(2.46, abs=0.005)
-    assert "overflow check" not in exact
+
+
+def test_buffers_of_weights_are_those_of_memascends_pool():
+    qwen = preset("qwen2.5-7b")
+    assert weights_in_flight_bytes(qwen, 1) / GiB == pytest.approx(2.46, abs=0.005)
     # Embedding and head; gate, up and down; query and output; key and value.
-    assert list(weight_buffers(preset("qwen2.5-7b")).counts.values()) == [2, 3, 2, 2]
-    assert list(weight_buffers(preset("qwen2.5-7b"), 3).counts.values()) == [2, 9, 6, 6]
-
-
-def test_a_model_never_needs_more_buffers_than_it_has_layers_and_small_weights_need_none():
+    assert list(weight_buffers(qwen).values()) == [2, 3, 2, 2]
+    assert list(weight_buffers(qwen, 3).values()) == [2, 9, 6, 6]
+    # A model never needs more buffers than it has layers, and small weights need none.
     shape = dataclasses.replace(preset("gpt2"), layers=2, hidden=1024, heads=16)
     assert weight_buffers(shape, 8) == weight_buffers(shape, 2)
-    assert weight_buffers(dataclasses.replace(shape, hidden=16, vocabulary=100)).exact_bytes == 0
-
-
-def test_streaming_needs_no_gradients_of_the_whole_model():
-    # Fuyou trains 65B in 128 GB of host memory, where ZeRO-Infinity fails at 13B (section 5.2).
-    assert sum(host_memory(preset("gpt3-65b"), "streamed").values()) < 128e9
-    assert sum(host_memory(preset("gpt3-13b"), "zero-infinity").values()) > 128e9
-
-
-def test_nonsense_about_host_memory_is_refused():
+    assert weight_buffers(dataclasses.replace(shape, hidden=16, vocabulary=100)) == {}
     with pytest.raises(ConfigError, match="blocks_in_flight is 0"):
-        weight_buffers(preset("gpt2"), 0)
+        weight_buffers(qwen, 0)
 
 
 # ---------------------------------------------------------------------- Fuyou: the equations
-# GPT-3 13B as the paper trains it: fp16 weights and gradients, 12 bytes of states a parameter, six
-# SSDs of 6 GB/s in all directions, a link of 20 GB/s.
-P = 13e9
-GPT3_13B = {
-    "forward_seconds": 2.0,
-    "backward_seconds": 4.0,
-    "update_seconds": 5.0,
-    "weights_bytes": 2 * P,
-    "gradients_bytes": 2 * P,
-    "states_read_bytes": 12 * P,
-    "states_written_bytes": 12 * P,
-    "activations_bytes": 40e9,
-}
-
-
-@pytest.mark.parametrize("paths", [6, 12])
-def test_the_equations_by_hand(paths):
-    rates = Rates(read=6e9, write=6e9, paths=paths, link=20e9)
-    predicted = predict_step(rates, **GPT3_13B)
-    assert predicted.resource_seconds == pytest.approx(
+def test_a_step_of_fuyous_by_hand():
+    # GPT-3 13B, 6 drives of 6.5 and 3.4 GB/s, a link of 32 GB/s; one at a time, both at once.
+    found = fuyou(64, 6)
+    p, left = preset("gpt3-13b").parameters, found.placement.split("activations").total_bytes
+    assert found.step.resource_seconds == pytest.approx(
         {
-            # 26 GB of weights are read and 40 GB of activations written at 36 GB/s (eq. 4); over
-            # the link 40 GB at 20 GB/s (eq. 3).
-            "forward computation": 2.0,
-            "forward link": 2.0,
-            "forward paths": 66 / 6 / paths,
-            # 156 + 26 + 40 GB read, 156 + 26 GB written (eq. 7); over the link 26 + 40 GB (6).
-            "backward computation": 4.0,
-            "update": 5.0,
-            "backward link": 66 / 20,
-            "backward paths": (222 + 182) / 6 / paths,
-        }
+            # Weights are read and activations written (equation 4), both over the link (3).
+            "forward paths": (2 * p / 6.5e9 + left / 3.4e9) / 6,
+            "forward link": max(2 * p, left) / 32e9,
+            "forward computation": preset("gpt3-13b").forward_flops(64, 1024) / 164e12,
+            # States, weights and activations are read, states and weights written (7). States
+            # cross the link, as they are updated on the device.
+            "backward, update paths": ((14 * p + left) / 6.5e9 + 14 * p / 3.4e9) / 6,
+            "backward, update link": (14 * p + left) / 32e9,
+            "backward, update computation": (
+                2 * preset("gpt3-13b").forward_flops(64, 1024)
+                + 40 * preset("gpt3-13b").layer_flops(64, 1024)
+            )
+            / 164e12,
+            **{f"step() {resource}": 0 for resource in ("computation", "link", "paths")},
+        },
+        rel=1e-3,
     )
-    assert predicted.stage("forward").seconds == pytest.approx(2.0)
-    backward = max(5.0, 404 / 6 / paths)
-    assert predicted.stage("backward").seconds == pytest.approx(backward)
-    assert predicted.seconds == pytest.approx(2.0 + backward)
-    moved = {"to_device": 92e9, "from_device": 66e9, "read": 248e9, "written": 222e9}
-    assert {way: predicted.moved_bytes(way) for way in moved} == pytest.approx(moved)
 
 
-MOVING = {"states_read_bytes": 3e9, "states_written_bytes": 1e9}
+LOAD = StageLoad(2.0, to_device=30e9, from_device=40e9, read=6e9, written=4e9)
 
 
 @pytest.mark.parametrize(
-    ("moved", "rates", "forward", "backward"),
+    ("rates", "limits"),
     [
-        # On shared cores an update is added to backward, and still hides behind the paths.
-        ({}, {}, 1.0, 2.0),
-        ({}, {"shared_cores": True}, 1.0, 2.5),
-        (MOVING, {"shared_cores": True}, 1.0, 4.0),
-        (MOVING, {"shared_cores": True, "duplex": True}, 1.0, 3.0),
+        # Two paths of 1 and 2 GB/s that do one direction at a time; a link that does both.
+        ({}, {"computation": 2.0, "link": 4.0, "paths": 4.0}),
+        ({"duplex": True}, {"computation": 2.0, "link": 4.0, "paths": 3.0}),
+        # A model on the host has no link to wait for.
+        ({"link": math.inf}, {"computation": 2.0, "link": 0.0, "paths": 4.0}),
         # What moves takes computing time from shared cores, and from no others.
         (
-            MOVING | {"activations_bytes": 2e9},
-            {"read": 1e12, "write": 1e12, "shared_cores": True, "io_overhead": 1e-10},
-            1.2,
-            3.1,
+            {"shared_cores": True, "io_overhead": 1e-10},
+            {"computation": 3.0, "link": 4.0, "paths": 4.0},
         ),
-        (MOVING, {"read": 1e12, "write": 1e12, "io_overhead": 1e-10}, 1.0, 2.0),
-        # A model on the host has no link to wait for.
-        ({"gradients_bytes": 1e15}, {"link": math.inf}, 1.0, 2.0),
+        ({"io_overhead": 1e-10}, {"computation": 2.0, "link": 4.0, "paths": 4.0}),
     ],
 )
-def test_what_a_stage_adds_up(moved, rates, forward, backward):
-    rates = Rates(**{"read": 1e9, "write": 1e9} | rates)
-    seconds = {"forward_seconds": 1.0, "backward_seconds": 2.0, "update_seconds": 0.5}
-    predicted = predict_step(rates, **seconds, **moved)
-    assert [stage.seconds for stage in predicted.stages] == pytest.approx([forward, backward])
-
-
-seconds = st.floats(0.0, 100.0)
-sizes = st.floats(0.0, 1e12)
-
-
-@given(seconds, seconds, sizes, sizes, sizes, st.booleans())
-def test_a_stage_is_never_faster_than_any_part_of_it_alone(
-    forward, update, read, written, activations, shared
-):
-    predicted = predict_step(
-        Rates(2e9, 3e9, link=10e9, shared_cores=shared),
-        forward_seconds=forward,
-        backward_seconds=2 * forward,
-        update_seconds=update,
-        states_read_bytes=read,
-        states_written_bytes=written,
-        activations_bytes=activations,
-    )
-    parts = predicted.resource_seconds
-    of_forward = max(time for name, time in parts.items() if name.startswith("forward"))
-    assert predicted.stage("forward").seconds == of_forward
-    of_backward = (parts[name] for name in ("backward computation", "update", "backward link"))
-    assert predicted.stage("backward").seconds >= max(*of_backward, (read + activations) / 2e9)
-    # Nor slower than one thing after the other.
-    assert predicted.seconds <= sum(parts.values()) * (1 + 1e-9)
+def test_a_stage_takes_as_long_as_the_slowest_of_its_parts(rates, limits):
+    rates = Rates(**{"read": 1e9, "write": 2e9, "paths": 2, "link": 10e9} | rates)
+    stage = rates.stage("backward", LOAD, times=3)
+    assert stage.limits == pytest.approx(limits)
+    assert stage.seconds == max(limits.values())
+    step = StepTime((stage, rates.stage("step()", StageLoad(computation=1.0))))
+    assert step.seconds == pytest.approx(3 * stage.seconds + 1)
+    assert step.limit == stage.limit
+    assert step.limited_seconds["computation"] == pytest.approx(1.0)
+    moved = {"to_device": 90e9, "from_device": 120e9, "read": 18e9, "written": 12e9}
+    assert {way: step.moved_bytes(way) for way in moved} == pytest.approx(moved)

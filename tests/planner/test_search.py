@@ -14,14 +14,12 @@ from offload_strategy.errors import ConfigError
 from offload_strategy.planner.hardware import Device, Drive, Drives, device, drive_set
 from offload_strategy.planner.model_presets import PRESETS, preset
 from offload_strategy.planner.request import Request
-from offload_strategy.planner.saved_tensor_bytes import Workload
 from offload_strategy.planner.search.config_output import config_yaml
 from offload_strategy.planner.search.cpu_model import CpuModel
 from offload_strategy.planner.search.gpu_model import GpuModel
 from offload_strategy.planner.search.search_result import Space
 from offload_strategy.planner.search.settings import Settings
 from offload_strategy.planner.search.settings_search import search
-from offload_strategy.planner.step_time import predict_step
 from offload_strategy.planner.transformer_shape import TransformerShape
 from offload_strategy.units import GiB, MiB
 from tests.planner.test_cpu_search import GPT_98M
@@ -32,7 +30,7 @@ OFFLOADS = ((False, False), (True, False), (True, True))
 
 
 def request(model="gpt3-13b", gpu="4090", ssd="12xP5510", memory=768 * GiB) -> Request:
-    return Request(preset(model), Workload(1, 1), device(gpu), drive_set(ssd), memory)
+    return Request(preset(model), device(gpu), drive_set(ssd), memory)
 
 
 def drives(rate: float) -> Drives:
@@ -43,7 +41,7 @@ def small_machine(memory=3 * GiB, host=9 * GiB, link=8e9, disk=1e9) -> Request:
     """One on which everything is short: eight layers, of which each choice matters."""
     shape = TransformerShape("gpt", 8, 2048, 16, 8192, max_positions=1024)
     gpu = Device("small", 2e13, memory, link, 2e13, None, {"link_GBps": ""})
-    return Request(shape, Workload(1, 1), gpu, drives(disk), host)
+    return Request(shape, gpu, drives(disk), host)
 
 
 def placed(run: Request, *settings, **more):
@@ -251,32 +249,6 @@ def test_gradients_of_several_micro_batches_add_up_on_the_device():
     run = request(gpu="a100-80g")
     one, two = (placed(run, 4 * n, n, 1024, 40, True).fits[0].needed_bytes for n in (1, 2))
     assert two - one == 2 * (run.shape.parameters - run.shape.layer_parameters)
-
-
-def test_a_step_on_drives_alone_is_fuyous():
-    # One micro-batch, everything on the drives, a link that never limits: equations 1 to 8.
-    run = small_machine(host=4 * GiB, link=1e15)
-    settings = (64, 1, 1024, 8, True, True, "eager")
-    offloaded = placed(run, *settings).offloaded
-    assert {split.host_bytes for split in offloaded.values()} == {0}
-    activations = offloaded["activations"].total_bytes
-    assert activations > 0
-    p = run.shape.parameters
-    forward = run.shape.forward_flops(64, 1024) / 2e13
-    expected = predict_step(
-        run.rates,
-        forward_seconds=forward,
-        backward_seconds=2 * forward + 8 * run.shape.layer_flops(64, 1024) / 2e13,
-        update_seconds=0.0,
-        weights_bytes=2 * p,
-        states_read_bytes=12 * p,
-        states_written_bytes=12 * p,
-        activations_bytes=activations,
-    )
-    step = timed(run, *settings)
-    assert step.seconds == pytest.approx(expected.seconds)
-    assert step.stages[0].seconds == pytest.approx(expected.stage("forward").seconds)
-    assert step.written_bytes == pytest.approx(14 * p + activations)
 
 
 def test_micro_batches_that_move_nothing_only_compute():

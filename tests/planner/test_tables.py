@@ -123,14 +123,6 @@ def test_forward_flops_are_a_quarter_of_megatrons_formula():
     assert ours == pytest.approx(formula, rel=1e-12)
 
 
-def test_swap_benefit_has_the_ratios_of_fuyous_table_2():
-    parts = {part.name: part for part in models.preset("gpt3-13b").parts(32, 1024)}
-    unit = parts["projection"].flops_per_byte
-    ratios = {name: part.flops_per_byte / unit for name, part in parts.items()}
-    assert ratios.pop("attention") < 1
-    assert ratios == pytest.approx({"qkv": 1, "projection": 1, "up": 1, "down": 4})
-
-
 def spelled_out(shape: TransformerShape) -> TransformerShape:
     """With the width that is 4 x hidden by default."""
     return dataclasses.replace(shape, feed_forward=shape.inner, kv_heads=shape.keys_heads)

@@ -41,11 +41,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from offload_strategy.plan_runtime.space_requirements import SUBGROUPS_IN_FLIGHT, subgroup_size
-from offload_strategy.planner.saved_tensor_bytes import Workload, layer_tensors
+from offload_strategy.planner.saved_tensor_bytes import layer_tensors
 from offload_strategy.planner.search.cpu_request import ELEMENT_BYTES, HOOK_SECONDS, CpuRequest
 from offload_strategy.planner.search.settings import (
     MIN_STORAGE_BYTES,
     SUBGROUPS_SHARE,
+    Fit,
     OffloadedKind,
     Placement,
     SearchModel,
@@ -56,7 +57,6 @@ from offload_strategy.planner.search.settings import (
     state_bytes,
     weights_in_flight_bytes,
 )
-from offload_strategy.planner.step_estimate import Fit
 from offload_strategy.planner.step_time import BACKWARD_OVER_FORWARD, Rates, StageLoad, StepTime
 from offload_strategy.units import MiB, format_size
 
@@ -82,11 +82,12 @@ class CpuModel(SearchModel):
     """Training on the CPU in float32."""
 
     on_cpu = True
+    device_name = "cpu"
     busy_tokens = 0
+    dtype_bytes = ELEMENT_BYTES
 
     def __init__(self, request: CpuRequest) -> None:
         self.request, self.shape, self.drives = request, request.shape, request.drives
-        self.work = Workload(1, 1, dtype_bytes=ELEMENT_BYTES)
         memory = f"{format_size(request.memory_bytes)} of memory"
         self.machine = f"on the CPU with {request.drives} and {memory}"
         drive = request.drives.drive

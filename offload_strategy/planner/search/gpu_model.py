@@ -1,8 +1,10 @@
 """Memory and step time of training on a GPU, for given settings.
 
 [Note: device memory]
-As in `planner.step_estimate`, with all that is not offloaded: weights, gradients, states, and what
-layers save. Gradients leave at once if the update runs in backward; those of several micro-batches
+All that is not offloaded: weights, gradients, states, and what layers save; of streamed weights two
+or three layers, embedding and head. While it computes backward, what one layer saves, its input and
+the gradient of that; logits and their gradient, for one sequence at a time (a loss that is computed
+in chunks). Gradients leave at once if the update runs in backward; those of several micro-batches
 accumulate on the device. Of what layers save, only as much leaves as it takes to stay within a
 share of the device's memory: offloading more is never faster.
 
@@ -32,6 +34,8 @@ from offload_strategy.planner.request import Request
 from offload_strategy.planner.search.settings import (
     MIN_STORAGE_BYTES,
     SUBGROUPS_SHARE,
+    WEIGHT_BYTES,
+    Fit,
     ModelSizes,
     OffloadedKind,
     Placement,
@@ -43,7 +47,6 @@ from offload_strategy.planner.search.settings import (
     state_bytes,
     weights_in_flight_bytes,
 )
-from offload_strategy.planner.step_estimate import WEIGHT_BYTES, Fit
 from offload_strategy.planner.step_time import BACKWARD_OVER_FORWARD, StageLoad, StepTime
 from offload_strategy.units import GiB, MiB, format_size
 
@@ -63,28 +66,29 @@ _GRAIN = 256 * MiB
 
 
 class GpuModel(SearchModel):
-    """Training on a GPU; batch, sequence and rate of updates of the request do not count."""
+    """Training on a GPU in half precision."""
 
     on_cpu = False
+    dtype_bytes = 2
     #: Micro-batches of fewer tokens may not reach the FLOP/s that a device sustains.
     busy_tokens = 4096
 
     def __init__(self, request: Request) -> None:
-        self.request, self.shape, self.work = request, request.shape, request.work
+        self.request, self.shape = request, request.shape
         self.drives, self.rates = request.drives, request.rates
         memory = f"{format_size(request.host_memory_bytes)} of host memory"
+        self.device_name = request.device.name
         self.machine = f"on {request.device.name} with {request.drives} and {memory}"
 
     def assumptions(self, state_dtypes: tuple[StateType, ...]) -> list[str]:
         """Return what the figures rest on, a line each."""
         return [
-            *self.request.machine_assumptions(),
+            *self.request.assumptions(),
             "everything overlaps as well as it can; measured steps are longer",
             f"states of {' or '.join(str(state_bytes(dtype)) for dtype in state_dtypes)} bytes a "
             f"parameter, a float32 copy of the weights among them; weights, gradients and "
             f"activations of 2 bytes",
-            "states are updated on the device, whose time for that does not count: `plan` without "
-            "--search models Fuyou's update on the host",
+            "states are updated on the device, whose time for that does not count",
             "activations stay up to 90 % of device memory; 90 % of host memory less 2 GiB is used",
         ]
 

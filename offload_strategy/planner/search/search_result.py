@@ -84,10 +84,16 @@ class Space:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings that fit, where tensors are with them, and the time of their step."""
+    """Settings, where tensors are with them, and the time of their step."""
 
     placement: Placement
     step: StepTime
+
+    @classmethod
+    def of(cls, model: Model, settings: Settings) -> Candidate:
+        """Place and time settings, which need not fit."""
+        placement = model.place(settings)
+        return cls(placement, model.step_time(placement))
 
     @property
     def settings(self) -> Settings:
@@ -173,6 +179,7 @@ class SearchResult:
     candidates: tuple[Candidate, ...]
     refused: tuple[Refusal, ...]  # Why other settings do not fit
     tried: int  # How many settings were tried
+    nearest: Placement | None  # Of the settings that do not fit, those that lack the least
 
     @property
     def best(self) -> Candidate:
@@ -210,7 +217,7 @@ class SearchResult:
         model = self.model
         title = f"{model.shape.parameters / 1e9:.2f} billion parameters {model.machine}"
         tried = [f"{self.tried} settings were tried", f"among them: {self.space.bound()}"]
-        found = [self._table(), self._places()] if self.candidates else ["Nothing fits."]
+        found = [self._table(), self.places(self.best)] if self.candidates else ["Nothing fits."]
         lists = [
             markdown_list("Searched", [*tried, *self.refused]),
             markdown_list("Assumed", self.assumptions()),
@@ -241,14 +248,15 @@ class SearchResult:
             " | ".join([head, *(fit.what for fit in self.best.placement.fits)]), rows
         )
 
-    def _places(self) -> str:
-        offloaded = self.best.placement.offloaded
+    def places(self, found: Candidate, title: str = "first row") -> str:
+        """Return where a candidate's tensors are that have left the device, as a table."""
+        offloaded = found.placement.offloaded
         if not offloaded:
             where = "in memory" if self.model.on_cpu else "on the device"
-            return f"The first row offloads nothing: everything fits {where}."
+            return f"The {title} offloads nothing: everything fits {where}."
         memory = "in memory" if self.model.on_cpu else "in host memory"
         rows = ((_KINDS[kind], *map(format_size, split)) for kind, split in offloaded.items())
-        return markdown_table(f"first row | {memory} | on the drives", rows)
+        return markdown_table(f"{title} | {memory} | on the drives", rows)
 
 
 def rounded(number: float) -> str:

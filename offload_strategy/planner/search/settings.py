@@ -15,28 +15,35 @@ limits the step, so the order is one of the settings:
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from offload_strategy.errors import ConfigError
 from offload_strategy.planner.hardware import Drives
-from offload_strategy.planner.host_memory_needs import weight_buffers
 from offload_strategy.planner.saved_tensor_bytes import (
     Workload,
     activation_bytes,
     layer_activation_bytes,
     layer_input_bytes,
 )
-from offload_strategy.planner.step_estimate import STATE_BYTES, Fit
 from offload_strategy.planner.step_time import Rates, StageLoad, StepTime
-from offload_strategy.planner.transformer_shape import TransformerShape, require_positive
+from offload_strategy.planner.transformer_shape import (
+    TransformerShape,
+    positive,
+    require_positive,
+)
 from offload_strategy.units import MiB
 
 Overlap = Literal["commit", "eager", "off"]
 StateType = Literal["float32", "bfloat16"]
 OffloadedKind = Literal["weights", "activations", "waiting", "states"]
 
+#: Bytes per parameter: float32 weights and both moments of Adam.
+STATE_BYTES = 12
+#: Bytes per parameter of weights, and of gradients, in half precision.
+WEIGHT_BYTES = 2
 #: Bytes per parameter: both moments in bfloat16 next to a float32 copy of the weights.
 _BFLOAT16_STATE_BYTES = 8
 #: Smaller storages are not offloaded (`activations.min_size`).
@@ -115,6 +122,20 @@ class TierSplit(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Fit:
+    """Needed and available bytes of a limited resource."""
+
+    what: str
+    needed_bytes: int
+    available_bytes: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is enough."""
+        return self.needed_bytes <= self.available_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """Settings, and where the tensors of a run are with them."""
 
@@ -130,6 +151,11 @@ class Placement:
     def ok(self) -> bool:
         """Whether there is enough of everything."""
         return all(fit.ok for fit in self.fits)
+
+    @property
+    def shortage(self) -> float:
+        """How many times as much as there is the scarcest resource would have to be."""
+        return max(fit.needed_bytes / max(1, fit.available_bytes) for fit in self.fits)
 
     @property
     def uses_drives(self) -> bool:
@@ -174,10 +200,25 @@ def model_sizes(shape: TransformerShape, work: Workload) -> ModelSizes:
     )
 
 
+def weight_buffers(shape: TransformerShape, blocks_in_flight: int = 1) -> dict[int, int]:
+    """Return the buffers through which streamed weights pass in half precision: counts by bytes.
+
+    There is one for every matrix of as many layers as are on their way at a time, and for embedding
+    and head (MemAscend, section IV-B). Layers that differ take those of the largest. Norms, biases
+    and small matrices stay in memory and need none.
+    """
+    positive("blocks_in_flight", blocks_in_flight)
+    counts: Counter[int] = Counter()
+    for weight in shape.layer_weights(shape.layers - 1):
+        counts[WEIGHT_BYTES * weight.elements] += min(blocks_in_flight, shape.layers)
+    counts[WEIGHT_BYTES * shape.vocabulary * shape.hidden] += 1 if shape.tied else 2
+    return {size: counts[size] for size in sorted(counts, reverse=True) if size >= MiB}
+
+
 @functools.lru_cache(maxsize=64)
 def weights_in_flight_bytes(shape: TransformerShape, blocks: int) -> int:
     """Return the bytes of buffers for the streamed weights of so many layers, in half precision."""
-    return weight_buffers(shape, blocks).exact_bytes
+    return sum(size * count for size, count in weight_buffers(shape, blocks).items())
 
 
 class SearchModel:
@@ -185,7 +226,7 @@ class SearchModel:
 
     shape: TransformerShape
     drives: Drives
-    work: Workload  # Of one pass; batch and sequence are those of the settings
+    dtype_bytes: int  # Of an activation
     rates: Rates
 
     def micro_batch(self, settings: Settings) -> Workload:
@@ -195,7 +236,7 @@ class SearchModel:
                 f"settings: {settings.recomputed_layers} layers are to be recomputed, but the "
                 f"model has {self.shape.layers}: give 0 to {self.shape.layers}"
             )
-        return replace(self.work, batch=settings.micro_batch, sequence=settings.sequence)
+        return Workload(settings.micro_batch, settings.sequence, self.dtype_bytes)
 
     def _stages(
         self,

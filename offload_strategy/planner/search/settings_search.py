@@ -44,13 +44,14 @@ _BLOCKS_IN_FLIGHT = (3, 2)
 _OFFLOADS = ((False, False), (True, False), (True, True))
 
 
-def search(request: Request | CpuRequest, space: Space) -> SearchResult:
-    """Find the settings with the highest throughput; see [Note: the order of settings].
+def model_of(request: Request | CpuRequest) -> Model:
+    """Return the model of a run on this machine."""
+    return CpuModel(request) if isinstance(request, CpuRequest) else GpuModel(request)
 
-    Batch and sequence of the request do not count, nor does its rate of updates on the host: a
-    GPU's updates run on the device.
-    """
-    model = CpuModel(request) if isinstance(request, CpuRequest) else GpuModel(request)
+
+def search(request: Request | CpuRequest, space: Space) -> SearchResult:
+    """Find the settings with the highest throughput; see [Note: the order of settings]."""
+    model = model_of(request)
     candidates = _Candidates(model, space.tolerance)
     for settings in _choices(model, space):
         candidates.try_settings(settings)
@@ -60,7 +61,7 @@ def search(request: Request | CpuRequest, space: Space) -> SearchResult:
             for settings in _around(found.settings, space):
                 candidates.try_settings(settings)
     best, refused = tuple(candidates.ranked()[:_KEPT]), tuple(candidates.refused.values())
-    return SearchResult(model, space, best, refused, candidates.tried)
+    return SearchResult(model, space, best, refused, candidates.tried, candidates.nearest)
 
 
 class _Candidates:
@@ -68,6 +69,7 @@ class _Candidates:
 
     def __init__(self, model: Model, tolerance: float) -> None:
         self.refused: dict[str, Refusal] = {}
+        self.nearest: Placement | None = None
         self.tried = 0
         self._model = model
         self._least = 1 - tolerance
@@ -113,6 +115,8 @@ class _Candidates:
         return tokens // settings.micro_batches < self._model.busy_tokens, tokens
 
     def _refuse(self, placement: Placement) -> None:
+        if self.nearest is None or placement.shortage < self.nearest.shortage:
+            self.nearest = placement
         fit = next(fit for fit in placement.fits if not fit.ok)
         old = self.refused.get(fit.what, Refusal(fit.what, 0, fit.needed_bytes, 0))
         nearest = min(fit.needed_bytes, old.needed_bytes)
