@@ -50,18 +50,10 @@ def plan_profile(options: argparse.Namespace, profile: Profile) -> int:
 def _with_rates(profile: Profile, options: argparse.Namespace) -> Profile:
     given = {"read": options.read, "write": options.write}
     rates = {name: _GIGA * rate for name, rate in given.items() if rate is not None}
-    if not profile.paths and len(rates) < len(given):
+    if profile.path is None and len(rates) < len(given):
         raise ConfigError("the profile knows no path: give --read and --write")
-    paths = profile.paths or (PathRates("path", 1.0, 1.0),)
-    # The given rate is that of all paths together.
-    scaled = []
-    for path in paths:
-        changed = {
-            name: rate * getattr(path, name) / sum(getattr(one, name) for one in paths)
-            for name, rate in rates.items()
-        }
-        scaled.append(replace(path, **changed))
-    return replace(profile, paths=tuple(scaled))
+    path = replace(profile.path or PathRates("path", 1.0, 1.0), **rates)
+    return replace(profile, paths=(path,))
 
 
 def _text(profile: Profile, plan: LifetimePlan, found: StepReplay) -> str:

@@ -3,7 +3,7 @@
 [Note: greedy selection]
 A candidate is a tensor in one of its idle periods. Its benefit is the memory above the limit that
 it would relieve, times the seconds for which it does; its cost is the time of its write and its
-read. The candidate with the best ratio is selected and its transfers are reserved on a path, so
+read. The candidate with the best ratio is selected and its transfers are reserved on the path, so
 that later candidates see the time that is left; their benefit is then smaller, or they leave later.
 This repeats until the step fits. An old ratio is never too low (memory above the limit and free
 time only decrease), so a candidate is evaluated again only when its old ratio is the best.
@@ -15,6 +15,7 @@ for them, and a replay predicts how long.
 from __future__ import annotations
 
 import heapq
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -103,14 +104,13 @@ def within(limit: int) -> int:
 
 
 def plan_lifetimes(profile: Profile, limit: int) -> LifetimePlan:
-    """Select what is offloaded to the paths of a profile so that a step fits in a limit in bytes.
+    """Select what is offloaded to the path of a profile so that a step fits in a limit in bytes.
 
     The plan does not fit if all possible moves together are not enough.
     """
     planner = _Planner(profile, limit)
     unplanned = planner.curve.peak_bytes
     planner.choose()
-    planner.force()
     moves = sorted(planner.moves, key=lambda move: (move.leaves_at, move.tensor))
     return LifetimePlan(limit, planner.curve.peak_bytes, unplanned, tuple(moves))
 
@@ -120,7 +120,6 @@ class _Offer:
     """The benefit of a move for its cost, and its transfers."""
 
     ratio: float
-    path: BookedPath
     written: float
     gone: float
     back: float
@@ -135,32 +134,40 @@ class _Planner:
         self.curve = MemoryCurve(profile.tensors, profile.step_seconds, profile.baseline)
         self.moves: list[PlannedMove] = []
         self._limit = limit
-        self._paths = [BookedPath(rates) for rates in profile.paths]
+        self._path = None if profile.path is None else BookedPath(profile.path)
         # Possible moves by number, each with the first time at which its memory can be free.
         self._left = dict(
             enumerate(
                 PlannedMove(number, period, tensor.name, tensor.nbytes, "", begin, free, end, end)
                 for number, tensor in enumerate(profile.tensors)
-                for period, (begin, end) in enumerate(tensor.idle_periods(profile.step_seconds))
+                for period, (begin, end) in enumerate(itertools.pairwise(tensor.uses))
                 if tensor.nbytes and end > (free := max(begin, tensor.held_until))
             )
         )
 
     def choose(self) -> None:
-        """Select moves that computation hides; see [Note: greedy selection]."""
-        for number, offer in self._best_first(self._hidden_offer):
+        """Select moves; see [Note: greedy selection]."""
+        if self._path is not None:
+            self._hide(self._path)
+            self._force(self._path)
+
+    def _hide(self, path: BookedPath) -> None:
+        """Select moves that computation hides."""
+
+        def look(move: PlannedMove) -> _Offer | None:
+            written = path.written(move.nbytes, move.leaves_at)
+            return self._offer(move, path, written, path.read_from(move.nbytes, move.needed_at))
+
+        for number, offer in self._best_first(look):
             move = self._left.pop(number)
             self.curve.add(offer.gone, offer.back, -move.nbytes)
-            self._book(move, offer.path, offer.written, offer.back, hidden=True)
+            self._book(move, path, offer.written, offer.back, hidden=True)
 
-    def force(self) -> None:
+    def _force(self, path: BookedPath) -> None:
         """Select further moves, for which training will wait."""
-        if not self._paths or self.curve.peak_bytes <= self._limit:
-            return
-        fastest = max(self._paths, key=lambda path: min(path.rates.read, path.rates.write))
         forced = []
         for number, _ in self._best_first(
-            lambda move: self._offer(move, fastest, move.leaves_at, move.needed_at)
+            lambda move: self._offer(move, path, move.leaves_at, move.needed_at)
         ):
             move = self._left[number]
             self.curve.add(move.gone_at, move.needed_at, -move.nbytes)
@@ -168,7 +175,6 @@ class _Planner:
         for move in sorted(forced, key=lambda move: move.needed_at):
             # As soon as there is room: the path is the bottleneck and must not idle.
             back = self.curve.since(move.gone_at, move.needed_at, self._limit - move.nbytes)
-            path = min(self._paths, key=lambda path: path.reads.busy_seconds)
             self._book(move, path, path.written(move.nbytes, move.leaves_at), back, hidden=False)
             self.curve.add(back, move.needed_at, move.nbytes)
 
@@ -193,17 +199,6 @@ class _Planner:
             else:
                 yield number, offer
 
-    def _hidden_offer(self, move: PlannedMove) -> _Offer | None:
-        """Return the best offer of a path that has time for the transfers."""
-        best = None
-        for path in self._paths:
-            written = path.written(move.nbytes, move.leaves_at)
-            back = path.read_from(move.nbytes, move.needed_at)
-            offer = self._offer(move, path, written, back)
-            if offer is not None and (best is None or offer.ratio > best.ratio):
-                best = offer
-        return best
-
     def _offer(
         self, move: PlannedMove, path: BookedPath, written: float, back: float
     ) -> _Offer | None:
@@ -213,7 +208,7 @@ class _Planner:
         if gained <= 0:
             return None
         cost = sum(path.rates.seconds(move.nbytes, write=write) for write in (True, False))
-        return _Offer(gained / cost, path, written, gone, back)
+        return _Offer(gained / cost, written, gone, back)
 
     def _book(
         self, move: PlannedMove, path: BookedPath, written: float, back: float, *, hidden: bool

@@ -157,7 +157,7 @@ def predict_figures(
     limit: int | None = None,
     passes: int = 1,
 ) -> StepFigures:
-    """Predict a step of training by a replay of its last pass on the paths of the profile.
+    """Predict a step of training by a replay of its last pass on the path of the profile.
 
     Offloaded are the tensors with the numbers `leaving`, or what a plan decides for a `limit` of
     memory in bytes. Of several passes of a step, updates belong to the last.
@@ -201,16 +201,17 @@ def _all_of(profile: Profile, leaving: Iterable[int]) -> LifetimePlan:
     """Return a plan that offloads tensors whatever room there is, and reads them just in time.
 
     Each tensor is offloaded in the idle period before its last use. Reads are in the order of
-    need: a read starts earlier if its path has no time left, with backward at the earliest.
+    need: a read starts earlier if the path has no time left, with backward at the earliest.
     """
-    paths = [BookedPath(rates) for rates in profile.paths]
     tensors = profile.tensors
     moves: list[PlannedMove] = []
-    chosen = sorted((n for n in set(leaving) if len(tensors[n].uses) > 1 and paths), reverse=True)
+    path = None if profile.path is None else BookedPath(profile.path)
+    chosen = sorted((n for n in set(leaving) if len(tensors[n].uses) > 1), reverse=True)
     for number in sorted(chosen, key=lambda number: -tensors[number].uses[-1]):
+        if path is None:
+            break
         tensor = tensors[number]
         leaves, needed = tensor.uses[-2:]
-        path = min(paths, key=lambda path: path.reads.busy_seconds)
         fetch = path.read_from(tensor.nbytes, needed)
         path.reads.book(fetch, needed)
         moves.append(

@@ -32,16 +32,14 @@ _Data = TypeVar("_Data")
 class TensorLife:
     """The lifetime of one tensor within a step.
 
-    Its name is for people. Uses are seconds in ascending order; the first is its creation, unless
-    it is cyclic: it then exists from step to step, and is also idle from the last use of a step to
-    the first use of the next. Until `held_until` its memory is in use even if it was offloaded,
+    Its name is for people. Uses are seconds in ascending order; the first is its creation, and
+    after the last it is gone. Until `held_until` its memory is in use even if it was offloaded,
     because training references it otherwise (a skip connection, an output).
     """
 
     name: str
     nbytes: int
     uses: tuple[float, ...]
-    cyclic: bool = False
     held_until: float = 0.0
 
     def __post_init__(self) -> None:
@@ -49,17 +47,6 @@ class TensorLife:
             raise ValueError(f"{self.name}: needs bytes and at least one use")
         if list(self.uses) != sorted(self.uses) or not all(map(math.isfinite, self.uses)):
             raise ValueError(f"{self.name}: uses must be numbers that rise")
-
-    def span(self, step_seconds: float) -> tuple[float, float]:
-        """Return from when to when within a step it exists."""
-        return (0.0, step_seconds) if self.cyclic else (self.uses[0], self.uses[-1])
-
-    def idle_periods(self, step_seconds: float) -> list[tuple[float, float]]:
-        """Return the spans between uses, for a cyclic tensor also across the end of a step."""
-        periods = list(zip(self.uses, self.uses[1:], strict=False))
-        if self.cyclic:
-            periods.append((self.uses[-1], step_seconds + self.uses[0]))
-        return periods
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +61,11 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class PathRates:
-    """Rates of one path, in bytes per second.
-
-    Reads and writes share the time of a simplex path; on others they run concurrently.
-    """
+    """Rates of a path, or of several together, in bytes per second; both run concurrently."""
 
     name: str
     read: float
     write: float
-    simplex: bool = False
 
     def __post_init__(self) -> None:
         for rate in (self.read, self.write):
@@ -110,7 +93,7 @@ class Profile:
     # its maximum is known
     others: tuple[tuple[float, int], ...] = ()
     updates: tuple[Update, ...] = ()  # In the order in which they become ready
-    paths: tuple[PathRates, ...] = ()  # To which tensors may be offloaded
+    paths: tuple[PathRates, ...] = ()  # The one to which tensors may be offloaded, if any
     shared_cores: bool = False  # Whether updates run on the cores that run the model
     # Seconds of computation that are lost for each byte of a tensor that a path moves. What
     # updates cost in this way is part of the times
@@ -125,6 +108,13 @@ class Profile:
             raise ValueError("others must begin at 0 and rise")
         if self.others and max(nbytes for _, nbytes in self.others) > self.other_bytes:
             raise ValueError("others must nowhere be more than other_bytes")
+        if len(self.paths) > 1:
+            raise ValueError("paths must be one at most, with the rates of all together")
+
+    @property
+    def path(self) -> PathRates | None:
+        """The path to which tensors may be offloaded."""
+        return self.paths[0] if self.paths else None
 
     @property
     def tensors_bytes(self) -> int:
@@ -139,7 +129,7 @@ class Profile:
     @property
     def peak_bytes(self) -> int:
         """Peak memory of the step without offload."""
-        return peak_of(self.tensors, self.step_seconds, self.baseline)
+        return peak_of(self.tensors, self.baseline)
 
     def save(self, file: Path) -> None:
         """Write the profile as JSON."""
@@ -152,11 +142,7 @@ class Profile:
         return load_json(file, cls, "a profile", how)
 
 
-def peak_of(
-    tensors: Iterable[TensorLife],
-    step_seconds: float,
-    others: Sequence[tuple[float, int]] = (),
-) -> int:
+def peak_of(tensors: Iterable[TensorLife], others: Sequence[tuple[float, int]] = ()) -> int:
     """Return the largest number of bytes of tensors and baseline memory that exist at a time."""
     changes: list[tuple[float, int]] = []
     before = 0
@@ -164,8 +150,8 @@ def peak_of(
         changes.append((moment, nbytes - before))
         before = nbytes
     for tensor in tensors:
-        begin, end = tensor.span(step_seconds)
-        changes += [(begin, tensor.nbytes), (math.nextafter(end, math.inf), -tensor.nbytes)]
+        gone = math.nextafter(tensor.uses[-1], math.inf)
+        changes += [(tensor.uses[0], tensor.nbytes), (gone, -tensor.nbytes)]
     sizes = (change for _, change in sorted(changes))
     return max(itertools.accumulate(sizes, initial=0))
 

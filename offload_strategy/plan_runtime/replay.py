@@ -4,9 +4,9 @@
 Training passes the events of a profile in order: a tensor is created, used, may be offloaded,
 should be fetched; baseline memory grows or shrinks; the gradients of an update are final. Between
 two events it computes. It waits for a tensor that is not back, for memory if the limit is reached
-and a write is in flight, and at the end of the step for updates. Each direction of a path runs one
-transfer at a time, first in, first out; transfers that training waits for overtake others. States
-of the optimizer are prefetched from the start of backward, updated and written concurrently.
+and a write is in flight, and at the end of the step for updates. Each direction of the path runs
+one transfer at a time, first in, first out; transfers that training waits for overtake others.
+States of the optimizer are prefetched from the start of backward, updated and written concurrently.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _nothing() -> None:
 
 
 def replay(profile: Profile, plan: LifetimePlan | None = None, *, steps: int = 3) -> StepReplay:
-    """Replay a step in the middle of training, on the paths of its profile.
+    """Replay a step in the middle of training, on the path of its profile.
 
     Without a plan only the states of updates move. The result is the last of the simulated steps,
     in the steady state.
@@ -82,15 +82,14 @@ class _Replay:
         self._now = 0.0
         self._serial = itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._writes: dict[str, Lane] = {}
-        self._reads: dict[str, Lane] = {}
-        for path in profile.paths:
-            write = Lane(path.name if path.simplex else f"{path.name} write", path)
-            self._writes[path.name] = write
-            self._reads[path.name] = write if path.simplex else Lane(f"{path.name} read", path)
+        #: Lanes by whether they write; empty without a path.
+        self._lanes = {
+            write: Lane(f"{path.name} {'write' if write else 'read'}", path)
+            for path in profile.paths
+            for write in (False, True)
+        }
         self._tensors = [_Tensor(number, life) for number, life in enumerate(profile.tensors)]
         self._memory = profile.baseline[-1][1]
-        self._memory += sum(life.nbytes for life in profile.tensors if life.cyclic)
         self._leaving = 0
         moves = () if plan is None else plan.moves
         self._moves = {(move.tensor, move.period): move for move in moves}
@@ -178,9 +177,8 @@ class _Replay:
                 at = min(life.held_until, step)
                 events.append((at, _Kind.FREE, _nothing, partial(self._release, tensor)))
         for move in self._moves.values():
-            at = min(move.fetch_at - step if move.fetch_at > step else move.fetch_at, step)
             fetch = partial(self._fetch, self._tensors[move.tensor])
-            events.append((at, _Kind.FETCH, _nothing, fetch))
+            events.append((min(move.fetch_at, step), _Kind.FETCH, _nothing, fetch))
         before = profile.baseline[-1][1]
         for at, nbytes in profile.baseline:
             grows, before = nbytes - before, nbytes
@@ -195,15 +193,14 @@ class _Replay:
     # ------------------------------------------------------------------ tensors
     def _missing(self, tensor: _Tensor, place: int) -> str | None:
         """Return what training has to wait for before it uses a tensor, or None."""
-        if place == 0 and not tensor.life.cyclic:
+        if place == 0:
             return self._room_missing(tensor.life.nbytes)
         if tensor.away:
             self._load(tensor)
         if tensor.transfer is None or tensor.leaving:
             return None
         if not tensor.transfer.begun:
-            assert tensor.move is not None
-            lane = self._reads[tensor.move.place]
+            lane = self._lanes[False]
             lane.prioritize(tensor.transfer)
             self._serve(lane)
         return "reads"
@@ -219,13 +216,13 @@ class _Replay:
             tensor.transfer.cancelled = not tensor.transfer.begun
             tensor.transfer = None
             self._leaving -= life.nbytes
-        if place == 0 and not life.cyclic:
+        if place == 0:
             tensor.away = False
             self._require(life.nbytes)
         move = self._moves.get((tensor.number, place))
         if move is not None:
             self._offload(tensor, move)
-        elif place == len(life.uses) - 1 and not life.cyclic:
+        elif place == len(life.uses) - 1:
             self._require(-life.nbytes)
 
     def _offload(self, tensor: _Tensor, move: PlannedMove) -> None:
@@ -247,7 +244,7 @@ class _Replay:
         tensor.transfer, tensor.move, tensor.wanted = transfer, move, False
         tensor.held = move.period == 0 and tensor.life.held_until > tensor.life.uses[0]
         self._leaving += nbytes
-        self._queue(transfer, self._writes[move.place])
+        self._queue(transfer)
 
     def _release(self, tensor: _Tensor) -> None:
         """Drop training's own reference to a tensor."""
@@ -272,7 +269,7 @@ class _Replay:
         assert tensor.move is not None
         transfer = Transfer(tensor.move.name, nbytes, False, back, takes=nbytes)
         tensor.away, tensor.wanted, tensor.transfer = False, False, transfer
-        self._queue(transfer, self._reads[tensor.move.place])
+        self._queue(transfer)
 
     def _require(self, nbytes: int) -> None:
         """Count bytes of memory, and start reads that waited for what is free now."""
@@ -304,7 +301,7 @@ class _Replay:
             number = self._asked
             self._asked += 1
             held += 1
-            self._stripe(number, updates[number].read_bytes, write=False)
+            self._move_states(number, updates[number].read_bytes, write=False)
         number = self._updated
         if number not in self._ready or number not in self._read:
             return
@@ -318,40 +315,33 @@ class _Replay:
     def _update_over(self, number: int) -> None:
         self._updated += 1
         self._writing_updates += 1
-        self._stripe(number, self._profile.updates[number].written_bytes, write=True)
+        self._move_states(number, self._profile.updates[number].written_bytes, write=True)
         self._update()
         self._retry()
 
-    def _stripe(self, number: int, nbytes: int, *, write: bool) -> None:
-        """Transfer the states of an update over all paths, in proportion to their rates."""
-        lanes = list((self._writes if write else self._reads).values()) if nbytes else []
-        rates = [lane.rates.write if write else lane.rates.read for lane in lanes]
-        left = max(1, len(lanes))
+    def _move_states(self, number: int, nbytes: int, *, write: bool) -> None:
+        """Transfer the states of an update."""
 
-        def part() -> None:
-            nonlocal left
-            left -= 1
-            if left:
-                return
+        def moved() -> None:
             if write:
                 self._writing_updates -= 1
             else:
                 self._read.add(number)
             self._update()
 
-        for lane, rate in zip(lanes, rates, strict=True):
-            share = int(nbytes * rate / sum(rates))
-            self._queue(Transfer(f"states {number}", share, write, part), lane)
-        if not lanes:
-            part()
+        if nbytes and self._lanes:
+            self._queue(Transfer(f"states {number}", nbytes, write, moved))
+        else:
+            moved()
 
     # ------------------------------------------------------------------ lanes
-    def _queue(self, transfer: Transfer, lane: Lane) -> None:
+    def _queue(self, transfer: Transfer) -> None:
+        lane = self._lanes[transfer.write]
         lane.waiting.append(transfer)
         self._serve(lane)
 
     def _serve_all(self) -> None:
-        for lane in (*self._reads.values(), *self._writes.values()):
+        for lane in self._lanes.values():
             self._serve(lane)
 
     def _serve(self, lane: Lane) -> None:

@@ -1,4 +1,4 @@
-"""What a replay consists of: the lanes of paths with their transfers, and the replayed step."""
+"""What a replay consists of: the lanes of the path with their transfers, and the replayed step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StepReplay:
     computing_seconds: float
     stalls: Mapping[str, float]  # Seconds of waiting for "reads", "memory" and "updates"
     peak_bytes: int
-    lanes: Mapping[str, LaneUse]  # Of each direction of each path by name, and of "update"
+    lanes: Mapping[str, LaneUse]  # Of each direction of the path by name, and of "update"
     memory: Sequence[tuple[float, int]]  # Over time as (seconds, bytes)
     spans: Sequence[Span]
 
@@ -61,7 +61,7 @@ class Transfer:
 
 @dataclass(eq=False, slots=True)
 class Lane:
-    """One direction of a path, or both if they share its time; first in, first out."""
+    """One direction of the path; first in, first out."""
 
     name: str
     rates: PathRates

@@ -6,13 +6,13 @@ Planning looks for memory above a limit, and for time that paths have left for t
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from offload_strategy.plan_runtime.profile import PathRates, TensorLife
 
 
 class MemoryCurve:
-    """Required bytes over the time of a step that repeats: of tensors, and of baseline memory.
+    """Required bytes over the time of a step: of tensors, and of baseline memory.
 
     Baseline memory (`others`) is given as (seconds, bytes), in ascending order.
     """
@@ -23,7 +23,6 @@ class MemoryCurve:
         step_seconds: float,
         others: Sequence[tuple[float, int]] = (),
     ) -> None:
-        self._step = step_seconds
         #: Starts of segments, and the end of the step.
         self.moments = sorted({0.0, step_seconds})
         self.levels = [0] * (len(self.moments) - 1)
@@ -31,8 +30,7 @@ class MemoryCurve:
         for (begin, nbytes), end in zip(others, ends, strict=False):
             self.add(begin, end, nbytes)
         for tensor in tensors:
-            begin, end = tensor.span(step_seconds)
-            self.add(begin, end, tensor.nbytes)
+            self.add(tensor.uses[0], tensor.uses[-1], tensor.nbytes)
 
     @property
     def peak_bytes(self) -> int:
@@ -40,51 +38,36 @@ class MemoryCurve:
         return max(self.levels, default=0)
 
     def add(self, begin: float, end: float, nbytes: int) -> None:
-        """Add bytes (or subtract them) in a span, which may extend into the next step."""
-        for first, last in self._within(begin, end):
-            low, high = self._cut(first), self._cut(last)
-            for place in range(low, high):
-                self.levels[place] += nbytes
+        """Add bytes (or subtract them) in a span; what lies beyond the step does not count."""
+        step = self.moments[-1]
+        low, high = self._cut(min(begin, step)), self._cut(min(end, step))
+        for place in range(low, high):
+            self.levels[place] += nbytes
 
     def relief(self, begin: float, end: float, nbytes: int, limit: int) -> float:
         """Return the relief above a limit, in byte seconds, if so many bytes are gone in a span."""
         gained = 0.0
         moments, levels = self.moments, self.levels
-        for first, last in self._within(begin, end):
-            place = bisect_right(moments, first) - 1
-            while place < len(levels) and moments[place] < last:
-                above = levels[place] - limit
-                if above > 0:
-                    seconds = min(last, moments[place + 1]) - max(first, moments[place])
-                    gained += (above if above < nbytes else nbytes) * seconds
-                place += 1
+        place = bisect_right(moments, begin) - 1
+        while place < len(levels) and moments[place] < end:
+            above = levels[place] - limit
+            if above > 0:
+                seconds = min(end, moments[place + 1]) - max(begin, moments[place])
+                gained += (above if above < nbytes else nbytes) * seconds
+            place += 1
         return gained
 
     def since(self, begin: float, end: float, level: int) -> float:
         """Return the earliest time from which no more than `level` bytes are required until `end`.
 
-        It is not before `begin`; the end may be in the next step.
+        It is not before `begin`.
         """
-        for first, last in reversed(list(self._within(begin, end))):
-            beyond = end - last  # by how much these moments lie in another step
-            place = bisect_left(self.moments, last) - 1
-            while place >= 0 and self.moments[place + 1] > first:
-                if self.levels[place] > level:
-                    return max(begin, self.moments[place + 1] + beyond)
-                place -= 1
-            end = first + beyond
+        place = bisect_left(self.moments, end) - 1
+        while place >= 0 and self.moments[place + 1] > begin:
+            if self.levels[place] > level:
+                return self.moments[place + 1]
+            place -= 1
         return begin
-
-    def _within(self, begin: float, end: float) -> Iterator[tuple[float, float]]:
-        """Yield the parts of a span that lie in one step each, as times within the step."""
-        if end - begin >= self._step:
-            yield 0.0, self._step
-            return
-        offset = begin // self._step * self._step if self._step else 0.0
-        begin, end = begin - offset, end - offset
-        yield begin, min(end, self._step)
-        if end > self._step:
-            yield 0.0, end - self._step
 
     def _cut(self, moment: float) -> int:
         """Return the segment that starts at a time, splitting one if necessary."""
@@ -98,7 +81,7 @@ class MemoryCurve:
 class Timeline:
     """Reserved time of one direction of a path. Other transfers may interrupt a transfer.
 
-    Times may be negative or beyond the end of a step: a late transfer ends in the next step.
+    Times may be negative or beyond the end of a step: such a transfer comes too late.
     """
 
     def __init__(self) -> None:
@@ -134,19 +117,13 @@ class Timeline:
             begin, end = min(begin, self._begins[first]), max(end, self._ends[last - 1])
         self._begins[first:last], self._ends[first:last] = [begin], [end]
 
-    @property
-    def busy_seconds(self) -> float:
-        """Reserved seconds in total."""
-        return sum(end - begin for begin, end in zip(self._begins, self._ends, strict=True))
-
 
 class BookedPath:
     """A path and its reserved time."""
 
     def __init__(self, rates: PathRates) -> None:
         self.rates = rates
-        self.writes = Timeline()
-        self.reads = self.writes if rates.simplex else Timeline()
+        self.writes, self.reads = Timeline(), Timeline()
 
     def written(self, nbytes: int, begin: float) -> float:
         """Return when a tensor that may be written from `begin` on would be written."""
