@@ -37,11 +37,7 @@ def plan_profile(options: argparse.Namespace, profile: Profile) -> int:
     if options.write_plan is not None:
         save_plan(plan, profile, options.write_plan)
     if options.json:
-        figures = {
-            "plan": asdict(plan),
-            "replay": asdict(replace(found, memory=(), spans=())),
-        }
-        print(json.dumps(figures, indent=2))
+        print(json.dumps({"plan": asdict(plan), "replay": asdict(found)}, indent=2))
     else:
         print(_text(profile, plan, found))
     return 0 if plan.fits else 1

@@ -35,9 +35,8 @@ from offload_strategy.io.bandwidth.probe import probe
 from offload_strategy.io.regions.region import Region
 from offload_strategy.plan_runtime.profile import write_text
 from offload_strategy.planner.hardware import Drive, Drives, drive_set
-from offload_strategy.planner.request import Request
+from offload_strategy.planner.request import Cores, CpuRequest, Request
 from offload_strategy.planner.search.config_output import config_yaml
-from offload_strategy.planner.search.cpu_request import Cores, CpuRequest
 from offload_strategy.planner.search.search_result import USUAL_TOKENS, USUAL_TOLERANCE, Space
 from offload_strategy.planner.search.settings import Overlap, StateType
 from offload_strategy.planner.search.settings_search import search

@@ -1,12 +1,12 @@
 """Planning by lifetimes which tensors are offloaded, and when (Teraio, section 3.2, algorithm 1).
 
 [Note: greedy selection]
-A candidate is a tensor in one of its idle periods. Its benefit is the memory above the limit that
-it would relieve, times the seconds for which it does; its cost is the time of its write and its
-read. The candidate with the best ratio is selected and its transfers are reserved on the path, so
-that later candidates see the time that is left; their benefit is then smaller, or they leave later.
-This repeats until the step fits. An old ratio is never too low (memory above the limit and free
-time only decrease), so a candidate is evaluated again only when its old ratio is the best.
+A candidate is a tensor between its creation and its use. Its benefit is the memory above the limit
+that it would relieve, times the seconds for which it does; its cost is the time of its write and
+its read. The candidate with the best ratio is selected and its transfers are reserved on the path,
+so that later candidates see the time that is left; their benefit is then smaller, or they leave
+later. This repeats until the step fits. An old ratio is never too low (memory above the limit and
+free time only decrease), so a candidate is evaluated again only when its old ratio is the best.
 
 Candidates whose transfers cannot be hidden are selected last, by the same ratio: training will wait
 for them, and a replay predicts how long.
@@ -15,7 +15,6 @@ for them, and a replay predicts how long.
 from __future__ import annotations
 
 import heapq
-import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -41,10 +40,9 @@ CHECKPOINT = (
 
 @dataclass(frozen=True, slots=True)
 class PlannedMove:
-    """The offload of a tensor during one of its idle periods; times in seconds of the step."""
+    """The offload of a tensor until it is used; times in seconds of the step."""
 
     tensor: int  # Number of the tensor in the profile
-    period: int  # Number of the idle period
     name: str  # For people
     nbytes: int
     place: str  # Name of the path
@@ -135,15 +133,13 @@ class _Planner:
         self.moves: list[PlannedMove] = []
         self._limit = limit
         self._path = None if profile.path is None else BookedPath(profile.path)
-        # Possible moves by number, each with the first time at which its memory can be free.
-        self._left = dict(
-            enumerate(
-                PlannedMove(number, period, tensor.name, tensor.nbytes, "", begin, free, end, end)
-                for number, tensor in enumerate(profile.tensors)
-                for period, (begin, end) in enumerate(itertools.pairwise(tensor.uses))
-                if tensor.nbytes and end > (free := max(begin, tensor.held_until))
-            )
-        )
+        # Possible moves by tensor, each with the first time at which its memory can be free.
+        self._left = {
+            number: PlannedMove(number, tensor.name, tensor.nbytes, "", begin, free, end, end)
+            for number, tensor in enumerate(profile.tensors)
+            for begin, end in [tensor.uses]
+            if tensor.nbytes and end > (free := max(begin, tensor.held_until))
+        }
 
     def choose(self) -> None:
         """Select moves; see [Note: greedy selection]."""

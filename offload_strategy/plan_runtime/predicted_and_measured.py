@@ -200,24 +200,23 @@ def compare_prediction(
 def _all_of(profile: Profile, leaving: Iterable[int]) -> LifetimePlan:
     """Return a plan that offloads tensors whatever room there is, and reads them just in time.
 
-    Each tensor is offloaded in the idle period before its last use. Reads are in the order of
-    need: a read starts earlier if the path has no time left, with backward at the earliest.
+    Reads are in the order of need: a read starts earlier if the path has no time left, with
+    backward at the earliest.
     """
     tensors = profile.tensors
     moves: list[PlannedMove] = []
     path = None if profile.path is None else BookedPath(profile.path)
-    chosen = sorted((n for n in set(leaving) if len(tensors[n].uses) > 1), reverse=True)
-    for number in sorted(chosen, key=lambda number: -tensors[number].uses[-1]):
+    chosen = sorted(set(leaving), reverse=True)
+    for number in sorted(chosen, key=lambda number: -tensors[number].uses[1]):
         if path is None:
             break
         tensor = tensors[number]
-        leaves, needed = tensor.uses[-2:]
+        leaves, needed = tensor.uses
         fetch = path.read_from(tensor.nbytes, needed)
         path.reads.book(fetch, needed)
         moves.append(
             PlannedMove(
                 tensor=number,
-                period=len(tensor.uses) - 2,
                 name=tensor.name,
                 nbytes=tensor.nbytes,
                 place=path.rates.name,

@@ -32,19 +32,19 @@ _Data = TypeVar("_Data")
 class TensorLife:
     """The lifetime of one tensor within a step.
 
-    Its name is for people. Uses are seconds in ascending order; the first is its creation, and
-    after the last it is gone. Until `held_until` its memory is in use even if it was offloaded,
+    Its name is for people. Uses are the second of its creation, and that of its use in backward,
+    after which it is gone. Until `held_until` its memory is in use even if it was offloaded,
     because training references it otherwise (a skip connection, an output).
     """
 
     name: str
     nbytes: int
-    uses: tuple[float, ...]
+    uses: tuple[float, float]
     held_until: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.nbytes < 0 or not self.uses:
-            raise ValueError(f"{self.name}: needs bytes and at least one use")
+        if self.nbytes < 0:
+            raise ValueError(f"{self.name}: bytes must not be negative, got {self.nbytes}")
         if list(self.uses) != sorted(self.uses) or not all(map(math.isfinite, self.uses)):
             raise ValueError(f"{self.name}: uses must be numbers that rise")
 
@@ -150,8 +150,8 @@ def peak_of(tensors: Iterable[TensorLife], others: Sequence[tuple[float, int]] =
         changes.append((moment, nbytes - before))
         before = nbytes
     for tensor in tensors:
-        gone = math.nextafter(tensor.uses[-1], math.inf)
-        changes += [(tensor.uses[0], tensor.nbytes), (gone, -tensor.nbytes)]
+        begin, end = tensor.uses
+        changes += [(begin, tensor.nbytes), (math.nextafter(end, math.inf), -tensor.nbytes)]
     sizes = (change for _, change in sorted(changes))
     return max(itertools.accumulate(sizes, initial=0))
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 
-from offload_strategy.plan_runtime.lifetime_plan import LifetimePlan, PlannedMove
+from offload_strategy.plan_runtime.lifetime_plan import LifetimePlan
 from offload_strategy.plan_runtime.profile import Profile, TensorLife
-from offload_strategy.plan_runtime.replay_lanes import Lane, LaneUse, Span, StepReplay, Transfer
+from offload_strategy.plan_runtime.replay_lanes import Lane, LaneUse, StepReplay, Transfer
 
 #: Updates whose states are read, computed or written at the same time (Fuyou, section 4.2).
 _BUFFERS = 3
@@ -42,11 +42,10 @@ class _Kind(IntEnum):
 
 @dataclass(eq=False, slots=True)
 class _Tensor:
-    number: int
     life: TensorLife
+    moves: bool
     #: Its write or its read that is queued or in flight.
     transfer: Transfer | None = None
-    move: PlannedMove | None = None
     away: bool = False
     wanted: bool = False
     #: Whether training references the memory otherwise, and whether only that keeps it.
@@ -88,11 +87,13 @@ class _Replay:
             for path in profile.paths
             for write in (False, True)
         }
-        self._tensors = [_Tensor(number, life) for number, life in enumerate(profile.tensors)]
-        self._memory = profile.baseline[-1][1]
-        self._leaving = 0
         moves = () if plan is None else plan.moves
-        self._moves = {(move.tensor, move.period): move for move in moves}
+        self._fetches = {move.tensor: move.fetch_at for move in moves}
+        self._tensors = [
+            _Tensor(life, number in self._fetches) for number, life in enumerate(profile.tensors)
+        ]
+        self._memory = profile.baseline[-1][1]
+        self._leaving = self._peak = 0
         self._delay = 0.0  # delay of computation by transfers and updates
         self._waits = False
         self._done: StepReplay | None = None
@@ -170,15 +171,17 @@ class _Replay:
         ]
         for tensor in self._tensors:
             life = tensor.life
-            for place, use in enumerate(life.uses):
-                missing = partial(self._missing, tensor, place)
-                events.append((use, _Kind.USE, missing, partial(self._use, tensor, place)))
-            if life.held_until > life.uses[0]:
+            created, used = life.uses
+            room = partial(self._room_missing, life.nbytes)
+            events.append((created, _Kind.USE, room, partial(self._create, tensor)))
+            missing = partial(self._missing, tensor)
+            events.append((used, _Kind.USE, missing, partial(self._use, tensor)))
+            if life.held_until > created:
                 at = min(life.held_until, step)
                 events.append((at, _Kind.FREE, _nothing, partial(self._release, tensor)))
-        for move in self._moves.values():
-            fetch = partial(self._fetch, self._tensors[move.tensor])
-            events.append((min(move.fetch_at, step), _Kind.FETCH, _nothing, fetch))
+        for number, at in self._fetches.items():
+            fetch = partial(self._fetch, self._tensors[number])
+            events.append((min(at, step), _Kind.FETCH, _nothing, fetch))
         before = profile.baseline[-1][1]
         for at, nbytes in profile.baseline:
             grows, before = nbytes - before, nbytes
@@ -191,10 +194,8 @@ class _Replay:
         return sorted(events, key=lambda event: event[:2])
 
     # ------------------------------------------------------------------ tensors
-    def _missing(self, tensor: _Tensor, place: int) -> str | None:
+    def _missing(self, tensor: _Tensor) -> str | None:
         """Return what training has to wait for before it uses a tensor, or None."""
-        if place == 0:
-            return self._room_missing(tensor.life.nbytes)
         if tensor.away:
             self._load(tensor)
         if tensor.transfer is None or tensor.leaving:
@@ -210,22 +211,19 @@ class _Replay:
         over = nbytes > 0 and self._memory + nbytes > self._limit
         return "memory" if over and self._leaving else None
 
-    def _use(self, tensor: _Tensor, place: int) -> None:
-        life = tensor.life
+    def _create(self, tensor: _Tensor) -> None:
+        self._require(tensor.life.nbytes)
+        if tensor.moves:
+            self._offload(tensor)
+
+    def _use(self, tensor: _Tensor) -> None:
         if tensor.transfer is not None:  # still in memory: cancel the offload
             tensor.transfer.cancelled = not tensor.transfer.begun
             tensor.transfer = None
-            self._leaving -= life.nbytes
-        if place == 0:
-            tensor.away = False
-            self._require(life.nbytes)
-        move = self._moves.get((tensor.number, place))
-        if move is not None:
-            self._offload(tensor, move)
-        elif place == len(life.uses) - 1:
-            self._require(-life.nbytes)
+            self._leaving -= tensor.life.nbytes
+        self._require(-tensor.life.nbytes)
 
-    def _offload(self, tensor: _Tensor, move: PlannedMove) -> None:
+    def _offload(self, tensor: _Tensor) -> None:
         nbytes = tensor.life.nbytes
 
         def gone() -> None:
@@ -240,9 +238,9 @@ class _Replay:
                     self._load(tensor)
             self._retry()
 
-        transfer = Transfer(move.name, nbytes, True, gone)
-        tensor.transfer, tensor.move, tensor.wanted = transfer, move, False
-        tensor.held = move.period == 0 and tensor.life.held_until > tensor.life.uses[0]
+        transfer = Transfer(nbytes, True, gone)
+        tensor.transfer, tensor.wanted = transfer, False
+        tensor.held = tensor.life.held_until > tensor.life.uses[0]
         self._leaving += nbytes
         self._queue(transfer)
 
@@ -266,8 +264,7 @@ class _Replay:
             tensor.transfer = None
             self._retry()
 
-        assert tensor.move is not None
-        transfer = Transfer(tensor.move.name, nbytes, False, back, takes=nbytes)
+        transfer = Transfer(nbytes, False, back, takes=nbytes)
         tensor.away, tensor.wanted, tensor.transfer = False, False, transfer
         self._queue(transfer)
 
@@ -279,7 +276,7 @@ class _Replay:
 
     def _count(self, nbytes: int) -> None:
         self._memory += nbytes
-        self._curve.append((self._now - self._began, self._memory))
+        self._peak = max(self._peak, self._memory)
 
     # ------------------------------------------------------------------ updates
     def _missing_updates(self) -> str | None:
@@ -307,7 +304,7 @@ class _Replay:
             return
         self._ready.remove(number)  # it has begun
         seconds = updates[number].seconds
-        self._span("update", f"update {number}", seconds)
+        self._keep_busy("update", seconds)
         if self._profile.shared_cores:
             self._delay_computing(seconds)
         self._at(seconds, lambda: self._update_over(number))
@@ -330,7 +327,7 @@ class _Replay:
             self._update()
 
         if nbytes and self._lanes:
-            self._queue(Transfer(f"states {number}", nbytes, write, moved))
+            self._queue(Transfer(nbytes, write, moved))
         else:
             moved()
 
@@ -353,7 +350,7 @@ class _Replay:
         if transfer.takes:
             self._count(transfer.takes)
         seconds = lane.rates.seconds(transfer.nbytes, write=transfer.write)
-        self._span(lane.name, transfer.what, seconds, transfer.nbytes)
+        self._keep_busy(lane.name, seconds, transfer.nbytes)
 
         def over() -> None:
             lane.busy = False
@@ -362,15 +359,15 @@ class _Replay:
 
         self._at(seconds, over)
 
-    def _span(self, lane: str, what: str, seconds: float, nbytes: int = 0) -> None:
-        begin = self._now - self._began
-        self._spans.append(Span(lane, what, begin, begin + seconds, nbytes))
+    def _keep_busy(self, lane: str, seconds: float, nbytes: int = 0) -> None:
+        moved, busy = self._busy.get(lane, (0, 0.0))
+        self._busy[lane] = moved + nbytes, busy + seconds
 
     # ------------------------------------------------------------------ steps
     def _begin_step(self) -> None:
         self._began = self._now
-        self._curve = [(0.0, self._memory)]
-        self._spans: list[Span] = []
+        self._peak = self._memory
+        self._busy: dict[str, tuple[int, float]] = {}  # bytes and seconds by lane
         # Updates of the last step may still be written.
         self._ready: set[int] = set()
         self._read: set[int] = set()
@@ -379,10 +376,8 @@ class _Replay:
 
     def _finished(self, computing: float, stalls: dict[str, float]) -> StepReplay:
         seconds = self._now - self._began
-        lanes: dict[str, LaneUse] = {}
-        for span in self._spans:
-            use = lanes.get(span.lane, LaneUse(0, 0.0))
-            share = (span.end - span.begin) / seconds if seconds else 0.0
-            lanes[span.lane] = LaneUse(use.nbytes + span.nbytes, use.busy_share + share)
-        peak = max(nbytes for _, nbytes in self._curve)
-        return StepReplay(seconds, computing, stalls, peak, lanes, self._curve, self._spans)
+        lanes = {
+            lane: LaneUse(nbytes, busy / seconds if seconds else 0.0)
+            for lane, (nbytes, busy) in self._busy.items()
+        }
+        return StepReplay(seconds, computing, stalls, self._peak, lanes)

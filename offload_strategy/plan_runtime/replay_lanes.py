@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from offload_strategy.plan_runtime.profile import PathRates
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """What a lane moved or computed between two times in seconds, for charts."""
-
-    lane: str
-    what: str
-    begin: float
-    end: float
-    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +26,6 @@ class StepReplay:
     stalls: Mapping[str, float]  # Seconds of waiting for "reads", "memory" and "updates"
     peak_bytes: int
     lanes: Mapping[str, LaneUse]  # Of each direction of the path by name, and of "update"
-    memory: Sequence[tuple[float, int]]  # Over time as (seconds, bytes)
-    spans: Sequence[Span]
 
 
 @dataclass(eq=False, slots=True)
@@ -49,7 +36,6 @@ class Transfer:
     waits for it and it is `urgent`.
     """
 
-    what: str
     nbytes: int
     write: bool
     done: Callable[[], None]

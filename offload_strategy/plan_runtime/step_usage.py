@@ -30,7 +30,7 @@ class MemoryCurve:
         for (begin, nbytes), end in zip(others, ends, strict=False):
             self.add(begin, end, nbytes)
         for tensor in tensors:
-            self.add(tensor.uses[0], tensor.uses[-1], tensor.nbytes)
+            self.add(*tensor.uses, tensor.nbytes)
 
     @property
     def peak_bytes(self) -> int:

@@ -15,8 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from offload_strategy.planner.hardware import Drives
-from offload_strategy.planner.request import Request
-from offload_strategy.planner.search.cpu_request import CpuRequest
+from offload_strategy.planner.request import CpuRequest, Request
 from offload_strategy.planner.search.search_result import Candidate, SearchResult, Space, rounded
 from offload_strategy.planner.search.settings import Fit, model_sizes
 from offload_strategy.planner.search.settings_search import model_of, search

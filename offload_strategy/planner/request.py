@@ -1,18 +1,39 @@
-"""A run on a machine with a GPU: a model, and the figures of the machine."""
+"""A model, and the figures of a machine: one with a GPU, or one that trains on its CPU.
+
+A machine without a GPU has one memory for everything, drives, and no link.
+
+[Note: costs on the cores]
+The seconds of a pass are those of its FLOP plus a share that grows with the parameters of the
+layers alone, however few tokens there are: weights are read from memory, and gradients written to
+it. Both figures come from two runs of one layer, and the rate of updates from an optimizer that has
+everything in memory. The gradient of an embedding is filled with zeros and then read. Offload costs
+computing time as well (`planner.step_time`, [Note: one set of cores]). Of a step of 4 seconds of a
+GPT with 13 layers whose 661 MB of activations are written and read, 0.1 s are hooks and 0.1 s are
+lost to I/O threads (docs/activations.md): `HOOK_SECONDS` and `IO_OVERHEAD` are derived from that.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from offload_strategy.errors import ConfigError
 from offload_strategy.planner.hardware import Device, Drives
 from offload_strategy.planner.hardware import device as named_device
 from offload_strategy.planner.step_time import Rates
-from offload_strategy.planner.transformer_shape import (
-    TransformerShape,
-    positive,
-    require_positive,
-)
+from offload_strategy.planner.transformer_shape import TransformerShape, positive, require_positive
+from offload_strategy.units import format_size
 
+#: Bytes of an element of weights, gradients, moments and activations.
+ELEMENT_BYTES = 4
+#: Seconds per saved tensor in the hooks, forward and backward: 0.1 s for 13 layers of 11.
+HOOK_SECONDS = 0.1 / (13 * 11)
+#: Seconds of computation that are lost for a byte that moves: 0.1 s for 661 MB in both directions.
+IO_OVERHEAD = 0.1 / (2 * 661e6)
+#: Share of memory that the search plans for; its count is not exact.
+MEMORY_SHARE = 0.95
+#: Share of memory that the plan of a run keeps to, which knows what there really is.
+LIMIT_SHARE = 0.96
 _TERA = 1e12
 _GB = 1e9
 #: The device whose sustained share of its peak is assumed for devices without a measurement.
@@ -73,3 +94,79 @@ def _sustained_share() -> float:
     yardstick = named_device(_YARDSTICK)
     assert yardstick.sustained_flops is not None
     return yardstick.sustained_flops / yardstick.flops
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """What all cores of a machine do together in float32; see [Note: costs on the cores]."""
+
+    flops: float  # FLOP/s of a layer's forward and backward pass
+    update_rate: float  # Parameters that the optimizer updates in a second
+    copy_rate: float  # Bytes that are copied within memory in a second
+    process_bytes: int  # Bytes of a training process without the model and what belongs to it
+    # Seconds of a forward and a backward pass for each parameter of a layer, in addition to
+    # the FLOP
+    pass_seconds: float = 0.0
+    # Seconds of computation that are lost for each byte that a path moves
+    io_overhead: float = IO_OVERHEAD
+    sources: Mapping[str, str] = field(default_factory=dict)  # Where the figures are from, by field
+
+    def __post_init__(self) -> None:
+        require_positive(self, "cores: ", "flops", "update_rate", "copy_rate")
+        for name in ("process_bytes", "pass_seconds", "io_overhead"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"cores: {name} is {getattr(self, name)}; give 0 or more")
+
+    def copy_seconds(self, parameters: int) -> float:
+        """Return the seconds of a copy of so many float32 values."""
+        return ELEMENT_BYTES * parameters / self.copy_rate
+
+
+@dataclass(frozen=True, slots=True)
+class CpuRequest:
+    """A run on a machine that trains on its CPU in float32."""
+
+    shape: TransformerShape  # Shape of the model
+    cores: Cores  # Rates of the cores
+    drives: Drives  # The drives
+    memory_bytes: int  # Memory that the process may take
+    # Whether a drive reads and writes at its rates at the same time; otherwise one after the
+    # other
+    duplex: bool = False
+
+    def __post_init__(self) -> None:
+        require_positive(self, "", "memory_bytes")
+
+    @property
+    def room_bytes(self) -> int:
+        """Memory that training may take, the process included."""
+        return int(MEMORY_SHARE * self.memory_bytes)
+
+    @property
+    def limit_bytes(self) -> int:
+        """Memory that the plan of a run keeps to (`planning.device_memory`)."""
+        return int(LIMIT_SHARE * self.memory_bytes)
+
+    def assumptions(self) -> list[str]:
+        """Return what the figures rest on, a line each."""
+        cores, drive = self.cores, self.drives.drive
+        named = {**dict.fromkeys(Cores.__slots__, ""), **cores.sources}
+        of = {name: f" ({source})" if source else "" for name, source in named.items()}
+        drives = f" ({drive.sources['read_GBps']})" if drive.sources.get("read_GBps") else ""
+        return [
+            f"cores: {cores.flops / _GB:.3g} GFLOPS in float32 in a transformer layer, and "
+            f"{cores.pass_seconds * _GB:.2g} s for each billion parameters a pass{of['flops']}",
+            f"updates: {cores.update_rate / _GB:.2g} billion parameters in a second"
+            f"{of['update_rate']}; copies within memory: {cores.copy_rate / _GB:.3g} GB/s"
+            f"{of['copy_rate']}",
+            f"drive: {drive.read / _GB:.3g} GB/s read, {drive.write / _GB:.3g} GB/s written, "
+            f"{'both at once' if self.duplex else 'one at a time'}{drives}",
+            f"offload takes {HOOK_SECONDS * 1e3:.1f} ms for each tensor that autograd saves, and "
+            f"computation loses {cores.io_overhead * _GB:.3g} s for each GB of I/O"
+            f"{of['io_overhead']}",
+            "everything overlaps as well as it can, except updates and computation, which share "
+            "the cores; measured steps are longer",
+            "one memory for everything, in float32: 16 bytes a parameter with gradients and both "
+            f"moments of Adam, activations, and {format_size(cores.process_bytes)} of the process "
+            f"itself{of['process_bytes']}; {MEMORY_SHARE:.0%} of it is used",
+        ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 from offload_strategy.errors import ConfigError
 
@@ -13,13 +13,6 @@ Kind = Literal["gpt", "bert", "t5", "llama"]
 _T5_BUCKETS = 32
 #: Segments that BERT tells apart.
 _BERT_TYPES = 2
-
-
-class Weight(NamedTuple):
-    """A matrix of the model, as the loaders of checkpoints name it: "layers.3.down"."""
-
-    name: str
-    elements: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,24 +88,12 @@ class TransformerShape:
         """Whether products and norms have biases."""
         return self.kind in ("gpt", "bert")
 
-    def layer_weights(self, index: int) -> list[Weight]:
-        """Matrices of a layer; those of a decoder attend to an encoder as well."""
+    def layer_matrices(self, index: int) -> list[int]:
+        """Elements of each matrix of a layer; those of a decoder attend to an encoder as well."""
         h, q, kv, f = self.hidden, self.attention_width, self.keys_width, self.inner
-        sizes = {"q": h * q, "k": h * kv, "v": h * kv, "o": q * h, "up": h * f, "down": f * h}
-        if self.gated:
-            sizes["gate"] = h * f
-        if self._crosses(index):
-            sizes |= {"cross_q": h * q, "cross_k": h * kv, "cross_v": h * kv, "cross_o": q * h}
-        return [Weight(f"layers.{index}.{name}", size) for name, size in sizes.items()]
-
-    def weights(self) -> list[Weight]:
-        """Every matrix, without positions, norms and biases; a tied head once."""
-        found = [Weight("embedding", self.vocabulary * self.hidden)]
-        for index in range(self.layers):
-            found += self.layer_weights(index)
-        if not self.tied:
-            found.append(Weight("head", self.vocabulary * self.hidden))
-        return found
+        attention = [h * q, h * kv, h * kv, q * h]
+        feed_forward = (3 if self.gated else 2) * [h * f]
+        return (2 if self._crosses(index) else 1) * attention + feed_forward
 
     @property
     def end_parameters(self) -> int:
@@ -167,7 +148,7 @@ class TransformerShape:
         return index >= self.layers - self.decoder_layers
 
     def _layer(self, index: int) -> int:
-        matrices = sum(weight.elements for weight in self.layer_weights(index))
+        matrices = sum(self.layer_matrices(index))
         norms = 3 if self._crosses(index) else 2
         total = matrices + norms * (2 if self.has_biases else 1) * self.hidden
         if self.has_biases:

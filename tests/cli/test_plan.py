@@ -11,7 +11,7 @@ import torch
 from offload_strategy.cli import main, plan_search
 from offload_strategy.config import OffloadConfig
 from offload_strategy.planner.model_presets import preset
-from offload_strategy.planner.search.cpu_request import Cores
+from offload_strategy.planner.request import Cores
 from offload_strategy.planner.transformer_shape import TransformerShape
 from offload_strategy.units import GiB, MiB
 

@@ -29,6 +29,6 @@ def random_step(chance: random.Random, **options: Any) -> Profile:
     """A step of 20 s with tensors of any lifetimes."""
     tensors = []
     for number in range(22):
-        uses = tuple(sorted(chance.uniform(0, 20) for _ in range(chance.randint(2, 4))))
+        uses = tuple(sorted(chance.uniform(0, 20) for _ in range(2)))
         tensors.append(TensorLife(f"t{number}", chance.randint(1, 300), uses))
     return Profile(10.0, 20.0, tuple(tensors), **options)

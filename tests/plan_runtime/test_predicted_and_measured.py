@@ -166,11 +166,7 @@ def test_passes_of_a_step_add_up_and_updates_come_with_the_last() -> None:
     assert three.peak_bytes == one.peak_bytes
 
 
-def test_what_has_no_path_or_is_used_once_does_not_leave() -> None:
+def test_what_has_no_path_does_not_leave() -> None:
     found = predict_figures(stack(5, paths=()), leaving=range(5))
     assert found.step_seconds == pytest.approx(15.0)
     assert found.written_bytes == 0
-    profile = stack(2)
-    once = replace(profile.tensors[0], uses=(1.0,))
-    found = predict_figures(replace(profile, tensors=(once, profile.tensors[1])), leaving=[0, 1])
-    assert found.written_bytes == 100

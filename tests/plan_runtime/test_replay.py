@@ -17,7 +17,7 @@ from tests.plan_runtime.profiles import random_step, stack
 def all_leave(profile: Profile, limit: int) -> LifetimePlan:
     """A plan by which every tensor leaves at once, and is fetched when it is needed."""
     moves = tuple(
-        PlannedMove(number, 0, t.name, t.nbytes, "disk", t.uses[0], t.uses[0], t.uses[1], t.uses[1])
+        PlannedMove(number, t.name, t.nbytes, "disk", t.uses[0], t.uses[0], t.uses[1], t.uses[1])
         for number, t in enumerate(profile.tensors)
     )
     return LifetimePlan(limit, limit, profile.peak_bytes, moves)
@@ -113,7 +113,7 @@ def test_of_random_steps_none_hangs_and_none_is_faster_than_it_computes() -> Non
         assert found.step_seconds >= 20.0 - 1e-6
         assert sum(found.stalls.values()) <= found.step_seconds - found.computing_seconds + 1e-6
         # A transfer may end in the next step.
-        longest = max(span.end - span.begin for span in found.spans)
+        longest = 300 / min(path.read, path.write)
         busiest = max(use.busy_share for use in found.lanes.values())
         assert busiest * found.step_seconds <= found.step_seconds + longest + 1e-6
 
@@ -124,4 +124,5 @@ def test_ten_thousand_events_take_less_than_a_second_of_a_core() -> None:
     begin = time.process_time()
     found = replay(profile, plan, steps=1)
     seconds = time.process_time() - begin
-    assert (3 * 2000 + len(found.spans)) / seconds > 10_000
+    moved = sum(lane.nbytes for lane in found.lanes.values()) / 100
+    assert (3 * 2000 + moved) / seconds > 10_000

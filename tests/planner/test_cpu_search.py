@@ -20,16 +20,16 @@ from offload_strategy.config import OffloadConfig
 from offload_strategy.errors import ConfigError
 from offload_strategy.planner.hardware import Drive, Drives
 from offload_strategy.planner.model_presets import preset
-from offload_strategy.planner.saved_tensor_bytes import Workload, activation_bytes
-from offload_strategy.planner.search.config_output import config_yaml
-from offload_strategy.planner.search.cpu_model import CpuModel
-from offload_strategy.planner.search.cpu_request import (
+from offload_strategy.planner.request import (
     HOOK_SECONDS,
     LIMIT_SHARE,
     MEMORY_SHARE,
     Cores,
     CpuRequest,
 )
+from offload_strategy.planner.saved_tensor_bytes import Workload, activation_bytes
+from offload_strategy.planner.search.config_output import config_yaml
+from offload_strategy.planner.search.cpu_model import CpuModel
 from offload_strategy.planner.search.search_result import Space
 from offload_strategy.planner.search.settings import Settings
 from offload_strategy.planner.search.settings_search import search

@@ -41,8 +41,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from offload_strategy.plan_runtime.space_requirements import SUBGROUPS_IN_FLIGHT, subgroup_size
+from offload_strategy.planner.request import ELEMENT_BYTES, HOOK_SECONDS, CpuRequest
 from offload_strategy.planner.saved_tensor_bytes import layer_tensors
-from offload_strategy.planner.search.cpu_request import ELEMENT_BYTES, HOOK_SECONDS, CpuRequest
 from offload_strategy.planner.search.settings import (
     MIN_STORAGE_BYTES,
     SUBGROUPS_SHARE,

@@ -19,9 +19,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from offload_strategy.planner.request import Request
+from offload_strategy.planner.request import CpuRequest, Request
 from offload_strategy.planner.search.cpu_model import CpuModel
-from offload_strategy.planner.search.cpu_request import CpuRequest
 from offload_strategy.planner.search.gpu_model import GpuModel
 from offload_strategy.planner.search.search_result import (
     Candidate,
