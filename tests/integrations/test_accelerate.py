@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,15 @@ def test_a_prepared_model_is_copied_and_pickled() -> None:
     assert run.engine.metrics()["offload/activations/written_bytes"] == before
 
 
+def test_a_pickled_accelerator_offloads_too() -> None:
+    original = prepare(SSDOffloadPlugin(metrics_every=3))
+    original.accelerator._optimizers.clear()  # these say that they cannot be pickled
+    original.accelerator._schedulers.clear()
+    run = prepare(accelerator=pickle.loads(pickle.dumps(original.accelerator))).train(10)
+    assert run.engine is not original.engine
+    assert_same(run, prepare().train(10))
+
+
 # ---------------------------------------------------------------------- checkpoints
 
 BOTH_WAYS = [(True, False), (False, True)]
@@ -219,6 +229,17 @@ def test_free_memory_and_a_new_prepare_close_the_engine_and_open_another() -> No
         run.optimizer.step()
     assert again.engine is not engine
     assert_same(again, prepare().train(10))
+
+
+def test_no_thread_is_alive_after_the_end_of_training_and_states_can_be_saved(
+    tmp_path: Path,
+) -> None:
+    before = set(threading.enumerate())
+    run = prepare(SSDOffloadPlugin()).train(3)
+    run.accelerator.end_training()
+    assert set(threading.enumerate()) <= before
+    run.accelerator.save_state(str(tmp_path / "state"))
+    assert_same(run.train(7), prepare().train(3).train(7))
 
 
 def test_free_memory_closes_the_engine_once_the_script_has_let_go() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from offload_strategy import OffloadError
+from offload_strategy.io.backends.posix import PosixBackend
 from tests.distributed.ranks import run_ranks
 from tests.integrations.ends import ENDS, open_files
 from tests.integrations.lightning_runs import (
@@ -37,6 +39,16 @@ def plain_steps(model: nn.Module) -> list[torch.Tensor]:
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
     return [p.detach().clone() for p in model.parameters()]
+
+
+def slowly(move: Any) -> Any:
+    """A backend's method that moves bytes, so slow that writes end after the step."""
+
+    def moves(self: PosixBackend, *args: Any) -> Any:
+        time.sleep(0.05)
+        return move(self, *args)
+
+    return moves
 
 
 # ---------------------------------------------------------------------- fit, and fit again
@@ -124,7 +136,7 @@ def test_the_engine_closes_when_the_trainer_is_gone(pl: Any, tmp_path: Path, tie
 
 
 def test_no_thread_is_alive_after_fit_and_whatever_follows_it(
-    pl: Any, tmp_path: Path, tier: Path
+    pl: Any, tmp_path: Path, tier: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = set(threading.enumerate())
     runs = [fit(pl, tmp_path, "ssd_offload", max_steps=5) for _ in range(3)]
@@ -134,6 +146,13 @@ def test_no_thread_is_alive_after_fit_and_whatever_follows_it(
             run.trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
             assert set(threading.enumerate()) <= before
     run = runs[0]
+    trainer = run.trainer
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixBackend, "move", slowly(PosixBackend.move))
+        patch.setattr(PosixBackend, "move_adjacent", slowly(PosixBackend.move_adjacent))
+        step = {"batch": next(iter(batches())), "batch_idx": 0}
+        trainer.fit_loop.epoch_loop.automatic_optimization.run(trainer.optimizers[0], 0, step)
+        assert set(threading.enumerate()) <= before
     loader = DataLoader(batches().dataset, batch_size=16, num_workers=1)
     run.trainer.validate(run.module, loader, verbose=False)
     run.trainer.fit_loop.epoch_loop.max_steps = 10

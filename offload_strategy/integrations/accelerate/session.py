@@ -75,6 +75,10 @@ class Session:
         self._logged_at: int | None = None
         self._log_step: int | None = None
 
+    def __reduce__(self) -> Any:
+        """A copy of an `Accelerator` has a session without an engine."""
+        return type(self), (self._config, self._metrics_every, self._accelerator())
+
     @property
     def engine(self) -> OffloadEngine:
         """The open engine; a new one after `close`."""
@@ -171,7 +175,7 @@ class Session:
         original(values, step=step, log_kwargs=log_kwargs)
 
     def end_training(self, original: Original) -> None:
-        """Log the metrics of the last step.
+        """Log the metrics of the last step, and end the threads: states can still be saved.
 
         At the script's last step, which is also right for one that writes to its trackers itself.
         """
@@ -179,6 +183,8 @@ class Session:
             for tracker in self._owner.trackers:
                 tracker.log(metrics, step=self._log_step)
         original()
+        if self._engine is not None:
+            self._engine.end_threads()
 
     def free_memory(self, original: Original, *objects: Any) -> Any:
         """Retire; see [Note: free_memory]."""

@@ -134,7 +134,7 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training step, offloading its saved tensors."""
         engine = self._engine
-        if engine is None:
+        if engine is None or not self._fitting:  # a step by hand after `fit`
             return super().training_step(*args, **kwargs)
         module = self.lightning_module
         if module is not None and module.automatic_optimization:
@@ -157,6 +157,8 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         finally:
             self._in_optimizer_step = False
+            if not self._fitting and self._engine is not None:
+                self._engine.end_threads()  # after `fit`, no thread outlives what needed it
 
     # ------------------------------------------------------------------ checkpoints, end
 
