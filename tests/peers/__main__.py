@@ -1,11 +1,12 @@
 """Runs the tests of another project with and without offload, and lists what changes.
 
-    python -m tests.peers lightning /path/to/its/checkout --out results.json [FOLDER ...]
+    python -m tests.peers PEER /path/to/its/checkout --out results.json [FOLDER ...]
     python -m tests.peers lightning /path/to/its/checkout --keep runs     # goes on where it was
     python -m tests.peers lightning /path/to/its/checkout --quick         # without: only what fails
 
-The checkout should be of the version that is installed. Nothing of it is changed, and the report
-names for each test that passes without offload and fails with it the last line of the error.
+The checkout should be of the version that is installed. Nothing of it is changed, but models and
+data that its tests would load from a hub are made in it (`stand_ins.py`). The report names for each
+test that passes without offload and fails with it the last line of the error.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from tests.peers.peers import PEERS, Peer
-
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # as in the processes of the tests
+
+from peers import PEERS, Peer  # noqa: E402
 
 #: Nearly everything of a tiny model leaves, to a disk.
 CONFIG = {"activations": {"min_size": 1, "budget": "100%"}, "memory": {"pinned": "256MiB"}}
@@ -38,7 +40,7 @@ def run(tests: str, offloads: bool, options: Any, only: Sequence[str] = ()) -> O
     """Run the tests of a folder in a process, or only some; return what came of each."""
     name, checkout = options.peer, options.checkout
     how = "with" if offloads else "without"
-    kept = options.keep and options.keep / f"{tests.replace('/', '-')}-{how}.json"
+    kept = options.keep and options.keep / f"{tests.strip('/').replace('/', '-')}-{how}.json"
     if kept and kept.exists():
         known: Outcomes = json.loads(kept.read_text())
         return known
@@ -60,6 +62,9 @@ def run(tests: str, offloads: bool, options: Any, only: Sequence[str] = ()) -> O
             "SSD_OFFLOAD_CONFIG": json.dumps(CONFIG),
             "SSD_OFFLOAD_DIR": str(disk),
             "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "HF_HOME": str(Path(home, "hugging-face")),
+            "HF_DATASETS_CACHE": str(Path(home, "datasets")),
         }
         plugins = "-p offload_by_default -p no:cacheprovider -p no:xdist"
         arguments = ["-q", "--continue-on-collection-errors", *plugins.split()]
@@ -80,7 +85,7 @@ def run(tests: str, offloads: bool, options: Any, only: Sequence[str] = ()) -> O
         f"{tests} {how} offload: {dict(Counter(o['outcome'] for o in outcomes.values()))}",
         flush=True,
     )
-    if done.returncode not in (0, 1):
+    if done.returncode not in (0, 1) or not outcomes:
         print("\n".join(done.stdout.splitlines()[-15:]), done.stderr[-2000:], sep="\n")
     if left:
         print(f"left on the disk: {left}")
@@ -88,7 +93,7 @@ def run(tests: str, offloads: bool, options: Any, only: Sequence[str] = ()) -> O
 
 
 def compare(without: Outcomes, with_offload: Outcomes) -> dict[str, Any]:
-    """What changes: tests that only fail with offload, and those that only fail without."""
+    """What changes: tests that only fail with offload, or without, and those with other losses."""
 
     def failing(one: Outcomes, other: Outcomes) -> list[dict[str, Any]]:
         passed = [test for test, note in one.items() if note["outcome"] == "passed"]
@@ -96,7 +101,14 @@ def compare(without: Outcomes, with_offload: Outcomes) -> dict[str, Any]:
         found = [{"test": test, **other.get(test, lost)} for test in passed]
         return [note for note in found if note["outcome"] not in ("passed", "skipped")]
 
+    def differs(one: dict[str, Any], other: dict[str, Any]) -> bool:
+        both = {note["outcome"] for note in (one, other)} == {"passed"}
+        return both and one.get("digest") != other.get("digest")
+
+    trained = [t for t, note in with_offload.items() if note.get("losses") and t in without]
     return {
+        "other losses": [t for t in trained if differs(without[t], with_offload[t])],
+        "trained in both": len(trained),
         "counts without": dict(Counter(note["outcome"] for note in without.values())),
         "counts with": dict(Counter(note["outcome"] for note in with_offload.values())),
         "only fail with": failing(without, with_offload),
@@ -128,6 +140,7 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     peer: Peer = PEERS[options.peer]
     folders = options.tests or peer.tests
+    peer.prepare(options.checkout / peer.folder)
     outcomes: dict[bool, Outcomes] = {False: {}, True: {}}
     with ThreadPoolExecutor(options.processes) as pool:
         if options.quick:
@@ -153,8 +166,8 @@ def main() -> None:
     if options.out is not None:
         options.out.write_text(json.dumps(results, indent=1))
     print(table(results))
-    for name in ("counts without", "counts with"):
-        print(f"{name} offload: {results[name]}")
+    for name in ("counts without", "counts with", "trained in both", "other losses"):
+        print(f"{name}: {results[name]}")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,34 @@
 """A pytest plugin: makes offload the default of a peer, and notes what came of each test.
 
+The losses of all backward passes of a test are noted as one digest: with offload they must be the
+same, whatever the test itself asserts. Random numbers are seeded before each test.
+
 Not part of our own tests: `python -m tests.peers` loads it into the processes of the peer's tests.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import random
+import sys
 from typing import Any
 
 import pytest
+import torch
 from peers import PEERS
 
 _results = open(os.environ["PEER_RESULTS"], "a", buffering=1)  # noqa: SIM115  # kept by the process
 _process = os.getpid()
+_losses: list[str] = []
+_backward = torch.Tensor.backward
+
+
+def _noting_backward(self: torch.Tensor, *args: Any, **options: Any) -> None:
+    values = self.detach().double().flatten().tolist()
+    _losses.append(repr(values))
+    _backward(self, *args, **options)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -21,6 +36,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "flaky: of pytest-rerunfailures; a test runs once here")
     if os.environ["PEER_OFFLOADS"] == "1":
         PEERS[os.environ["PEER"]].offload()
+    torch.Tensor.backward = _noting_backward  # type: ignore[assignment,method-assign]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Begin with the same random numbers, with offload and without."""
+    _losses.clear()
+    random.seed(0)
+    torch.manual_seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -34,7 +60,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         lines = report.longreprtext.strip().splitlines() if report.failed else []
         errors = [line[2:].strip() for line in lines if line.startswith("E  ")]
         note: dict[str, Any] = {"test": report.nodeid, "outcome": report.outcome}
-        _note({**note, "when": report.when, "error": (errors or lines or [""])[-1][:300]})
+        note |= {"when": report.when, "error": (errors or lines or [""])[-1][:300]}
+        digest = hashlib.sha256("".join(_losses).encode()).hexdigest()[:16]
+        _note({**note, "losses": len(_losses), "digest": digest})
 
 
 def _note(*notes: dict[str, Any]) -> None:

@@ -1,14 +1,23 @@
-"""The projects whose own tests we run, with our strategy as their default.
+"""The projects whose own tests we run, with our package switched on in their processes.
 
-Another project is one entry of `PEERS`, and a function that makes its default ours.
+Another project is one entry of `PEERS`, and a function that switches the package on.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+from stand_ins import for_peft, for_trl
+
+HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -17,19 +26,21 @@ class Peer:
 
     Args:
         package: what is installed; its version is noted next to that of the checkout.
+        tests: files and folders to run, relative to the folder, one pytest process each.
+        offload: switches the package on, in the process of its tests.
         folder: of the checkout, from which its tests run.
-        tests: files and folders to run, relative to it, one pytest process each.
-        offload: makes offload the default, in the process of its tests.
         options: of pytest, for example to leave out tests that choose another strategy by name.
         variables: of the environment of its tests.
+        prepare: is called with that folder before: makes what the tests would load from a hub.
     """
 
     package: str
-    folder: str
     tests: tuple[str, ...]
     offload: Callable[[], None]
+    folder: str = ""
     options: tuple[str, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
+    prepare: Callable[[Path], None] = lambda _: None
 
 
 def lightning() -> None:
@@ -52,12 +63,98 @@ def accelerate() -> None:
     os.environ["ACCELERATE_USE_SSD_OFFLOAD"] = "true"
 
 
+def trl_activations() -> None:
+    """Let TRL's context for offloading activations be an engine's."""
+    from offload_strategy import OffloadEngine
+
+    module = importlib.import_module("trl.models.activation_offloading")
+    engines = []
+
+    class Ours:
+        def __init__(self, **_: Any) -> None:
+            self.engine = OffloadEngine()
+            engines.append(self.engine)  # one that is collected closes itself, backward or not
+
+        def update_model_params(self, model: Any) -> None:
+            self.engine.attach(model)
+
+        def __enter__(self) -> None:
+            self.context = self.engine.forward()
+            self.context.__enter__()
+
+        def __exit__(self, *raised: Any) -> None:
+            self.context.__exit__(*raised)
+
+    module.OffloadActivations = Ours  # type: ignore[attr-defined]
+
+
+def loops(module: str, *names: str) -> None:
+    """Let loops that use neither Accelerate nor a Trainer offload.
+
+    Each optimizer of these classes is attached when it is made, and each module at its first
+    forward pass with gradients, to the engine that has an optimizer of its parameters, if one has.
+    """
+    import torch
+    from torch.utils.weak import WeakIdKeyDictionary
+
+    from offload_strategy import OffloadEngine
+
+    engines = WeakIdKeyDictionary()  # by parameter, weak references
+    attached = weakref.WeakSet[torch.nn.Module]()
+
+    def engine_of(parameters: Any) -> OffloadEngine:
+        known = [engines[p]() for p in parameters if p in engines]
+        engine = next((each for each in known if each and not each.closed), None)
+        engine = engine or OffloadEngine()
+        engines.update({p: weakref.ref(engine) for p in parameters})
+        return engine
+
+    def attaching(original: Any) -> Any:
+        class Attached(original):  # type: ignore[misc]
+            def __new__(cls, *args: Any, **options: Any) -> Any:
+                if cls is not Attached:
+                    return super().__new__(cls)
+                plain = original(*args, **options)
+                engine = engine_of([p for g in plain.param_groups for p in g["params"]])
+                wrapped: Any = engine.attach(optimizer=plain)
+                wrapped.engine = engine  # which lives as long
+                return wrapped
+
+        Attached.__name__ = Attached.__qualname__ = original.__name__
+        return Attached
+
+    place: ModuleType = importlib.import_module(module)
+    for name in names:
+        setattr(place, name, attaching(getattr(place, name)))
+    call, depth = torch.nn.Module.__call__, [0]
+
+    def attach_and_call(self: torch.nn.Module, *args: Any, **options: Any) -> Any:
+        new = not depth[0] and torch.is_grad_enabled() and self not in attached
+        if new and (parameters := list(self.parameters())):
+            attached.update(self.modules())
+            engine = engine_of(parameters)
+            engine.attach(self)
+            weakref.finalize(self, engine.close).atexit = False
+        depth[0] += 1
+        try:
+            return call(self, *args, **options)
+        finally:
+            depth[0] -= 1
+
+    torch.nn.Module.__call__ = attach_and_call
+
+
 _LIGHTNING = """
     trainer/optimization loops core models tuner checkpointing trainer/flags trainer/logging_
     trainer/properties trainer/connectors trainer/dynamic_args trainer/test_trainer.py
     trainer/test_states.py trainer/test_dataloaders.py trainer/test_config_validator.py
     callbacks utilities loggers profilers overrides
 """
+_ACCELERATE = "accelerator optimizer scheduler state_checkpointing grad_sync"
+_SFT = "nll dft dtype peft packing padding_free eval reentrant completion iterable Qwen2 Qwen3Moe"
+_SFT = " or ".join(_SFT.split())
+_PEFT = "training or parameters_after_training or lora"
+_TORCHAO = [f"{name}{bits}" for name in ("Adam", "AdamW") for bits in ("8bit", "4bit", "Fp8")]
 
 PEERS = {
     "lightning": Peer(
@@ -69,8 +166,42 @@ PEERS = {
     ),
     "accelerate": Peer(
         package="accelerate",
-        folder="",
-        tests=("tests/test_accelerator.py", "tests/test_optimizer.py", "tests/test_scheduler.py"),
+        tests=(
+            *(f"tests/test_{each}.py" for each in _ACCELERATE.split()),
+            str(HERE / "accelerate_scripts.py"),
+        ),
         offload=accelerate,
+        options=("-c", os.devnull, "--rootdir", "."),
+    ),
+    "trl": Peer(
+        package="trl",
+        tests=("tests/test_sft_trainer.py",),
+        offload=accelerate,
+        options=("-k", f"TestSFTTrainer and ({_SFT}) and not vlm and not Slow"),
+        prepare=for_trl,
+    ),
+    "trl-activations": Peer(
+        package="trl",
+        tests=("tests/test_activation_offloading.py",),
+        offload=trl_activations,
+        variables={"TRANSFORMERS_TEST_DEVICE": "cpu:0"},  # "cpu" would be skipped
+        prepare=for_trl,
+    ),
+    "torchao": Peer(
+        package="torchao",
+        tests=("test/test_low_bit_optim.py",),
+        offload=partial(loops, "torchao.optim", *_TORCHAO),
+        options=("-k", "not compile_True and not qmap_compile"),
+    ),
+    "peft": Peer(
+        package="peft",
+        tests=(
+            *(f"tests/test_{each}.py" for each in ("loraplus", "lorafa", "velora", "osf")),
+            "tests/test_custom_models.py",
+            "tests/test_decoder_models.py",
+        ),
+        offload=partial(loops, "torch.optim", "SGD", "Adam", "AdamW"),
+        options=("-o", "addopts=", "-k", _PEFT),
+        prepare=for_peft,
     ),
 }

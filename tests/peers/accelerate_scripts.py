@@ -1,0 +1,22 @@
+"""Accelerate's own test scripts, launched as its tests launch them, in one process and in two."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+_SCRIPTS = ["test_script", "test_sync", "test_ops", "test_distributed_data_loop"]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("script", [*_SCRIPTS, "test_merge_weights", "test_ddp_comm_hook"])
+def test_script(script: str, processes: int) -> None:
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu"]
+    launch += ["--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no"]
+    name = f"accelerate.test_utils.scripts.{script}"
+    done = subprocess.run(
+        [*launch, "-m", name], capture_output=True, text=True, check=False, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
