@@ -16,6 +16,7 @@ from benchmarks.device_traces import read_trace
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import contenders as who
 from benchmarks.gpu import contests, predictions, programs
+from benchmarks.turns import Ended
 
 ROOT = Path(__file__).parents[2]
 CONTEST = contests.ACTIVATIONS[0]
@@ -27,16 +28,17 @@ def test_every_part_runs_on_the_simulated_accelerator(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     file, disk = tmp_path / "found" / "sim.json", tmp_path / "disk"
     disk.mkdir()
-    test = "tests/accelerator/test_recovery.py::test_pinned_memory_is_exactly_as_asked"
+    # What starts programs of its own is below.
+    parts = [name for name in gpu.SHARES if name not in ("tests", "sanitizers")]
     command = [
         sys.executable, "-m", "benchmarks.gpu", "--device", "sim", "--brief", "--minutes", "20",
-        "--dir", str(disk), "--json", str(file), "--tests", test,
+        "--dir", str(disk), "--json", str(file), "--only", *parts,
     ]  # fmt: skip
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280)
     found = json.loads(file.read_text())
     problems = {name: part["reason"] for name, part in found["parts"].items() if part["reason"]}
     assert problems == {}, run.stderr[-3000:]
-    assert list(found["parts"]) == list(gpu.SHARES)
+    assert list(found["parts"]) == parts
     claims = [claim for part in found["parts"].values() for claim in part["claims"]]
     not_held = [one["name"] for one in claims if one["judged"] and not one["held"]]
     assert not_held == []
@@ -140,16 +142,43 @@ def test_a_trace_says_who_waits_and_what_overlaps(tmp_path: Path) -> None:
     assert found["overlap"] == pytest.approx(50 / 150)
 
 
-def test_results_of_tests_are_read_from_what_pytest_prints() -> None:
-    outcomes: dict[str, str] = {}
-    begun = programs.read_results(
-        [
-            "collecting ... collected 4 items",
-            "tests/accelerator/test_a.py::test_one[host memory] PASSED      [ 25%]",
-            "tests/accelerator/test_a.py::test_two SKIPPED (needs CUDA)     [ 50%]",
-            "tests/accelerator/test_a.py::test_three[some host memory] ",
-        ],
-        outcomes,
-    )
-    assert list(outcomes.values()) == ["PASSED", "SKIPPED"]
-    assert begun == "tests/accelerator/test_a.py::test_three[some host memory]"
+def test_results_of_tests_are_read_from_what_pytest_prints(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = "tests/accelerator/test_a.py"
+    died = [
+        "collecting ... collected 4 items",
+        f"{file}::test_one[host memory] PASSED      [ 25%]",
+        f"{file}::test_two SKIPPED (needs CUDA)     [ 50%]",
+        f"{file}::test_three[some host memory] ",
+    ]
+    ends = [Ended(-11, died, "Segmentation fault"), Ended(0, [f"{file}::test_four PASSED"], "")]
+    commands: list[list[str]] = []
+
+    def run(command: list[str], *_: Any) -> Ended:
+        commands.append(command)
+        return ends[len(commands) - 1]
+
+    monkeypatch.setattr(programs, "run_program", run)
+    found = programs.accelerator_tests("sim", 100.0, [file])
+    assert commands[1][-2:] == ["--deselect", f"{file}::test_three[some host memory]"]
+    counts = {name: found.figures[name] for name in ("passed", "skipped", "failed", "not_run")}
+    assert counts == {"passed": 2, "skipped": 1, "failed": 1, "not_run": 0}
+    assert not found.claims[0].held
+
+
+@pytest.mark.parametrize(
+    ("end", "clean"),
+    [
+        (Ended(0, ['{"same": true}'], ""), True),
+        (Ended(0, ['{"same": true}', '{"same": false}'], ""), False),
+        (Ended(1, ['{"same": true}'], "an error"), False),
+    ],
+)
+def test_a_watched_training_is_clean_or_not(
+    end: Ended, clean: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(programs, "run_program", lambda *_: end)
+    found = programs.sanitizers("sim", tmp_path, 100.0, seeds=1)
+    assert [claim.held for claim in found.claims] == [clean]
+    assert "watches CUDA alone" in found.texts["Sanitizers"]
