@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -123,6 +124,22 @@ def test_graphs_that_break(engine: OffloadEngine) -> None:
     x = noise(4, 8).requires_grad_()
     for sign in (1, -1):
         compare(engine, call, lambda sign=sign: (call(x * sign).pow(2).sum(), x))
+
+
+def test_generated_kernels_get_the_same_inputs(
+    engine: OffloadEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They check the strides of what was saved, and rely on its alignment."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.GELU(), nn.Flatten(), nn.Linear(36, 8)
+    ).to(memory_format=torch.channels_last)
+    # No pool of processes, and no programs that try what the processor can do.
+    with torch._inductor.config.patch({"compile_threads": 1, "cpp.vec_isa_ok": True}):
+        call = torch.compile(model)
+        x = noise(2, 3, 5, 5).requires_grad_()
+        compare(engine, call, lambda: (call(x).pow(2).sum(), x))
 
 
 # ---------------------------------------------------------------------- traced, without data

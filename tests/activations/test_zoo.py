@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-import torch._inductor.config
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -118,23 +117,18 @@ def test_autocast_is_the_same_and_casts_of_weights_stay(kind: str, disk: Path) -
 # ---------------------------------------------------------------------- compiled
 # A compiled region saves what its partitioner chose, as a few large tensors, by the same hooks.
 # With checkpointing: tests/integrations/combinations.py.
-@pytest.mark.parametrize(("kind", "backend"), [("GPT-2", "aot_eager"), ("ResNet", "inductor")])
-def test_a_compiled_model_is_the_same(
-    kind: str, backend: str, disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_model_is_the_same(disk: Path) -> None:
     """Numbers are the same, and Dynamo compiles as often without and with offload."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     graphs: list[int] = []
 
     def make() -> Any:
         graphs.append(counters["stats"]["unique_graphs"])
         torch._dynamo.reset()
         counters.clear()
-        return torch.compile(build(kind), backend=backend)
+        return torch.compile(build("GPT-2"), backend="aot_eager")
 
     try:
-        with torch._inductor.config.patch(compile_threads=1):  # no pool of processes
-            compare(make, kind, disk, BOTH)
+        compare(make, "GPT-2", disk, BOTH)
         assert counters["stats"]["unique_graphs"] == graphs[-1] > 0
     finally:
         torch._dynamo.reset()
