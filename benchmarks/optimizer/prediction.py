@@ -142,8 +142,8 @@ def prediction(context: Context, choice: Choice) -> tuple[str, list[Result]]:
                 off = predicted.seconds / measured - 1
                 lines.append(
                     f"| {model} | {name} | {predicted.seconds:.3f} | {measured:.3f} | {off:+.1%} "
-                    f"| {predicted.stage('forward').seconds:.3f} "
-                    f"| {predicted.stage('backward').seconds:.3f} "
+                    f"| {predicted.stages[0].seconds:.3f} "
+                    f"| {predicted.stages[1].seconds:.3f} "
                     f"| {_limit(predicted)} |"
                 )
                 results.append(
@@ -181,7 +181,7 @@ def predict(
         update += 2 * parameters * host.convert  # both moments
     on_disk = ours.states_bytes(parameters) * (1 - ours.host_share)
     activations = row.median("offload/activations/read_bytes") if ours.activations else 0.0
-    rates = Rates(outcome.disk.read, outcome.disk.write, shared_cores=True, io_overhead=io_overhead)
+    rates = Rates(outcome.disk.read, outcome.disk.write, io_overhead=io_overhead)
     moved = on_disk + waiting
     # An update shares the cores with backward.
     backward = plain.median("backward_seconds") + update
@@ -193,5 +193,5 @@ def predict(
 
 
 def _limit(predicted: StepTime) -> str:
-    moving = predicted.resource_seconds["backward paths"] >= predicted.stage("backward").seconds
+    moving = predicted.stages[-1].limit == "paths"
     return "the disk" if moving else "computation"

@@ -9,22 +9,23 @@ from typing import Any
 
 from offload_strategy.units import PAGE_BYTES, parse_size
 
-#: Types of values by the word that stands for them in the help; others are text.
-_TYPES = {"N": int, "X": float, "GB/s": float, "FILE": Path}
-
 #: The option with a word for its value, if it has one; its help; and what else argparse needs.
 Option = tuple[str, str] | tuple[str, str, dict[str, Any]]
 
 
-def add_options(parser: Any, options: Iterable[Option]) -> None:
-    """Add options to a parser or a group of one."""
-    for words, text, *more in options:
-        flags = [word for word in words.split() if word.startswith("--")] or [words]
-        value = words.removeprefix(" ".join(flags)).strip()
-        usual: dict[str, Any] = {"metavar": value, "type": _TYPES.get(value, str)}
-        if not value:
-            usual = {} if more else {"action": "store_true"}
-        parser.add_argument(*flags, help=text, **(usual | dict(*more)))
+def rate(unit: float = 1.0) -> Callable[[str], float]:
+    """Return the type of an option that is a number of units above 0."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = 0.0
+        if not value > 0:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+        return unit * value
+
+    return parse
 
 
 def number(of: type, low: float, high: float, what: str) -> Callable[[str], Any]:
@@ -59,3 +60,18 @@ def block_size(text: str) -> int:
     if found % PAGE_BYTES:
         raise argparse.ArgumentTypeError(f"{text!r} is not a multiple of {PAGE_BYTES} bytes")
     return found
+
+
+#: Types of values by the word that stands for them in the help; others are text.
+_TYPES = {"N": int, "X": float, "GB/s": rate(1e9), "FILE": Path, "SIZE": size}
+
+
+def add_options(parser: Any, options: Iterable[Option]) -> None:
+    """Add options to a parser or a group of one."""
+    for words, text, *more in options:
+        flags = [word for word in words.split() if word.startswith("--")] or [words]
+        value = words.removeprefix(" ".join(flags)).strip()
+        usual: dict[str, Any] = {"metavar": value, "type": _TYPES.get(value, str)}
+        if not value:
+            usual = {} if more else {"action": "store_true"}
+        parser.add_argument(*flags, help=text, **(usual | dict(*more)))

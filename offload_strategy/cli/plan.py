@@ -9,7 +9,7 @@ import argparse
 import json
 from typing import Any, get_args
 
-from offload_strategy.cli.options import Option, add_options
+from offload_strategy.cli.options import Option, add_options, rate
 from offload_strategy.cli.plan_profile import plan_profile, profile_script
 from offload_strategy.cli.plan_search import CPU, check_search_options, cpu_request, plan_search
 from offload_strategy.errors import ConfigError
@@ -21,9 +21,7 @@ from offload_strategy.planner.model_presets import PRESETS, from_config, preset
 from offload_strategy.planner.request import Request
 from offload_strategy.planner.search.search_result import USUAL_TOKENS, USUAL_TOLERANCE
 from offload_strategy.planner.transformer_shape import Kind, TransformerShape
-from offload_strategy.units import parse_size
 
-_TERA = 1e12
 #: Usual vocabulary sizes of the kinds.
 _VOCABULARY = {"gpt": 50257, "bert": 30522, "t5": 32128, "llama": 128256}
 
@@ -70,11 +68,12 @@ _OPTIONS: dict[str, list[Option]] = {
         (
             "--tflops X",
             "sustained TFLOPS of the device (default: as measured, or a share of the peak)",
+            {"type": rate(1e12), "dest": "flops"},
         ),
         (
             "--update-rate N",
             f"with --device {CPU}: parameters that are updated in a second, such as 8e9",
-            {"type": float},
+            {"type": rate()},
         ),
     ],
     "search for the best settings": [
@@ -157,15 +156,7 @@ def add_parser(commands: Any) -> None:
 
 def _plan(options: argparse.Namespace) -> int:
     check_search_options(options)
-    _read_sizes_and_rates(options)
     if options.script:
-        given = {name: getattr(options, name) for name in ("profile", "model", "config_json")}
-        for name, value in (given | {"search": options.search or None}).items():
-            if value is not None:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} has no effect with a script "
-                    f"({options.script[0]}): leave it out"
-                )
         return plan_profile(options, profile_script(options))
     if options.profile is not None:
         return plan_profile(options, Profile.load(options.profile))
@@ -187,21 +178,6 @@ def _require(options: argparse.Namespace) -> None:
     missing = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is None]
     if missing:
         raise ConfigError(f"give {', '.join(missing)} as well: `ssd-offload plan --help` says how")
-
-
-def _read_sizes_and_rates(options: argparse.Namespace) -> None:
-    """Turn sizes into bytes and TFLOPS into FLOP/s, and refuse rates that are not above 0."""
-    for name in ("host_memory", "device_memory"):
-        text = getattr(options, name)
-        try:
-            setattr(options, name, None if text is None else parse_size(text))
-        except ValueError as error:
-            raise ConfigError(f"--{name.replace('_', '-')}: {error}") from error
-    for name in ("read", "write", "tflops", "update_rate"):
-        rate = getattr(options, name)
-        if rate is not None and not rate > 0:
-            raise ConfigError(f"--{name.replace('_', '-')} is {rate}; give more than 0")
-    options.flops = None if options.tflops is None else options.tflops * _TERA
 
 
 def _request(options: argparse.Namespace) -> Request:

@@ -23,8 +23,6 @@ from offload_strategy.plan_runtime.replay import replay
 from offload_strategy.plan_runtime.replay_lanes import StepReplay
 from offload_strategy.units import format_size, markdown_table
 
-_GIGA = 1e9
-
 
 def plan_profile(options: argparse.Namespace, profile: Profile) -> int:
     """Plan and replay a profiled step; return 1 if it does not fit."""
@@ -45,7 +43,7 @@ def plan_profile(options: argparse.Namespace, profile: Profile) -> int:
 
 def _with_rates(profile: Profile, options: argparse.Namespace) -> Profile:
     given = {"read": options.read, "write": options.write}
-    rates = {name: _GIGA * rate for name, rate in given.items() if rate is not None}
+    rates = {name: rate for name, rate in given.items() if rate is not None}
     if profile.path is None and len(rates) < len(given):
         raise ConfigError("the profile knows no path: give --read and --write")
     path = replace(profile.path or PathRates("path", 1.0, 1.0), **rates)

@@ -34,11 +34,12 @@ from offload_strategy.io.backends.protocol import create_backend
 from offload_strategy.io.bandwidth.probe import probe
 from offload_strategy.io.regions.region import Region
 from offload_strategy.plan_runtime.profile import write_text
+from offload_strategy.plan_runtime.space_requirements import Overlap
 from offload_strategy.planner.hardware import Drive, Drives, drive_set
 from offload_strategy.planner.request import Cores, CpuRequest, Request
 from offload_strategy.planner.search.config_output import config_yaml
 from offload_strategy.planner.search.search_result import USUAL_TOKENS, USUAL_TOLERANCE, Space
-from offload_strategy.planner.search.settings import Overlap, StateType
+from offload_strategy.planner.search.settings import StateType
 from offload_strategy.planner.search.settings_search import search
 from offload_strategy.planner.transformer_shape import TransformerShape
 from offload_strategy.telemetry import Direction
@@ -54,6 +55,9 @@ _OF_CPU = ("update_rate", "read", "write", "duplex")
 
 def check_search_options(options: argparse.Namespace) -> None:
     """Raise a ConfigError that names options without effect with, or without, a search."""
+    if options.script:
+        named = ("profile", "model", "config_json", "search")
+        _refuse(options, named, f"no effect with a script ({options.script[0]}): leave it out")
     if options.search and options.profile is not None:
         raise ConfigError("--search is for a model, --profile for a step of one: give one of them")
     on_cpu = options.gpu == CPU
@@ -134,7 +138,6 @@ _RUNS = 3
 #: Stacks of I/O threads, and further libraries.
 _MORE_BYTES = 32 * MiB
 _PROBE_SECONDS = 0.5
-_GIGA = 1e9
 
 
 def cpu_request(options: argparse.Namespace, shape: TransformerShape) -> CpuRequest:
@@ -166,7 +169,7 @@ def _drives(options: argparse.Namespace) -> Drives:
         read, write, free = (sum(figures) for figures in measured)
         source = f"measured on {', '.join(map(str, directories))}"
     else:
-        read, write, source = options.read * _GIGA, options.write * _GIGA, "given"
+        read, write, source = options.read, options.write, "given"
         free = sum(map(_free_bytes, directories))
     return Drives(Drive("path", read, write, int(free), sources={"read_GBps": source}), 1)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -129,7 +129,15 @@ class Profile:
     @property
     def peak_bytes(self) -> int:
         """Peak memory of the step without offload."""
-        return peak_of(self.tensors, self.baseline)
+        changes: list[tuple[float, int]] = []
+        before = 0
+        for moment, nbytes in self.baseline:
+            changes.append((moment, nbytes - before))
+            before = nbytes
+        for tensor in self.tensors:
+            begin, end = tensor.uses
+            changes += [(begin, tensor.nbytes), (math.nextafter(end, math.inf), -tensor.nbytes)]
+        return max(itertools.accumulate(change for _, change in sorted(changes)))
 
     def save(self, file: Path) -> None:
         """Write the profile as JSON."""
@@ -140,20 +148,6 @@ class Profile:
         """Read a profile; raise a ConfigError if the file is something else."""
         how = "Take one with OffloadEngine.profile().save, or `ssd-offload plan --write-profile`."
         return load_json(file, cls, "a profile", how)
-
-
-def peak_of(tensors: Iterable[TensorLife], others: Sequence[tuple[float, int]] = ()) -> int:
-    """Return the largest number of bytes of tensors and baseline memory that exist at a time."""
-    changes: list[tuple[float, int]] = []
-    before = 0
-    for moment, nbytes in others:
-        changes.append((moment, nbytes - before))
-        before = nbytes
-    for tensor in tensors:
-        begin, end = tensor.uses
-        changes += [(begin, tensor.nbytes), (math.nextafter(end, math.inf), -tensor.nbytes)]
-    sizes = (change for _, change in sorted(changes))
-    return max(itertools.accumulate(sizes, initial=0))
 
 
 def save_json(file: Path, figures: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -164,12 +164,8 @@ class Analysis:
                 "drives": request.drives.count,
             },
             "fits": {
-                fit.what: {
-                    "needed_bytes": fit.needed_bytes,
-                    "available_bytes": fit.available_bytes,
-                    "fits": fit.ok,
-                }
-                for fit in self.fits
+                what: {"needed_bytes": needed, "available_bytes": has, "fits": needed <= has}
+                for what, needed, has in map(astuple, self.fits)
             },
             "settings": run.as_dict(),
             "step": {
@@ -209,13 +205,8 @@ class Analysis:
             f"{settings.batch} of {settings.sequence} tokens, {self.found.model.machine}"
         )
         fits = (
-            (
-                fit.what,
-                format_size(fit.needed_bytes),
-                format_size(fit.available_bytes),
-                "yes" if fit.ok else "no",
-            )
-            for fit in self.fits
+            (what, format_size(needed), format_size(has), "yes" if needed <= has else "no")
+            for what, needed, has in map(astuple, self.fits)
         )
         stages = [
             (

@@ -53,12 +53,7 @@ class SavedTensor(NamedTuple):
 
     name: str
     elements: int
-    element_bytes: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-        return self.elements * self.element_bytes
+    nbytes: int
 
 
 def layer_tensors(
@@ -87,7 +82,9 @@ def layer_tensors(
         SavedTensor(
             name,
             work.tokens * width,
-            _STATISTICS_BYTES if name.endswith("statistics") else work.dtype_bytes,
+            work.tokens
+            * width
+            * (_STATISTICS_BYTES if name.endswith("statistics") else work.dtype_bytes),
         )
         for name, width in widths.items()
     ]
@@ -103,7 +100,9 @@ def activation_bytes(
     """
     tensors = (shape.layers - shape.decoder_layers) * layer_tensors(shape, work)
     tensors += shape.decoder_layers * layer_tensors(shape, work, crosses=True)
-    tensors.append(SavedTensor("last norm", work.tokens * shape.hidden, work.dtype_bytes))
+    tensors.append(
+        SavedTensor("last norm", work.tokens * shape.hidden, layer_input_bytes(shape, work))
+    )
     return sum(tensor.nbytes for tensor in tensors if tensor.elements >= min_elements)
 
 

@@ -6,12 +6,10 @@ of a run (`planner.search.gpu_model`, `planner.search.cpu_model`). A replay (`pl
 is exact to the tensor, but needs a profile, and seconds where the search tries thousands of
 settings.
 
-[Note: one set of cores]
 A GPU runs the model next to a host that moves bytes, so both overlap. A model that trains on the
-CPU shares its cores: the models of a run add its updates to what computes, and I/O is not free for
-it either: threads that move bytes take time from the same cores, and a virtual disk may copy with
-them. So computation loses some time for each byte that moves, at a rate of the machine that has to
-be measured (`Rates.io_overhead`).
+CPU shares its cores: its updates are added to what computes, and threads that move bytes take time
+from it, as may a virtual disk. So computation loses some time for each byte that moves, at a rate
+of the machine that has to be measured (`Rates.io_overhead`).
 """
 
 from __future__ import annotations
@@ -93,10 +91,6 @@ class StepTime:
         """Bytes that the step writes to the paths."""
         return self.moved_bytes("written")
 
-    def stage(self, name: str) -> Stage:
-        """Return the first stage of this name, or raise StopIteration."""
-        return next(stage for stage in self.stages if stage.name == name)
-
     @property
     def resource_seconds(self) -> dict[str, float]:
         """Seconds of every resource in every stage, for example under "backward paths"."""
@@ -132,10 +126,7 @@ class Rates:
     paths: int = 1  # Number of paths
     # Rate between host and device in each direction; infinite if the model trains on the CPU
     link: float = math.inf
-    # Whether the model runs on the cores that move bytes; see [Note: one set of cores]
-    shared_cores: bool = False
-    # Seconds of computation that are lost for each byte that a path moves. It counts with
-    # `shared_cores` only
+    # Seconds of computation that are lost for each byte that a path moves, on the cores that train
     io_overhead: float = 0.0
     # Whether a path reads and writes at its rates at the same time; otherwise reads and
     # writes share its time
@@ -148,11 +139,8 @@ class Rates:
 
     def stage(self, name: str, load: StageLoad, times: int = 1) -> Stage:
         """Return the stage that a load makes."""
-        computation = load.computation
-        if self.shared_cores:
-            computation += self.io_overhead * (load.read + load.written)
         limits = {
-            "computation": computation,
+            "computation": load.computation + self.io_overhead * (load.read + load.written),
             "link": max(load.to_device, load.from_device) / self.link,
             "paths": self.paths_seconds(load.read, load.written),
         }

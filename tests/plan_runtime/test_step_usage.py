@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from offload_strategy.plan_runtime.profile import PathRates, peak_of
+from offload_strategy.plan_runtime.profile import PathRates
 from offload_strategy.plan_runtime.step_usage import BookedPath, MemoryCurve, Timeline
 from tests.plan_runtime.profiles import stack
 
@@ -20,7 +20,7 @@ def test_a_stack_is_highest_where_backward_begins() -> None:
     profile = stack(4)
     curve = MemoryCurve(profile.tensors, profile.step_seconds, ((0.0, 50),))
     assert curve.peak_bytes == 450
-    assert peak_of(profile.tensors) == 400
+    assert profile.peak_bytes == 400
     assert level(curve, 1.4) == 150
 
 

@@ -238,7 +238,7 @@ def test_an_update_in_backward_hides_behind_it_but_takes_the_same_cores():
     # Four passes over the weights, of which two only read.
     assert timed(run, settings).seconds - plain == pytest.approx(3 * 4 * P / 1.5e10)
     settings = dataclasses.replace(settings, host_priority=("waiting", "activations"))
-    backward = timed(request(64 * GiB, 1e8, 1e8), settings).stage("backward, update")
+    backward = timed(request(64 * GiB, 1e8, 1e8), settings).stages[1]
     assert backward.limit == "paths"
     assert backward.seconds == pytest.approx(16 * P / 1e8)
 

@@ -118,12 +118,8 @@ LOAD = StageLoad(2.0, to_device=30e9, from_device=40e9, read=6e9, written=4e9)
         ({"duplex": True}, {"computation": 2.0, "link": 4.0, "paths": 3.0}),
         # A model on the host has no link to wait for.
         ({"link": math.inf}, {"computation": 2.0, "link": 0.0, "paths": 4.0}),
-        # What moves takes computing time from shared cores, and from no others.
-        (
-            {"shared_cores": True, "io_overhead": 1e-10},
-            {"computation": 3.0, "link": 4.0, "paths": 4.0},
-        ),
-        ({"io_overhead": 1e-10}, {"computation": 2.0, "link": 4.0, "paths": 4.0}),
+        # What moves takes computing time from the cores that train.
+        ({"io_overhead": 1e-10}, {"computation": 3.0, "link": 4.0, "paths": 4.0}),
     ],
 )
 def test_a_stage_takes_as_long_as_the_slowest_of_its_parts(rates, limits):

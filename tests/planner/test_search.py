@@ -278,13 +278,13 @@ def test_new_weights_come_from_where_they_waited():
     settings = (4, 1, 1024, 8, True)
     weights = 2 * run.shape.parameters
     assert placed(run, *settings, host_priority=order).split("waiting").host_bytes == 0
-    assert timed(run, *settings, host_priority=order).stage("step()").limits == {
+    assert timed(run, *settings, host_priority=order).stages[-1].limits == {
         "computation": 0,
         "link": pytest.approx(weights / 8e9),
         "paths": pytest.approx(weights / 1e9),
     }
     large = small_machine(host=64 * GiB)
-    commits = timed(large, *settings, host_priority=order).stage("step()")
+    commits = timed(large, *settings, host_priority=order).stages[-1]
     assert commits.seconds == pytest.approx(weights / 8e9)
 
 

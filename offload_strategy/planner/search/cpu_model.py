@@ -95,7 +95,6 @@ class CpuModel(SearchModel):
             drive.read,
             drive.write,
             request.drives.count,
-            shared_cores=True,
             io_overhead=request.cores.io_overhead,
             duplex=request.duplex,
         )

@@ -7,11 +7,11 @@ from functools import cached_property
 from typing import Any
 
 from offload_strategy.errors import ConfigError
+from offload_strategy.plan_runtime.space_requirements import Overlap
 from offload_strategy.planner.search.cpu_model import CpuModel
 from offload_strategy.planner.search.gpu_model import GpuModel
 from offload_strategy.planner.search.settings import (
     OffloadedKind,
-    Overlap,
     Placement,
     Settings,
     StateType,

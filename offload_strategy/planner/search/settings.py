@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from offload_strategy.errors import ConfigError
+from offload_strategy.plan_runtime.space_requirements import Overlap
 from offload_strategy.planner.hardware import Drives
 from offload_strategy.planner.saved_tensor_bytes import (
     Workload,
@@ -36,7 +37,6 @@ from offload_strategy.planner.transformer_shape import (
 )
 from offload_strategy.units import MiB
 
-Overlap = Literal["commit", "eager", "off"]
 StateType = Literal["float32", "bfloat16"]
 OffloadedKind = Literal["weights", "activations", "waiting", "states"]
 
