@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
 from typing import Any, get_args
 
 from offload_strategy.cli.options import Option, add_options, rate
@@ -160,7 +161,10 @@ def _plan(options: argparse.Namespace) -> int:
         return plan_profile(options, profile_script(options))
     if options.profile is not None:
         return plan_profile(options, Profile.load(options.profile))
-    _require(options)
+    needed = [] if options.search else ["batch"]
+    needed += [] if options.sequences else ["sequence"]
+    needed += ["gpu"] if options.gpu == CPU else ["gpu", "ssd", "host_memory"]
+    _require(options, needed, ": `ssd-offload plan --help` says how")
     request = cpu_request(options, _shape(options)) if options.gpu == CPU else _request(options)
     if options.search:
         return plan_search(options, request)
@@ -169,15 +173,11 @@ def _plan(options: argparse.Namespace) -> int:
     return 0 if all(fit.ok for fit in found.fits) else 1
 
 
-def _require(options: argparse.Namespace) -> None:
-    """Refuse a run of a model that lacks an option."""
-    names = [] if options.search else ["batch"]
-    if not options.sequences:
-        names.append("sequence")
-    names += ["gpu"] if options.gpu == CPU else ["gpu", "ssd", "host_memory"]
+def _require(options: argparse.Namespace, names: Iterable[str], otherwise: str) -> None:
+    """Raise a ConfigError that names options that are missing."""
     missing = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is None]
     if missing:
-        raise ConfigError(f"give {', '.join(missing)} as well: `ssd-offload plan --help` says how")
+        raise ConfigError(f"give {', '.join(missing)} as well{otherwise}")
 
 
 def _request(options: argparse.Namespace) -> Request:
@@ -198,12 +198,7 @@ def _shape(options: argparse.Namespace) -> TransformerShape:
     kind = options.model.lower()
     if kind not in get_args(Kind):
         return preset(options.model)
-    missing = [name for name in ("layers", "hidden", "heads") if getattr(options, name) is None]
-    if missing:
-        raise ConfigError(
-            f"--model {kind} is a kind of model: give "
-            f"{', '.join(f'--{name}' for name in missing)} as well, or the name of a model"
-        )
+    _require(options, ("layers", "hidden", "heads"), ", or the name of a model instead of a kind")
     # Learned positions are enough for the longest sequence.
     longest = max(options.sequences or [options.sequence])
     return TransformerShape(

@@ -9,11 +9,12 @@ computing, including data loading and logging, which a replay does not know.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
+
+from pydantic import FiniteFloat
 
 from offload_strategy.plan_runtime.lifetime_plan import LifetimePlan, PlannedMove, plan_lifetimes
 from offload_strategy.plan_runtime.profile import Profile, load_json, save_json
@@ -86,19 +87,14 @@ class StepFigures:
 class ComparedFigure:
     """One row of a comparison in seconds, bytes, or bytes per second, with a remark for people.
 
-    A figure is None if it was not predicted or not measured; another one must be finite.
+    A figure is None if it was not predicted or not measured.
     """
 
     part: str
-    predicted: float | None
-    observed: float | None
+    predicted: FiniteFloat | None
+    observed: FiniteFloat | None
     unit: Unit
     remark: str = ""
-
-    def __post_init__(self) -> None:
-        for value in (self.predicted, self.observed):
-            if value is not None and not math.isfinite(value):
-                raise ValueError(f"{self.part}: {value} is no figure")
 
     @property
     def ratio(self) -> float | None:

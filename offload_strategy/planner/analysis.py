@@ -149,7 +149,7 @@ class Analysis:
         """Return the figures with units in their names, ready for JSON."""
         request, run = self.request, self.run
         forward, rest = run.step.stages[0], StepTime(run.step.stages[1:])
-        settings, offloaded = run.settings, run.placement.offloaded
+        settings = run.settings
         return {
             "model": {
                 "parameters": request.shape.parameters,
@@ -184,7 +184,6 @@ class Analysis:
                 "bytes": self.activation_bytes,
                 "required_write_GBps": self.required_write_rate / _GB,
             },
-            "host_memory_bytes": {kind: split.host_bytes for kind, split in offloaded.items()},
             "drives": {
                 "written_bytes_per_step": run.step.written_bytes,
                 "written_bytes_per_day": self.written_per_day,

@@ -78,16 +78,11 @@ def layer_tensors(
     widths |= {"input of the second norm": stream, "input of up": stream}
     inner = ("gate", "activated gate", "up") if shape.gated else ("result of up",)
     widths |= dict.fromkeys((*inner, "input of down"), shape.inner)
-    return [
-        SavedTensor(
-            name,
-            work.tokens * width,
-            work.tokens
-            * width
-            * (_STATISTICS_BYTES if name.endswith("statistics") else work.dtype_bytes),
-        )
-        for name, width in widths.items()
-    ]
+    tensors = []
+    for name, width in widths.items():
+        each = _STATISTICS_BYTES if name.endswith("statistics") else work.dtype_bytes
+        tensors.append(SavedTensor(name, work.tokens * width, work.tokens * width * each))
+    return tensors
 
 
 def activation_bytes(
@@ -100,9 +95,8 @@ def activation_bytes(
     """
     tensors = (shape.layers - shape.decoder_layers) * layer_tensors(shape, work)
     tensors += shape.decoder_layers * layer_tensors(shape, work, crosses=True)
-    tensors.append(
-        SavedTensor("last norm", work.tokens * shape.hidden, layer_input_bytes(shape, work))
-    )
+    elements = work.tokens * shape.hidden
+    tensors.append(SavedTensor("last norm", elements, elements * work.dtype_bytes))
     return sum(tensor.nbytes for tensor in tensors if tensor.elements >= min_elements)
 
 

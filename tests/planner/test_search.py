@@ -58,7 +58,7 @@ def bytes_of(found, tier):
 
 # ------------------------------------------------------------------ what fits, and where
 def test_little_host_memory_and_fast_disks_give_ssd_tiers():
-    found = search(request(memory=24 * GiB), Space((1024,)))
+    found = search(request(memory=24 * GiB), Space((1024,), max_batch=64))
     assert found.best.settings.offloads_optimizer
     assert bytes_of(found, "ssd_bytes") > 0.95 * bytes_of(found, "total_bytes")
     tiers = yaml.safe_load(config_yaml(found, ["/mnt/nvme0"]))["optimizer"]["tiers"]
@@ -66,7 +66,7 @@ def test_little_host_memory_and_fast_disks_give_ssd_tiers():
 
 
 def test_much_host_memory_and_a_slow_disk_give_host_tiers_first():
-    found = search(dataclasses.replace(request(), drives=drives(5e8)), Space((1024,)))
+    found = search(dataclasses.replace(request(), drives=drives(5e8)), Space((1024,), max_batch=64))
     assert bytes_of(found, "host_bytes") > 100 * GiB
     assert bytes_of(found, "ssd_bytes") == 0
     config = yaml.safe_load(config_yaml(found, ["/mnt/disk"]))
@@ -75,14 +75,14 @@ def test_much_host_memory_and_a_slow_disk_give_host_tiers_first():
 
 
 def test_what_host_memory_has_no_room_for_goes_to_the_drives():
-    found = search(request(memory=256 * GiB), Space((1024,), overlaps=("commit",)))
+    found = search(request(memory=256 * GiB), Space((1024,), max_batch=64, overlaps=("commit",)))
     _, host, disk = found.best.placement.fits
     assert host.needed_bytes > 0.95 * host.available_bytes
     assert disk.needed_bytes == bytes_of(found, "ssd_bytes") > 0
 
 
 def test_a_small_model_on_a_large_device_offloads_nothing():
-    found = search(request("gpt2", "h200"), Space((1024,)))
+    found = search(request("gpt2", "h200"), Space((1024,), max_batch=64))
     (best,) = found.candidates
     assert (best.offloads, best.placement.offloaded) == ((), {})
     assert best.settings.recomputed_layers == 0
@@ -115,7 +115,7 @@ def test_what_fits_nowhere_is_refused_with_the_reason(run, short):
 # ------------------------------------------------------------------ the fastest
 def test_the_largest_model_is_searched():
     largest = max(PRESETS, key=lambda name: preset(name).parameters)
-    found = search(request(largest, "a100-80g"), Space((1024, 2048)))
+    found = search(request(largest, "a100-80g"), Space((1024, 2048), max_batch=64))
     assert found.tried > 1000
     assert found.best.placement.ok
 
@@ -166,7 +166,7 @@ def test_nothing_that_fits_is_faster_than_what_is_found(run, batches, space):
 
 def test_the_order_of_host_memory_is_searched():
     run = request("llama3-8b", "4090", "990-pro", 64 * GiB)
-    best, model = search(run, Space((1024,), max_batch=64, tolerance=0)).best, GpuModel(run)
+    best, model = search(run, Space((1024,), batch=24, tolerance=0)).best, GpuModel(run)
     orders = (
         model.place(dataclasses.replace(best.settings, host_priority=order))
         for order in itertools.permutations(KINDS)
