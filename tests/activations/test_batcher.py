@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from offload_strategy import OffloadEngine
-from offload_strategy.activations.tier_writes import TierWrites, batch_bytes
-from offload_strategy.units import KiB, MiB
+from offload_strategy.activations.tier_writes import TierWrites
 from tests.activations.support import Calls, X
 from tests.training import assert_same_bits, gradients
 
@@ -130,10 +129,3 @@ def test_an_engine_that_is_closed_in_the_middle_of_a_pass_keeps_what_waits(
         engine.close()
     loss.backward()
     assert torch.equal(model.weight.grad, (model.weight * 2).cos() * 2)
-
-
-def test_how_much_waits() -> None:
-    assert batch_bytes(0) == 0
-    assert batch_bytes(100 * KiB) == 7 * KiB
-    assert batch_bytes(100 * 1024 * MiB) == 48 * MiB
-    assert batch_bytes(1024 * MiB, rate=100.0 * MiB) == 16 * MiB, "a slow path gets no bursts"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch.nn import functional as F
 
 from offload_strategy import OffloadEngine
 from tests.activations.support import Calls, X, noise
-from tests.training import activations_only, assert_same_bits, bits, gradients, moved, on_disk
+from tests.training import assert_same_bits, bits, gradients, moved, on_disk
 
 
 def test_a_scope_covers_work_outside_of_the_model(engine: OffloadEngine) -> None:
@@ -56,21 +55,6 @@ def test_nothing_leaves_when_nothing_is_trained(engine: OffloadEngine, how: str)
             pass
     assert moved(engine) == moved(engine, verb="forwarded") == 0
     assert engine._resources.store.live_tickets == 0
-
-
-def test_an_interrupt_in_forward_and_then_close_leaves_no_hooks(disk: Path) -> None:
-    def function(w: torch.Tensor) -> torch.Tensor:
-        (X @ w).exp()
-        raise KeyboardInterrupt
-
-    model = Calls(function)
-    with activations_only(disk) as engine:
-        engine.attach(model)
-        with pytest.raises(KeyboardInterrupt):
-            model()
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    assert not model._forward_hooks
-    assert not model._forward_pre_hooks
 
 
 def test_a_call_that_never_began_ends_no_other(engine: OffloadEngine) -> None:

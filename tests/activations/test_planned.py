@@ -260,32 +260,6 @@ def test_without_a_limit_what_there_is_counts() -> None:
     assert budget.figures()["plan_limit_bytes"] == int(0.95 * 2000 * MiB)
 
 
-def test_a_profile_has_no_time_in_which_training_waited() -> None:
-    trace = Trace()
-    trace.started_at = 10.0
-    for saved_at, held in ((11.0, 0.0), (14.0, 2.0)):
-        trace.saved(1, ITEM)
-        trace.saved_at[-1], trace.held_at[-1] = saved_at, held
-    trace.held = 2.5
-    trace.uses = [(1, 15.0, 0.0), (0, 17.0, 0.5)]
-    profile = profiler(TierLoad()).profile(trace)
-    assert [tensor.uses for tensor in profile.tensors] == [(1.0, 4.0), (2.0, 2.5)]
-    assert (profile.forward_seconds, profile.step_seconds) == (2.5, 4.0)
-
-
-def test_a_profile_has_no_time_in_which_something_else_ran() -> None:
-    trace = Trace()
-    trace.started_at = 10.0
-    trace.saved(1, ITEM)
-    trace.saved(2, ITEM)
-    trace.saved_at = [11.0, 12.0]
-    trace.uses = [(1, 13.0, 0.0), (0, 18.0, 0.0)]
-    profile = profiler(TierLoad()).profile(trace, busy=[(13.5, 15.0), (17.0, 19.0)])
-    assert [tensor.uses for tensor in profile.tensors] == [(1.0, 5.5), (2.0, 3.0)]
-    assert profile.step_seconds == 5.5
-    assert profile.other_bytes == 0
-
-
 def test_a_path_that_was_never_busy_is_taken_for_as_fast_as_it_was_seen() -> None:
     budget, _ = planned(rate=None)
     assert budget.profile is not None

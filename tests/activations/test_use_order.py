@@ -24,43 +24,6 @@ def _used(trace: Trace, *uses: tuple[int, float, float]) -> None:
     trace.uses.extend(uses)
 
 
-def test_what_was_never_seen_goes_by_the_reverse_order_of_saving() -> None:
-    plan = UseOrderHistory().plan(_saved(Trace(), (2, 2), (3,), (4,)))
-    assert plan.sequence == [2, 1, 0]
-    assert plan.due is None
-
-
-def test_the_order_and_the_times_of_use_are_learned_without_waits() -> None:
-    book = UseOrderHistory()
-    trace = _saved(Trace(), (2, 2), (3,), (4,))
-    _used(trace, (1, 10.0, 0.0), (2, 12.0, 0.5), (0, 15.0, 1.0))
-    assert book.learn(trace)
-    assert not book.learn(trace)  # nothing new
-    plan = book.plan(_saved(Trace(), (2, 2), (3,), (4,)))
-    assert plan.sequence == [1, 2, 0]
-    assert plan.due == [0.0, 1.5, 4.0]
-    assert [plan.position[number] for number in (1, 2, 0)] == [0, 1, 2]
-
-
-def test_lengths_may_differ_but_not_the_kinds_of_tensors() -> None:
-    book = UseOrderHistory()
-    trace = _saved(Trace(), (2, 2), (3,))
-    _used(trace, (0, 1.0, 0.0), (1, 2.0, 0.0))
-    book.learn(trace)
-    assert book.plan(_saved(Trace(), (7, 9), (5,))).sequence == [0, 1]
-    assert book.plan(_saved(Trace(), (7, 9), (5, 5))).sequence == [1, 0]
-    assert book.plan(_saved(Trace(), (7, 9))).sequence == [0]
-
-
-def test_one_slow_step_counts_half() -> None:
-    book = UseOrderHistory()
-    for seconds in (1.0, 3.0):
-        trace = _saved(Trace(), (2,), (3,))
-        _used(trace, (0, 0.0, 0.0), (1, seconds, 0.0))
-        book.learn(trace)
-    assert book.plan(_saved(Trace(), (2,), (3,))).due == [0.0, 2.0]
-
-
 def test_how_long_an_item_lies_unused_is_known_from_what_came_before_it() -> None:
     book = UseOrderHistory()
     trace = _saved(Trace(), (2,), (3,))

@@ -196,25 +196,6 @@ def test_the_least_limit_of_the_memory_cgroups_counts(
     assert memory_cgroup_limit(tree(tmp_path, files)) == limit
 
 
-def test_a_real_memory_cgroup_is_read() -> None:
-    base = Path("/sys/fs/cgroup/memory")
-    if os.geteuid() != 0 or not (base / "memory.limit_in_bytes").exists():
-        pytest.skip("needs root and memory cgroups of version 1")
-    lines = Path("/proc/self/cgroup").read_text().splitlines()
-    mine = next(line.split(":", 2)[2] for line in lines if line.split(":")[1] == "memory")
-    group = base / f"offload-strategy-doctor-{os.getpid()}"
-    group.mkdir()
-    try:
-        (group / "memory.limit_in_bytes").write_text(str(64 * GiB))
-        (group / "cgroup.procs").write_text(str(os.getpid()))
-        try:
-            assert memory_cgroup_limit() == 64 * GiB
-        finally:
-            (base / mine.lstrip("/") / "cgroup.procs").write_text(str(os.getpid()))
-    finally:
-        group.rmdir()
-
-
 @pytest.mark.parametrize(
     ("text", "status"),
     [
@@ -254,21 +235,6 @@ def test_huge_pages(text: str | None, status: Status, tmp_path: Path) -> None:
 )
 def test_limits(found: Check, status: Status) -> None:
     assert found.status is status
-
-
-def test_limits_are_those_of_this_process() -> None:
-    resource = pytest.importorskip("resource")
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[0], 777), before[1]))
-    try:
-        assert checks.resource_limit("RLIMIT_NOFILE") == min(before[0], 777)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-@pytest.mark.parametrize(("text", "processes"), [("8", 8), ("", 1), ("0", 1), ("many", 1)])
-def test_launchers_tell_the_number_of_processes(text: str, processes: int) -> None:
-    assert checks.local_processes({"LOCAL_WORLD_SIZE": text}) == processes
 
 
 def test_a_backend_that_is_wanted_must_run() -> None:

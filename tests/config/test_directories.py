@@ -12,14 +12,11 @@ from typing import Any
 
 import psutil
 import pytest
-from torch.optim import AdamW
 
 from offload_strategy import ConfigError, OffloadEngine
 from offload_strategy.config import is_memory_filesystem
 from offload_strategy.config.directories import FileSystem, file_system_of, is_rotational
-from tests.engine.test_engine import model, train
 from tests.io.loop_devices import loop_disk
-from tests.training import settings
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -76,13 +73,6 @@ def test_tiers_that_are_used_are_opened_together_or_not_at_all(disk: Path, tmp_p
         OffloadEngine({"tiers": tiers})
     only = {"tiers": ["nvme"]}
     OffloadEngine({"tiers": tiers, "activations": only, "optimizer": only}).close()
-
-
-def test_a_forked_processes_engine_and_ours_share_nothing_on_disk(disk: Path) -> None:
-    with OffloadEngine(settings(disk)), OffloadEngine(settings(disk)) as other:
-        net = model()
-        optimizer = other.attach(net, AdamW(net.parameters()))
-        train(other, net, optimizer)
 
 
 # ---------------------------------------------------------------------- file systems

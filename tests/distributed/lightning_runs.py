@@ -122,7 +122,9 @@ def against_plain(rank: int, directory: Path, family: str, short: bool) -> list[
         0.5: [("commit", "ours", None), ("off", "again", "ours"), ("commit", "of plain", "plain")],
         None: [("eager", "eager", None)],
     }
-    for clip, cases in list(runs.items())[: 1 if short else 2]:
+    if short:
+        runs = {0.5: runs[0.5][:1]}
+    for clip, cases in runs.items():
         options = {"gradient_clip_val": clip}
         place = directory / str(clip)
         plain = fit(family, Behaviour, "ddp", place / "plain", None, **options)
@@ -131,6 +133,10 @@ def against_plain(rank: int, directory: Path, family: str, short: bool) -> list[
             given = ours_of(config(directory, overlap))
             ours = fit(family, Behaviour, given, place / name, resume, **options)
             found.append(_compared(plain, ours, clip, overlap, name))
+    files = [directory / "0.5" / name / "epoch=0.ckpt" for name in ("plain", "ours")]
+    one, other = (torch.load(file, weights_only=False) for file in files)
+    differs = [key for key in one if key != "callbacks" and not same(one[key], other[key])]
+    found.append({**found[0], "case": ["the file"], "differs": differs})
     dist.barrier()
     if rank == 0:
         for file in directory.glob("*/*/*.ckpt"):

@@ -1,27 +1,18 @@
-"""What the ranks of `test_ranks` do.
-
-Each kind of training saves with and without offload; what either saved is loaded with either.
-"""
+"""What ranks of `test_ranks` do: others load what they saved, with offload and without."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
 
 from offload_strategy import OffloadEngine, load, save
-from offload_strategy.integrations.accelerate.plugin import SSDOffloadPlugin
-from offload_strategy.integrations.lightning.for_lightning_pytorch import SSDOffloadStrategy
-from tests.distributed import accelerate_runs
 from tests.distributed.data_parallel_runs import Net, config, loss_of
 
 #: Samples of a step, of all ranks together.
@@ -100,115 +91,22 @@ def loop(
         }
 
 
-def accelerate(
-    rank: int, size: int, tier: Path, offload: bool, source: Path | None, target: Path | None
-) -> dict[str, Any]:
-    """Accelerate: `save_state` in the middle, or the second half after `load_state`."""
-    plugin = SSDOffloadPlugin(config(tier, "commit")) if offload else None
-    checkpoint = source or target
-    assert checkpoint is not None
-    found = accelerate_runs.loop(checkpoint, plugin, source is not None, batch=8 // size)
-    return {
-        "losses": found["losses"],
-        "weights": digest(found["weights"]),
-        "states": digest(found["states"]),
-        "moved": moved(found["metrics"]),
-    }
-
-
-class Module(pl.LightningModule):
-    def __init__(self, batch: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = Net()
-        self.batch = batch
-        self.losses: list[str] = []
-
-    def training_step(self, batch: Any) -> torch.Tensor:
-        loss = loss_of(self.net, batch[0])
-        self.losses.append(loss.item().hex())
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(TensorDataset(TOKENS), batch_size=self.batch)
-
-
-def lightning(
-    rank: int, size: int, tier: Path, offload: bool, source: Path | None, target: Path | None
-) -> dict[str, Any]:
-    """Lightning: an epoch and its checkpoint, or the second epoch after `ckpt_path`."""
-    strategy: Any = "auto" if size == 1 else "ddp"
-    if offload:
-        strategy = SSDOffloadStrategy(config(tier, "commit"))
-    module = Module(BATCH // size)
-    callbacks = []
-    if target is not None:
-        callbacks = [pl.callbacks.ModelCheckpoint(target.parent, filename=target.stem)]
-    trainer = pl.Trainer(
-        strategy=strategy,
-        devices=size,
-        accelerator="cpu",
-        max_epochs=1 if source is None else 2,
-        logger=False,
-        callbacks=callbacks,
-        enable_checkpointing=bool(callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, ckpt_path=source)
-    engine = getattr(trainer.strategy, "offload_engine", None)
-    states = trainer.strategy.optimizer_state(trainer.optimizers[0])
-    found = {
-        "losses": module.losses,
-        "weights": digest(module.state_dict()),
-        "states": digest(states) if rank == 0 else "",
-        "moved": moved({} if engine is None else engine.metrics()),
-    }
-    if engine is not None:
-        engine.close()
-    return found
-
-
 def moved(metrics: dict[str, float]) -> list[float]:
     """Bytes written of activations and of states; none without offload."""
     clients = ("activations", "optimizer")
     return [metrics[f"offload/{client}/written_bytes"] for client in clients] if metrics else []
 
 
-KINDS = {"loop": loop, "accelerate": accelerate, "lightning": lightning}
+#: Whether runs offload, and whether what they begin with was saved by one that does.
+FIRST, LATER = [(False, None), (True, None)], [(False, False), (False, True), (True, False)]
 
 
-def everything(rank: int, directory: Path, sources: list[bool | None]) -> dict[str, Any]:
-    """What a rank of `test_ranks` does, with what it found by run."""
+def all_runs(rank: int, directory: Path, later: bool) -> list[dict[str, Any]]:
+    """What a rank of `test_ranks` does."""
     size = dist.get_world_size() if dist.is_initialized() else 1
-    found = {}
-    for kind, train in KINDS.items():
-        for offload, saved in kinds_of_runs(size, kind, sources):
-            source = None if saved is None else directory / f"{kind}-{saved}.ckpt"
-            target = directory / f"{kind}-{offload}.ckpt" if saved is None else None
-            run = train(rank, size, directory / "tier", offload, source, target)
-            found[json.dumps([kind, offload, saved])] = run
+    found = []
+    for offload, saved in LATER if later else FIRST:
+        source = None if saved is None else directory / f"{saved}.ckpt"
+        target = directory / f"{offload}.ckpt" if saved is None else None
+        found.append(loop(rank, size, directory / "tier", offload, source, target))
     return found
-
-
-def kinds_of_runs(
-    size: int, kind: str, sources: list[bool | None]
-) -> list[tuple[bool, bool | None]]:
-    """With offload or not, and what the checkpoint was saved with; frameworks leave four out."""
-    if None in sources:
-        return [(False, None), (True, None)]
-    return [(False, False), (False, True), (True, False)] if size == 1 or kind == "loop" else []
-
-
-def same_files(directory: Path) -> bool:
-    """Whether checkpoints with and without offload have the same keys and values."""
-    for kind in ("loop", "lightning"):
-        plain, ours = (torch.load(directory / f"{kind}-{each}.ckpt") for each in (False, True))
-        for saved in (plain, ours):
-            saved.pop("callbacks", None)  # where their files are
-        if digest(plain) != digest(ours):
-            return False
-    return True

@@ -312,16 +312,6 @@ def test_presets_train(preset: str, disk: Path, monkeypatch: pytest.MonkeyPatch)
         assert_same_bits(weights(net), weights(expected))
 
 
-def test_the_environment_variable_is_the_default_config(
-    disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SSD_OFFLOAD_DIR", str(disk))
-    monkeypatch.setenv("SSD_OFFLOAD_CONFIG", '{"activations": {"min_size": 123}}')
-    with OffloadEngine() as engine:
-        assert engine.config.activations.min_size == 123
-        assert [tier.path for tier in engine.config.tiers] == [disk]
-
-
 # ---------------------------------------------------------------------- all of it together
 @pytest.mark.parametrize("host", [None, "4KiB"])
 def test_everything_at_once_is_the_same_as_without(disk: Path, host: str | None) -> None:

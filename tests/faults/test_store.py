@@ -194,6 +194,3 @@ def test_too_many_stalled_writes_say_where_and_how_long(
     assert f"have been waiting to be written to {disk.directory} for 1 s" in caplog.text
     assert store.holds(first, 1)
     assert store.holds(second, 2)
-
-
-# ---------------------------------------------------------------------- wrong bytes, odd answers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 import threading
 from pathlib import Path
@@ -20,8 +19,7 @@ from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from tests.callbacks.test_monitor import tensorboard_scalars
 from tests.distributed.data_parallel_runs import same
 from tests.integrations.accelerate_runs import Run, _fresh_accelerate, prepare
-from tests.integrations.lightning_runs import assert_equal, batches, tiny_model
-from tests.optimizer.custom_optimizers import Twisted, coupled
+from tests.integrations.lightning_runs import assert_equal, tiny_model
 
 __all__ = ["_fresh_accelerate"]
 
@@ -177,15 +175,6 @@ def test_other_handlers_arrive() -> None:
     assert session_of(accelerator) is not None
 
 
-def test_a_prepared_model_is_copied_and_pickled() -> None:
-    run = prepare(SSDOffloadPlugin()).train(3)
-    before = run.engine.metrics()["offload/activations/written_bytes"]
-    for clone in (copy.deepcopy(run.model), pickle.loads(pickle.dumps(run.model))):
-        assert_equal(list(clone.parameters()), run.parameters)
-        clone(next(iter(run.loader))[0]).sum().backward()
-    assert run.engine.metrics()["offload/activations/written_bytes"] == before
-
-
 def test_a_pickled_accelerator_offloads_too() -> None:
     original = prepare(SSDOffloadPlugin(metrics_every=3))
     original.accelerator._optimizers.clear()  # these say that they cannot be pickled
@@ -251,18 +240,6 @@ def test_free_memory_closes_the_engine_once_the_script_has_let_go() -> None:
     assert engine.closed
 
 
-def test_a_script_that_keeps_its_optimizer_through_free_memory_goes_on_with_its_states() -> None:
-    # As Transformers' Trainer does when train() is called again.
-    runs = []
-    for plugin in (None, SSDOffloadPlugin()):
-        run = prepare(plugin).train(10)
-        run.accelerator.free_memory()
-        run.loader = run.accelerator.prepare(batches())
-        run.model, run.optimizer = run.accelerator.prepare(run.model, run.optimizer)
-        runs.append(run.train(10))
-    assert_same(runs[1], runs[0])
-
-
 def test_a_kept_model_with_a_new_optimizer_after_free_memory_is_identical() -> None:
     for one_by_one in (False, True):
         runs = []
@@ -281,27 +258,6 @@ def test_a_kept_model_with_a_new_optimizer_after_free_memory_is_identical() -> N
         del run, runs
 
 
-def test_find_executable_batch_size_gets_a_fresh_engine_for_each_try() -> None:
-    from accelerate.utils import find_executable_batch_size
-
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[SSDOffloadPlugin()])
-    engines = []
-
-    @find_executable_batch_size(starting_batch_size=64)
-    def train(batch_size: int) -> Run:
-        accelerator.free_memory()
-        run = prepare(accelerator=accelerator).train(3)
-        engines.append(run.engine)
-        if batch_size > 50:
-            raise RuntimeError("CUDA out of memory.")
-        return run.train(7)
-
-    run = train()
-    assert len(engines) == 4  # 64, 57, 51, 45
-    assert [engine.closed for engine in engines] == [True, True, True, False]
-    assert_same(run, prepare().train(3).train(7))
-
-
 def test_an_optimizer_that_is_prepared_again_says_what_to_do() -> None:
     run = prepare(SSDOffloadPlugin()).train(1)
     with pytest.raises(ConfigError) as caught:
@@ -316,22 +272,6 @@ def test_an_optimizer_that_is_prepared_again_says_what_to_do() -> None:
 def test_a_misspelt_key_is_refused_when_the_plugin_is_made() -> None:
     with pytest.raises(ConfigError, match="did you mean 'optimizer'"):
         SSDOffloadPlugin({"optimzer": {}})
-
-
-def test_an_optimizer_that_cannot_be_swapped_is_refused_by_prepare() -> None:
-    with pytest.raises(ConfigError, match="LBFGS"):
-        prepare(SSDOffloadPlugin({"optimizer": {"enabled": True}}), optimizer=torch.optim.LBFGS)
-
-
-def test_an_optimizer_that_couples_parameters_trains_with_its_states_in_memory(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def couples(params: Any, lr: float) -> torch.optim.Optimizer:
-        return Twisted(params, lambda o, g, p, s: 0.1 * coupled(g))
-
-    offloaded = prepare(SSDOffloadPlugin(), optimizer=couples).train(5)
-    assert_same(offloaded, prepare(optimizer=couples).train(5))
-    assert caplog.text.count("Its states stay in memory") == 1
 
 
 def test_two_plugins_are_refused() -> None:

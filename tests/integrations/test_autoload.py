@@ -52,8 +52,8 @@ print(registered())
 """
 
 # Each of these imports torch from inside of itself; of ours, the modules import the frameworks.
+# Accelerate's launcher comes first in test_unmodified_scripts.py.
 OTHERS_FIRST = {
-    "accelerate": "import accelerate.commands.launch; from accelerate import Accelerator",
     "transformers": "from transformers import Trainer; import lightning.pytorch",
     "ours": """
 from offload_strategy.integrations.fabric import for_lightning_fabric, for_standalone_fabric

@@ -197,47 +197,6 @@ def test_the_name_finds_the_strategy_of_its_own_install(family: str, tmp_path: P
     assert isinstance(run.optimizers[0], torch.optim.Optimizer)
 
 
-def test_two_models_with_an_optimizer_each_are_identical(family: str) -> None:
-    def play(fabric: Any) -> Run:
-        """One model imitates the batch, the other tells them apart; their losses meet in both."""
-        maker, judge = seeded_model(), seeded_model()
-        run = Run(
-            fabric,
-            list(map(fabric.setup_module, (maker, judge))),
-            list(
-                fabric.setup_optimizers(
-                    torch.optim.Adam(maker.parameters(), lr=1e-3),
-                    torch.optim.SGD(judge.parameters(), lr=1e-2, momentum=0.9),
-                )
-            ),
-        )
-        maker, judge = run.models
-        for x in batches(6):
-            for optimizer, sign in zip(run.optimizers, (1, -1), strict=True):
-                loss = sign * (judge(x) - judge(maker(x))).square().mean()
-                for each in run.optimizers:
-                    each.zero_grad()
-                fabric.backward(loss)
-                optimizer.step()
-                run.losses.append(loss.item().hex())
-        return run
-
-    both(family, play)
-
-
-def test_groups_that_are_added_later_are_identical(family: str) -> None:
-    def thaw(fabric: Any) -> Run:
-        model = seeded_model()
-        optimizer = torch.optim.AdamW(model[0].parameters(), lr=1e-2)
-        run = Run(fabric, *([each] for each in fabric.setup(model, optimizer)))
-        go_on(run, 3)
-        run.optimizers[0].add_param_group({"params": list(model[2:].parameters()), "lr": 1e-3})
-        go_on(run, 3)
-        return run
-
-    both(family, thaw)
-
-
 @pytest.mark.parametrize("outside", [False, True], ids=["hooks-inside", "hooks-outside"])
 def test_a_compiled_model_is_identical(outside: bool) -> None:
     def compiled(fabric: Any) -> Run:

@@ -80,55 +80,6 @@ def test_only_a_queue_with_more_than_the_path_takes_counts(plain: Region, depth:
     assert queue.bandwidth.sustained(READ) == Transferred()
 
 
-def test_the_next_run_begins_with_what_this_one_observed(plain: Region) -> None:
-    paths, queue = run_on(plain)
-    assert queue.bandwidth.rate(WRITE) is None
-    load(queue, 200e6, 2.0)
-    paths.save()
-    after, again = run_on(plain)
-    assert again.bandwidth.rate(WRITE) == pytest.approx(200e6, rel=0.02)
-    assert again.bandwidth.rate(READ) is None, "nothing was read"
-    assert after.expected(again, WRITE) == pytest.approx(200e6, rel=0.02)
-    assert after.expected(again, READ) is None
-    _, of_four_processes = run_on(plain, processes=4)
-    assert of_four_processes.bandwidth.rate(WRITE) is None
-
-
-@pytest.mark.parametrize(("rate", "seconds"), [(200e6, 0.5), (20e6, 2.0)], ids=["short", "little"])
-def test_a_path_that_was_rarely_busy_has_no_observed_rate(
-    plain: Region, rate: float, seconds: float
-) -> None:
-    paths, queue = run_on(plain)
-    load(queue, rate, seconds)
-    assert [comparison.observed for comparison in paths.comparisons()] == [None, None]
-    paths.save()
-    assert load_all_rates() == []
-
-
-def test_a_probe_is_corrected_by_what_a_run_observes(plain: Region, probes: list[Path]) -> None:
-    paths, queue = run_on(plain)
-    paths.probe(queue)
-    assert queue.bandwidth.rate(WRITE) == pytest.approx(1e9)
-    load(queue, 0.25e9, 2.0)
-    compared = {comparison.direction: comparison for comparison in paths.comparisons()}
-    assert compared[WRITE].path == plain.path
-    assert compared[WRITE].expected == PROBED[WRITE]
-    assert compared[WRITE].observed is not None
-    assert compared[WRITE].observed.rate == pytest.approx(0.25e9, rel=0.02)
-    assert compared[READ].observed is None
-    paths.save()
-
-    after, again = run_on(plain)
-    after.probe(again)
-    assert probes == [plain.path], "a known path is not probed again"
-    assert again.bandwidth.rate(WRITE) == pytest.approx(0.5e9, rel=0.02)
-    assert again.bandwidth.rate(READ) == pytest.approx(4e9)
-    expected = {comparison.direction: comparison.expected for comparison in after.comparisons()}
-    assert expected[READ] == PROBED[READ]
-    assert expected[WRITE] is not None
-    assert (expected[WRITE].source, expected[WRITE].runs) == ("observed", 1)
-
-
 def test_an_unknown_direction_is_probed_and_the_other_keeps_its_rate(
     plain: Region, probes: list[Path]
 ) -> None:

@@ -275,15 +275,6 @@ def test_ctrl_c_ends_it_and_nothing_is_left_in_flight(
     assert region.used_bytes == 0
 
 
-def test_an_error_of_the_progress_report_ends_it(region: Region, backend: PosixBackend) -> None:
-    def fail(share: float) -> None:
-        raise ValueError("no terminal")
-
-    with pytest.raises(ValueError, match="no terminal"):
-        probe(region, backend, seconds=600, on_progress=fail)
-    assert region.used_bytes == 0
-
-
 # ---------------------------------------------------------------------------- latency
 def test_latencies_are_of_one_write_at_a_time(region: Region, backend: PosixBackend) -> None:
     watched = WatchedBackend(backend)

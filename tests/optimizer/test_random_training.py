@@ -181,6 +181,6 @@ class AnyTraining(RuleBasedStateMachine):
 
 
 AnyTraining.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=25, deadline=None, print_blob=True
+    max_examples=25, stateful_step_count=25, deadline=None, print_blob=True
 )
 TestAnyTraining = AnyTraining.TestCase

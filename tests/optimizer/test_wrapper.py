@@ -195,17 +195,3 @@ def test_the_inner_one_does_not_step_by_itself(overlap: str, kept: bool, disk: P
         assert_same_bits(weights(model), before)
     inner.step()  # nobody has its states any more
     assert all(not torch.equal(now, before[name]) for name, now in weights(model).items())
-
-
-def test_an_optimizer_can_be_attached_again_after_the_engine_is_closed(disk: Path) -> None:
-    model = make_net()
-    inner = AdamW(model.parameters(), 1e-2)
-    for _ in range(2):
-        with OffloadEngine(settings(disk)) as engine:
-            engine.attach(model, inner)
-            gc.collect()
-            optimizer = engine.attach(model, inner)
-            for parameter in model.parameters():
-                parameter.grad = torch.ones_like(parameter)
-            optimizer.step()
-        assert not inner._optimizer_step_pre_hooks

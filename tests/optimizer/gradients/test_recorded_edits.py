@@ -1,4 +1,4 @@
-"""Recorded edits: which are equal, and how those of the next step are predicted."""
+"""Recorded edits: which are equal, and which count."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from offload_strategy.optimizer.gradients.recorded_edits import UNSCALE, Edit, EditHistory
-from offload_strategy.optimizer.overlap.overlap_modes import ScalingPrediction
 from tests.optimizer.gradients.pairs import DTYPES, assert_same, gradient
 
 aten = torch.ops.aten
@@ -108,47 +107,3 @@ def test_arguments_are_those_of_the_time() -> None:
 def test_what_pytorch_refuses_is_refused_when_it_is_recorded(limits: Arguments) -> None:
     with pytest.raises(RuntimeError):
         edit(aten.clamp_.default, *limits, dtype=torch.float16)
-
-
-# ---------------------------------------------------------------------- prediction
-def _after(*scalings: float | None) -> ScalingPrediction:
-    prediction = ScalingPrediction()
-    for scaling in scalings:
-        prediction.record(None if scaling is None else history((MUL, scaling)))
-    return prediction
-
-
-@pytest.mark.parametrize(
-    ("scalings", "predicted"),
-    [
-        ((), 1.0),
-        ((0.5,), 0.5),
-        ((1.0, 1.0, 0.5, 0.5), 0.5),
-        ((1.0, 1.0, 0.83, 0.4, 0.7), 1.0),
-        ((1.0, 1.0, None), 1.0),
-        ((*[1 / 1024] * 20, 1 / 2048), 1 / 1024),
-        ((*[1 / 1024] * 20, 1 / 2048, 1 / 2048), 1 / 2048),
-    ],
-)
-def test_the_latest_scaling_that_was_repeated_is_predicted(
-    scalings: tuple[float | None, ...], predicted: float
-) -> None:
-    assert _after(*scalings).predicted == history((MUL, predicted))
-
-
-@pytest.mark.parametrize(
-    ("scalings", "worthwhile"),
-    [
-        ((), True),
-        ((None,), False),
-        ((0.5, 0.5, 0.5), False),
-        ((0.5, 0.5, 0.5, 0.5), True),
-        ((*(0.1 + number / 100 for number in range(50)), *[1.0] * 17), True),
-        ((*[1.0] * 40, *(0.5 + n / 100 for n in range(4))), True),
-        ((*[1.0] * 40, *(0.5 + n / 100 for n in range(5))), False),
-    ],
-)
-def test_predicting_is_worthwhile_while_three_of_four_of_the_last_steps_were_right(
-    scalings: tuple[float | None, ...], worthwhile: bool
-) -> None:
-    assert _after(*scalings).is_worthwhile is worthwhile
