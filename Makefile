@@ -22,8 +22,10 @@ help:
 	@sed -n '/^# make/s/^# //p' Makefile
 
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -p faulthandler --timeout=300
-# The simulated accelerator is a process's only one, so its tests run by themselves.
+# The simulated accelerator is a process's only one, so its tests have processes of their own, beside
+# those of the others; what they print comes at the end.
 ACCELERATOR_TESTS = tests/simulated_accelerator tests/accelerator
+ACCELERATOR_OUTPUT = build/accelerator-tests.txt
 
 demo: $(READY)
 	$(BIN)/python examples/lightning_gpt.py $(ARGS)
@@ -38,8 +40,13 @@ bench-quick: $(READY)
 	$(BIN)/python -m benchmarks.suite --quick $(ARGS)
 
 test: $(READY)
+ifdef ARGS
 	$(PYTEST) $(ARGS)
-	$(if $(ARGS),,TEST_ACCELERATOR=sim $(PYTEST) $(ACCELERATOR_TESTS))
+else
+	@mkdir -p $(dir $(ACCELERATOR_OUTPUT))
+	TEST_ACCELERATOR=sim $(PYTEST) $(ACCELERATOR_TESTS) > $(ACCELERATOR_OUTPUT) 2>&1 & \
+	$(PYTEST); status=$$?; wait $$! || status=1; cat $(ACCELERATOR_OUTPUT); exit $$status
+endif
 
 conformance: $(READY)
 	CONFORMANCE_PART=1/1 $(PYTEST) tests/conformance $(ARGS)
