@@ -68,7 +68,7 @@ def test_the_same_without_waiting_for_the_disk(
         assert engine.metrics().get("offload/tier/host/used_bytes", 0) == 0
 
 
-@pytest.mark.parametrize("kind", ZOO)
+@pytest.mark.parametrize("kind", ["GPT-2", "Mixtral", "T5", "UNet", "LSTM"])
 def test_the_same_with_a_plan(kind: str, disk: Path) -> None:
     """The passes before the plan offload everything, those after it keep what fits: all of it."""
     expected = run(kind, build(kind), steps=6)

@@ -153,17 +153,6 @@ def test_other_parameters_of_the_same_model_are_fine(engine: OffloadEngine) -> N
     assert_same_bits(weights(net), weights(plain))
 
 
-def test_two_engines_may_have_different_models(disk: Path) -> None:
-    expected = model()
-    train(None, expected, AdamW(expected.parameters()))
-    with OffloadEngine(settings(disk)) as one, OffloadEngine(settings(disk)) as other:
-        for engine in (one, other, other):  # the last one outlives the first
-            net = model()
-            train(engine, net, engine.attach(net, AdamW(net.parameters())))
-            assert_same_bits(weights(net), weights(expected))
-            one.close()
-
-
 def test_after_closing_the_same_may_be_attached_to_another_engine(disk: Path) -> None:
     net = model()
     plain = model()

@@ -82,14 +82,6 @@ def test_a_buffer_comes_back_when_its_last_alias_is_gone(kind: str) -> None:
     assert acquire(pool, 8 * KiB).data_ptr() == address
 
 
-def test_only_a_buffer_of_the_same_size_is_used_again() -> None:
-    pool = BufferPool(64 * MiB)
-    address = acquire(pool, 8 * KiB).data_ptr()
-    assert acquire(pool, 8 * KiB - 1).data_ptr() == address  # the same pages
-    assert acquire(pool, 4 * KiB).data_ptr() != address
-    assert pool.usage().held_bytes == 12 * KiB
-
-
 def test_nothing_is_lent_beyond_the_budget_unless_it_must_be() -> None:
     pool = BufferPool(1 * MiB)
     first = acquire(pool, 1 * MiB)

@@ -119,13 +119,6 @@ def test_adjacent_moves_go_together_and_others_alone(
     assert submitted(queue, made, backend) == expected
 
 
-def test_no_more_moves_go_together_than_the_backend_takes(plain: Region) -> None:
-    backend = AdjacentBackend(most=2)
-    queue = PathQueue(plain, backend, Recorder())
-    moves = [aligned(queue, page) for page in (3, 4, 5)]
-    assert submitted(queue, moves, backend) == [[3, 4], [5]]
-
-
 def test_adjacent_moves_take_one_slot_until_the_last_is_over(plain: Region) -> None:
     backend = AdjacentBackend(depth=1)
     queue = PathQueue(plain, backend, Recorder())

@@ -64,13 +64,6 @@ def test_a_path_that_slows_down_is_noticed_within_a_second() -> None:
     assert 49e6 < (estimator.rate(WRITE) or 0) < 60e6
 
 
-def test_a_round_trip_costs_the_time_of_both_directions() -> None:
-    estimator = BandwidthEstimator()
-    estimator.seed(read=3e9, write=1e9)
-    # 1/3 + 1 seconds for a GB written and read: as if each direction had 1.5 GB/s.
-    assert estimator.round_trip() == pytest.approx(1.5e9)
-
-
 def test_a_path_that_reads_and_writes_at_once_divides_its_time() -> None:
     estimator = BandwidthEstimator()
     now = 0.0
@@ -94,15 +87,6 @@ def test_a_burst_whose_completions_arrive_together_counts_from_its_begin() -> No
             end = now + 0.008 + 0.00001 * slot
             estimator.completed(READ, BLOCK, end, begun=now, busy_before=before, saturated=False)
     assert estimator.rate(READ) == pytest.approx(depth * BLOCK / 0.008, rel=0.01)
-
-
-def test_the_last_request_of_a_burst_counts_by_its_saturated_share() -> None:
-    estimator = BandwidthEstimator()
-    busy = [estimator.begins(0.0, saturated=False), estimator.begins(0.0, saturated=True)]
-    estimator.completed(READ, BLOCK, 0.01, begun=0.0, busy_before=busy[0], saturated=False)
-    # Alone for as long again: half of it moved while the path was saturated.
-    estimator.completed(READ, BLOCK, 0.02, begun=0.0, busy_before=busy[1], saturated=False)
-    assert estimator.rate(READ) == pytest.approx(6 * MiB / 0.01)
 
 
 # ---------------------------------------------------------------------- sums of a run

@@ -108,20 +108,6 @@ LargeExtentsAgainstAPageMap.TestCase.settings = ExtentsAgainstAPageMap.TestCase.
 TestLargeExtentsAgainstAPageMap = LargeExtentsAgainstAPageMap.TestCase
 
 
-def test_a_pattern_that_repeats_lands_in_the_same_places() -> None:
-    allocator = ExtentAllocator(1 << 30)
-    places = []
-    for _ in range(3):
-        extents = [allocator.allocate(size * 1000) for size in range(1, 50)]
-        assert None not in extents
-        places.append(extents)
-        for extent in extents:
-            assert extent is not None
-            allocator.free(extent)
-    assert places[0] == places[1] == places[2]
-    assert allocator.high_water == 0
-
-
 @pytest.mark.parametrize("others", [[], [1], [0], [0, 2]])
 def test_an_extent_that_is_freed_twice_is_noticed(others: list[int]) -> None:
     allocator = ExtentAllocator(1 << 20)

@@ -117,30 +117,6 @@ def test_reads_wait_for_the_lock_and_writes_do_not(
     assert not lock.requests.acquire(blocking=False), "requested once for all blocks"
 
 
-def test_the_lock_is_released_after_the_last_read_though_writes_are_in_flight(
-    queue: PathQueue, backend: ManualBackend, lock: FakePathLock
-) -> None:
-    reading = move(queue, 0)
-    grant(lock, backend, 1)
-    writing = move(queue, 5, 4, write=True)
-    backend.complete()
-    assert reading.state is MoveState.DONE
-    assert lock.log == ONCE
-    backend.complete_all()
-    assert writing.state is MoveState.DONE
-
-
-def test_reads_that_are_submitted_while_the_lock_is_held_use_it(
-    queue: PathQueue, backend: ManualBackend, lock: FakePathLock
-) -> None:
-    first = move(queue, 0, 2)
-    grant(lock, backend, 2)
-    second = move(queue, 5)
-    backend.complete_all()
-    assert (first.state, second.state) == (MoveState.DONE, MoveState.DONE)
-    assert lock.log == ONCE
-
-
 def test_the_lock_is_released_after_its_bytes_but_not_within_a_move(
     queue: PathQueue, backend: ManualBackend, lock: FakePathLock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

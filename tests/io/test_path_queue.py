@@ -11,7 +11,7 @@ from offload_strategy.io.queues.moves import Latch, Move
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.io.queues.request_queue import MoveState, Priority
 from offload_strategy.io.regions.region import Region
-from offload_strategy.telemetry import Direction, Recorder
+from offload_strategy.telemetry import Recorder
 from offload_strategy.units import PAGE_BYTES
 from tests.io.backends import ManualBackend, extent, make_move
 
@@ -47,19 +47,6 @@ def order(backend: ManualBackend) -> list[int]:
 
 
 # ---------------------------------------------------------------------- order
-def test_a_move_is_cut_into_blocks_that_cover_it_once(
-    queue: PathQueue, manual: ManualBackend
-) -> None:
-    move = make_move(queue, extent(3, 5), 4 * PAGE_BYTES + 10)
-    move.submit()
-    begin, seen = move.parts[0].address, []
-    while manual.waiting:
-        request = manual.complete()
-        seen.append((request.offset, request.address - begin, request.nbytes))
-    page = PAGE_BYTES
-    assert seen == [((3 + n) * page, n * page, page if n < 4 else 10) for n in range(5)]
-    assert move.state is MoveState.DONE
-    assert move.ended.is_set()
 
 
 def test_a_needed_read_overtakes_prefetches_and_those_overtake_writes(
@@ -71,18 +58,6 @@ def test_a_needed_read_overtakes_prefetches_and_those_overtake_writes(
     submit(queue, 30, 2, Priority.NEEDED_NOW)
     # The blocks in flight end first; then the most urgent, each in order.
     assert order(manual) == [0, 20, 30, 31, 21, 1, 2, 10, 11]
-
-
-def test_a_prefetch_whose_priority_is_raised_overtakes_what_is_queued(
-    queue: PathQueue, manual: ManualBackend
-) -> None:
-    submit(queue, 0)
-    submit(queue, 10, 2, Priority.PREFETCH)
-    second = submit(queue, 20, 2, Priority.PREFETCH)
-    second.raise_priority()
-    second.raise_priority()
-    second.raise_priority(Priority.WRITE_BACK)  # never lower than before
-    assert order(manual) == [0, 10, 20, 21, 11]
 
 
 def test_priority_may_be_raised_between_two_blocks_of_a_move(
@@ -163,17 +138,6 @@ def test_after_an_error_no_further_block_of_the_move_begins(
     assert recorder.client_bytes("activations", "written") == PAGE_BYTES
 
 
-def test_the_first_of_several_errors_is_kept(plain: Region) -> None:
-    backend = ManualBackend(depth=3)
-    move = submit(PathQueue(plain, backend, Recorder()), 0, 3)
-    backend.complete(error=OSError("first"), at=1)
-    backend.complete(error=OSError("second"), at=1)
-    assert not move.ended.is_set()
-    backend.complete()
-    assert move.ended.is_set()
-    assert str(move.error) == "first"
-
-
 def test_a_backend_that_refuses_blocks_fails_all_queued_moves(
     queue: PathQueue, manual: ManualBackend
 ) -> None:
@@ -213,18 +177,3 @@ def test_memory_is_released_before_waiting_threads_wake(
     move.submit()
     manual.complete_all()
     assert found == [None, None]
-
-
-def test_every_move_is_recorded_with_its_times(
-    queue: PathQueue, manual: ManualBackend, recorder: Recorder
-) -> None:
-    make_move(queue, extent(0, 2), PAGE_BYTES + 1).submit()
-    make_move(queue, extent(4), 10, write=False, priority=Priority.PREFETCH).submit()
-    manual.complete_all()
-    read, written = sorted(recorder.moves, key=lambda record: record.nbytes)
-    assert (read.direction, read.nbytes, read.tier) == (Direction.READ, 10, "nvme")
-    assert (written.direction, written.nbytes) == (Direction.WRITE, PAGE_BYTES + 1)
-    for record in recorder.moves:
-        assert record.queued_at <= record.started_at <= record.finished_at
-    assert recorder.client_bytes("activations", "written") == PAGE_BYTES + 1
-    assert recorder.tier_bytes("nvme", Direction.READ) == 10

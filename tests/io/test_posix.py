@@ -80,25 +80,6 @@ def test_short_reads_and_writes_are_continued(
     assert (calls.count("pwritev"), calls.count("preadv")) == (6, 6)
 
 
-@ALIGNMENTS
-@CALLS
-def test_an_error_of_the_system_is_the_error_of_the_request(
-    backend: PosixBackend,
-    region: Region,
-    monkeypatch: pytest.MonkeyPatch,
-    call: str,
-    misalignment: int,
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(os, call, failing(errno.EIO))
-        memory = HostMemory(100, misalignment)
-        error = begin(backend, region.fd, memory, write=call == "pwritev").get()
-    assert isinstance(error, OSError)
-    assert error.errno == errno.EIO
-    # The thread survived it.
-    assert begin(backend, region.fd, HostMemory(100), write=True).get() is None
-
-
 @CALLS
 def test_a_system_call_that_moves_nothing_is_an_error_and_no_endless_loop(
     backend: PosixBackend, region: Region, monkeypatch: pytest.MonkeyPatch, call: str

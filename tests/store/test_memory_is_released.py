@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from offload_strategy import OffloadEngine
 from offload_strategy.store.ticket import TicketState
@@ -167,3 +168,30 @@ def test_a_host_tier_that_is_never_full_forgets_what_was_freed(make_rig: MakeRig
     assert large.state is TicketState.IN_MEMORY
     for ticket in (*kept, large):
         rig.store.free(ticket)
+
+
+@pytest.mark.parametrize("pinned", ["64MiB", "1MiB"])
+def test_new_weights_find_their_buffers_again_in_every_step(disk: Path, pinned: str) -> None:
+    config = settings(
+        disk, memory={"pinned": pinned}, optimizer={"overlap": "commit", "subgroup_size": 50_000}
+    )
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(200, 200) for _ in range(6)))
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    with OffloadEngine(config) as engine:
+        optimizer = engine.attach(model, torch.optim.AdamW(model.parameters(), fused=True))
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(4, 200)).square().mean().backward()
+            optimizer.step()
+        engine._resources.store.wait_for_writes()
+        engine._resources.store.trim()
+        held = engine._resources.pool.usage().held_bytes
+        if pinned == "64MiB":
+            assert weights <= held <= 1.05 * weights
+        else:
+            assert held <= 512 * KiB  # other buffers may need the budget in between
+        engine._optimizers.unwrap(optimizer)
+        engine._resources.store.wait_for_writes()
+        engine._resources.store.trim()
+        assert engine._resources.pool.usage().held_bytes == 0

@@ -40,14 +40,3 @@ def test_small_tickets_stay_whole_and_keep_the_proportion(paths: list[float]) ->
         live[parts.index(nbytes)] += nbytes
     for index, weight in enumerate(paths):
         assert abs(live[index] / nbytes - 200 * weight / sum(paths)) <= len(paths)
-
-
-def test_a_path_that_slowed_down_gets_nothing_until_the_others_have_caught_up() -> None:
-    live, weights = [2 * GiB, 2 * GiB], [300.0, 50.0]
-    assert deal(64 * MiB, live, weights) == [64 * MiB, 0]
-
-
-def test_two_to_one_is_dealt_as_in_the_paper() -> None:
-    # MLP-Offload, section on the virtual tier: NVMe at 5.3 and PFS at 3.6 GB/s.
-    parts = deal(64 * MiB, [0, 0], [5.3, 3.6])
-    assert parts == [38 * MiB, 26 * MiB]

@@ -54,15 +54,6 @@ def test_what_goes_to_a_disk_is_in_memory_until_its_last_block_is_written(
     assert rig.count("written") == 3 * PAGE - 5
 
 
-def test_a_read_ends_with_its_last_page(rig: Rig) -> None:
-    payload = noise(3 * PAGE - 5)
-    ticket = rig.stored(payload)
-    assert rig.store.prefetch(ticket)
-    assert [request.whole_pages for request in rig.backend.waiting] == [True]
-    rig.complete()
-    assert torch.equal(rig.store.get(ticket), payload)
-
-
 def test_full_tiers_spill_into_the_next_and_the_last_one_says_so(make_rig: MakeRig) -> None:
     rig = make_rig(host_bytes=10 * KiB, disk_bytes=16 * KiB)
     tickets = [rig.put(noise(4 * KiB)) for _ in range(6)]
@@ -118,30 +109,7 @@ def test_a_failed_write_keeps_the_bytes_and_is_told_at_the_next_put(make_rig: Ma
     assert torch.equal(rig.store.take(ticket), payload)
 
 
-def test_all_bytes_of_a_failed_write_survive_the_memory_being_used_again(rig: Rig) -> None:
-    borrowed = rig.store.borrow("activations", 10 * KiB)
-    borrowed.copy_(noise(10 * KiB))
-    ticket = rig.put(borrowed)
-    del borrowed
-    rig.backend.complete(error=BROKEN)
-    for seed in range(5):
-        rig.store.borrow("activations", 10 * KiB).copy_(noise(10 * KiB, seed=seed + 1))
-    assert torch.equal(rig.store.get(ticket), noise(10 * KiB))
-
-
 # ---------------------------------------------------------------------- loading
-def test_a_stored_ticket_comes_back_as_it_was(rig: Rig) -> None:
-    ticket = rig.stored(noise(100_001))
-    assert rig.store.prefetch(ticket)
-    assert ticket.state is TicketState.LOADING
-    rig.complete()
-    assert ticket.state is TicketState.IN_MEMORY
-    loaded = rig.store.get(ticket)
-    assert loaded.numpy().tobytes() == rig.bytes_on_disk(ticket)
-    assert torch.equal(loaded, noise(100_001))
-    assert rig.count("read") == 100_001
-    assert rig.store.get(ticket).data_ptr() == loaded.data_ptr()
-    assert rig.count("read") == 100_001
 
 
 def test_a_get_waits_for_a_load_that_is_under_way_and_hurries_it(make_rig: MakeRig) -> None:

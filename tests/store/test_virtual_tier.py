@@ -54,16 +54,6 @@ def test_a_large_ticket_lies_on_all_paths_in_proportion(pair: Rig) -> None:
     assert torch.equal(pair.store.get(ticket), payload)
 
 
-def test_both_paths_work_at_the_same_time(pair: Rig) -> None:
-    ticket = pair.put(noise(24 * UNIT))
-    assert all(backend.waiting for backend in pair.backends)
-    pair.complete()
-    pair.store.prefetch(ticket)
-    assert all(backend.waiting for backend in pair.backends)
-    pair.complete()
-    assert ticket.state is TicketState.IN_MEMORY
-
-
 def test_a_full_path_leaves_the_rest_to_the_others(pair: Rig) -> None:
     tickets = [pair.put(noise(24 * UNIT, seed)) for seed in range(7)]
     assert pair.regions[0].free_bytes < 24 * UNIT

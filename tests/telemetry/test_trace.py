@@ -157,14 +157,6 @@ def test_moves_at_the_same_time_lie_in_lanes_of_their_own_and_lanes_are_used_aga
     assert next(iter(seconds)) == "training waits: optimizer"
 
 
-def test_paths_of_one_tier_have_their_own_tracks_and_a_path_named_as_its_tier_is_named_once() -> (
-    None
-):
-    trace = trace_object([move(1, 2), move(1, 2, path="/mnt/nvme1"), move(1, 2, path="ssd")], [])
-    names = set(tracks(trace))
-    assert names == {"ssd /mnt/nvme0 write", "ssd /mnt/nvme1 write", "ssd write"}
-
-
 def test_bandwidth_is_the_sum_of_what_moves_at_a_time() -> None:
     moves = [move(1, 3, nbytes=4_000_000_000), move(2, 3, nbytes=1_000_000_000)]
     trace = trace_object(moves, [])
