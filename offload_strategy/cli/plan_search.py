@@ -38,7 +38,7 @@ from offload_strategy.plan_runtime.space_requirements import Overlap
 from offload_strategy.planner.hardware import Drive, Drives, drive_set
 from offload_strategy.planner.request import Cores, CpuRequest, Request
 from offload_strategy.planner.search.config_output import config_yaml
-from offload_strategy.planner.search.search_result import USUAL_TOKENS, USUAL_TOLERANCE, Space
+from offload_strategy.planner.search.search_result import Space
 from offload_strategy.planner.search.settings import StateType
 from offload_strategy.planner.search.settings_search import search
 from offload_strategy.planner.transformer_shape import TransformerShape
@@ -107,12 +107,11 @@ def _space(options: argparse.Namespace) -> Space:
             "--max-batch and --max-tokens are for a batch that is searched: leave out --batch, or "
             "them"
         )
+    names = ("batch", "max_batch", "max_tokens", "tolerance")
+    values = {name: getattr(options, name) for name in names}
     return Space(
         sequences=tuple(options.sequences or (options.sequence,)),
-        batch=options.batch,
-        max_batch=options.max_batch,
-        max_tokens=USUAL_TOKENS if options.max_tokens is None else options.max_tokens,
-        tolerance=USUAL_TOLERANCE if options.tolerance is None else options.tolerance,
+        **{name: value for name, value in values.items() if value is not None},
         overlaps=tuple(one for one in overlaps if one != "eager" or one in allowed),
         state_dtypes=tuple(one for one in dtypes if one == "float32" or one in allowed),
     )

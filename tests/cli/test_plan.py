@@ -171,16 +171,6 @@ def test_on_the_cpu_there_is_one_memory(known_cores, plan):
     assert "settings need more memory than there is" in little
 
 
-def test_the_config_for_the_cpu_loads(known_cores, plan, tmp_path):
-    file = tmp_path / "found.yaml"
-    words = f"--host-memory 1GiB --write-config {file} --dir {tmp_path} --json"
-    best = plan(f"{ON_CPU} {RATES} {words}")["candidates"][0]
-    config = OffloadConfig.load(file)
-    assert config.tiers[-1].paths == [tmp_path]
-    for client in ("activations", "optimizer", "parameters"):
-        assert getattr(config, client).enabled is (client in best["offloads"])
-
-
 def test_what_is_not_given_is_looked_up_or_measured(known_cores, plan, tmp_path, monkeypatch):
     monkeypatch.setattr(plan_search, "available_bytes", lambda: 64 * GiB)
     text = plan(f"{ON_CPU} --dir {tmp_path}")

@@ -19,7 +19,6 @@ from offload_strategy import OffloadEngine
 from offload_strategy.config import OffloadConfig
 from offload_strategy.errors import ConfigError
 from offload_strategy.planner.hardware import Drive, Drives
-from offload_strategy.planner.model_presets import preset
 from offload_strategy.planner.request import (
     HOOK_SECONDS,
     LIMIT_SHARE,
@@ -65,16 +64,6 @@ def needed(run, settings):
 
 
 # ------------------------------------------------------------------ what fits
-def test_a_slow_disk_and_much_memory_move_nothing():
-    found = search(request(64 * GiB, 6e7, 6e7), Space((256,), max_batch=16))
-    assert found.best.offloads == ()
-    assert found.best.settings.recomputed_layers == 0
-    assert "The first row offloads nothing: everything fits in memory." in str(found)
-    assert yaml.safe_load(config_yaml(found, ["/mnt/disk"])) == {
-        client: {"enabled": False} for client in ("parameters", "activations", "optimizer")
-    }
-
-
 @pytest.mark.parametrize(
     ("memory", "batch", "moved"),
     [
@@ -93,13 +82,6 @@ def test_the_less_memory_the_more_leaves(memory, batch, moved):
     moves = {frozenset(one.offloads) for one in found.candidates}
     assert frozenset(moved) in moves
     assert all(one.placement.fits[0].needed_bytes <= run.room_bytes for one in found.candidates)
-
-
-def test_a_large_model_is_searched():
-    run = request(64 * GiB, 3e9, 3e9, preset("gpt3-13b"))
-    found = search(run, Space((1024,), max_batch=8))
-    assert found.tried > 100
-    assert found.best.offloads
 
 
 # ------------------------------------------------------------------ memory, by hand

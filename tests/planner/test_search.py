@@ -81,9 +81,10 @@ def test_what_host_memory_has_no_room_for_goes_to_the_drives():
     assert disk.needed_bytes == bytes_of(found, "ssd_bytes") > 0
 
 
-def test_a_small_model_on_a_large_device_offloads_nothing():
-    found = search(request("gpt2", "h200"), Space((1024,), max_batch=64))
-    (best,) = found.candidates
+@pytest.mark.parametrize("run", [request("gpt2", "h200"), on_cpu(64 * GiB, 6e7, 6e7)])
+def test_a_small_model_on_a_large_machine_offloads_nothing(run):
+    found = search(run, Space((1024,), max_batch=16))
+    best = found.best
     assert (best.offloads, best.placement.offloaded) == ((), {})
     assert best.settings.recomputed_layers == 0
     assert yaml.safe_load(config_yaml(found, ["/mnt/nvme0"])) == {
@@ -162,18 +163,6 @@ def test_nothing_that_fits_is_faster_than_what_is_found(run, batches, space):
     best = search(run, space).best
     # 1 %: settings that are as fast but move less are preferred.
     assert 0.99 * max(speeds) <= best.tokens_per_second <= max(speeds) * (1 + 1e-9)
-
-
-def test_the_order_of_host_memory_is_searched():
-    run = request("llama3-8b", "4090", "990-pro", 64 * GiB)
-    best, model = search(run, Space((1024,), batch=24, tolerance=0)).best, GpuModel(run)
-    orders = (
-        model.place(dataclasses.replace(best.settings, host_priority=order))
-        for order in itertools.permutations(KINDS)
-    )
-    seconds = [model.step_time(one).seconds for one in orders if one.ok]
-    assert best.step.seconds <= 1.01 * min(seconds)
-    assert max(seconds) > 1.1 * min(seconds)  # so that it matters
 
 
 def test_the_batch_is_the_smallest_that_is_nearly_as_fast():
