@@ -12,12 +12,12 @@ new kind is assumed to use items in the reverse order of saving, at unknown time
 from __future__ import annotations
 
 import sys
-import time
 import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class StorageReference(weakref.ref[torch.UntypedStorage]):
 class Trace:
     """The times at which items of one forward pass were saved and used (`time.perf_counter`)."""
 
-    started_at: float = field(default_factory=time.perf_counter)
+    started_at: float = field(default_factory=perf_counter)
     saved_at: list[float] = field(default_factory=list)
     #: Bytes of each item; seconds that forward waited for room in total, and until each item.
     sizes: list[int] = field(default_factory=list)
@@ -107,14 +107,14 @@ class Trace:
         self.sizes.append(nbytes)
         self.held_at.append(self.held)
         # Last, because its length is the number of items, and Ctrl-C may come between two lines.
-        self.saved_at.append(time.perf_counter())
+        self.saved_at.append(perf_counter())
         return len(self.saved_at) - 1
 
     def used(self, number: int) -> None:
         """Record the first use of an item."""
         if self.device_times is not None:
             self.device_times.used()
-        self.uses.append((number, time.perf_counter(), self.waited))
+        self.uses.append((number, perf_counter(), self.waited))
         storage = self._storages[number]
         self._alive_bytes -= storage.nbytes
         storage.nbytes = 0
@@ -129,7 +129,7 @@ class Trace:
 
     def alive_bytes(self) -> int:
         """Return the bytes of items in memory that backward has not used, offloaded or not."""
-        now = time.perf_counter()
+        now = perf_counter()
         while self._died:
             dead: StorageReference = self._died.popleft()
             self._alive_bytes -= dead.nbytes

@@ -10,9 +10,9 @@ baseline memory. A new plan is made if the room has changed by much.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from time import perf_counter
 
 from offload_strategy.activations.baseline_memory import BaselineMemory
 from offload_strategy.activations.budgets import Budget
@@ -130,7 +130,7 @@ class PlannedBudget(Budget):
         elif trace.saved_bytes == nbytes:
             self._begin_pass(trace)
         leaves, baseline = True, self._baseline
-        begin = time.perf_counter()
+        begin = perf_counter()
         self._writes.release_written()
         items = self._items_bytes(trace)
         baseline.record_event(trace.signature, items - nbytes)
@@ -145,7 +145,7 @@ class PlannedBudget(Budget):
         self._wait_for_room(items, room)
         baseline.resume(self._items_bytes(trace))
         # Measuring takes time, too.
-        trace.held += time.perf_counter() - begin
+        trace.held += perf_counter() - begin
         return leaves
 
     def must_leave(self, trace: Trace) -> int | None:
@@ -154,7 +154,7 @@ class PlannedBudget(Budget):
 
     def uses(self, trace: Trace, loaded_bytes: int, nbytes: int) -> None:
         """See `Budget.uses`; waits for room in memory."""
-        begin = time.perf_counter()
+        begin = perf_counter()
         if self._baseline.meter.counts_host_buffers:
             self._writes.keep_no_idle_buffers()
         self._writes.release_written()
@@ -164,7 +164,7 @@ class PlannedBudget(Budget):
         self._wait_for_room(items, self._room_from(trace, use))
         # From now on its bytes count as baseline memory of its use.
         self._baseline.resume(items)
-        trace.waited += time.perf_counter() - begin
+        trace.waited += perf_counter() - begin
 
     def observe(self, trace: Trace) -> None:
         """See `Budget.observe`; what follows until the next pass belongs to this one."""

@@ -15,9 +15,9 @@ these distances; if these are new, by the pass that followed one of this kind th
 from __future__ import annotations
 
 import sys
-import time
 import weakref
 from collections import OrderedDict, deque
+from time import perf_counter
 from typing import TypeVar
 
 import torch
@@ -147,7 +147,7 @@ class Prefetcher:
     def ended_at(self, trace: Trace) -> float:
         """Return when a pass has ended or will end with everything that follows its backward."""
         last_use = trace.uses[-1][1]
-        since = time.perf_counter() - last_use
+        since = perf_counter() - last_use
         return last_use + (since if self._tail is None else min(since, self._tail))
 
     def others_bytes(self, trace: Trace) -> int:
@@ -198,12 +198,12 @@ class Prefetcher:
             self._fetch_ahead(item)
         if trace.device_times is not None:
             trace.device_times.wait_begins()
-        begin = time.perf_counter()
+        begin = perf_counter()
         payload = self._store.get(ticket) if item.cached is None else item.cached
         self._store.evict(ticket)
         # The bytes stay in memory only while other views are to be unpacked.
         item.cached = payload if item.has_pending_views else None
-        waited = time.perf_counter() - begin
+        waited = perf_counter() - begin
         if trace.device_times is not None:
             trace.device_times.wait_ended()
         if absent and waited > _WORTH_SECONDS:

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 from operator import itemgetter
+from time import perf_counter
 
 import torch
 
@@ -182,6 +182,6 @@ class TierWrites:
 
     def await_writing_at_most(self, nbytes: int, seconds: float) -> float:
         """Wait until at most so many bytes are to be written, or so long; return the seconds."""
-        begin = time.perf_counter()
+        begin = perf_counter()
         self._store.await_writes(_CLIENT, nbytes, seconds)
-        return time.perf_counter() - begin
+        return perf_counter() - begin

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
+from time import perf_counter
 
 import psutil
 import torch
@@ -28,7 +28,7 @@ class Metrics:
         self._config = config
         self._resources = resources
         self._recorder = resources.recorder
-        self._started_at = time.perf_counter()
+        self._started_at = perf_counter()
         self._warned: set[str] = set()
 
     def read(
@@ -81,7 +81,7 @@ class Metrics:
             if written < tier.endurance_share * rated:
                 continue
             self._warned.add(tier.name)
-            elapsed = time.perf_counter() - self._started_at
+            elapsed = perf_counter() - self._started_at
             logger.warning(
                 "tier %s: this run has written %s in %.1f h, %.2g of the %.4g TB that its drives "
                 "are rated for (tiers[].endurance_share: %g). At this rate they last %.2g years. "
@@ -96,7 +96,7 @@ class Metrics:
             )
 
     def _endurance(self) -> dict[str, float]:
-        elapsed = time.perf_counter() - self._started_at
+        elapsed = perf_counter() - self._started_at
         written, years = 0, math.inf
         for tier in self._config.tiers:
             if tier.kind == "ssd":

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import astuple, replace
 from itertools import pairwise, takewhile
+from time import perf_counter
 
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -103,7 +103,7 @@ class StepLog:
         recorder = self._recorder
         reads = recorder.read_stall_seconds("activations")
         sums = StepFigures(
-            step_seconds=time.perf_counter(),
+            step_seconds=perf_counter(),
             computing_seconds=0.0,
             update_seconds=sum(optimizer.timings.seconds for optimizer in self._optimizers),
             read_wait_seconds=reads,

@@ -15,9 +15,9 @@ last one released.
 from __future__ import annotations
 
 import os
-import time
 from collections import deque
 from collections.abc import Callable
+from time import perf_counter
 
 from offload_strategy.units import PAGE_BYTES
 
@@ -68,7 +68,7 @@ class IdleLimit:
 
     def excess(self, idle_bytes: Callable[[], int], *, acquires: bool) -> int:
         """Return how many bytes the process has too much, of which so many are idle."""
-        now = time.perf_counter()
+        now = perf_counter()
         if not self.passes or (now < self._look_at and not (acquires and self._in_forward)):
             return 0
         self._look_at = now + _LOOK_SECONDS

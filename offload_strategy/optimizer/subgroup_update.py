@@ -5,12 +5,12 @@ See [Note: commit] in overlap/ahead_update.py.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 from typing import Any, Protocol
 
 import torch
@@ -84,9 +84,9 @@ class UpdateTimings:
     @contextmanager
     def measure(self) -> Iterator[UpdateTiming]:
         """Time an update; one that raises is not recorded."""
-        timing = UpdateTiming(time.perf_counter())
+        timing = UpdateTiming(perf_counter())
         yield timing
-        timing.end = time.perf_counter()
+        timing.end = perf_counter()
         self.seconds += timing.end - timing.begin
         self._latest.append(timing)
 
@@ -308,9 +308,9 @@ class Updater:
         flat = None
         if states.ticket is not None:
             timing.read_bytes = states.nbytes
-            begin = time.perf_counter()
+            begin = perf_counter()
             flat = load(states.ticket)
-            timing.waited += time.perf_counter() - begin
+            timing.waited += perf_counter() - begin
         masters = any(self.precision.has_master(each.parameter) for each in subgroup.slices)
         in_chunks = (masters or any(states.upcast_dtypes())) and self._is_elementwise(
             subgroup.group_index

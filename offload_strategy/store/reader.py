@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 
 import torch
 
@@ -77,7 +77,7 @@ class Reader:
 
     def await_load(self, entry: Entry, move: Move) -> None:
         """Wait for a load that is needed now; raise StorageError if it failed."""
-        begin = time.perf_counter()
+        begin = perf_counter()
         move.raise_priority()
         self.wait(entry, move)
         self.recorder.stalled(entry.client, begin, reading=True)
@@ -86,11 +86,11 @@ class Reader:
 
     def wait(self, entry: Entry, move: Move) -> None:
         """Wait for the end of a transfer, with warnings if a path does not answer."""
-        begin = time.perf_counter()
+        begin = perf_counter()
         patience = reports.PATIENCE_SECONDS
         move.run_queued()
         while not move.ended.wait(patience):
-            reports.still_waiting(entry, move, time.perf_counter() - begin)
+            reports.still_waiting(entry, move, perf_counter() - begin)
             patience *= 2
 
     def stage(self, entries: Sequence[Entry]) -> bool:

@@ -20,6 +20,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 
@@ -207,7 +208,7 @@ class BufferAllocator:
 
     def allocate_waiting(self, client: str, nbytes: int, *, pinned: bool) -> torch.Tensor:
         """Return a buffer once writes or copies free one; without any, exceed the budget."""
-        begin = time.perf_counter()
+        begin = perf_counter()
         while (buffer := self._reclaimed(nbytes, pinned=pinned)) is None:
             if pinned and any([engine.wait_for_oldest() for engine in self.copies]):
                 continue

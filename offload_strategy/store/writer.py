@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 
 import torch
 
@@ -45,13 +46,13 @@ class Writer:
         if count:
             return count
         registry, nbytes = self.registry, payloads[0].numel()
-        begin = time.perf_counter()
+        begin = perf_counter()
         report_at = begin + reports.PATIENCE_SECONDS
         while registry.writing_bytes and registry.writing_bytes + nbytes > self.write_behind:
             self._pause()
-            if time.perf_counter() > report_at:
+            if perf_counter() > report_at:
                 report_at += reports.PATIENCE_SECONDS
-                reports.still_full(registry.writing_bytes, tiers, time.perf_counter() - begin)
+                reports.still_full(registry.writing_bytes, tiers, perf_counter() - begin)
         self.recorder.stalled(client, begin)
         return max(1, self._fitting(payloads, tiers))
 
@@ -66,10 +67,10 @@ class Writer:
 
     def await_writes(self, client: str, at_most: int, seconds: float, *, own: bool = False) -> None:
         """See `TensorStore.await_writes`."""
-        begin = time.perf_counter()
+        begin = perf_counter()
         registry = self.registry
         while (registry.writing_bytes_of[client] if own else registry.writing_bytes) > at_most:
-            if time.perf_counter() >= begin + seconds:
+            if perf_counter() >= begin + seconds:
                 break
             self._pause()
         self.recorder.stalled(client, begin)

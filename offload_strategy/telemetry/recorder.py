@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import defaultdict, deque
 from enum import StrEnum
+from time import perf_counter
 from typing import NamedTuple
 
 #: The three clients of the store, as they appear in metric keys.
@@ -74,7 +74,7 @@ class Recorder:
     """Thread-safe sums over all transfers of one engine, and the latest `keep` records of each."""
 
     def __init__(self, keep: int = 65536) -> None:
-        self.started_at = time.perf_counter()
+        self.started_at = perf_counter()
         self.moves: deque[MoveRecord] = deque(maxlen=keep)
         self.stalls: deque[StallRecord] = deque(maxlen=keep)
         self._lock = threading.Lock()
@@ -88,7 +88,7 @@ class Recorder:
 
     def move_started(self, tier: str, direction: Direction) -> float:
         """Record the start of a transfer; return the time."""
-        now = time.perf_counter()
+        now = perf_counter()
         with self._lock:
             self._busy[tier, direction].enter(now)
             self._any_busy.enter(now)
@@ -115,7 +115,7 @@ class Recorder:
 
     def stalled(self, client: str, since: float, *, reading: bool = False) -> None:
         """Count the time since `since` as a stall, for a read (`reading`) or for memory."""
-        now = time.perf_counter()
+        now = perf_counter()
         with self._lock:
             self._stall_seconds[client] += now - since
             if reading:
@@ -151,13 +151,13 @@ class Recorder:
     def bandwidth_GBps(self, tier: str, direction: Direction) -> float:
         """Return GB/s while the path was busy in that direction; 0 if never."""
         with self._lock:
-            seconds = self._busy[tier, direction].seconds(time.perf_counter())
+            seconds = self._busy[tier, direction].seconds(perf_counter())
             return self._tier_bytes[tier, direction] / seconds / 1e9 if seconds > 0 else 0.0
 
     def busy_seconds(self) -> float:
         """Return the seconds in which any transfer was in flight."""
         with self._lock:
-            return self._any_busy.seconds(time.perf_counter())
+            return self._any_busy.seconds(perf_counter())
 
     def hidden_share(self) -> float:
         """Return the share of transfer time without stalls, 0 to 1 (1 without transfers)."""

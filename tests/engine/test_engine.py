@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -223,6 +224,20 @@ def test_closing_takes_every_hook_off_and_may_be_done_twice(disk: Path) -> None:
         torch.manual_seed(5)
         each(torch.randn(4, 8)).sum().backward()
     assert_same_bits(gradients(net), gradients(twin))
+
+
+@pytest.mark.timeout(60)
+def test_a_clock_that_a_test_has_replaced_reaches_no_thread(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, trained = model(), model()
+    wanted = train(None, plain, Adam(plain.parameters()), 4)
+    with OffloadEngine(settings(disk)) as engine, monkeypatch.context() as patch:
+        for name in ("perf_counter", "monotonic"):
+            patch.setattr(time, name, iter(()).__next__)  # as a mock whose values are used up
+        loss = train(engine, trained, engine.attach(trained, Adam(trained.parameters())), 4)
+        engine.close()
+    assert_same_bits({"loss": loss, **weights(trained)}, {"loss": wanted, **weights(plain)})
 
 
 def test_a_closed_engine_says_so(disk: Path) -> None:

@@ -109,6 +109,7 @@ def compare(without: Outcomes, with_offload: Outcomes) -> dict[str, Any]:
     return {
         "other losses": [t for t in trained if differs(without[t], with_offload[t])],
         "trained in both": len(trained),
+        "of these, offloaded": sum(bool(with_offload[t].get("moved")) for t in trained),
         "counts without": dict(Counter(note["outcome"] for note in without.values())),
         "counts with": dict(Counter(note["outcome"] for note in with_offload.values())),
         "only fail with": failing(without, with_offload),
@@ -138,6 +139,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=int, default=120, help="seconds for one test")
     parser.add_argument("--path", action="append", default=[], help="further Python paths")
     options = parser.parse_intermixed_args()
+    sys.path.extend(options.path)
     peer: Peer = PEERS[options.peer]
     folders = options.tests or peer.tests
     peer.prepare(options.checkout / peer.folder)
@@ -166,8 +168,9 @@ def main() -> None:
     if options.out is not None:
         options.out.write_text(json.dumps(results, indent=1))
     print(table(results))
-    for name in ("counts without", "counts with", "trained in both", "other losses"):
+    for name in ("counts without", "counts with", "trained in both", "of these, offloaded"):
         print(f"{name}: {results[name]}")
+    print(f"other losses: {results['other losses']}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Accelerate's own test scripts, launched as its tests launch them, in one process and in two."""
+"""Accelerate's own test scripts, launched as its tests launch them, in one process and in two.
+
+Those for GPUs and for FSDP version 1 are left out.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ _SCRIPTS = ["test_script", "test_sync", "test_ops", "test_distributed_data_loop"
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("script", [*_SCRIPTS, "test_merge_weights", "test_ddp_comm_hook"])
+@pytest.mark.parametrize("script", _SCRIPTS)
 def test_script(script: str, processes: int) -> None:
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu"]
     launch += ["--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no"]

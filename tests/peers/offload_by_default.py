@@ -13,6 +13,7 @@ import json
 import os
 import random
 import sys
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -22,7 +23,21 @@ from peers import PEERS
 _results = open(os.environ["PEER_RESULTS"], "a", buffering=1)  # noqa: SIM115  # kept by the process
 _process = os.getpid()
 _losses: list[str] = []
+_moved: Counter[str] = Counter()
 _backward = torch.Tensor.backward
+
+
+def _count_moves() -> None:
+    """Count the bytes of each test that were written or read: did anything leave?"""
+    from offload_strategy.telemetry import Recorder
+
+    finished = Recorder.move_finished
+
+    def counting(self: Any, record: Any, *, completed: bool) -> None:
+        _moved[record.client] += record.nbytes * completed
+        finished(self, record, completed=completed)
+
+    Recorder.move_finished = counting  # type: ignore[method-assign]
 
 
 def _noting_backward(self: torch.Tensor, *args: Any, **options: Any) -> None:
@@ -36,6 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "flaky: of pytest-rerunfailures; a test runs once here")
     if os.environ["PEER_OFFLOADS"] == "1":
         PEERS[os.environ["PEER"]].offload()
+        _count_moves()
     torch.Tensor.backward = _noting_backward  # type: ignore[assignment,method-assign]
 
 
@@ -43,6 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup() -> None:
     """Begin with the same random numbers, with offload and without."""
     _losses.clear()
+    _moved.clear()
     random.seed(0)
     torch.manual_seed(0)
     if "numpy" in sys.modules:
@@ -62,7 +79,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         note: dict[str, Any] = {"test": report.nodeid, "outcome": report.outcome}
         note |= {"when": report.when, "error": (errors or lines or [""])[-1][:300]}
         digest = hashlib.sha256("".join(_losses).encode()).hexdigest()[:16]
-        _note({**note, "losses": len(_losses), "digest": digest})
+        _note({**note, "losses": len(_losses), "digest": digest, "moved": dict(_moved)})
 
 
 def _note(*notes: dict[str, Any]) -> None:

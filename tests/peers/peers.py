@@ -26,7 +26,7 @@ class Peer:
 
     Args:
         package: what is installed; its version is noted next to that of the checkout.
-        tests: files and folders to run, relative to the folder, one pytest process each.
+        tests: files, folders or tests to run, relative to the folder, one pytest process each.
         offload: switches the package on, in the process of its tests.
         folder: of the checkout, from which its tests run.
         options: of pytest, for example to leave out tests that choose another strategy by name.
@@ -151,9 +151,10 @@ _LIGHTNING = """
     callbacks utilities loggers profilers overrides
 """
 _ACCELERATE = "accelerator optimizer scheduler state_checkpointing grad_sync"
-_SFT = "nll dft dtype peft packing padding_free eval reentrant completion iterable Qwen2 Qwen3Moe"
-_SFT = " or ".join(_SFT.split())
-_PEFT = "training or parameters_after_training or lora"
+_SFT = """
+    Qwen2 dft nll_loss config_lora prompt_tuning] reentrant bfd padding_free completion_only
+"""
+_SFT_TESTS = f"TestSFTTrainer and train_ and ({' or '.join(_SFT.split())}) and not vlm and not Slow"
 _TORCHAO = [f"{name}{bits}" for name in ("Adam", "AdamW") for bits in ("8bit", "4bit", "Fp8")]
 
 PEERS = {
@@ -177,7 +178,7 @@ PEERS = {
         package="trl",
         tests=("tests/test_sft_trainer.py",),
         offload=accelerate,
-        options=("-k", f"TestSFTTrainer and ({_SFT}) and not vlm and not Slow"),
+        options=("-k", _SFT_TESTS),
         prepare=for_trl,
     ),
     "trl-activations": Peer(
@@ -197,11 +198,12 @@ PEERS = {
         package="peft",
         tests=(
             *(f"tests/test_{each}.py" for each in ("loraplus", "lorafa", "velora", "osf")),
-            "tests/test_custom_models.py",
-            "tests/test_decoder_models.py",
+            "tests/test_custom_models.py::TestPeftCustomModel::test_only_params_are_updated",
+            "tests/test_custom_models.py::TestDynamicDispatch",
+            "tests/test_decoder_models.py::TestDecoderModels::test_training_decoders",
         ),
         offload=partial(loops, "torch.optim", "SGD", "Adam", "AdamW"),
-        options=("-o", "addopts=", "-k", _PEFT),
+        options=("-o", "addopts="),
         prepare=for_peft,
     ),
 }

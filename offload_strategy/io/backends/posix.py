@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from time import monotonic
 
 from offload_strategy.errors import StorageError
 from offload_strategy.io.backends.protocol import Backend, BlockRequest
@@ -269,7 +270,7 @@ def _retry(
         try:
             return call(fd, [view], offset)
         except BlockingIOError:  # EAGAIN, EWOULDBLOCK
-            now = time.monotonic()
+            now = monotonic()
             deadline = deadline or now + RETRY_SECONDS
             if now >= deadline:
                 raise

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
+from time import monotonic
 
 from offload_strategy.telemetry import get_logger
 
@@ -95,7 +95,7 @@ class ThreadPool:
         with self._lock:
             if not self._jobs:
                 return False
-            self._caller_runs = (what, time.monotonic())
+            self._caller_runs = (what, monotonic())
             job, died = self._jobs[0]
             del self._jobs[0]
         try:
@@ -112,7 +112,7 @@ class ThreadPool:
         """Finish what is queued, end the threads, and wait for that; later jobs start new ones."""
         if os.getpid() != self._pid:
             return
-        deadline = time.monotonic() + timeout
+        deadline = monotonic() + timeout
         with self._lock:
             self._may_idle = False
             while self._sleeping:
@@ -121,10 +121,10 @@ class ThreadPool:
             with self._lock:  # a thread that died may have been replaced
                 self._forget_ended()
                 threads = (self._threads | self._ending) - {threading.current_thread()}
-            if not threads or time.monotonic() >= deadline:
+            if not threads or monotonic() >= deadline:
                 return
             for thread in threads:
-                thread.join(max(0.0, deadline - time.monotonic()))
+                thread.join(max(0.0, deadline - monotonic()))
 
     def close(self, timeout: float = 60.0) -> None:
         """End the threads, as `end_threads` does, for good."""
@@ -192,7 +192,7 @@ class ThreadPool:
             raise
 
     def _warn_if_caller_waits(self) -> None:
-        now = time.monotonic()
+        now = monotonic()
         what, since = self._caller_runs or ("", now)
         if now - max(since, self._warned_at) > SILENT_SECONDS:
             self._warned_at = now

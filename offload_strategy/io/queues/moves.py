@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import monotonic, perf_counter
 from typing import Any
 
 from offload_strategy.io.queues.path_queue import SMALL_BYTES, PathQueue
@@ -40,15 +41,15 @@ class Latch:
 
     def poll(self, seconds: float) -> None:
         """Wait without falling asleep, for what will be over in a moment."""
-        deadline = time.monotonic() + seconds
-        while not self._is_set and time.monotonic() < deadline:
+        deadline = monotonic() + seconds
+        while not self._is_set and monotonic() < deadline:
             time.sleep(0)  # lets other threads run
 
     def wait(self, timeout: float) -> bool:
         """Wait until it is set, `timeout` seconds at most; returns whether it is."""
-        deadline = time.monotonic() + timeout
+        deadline = monotonic() + timeout
         while not self._is_set:
-            left = deadline - time.monotonic()
+            left = deadline - monotonic()
             if left <= 0:
                 return False
             # In slices: an interrupted waiter may have kept the lock, but the flag is still seen.
@@ -115,7 +116,7 @@ class Move:
         self.nbytes = nbytes
         self.keep_alive = keep_alive
         self.on_end = on_end
-        self.queued_at = time.perf_counter()
+        self.queued_at = perf_counter()
         self.finished_at = 0.0
         self.error: BaseException | None = None
         self.ended = Latch()
@@ -201,7 +202,7 @@ class Move:
             self._finished = MoveState.CANCELLED
         else:
             self._finished = MoveState.DONE
-        self.finished_at = time.perf_counter()
+        self.finished_at = perf_counter()
         on_end = self.on_end
         # Parts and move refer to each other: what it held must not wait for a garbage collection.
         self.keep_alive = None

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 
 from offload_strategy.errors import ConfigError, CorruptDataError
 from offload_strategy.io.backends.protocol import Backend, BlockRequest
@@ -215,7 +216,7 @@ class PathQueue:
             most = self.backend.max_adjacent
             parts = queue.take_adjacent(part, room - nbytes, most, self._may_join)
             blocks = [(part, 0, part.nbytes) for part in parts]
-        in_flight = InFlight(queue, blocks, urgent, time.perf_counter())
+        in_flight = InFlight(queue, blocks, urgent, perf_counter())
         in_flight.busy_before = self.bandwidth.begins(
             in_flight.begun, saturated=self._is_saturated()
         )
@@ -272,7 +273,7 @@ class PathQueue:
     ) -> bool:
         """Count a block as over; returns whether its whole request is."""
         with self._lock:
-            now = time.perf_counter()
+            now = perf_counter()
             was_saturated = self._is_saturated()
             if request_over := in_flight.block_ended():
                 self._request_seconds += (now - in_flight.begun - self._request_seconds) / 4
@@ -317,7 +318,7 @@ class PathQueue:
                 part.nbytes,
                 part.queued_at,
                 part.started_at,
-                time.perf_counter(),
+                perf_counter(),
             )
             self._recorder.move_finished(record, completed=part.state is MoveState.DONE)
         part.on_end(part)

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from time import monotonic
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -71,8 +72,8 @@ class RankDirectory:
         has_note = any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ()))
         if has_note or not _is_of_transport(error):
             return
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while not (ended := self.ended()) and self._local and time.monotonic() < deadline:
+        deadline = monotonic() + _PATIENCE_SECONDS
+        while not (ended := self.ended()) and self._local and monotonic() < deadline:
             time.sleep(0.02)
         if ended:
             named = ", ".join(
