@@ -19,7 +19,7 @@ from offload_strategy.optimizer.ranks.gradient_reductions import GradientReducti
 from tests.optimizer import custom_optimizers
 from tests.training import bits, on_disk
 
-STEPS = 6
+STEPS = 4
 
 
 class Net(nn.Module):
