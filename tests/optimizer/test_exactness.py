@@ -62,14 +62,10 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "SGD momentum fused": _of(SGD, 0.1, momentum=0.9, fused=True),
     "SGD groups, maximize": _of(SGD, 0.1, in_groups=True, momentum=0.5, maximize=True),
     "NAdam": _of(optim.NAdam, 1e-2, weight_decay=0.1),
-    "NAdam foreach": _of(
-        optim.NAdam, 1e-2, weight_decay=0.1, decoupled_weight_decay=True, foreach=True
-    ),
     "RAdam foreach": _of(optim.RAdam, 1e-2, foreach=True),
     "Adamax foreach groups": _of(optim.Adamax, 1e-2, in_groups=True, foreach=True),
     "Adadelta": _of(optim.Adadelta),
     "Adagrad": _of(optim.Adagrad, 1e-2, initial_accumulator_value=0.1),
-    "Adagrad fused": _of(optim.Adagrad, 1e-2, fused=True),
     "RMSprop centered foreach": _of(optim.RMSprop, 1e-3, centered=True, momentum=0.9, foreach=True),
     "Rprop": _of(optim.Rprop, 1e-2),
     "ASGD": _of(optim.ASGD, 1e-2, t0=2),
