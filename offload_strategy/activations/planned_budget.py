@@ -6,6 +6,9 @@ used up. Then the traces of these passes give the sizes and idle times of items,
 their rates, and a meter gives the baseline memory (`baseline_memory`): a lifetime plan
 (`plan_runtime.lifetime_plan`) selects what is offloaded. The room for items is the limit minus the
 baseline memory. A new plan is made if the room has changed by much.
+
+If the engine decides what leaves (``mode: auto``), everything stays at first, and nothing is
+measured, until a pass saves more than is certainly free; from there on it is as above.
 """
 
 from __future__ import annotations
@@ -14,12 +17,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
+import torch
+
 from offload_strategy.activations.baseline_memory import BaselineMemory
 from offload_strategy.activations.budgets import Budget
 from offload_strategy.activations.forward_records import Trace
 from offload_strategy.activations.pass_profile import PassProfiler, use_event
 from offload_strategy.config import PlanningConfig
 from offload_strategy.errors import ConfigError
+from offload_strategy.host_memory.idle_memory import FreedMemory
 from offload_strategy.host_memory.memory_limits import PeakMeter
 from offload_strategy.plan_runtime.lifetime_plan import (
     CHECKPOINT,
@@ -37,6 +43,9 @@ logger = get_logger(__name__)
 
 #: Share of the free memory that items get in the first passes.
 _FIRST_SHARE = 0.35
+#: Share of the limit up to which everything stays, if the engine decides what leaves: the rest is
+#: for workspaces of kernels and for the allocator, which are not known without measuring.
+_CERTAIN_SHARE = 0.75
 _LEAST_ROOM_BYTES = 32 * MiB
 #: What is loaded ahead stays until its use, so the largest baseline memory of the next uses counts:
 #: of so many at least, and of those of so many bytes.
@@ -56,13 +65,32 @@ _PATIENCE_SECONDS = 60.0
 class MemoryLimit:
     """Most bytes that training may use (None: what is free at the start), and a plan from a file.
 
-    `profile_passes` come before the first plan; `meter` must be set before the first pass.
+    `profile_passes` come before the first plan; `meter` must be set before the first pass. If the
+    engine decides what leaves, `upcoming_bytes` returns what training will need besides what is in
+    use and what is saved. `name` is that of the setting in the config.
     """
 
     nbytes: int | None
     profile_passes: int
     meter: PeakMeter | None = None
     given: GivenPlan | None = None
+    upcoming_bytes: Callable[[], int] | None = None
+    name: str = "planning.device_memory"
+
+    def measure(self, parameter: torch.Tensor) -> None:
+        """Measure the memory of a parameter's device, unless one is measured already."""
+        if self.meter is None:
+            self.meter = PeakMeter(parameter)
+
+    def used_bytes(self) -> int:
+        """Return the bytes in use now."""
+        assert self.meter is not None
+        return self.meter.used_bytes()
+
+    def limit_bytes(self) -> int:
+        """Return the limit, which is what is free now if none was given."""
+        assert self.meter is not None
+        return int(_FREE_SHARE * self.meter.total_bytes()) if self.nbytes is None else self.nbytes
 
     @classmethod
     def configured(cls, section: PlanningConfig) -> MemoryLimit | None:
@@ -83,12 +111,16 @@ class PlannedBudget(Budget):
         self._profiler = profiler
         self._writes = profiler.writes
         self._passes_left = limit.profile_passes
-        self._limit = 0
+        #: The limit in bytes, once something is measured.
+        self.limit_bytes = 0
         #: Returns the bytes in memory of items of passes other than the given one.
         self.others_bytes: Callable[[Trace], int] = lambda trace: 0
-        # Bytes of items that may be in memory in the first pass.
+        # Bytes of a pass that may stay while nothing is measured, and in the first measured pass.
+        self._certain_room = 0
         self._first_room: int | None = None
         self._planned_for: int | None = None
+        # If the device is the CPU, whose memory is that of the C library.
+        self._freed: FreedMemory | None = None
         self._told = False
         # The pass whose backward ended last, until the next one starts; the last with known times.
         self._over: Trace | None = None
@@ -109,7 +141,7 @@ class PlannedBudget(Budget):
     def figures(self) -> dict[str, float]:
         """Return current bytes and counts for metrics."""
         return {
-            "plan_limit_bytes": self._limit,
+            "plan_limit_bytes": self.limit_bytes,
             "plan_peak_bytes": self.latest_peak_bytes,
             "plan_deviations": self.deviations,
             "plan_over_limit_passes": self.over_limit_passes,
@@ -126,11 +158,15 @@ class PlannedBudget(Budget):
     ) -> bool:
         """See `Budget.admits`; waits for room in memory."""
         if self._profiler.baseline is None:
-            self._begin(nbytes)
+            if self._certainly_fits(nbytes, trace):
+                return False
+            self._begin(trace)
         elif trace.saved_bytes == nbytes:
             self._begin_pass(trace)
         leaves, baseline = True, self._baseline
         begin = perf_counter()
+        if self._freed is not None:
+            self._freed.look()
         self._writes.release_written()
         items = self._items_bytes(trace)
         baseline.record_event(trace.signature, items - nbytes)
@@ -150,12 +186,17 @@ class PlannedBudget(Budget):
 
     def must_leave(self, trace: Trace) -> int | None:
         """See `Budget.must_leave`: the bytes for which there is no room."""
+        if self._profiler.baseline is None:
+            return 0
         return max(0, self._items_bytes(trace) - self._room_from(trace, 0))
 
     def uses(self, trace: Trace, loaded_bytes: int, nbytes: int) -> None:
         """See `Budget.uses`; waits for room in memory."""
+        if self._profiler.baseline is None:
+            return
         begin = perf_counter()
-        if self._baseline.meter.counts_host_buffers:
+        if self._freed is not None:
+            self._freed.look()
             self._writes.keep_no_idle_buffers()
         self._writes.release_written()
         use = len(trace.uses) - 1
@@ -168,6 +209,8 @@ class PlannedBudget(Budget):
 
     def observe(self, trace: Trace) -> None:
         """See `Budget.observe`; what follows until the next pass belongs to this one."""
+        if self._profiler.baseline is None:
+            return
         self.latest_peak_bytes = self._baseline.look()
         self._over = trace
         for number, until in trace.held_until.items():
@@ -176,28 +219,48 @@ class PlannedBudget(Budget):
 
     def learn(self, trace: Trace) -> None:
         """See `Budget.learn`."""
+        if self._profiler.baseline is None:
+            return
         self._timed = trace
         self._profiler.io_overhead.observe(trace)
 
     def room(self, trace: Trace) -> int | None:
         """See `Budget.room`."""
+        if self._profiler.baseline is None:
+            return None
         room = self._room_from(trace, len(trace.uses) - 1)
         return max(0, room - self._items_bytes(trace))
 
     # ------------------------------------------------------------------ passes
-    def _begin(self, nbytes: int) -> None:
-        meter, given = self._memory.meter, self._memory.nbytes
-        assert meter is not None
-        used = meter.used_bytes() - nbytes
-        self._limit = int(_FREE_SHARE * meter.total_bytes()) if given is None else given
-        if used >= self._limit:
+    def _certainly_fits(self, nbytes: int, trace: Trace) -> bool:
+        """Return whether what a pass has saved so far may stay without measuring."""
+        memory = self._memory
+        if memory.upcoming_bytes is None:
+            return False
+        if trace.saved_bytes == nbytes:  # a new pass
+            assert memory.meter is not None
+            used = memory.meter.used_bytes() - nbytes
+            certain = int(_CERTAIN_SHARE * memory.limit_bytes())
+            self._certain_room = certain - used - memory.upcoming_bytes()
+        return trace.saved_bytes <= self._certain_room
+
+    def _begin(self, trace: Trace) -> None:
+        memory, items = self._memory, trace.alive_bytes()
+        assert memory.meter is not None
+        self.limit_bytes = memory.limit_bytes()
+        used = memory.meter.used_bytes() - items
+        if used >= self.limit_bytes:
             raise ConfigError(
-                f"planning.device_memory is {format_size(self._limit)}, and {format_size(used)} "
-                "are in use before the first forward pass. Give more, or let optimizer states and "
-                "weights leave as well."
+                f"{memory.name} is {format_size(self.limit_bytes)}, and {format_size(used)} are in "
+                "use before the first forward pass. Give more, or let optimizer states and weights "
+                "leave as well."
             )
-        self._first_room = max(_LEAST_ROOM_BYTES, int(_FIRST_SHARE * (self._limit - used)))
-        self._profiler.baseline = BaselineMemory(meter, self._memory.profile_passes)
+        free = self.limit_bytes - used - (memory.upcoming_bytes() if memory.upcoming_bytes else 0)
+        # What has been kept until now stays.
+        self._first_room = max(_LEAST_ROOM_BYTES, int(_FIRST_SHARE * free), items)
+        if memory.meter.counts_host_buffers:
+            self._freed = FreedMemory(self.limit_bytes)
+        self._profiler.baseline = BaselineMemory(memory.meter, memory.profile_passes)
         self._baseline.begin(0)
 
     def _begin_pass(self, trace: Trace) -> None:
@@ -212,22 +275,28 @@ class PlannedBudget(Budget):
             return
         self._first_room = None
         self.latest_peak_bytes = peak
-        self.over_limit_passes += peak > self._limit
+        self.over_limit_passes += peak > self.limit_bytes
         self._passes_left -= 1
         if self._passes_left > 0:
             return
-        if within(self._limit) - baseline.most_bytes < _LEAST_ROOM_BYTES and not self._told:
+        scarce = within(self.limit_bytes) - baseline.most_bytes < _LEAST_ROOM_BYTES
+        if (
+            self._memory.upcoming_bytes is not None
+        ):  # it was not asked for: only what happens counts
+            scarce &= peak > self.limit_bytes
+        if scarce and not self._told:
             self._told = True
             logger.warning(
-                "planning.device_memory: %s cannot be kept: a step takes %s with next to nothing "
-                "that is saved in memory. Give more, train with a smaller batch, or %s.",
-                format_size(self._limit),
+                "%s: %s cannot be kept: a step takes %s with next to nothing that is saved in "
+                "memory. Give more, train with a smaller batch, or %s.",
+                self._memory.name,
+                format_size(self.limit_bytes),
                 format_size(baseline.most_bytes),
                 CHECKPOINT,
             )
         known = self._planned_for
         fuller = 0 if known is None else baseline.correction - known
-        worth = not -_MORE * self._limit < fuller < _LESS * self._limit
+        worth = not -_MORE * self.limit_bytes < fuller < _LESS * self.limit_bytes
         timed = self._timed
         if timed is None or timed.signature != over.signature:
             return  # the device has not told the times of such a pass
@@ -250,7 +319,7 @@ class PlannedBudget(Budget):
     def _room_after(self, event: int) -> int:
         if self._first_room is not None:
             return self._first_room
-        return max(_LEAST_ROOM_BYTES, within(self._limit) - self._baseline.after(event))
+        return max(_LEAST_ROOM_BYTES, within(self.limit_bytes) - self._baseline.after(event))
 
     def _room_from(self, trace: Trace, use: int) -> int:
         """Return the smallest room after a use and some following ones."""
@@ -264,7 +333,7 @@ class PlannedBudget(Budget):
         most = self._most_ahead.get(use)
         if most is None:
             most = self._most_ahead[use] = self._baseline_ahead(trace, use)
-        return max(_LEAST_ROOM_BYTES, within(self._limit) - most)
+        return max(_LEAST_ROOM_BYTES, within(self.limit_bytes) - most)
 
     def _baseline_ahead(self, trace: Trace, use: int) -> int:
         """Return the largest baseline memory after a use and some following ones."""
@@ -288,7 +357,7 @@ class PlannedBudget(Budget):
         if self.plan is None:
             # With a plan there are fewer buffers in flight.
             self._baseline.measure_next_pass()
-        self.plan = plan_lifetimes(profile, within(self._limit))
+        self.plan = plan_lifetimes(profile, within(self.limit_bytes))
         leave = {move.tensor for move in self.plan.moves}
         if len(self._leaves) > _MOST_ITEMS:
             self._leaves.clear()
@@ -296,8 +365,9 @@ class PlannedBudget(Budget):
         for number, prefix in enumerate(trace.prefixes):
             self._leaves[prefix] = number in leave
         logger.info(
-            "planning.device_memory %s: of %s that a forward pass saves %s leave, %s stay%s",
-            format_size(self._limit),
+            "%s %s: of %s that a forward pass saves %s leave, %s stay%s",
+            self._memory.name,
+            format_size(self.limit_bytes),
             format_size(trace.saved_bytes),
             format_size(self.plan.moved_bytes),
             format_size(trace.saved_bytes - self.plan.moved_bytes),

@@ -107,7 +107,9 @@ def _memory(config: OffloadConfig, has_torch: bool) -> Iterator[Check]:
     )
     yield machine_checks.check_huge_pages()
     yield machine_checks.check_locked_memory(
-        machine_checks.resource_limit("RLIMIT_MEMLOCK"), config.memory.pinned, has_gpu
+        machine_checks.resource_limit("RLIMIT_MEMLOCK"),
+        config.memory.pinned_bytes(memory.available // processes),
+        has_gpu,
     )
     yield machine_checks.check_open_files(machine_checks.resource_limit("RLIMIT_NOFILE"))
 

@@ -138,7 +138,7 @@ def check_memory(
     `limit` is that of the memory cgroup, if it has one; all figures are in bytes.
     """
     tiers = sum(tier.capacity or 0 for tier in config.tiers if tier.kind == "dram")
-    need = (config.memory.pinned + tiers) * processes
+    need = (config.memory.pinned_bytes(available // processes) + tiers) * processes
     most = min(total, limit or total)
     has = f"{format_size(total)} of main memory, {format_size(available)} available"
     if limit is not None and limit < total:

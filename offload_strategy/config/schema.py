@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +29,6 @@ from offload_strategy.config.value_types import (
     AutoOrSize,
     BlockSize,
     Budget,
-    PositiveSize,
     Size,
 )
 from offload_strategy.errors import ConfigError
@@ -40,6 +40,9 @@ Client = Literal["activations", "optimizer", "parameters"]
 ConfigSource: TypeAlias = "OffloadConfig | Mapping[str, Any] | str | os.PathLike[str] | None"
 """Anything that `OffloadConfig.load` reads."""
 
+#: Bounds of `memory.pinned: auto` in bytes.
+_LEAST_PINNED, _MOST_PINNED = 64 * MiB, 4 * GiB
+
 _TierNames = Annotated[
     list[str] | None,
     Field(
@@ -50,6 +53,8 @@ _TierNames = Annotated[
 
 
 class _Client(Section):
+    enabled: AutoOrBool = "auto"
+
     @field_validator("tiers", check_fields=False)
     @classmethod
     def _some_tier(cls, tiers: list[str] | None) -> list[str] | None:
@@ -61,12 +66,19 @@ class _Client(Section):
             raise ValueError(f"a tier is named twice in {tiers}")
         return tiers
 
+    def resolved(self, *, enabled: bool) -> Self:
+        """Return this section with 'auto' replaced, which does not count as set by the user."""
+        section = self.model_copy()
+        section.__dict__["enabled"] = enabled
+        return section
+
 
 class ActivationsConfig(_Client):
     """Tensors that autograd saves for the backward pass."""
 
-    enabled: bool = True
-    """Whether saved tensors are offloaded."""
+    enabled: AutoOrBool = "auto"
+    """Whether saved tensors are offloaded. 'auto': as many as memory requires; all that may be
+    where this section has other settings than tiers, or with mode: always."""
     tiers: _TierNames = None
     min_size: Size = 1 * MiB
     """Storages below this many bytes are kept on the device."""
@@ -92,9 +104,11 @@ class ActivationsConfig(_Client):
 class OptimizerConfig(_Client):
     """Optimizer states, and the gradients of their updates."""
 
-    enabled: bool = True
-    """Whether optimizer states are offloaded. If it is set to true, optimizers whose states cannot
-    be offloaded are refused; otherwise their states stay in memory, with a warning."""
+    enabled: AutoOrBool = "auto"
+    """Whether optimizer states are offloaded. 'auto': if memory requires it; in any case where this
+    section has other settings than tiers, or with mode: always. If it is set to true, optimizers
+    whose states cannot be offloaded are refused; otherwise their states stay in memory, with a
+    warning."""
     tiers: _TierNames = None
     subgroup_size: AutoOrCount = "auto"
     """Parameters per subgroup (updated together): 'auto', or a number such as '100M'."""
@@ -108,9 +122,10 @@ class OptimizerConfig(_Client):
     master_weights: bool = False
     """Whether bfloat16 and float16 weights are updated in float32: a copy of each is stored with
     its states, and rounded into the weight after every update. Numbers change."""
-    gradient_memory: PositiveSize = 4 * GiB
+    gradient_memory: AutoOrSize = "auto"
     """Maximum host memory for gradients that wait for step() with overlap: commit. Others wait on
-    the tiers, and are read again only if the update must be repeated."""
+    the tiers, and are read again only if the update must be repeated. 'auto' is none where the
+    device is the CPU, whose memory is what is scarce, and else as much as memory.pinned."""
     sharding: bool = True
     """Whether data-parallel processes shard the optimizer states: each updates its shard and sends
     the new weights to the others. Otherwise every process holds all states."""
@@ -129,8 +144,9 @@ class OptimizerConfig(_Client):
 class ParametersConfig(_Client):
     """The weights, streamed through the device block by block."""
 
-    enabled: bool = False
-    """Whether weights are streamed."""
+    enabled: AutoOrBool = "auto"
+    """Whether weights are streamed. 'auto': if one process trains, and the weights, with all else
+    offloaded, do not fit in memory; never with mode: always."""
     tiers: _TierNames = None
     blocks_in_flight: int = Field(default=2, ge=1)
     """Blocks of the model in memory at a time: the one that computes and those being loaded."""
@@ -180,10 +196,35 @@ class IOConfig(Section):
 
 
 class MemoryConfig(Section):
-    """Host memory that the package takes for its own buffers."""
+    """Memory that training may use. A size, as in ``memory: 6GiB``, stands for its `limit`."""
 
-    pinned: PositiveSize = 4 * GiB
-    """Maximum bytes of staging buffers, pinned if there is a device. Dram tiers come on top."""
+    limit: AutoOrSize = "auto"
+    """Maximum memory of training on the device, or of the process when it computes on the CPU, for
+    what is decided automatically. 'auto' is the memory that is free when it is decided, minus a
+    margin."""
+    pinned: AutoOrSize = "auto"
+    """Maximum bytes of staging buffers, pinned if there is a device. Dram tiers come on top. 'auto'
+    is an eighth of the host memory that is available, at most 4 GiB."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _limit_alone(cls, section: Any) -> Any:
+        return {"limit": section} if isinstance(section, str | int) else section
+
+    @field_validator("pinned")
+    @classmethod
+    def _some_buffers(cls, pinned: int | str) -> int | str:
+        if pinned == 0:
+            raise ValueError("must be at least 1 B")
+        return pinned
+
+    def pinned_bytes(self, available: int = sys.maxsize) -> int:
+        """Return the maximum bytes of buffers, given the available bytes of host memory."""
+        if self.pinned != "auto":
+            return int(self.pinned)
+        if self.limit != "auto":
+            available = min(available, int(self.limit))
+        return min(_MOST_PINNED, max(_LEAST_PINNED, available // 8))
 
 
 class PlanningConfig(Section):
@@ -209,6 +250,9 @@ class OffloadConfig(Section):
     )
     """Tiers, fastest first. Default: one ssd tier named 'ssd' in $SSD_OFFLOAD_DIR, else in the
     temporary directory, or in /var/tmp if the temporary directory is kept in memory."""
+    mode: Literal["auto", "always"] = "auto"
+    """What happens to a section whose ``enabled`` is 'auto': with 'auto' the engine offloads what
+    memory requires; with 'always' all activations and optimizer states that may be."""
     activations: ActivationsConfig = ActivationsConfig()
     """Tensors that autograd saves for the backward pass."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -218,7 +262,7 @@ class OffloadConfig(Section):
     io: IOConfig = IOConfig()
     """How bytes reach a path."""
     memory: MemoryConfig = MemoryConfig()
-    """Host memory that the package takes for its own buffers."""
+    """Memory that training may use."""
     planning: PlanningConfig = PlanningConfig()
     """A memory limit and the plan that respects it."""
 
@@ -261,9 +305,24 @@ class OffloadConfig(Section):
         return section
 
     @model_validator(mode="after")
+    def _sections_with_settings_are_on(self) -> Self:
+        for client in ("activations", "optimizer", "parameters"):
+            section = getattr(self, client)
+            given, is_optional = section.model_fields_set, client == "parameters"
+            has_settings = "enabled" not in given and bool(given - {"tiers"})
+            if section.enabled == "auto" and self.mode == "always":
+                self.__dict__[client] = section.resolved(enabled=not is_optional)
+            elif section.enabled == "auto" and has_settings and not is_optional:
+                self.__dict__[client] = section.resolved(enabled=True)
+        return self
+
+    @model_validator(mode="after")
     def _tiers_outside_the_device(self) -> Self:
         for client in ("activations", "parameters"):
-            if self.tiers and getattr(self, client).enabled and not self.tiers_for(client):
+            asked = getattr(self, client).enabled
+            if client == "parameters" and asked == "auto":
+                continue
+            if self.tiers and asked and not self.tiers_for(client):
                 raise ValueError(
                     f"{client} need a dram or ssd tier, but all tiers are memory of the device "
                     f"(kind: device): add one, or set {client}: {{enabled: false}}"

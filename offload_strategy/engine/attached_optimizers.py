@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from offload_strategy.config import OptimizerConfig
+from offload_strategy.engine.automatic_choice import AutomaticChoice
 from offload_strategy.engine.resources import Resources
 from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
@@ -35,8 +36,7 @@ logger = get_logger(__name__)
 class AttachedOptimizers:
     """The optimizers of an engine; iterates over those that are wrapped and alive.
 
-    The registry knows which parameters have an owner already; the stream is that of streamed
-    weights, or None without ``parameters.enabled``.
+    The registry knows which parameters have an owner already.
     """
 
     def __init__(
@@ -44,12 +44,14 @@ class AttachedOptimizers:
         resources: Resources,
         section: OptimizerConfig,
         registry: ParameterRegistry,
-        stream: WeightStream | None,
+        choice: AutomaticChoice,
     ) -> None:
         self._resources = resources
         self._section = section
         self._registry = registry
-        self._stream = stream
+        self._choice = choice
+        #: The stream of weights, if they are streamed.
+        self.stream: WeightStream | None = None
         self._dp_groups = GroupRegistry(shards_states=section.sharding)
         self._wrapped: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
         self._guards: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = (
@@ -99,6 +101,8 @@ class AttachedOptimizers:
             )
             return optimizer
         state_bytes = sum(supported.state_bytes)
+        if self._choice.keeps_states(optimizer, state_bytes):
+            return optimizer
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         subgroups = self._subgroup_size(parameters, state_bytes)
         own_bytes = self._check_room(parameters, state_bytes)
@@ -113,9 +117,9 @@ class AttachedOptimizers:
             changes_gradients=supported.changes_gradients,
             precision=precision,
             new_weight_tiers=self._resources.new_weight_tiers,
-            gradient_memory=section.gradient_memory,
+            gradient_memory=self._gradient_memory(parameters),
             directories=self._resources.scratch_directories("optimizer"),
-            residency=self._stream,
+            residency=self.stream,
             dp_groups=self._dp_groups,
             claim=WeakHook(self._claim),
         )
@@ -198,6 +202,14 @@ class AttachedOptimizers:
             size = min(count, subgroup_size(count))
             self._resources.pool.idle_may_exceed(state_bytes * size // count)
 
+    def _gradient_memory(self, parameters: Sequence[nn.Parameter]) -> int:
+        """Return the bytes of host memory for gradients that wait for `step()`."""
+        given = self._section.gradient_memory
+        if given != "auto":
+            return int(given)
+        on_host = any(parameter.device.type == "cpu" for parameter in parameters)
+        return 0 if on_host else self._resources.pinned_bytes
+
     def _check_room(self, parameters: Sequence[nn.Parameter], state_bytes: int) -> int:
         """Return this rank's bytes of states, after checking that the tiers have room for them."""
         section = self._section
@@ -206,7 +218,7 @@ class AttachedOptimizers:
         if dp_group is not None and dp_group.shards_states:
             state_bytes = -(-state_bytes // dp_group.size)
             weights_bytes = -(-weights_bytes // dp_group.size)
-        waiting_bytes = max(0, weights_bytes - section.gradient_memory)
+        waiting_bytes = max(0, weights_bytes - self._gradient_memory(parameters))
         need = optimizer_need(state_bytes, weights_bytes, section.overlap, waiting_bytes)
         detail = f"{format_size(state_bytes)} of states"
         if need > state_bytes:

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from offload_strategy.config import ParametersConfig
 from offload_strategy.engine.resources import Resources
 from offload_strategy.errors import ConfigError, OffloadError
+from offload_strategy.host_memory.idle_memory import return_freed_memory
 from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.telemetry import get_logger
 from offload_strategy.units import MiB, format_size
@@ -26,17 +27,15 @@ from offload_strategy.weights.weight_stream import WeightStream
 logger = get_logger(__name__)
 
 #: Weights are restored at close if they take at most this share of the free memory.
-_RESTORED_SHARE = 0.8
+_RESTORED_SHARE = 0.9
 
 
 def make_stream(
     resources: Resources,
     section: ParametersConfig,
     is_block: Callable[[str, nn.Module], bool] | None = None,
-) -> WeightStream | None:
-    """Return the stream of weights; None without ``parameters.enabled``."""
-    if not section.enabled:
-        return None
+) -> WeightStream:
+    """Return a stream of weights to the tiers of its section."""
     return WeightStream(
         resources.store,
         resources.clients["parameters"],
@@ -72,8 +71,8 @@ class EngineWeights:
     def building(self) -> Iterator[None]:
         """Build a model that need not fit in memory: finished weights are offloaded meanwhile.
 
-        The weights are bit-identical to those of a plain build. Without ``parameters.enabled`` the
-        context does nothing.
+        The weights are bit-identical to those of a plain build. The context does nothing unless
+        ``parameters.enabled`` is true.
         """
         self._check_open()
         with nullcontext() if self._stream is None else self._stream.building():
@@ -176,6 +175,8 @@ class EngineWeights:
         """Restore streamed weights in memory, if they fit."""
         if self._stream is None:
             return
+        self._resources.store.trim()
+        return_freed_memory()
         missing, free = self._stream.offloaded_bytes(), available_bytes()
         fits = missing < _RESTORED_SHARE * free
         if not fits:

@@ -14,18 +14,18 @@ from torch.optim import Optimizer
 
 from offload_strategy.activations.foreign_hooks import refuse_checkpoints_that_offload
 from offload_strategy.activations.forward_scope import ForwardHooks
-from offload_strategy.activations.planned_budget import MemoryLimit
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload, Packed
 from offload_strategy.config import ConfigSource, OffloadConfig
 from offload_strategy.engine import profile_run
 from offload_strategy.engine.attached_optimizers import AttachedOptimizers
+from offload_strategy.engine.automatic_choice import AutomaticChoice
 from offload_strategy.engine.metrics import Metrics
 from offload_strategy.engine.model_weights import make_stream
 from offload_strategy.engine.reports import EngineReports
 from offload_strategy.engine.resources import Resources
 from offload_strategy.engine.step_log import StepLog
 from offload_strategy.errors import ConfigError
-from offload_strategy.host_memory.memory_limits import PeakMeter, available_bytes
+from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from offload_strategy.optimizer.ranks.data_parallel_group import check_parallel, local_processes
 from offload_strategy.telemetry import Recorder, get_logger
@@ -51,7 +51,7 @@ class OffloadEngine(EngineReports):
     Args:
         config: an `OffloadConfig`, a mapping, a path to YAML or JSON, JSON text, a preset's name,
             or None for ``$SSD_OFFLOAD_CONFIG`` and else the defaults.
-        is_block: with ``parameters.enabled``, returns for a module and its name whether it is a
+        is_block: if weights are streamed, returns for a module and its name whether it is a
             block whose weights are loaded and freed together; None to use the repeated layers.
         processes: number of training processes on this machine that share the tiers' capacities;
             None for the number that torchrun started.
@@ -68,20 +68,23 @@ class OffloadEngine(EngineReports):
         processes: int | None = None,
     ) -> None:
         self.config = OffloadConfig.load(config)
-        self._limit = MemoryLimit.configured(self.config.planning)
         self._recorder = Recorder()
         processes = local_processes() if processes is None else processes
         self._resources = Resources.open(self.config.divided(processes), self._recorder, processes)
         self._finalizer = weakref.finalize(self, self._resources.close)
+        self._choice = AutomaticChoice(self.config, self._resources.pinned_bytes)
         self._registry = ParameterRegistry()
-        self._stream = make_stream(self._resources, self.config.parameters, is_block)
-        self._activations = self._make_activations()
-        if self._stream is not None and self._activations is not None:
-            self._stream.saving = self._activations.saving_weights
+        self._is_block = is_block
+        self._stream = None
+        self._activations = None
         self._hooks = {}
         self._optimizers = AttachedOptimizers(
-            self._resources, self.config.optimizer, self._registry, self._stream
+            self._resources, self.config.optimizer, self._registry, self._choice
         )
+        if self.config.parameters.enabled is True:
+            self._start_stream()
+        elif self.config.activations.enabled:
+            self._activations = self._make_activations()
         self._last_microbatch = True
         self._forwards = 0
         self._device = torch.device("cpu")
@@ -146,10 +149,14 @@ class OffloadEngine(EngineReports):
             check_parallel(
                 model,
                 streams=self._stream is not None,
-                swaps=optimizer is not None and self.config.optimizer.enabled,
+                swaps=optimizer is not None and bool(self.config.optimizer.enabled),
             )
             self._optimizers.note(model)
+            is_first = self._stream is None and not self._hooks and not len(self._optimizers)
+            if is_first and self._choice.streams_weights(model):
+                self._start_stream()
             self._expect_weights(model, device)
+            self._choice.note_model(model)
         wrapped = None
         if optimizer is not None:
             wrapped = self._optimizers.wrap(optimizer, self._is_last)
@@ -193,8 +200,7 @@ class OffloadEngine(EngineReports):
         first = next(iter(parameters), None)
         if first is not None:
             self._device = first.device
-            if self._limit is not None and self._limit.meter is None:
-                self._limit.meter = PeakMeter(first)
+            self._choice.limit.measure(first)
 
     def detach_model(self, model: nn.Module) -> None:
         """Remove the hooks from a model; what is offloaded is still loaded for its backward."""
@@ -315,10 +321,17 @@ class OffloadEngine(EngineReports):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _make_activations(self) -> ActivationOffload | None:
+    def _start_stream(self) -> None:
+        """Stream the weights of models that are attached from now on."""
+        stream = make_stream(self._resources, self.config.parameters, self._is_block)
+        self._stream = self._optimizers.stream = stream
+        if self._activations is None:
+            self._activations = self._make_activations()
+        self._activations.save_weight = stream.save
+        stream.saving = self._activations.saving_weights
+
+    def _make_activations(self) -> ActivationOffload:
         section = self.config.activations
-        if not section.enabled and self._stream is None:
-            return None
         fraction, limit = section.budget_fraction(), section.budget_bytes()
         return ActivationOffload(
             self._resources.store,
@@ -328,8 +341,7 @@ class OffloadEngine(EngineReports):
             min_size=section.min_size if section.enabled else sys.maxsize,
             budget="auto" if section.budget == "auto" else limit if fraction is None else fraction,
             prefetch_bytes=None if section.prefetch == "auto" else int(section.prefetch),
-            most_backlog=self.config.memory.pinned,
-            plan_within=self._limit,
+            most_backlog=self._resources.pinned_bytes,
+            plan_within=self._choice.limit if self._choice.plans_activations() else None,
             verify=section.verify,
-            save_weight=None if self._stream is None else self._stream.save,
         )

@@ -17,6 +17,7 @@ from offload_strategy.activations.forward_scope import ForwardHooks
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload
 from offload_strategy.config import OffloadConfig
 from offload_strategy.engine.attached_optimizers import AttachedOptimizers
+from offload_strategy.engine.automatic_choice import AutomaticChoice
 from offload_strategy.engine.metrics import Metrics
 from offload_strategy.engine.model_weights import EngineWeights
 from offload_strategy.engine.step_log import StepLog, compare_step
@@ -52,6 +53,7 @@ class EngineReports(EngineWeights):
     _recorder: Recorder
     _activations: ActivationOffload | None
     _optimizers: AttachedOptimizers
+    _choice: AutomaticChoice
     _hooks: dict[int, tuple[weakref.ref[nn.Module], ForwardHooks]]
     _metrics: Metrics
     _log: StepLog
@@ -196,9 +198,17 @@ class EngineReports(EngineWeights):
             states_share=states_share,
             upcast_share=upcast_share,
             overlap=section.overlap,
-            pinned=config.memory.pinned,
+            pinned=self._resources.pinned_bytes,
             idle=IDLE_BYTES,
         )
+
+    def effective_config(self) -> OffloadConfig:
+        """Return the config with what was decided automatically, which trains in the same way.
+
+        Activations are decided while they are saved: call it after some steps.
+        """
+        planned = None if self._activations is None else self._activations.planned
+        return self._choice.effective(None if planned is None else planned.limit_bytes)
 
     def _process_bytes(self) -> int:
         """Return the host memory of the process without buffers, while nothing moves."""

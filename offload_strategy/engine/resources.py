@@ -13,6 +13,7 @@ from typing import cast
 from offload_strategy.checkpoints import scratch_directories
 from offload_strategy.config import Client, OffloadConfig, TierConfig
 from offload_strategy.errors import ConfigError
+from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.io.backends.protocol import create_backend
 from offload_strategy.io.bandwidth.measured_paths import MeasuredPaths
@@ -63,7 +64,7 @@ class Resources:
         wanted = {
             cast("Client", client): config.tiers_for(cast("Client", client))
             for client in CLIENTS
-            if getattr(config, client).enabled
+            if getattr(config, client).enabled and config.tiers_for(cast("Client", client))
         }
         used = {tier.name for tiers in wanted.values() for tier in tiers}
         tiers = [tier for tier in config.tiers if tier.name in used]
@@ -75,7 +76,7 @@ class Resources:
             ]
         )
         checksum = create_checksum() if config.io.checksum else None
-        pinned = config.memory.pinned
+        pinned = config.memory.pinned_bytes(available_bytes() // processes)
         # Tickets from a device that stay in a dram tier are held in buffers too.
         host = sum(tier.capacity or 0 for tier in tiers if tier.kind == "dram")
         pool = BufferPool(pinned + host)

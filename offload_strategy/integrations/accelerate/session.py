@@ -123,7 +123,9 @@ class Session:
         """Attach the model as Accelerate returns it, unless it is only evaluated."""
         if not evaluation_mode:
             self.begin(model)
-            if self._config.parameters.enabled and any(p.is_meta for p in model.parameters()):
+            if self._config.parameters.enabled is True and any(
+                p.is_meta for p in model.parameters()
+            ):
                 device_placement = False  # `Module.to` refuses what `attach_model` will make
         prepared = original(
             model, device_placement=device_placement, evaluation_mode=evaluation_mode
@@ -283,7 +285,7 @@ class Session:
         Accelerate decides on that before the forward pass; with manual accumulation it always says
         yes. So it is a hint, and the boundary is the optimizer's `step()`.
         """
-        if not module.training or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return
         accelerator = self._accelerator()
         if accelerator is None or self._engine is None or self._engine.closed:

@@ -77,7 +77,8 @@ def derived_sections(
     _check_optimizer(config)
     derived: dict[str, Any] = {}
     for client, name in _SECTIONS.items():
-        if not getattr(config, client).enabled:
+        enabled = getattr(config, client).enabled
+        if not enabled or (client == "parameters" and enabled == "auto"):
             continue
         given = zero.get(name)
         # Accelerate writes `device: none` where nobody asked for anything.
@@ -90,7 +91,9 @@ def derived_sections(
     if not derived:
         return {}
     if "offload_optimizer" in derived and stage == 3 and "sub_group_size" not in zero:
-        derived["sub_group_size"] = max(1, config.memory.pinned // (_BUFFERS * _ELEMENT_BYTES))
+        derived["sub_group_size"] = max(
+            1, config.memory.pinned_bytes() // (_BUFFERS * _ELEMENT_BYTES)
+        )
     sections: dict[str, Any] = {_ZERO: derived}
     if _uses_nvme(sections) and deepspeed.get("aio") is None:
         sections["aio"] = _aio(config)
@@ -213,7 +216,7 @@ def _section(
     if client == "optimizer":
         return section | {"buffer_count": _BUFFERS, "pipeline_read": True, "pipeline_write": True}
     size = _PARAMETER_BUFFER if largest_parameter is None else largest_parameter
-    count = config.memory.pinned // (size * _ELEMENT_BYTES)
+    count = config.memory.pinned_bytes() // (size * _ELEMENT_BYTES)
     count = min(max(count, _FEWEST_PARAMETER_BUFFERS), _BUFFERS)
     return section | {"buffer_size": size, "buffer_count": count}
 

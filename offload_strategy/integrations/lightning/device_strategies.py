@@ -117,7 +117,7 @@ class _SeveralDevicesMixin(OffloadStrategyMixin):
 
     def __init__(self, config: ConfigSource = None, **options: Any) -> None:
         super().__init__(config, **options)
-        if self.config.parameters.enabled:
+        if self.config.parameters.enabled is True:
             raise ConfigError(
                 f"strategy {self.strategy_name!r}: parameters.enabled streams the weights of one "
                 f"process, and the Trainer has several. Set parameters.enabled: false, or use "

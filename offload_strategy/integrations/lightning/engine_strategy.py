@@ -102,7 +102,7 @@ class EngineStrategy(EngineOwner, _Strategy):
         `plain` makes that of the framework, of which `precision` is a part; `empty` tells whether
         to skip initialization, because a checkpoint will be loaded.
         """
-        if not self.config.parameters.enabled:
+        if self.config.parameters.enabled is not True:
             with plain(empty_init=empty):
                 yield
         elif empty:
@@ -115,7 +115,7 @@ class EngineStrategy(EngineOwner, _Strategy):
     def _stays(self, model: nn.Module) -> bool:
         """Whether a model must not be moved: `to` loads streamed weights, and refuses meta."""
         tensors = [*model.parameters(), *model.buffers()]
-        return self.config.parameters.enabled and all(
+        return self.config.parameters.enabled is True and all(
             tensor.is_meta or tensor.device == self.root_device for tensor in tensors
         )
 

@@ -1,0 +1,171 @@
+"""What the engine offloads if the config leaves it open (``mode: auto``), and why.
+
+[Note: the order of offloading]
+What costs least goes first: activations, of which a plan lets as many leave as memory requires
+(activations/planned_budget.py); then optimizer states; then the weights. The memory in use, the
+gradients and the states are known when something is attached, so states and weights are decided
+there, before any training step. Activations depend on the batch and are decided while they are
+saved: everything stays until what is certainly free is used, so nothing is moved, or measured,
+where all fits. Only what cannot change numbers is decided here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from offload_strategy.activations.planned_budget import MemoryLimit
+from offload_strategy.config import OffloadConfig
+from offload_strategy.optimizer.states.parameter_slices import local_tensor
+from offload_strategy.telemetry import get_logger
+from offload_strategy.units import format_size
+
+logger = get_logger(__name__)
+
+#: Share of the limit that states in memory leave to activations and workspaces at least.
+_ACTIVATIONS_SHARE = 0.25
+#: Share of the limit that workspaces, and activations of which none can leave, take at least.
+_WORKSPACE_SHARE = 0.1
+
+
+class AutomaticChoice:
+    """Decides for the sections of a config whose ``enabled`` is 'auto'.
+
+    `limit` is that of training, with its meter; `pinned_bytes` is the budget of buffers.
+    """
+
+    def __init__(self, config: OffloadConfig, pinned_bytes: int) -> None:
+        self._config = config
+        self._pinned_bytes = pinned_bytes
+        planned = MemoryLimit.configured(config.planning)
+        if planned is None:
+            nbytes = None if config.memory.limit == "auto" else int(config.memory.limit)
+            planned = MemoryLimit(nbytes, config.planning.profile_steps, name="memory.limit")
+            if config.activations.enabled == "auto":
+                planned.upcoming_bytes = self.upcoming_bytes
+        self.limit = planned
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        #: Optimizers whose states stay in memory, with their bytes, and whether others are swapped.
+        self._kept: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._swaps = False
+        self._decided: dict[str, bool] = {}
+
+    def plans_activations(self) -> bool:
+        """Return whether saved tensors leave by a plan, as many as the limit requires."""
+        by_limit = self._config.planning.device_memory is not None
+        return by_limit or self._config.activations.enabled == "auto"
+
+    def note_model(self, model: nn.Module) -> None:
+        """Expect gradients of a model."""
+        self._models.add(model)
+
+    def streams_weights(self, model: nn.Module) -> bool:
+        """Decide whether the weights of a model are streamed, before it is attached."""
+        parameters = list(model.parameters())
+        if (
+            self._config.parameters.enabled != "auto"
+            or not self._config.tiers_for("parameters")
+            or _several_ranks()
+            or not parameters
+            or any(is_lazy(p) or p.is_meta or type(p) is not nn.Parameter for p in parameters)
+        ):
+            return False
+        self.limit.measure(parameters[0])
+        limit, used = self.limit.limit_bytes(), self.limit.used_bytes()
+        upcoming = self._window_bytes(parameters) + int(_WORKSPACE_SHARE * limit)
+        streams = used + upcoming > limit
+        if streams:
+            logger.info(
+                "mode: auto: the %s of weights are streamed: with them, and all else offloaded, "
+                "training would need %s, and memory has %s.",
+                format_size(sum(p.nbytes for p in parameters)),
+                format_size(used + upcoming),
+                format_size(limit),
+            )
+        self._decided["parameters"] = streams
+        return streams
+
+    def keeps_states(self, optimizer: Optimizer, state_bytes: int) -> bool:
+        """Decide whether so many bytes of states stay in memory, before their optimizer is wrapped.
+
+        Several ranks must decide alike and have different memory, so their states leave.
+        """
+        streams = self._decided.get("parameters", False)
+        if self._config.optimizer.enabled != "auto" or streams or _several_ranks():
+            self._swaps = True
+            return False
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.limit.measure(parameters[0])
+        limit, used = self.limit.limit_bytes(), self.limit.used_bytes()
+        loaded = sum(
+            tensor.nbytes
+            for state in optimizer.state.values()
+            for tensor in state.values()
+            if isinstance(tensor, torch.Tensor)
+        )
+        need = used + self.upcoming_bytes(parameters) + max(0, state_bytes - loaded)
+        keeps = need <= (1 - _ACTIVATIONS_SHARE) * limit
+        logger.info(
+            "mode: auto: the %s of optimizer states %s: with them training needs %s and its "
+            "activations, and memory has %s.",
+            format_size(state_bytes),
+            "stay in memory" if keeps else "are offloaded",
+            format_size(need),
+            format_size(limit),
+        )
+        if keeps:
+            self._kept[optimizer] = state_bytes
+        else:
+            self._swaps = True
+        self._decided["optimizer"] = not keeps
+        return keeps
+
+    def upcoming_bytes(self, parameters: Iterable[torch.Tensor] = ()) -> int:
+        """Return the bytes of gradients, states and buffers that are not in memory yet.
+
+        Of attached models, optimizers whose states stay in memory, and these parameters.
+        """
+        known = {id(parameter): parameter for parameter in parameters}
+        for model in list(self._models):
+            known |= {id(parameter): parameter for parameter in model.parameters()}
+        nbytes = 0
+        for optimizer, state_bytes in list(self._kept.items()):
+            nbytes += 0 if optimizer.state else state_bytes
+            for group in optimizer.param_groups:
+                known |= {id(parameter): parameter for parameter in group["params"]}
+        if self._swaps:
+            return nbytes + self._window_bytes(known.values())
+        missing = [p for p in known.values() if p.requires_grad and p.grad is None]
+        return nbytes + sum(local_tensor(parameter).nbytes for parameter in missing)
+
+    def _window_bytes(self, parameters: Iterable[torch.Tensor]) -> int:
+        """Return the bytes of gradients and buffers of parameters that are updated in backward."""
+        parameters = list(parameters)
+        largest = max((local_tensor(p).nbytes for p in parameters), default=0)
+        on_host = any(parameter.device.type == "cpu" for parameter in parameters[:1])
+        return 2 * largest + (self._pinned_bytes if on_host else 0)
+
+    def effective(self, limit_bytes: int | None) -> OffloadConfig:
+        """Return the config with everything decided; `limit_bytes` is that of activations."""
+        config = self._config.model_copy()
+        for client, decided in self._decided.items():
+            section = getattr(config, client).model_copy(update={"enabled": decided})
+            config.__dict__[client] = section
+        if config.activations.enabled == "auto":
+            config.__dict__["activations"] = config.activations.resolved(enabled=bool(limit_bytes))
+            if limit_bytes and config.planning.device_memory is None:
+                planning = config.planning.model_copy(update={"device_memory": limit_bytes})
+                config.__dict__["planning"] = planning
+        return config
+
+
+def _several_ranks() -> bool:
+    """Return whether this process is one of several of a process group."""
+    distributed = torch.distributed
+    initialized = distributed.is_available() and distributed.is_initialized()
+    return initialized and distributed.get_world_size() > 1
