@@ -64,8 +64,13 @@ class Resources:
         wanted = {
             cast("Client", client): config.tiers_for(cast("Client", client))
             for client in CLIENTS
-            if getattr(config, client).enabled and config.tiers_for(cast("Client", client))
+            if getattr(config, client).enabled
         }
+        if config.parameters.enabled == "auto":  # in tiers that others use anyway
+            others = {
+                tier.name for client in wanted if client != "parameters" for tier in wanted[client]
+            }
+            wanted["parameters"] = [tier for tier in wanted["parameters"] if tier.name in others]
         used = {tier.name for tiers in wanted.values() for tier in tiers}
         tiers = [tier for tier in config.tiers if tier.name in used]
         check_capacities(

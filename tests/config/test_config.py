@@ -95,7 +95,7 @@ class TestSources:
         assert presets().keys() == on.keys()
         for name in presets():
             expected = OffloadConfig.load({}).model_dump()
-            for section in ("activations", "optimizer", "parameters"):
+            for section in ("activations", "optimizer"):
                 expected[section]["enabled"] = section in on[name]
             assert OffloadConfig.load(name).model_dump() == expected
 
@@ -208,7 +208,7 @@ class TestRefusedValues:
 
     def test_a_key_near_to_nothing_lists_the_keys_of_its_section(self) -> None:
         message = refusal({"memory": {"zzz": 1}})
-        assert message.endswith("memory.zzz: unknown key; the keys here are pinned")
+        assert message.endswith("memory.zzz: unknown key; the keys here are limit, pinned")
 
     @pytest.mark.parametrize(
         ("sections", "where", "words"),
@@ -321,7 +321,7 @@ class TestValues:
         assert section.budget_bytes() == size
 
     def test_sizes_are_numbers_in_python_and_text_in_json(self) -> None:
-        config = OffloadConfig()
+        config = OffloadConfig(memory={"pinned": "4GiB"})
         assert config.model_dump()["memory"]["pinned"] == 4 * GiB
         assert json.loads(config.model_dump_json())["memory"]["pinned"] == "4GiB"
 

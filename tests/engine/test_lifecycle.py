@@ -409,6 +409,7 @@ def run(engine):
 with OffloadEngine({
     "tiers": [{"name": "host", "kind": "dram", "capacity": "64MiB"}],
     "activations": {"min_size": 1},
+    "mode": "always",
 }) as engine:
     got, expected = run(engine), run(None)
     assert all(torch.equal(got[name], expected[name]) for name in expected)
