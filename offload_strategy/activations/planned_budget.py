@@ -160,7 +160,7 @@ class PlannedBudget(Budget):
         if self._profiler.baseline is None:
             if self._certainly_fits(nbytes, trace):
                 return False
-            self._begin(trace)
+            self._begin(nbytes if self._memory.upcoming_bytes is None else trace.alive_bytes())
         elif trace.saved_bytes == nbytes:
             self._begin_pass(trace)
         leaves, baseline = True, self._baseline
@@ -244,8 +244,8 @@ class PlannedBudget(Budget):
             self._certain_room = certain - used - memory.upcoming_bytes()
         return trace.saved_bytes <= self._certain_room
 
-    def _begin(self, trace: Trace) -> None:
-        memory, items = self._memory, trace.alive_bytes()
+    def _begin(self, items: int) -> None:
+        memory = self._memory
         assert memory.meter is not None
         self.limit_bytes = memory.limit_bytes()
         used = memory.meter.used_bytes() - items

@@ -105,7 +105,7 @@ class AttachedOptimizers:
             return optimizer
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         subgroups = self._subgroup_size(parameters, state_bytes)
-        own_bytes = self._check_room(parameters, state_bytes)
+        own_bytes, gradient_memory = self._check_room(parameters, state_bytes)
         wrapped = OffloadedOptimizer(
             optimizer,
             self._resources.store,
@@ -117,7 +117,7 @@ class AttachedOptimizers:
             changes_gradients=supported.changes_gradients,
             precision=precision,
             new_weight_tiers=self._resources.new_weight_tiers,
-            gradient_memory=self._gradient_memory(parameters),
+            gradient_memory=gradient_memory,
             directories=self._resources.scratch_directories("optimizer"),
             residency=self.stream,
             dp_groups=self._dp_groups,
@@ -202,24 +202,27 @@ class AttachedOptimizers:
             size = min(count, subgroup_size(count))
             self._resources.pool.idle_may_exceed(state_bytes * size // count)
 
-    def _gradient_memory(self, parameters: Sequence[nn.Parameter]) -> int:
-        """Return the bytes of host memory for gradients that wait for `step()`."""
-        given = self._section.gradient_memory
-        if given != "auto":
-            return int(given)
-        on_host = any(parameter.device.type == "cpu" for parameter in parameters)
-        return 0 if on_host else self._resources.pinned_bytes
+    def _check_room(self, parameters: Sequence[nn.Parameter], state_bytes: int) -> tuple[int, int]:
+        """Check that the tiers have room for this rank's states, and for gradients that wait there.
 
-    def _check_room(self, parameters: Sequence[nn.Parameter], state_bytes: int) -> int:
-        """Return this rank's bytes of states, after checking that the tiers have room for them."""
+        Returns the bytes of its states, and those of host memory for gradients.
+        """
         section = self._section
-        weights_bytes = sum(local_tensor(p).nbytes for p in parameters)
+        gradient_bytes = weights_bytes = sum(local_tensor(p).nbytes for p in parameters)
         dp_group = self._dp_groups.find_group(parameters)
         if dp_group is not None and dp_group.shards_states:
             state_bytes = -(-state_bytes // dp_group.size)
             weights_bytes = -(-weights_bytes // dp_group.size)
-        waiting_bytes = max(0, weights_bytes - self._gradient_memory(parameters))
-        need = optimizer_need(state_bytes, weights_bytes, section.overlap, waiting_bytes)
+        need = optimizer_need(state_bytes, weights_bytes, section.overlap)
+        room = self._resources.room("optimizer")
+        if section.gradient_memory != "auto":
+            gradient_memory = int(section.gradient_memory)
+            need += max(0, weights_bytes - gradient_memory) if section.overlap == "commit" else 0
+        elif any(parameter.device.type == "cpu" for parameter in parameters):
+            # Host memory is what is scarce: none of it if the tiers have room.
+            gradient_memory = max(0, gradient_bytes - max(0, room - need))
+        else:
+            gradient_memory = self._resources.pinned_bytes
         detail = f"{format_size(state_bytes)} of states"
         if need > state_bytes:
             updates = format_size(need - state_bytes)
@@ -230,7 +233,7 @@ class AttachedOptimizers:
             f"attach: optimizer states need {format_size(need)} ({detail})",
             "add a tier, or set optimizer.overlap to off, which needs less",
         )
-        return state_bytes
+        return state_bytes, gradient_memory
 
 
 def _elements(parameters: Sequence[nn.Parameter]) -> int:

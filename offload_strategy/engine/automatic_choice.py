@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 from offload_strategy.activations.planned_budget import MemoryLimit
 from offload_strategy.config import OffloadConfig
-from offload_strategy.engine.resources import Resources
 from offload_strategy.optimizer.states.parameter_slices import local_tensor
 from offload_strategy.telemetry import get_logger
 from offload_strategy.units import format_size
@@ -37,12 +36,14 @@ _WORKSPACE_SHARE = 0.1
 class AutomaticChoice:
     """Decides for the sections of a config whose ``enabled`` is 'auto'.
 
-    `limit` is that of training, with its meter.
+    `limit` is that of training, with its meter. Buffers take at most `pinned_bytes`; weights can be
+    streamed only if there is a tier for them.
     """
 
-    def __init__(self, config: OffloadConfig, resources: Resources) -> None:
+    def __init__(self, config: OffloadConfig, pinned_bytes: int, *, can_stream: bool) -> None:
         self._config = config
-        self._resources = resources
+        self._pinned_bytes = pinned_bytes
+        self._can_stream = can_stream and config.parameters.enabled == "auto"
         planned = MemoryLimit.configured(config.planning)
         if planned is None:
             nbytes = None if config.memory.limit == "auto" else int(config.memory.limit)
@@ -69,8 +70,7 @@ class AutomaticChoice:
         """Decide whether the weights of a model are streamed, before it is attached."""
         parameters = list(model.parameters())
         if (
-            self._config.parameters.enabled != "auto"
-            or not self._resources.clients["parameters"]
+            not self._can_stream
             or _several_ranks()
             or not parameters
             or any(is_lazy(p) or p.is_meta or type(p) is not nn.Parameter for p in parameters)
@@ -149,7 +149,7 @@ class AutomaticChoice:
         parameters = list(parameters)
         largest = max((local_tensor(p).nbytes for p in parameters), default=0)
         on_host = any(parameter.device.type == "cpu" for parameter in parameters[:1])
-        return 2 * largest + (self._resources.pinned_bytes if on_host else 0)
+        return 2 * largest + (self._pinned_bytes if on_host else 0)
 
     def effective(self, limit_bytes: int | None) -> OffloadConfig:
         """Return the config with everything decided; `limit_bytes` is that of activations."""

@@ -72,7 +72,11 @@ class OffloadEngine(EngineReports):
         processes = local_processes() if processes is None else processes
         self._resources = Resources.open(self.config.divided(processes), self._recorder, processes)
         self._finalizer = weakref.finalize(self, self._resources.close)
-        self._choice = AutomaticChoice(self.config, self._resources)
+        self._choice = AutomaticChoice(
+            self.config,
+            self._resources.pinned_bytes,
+            can_stream=bool(self._resources.clients.get("parameters")),
+        )
         self._registry = ParameterRegistry()
         self._is_block = is_block
         self._stream = None

@@ -112,9 +112,13 @@ class Resources:
             raise
         return resources
 
+    def room(self, client: Client) -> int:
+        """Return the bytes that the tiers of a client have left."""
+        return sum(tier.capacity - tier.used_bytes for tier in self.clients[client])
+
     def check_room(self, client: Client, needed: int, message: str, advice: str) -> None:
         """Raise a ConfigError unless the tiers of a client have so many bytes left."""
-        room = sum(tier.capacity - tier.used_bytes for tier in self.clients[client])
+        room = self.room(client)
         if needed > room:
             raise ConfigError(
                 f"{message}, but the tiers have {format_size(room)}: {format_size(needed - room)} "

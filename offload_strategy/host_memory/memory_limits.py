@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 
 import psutil
@@ -58,13 +59,17 @@ class PeakMeter:
     """
 
     def __init__(self, parameter: torch.Tensor) -> None:
-        self._parameter = parameter
+        self._parameter = weakref.ref(parameter)
+        self._latest_device = parameter.device
         self._proc = Path("/proc/self")
         self._resets = True
 
     @property
     def _device(self) -> torch.device:
-        return self._parameter.device
+        parameter = self._parameter()
+        if parameter is not None:
+            self._latest_device = parameter.device
+        return self._latest_device
 
     @property
     def counts_host_buffers(self) -> bool:

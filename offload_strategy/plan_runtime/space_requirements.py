@@ -46,16 +46,13 @@ def subgroup_size(parameters: int, each: float, memory: int) -> int:
     return size
 
 
-def optimizer_need(
-    states_bytes: int, weights_bytes: int, overlap: Overlap, gradients_bytes: int = 0
-) -> int:
+def optimizer_need(states_bytes: int, weights_bytes: int, overlap: Overlap) -> int:
     """Return the bytes that an optimizer's tickets take on their tiers at most.
 
     With `commit`, old states stay until the new ones become current at `step()`, and new weights
-    wait next to them: twice the states, once the weights, and the gradients that memory has no room
-    for.
+    wait next to them: twice the states, and once the weights. Gradients may come on top.
     """
-    ahead = states_bytes + weights_bytes + gradients_bytes if overlap == "commit" else 0
+    ahead = states_bytes + weights_bytes if overlap == "commit" else 0
     return states_bytes + ahead
 
 

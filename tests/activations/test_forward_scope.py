@@ -38,15 +38,26 @@ def test_a_scope_covers_work_outside_of_the_model(engine: OffloadEngine) -> None
     assert moved(engine) - without > without
 
 
+def test_activations_leave_in_eval_mode_if_gradients_are_recorded(engine: OffloadEngine) -> None:
+    """As with frozen batch norms, and with adapters on a frozen base."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8)).eval()
+    model[0].requires_grad_(False)
+    model(noise(4, 8)).sum().backward()
+    expected = gradients(model)
+    engine.attach(model)
+    model.zero_grad()
+    model(noise(4, 8)).sum().backward()
+    assert_same_bits(gradients(model), expected)
+    assert moved(engine) + moved(engine, verb="forwarded") > 0
+
+
 # ---------------------------------------------------------------------- when nothing leaves
-@pytest.mark.parametrize("how", ["no_grad", "inference_mode", "eval", "no gradients"])
+@pytest.mark.parametrize("how", ["no_grad", "inference_mode", "no gradients"])
 def test_nothing_leaves_when_nothing_is_trained(engine: OffloadEngine, how: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     x = noise(4, 8)
     expected = model(x)
     engine.attach(model)
-    if how == "eval":
-        model.eval()
     if how == "no gradients":
         model.requires_grad_(False)
     with {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(how, nullcontext)():

@@ -25,7 +25,7 @@ LAUNCH_FILE = ROOT / "configs" / "accelerate" / "offload.yaml"
 
 SMALL = ["--steps=3", "--layers=2", "--width=64", "--context=32", "--batch=8"]
 HARD = [*SMALL, "--accumulate=4", "--clip=1.0"]
-OFFLOAD_ALL = {"activations": {"min_size": "1KiB"}}
+OFFLOAD_ALL = {"mode": "always", "activations": {"min_size": "1KiB"}}
 
 
 def losses(printed: str) -> list[str]:

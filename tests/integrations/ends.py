@@ -92,7 +92,9 @@ def _start(home: Path, name: str) -> int:
     if process == 0:  # as a script: what it raises ends the interpreter
         os.chdir(home)
         os.environ["SSD_OFFLOAD_DIR"] = str(tier)
-        os.environ["SSD_OFFLOAD_CONFIG"] = json.dumps({"activations": {"min_size": "1KiB"}})
+        os.environ["SSD_OFFLOAD_CONFIG"] = json.dumps(
+            {"mode": "always", "activations": {"min_size": "1KiB"}}
+        )
         log = os.open(output, os.O_CREAT | os.O_WRONLY)
         os.dup2(log, 1)
         os.dup2(log, 2)

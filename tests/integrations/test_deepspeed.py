@@ -211,7 +211,9 @@ def test_the_derived_nvme_sections_pass_deepspeeds_own_check(tmp_path: Path) -> 
     assert optimizer.pipeline_read
     assert optimizer.pipeline_write
     assert weights.buffer_size == 12345
-    assert read.zero_config.sub_group_size * optimizer.buffer_count * 4 == ours.memory.pinned
+    assert (
+        read.zero_config.sub_group_size * optimizer.buffer_count * 4 == ours.memory.pinned_bytes()
+    )
     assert read.aio_config["block_size"] == 1 << 20
     assert read.aio_config["intra_op_parallelism"] == 2
     # Every key that was derived is one that DeepSpeed read.

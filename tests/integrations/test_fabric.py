@@ -21,7 +21,10 @@ FAMILIES = {
     "lightning.fabric": "for_lightning_fabric",
     "lightning_fabric": "for_standalone_fabric",
 }
-EVERYTHING: dict[str, Any] = {"activations": {"min_size": "1KiB", "budget": "100%"}}
+EVERYTHING: dict[str, Any] = {
+    "mode": "always",
+    "activations": {"min_size": "1KiB", "budget": "100%"},
+}
 EAGER: dict[str, Any] = {**EVERYTHING, "optimizer": {"overlap": "eager"}}
 VERBS = ("written", "forwarded")
 STREAMED: dict[str, Any] = {**EVERYTHING, "parameters": {"enabled": True, "min_size": "1KiB"}}

@@ -1,0 +1,156 @@
+"""What leaves where the config leaves it open (``mode: auto``): as much as memory requires."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from offload_strategy import ConfigError, OffloadConfig, OffloadEngine
+from offload_strategy.config import Client
+from offload_strategy.host_memory.memory_limits import PeakMeter
+from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
+from offload_strategy.units import MiB
+from tests.training import assert_same_bits, moved, weights
+
+LIMIT = 512 * MiB
+WIDTH, LAYERS = 1024, 8  # 32 MiB of weights, as much of gradients, 64 MiB of states
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(LAYERS):
+        layers += [nn.Linear(WIDTH, WIDTH), nn.Tanh()]
+    return nn.Sequential(*layers)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: int, steps: int = 2) -> None:
+    for step in range(steps):
+        x = torch.randn(batch, WIDTH, generator=torch.Generator().manual_seed(step))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def in_use(monkeypatch: pytest.MonkeyPatch, mebibytes: int) -> None:
+    """Let the process have so much in memory now, whatever it really has."""
+    start = psutil.Process().memory_info().rss
+    for name in ("used_bytes", "peak_bytes"):
+        real = getattr(PeakMeter, name)
+        monkeypatch.setattr(
+            PeakMeter, name, lambda self, real=real: real(self) - start + mebibytes * MiB
+        )
+
+
+def moves(engine: OffloadEngine, client: Client) -> bool:
+    return moved(engine, client) + moved(engine, client, "forwarded") > 0
+
+
+def sections(disk: Path, **given: Any) -> dict[str, Any]:
+    tiers = [{"name": "nvme", "kind": "ssd", "path": str(disk), "capacity": "1GiB"}]
+    return {"tiers": tiers, "memory": LIMIT, **given}
+
+
+#: What the process has in memory before, in MiB, and the batch: what leaves then.
+CASES = {
+    "everything stays": (32, 16, set()),
+    "activations leave": (232, 2048, {"activations"}),
+    "optimizer states leave": (332, 16, {"optimizer"}),
+    "weights are streamed": (420, 16, {"optimizer", "parameters"}),
+}
+
+
+@pytest.mark.parametrize(("before", "batch", "leave"), CASES.values(), ids=CASES)
+def test_as_much_leaves_as_memory_requires_from_the_first_step_on(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, before: int, batch: int, leave: set[str]
+) -> None:
+    plain, model = network(), network()
+    train(plain, torch.optim.AdamW(plain.parameters()), batch)
+    own = torch.optim.AdamW(model.parameters())
+    in_use(monkeypatch, before)
+    with OffloadEngine(sections(disk)) as engine:
+        optimizer = engine.attach(model, own)
+        assert (optimizer is own) == ("optimizer" not in leave)
+        train(model, optimizer, batch, steps=1)
+        clients: list[Client] = ["activations", "optimizer", "parameters"]
+        assert {client for client in clients if moves(engine, client)} == leave
+        chosen = engine.effective_config()
+        assert {client for client in clients if getattr(chosen, client).enabled} == leave
+        assert (chosen.planning.device_memory == LIMIT) == ("activations" in leave)
+        assert OffloadConfig(**yaml.safe_load(chosen.to_yaml())) == chosen
+    model = network()  # from the beginning, with what was chosen
+    with OffloadEngine(chosen) as engine:
+        optimizer = engine.attach(model, torch.optim.AdamW(model.parameters()))
+        train(model, optimizer, batch)
+        assert {client for client in clients if moves(engine, client)} == leave
+        assert_same_bits(weights(model), weights(plain))
+
+
+def test_what_the_config_says_wins(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_use(monkeypatch, 332)
+    model = network()
+    own = torch.optim.AdamW(model.parameters())
+    config = sections(disk, optimizer={"enabled": False}, activations={"min_size": 1})
+    with OffloadEngine(config) as engine:
+        assert engine.attach(model, own) is own
+        train(model, own, 64, steps=1)
+        assert moves(engine, "activations")
+    with OffloadEngine({"mode": "always", **sections(disk)}) as engine:
+        assert isinstance(engine.attach(model, own), OffloadedOptimizer)
+
+
+@pytest.mark.parametrize(
+    ("given", "enabled"),
+    [
+        ({}, ["auto", "auto", "auto"]),
+        ({"mode": "always"}, [True, True, False]),
+        (
+            {"activations": {"min_size": 1}, "optimizer": {"tiers": ["nvme"]}},
+            [True, "auto", "auto"],
+        ),
+        ({"optimizer": {"enabled": "auto", "overlap": "off"}}, ["auto", "auto", "auto"]),
+        ({"optimizer": {"overlap": "off"}, "parameters": {"min_size": 1}}, ["auto", True, "auto"]),
+    ],
+)
+def test_sections_with_settings_are_on(
+    disk: Path, given: dict[str, Any], enabled: list[Any]
+) -> None:
+    config = OffloadConfig.load(sections(disk, **given))
+    assert [config.activations.enabled, config.optimizer.enabled, config.parameters.enabled] == (
+        enabled
+    )
+    assert config.memory.limit == LIMIT
+    assert OffloadConfig(**yaml.safe_load(config.to_yaml())) == config
+
+
+def test_a_limit_below_what_is_in_use_is_refused_before_a_step(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_use(monkeypatch, 600)
+    model = network()
+    before = weights(model)
+    config = sections(disk, parameters={"enabled": False})
+    with OffloadEngine(config) as engine:
+        optimizer = engine.attach(model, torch.optim.AdamW(model.parameters()))
+        with pytest.raises(ConfigError, match=r"memory\.limit is 512 MiB, and .* MiB are in use"):
+            train(model, optimizer, 256)
+        assert_same_bits(weights(model), before)
+
+
+def test_growing_batches_make_activations_leave_in_the_pass_that_needs_it(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_use(monkeypatch, 232)
+    model = network()
+    with OffloadEngine(sections(disk)) as engine:
+        optimizer = engine.attach(model, torch.optim.AdamW(model.parameters()))
+        train(model, optimizer, 64)
+        assert not moves(engine, "activations")
+        train(model, optimizer, 2048, steps=1)
+        assert moves(engine, "activations")
