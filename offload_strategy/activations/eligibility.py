@@ -74,7 +74,7 @@ def why_it_stays(tensor: torch.Tensor, is_weight: Callable[[torch.Tensor], bool]
     if type(tensor) not in _PLAIN:
         return Stays.WEIGHT if is_weight(tensor) else Stays.SUBCLASS
     # Ten questions to every saved tensor would cost more than to move it.
-    keys = int(torch._C._dispatch_keys(tensor).raw_repr())
+    keys = torch._C._dispatch_keys(tensor).raw_repr()
     if keys not in _KINDS:
         _KINDS[keys] = _kind(tensor)
     kind = _KINDS[keys]
@@ -157,7 +157,7 @@ def reach(tensor: torch.Tensor) -> ByteRange:
     itemsize = tensor.itemsize
     start = int(tensor.storage_offset()) * itemsize
     if tensor.is_contiguous():
-        return ByteRange(start, start + max(itemsize, tensor.nbytes))
+        return ByteRange(start, start + (tensor.nbytes or itemsize))
     strides = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in strides)
     return ByteRange(start, start + (last + 1) * itemsize)
@@ -172,7 +172,7 @@ def reach_of_base(tensor: torch.Tensor, own: ByteRange) -> ByteRange:
     """
     base = tensor._base
     if base is None:
-        if tensor.nbytes >= own.nbytes or tensor._version:
+        if tensor.nbytes >= own.end - own.start or tensor._version:
             return own
         return ByteRange(0, tensor.untyped_storage().nbytes())
     if base.layout is not torch.strided or base.numel() == 0:

@@ -77,7 +77,8 @@ class Trace:
 
     def prefix_with(self, tensor: torch.Tensor) -> int:
         """Return the hash of the pass with this tensor as its next item."""
-        return hash((self.signature, tensor.ndim, tensor.dtype))
+        before = self.prefixes[-1] if self.prefixes else 0
+        return hash((before, tensor.ndim, tensor.dtype))
 
     @property
     def complete(self) -> bool:
@@ -264,7 +265,7 @@ class ForwardRecord:
     def find(self, tensor: torch.Tensor, wanted: ByteRange) -> SavedItem | None:
         """Return the item that already has these bytes at this version, or None."""
         storage = tensor.untyped_storage()
-        for reference in self._by_storage.get(int(storage._cdata), ()):
+        for reference in self._by_storage.get(storage._cdata, ()):
             item = reference()
             if (
                 item is not None
@@ -288,7 +289,7 @@ class ForwardRecord:
         item = SavedItem(self, number, span, nbytes, watched, tensor._version)
         reference = weakref.ref(item)
         self._items.append(reference)
-        self._by_storage.setdefault(int(storage._cdata), []).append(reference)
+        self._by_storage.setdefault(storage._cdata, []).append(reference)
         return item
 
     def unused(self, number: int) -> SavedItem | None:

@@ -27,7 +27,7 @@ from offload_strategy.activations.prefetch import Prefetcher
 class KeptTensor:
     """A saved tensor that stays in memory; the use of its item, if it has one, is learned from."""
 
-    __slots__ = ("__weakref__", "item", "prefetcher", "tensor", "unpacked", "version")
+    __slots__ = ("item", "prefetcher", "tensor", "version")
 
     def __init__(
         self,
@@ -43,16 +43,12 @@ class KeptTensor:
             self.version = -1
         self.item = item
         self.prefetcher = prefetcher
-        self.unpacked = False
-        if item is not None:
-            item.views.append(weakref.ref(self))
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor, or raise autograd's error if it was changed in place."""
         if self.version >= 0 and self.tensor._version != self.version:
             raise _changed(self.tensor, self.version, self.tensor.shape)
         if self.item is not None and self.prefetcher is not None:
-            self.unpacked = True
             self.prefetcher.used(self.item)
         return self.tensor
 

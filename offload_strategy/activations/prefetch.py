@@ -42,7 +42,7 @@ _MOST_UNTIMED = 16
 _STAGED_BYTES = 16 * MiB
 #: When this share of what may be ahead was used, all of it is looked at again: at each use, that
 #: would take longer than to move a small item.
-_LOOKS = 16
+_LOOKS = 4
 #: Largest number of passes whose backward may have ended without using all of their items.
 _MOST_OPEN = 64
 #: Largest number of kinds of forward passes, and of their prefixes, that are remembered.
@@ -359,7 +359,7 @@ class Prefetcher:
         else:
             all_here = True
         record.loaded_bytes = ahead
-        record.load_below = ahead // 2 if has_room else sys.maxsize
+        record.load_below = sys.maxsize if not has_room else ahead // 2 if ahead else -1
         record.load_room = limit - ahead + limit // _LOOKS
         return all_here
 

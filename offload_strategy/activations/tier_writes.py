@@ -37,8 +37,9 @@ _sequence_number = torch._C._autograd._get_sequence_nr
 #: Largest batch in bytes, and as a share of what a forward pass saves.
 _MOST_BYTES = 48 * MiB
 _SHARE = 0.07
-#: Largest batch on an accelerator, whose copies to the host are launched together.
-DEVICE_BATCH_BYTES = 1 * MiB
+#: Largest batch on an accelerator, whose copies to the host are launched together; with what the
+#: copy engine keeps it may take 16 MiB.
+DEVICE_BATCH_BYTES = 4 * MiB
 #: A batch that a path cannot write in so many seconds would cause bursts: then it is smaller.
 _SECONDS = 0.03
 _SLOW_BYTES = 16 * MiB

@@ -150,7 +150,7 @@ class BufferPool:
         undefined. Copies between `pinned` memory and a device are asynchronous. `beyond_budget` is
         for a computation that would otherwise wait for ever.
         """
-        if self._limit.passes:
+        if self._limit.passes and not pinned:  # pinned memory stays
             self.look(acquires=True)
         size = max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES))
         with self._lock:

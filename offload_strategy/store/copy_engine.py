@@ -37,7 +37,7 @@ from offload_strategy.units import MiB
 
 #: Bytes whose copies to the host may be under way before the compute stream waits for the first,
 #: unless two of the largest tensor are more.
-_WINDOW_BYTES = 16 * MiB
+_WINDOW_BYTES = 12 * MiB
 
 #: Copies to the device, the event at their end, and the buffers that they read.
 _Loads = tuple[torch.Event, Sequence[DeviceCopy], Sequence[torch.Tensor]]
@@ -207,7 +207,7 @@ class CopyEngine:
 
     def adopt(self, copy: DeviceCopy) -> torch.Tensor:
         """Return the tensor of a copy, for the current stream."""
-        compute, arrival = self._compute(), copy.arrival
+        compute, arrival = current_stream(self.device), copy.arrival
         stream = compute.stream_id
         if stream not in arrival.awaited_by:
             compute.wait_event(arrival.done)

@@ -21,7 +21,7 @@ from offload_strategy.torch_support.interrupts import UninterruptedSection
 from offload_strategy.units import MiB
 
 #: Bytes that are copied to a device together: backward waits for all of them.
-_TOGETHER = 1 * MiB
+_TOGETHER = 4 * MiB
 
 
 @dataclass(eq=False)
@@ -97,9 +97,9 @@ class Reader:
         """See `TensorStore.stage`."""
         ready: list[tuple[Entry, torch.Tensor]] = []
         all_there = True
+        self.registry.check_process()
         with self.registry.lock:
             for entry in entries:
-                self.registry.check_alive(entry)
                 there = entry.source is None and entry.state is not TicketState.LOADING
                 payload = entry.payload if there and entry.is_in_host_memory else None
                 if payload is None:
@@ -129,10 +129,8 @@ class Reader:
             return engine.adopt_incoming(payload), True
         if not engine.asynchronous:
             return payload.to(entry.device), False
-        staged, entry.staged = entry.staged, None
-        if staged is None:
-            [staged] = engine.load([payload], [entry.copied])
-        return engine.adopt(staged), False
+        [loaded] = engine.load([payload], [entry.copied])
+        return engine.adopt(loaded), False
 
     def _memory_for(self, entry: Entry, priority: Priority) -> torch.Tensor | None:
         nbytes, pinned = entry.begin + entry.nbytes, False

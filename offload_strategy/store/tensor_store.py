@@ -109,7 +109,8 @@ class TensorStore:
         """
         self._check_usable()
         self._collect()
-        self.pool.look()
+        if payloads[0].is_cpu:  # pinned memory stays
+            self.pool.look()
         replaced = None if replaces is None else replaces.entry
         tickets: list[Ticket] = []
         while (begin := len(tickets)) < len(payloads):
@@ -183,6 +184,9 @@ class TensorStore:
         self._returned_bytes += entry.nbytes
         if self._returned_bytes >= _COLLECT_BYTES:
             self._collect()
+        staged, entry.staged = entry.staged, None
+        if staged is not None:
+            return self.copies.of(entry.device).adopt(staged), False
         while True:
             payload, move = self._reader.payload_or_move(entry)
             if payload is not None:

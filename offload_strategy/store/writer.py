@@ -155,11 +155,12 @@ class Writer:
         sizes = [round_up(entry.nbytes, PAGE_BYTES) for entry in entries]
         nbytes = sum(sizes) if len(sizes) > 1 else entries[0].nbytes
         buffer = self.allocator.allocate_waiting(client, nbytes, pinned=engine.asynchronous)
-        hosts, begin = [], 0
-        for entry, size in zip(entries, sizes, strict=True):
-            entry.payload = host = buffer.narrow(0, begin, entry.nbytes)
-            hosts.append(host)
-            begin += size
+        hosts: Sequence[torch.Tensor] = [buffer]
+        if len(sizes) > 1:
+            parts = zip(buffer.split(sizes), sizes, entries, strict=True)
+            hosts = [h if e.nbytes == size else h[: e.nbytes] for h, size, e in parts]
+        for entry, host in zip(entries, hosts, strict=True):
+            entry.payload = host
         sources = [entry.source for entry in entries if entry.source is not None]
         engine.copy_out(entries, sources, hosts, compute)
 

@@ -112,7 +112,7 @@ class ParameterRegistry:
                     self._lazy.append(weakref.ref(tensor))
                     continue
                 for storage in _storages_of(tensor):
-                    storages[int(storage._cdata)] = weakref.ref(storage)
+                    storages[storage._cdata] = weakref.ref(storage)
         self._storages = storages
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
@@ -124,7 +124,7 @@ class ParameterRegistry:
         if self._lazy and not all(isinstance(lazy(), _LAZY) for lazy in self._lazy):
             self.refresh()  # a lazy module has materialized its weights in this pass
         for storage in _storages_of(tensor):
-            reference = self._storages.get(int(storage._cdata))
+            reference = self._storages.get(storage._cdata)
             # Addresses are reused, so the storage must be the same living object.
             if reference is not None and reference() is storage:
                 return True
