@@ -442,35 +442,3 @@ def test_one_optimizer_may_have_parameters_on_two_devices(disk: Path, overlap: s
     expected = run(None)
     with OffloadEngine(both(disk, overlap)) as engine:
         assert_same_history(run(engine), expected)
-
-
-# ---------------------------------------------------------------------- memory
-def test_pinned_memory_is_given_back(disk: Path) -> None:
-    model = make()
-    with activations_only(disk) as engine:
-        engine.attach(model)
-        for step in range(3):
-            loss_of(model, step).backward()
-        metrics = engine.metrics()
-        assert metrics["offload/memory/pinned_peak_bytes"] > 0
-        pending = loss_of(model, 9)
-    # Closed with copies and writes under way, and a graph that still refers to them.
-    del pending
-    torch.accelerator.synchronize()
-    assert engine.metrics()["offload/memory/pinned_bytes"] == 0
-
-
-def test_a_tensor_larger_than_the_pinned_memory_passes(disk: Path) -> None:
-    config = settings(disk, optimizer={"enabled": False}, memory={"pinned": "1MiB"})
-    weight = nn.Linear(512, 512, bias=False).to(DEVICE)
-    x = torch.randn(8192, 512, device=DEVICE)
-    weight(x).pow(2).sum().backward()
-    expected = gradients(weight)
-    weight.zero_grad()
-    with OffloadEngine(config) as engine:
-        engine.attach(weight)
-        loss = weight(x).pow(2).sum()
-        on_disk(engine)
-        loss.backward()
-        assert_same_bits(gradients(weight), expected)
-        assert moved(engine) == x.nbytes

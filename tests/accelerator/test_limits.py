@@ -1,4 +1,4 @@
-"""`planning.device_memory` on a device: the limit holds, the bits are the same."""
+"""Limits of device memory and of pinned memory hold, and the bits are the same."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from offload_strategy import OffloadEngine
 from offload_strategy.units import MiB
@@ -18,9 +19,18 @@ from tests.accelerator.support import (
     Transformer,
     device_module,
     loss_of,
+    make,
     needs_accelerator,
 )
-from tests.training import Numbers, assert_same_bits, gradients
+from tests.training import (
+    Numbers,
+    activations_only,
+    assert_same_bits,
+    gradients,
+    moved,
+    on_disk,
+    settings,
+)
 
 pytestmark = needs_accelerator
 
@@ -89,3 +99,34 @@ def test_what_fits_stays(disk: Path) -> None:
     with OffloadEngine(config(disk, limit)) as engine:
         passes(engine)
         assert engine.metrics()["offload/activations/step_left_bytes"] == 0
+
+
+def test_pinned_memory_is_given_back(disk: Path) -> None:
+    model = make()
+    with activations_only(disk) as engine:
+        engine.attach(model)
+        for step in range(3):
+            loss_of(model, step).backward()
+        metrics = engine.metrics()
+        assert metrics["offload/memory/pinned_peak_bytes"] > 0
+        pending = loss_of(model, 9)
+    # Closed with copies and writes under way, and a graph that still refers to them.
+    del pending
+    torch.accelerator.synchronize()
+    assert engine.metrics()["offload/memory/pinned_bytes"] == 0
+
+
+def test_a_tensor_larger_than_the_pinned_memory_passes(disk: Path) -> None:
+    config = settings(disk, optimizer={"enabled": False}, memory={"pinned": "1MiB"})
+    weight = nn.Linear(512, 512, bias=False).to(DEVICE)
+    x = torch.randn(8192, 512, device=DEVICE)
+    weight(x).pow(2).sum().backward()
+    expected = gradients(weight)
+    weight.zero_grad()
+    with OffloadEngine(config) as engine:
+        engine.attach(weight)
+        loss = weight(x).pow(2).sum()
+        on_disk(engine)
+        loss.backward()
+        assert_same_bits(gradients(weight), expected)
+        assert moved(engine) == x.nbytes

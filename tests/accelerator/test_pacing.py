@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ import torch
 from torch import nn
 
 from offload_strategy import OffloadEngine
+from offload_strategy.io.backends import posix
 from offload_strategy.units import MiB
 from tests.accelerator.support import DEVICE, TIERS, device_module, needs_accelerator, sleep
+from tests.paced import PacedBackend
 from tests.training import settings
 
 pytestmark = needs_accelerator
@@ -23,6 +26,22 @@ SAVED = LAYERS * 4 * MiB
 STEPS = 4
 #: Keeps the device about 300 ms behind the host.
 BEHIND = 600_000_000
+
+
+class Disk(PacedBackend):
+    """Reads and writes a gigabyte in a second."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(read=1e9, write=1e9, **options)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory in memory where there is one, so that no disk is slower than that."""
+    monkeypatch.setattr(posix, "PosixBackend", Disk)
+    memory = Path("/dev/shm")
+    with TemporaryDirectory(dir=memory if memory.is_dir() else None) as directory:
+        yield Path(directory)
 
 
 class Deep(nn.Module):
