@@ -1,0 +1,1 @@
+"""Defaults, nothing configured, in less and less memory."""
