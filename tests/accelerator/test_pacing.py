@@ -89,7 +89,7 @@ def run(
 
 def config(disk: Path, tiers: str, **activations: Any) -> dict[str, Any]:
     found = settings(disk, **TIERS[tiers], optimizer={"enabled": False})
-    found["activations"] = activations
+    found["activations"], found["mode"] = activations, "always"
     found["memory"] = {"pinned": "1GiB"}
     found["tiers"][-1]["capacity"] = "4GiB"
     return found
