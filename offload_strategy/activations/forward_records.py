@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from time import perf_counter
+from timeit import default_timer as perf_counter
 from typing import Any
 
 import torch

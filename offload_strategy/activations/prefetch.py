@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict, deque
-from time import perf_counter
+from timeit import default_timer as perf_counter
 from typing import TypeVar
 
 import torch

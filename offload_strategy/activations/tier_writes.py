@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from operator import itemgetter
-from time import perf_counter
+from timeit import default_timer as perf_counter
 
 import torch
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from time import perf_counter
+from timeit import default_timer as perf_counter
 
 import psutil
 import torch

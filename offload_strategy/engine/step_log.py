@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import astuple, replace
 from itertools import pairwise, takewhile
-from time import perf_counter
+from timeit import default_timer as perf_counter
 
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle

@@ -19,7 +19,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from time import perf_counter
+from timeit import default_timer as perf_counter
 
 from offload_strategy.units import PAGE_BYTES
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
+from timeit import default_timer as perf_counter
 from typing import Any, Protocol
 
 import torch

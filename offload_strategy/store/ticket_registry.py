@@ -20,7 +20,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from time import perf_counter
+from timeit import default_timer as perf_counter
 
 import torch
 

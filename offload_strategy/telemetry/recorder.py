@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from enum import StrEnum
-from time import perf_counter
+from timeit import default_timer as perf_counter
 from typing import NamedTuple
 
 #: The three clients of the store, as they appear in metric keys.
@@ -71,7 +71,11 @@ class _BusyClock:
 
 
 class Recorder:
-    """Thread-safe sums over all transfers of one engine, and the latest `keep` records of each."""
+    """Thread-safe sums over all transfers of one engine, and the latest `keep` records of each.
+
+    The package's clock is `timeit.default_timer`: `time.perf_counter` as it was when torch was
+    imported. A test that replaces `time.perf_counter` meanwhile must not end our threads.
+    """
 
     def __init__(self, keep: int = 65536) -> None:
         self.started_at = perf_counter()

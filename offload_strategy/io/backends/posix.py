@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from time import monotonic
+from timeit import default_timer as perf_counter
 
 from offload_strategy.errors import StorageError
 from offload_strategy.io.backends.protocol import Backend, BlockRequest
@@ -270,7 +270,7 @@ def _retry(
         try:
             return call(fd, [view], offset)
         except BlockingIOError:  # EAGAIN, EWOULDBLOCK
-            now = monotonic()
+            now = perf_counter()
             deadline = deadline or now + RETRY_SECONDS
             if now >= deadline:
                 raise

@@ -14,7 +14,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from time import monotonic
+from timeit import default_timer as perf_counter
 
 from offload_strategy.telemetry import get_logger
 
@@ -95,7 +95,7 @@ class ThreadPool:
         with self._lock:
             if not self._jobs:
                 return False
-            self._caller_runs = (what, monotonic())
+            self._caller_runs = (what, perf_counter())
             job, died = self._jobs[0]
             del self._jobs[0]
         try:
@@ -112,7 +112,7 @@ class ThreadPool:
         """Finish what is queued, end the threads, and wait for that; later jobs start new ones."""
         if os.getpid() != self._pid:
             return
-        deadline = monotonic() + timeout
+        deadline = perf_counter() + timeout
         with self._lock:
             self._may_idle = False
             while self._sleeping:
@@ -121,10 +121,10 @@ class ThreadPool:
             with self._lock:  # a thread that died may have been replaced
                 self._forget_ended()
                 threads = (self._threads | self._ending) - {threading.current_thread()}
-            if not threads or monotonic() >= deadline:
+            if not threads or perf_counter() >= deadline:
                 return
             for thread in threads:
-                thread.join(max(0.0, deadline - monotonic()))
+                thread.join(max(0.0, deadline - perf_counter()))
 
     def close(self, timeout: float = 60.0) -> None:
         """End the threads, as `end_threads` does, for good."""
@@ -192,7 +192,7 @@ class ThreadPool:
             raise
 
     def _warn_if_caller_waits(self) -> None:
-        now = monotonic()
+        now = perf_counter()
         what, since = self._caller_runs or ("", now)
         if now - max(since, self._warned_at) > SILENT_SECONDS:
             self._warned_at = now

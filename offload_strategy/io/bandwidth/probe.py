@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial
-from time import monotonic, perf_counter
+from timeit import default_timer as perf_counter
 
 from offload_strategy.errors import OffloadError, StorageError
 from offload_strategy.host_memory.buffers import map_private
@@ -196,11 +196,11 @@ class _Measurement:
     def finish(self) -> None:
         """Cancel what is queued, wait for what is in flight, and free the extent."""
         interrupted = isinstance(sys.exc_info()[1], KeyboardInterrupt)
-        deadline = monotonic() + (_INTERRUPTED_SECONDS if interrupted else STALLED_SECONDS)
+        deadline = perf_counter() + (_INTERRUPTED_SECONDS if interrupted else STALLED_SECONDS)
         for move in self._moves.values():
             move.cancel()
         # A late write may still reach the extent: then it is not freed.
-        if all(move.ended.wait(deadline - monotonic()) for move in self._moves.values()):
+        if all(move.ended.wait(deadline - perf_counter()) for move in self._moves.values()):
             self._region.free(self.extent)
 
     def _submit(self, direction: Direction, begin: int, slot: int, nbytes: int) -> None:

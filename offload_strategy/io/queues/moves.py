@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from time import monotonic, perf_counter
+from timeit import default_timer as perf_counter
 from typing import Any
 
 from offload_strategy.io.queues.path_queue import SMALL_BYTES, PathQueue
@@ -41,15 +41,15 @@ class Latch:
 
     def poll(self, seconds: float) -> None:
         """Wait without falling asleep, for what will be over in a moment."""
-        deadline = monotonic() + seconds
-        while not self._is_set and monotonic() < deadline:
+        deadline = perf_counter() + seconds
+        while not self._is_set and perf_counter() < deadline:
             time.sleep(0)  # lets other threads run
 
     def wait(self, timeout: float) -> bool:
         """Wait until it is set, `timeout` seconds at most; returns whether it is."""
-        deadline = monotonic() + timeout
+        deadline = perf_counter() + timeout
         while not self._is_set:
-            left = deadline - monotonic()
+            left = deadline - perf_counter()
             if left <= 0:
                 return False
             # In slices: an interrupted waiter may have kept the lock, but the flag is still seen.

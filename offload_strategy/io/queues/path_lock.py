@@ -22,7 +22,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from time import monotonic
+from timeit import default_timer as perf_counter
 
 from offload_strategy.io.backends.thread_pool import ThreadPool
 from offload_strategy.telemetry import get_logger
@@ -68,7 +68,7 @@ class PathLock:
 
     def others(self) -> int:
         """How many other processes on this machine use the path (up to 0.5 s ago)."""
-        now = monotonic()
+        now = perf_counter()
         if self.works and now - self._counted_at > _FRESH_SECONDS:
             self._counted_at = now
             self._others = self._count_others()
@@ -77,7 +77,7 @@ class PathLock:
     def acquire(self) -> None:
         """Wait for the lock; raise OSError if the file system cannot lock, or after `close`."""
         assert fcntl is not None
-        pause = self._released_at + _REACQUIRE_PAUSE_SECONDS - monotonic()
+        pause = self._released_at + _REACQUIRE_PAUSE_SECONDS - perf_counter()
         if pause > 0:
             time.sleep(pause)
         fcntl.flock(self._fd, fcntl.LOCK_EX)
@@ -86,7 +86,7 @@ class PathLock:
         """Release the lock. Harmless if it is not held, and after `close`."""
         assert fcntl is not None
         with self._lock:
-            self._released_at = monotonic()
+            self._released_at = perf_counter()
             if self._fd >= 0:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
 

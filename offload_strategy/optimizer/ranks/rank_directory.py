@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from time import monotonic
+from timeit import default_timer as perf_counter
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -72,8 +72,8 @@ class RankDirectory:
         has_note = any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ()))
         if has_note or not _is_of_transport(error):
             return
-        deadline = monotonic() + _PATIENCE_SECONDS
-        while not (ended := self.ended()) and self._local and monotonic() < deadline:
+        deadline = perf_counter() + _PATIENCE_SECONDS
+        while not (ended := self.ended()) and self._local and perf_counter() < deadline:
             time.sleep(0.02)
         if ended:
             named = ", ".join(
