@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,11 +16,13 @@ _SCRIPTS = ["test_script", "test_sync", "test_ops", "test_distributed_data_loop"
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("script", _SCRIPTS)
-def test_script(script: str, processes: int) -> None:
+def test_script(script: str, processes: int, tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu"]
     launch += ["--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no"]
     name = f"accelerate.test_utils.scripts.{script}"
-    done = subprocess.run(
-        [*launch, "-m", name], capture_output=True, text=True, check=False, timeout=280
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    output = tmp_path / "output"  # not a pipe: a worker that is left would keep it open
+    with output.open("w") as file:
+        done = subprocess.run(
+            [*launch, "-m", name], stdout=file, stderr=subprocess.STDOUT, check=False, timeout=280
+        )
+    assert done.returncode == 0, output.read_text()[-4000:]
