@@ -31,7 +31,11 @@ sys.path.insert(0, str(HERE))  # as in the processes of the tests
 from peers import PEERS, Peer  # noqa: E402
 
 #: Nearly everything of a tiny model leaves, to a disk.
-CONFIG = {"activations": {"min_size": 1, "budget": "100%"}, "memory": {"pinned": "256MiB"}}
+CONFIG = {
+    "mode": "always",
+    "activations": {"min_size": 1, "budget": "100%"},
+    "memory": {"pinned": "256MiB"},
+}
 
 Outcomes = dict[str, dict[str, Any]]
 
