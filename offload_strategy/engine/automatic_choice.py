@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from typing import Any
 
 import torch
+import yaml
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -82,8 +84,8 @@ class AutomaticChoice:
         streams = used + upcoming > limit
         if streams:
             logger.info(
-                "mode: auto: the %s of weights are streamed: with them, and all else offloaded, "
-                "training would need %s, and memory has %s.",
+                "mode: auto: %s of weights are streamed. With them in memory, and all else "
+                "offloaded, training would need %s of the %s there are.",
                 format_size(sum(p.nbytes for p in parameters)),
                 format_size(used + upcoming),
                 format_size(limit),
@@ -111,11 +113,12 @@ class AutomaticChoice:
         )
         need = used + self.upcoming_bytes(parameters) + max(0, state_bytes - loaded)
         keeps = need <= (1 - _ACTIVATIONS_SHARE) * limit
+        tiers = ", ".join(tier.name for tier in self._config.tiers_for("optimizer"))
         logger.info(
-            "mode: auto: the %s of optimizer states %s: with them training needs %s and its "
-            "activations, and memory has %s.",
+            "mode: auto: %s of optimizer states %s. With them in memory, training needs %s of the "
+            "%s there are, and room for activations.",
             format_size(state_bytes),
-            "stay in memory" if keeps else "are offloaded",
+            "stay in memory" if keeps else f"are offloaded to {tiers}",
             format_size(need),
             format_size(limit),
         )
@@ -125,6 +128,20 @@ class AutomaticChoice:
             self._swaps = True
         self._decided["optimizer"] = not keeps
         return keeps
+
+    def explain(self, effective: OffloadConfig) -> None:
+        """Log the settings that choose what was chosen, unless the config had them all."""
+        sections: dict[str, Any] = {
+            client: {"enabled": getattr(effective, client).enabled}
+            for client in ("activations", "optimizer", "parameters")
+            if getattr(self._config, client).enabled == "auto"
+        }
+        if effective.planning.device_memory != self._config.planning.device_memory:
+            limit = effective.planning.model_dump(mode="json")["device_memory"]
+            sections["planning"] = {"device_memory": limit}
+        if sections:
+            text = yaml.safe_dump(sections, default_flow_style=True, width=1000).strip()
+            logger.info("mode: auto: these settings choose the same: %s", text)
 
     def upcoming_bytes(self, parameters: Iterable[torch.Tensor] = ()) -> int:
         """Return the bytes of gradients, states and buffers that are not in memory yet.

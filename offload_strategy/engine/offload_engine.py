@@ -271,6 +271,8 @@ class OffloadEngine(EngineReports):
         self._forwards += 1
         if self._forwards == 2:
             self._advise()
+        if self._forwards == self.config.planning.profile_steps + 2:
+            self._choice.explain(self.effective_config())
         if self._forwards % _ENDURANCE_CHECK_INTERVAL == 0:
             self._metrics.warn_about_endurance()
 

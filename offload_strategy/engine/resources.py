@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
+import torch
+
 from offload_strategy.checkpoints import scratch_directories
 from offload_strategy.config import Client, OffloadConfig, TierConfig
 from offload_strategy.errors import ConfigError
@@ -81,7 +83,9 @@ class Resources:
             ]
         )
         checksum = create_checksum() if config.io.checksum else None
-        pinned = config.memory.pinned_bytes(available_bytes() // processes)
+        accelerated = torch.accelerator.is_available()
+        available = available_bytes() // processes
+        pinned = config.memory.pinned_bytes(available, accelerated=accelerated)
         # Tickets from a device that stay in a dram tier are held in buffers too.
         host = sum(tier.capacity or 0 for tier in tiers if tier.kind == "dram")
         pool = BufferPool(pinned + host)
