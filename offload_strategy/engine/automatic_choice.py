@@ -162,11 +162,15 @@ class AutomaticChoice:
         return nbytes + sum(local_tensor(parameter).nbytes for parameter in missing)
 
     def _window_bytes(self, parameters: Iterable[torch.Tensor]) -> int:
-        """Return the bytes of gradients and buffers of parameters that are updated in backward."""
+        """Return the bytes of gradients and buffers of parameters whose states are offloaded."""
         parameters = list(parameters)
-        largest = max((local_tensor(p).nbytes for p in parameters), default=0)
+        missing = [local_tensor(p).nbytes for p in parameters if p.requires_grad and p.grad is None]
+        if self._config.optimizer.overlap == "off":  # gradients stay until step()
+            gradients = sum(missing)
+        else:  # of updates that run, and of the next
+            gradients = 2 * max(missing, default=0)
         on_host = any(parameter.device.type == "cpu" for parameter in parameters[:1])
-        return 2 * largest + (self._pinned_bytes if on_host else 0)
+        return gradients + (self._pinned_bytes if on_host else 0)
 
     def effective(self, limit_bytes: int | None) -> OffloadConfig:
         """Return the config with everything decided; `limit_bytes` is that of activations."""
