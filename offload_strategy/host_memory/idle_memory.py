@@ -21,14 +21,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from timeit import default_timer as perf_counter
 
-from offload_strategy.units import PAGE_BYTES
+from offload_strategy.units import PAGE_BYTES, GiB
 
 #: Number of passes that are remembered: of several micro-batches the last one needs most.
 _PASSES = 8
 #: A measurement takes some ten microseconds; more frequent ones are of no use.
 _LOOK_SECONDS = 0.001
-#: Share of its limit from which a process returns freed memory, and of the time that this may take.
-_NEAR_SHARE, _TRIMMING_SHARE = 0.9, 0.05
+#: Shares of its limit from which a process returns freed memory: seldom, and whenever it looks.
+_NEAR_SHARE, _CLOSE_SHARE = 0.9, 0.97
+#: Share of the time that this may take in the first case, with the page faults that it causes, which
+#: take so many seconds for each byte in a virtual machine.
+_TRIMMING_SHARE, _FAULT_SECONDS = 0.05, 1.5 / GiB
 
 
 def resident_bytes() -> int | None:
@@ -60,23 +63,28 @@ class FreedMemory:
     glibc keeps freed tensors of up to 32 MiB for later requests, and their sizes fragment it: a
     process that offloads had a third more in memory than it used. What is returned has page faults
     when it is used again (a quarter of the step's time if everything is), so this happens only if
-    the process takes more than a share of its limit, and for a small share of the time.
+    the process takes more than a share of its limit, and seldom unless it is close to its limit.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self._near = int(_NEAR_SHARE * limit_bytes)
-        self._look_at = 0.0
+        self._close = int(_CLOSE_SHARE * limit_bytes)
+        self._look_at = self._return_at = 0.0
 
     def look(self) -> None:
         """Return freed memory if it is time to."""
         begin = perf_counter()
         if begin < self._look_at:
             return
-        resident = resident_bytes()
-        if resident is not None and resident > self._near:
+        self._look_at = begin + _LOOK_SECONDS
+        resident = resident_bytes() or 0
+        if resident > (self._near if begin >= self._return_at else self._close):
             return_freed_memory()
-        end = perf_counter()
-        self._look_at = end + max(_LOOK_SECONDS, (end - begin) / _TRIMMING_SHARE)
+            returned = max(0, resident - (resident_bytes() or 0))
+            end = perf_counter()
+            cost = end - begin + returned * _FAULT_SECONDS
+            self._look_at = end + max(_LOOK_SECONDS, (end - begin) / _TRIMMING_SHARE)
+            self._return_at = end + cost / _TRIMMING_SHARE
 
 
 class IdleLimit:
