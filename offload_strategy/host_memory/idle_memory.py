@@ -29,8 +29,8 @@ _PASSES = 8
 _LOOK_SECONDS = 0.001
 #: Shares of its limit from which a process returns freed memory: seldom, and whenever it looks.
 _NEAR_SHARE, _CLOSE_SHARE = 0.9, 0.97
-#: Share of the time that this may take in the first case, with the page faults that it causes, which
-#: take so many seconds for each byte in a virtual machine.
+#: Share of the time that this may take in the first case, with the page faults that it causes, of
+#: which a virtual machine takes so many seconds for each byte.
 _TRIMMING_SHARE, _FAULT_SECONDS = 0.05, 1.5 / GiB
 
 
