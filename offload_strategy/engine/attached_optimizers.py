@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.user_class.compatibility import (
     UnsupportedOptimizerError,
     check_supported,
+    wrapper_class,
 )
 from offload_strategy.plan_runtime.space_requirements import optimizer_need, subgroup_size
 from offload_strategy.telemetry import get_logger
@@ -103,10 +105,12 @@ class AttachedOptimizers:
         state_bytes = sum(supported.state_bytes)
         if self._choice.keeps_states(optimizer, state_bytes):
             return optimizer
+        kind: Any = type(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         subgroups = self._subgroup_size(parameters, state_bytes)
         own_bytes, gradient_memory = self._check_room(parameters, state_bytes)
-        wrapped = OffloadedOptimizer(
+        base: Any = OffloadedOptimizer
+        wrapped: OffloadedOptimizer = wrapper_class(base, kind)(
             optimizer,
             self._resources.store,
             self._resources.clients["optimizer"],

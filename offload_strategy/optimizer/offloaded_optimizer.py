@@ -37,7 +37,7 @@ from offload_strategy.optimizer.state_dicts import (
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.states.subgroups import Subgroup, plan_subgroups
 from offload_strategy.optimizer.subgroup_update import Updater, WeightResidency
-from offload_strategy.optimizer.user_class.compatibility import check_supported
+from offload_strategy.optimizer.user_class.compatibility import check_supported, of_inner
 from offload_strategy.optimizer.user_class.trial import is_elementwise
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Tier
@@ -51,14 +51,6 @@ logger = get_logger(__name__)
 # unscaling to optimizers that say they support it inside step(); gradients here may have been used
 # before, so GradScaler must unscale them itself.
 _HIDDEN = frozenset({"inner", "_step_supports_amp_scaling"})
-
-
-def _of_inner(name: str) -> Any:
-    """Make an attribute that is the inner optimizer's: frameworks replace its groups at loading."""
-    return property(
-        lambda self: getattr(self.inner, name),
-        lambda self, value: setattr(self.inner, name, value),
-    )
 
 
 class OffloadedOptimizer(Optimizer):
@@ -131,8 +123,8 @@ class OffloadedOptimizer(Optimizer):
             self._absorb_inner_state()
 
     # ------------------------------------------------------------------ the inner optimizer
-    param_groups = _of_inner("param_groups")
-    defaults = _of_inner("defaults")
+    param_groups = of_inner("param_groups")  # frameworks replace them when they load
+    defaults = of_inner("defaults")
 
     @property
     def state(self) -> Any:
@@ -148,6 +140,14 @@ class OffloadedOptimizer(Optimizer):
         if name in _HIDDEN or "inner" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = self.__dict__
+        of_inner = "inner" in own and name not in own and name not in _HIDDEN
+        if of_inner and name in vars(own["inner"]) and not hasattr(type(self), name):
+            setattr(self.inner, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

@@ -195,3 +195,57 @@ def test_the_inner_one_does_not_step_by_itself(overlap: str, kept: bool, disk: P
         assert_same_bits(weights(model), before)
     inner.step()  # nobody has its states any more
     assert all(not torch.equal(now, before[name]) for name, now in weights(model).items())
+
+
+# ---------------------------------------------------------------------- class
+class Counting(torch.optim.SGD):
+    """Has a method, a property and a class attribute of its own, and keeps what is set."""
+
+    kind = "counting"
+
+    def __new__(cls, parameters: Any, *, label: str) -> Counting:
+        """Return an instance; only the user's own call passes what it needs."""
+        return super().__new__(cls)
+
+    def __init__(self, parameters: Any, *, label: str) -> None:
+        super().__init__(parameters, 0.1)
+        self.label, self.counted = label, 0
+
+    def count(self) -> int:
+        """Count a call."""
+        self.counted += 1
+        return self.counted
+
+    @property
+    def title(self) -> str:
+        """Return the label in capitals."""
+        return self.label.upper()
+
+
+class Final(torch.optim.SGD):
+    """Has no subclasses."""
+
+    def __init_subclass__(cls) -> None:
+        raise TypeError("final")
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_it_is_an_instance_of_the_users_class_with_what_that_has(overlap: str, disk: Path) -> None:
+    net = make_net()
+    with offloading(disk, overlap) as engine:
+        inner = Counting(net.parameters(), label="mine")
+        optimizer: Any = engine.attach(net, inner)
+        assert isinstance(optimizer, Counting)
+        assert isinstance(optimizer, torch.optim.SGD)
+        assert isinstance(optimizer, OffloadedOptimizer)
+        assert not isinstance(optimizer, AdamW)
+        assert (optimizer.kind, optimizer.title, optimizer.count()) == ("counting", "MINE", 1)
+        optimizer.label = "ours"
+        assert (inner.label, inner.counted) == ("ours", 1)
+
+
+def test_a_class_that_refuses_subclasses_is_wrapped_all_the_same(disk: Path) -> None:
+    net = make_net()
+    with offloading(disk, "commit") as engine:
+        optimizer = engine.attach(net, Final(net.parameters(), 0.1))
+        assert type(optimizer) is OffloadedOptimizer

@@ -153,7 +153,8 @@ class OffloadFabricMixin(EngineStrategy, _SingleDeviceStrategy):
             return optimizer
         wrapped = self._attach(optimizer)
         if is_offloaded(wrapped):
-            wrapped.__class__ = _optimizer_for_fabric()
+            kind: Any = type(wrapped.inner)
+            wrapped.__class__ = _optimizer_for_fabric(kind)
         else:
             # It would keep tensors that are mapped from the checkpoint's file.
             optimizer.register_load_state_dict_pre_hook(lambda _, state: copy.deepcopy(state))
@@ -211,14 +212,15 @@ class OffloadFabricMixin(EngineStrategy, _SingleDeviceStrategy):
 
 
 @functools.cache
-def _optimizer_for_fabric() -> type[OffloadedOptimizer]:
-    """Return the class of optimizers that Fabric wraps.
+def _optimizer_for_fabric(kind: type) -> type[OffloadedOptimizer]:
+    """Return the class of optimizers that Fabric wraps, around one of the user's class.
 
     Fabric's wrapper derives from the class of the wrapped optimizer without its attributes. Methods
     that Fabric does not define run with the wrapper as `self`: they read attributes of the inner
     optimizer, but would set them on the wrapper.
     """
     from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
+    from offload_strategy.optimizer.user_class.compatibility import wrapper_class
 
     class OptimizerForFabric(OffloadedOptimizer):
         """An `OffloadedOptimizer` whose groups can be extended through Fabric's wrapper."""
@@ -228,7 +230,8 @@ def _optimizer_for_fabric() -> type[OffloadedOptimizer]:
             wrapped = self if "inner" in self.__dict__ else self.optimizer
             OffloadedOptimizer.add_param_group(wrapped, param_group)
 
-    return OptimizerForFabric
+    base: Any = OptimizerForFabric
+    return wrapper_class(base, kind)
 
 
 def install(fabric: Any, registry: Any, strategy: type[OffloadFabricMixin]) -> None:

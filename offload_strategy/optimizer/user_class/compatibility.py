@@ -7,8 +7,10 @@ attach: by what they keep, and by a trial.
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -34,6 +36,33 @@ from offload_strategy.optimizer.user_class.watch import UnfitUpdateError, parts,
 
 class UnsupportedOptimizerError(ConfigError):
     """The states of an optimizer cannot be offloaded; it can train with its states in memory."""
+
+
+def of_inner(name: str) -> Any:
+    """Return a property that is an attribute of `inner`."""
+    return property(
+        lambda self: getattr(self.inner, name),
+        lambda self, value: setattr(self.inner, name, value),
+    )
+
+
+@cache
+def wrapper_class(base: type, kind: type) -> type[Any]:
+    """Return a class whose instances, which have an optimizer `inner`, are of both classes.
+
+    What `base` does not define is that of `inner`. `base` itself if `kind` refuses subclasses.
+    """
+    own = {name for each in base.__mro__[: base.__mro__.index(Optimizer)] for name in vars(each)}
+    names = {name for each in kind.__mro__[: kind.__mro__.index(Optimizer)] for name in vars(each)}
+    space: dict[str, Any] = {"__new__": lambda cls, *_, **__: object.__new__(cls)}
+    for name in names - own:
+        if not name.startswith("__"):
+            space[name] = of_inner(name)
+    space |= {"__module__": base.__module__, "__doc__": base.__doc__}
+    try:
+        return types.new_class(base.__name__, (base, kind), {}, lambda body: body.update(space))
+    except TypeError:
+        return base
 
 
 class SupportedOptimizer(NamedTuple):
