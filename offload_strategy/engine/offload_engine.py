@@ -277,7 +277,12 @@ class OffloadEngine(EngineReports):
             self._metrics.warn_about_endurance()
 
     def _advise(self) -> None:
-        """After the first step, log it if everything would have fit in memory."""
+        """After the first step, log it if everything would have fit in memory.
+
+        Not with a limit: what it leaves is not known to be needed for anything else.
+        """
+        if self._choice.limit.nbytes is not None:
+            return
         moved = sum(
             self._recorder.client_bytes("activations", verb) for verb in ("written", "forwarded")
         )
