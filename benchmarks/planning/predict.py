@@ -17,8 +17,7 @@ from benchmarks.machine import cores, say
 from benchmarks.turns import Subject
 from offload_strategy.plan_runtime.lifetime_plan import plan_lifetimes, within
 from offload_strategy.plan_runtime.profile import PathRates, Profile
-from offload_strategy.plan_runtime.replay import replay
-from offload_strategy.plan_runtime.replay_lanes import StepReplay
+from offload_strategy.plan_runtime.replay import StepReplay, replay
 from offload_strategy.units import GiB, MiB
 
 _DISK_BYTES = 24 * GiB

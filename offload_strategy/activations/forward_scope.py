@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import functools
 import pkgutil
-import sys
 import threading
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,8 +26,8 @@ from offload_strategy.activations.saved_tensor_hooks import ActivationOffload
 from offload_strategy.errors import OffloadError
 from offload_strategy.torch_support.accelerator import is_capturing_graph
 from offload_strategy.torch_support.interrupts import UninterruptedSection
+from offload_strategy.torch_support.modules import calls_of
 
-_CALL_CODE = nn.Module._call_impl.__code__
 _COMPILED_AROUND_HOOKS = (
     "activation offload begins here, which cannot be part of a compiled graph. For "
     "torch.compile(model, fullgraph=True) compile first, and attach what it returns: "
@@ -49,10 +47,9 @@ class ForwardHooks:
         _keep_torch_compile_out()
         self._module = weakref.ref(module)
         self._scopes = _Scopes(offload, owner)
-        hook = _Hook(self._scopes)
         self._handles = [
-            module.register_forward_pre_hook(hook, prepend=True),
-            module.register_forward_hook(hook, always_call=True),
+            module.register_forward_pre_hook(self._scopes, prepend=True),
+            module.register_forward_hook(self._scopes, always_call=True),
         ]
 
     def remove(self) -> None:
@@ -60,43 +57,39 @@ class ForwardHooks:
         for handle in self._handles:
             handle.remove()
         module = self._module()
-        if module is None or not _calls_under_way(module):
+        if module is None or not calls_of(module):
             self._scopes.leave_all()
 
 
-class _Hook:
-    """Forward pre-hook and forward hook. A copy or a pickle of it does nothing."""
-
-    def __init__(self, scopes: _Scopes | None = None) -> None:
-        self._scopes = scopes
-
-    def __call__(self, module: nn.Module, args: Any, *output: Any) -> None:
-        if self._scopes is not None:
-            (self._scopes.leave if output else self._scopes.enter)(module)
-
-    def __reduce__(self) -> tuple[Any, tuple[()]]:
-        return type(self), ()
-
-
 class _Scopes:
-    """The scopes that calls of one module have opened and not closed, on each thread."""
+    """The scopes that calls of one module have opened and not closed, on each thread.
 
-    def __init__(self, offload: ActivationOffload, owner: Any) -> None:
-        self._offload = offload
+    It is a forward pre-hook and a forward hook. A copy or a pickle of it does nothing.
+    """
+
+    def __init__(self, offload: ActivationOffload | None = None, owner: Any = None) -> None:
+        self._offload: Any = offload
         self._owner = owner
         self._local = threading.local()
 
     @property
-    def _open(self) -> list[tuple[int, saved_tensors_hooks | None]]:
-        """Of each call what tells it apart from others under way, and the hooks that it opened."""
-        scopes: list[tuple[int, saved_tensors_hooks | None]]
+    def _open(self) -> list[tuple[list[int], saved_tensors_hooks | None]]:
+        """Of each call its number, if it has one, and the hooks that it opened."""
+        scopes: list[tuple[list[int], saved_tensors_hooks | None]]
         scopes = self._local.__dict__.setdefault("open", [])
         return scopes
 
-    def enter(self, module: nn.Module) -> None:
+    def __call__(self, module: nn.Module, args: Any, *output: Any) -> None:
+        if self._offload is not None:
+            (self._close if output else self._enter)(module)
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return type(self), ()
+
+    def _enter(self, module: nn.Module) -> None:
         """Open a scope for a call that begins."""
-        call = _innermost_call(module)
-        if self._open and _calls_under_way(module) == 1:
+        calls = calls_of(module)
+        if self._open and len(calls) == 1:
             # Only the call that asks is under way. A KeyboardInterrupt ended an earlier one: torch
             # runs "always called" hooks only for subclasses of Exception, so its scope is open.
             self.leave_all()
@@ -112,12 +105,12 @@ class _Scopes:
             )
         # Ctrl-C between hooks that are in force and the note of it would leave them so for ever.
         with UninterruptedSection():
-            self._open.append((call, self._offload.enter() if trains else None))
+            self._open.append((calls[:1], self._offload.enter() if trains else None))
 
-    def leave(self, module: nn.Module) -> None:
+    def _close(self, module: nn.Module) -> None:
         """Close the scope of a call that ends, or raised."""
         # When a hook before ours raises, ours are not told of the beginning, but of the end.
-        if self._open and self._open[-1][0] == _innermost_call(module):
+        if self._open and self._open[-1][0] == calls_of(module)[:1]:
             self._leave()
 
     def leave_all(self) -> None:
@@ -128,24 +121,6 @@ class _Scopes:
     def _leave(self) -> None:
         with UninterruptedSection():
             self._offload.leave(self._open.pop()[1])
-
-
-def _innermost_call(module: nn.Module) -> int:
-    return next((id(frame) for frame in _calls(module)), 0)
-
-
-def _calls_under_way(module: nn.Module) -> int:
-    """How many calls of `module` are on this thread's stack."""
-    return sum(1 for _ in _calls(module))
-
-
-def _calls(module: nn.Module) -> Iterator[FrameType]:
-    """Frames of the calls of `module` on this thread's stack, innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _CALL_CODE and frame.f_locals.get("self") is module:
-            yield frame
-        frame = frame.f_back
 
 
 # ---------------------------------------------------------------------- torch.compile
@@ -161,4 +136,4 @@ def _keep_out(dynamo: ModuleType) -> None:
         if module.name != "offload_strategy.examples":  # models of ours are to be compiled
             dynamo.trace_rules.add(module.name)
     # A graph that reaches a hook breaks with words of ours.
-    _Hook.__call__ = dynamo.disable(_Hook.__call__, reason=_COMPILED_AROUND_HOOKS)  # type: ignore[method-assign]
+    _Scopes.__call__ = dynamo.disable(_Scopes.__call__, reason=_COMPILED_AROUND_HOOKS)  # type: ignore[method-assign]

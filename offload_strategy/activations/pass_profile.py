@@ -9,7 +9,6 @@ amounts: the slope of computing time over moved bytes.
 from __future__ import annotations
 
 import statistics
-import sys
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from offload_strategy.activations.baseline_memory import BEGIN, BaselineMemory
 from offload_strategy.activations.forward_records import Trace
 from offload_strategy.activations.tier_writes import TierWrites
 from offload_strategy.plan_runtime.profile import PathRates, Profile, TensorLife
+from offload_strategy.torch_support.modules import running_calls
 
 #: Kinds of items whose names are remembered.
 _MOST_NAMES = 65536
@@ -60,14 +60,8 @@ class SavedTensorNames:
         return self._names.get(prefix)
 
     def _running(self) -> str:
-        frame = sys._getframe(1)
-        while frame.f_back is not None:
-            frame = frame.f_back
-            if frame.f_code is nn.Module._call_impl.__code__:
-                module = frame.f_locals.get("self")
-                if isinstance(module, nn.Module):
-                    return self._modules.get(module, type(module).__name__)
-        return ""
+        _, module = next(running_calls(), (0, None))
+        return "" if module is None else self._modules.get(module, type(module).__name__)
 
 
 class IoOverhead:

@@ -165,9 +165,7 @@ class PlannedBudget(Budget):
             self._begin_pass(trace)
         leaves, baseline = True, self._baseline
         begin = perf_counter()
-        if self._freed is not None:
-            self._freed.look()
-        self._writes.release_written()
+        self._free_what_left()
         items = self._items_bytes(trace)
         baseline.record_event(trace.signature, items - nbytes)
         room = self._room_after(trace.signature)
@@ -196,9 +194,8 @@ class PlannedBudget(Budget):
             return
         begin = perf_counter()
         if self._freed is not None:
-            self._freed.look()
             self._writes.keep_no_idle_buffers()
-        self._writes.release_written()
+        self._free_what_left()
         use = len(trace.uses) - 1
         items = loaded_bytes + self._items_bytes(trace)
         self._baseline.record_event(use_event(trace, use), items + nbytes)
@@ -238,9 +235,8 @@ class PlannedBudget(Budget):
         if memory.upcoming_bytes is None:
             return False
         if trace.saved_bytes == nbytes:  # a new pass
-            assert memory.meter is not None
-            used = memory.meter.used_bytes() - nbytes
             certain = int(_CERTAIN_SHARE * memory.limit_bytes())
+            used = memory.used_bytes() - nbytes
             self._certain_room = certain - used - memory.upcoming_bytes()
         return trace.saved_bytes <= self._certain_room
 
@@ -280,9 +276,8 @@ class PlannedBudget(Budget):
         if self._passes_left > 0:
             return
         scarce = within(self.limit_bytes) - baseline.most_bytes < _LEAST_ROOM_BYTES
-        if (
-            self._memory.upcoming_bytes is not None
-        ):  # it was not asked for: only what happens counts
+        if self._memory.upcoming_bytes is not None:
+            # It was not asked for: only what happens counts.
             scarce &= peak > self.limit_bytes
         if scarce and not self._told:
             self._told = True
@@ -313,6 +308,11 @@ class PlannedBudget(Budget):
         return self._leaves.get(trace.signature)
 
     # ------------------------------------------------------------------ room
+    def _free_what_left(self) -> None:
+        if self._freed is not None:
+            self._freed.look()
+        self._writes.release_written()
+
     def _items_bytes(self, trace: Trace) -> int:
         return trace.alive_bytes() + self.others_bytes(trace)
 

@@ -65,8 +65,7 @@ class ActivationOffload:
     `budget`: bytes (int) or share (float) that may leave in a pass; None for all, "auto" for what
     can be hidden (SSDTrain, section 3.1); `plan_within` decides instead if it is given.
     `prefetch_bytes` is how far ahead of backward to load; None to load by time. `verify` compares
-    unpacked tensors with the originals, which stay in memory. `save_weight` returns what autograd
-    shall hold in place of a streamed weight, and may be set before the first pass.
+    unpacked tensors with the originals, which stay in memory.
     """
 
     def __init__(
@@ -82,14 +81,14 @@ class ActivationOffload:
         most_backlog: int,
         plan_within: MemoryLimit | None = None,
         verify: bool = False,
-        save_weight: Callable[[torch.Tensor], Packed | None] | None = None,
     ) -> None:
         self._store = store
         self._is_weight = is_weight
         self._before_forward = before_forward
         self._min_size = min_size
         self._verify = verify
-        self.save_weight = save_weight
+        #: Returns what autograd holds in place of a streamed weight; is set before the first pass.
+        self.save_weight: Callable[[torch.Tensor], Packed | None] | None = None
         self._writes = TierWrites(store, tiers, keep_originals=verify)
         self._open = _Open()
         self._profiler = PassProfiler(self._writes)

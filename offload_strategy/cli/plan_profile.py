@@ -19,8 +19,7 @@ from offload_strategy.plan_runtime.lifetime_plan import (
     save_plan,
 )
 from offload_strategy.plan_runtime.profile import PathRates, Profile
-from offload_strategy.plan_runtime.replay import replay
-from offload_strategy.plan_runtime.replay_lanes import StepReplay
+from offload_strategy.plan_runtime.replay import StepReplay, replay
 from offload_strategy.units import format_size, markdown_table
 
 

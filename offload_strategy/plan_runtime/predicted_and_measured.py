@@ -18,8 +18,7 @@ from pydantic import FiniteFloat
 
 from offload_strategy.plan_runtime.lifetime_plan import LifetimePlan, PlannedMove, plan_lifetimes
 from offload_strategy.plan_runtime.profile import Profile, load_json, save_json
-from offload_strategy.plan_runtime.replay import replay
-from offload_strategy.plan_runtime.replay_lanes import StepReplay
+from offload_strategy.plan_runtime.replay import StepReplay, replay
 from offload_strategy.plan_runtime.step_usage import BookedPath
 from offload_strategy.units import format_size, markdown_table
 

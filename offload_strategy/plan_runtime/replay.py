@@ -14,17 +14,36 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 
 from offload_strategy.plan_runtime.lifetime_plan import LifetimePlan
-from offload_strategy.plan_runtime.profile import Profile, TensorLife
-from offload_strategy.plan_runtime.replay_lanes import Lane, LaneUse, StepReplay, Transfer
+from offload_strategy.plan_runtime.profile import PathRates, Profile, TensorLife
 
 #: Updates whose states are read, computed or written at the same time (Fuyou, section 4.2).
 _BUFFERS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class LaneUse:
+    """The bytes that a lane moved in a step, and the share of the step in which it was busy."""
+
+    nbytes: int
+    busy_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepReplay:
+    """The predicted course of a step."""
+
+    step_seconds: float  # From its start to the start of the next step
+    computing_seconds: float
+    stalls: Mapping[str, float]  # Seconds of waiting for "reads", "memory" and "updates"
+    peak_bytes: int
+    lanes: Mapping[str, LaneUse]  # Of each direction of the path by name, and of "update"
 
 
 class _Kind(IntEnum):
@@ -41,11 +60,60 @@ class _Kind(IntEnum):
 
 
 @dataclass(eq=False, slots=True)
+class _Transfer:
+    """A transfer over a path; `done` is called at its end.
+
+    A transfer that `takes` memory begins only when there is room for so many bytes, unless training
+    waits for it and it is `urgent`.
+    """
+
+    nbytes: int
+    write: bool
+    done: Callable[[], None]
+    takes: int = 0
+    urgent: bool = False
+    cancelled: bool = False
+    begun: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Lane:
+    """One direction of the path; first in, first out."""
+
+    name: str
+    rates: PathRates
+    waiting: deque[_Transfer] = field(default_factory=deque)
+    busy: bool = False
+
+    def next(self, room: float) -> _Transfer | None:
+        """Take the transfer that starts now from the queue, if so many bytes of memory are free."""
+        while self.waiting and self.waiting[0].cancelled:
+            self.waiting.popleft()
+        if self.busy or not self.waiting:
+            return None
+        # A read without room must not block a write that would free some.
+        fits = (one for one in self.waiting if one.urgent or not one.takes)
+        head = self.waiting[0]
+        found = head if head.takes <= room else next(fits, None)
+        if found is None:
+            return None
+        self.waiting.remove(found)
+        return None if found.cancelled else found
+
+    def prioritize(self, transfer: _Transfer) -> None:
+        """Make a queued transfer the next one, whether there is room for it or not."""
+        transfer.urgent = True
+        if transfer in self.waiting:
+            self.waiting.remove(transfer)
+            self.waiting.appendleft(transfer)
+
+
+@dataclass(eq=False, slots=True)
 class _Tensor:
     life: TensorLife
     moves: bool
     #: Its write or its read that is queued or in flight.
-    transfer: Transfer | None = None
+    transfer: _Transfer | None = None
     away: bool = False
     wanted: bool = False
     #: Whether training references the memory otherwise, and whether only that keeps it.
@@ -83,7 +151,7 @@ class _Replay:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         #: Lanes by whether they write; empty without a path.
         self._lanes = {
-            write: Lane(f"{path.name} {'write' if write else 'read'}", path)
+            write: _Lane(f"{path.name} {'write' if write else 'read'}", path)
             for path in profile.paths
             for write in (False, True)
         }
@@ -98,7 +166,6 @@ class _Replay:
         self._waits = False
         self._done: StepReplay | None = None
         self._writing_updates = 0
-        self._begin_step()
 
     def run(self, steps: int) -> StepReplay:
         """Simulate so many steps and return the last one."""
@@ -238,7 +305,7 @@ class _Replay:
                     self._load(tensor)
             self._retry()
 
-        transfer = Transfer(nbytes, True, gone)
+        transfer = _Transfer(nbytes, True, gone)
         tensor.transfer, tensor.wanted = transfer, False
         tensor.held = tensor.life.held_until > tensor.life.uses[0]
         self._leaving += nbytes
@@ -264,7 +331,7 @@ class _Replay:
             tensor.transfer = None
             self._retry()
 
-        transfer = Transfer(nbytes, False, back, takes=nbytes)
+        transfer = _Transfer(nbytes, False, back, takes=nbytes)
         tensor.away, tensor.wanted, tensor.transfer = False, False, transfer
         self._queue(transfer)
 
@@ -327,12 +394,12 @@ class _Replay:
             self._update()
 
         if nbytes and self._lanes:
-            self._queue(Transfer(nbytes, write, moved))
+            self._queue(_Transfer(nbytes, write, moved))
         else:
             moved()
 
     # ------------------------------------------------------------------ lanes
-    def _queue(self, transfer: Transfer) -> None:
+    def _queue(self, transfer: _Transfer) -> None:
         lane = self._lanes[transfer.write]
         lane.waiting.append(transfer)
         self._serve(lane)
@@ -341,14 +408,13 @@ class _Replay:
         for lane in self._lanes.values():
             self._serve(lane)
 
-    def _serve(self, lane: Lane) -> None:
+    def _serve(self, lane: _Lane) -> None:
         """Start the next transfer of a lane that is idle."""
         transfer = lane.next(self._limit - self._memory)
         if transfer is None:
             return
         lane.busy = transfer.begun = True
-        if transfer.takes:
-            self._count(transfer.takes)
+        self._count(transfer.takes)
         seconds = lane.rates.seconds(transfer.nbytes, write=transfer.write)
         self._keep_busy(lane.name, seconds, transfer.nbytes)
 

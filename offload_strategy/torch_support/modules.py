@@ -1,4 +1,4 @@
-"""Modules: hooks that keep nobody alive, and the layers that repeat.
+"""Modules: hooks that keep nobody alive, calls under way, and the layers that repeat.
 
 Blocks are found automatically: members of a `ModuleList`, `Sequential` or `ModuleDict` that has two
 or more children of one class with parameters, at the outermost level.
@@ -6,8 +6,10 @@ or more children of one class with parameters, at the outermost level.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -34,6 +36,23 @@ class WeakHook:
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         return type(self), ()
+
+
+def running_calls() -> Iterator[tuple[int, Any]]:
+    """Yield the calls of modules on this thread's stack, innermost first: a number and the module.
+
+    The number tells a call apart from the others that are under way.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__:
+            yield id(frame), frame.f_locals.get("self")
+        frame = frame.f_back
+
+
+def calls_of(module: nn.Module) -> list[int]:
+    """Return the numbers of the calls of a module on this thread's stack, innermost first."""
+    return [call for call, called in running_calls() if called is module]
 
 
 def outermost_blocks(

@@ -12,11 +12,9 @@ one that is accessed now.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from types import FrameType
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload_strategy.torch_support.interrupts import default_modes, keeps_grad_mode
+from offload_strategy.torch_support.modules import calls_of
 from offload_strategy.units import MiB
 from offload_strategy.weights.streamed_weight import SavedWeight, StreamedWeight
 from offload_strategy.weights.weight_blocks import BlockOrder, StreamedBlock
@@ -89,7 +88,7 @@ class BlockResidency:
 
         torch does not run always_call hooks after Ctrl-C.
         """
-        if _calls_under_way(model) == 1:
+        if len(calls_of(model)) == 1:
             self._exit_blocks([block for block, _ in self._open.blocks if block in blocks])
 
     @keeps_grad_mode
@@ -180,8 +179,11 @@ class BlockResidency:
             return weight.values()
 
     def _on_access(self, weight: StreamedWeight) -> None:
+        """Record an access to a weight outside its block, and make room for it."""
         with self._lock:
-            self._add_accessed(weight)
+            self._accessed.pop(weight, None)
+            self._accessed[weight] = None
+            self._offload_accessed(keep=weight)
 
     # ------------------------------------------------------------------ memory, under the lock
     def _mark_needed(self, block: StreamedBlock) -> None:
@@ -222,12 +224,6 @@ class BlockResidency:
         if all([self._offload_weight(weight) for weight in block.weights]):
             self._resident.pop(block, None)
 
-    def _add_accessed(self, weight: StreamedWeight) -> None:
-        """Record an access to a weight outside its block, and make room for it."""
-        self._accessed.pop(weight, None)
-        self._accessed[weight] = None
-        self._offload_accessed(keep=weight)
-
     def _offload_accessed(self, keep: StreamedWeight | None = None) -> None:
         """Offload weights accessed outside their blocks; some may stay besides `keep`."""
         room = 0 if keep is None else max(keep.nbytes, _ACCESSED_BYTES)
@@ -254,16 +250,3 @@ class _Open(threading.local):
 
     def __init__(self) -> None:
         self.blocks: list[tuple[StreamedBlock, ExitStack]] = []
-
-
-def _calls_under_way(module: nn.Module) -> int:
-    """Count the calls of a module on this thread's stack."""
-    count = 0
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        count += frame.f_code is _CALL_CODE and frame.f_locals.get("self") is module
-        frame = frame.f_back
-    return count
-
-
-_CALL_CODE = nn.Module._call_impl.__code__

@@ -105,8 +105,7 @@ class WeightStream(BlockResidency):
     def stream_parameter(self, name: str, parameter: nn.Parameter) -> None:
         """Stream a resident parameter; it is offloaded when others need the room."""
         if can_be_streamed(parameter, self._min_bytes):
-            with self._lock:
-                self._add_accessed(self._stream(name, parameter))
+            self._on_access(self._stream(name, parameter))
 
     def take_ticket(self, name: str, parameter: nn.Parameter, ticket: Ticket) -> None:
         """Set a parameter to the values of a ticket, without loading them."""
@@ -164,11 +163,11 @@ class WeightStream(BlockResidency):
             self._make_room(0)
             self._offload_accessed()
 
-    def detach(self, model: nn.Module, *, restore: bool = True) -> None:
-        """Stop streaming a model; weights that are not restored in memory are NaN from now on."""
+    def detach(self, model: nn.Module) -> None:
+        """Stop streaming a model, and restore its weights in memory."""
         for attached in [known for known in self._models if known.model() is model]:
             self._models.remove(attached)
-            self._detach_model(attached, restore=restore)
+            self._detach_model(attached, restore=True)
 
     def _remove_freed_models(self) -> None:
         """Remove models without living weights; parts of a model may outlive it."""
@@ -206,7 +205,7 @@ class WeightStream(BlockResidency):
         return sum(weight.nbytes for weight in self._weights.values() if not weight.is_resident)
 
     def close(self, *, restore: bool) -> None:
-        """Stop streaming all parameters; see `detach`."""
+        """Stop streaming; weights that are not restored in memory are NaN from now on."""
         self._exit_blocks([block for block, _ in self._open.blocks])
         for attached in self._models:
             self._detach_model(attached, restore=restore)
