@@ -21,12 +21,12 @@ import os
 import sys
 from bisect import bisect_left
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from offload_strategy.host_memory.buffers import HostBuffer, map_private
+from offload_strategy.host_memory.buffers import HostBuffer, Lent, map_private
 from offload_strategy.units import PAGE_BYTES, MiB, round_up
 
 #: What memory is taken and given back by: a huge page of most systems.
@@ -108,8 +108,8 @@ class Arena:
         self._there = bytearray()
         self.held_bytes = 0
 
-    def acquire(self, nbytes: int, room: int) -> tuple[torch.Tensor, Any, int] | None:
-        """Return a flat uint8 tensor, the exporter that dies with its storage, and its begin.
+    def acquire(self, nbytes: int, room: int) -> Lent | None:
+        """Lend a range.
 
         Memory that is idle is taken first. Where more is needed than the `room` bytes by which
         `held_bytes` may grow, idle memory elsewhere goes back to the system for it. None if that
@@ -120,26 +120,26 @@ class Arena:
         if best is None:
             return None
         fresh, begin = best
+        self._free.take(begin, size)
         missing = fresh - room
         if missing > 0:
-            if self._idle_bytes(begin, begin + size) < missing:
+            if self.idle_bytes() < missing:
+                self._free.take_back(begin, size)
                 return None
-            self.give_up(missing, spared=(begin, begin + size))
-        self._take(begin, size)
+            self.give_up(missing)
+        self._count(begin, size)
         exporter = (ctypes.c_char * nbytes).from_buffer(self._memory, self._first + begin)
-        return torch.frombuffer(exporter, dtype=torch.uint8), exporter, begin
-
-    def take_back(self, begin: int, nbytes: int) -> None:
-        """A range is not lent any more."""
-        self._free.take_back(begin, round_up(nbytes, PAGE_BYTES))
+        tensor = torch.frombuffer(exporter, dtype=torch.uint8)
+        return Lent(tensor, exporter, size, partial(self._free.take_back, begin, size))
 
     def idle_bytes(self) -> int:
         """Memory that can go back to the system."""
-        return self._idle_bytes(0, 0)
+        blocks = self._idle_blocks()
+        return sum(self._there.count(1, first, after) for first, after in blocks) * BLOCK_BYTES
 
-    def give_up(self, nbytes: int, spared: tuple[int, int] = (0, 0)) -> None:
-        """Give back so many bytes of idle memory, highest addresses first, but for a range."""
-        for first, after in reversed(self._idle_blocks(*spared)):
+    def give_up(self, nbytes: int) -> None:
+        """Give back so many bytes of idle memory, highest addresses first."""
+        for first, after in reversed(self._idle_blocks()):
             for block in range(after - 1, first - 1, -1):
                 if nbytes <= 0:
                     return
@@ -162,33 +162,21 @@ class Arena:
         first, last = _touched(begin, size)
         return (last - first - self._there.count(1, first, last)) * BLOCK_BYTES
 
-    def _take(self, begin: int, size: int) -> None:
-        self._free.take(begin, size)
+    def _count(self, begin: int, size: int) -> None:
+        """Count the memory behind a range, which will be there from now on."""
         first, last = _touched(begin, size)
         self._there.extend(bytes(max(0, last - len(self._there))))
         self.held_bytes += self._fresh(begin, size)
         self._there[first:last] = b"\1" * (last - first)
 
     # ------------------------------------------------------------------ memory
-    def _idle_blocks(self, spared_begin: int, spared_end: int) -> list[tuple[int, int]]:
-        """Blocks of which nothing is lent, as ranges of numbers, but for those of a range."""
-        ranges = []
-        for begin, end in self._free:
-            parts = [(begin, end)]
-            if begin <= spared_begin < spared_end <= end:
-                parts = [
-                    (begin, spared_begin // BLOCK_BYTES * BLOCK_BYTES),
-                    (round_up(spared_end, BLOCK_BYTES), end),
-                ]
-            for low, high in parts:
-                first, last = -(-low // BLOCK_BYTES), min(high // BLOCK_BYTES, len(self._there))
-                if first < last:
-                    ranges.append((first, last))
-        return ranges
-
-    def _idle_bytes(self, spared_begin: int, spared_end: int) -> int:
-        blocks = self._idle_blocks(spared_begin, spared_end)
-        return sum(self._there.count(1, first, last) for first, last in blocks) * BLOCK_BYTES
+    def _idle_blocks(self) -> list[tuple[int, int]]:
+        """Blocks of which nothing is lent, as ranges of numbers."""
+        most = len(self._there)
+        ranges = [
+            (-(-low // BLOCK_BYTES), min(high // BLOCK_BYTES, most)) for low, high in self._free
+        ]
+        return [(first, after) for first, after in ranges if first < after]
 
     def _give_back(self, block: int) -> None:
         self._there[block] = 0
@@ -227,8 +215,8 @@ class PinnedSlabs:
         self.held_bytes = 0
         self.lent_bytes = 0
 
-    def acquire(self, nbytes: int, room: int) -> tuple[torch.Tensor, Any, Slab, int] | None:
-        """Return a tensor, the exporter that dies with its storage, and where its range is.
+    def acquire(self, nbytes: int, room: int) -> Lent | None:
+        """Lend a part of a slab.
 
         The smallest free range that fits is taken; without one, a slab is registered if
         `held_bytes` may grow by its `room` bytes. Otherwise None.
@@ -253,10 +241,9 @@ class PinnedSlabs:
         slab.free.take(begin, size)
         self.lent_bytes += size
         tensor, exporter = slab.buffer.acquire(nbytes, begin)
-        return tensor, exporter, slab, begin
+        return Lent(tensor, exporter, size, partial(self._take_back, slab, begin, size))
 
-    def take_back(self, slab: Slab, begin: int, nbytes: int) -> None:
-        """Free a range of a slab."""
+    def _take_back(self, slab: Slab, begin: int, nbytes: int) -> None:
         slab.free.take_back(begin, nbytes)
         self.lent_bytes -= nbytes
 

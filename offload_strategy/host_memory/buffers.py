@@ -20,7 +20,9 @@ import ctypes
 import mmap
 import os
 import weakref
+from collections.abc import Callable
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -35,6 +37,15 @@ _HUGE_PAGE_BYTES = 2 * MiB
 
 _live: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 _parents_memory: list[mmap.mmap] = []
+
+
+class Lent(NamedTuple):
+    """A flat uint8 tensor, the object that is freed with its storage, and its whole pages."""
+
+    tensor: torch.Tensor
+    exporter: ctypes.Array[ctypes.c_char]
+    nbytes: int
+    take_back: Callable[[], None]
 
 
 class HostBuffer:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from offload_strategy.host_memory.arena import Arena, PinnedSlabs, can_be_used
-from offload_strategy.host_memory.buffers import HostBuffer
+from offload_strategy.host_memory.buffers import HostBuffer, Lent
 from offload_strategy.host_memory.idle_memory import IdleLimit
 from offload_strategy.units import PAGE_BYTES, MiB, round_up
 
@@ -42,10 +42,6 @@ class MemoryUsage:
     def fragmentation(self) -> float:
         """Share of the bytes in use that was not requested, 0 to 1."""
         return 1.0 - self.requested_bytes / self.lent_bytes if self.lent_bytes else 0.0
-
-
-#: A tensor, the object that is freed with its storage, the bytes, and what takes the memory back.
-_Lent = tuple[torch.Tensor, Any, int, Callable[[], None]]
 
 
 class BufferPool:
@@ -156,24 +152,23 @@ class BufferPool:
         with self._lock:
             if self._returned:
                 self._collect()
-            lent: _Lent | None = None
+            lent: Lent | None = None
             if pinned:
-                lent = self._lend_pinned(nbytes, size, beyond_budget=beyond_budget)
+                lent = self._lend_part(self._slabs, nbytes, size, beyond_budget=beyond_budget)
             else:
-                if size >= _LARGE_BYTES and size not in self._planned:
-                    lent = self._lend_range(nbytes)
+                if (arena := self._arena_for(size)) is not None:
+                    lent = self._lend_part(arena, nbytes, size)
                 if lent is None:
                     lent = self._lend_buffer(nbytes, size, beyond_budget=beyond_budget)
             if lent is None:
                 return None
-            tensor, exporter, size, take_back = lent
             self._peak = max(self._peak, self._held)
-            self._lent += size
+            self._lent += lent.nbytes
             self._requested += nbytes
-            loan = weakref.ref(exporter, self._returned.append)
-            self._loans[id(loan)] = (loan, size, nbytes, take_back)
+            loan = weakref.ref(lent.exporter, self._returned.append)
+            self._loans[id(loan)] = (loan, lent.nbytes, nbytes, lent.take_back)
             self._limit.acquired(nbytes)
-            return tensor
+            return lent.tensor
 
     def usage(self) -> MemoryUsage:
         """Return the current memory of the pool."""
@@ -201,40 +196,28 @@ class BufferPool:
         in_arena = 0 if self._arena is None else self._arena.held_bytes
         return self._apart + self._slabs.held_bytes + in_arena
 
-    def _lend_range(self, nbytes: int) -> _Lent | None:
-        """Return a range of the arena if it exists and the budget has room, or None."""
-        if self._arena is None:
-            if not self._has_arena:
-                return None
+    def _arena_for(self, size: int) -> Arena | None:
+        """Return the arena for a large request that no plan has, if the system allows one."""
+        if size < _LARGE_BYTES or size in self._planned:
+            return None
+        if self._arena is None and self._has_arena:
             try:
                 self._arena = Arena(self.budget)
             except (OSError, OverflowError, ValueError):  # there is no address space for it
                 self._has_arena = False
-                return None
-        arena = self._arena
-        acquired = arena.acquire(nbytes, self.budget - self._held)
-        if acquired is None:
-            self._trim(self.budget - nbytes, self._idle_at_most)
-            acquired = arena.acquire(nbytes, self.budget - self._held)
-        if acquired is None:
-            return None
-        tensor, exporter, begin = acquired
-        size = round_up(nbytes, PAGE_BYTES)
-        return tensor, exporter, size, partial(arena.take_back, begin, size)
+        return self._arena
 
-    def _lend_pinned(self, nbytes: int, size: int, *, beyond_budget: bool) -> _Lent | None:
-        """Return a range of a slab; slabs are registered anew only where the budget is short."""
-        acquired = self._slabs.acquire(nbytes, max(0, self.budget - self._held))
-        if acquired is None:
+    def _lend_part(
+        self, parts: Arena | PinnedSlabs, nbytes: int, size: int, *, beyond_budget: bool = False
+    ) -> Lent | None:
+        """Return a part of what is there; idle memory goes where the budget is short."""
+        lent = parts.acquire(nbytes, self.budget - self._held)
+        if lent is None:
             self._trim(self.budget - size, self._idle_at_most)
-            room = size if beyond_budget else max(0, self.budget - self._held)
-            acquired = self._slabs.acquire(nbytes, room)
-        if acquired is None:
-            return None
-        tensor, exporter, slab, begin = acquired
-        return tensor, exporter, size, partial(self._slabs.take_back, slab, begin, size)
+            lent = parts.acquire(nbytes, size if beyond_budget else self.budget - self._held)
+        return lent
 
-    def _lend_buffer(self, nbytes: int, size: int, *, beyond_budget: bool) -> _Lent | None:
+    def _lend_buffer(self, nbytes: int, size: int, *, beyond_budget: bool) -> Lent | None:
         """Return a separate mapping, recycled or new."""
         fitting = self._fitting(size)
         if fitting is not None:
@@ -248,7 +231,7 @@ class BufferPool:
             buffer = HostBuffer(size)
             self._apart += size
         tensor, exporter = buffer.acquire(nbytes)
-        return tensor, exporter, buffer.nbytes, partial(self._take_back, buffer)
+        return Lent(tensor, exporter, buffer.nbytes, partial(self._take_back, buffer))
 
     def _take_back(self, buffer: HostBuffer) -> None:
         self._idle.setdefault(buffer.nbytes, []).append(buffer)
