@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from timeit import default_timer as perf_counter
 
 import torch
 
@@ -140,8 +141,7 @@ class TensorStore:
             entry.state = TicketState.STORED
         else:
             entry.payload = torch.empty(0, dtype=torch.uint8, device=device)
-        with UninterruptedSection(), self._registry.lock:
-            self._registry.count()
+        with UninterruptedSection():
             return self._registry.ticket(entry)
 
     def borrow(self, client: str, nbytes: int, device: torch.device = _CPU) -> torch.Tensor:
@@ -277,7 +277,12 @@ class TensorStore:
 
     def await_writes(self, client: str, at_most: int, seconds: float, *, own: bool = False) -> None:
         """Wait until `at_most` bytes, or so many of its `own`, are to be written, or so long."""
-        self._writer.await_writes(client, at_most, seconds, own=own)
+        begin, registry = perf_counter(), self._registry
+        while (registry.writing_bytes_of[client] if own else registry.writing_bytes) > at_most:
+            if perf_counter() >= begin + seconds:
+                break
+            registry.pause()
+        self.recorder.stalled(client, begin)
 
     def close(self) -> None:
         """Cancel every transfer; nothing can be offloaded or loaded any more. Idempotent."""

@@ -49,7 +49,6 @@ class TicketRegistry:
         self.writing_bytes_of: Counter[str] = Counter()
         #: How often bytes left memory, or a load failed, without the ticket's owner.
         self.lost_copies = 0
-        self._live = 0
         self._dropped: deque[weakref.ref[Ticket]] = deque()
         self._tickets: dict[int, tuple[weakref.ref[Ticket], Entry]] = {}
         # Entries with a copy in memory and on their paths, in the order of loading.
@@ -61,11 +60,10 @@ class TicketRegistry:
     def live(self) -> int:
         """Tickets that are not freed."""
         self.free_dropped()
-        with self.lock:
-            return self._live
+        return len(self._tickets)
 
     def ticket(self, entry: Entry) -> Ticket:
-        """Return the ticket of a counted entry; the entry is freed when the ticket is dropped."""
+        """Return the ticket of an entry, which is freed when the ticket is dropped."""
         ticket = Ticket(entry)
         # See [Note: no Python code in finalizers].
         reference = weakref.ref(ticket, self._dropped.append)
@@ -80,10 +78,6 @@ class TicketRegistry:
         if entry.payload is not None:
             self._written_payloads.append(entry.payload)
         self.stored(entry)
-
-    def count(self) -> None:
-        """Count a new entry."""
-        self._live += 1
 
     def stored(self, entry: Entry) -> None:
         """Mark an entry as stored on paths and not in memory."""
@@ -141,6 +135,11 @@ class TicketRegistry:
             if move is not None:
                 self._cancel(move)
 
+    def pause(self) -> None:
+        """Let writes end."""
+        time.sleep(POLL_SECONDS)
+        self.release_written()
+
     def release_written(self) -> None:
         """Free the memory of written tickets: I/O threads would take the time of computations."""
         while self._written_payloads:
@@ -180,7 +179,6 @@ class TicketRegistry:
         if entry.window is not None:
             entry.window.has_freed = True
         self._copies.pop(entry, None)
-        self._live -= 1
         if entry.move is not None:
             return entry.move  # the end of the transfer releases it
         self.forget(entry)

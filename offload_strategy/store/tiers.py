@@ -95,10 +95,6 @@ class DeviceTier(MemoryTier):
 
     is_own_device = True
 
-    def claim(self, nbytes: int, *, over_capacity: bool = False) -> bool:
-        """Reserve `nbytes`; never over capacity, because a device has no memory to spare."""
-        return super().claim(nbytes)
-
 
 @dataclass(eq=False)
 class Quota:

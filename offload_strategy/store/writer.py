@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,7 @@ from offload_strategy.io.queues.request_queue import MoveState, Priority
 from offload_strategy.store import error_messages as reports
 from offload_strategy.store.copy_engine import CopyEngines
 from offload_strategy.store.ticket import ALIGNMENT_BYTES, Entry, TicketState, Tier
-from offload_strategy.store.ticket_registry import POLL_SECONDS, BufferAllocator, TicketRegistry
+from offload_strategy.store.ticket_registry import BufferAllocator, TicketRegistry
 from offload_strategy.store.tiers import MemoryTier, PathTier
 from offload_strategy.telemetry import Direction, Recorder
 from offload_strategy.units import PAGE_BYTES, KiB, round_up
@@ -49,7 +48,7 @@ class Writer:
         begin = perf_counter()
         report_at = begin + reports.PATIENCE_SECONDS
         while registry.writing_bytes and registry.writing_bytes + nbytes > self.write_behind:
-            self._pause()
+            registry.pause()
             if perf_counter() > report_at:
                 report_at += reports.PATIENCE_SECONDS
                 reports.still_full(registry.writing_bytes, tiers, perf_counter() - begin)
@@ -64,20 +63,6 @@ class Writer:
             if behind and not any(tier.has_room(nbytes) for tier in tiers):
                 return count
         return len(payloads)
-
-    def await_writes(self, client: str, at_most: int, seconds: float, *, own: bool = False) -> None:
-        """See `TensorStore.await_writes`."""
-        begin = perf_counter()
-        registry = self.registry
-        while (registry.writing_bytes_of[client] if own else registry.writing_bytes) > at_most:
-            if perf_counter() >= begin + seconds:
-                break
-            self._pause()
-        self.recorder.stalled(client, begin)
-
-    def _pause(self) -> None:
-        time.sleep(POLL_SECONDS)
-        self.registry.release_written()
 
     def place(
         self,
@@ -128,7 +113,8 @@ class Writer:
         entry.payload, on_device = payload, not payload.is_cpu
         for position, tier in enumerate(tiers if entry.nbytes else ()):
             if isinstance(tier, MemoryTier):
-                over = replaced is not None and replaced.tier is tier
+                # A device has no memory to spare for both.
+                over = replaced is not None and replaced.tier is tier and tier.is_host_memory
                 if self._claim_memory(tier, entry, over_capacity=over):
                     entry.tier, entry.lower = tier, tiers[position + 1 :]
                     if on_device and not tier.is_own_device:
@@ -172,7 +158,6 @@ class Writer:
                     entry.tier.note(entry)
                 elif entry.stripes and entry.payload is not None:
                     self._make_move(entry, entry.payload)
-                self.registry.count()
 
     # ------------------------------------------------------------------ memory
     def _claim_memory(self, tier: MemoryTier, entry: Entry, *, over_capacity: bool) -> bool:

@@ -6,6 +6,7 @@ import ctypes
 import os
 import sys
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,10 @@ class ManualBackend(Backend):
         self.waiting: deque[BlockRequest] = deque()
         self.closed = False
 
-    def submit(self, request: BlockRequest) -> None:
+    def submit(self, requests: Sequence[BlockRequest]) -> None:
         if self.closed:
             raise RuntimeError("the backend is closed")
-        self.waiting.append(request)
+        self.waiting.extend(requests)
 
     def close(self) -> None:
         self.closed = True
@@ -110,7 +111,8 @@ class SimulatedBackend(Backend):
         self._seconds_per_byte = {False: 1 / read, True: 1 / write}
         monkeypatch.setattr(sys.modules[probe.__module__], "_clock", lambda: self.now)
 
-    def submit(self, request: BlockRequest) -> None:
+    def submit(self, requests: Sequence[BlockRequest]) -> None:
+        (request,) = requests
         self.now += request.nbytes * self._seconds_per_byte[request.write]
         request.on_done(None)
 

@@ -10,8 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from ctypes import addressof, c_char
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import pytest
 
@@ -26,21 +27,9 @@ BLOCK = 64 * PAGE_BYTES
 SIZES = [1, 511, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 5 * PAGE_BYTES + 77, BLOCK - 1, BLOCK]
 
 
-class Memory(Protocol):
+class HostMemory:
     """Memory at a chosen distance from a page's start, with a guard on both sides."""
 
-    address: int
-    nbytes: int
-
-    @property
-    def data(self) -> bytes: ...
-    @data.setter
-    def data(self, value: bytes) -> None: ...
-    @property
-    def around(self) -> set[int]: ...
-
-
-class HostMemory:
     def __init__(self, nbytes: int, misalignment: int = 0) -> None:
         self.nbytes = nbytes
         self._map = mmap.mmap(-1, nbytes + misalignment + 2 * PAGE_BYTES)
@@ -66,7 +55,7 @@ class HostMemory:
 class Outcome:
     """How a request ends, and how often it says so."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: HostMemory) -> None:
         self.memory = memory  # alive as long as the request
         self.errors: list[BaseException | None] = []
         self._over = threading.Event()
@@ -82,30 +71,13 @@ class Outcome:
 
 
 def begin(
-    backend: Backend,
-    fd: int,
-    memory: Memory,
-    *,
-    write: bool,
-    offset: int = 0,
-    before: Callable[[], None] | None = None,
-    after: Callable[[], None] | None = None,
-    whole_pages: bool = False,
+    backend: Backend, fd: int, memory: HostMemory, *, write: bool, offset: int = 0, **options: Any
 ) -> Outcome:
+    """Submit one request; `options` are those of `BlockRequest`."""
     outcome = Outcome(memory)
-    backend.submit(
-        BlockRequest(
-            write=write,
-            fd=fd,
-            offset=offset,
-            address=memory.address,
-            nbytes=memory.nbytes,
-            on_done=outcome,
-            before=before,
-            after=after,
-            whole_pages=whole_pages,
-        )
-    )
+    nbytes = options.pop("nbytes", memory.nbytes)
+    request = BlockRequest(write, fd, offset, memory.address, nbytes, outcome, **options)
+    backend.submit([request])
     return outcome
 
 
@@ -116,7 +88,7 @@ class Conformance:
     def name(self) -> str:
         raise NotImplementedError
 
-    def memory(self, nbytes: int, misalignment: int = 0) -> Memory:
+    def memory(self, nbytes: int, misalignment: int = 0) -> HostMemory:
         return HostMemory(nbytes, misalignment)
 
     def reports_failed_writes(self, backend: Backend) -> bool:
@@ -125,16 +97,6 @@ class Conformance:
     @pytest.fixture
     def backend(self, name: str) -> Iterator[Backend]:
         made = create_backend(name, threads=2, block_size=BLOCK)
-        yield made
-        made.close()
-
-    @pytest.fixture(params=["auto", False], ids=["direct", "buffered"])
-    def region(self, request: pytest.FixtureRequest, disk: Path) -> Iterator[Region]:
-        made = Region(disk, "nvme", 16 * MiB, direct=request.param)
-        if request.param and not made.direct:
-            made.close()
-            pytest.skip("the temporary directory does not take direct I/O")
-        made.allocate(16 * MiB)
         yield made
         made.close()
 
@@ -179,19 +141,13 @@ class Conformance:
     def test_a_read_that_may_fill_its_last_page_touches_no_other(
         self, backend: Backend, region: Region, nbytes: int
     ) -> None:
-        written, read = self.memory(nbytes), self.memory(nbytes)
+        written, size = self.memory(nbytes), round_up(nbytes, PAGE_BYTES)
         written.data = data = random.Random(nbytes).randbytes(nbytes)
         assert begin(backend, region.fd, written, write=True).get() is None
-        assert begin(backend, region.fd, read, write=False, whole_pages=True).get() is None
-        assert read.data == data
-        size = round_up(nbytes, PAGE_BYTES)
         roomy = self.memory(size + PAGE_BYTES)
         roomy.data = b"\x5a" * roomy.nbytes
-        outcome = Outcome(roomy)
-        backend.submit(
-            BlockRequest(False, region.fd, 0, roomy.address, nbytes, outcome, whole_pages=True)
-        )
-        assert outcome.get() is None
+        end = begin(backend, region.fd, roomy, write=False, nbytes=nbytes, whole_pages=True)
+        assert end.get() is None
         assert roomy.data[:nbytes] == data
         assert roomy.data[size:] == b"\x5a" * PAGE_BYTES
 
@@ -211,22 +167,13 @@ class Conformance:
             block.data = bytes(block.nbytes)
         dice.shuffle(order)
         # Reads and writes side by side, of different places.
-        extra = [self.memory(BLOCK) for _ in range(8)]
-        ends = []
+        extra, ends = self.memory(BLOCK), []
         for turn, at in enumerate(order):
-            ends.append(
-                begin(
-                    backend,
-                    region.fd,
-                    blocks[at],
-                    write=False,
-                    offset=at * BLOCK,
-                    after=lambda: None,
-                )
-            )
+            read = partial(begin, backend, region.fd, blocks[at], write=False, offset=at * BLOCK)
+            ends.append(read(after=lambda: None))
             if turn % 6 == 0:
                 place = (len(blocks) + turn // 6) * BLOCK
-                ends.append(begin(backend, region.fd, extra[turn // 6], write=True, offset=place))
+                ends.append(begin(backend, region.fd, extra, write=True, offset=place))
         assert [end.get() for end in ends] == [None] * len(ends)
         assert [block.data for block in blocks] == contents
 
@@ -234,15 +181,9 @@ class Conformance:
         self, backend: Backend, region: Region
     ) -> None:
         gate = threading.Event()
+        memory, wait = self.memory(PAGE_BYTES), lambda: gate.wait(60) and None
         stuck = [
-            begin(
-                backend,
-                region.fd,
-                self.memory(PAGE_BYTES),
-                write=True,
-                before=lambda: gate.wait(60) and None,
-            )
-            for _ in range(backend.depth)
+            begin(backend, region.fd, memory, write=True, before=wait) for _ in range(backend.depth)
         ]
         read = begin(backend, region.fd, self.memory(PAGE_BYTES), write=False, offset=MiB)
         assert read.get() is None
@@ -326,30 +267,18 @@ class Conformance:
             assert begin(backend, region.fd, memory, write=True, offset=offset).get() is None
         fail()
 
+        def check(block: HostMemory) -> None:
+            if block.data not in (memory.data, b"w" * BLOCK):
+                raise CorruptDataError("the checksum differs")
+
         def outcomes(*, write: bool) -> list[BaseException | None]:
-            blocks = [self.memory(BLOCK, misalignment) for _ in range(8)]
-            if write:
-                for block in blocks:
-                    block.data = b"w" * BLOCK
-            ends = [
-                begin(
-                    backend,
-                    region.fd,
-                    block,
-                    write=write,
-                    offset=at,
-                    after=None if write else check(block),
-                )
-                for block, at in zip(blocks, places[-8:], strict=True)
-            ]
+            ends = []
+            for at in places[-8:]:
+                block = self.memory(BLOCK, misalignment)
+                block.data = b"w" * BLOCK if write else bytes(BLOCK)
+                after = None if write else partial(check, block)
+                ends.append(begin(backend, region.fd, block, write=write, offset=at, after=after))
             return [end.get() for end in ends]
-
-        def check(block: Memory) -> Callable[[], None]:
-            def compare() -> None:
-                if block.data not in (memory.data, b"w" * BLOCK):
-                    raise CorruptDataError("the checksum differs")
-
-            return compare
 
         for error in outcomes(write=False):
             assert isinstance(error, OSError), repr(error)
@@ -374,15 +303,9 @@ class Conformance:
     def test_closing_waits_for_requests_in_flight(self, name: str, region: Region) -> None:
         backend = create_backend(name, threads=2, block_size=BLOCK)
         memory = self.memory(BLOCK)
+        slow = partial(time.sleep, 0.01)
         ends = [
-            begin(
-                backend,
-                region.fd,
-                memory,
-                write=True,
-                offset=index * BLOCK,
-                before=lambda: time.sleep(0.01),
-            )
+            begin(backend, region.fd, memory, write=True, offset=index * BLOCK, before=slow)
             for index in range(20)
         ]
         backend.close()

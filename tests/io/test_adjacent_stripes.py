@@ -30,16 +30,14 @@ class AdjacentBackend(ManualBackend):
         self.max_adjacent = most
         self.together: list[list[int]] = []
 
-    def submit_adjacent(self, requests: Sequence[BlockRequest]) -> None:
-        if self.closed:
-            raise RuntimeError("the backend is closed")
+    def submit(self, requests: Sequence[BlockRequest]) -> None:
         end = None
         for request in requests:
             assert end is None or request.offset == end, "not adjacent"
             assert request.address % PAGE_BYTES == 0 or len(requests) == 1
             end = request.offset + round_up(request.nbytes, PAGE_BYTES)
         self.together.append([request.offset // PAGE_BYTES for request in requests])
-        self.waiting.extend(requests)
+        super().submit(requests)
 
 
 @pytest.fixture
@@ -183,7 +181,7 @@ def test_a_request_that_fails_is_tried_again_one_by_one(
     requests = [queue._request(move.parts[0], 0, PAGE_BYTES, ends.append) for move in moves]
     monkeypatch.setattr(os, call, broken)
     try:
-        backend.submit_adjacent(requests)
+        backend.submit(requests)
     finally:
         backend.close()
         region.close()

@@ -23,7 +23,7 @@ from offload_strategy.errors import ConfigError
 from offload_strategy.io.backends import kvikio as backend_module
 from offload_strategy.io.backends.kvikio import KvikioBackend
 from offload_strategy.io.backends.posix import PosixBackend
-from offload_strategy.io.backends.protocol import available_backends, create_backend
+from offload_strategy.io.backends.protocol import Backend, available_backends, create_backend
 from offload_strategy.io.regions.region import Region
 from offload_strategy.units import PAGE_BYTES, MiB, round_up
 from tests.io.conformance import BLOCK, Conformance, HostMemory, begin
@@ -122,11 +122,11 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 
 @pytest.fixture
-def region(disk: Path) -> Iterator[Region]:
-    made = Region(disk, "nvme", 16 * MiB)
-    made.allocate(16 * MiB)
+def backend(library: Library) -> Iterator[Backend]:
+    made = create_backend("kvikio", threads=3, block_size=BLOCK)
     yield made
     made.close()
+    assert library.open_files == []
 
 
 def device_memory(library: Library, nbytes: int, misalignment: int = 0) -> HostMemory:
@@ -146,54 +146,37 @@ class TestDeviceMemory(Conformance):
         return device_memory(self.library, nbytes, misalignment)
 
 
-def test_device_memory_goes_to_cufile_whole_and_in_one_piece(
-    library: Library, region: Region
+def test_device_memory_goes_to_cufile_in_one_piece_and_host_memory_never(
+    library: Library, backend: Backend, region: Region
 ) -> None:
-    backend = create_backend("kvikio", threads=3, block_size=BLOCK)
     assert backend.device_memory
     assert library.settings["num_threads"] == 6
     memory = device_memory(library, BLOCK - 5, misalignment=3)
-    assert begin(backend, region.fd, memory, write=True, offset=PAGE_BYTES).get() is None
-    assert begin(backend, region.fd, memory, write=False, offset=PAGE_BYTES).get() is None
+    for write in (True, False):
+        assert begin(backend, region.fd, memory, write=write, offset=PAGE_BYTES).get() is None
+        assert begin(backend, region.fd, HostMemory(BLOCK), write=write).get() is None
     assert library.moved == [
         ("write", PAGE_BYTES, BLOCK - 5, BLOCK),
         ("read", PAGE_BYTES, BLOCK - 5, BLOCK),
     ]
     assert len(library.open_files) == 1
-    backend.close()
-    assert library.open_files == []
-
-
-def test_more_threads_that_somebody_else_asked_for_stay(library: Library) -> None:
-    library.settings["num_threads"] = 16
-    create_backend("kvikio", threads=2, block_size=BLOCK).close()
-    assert library.settings["num_threads"] == 16
-
-
-def test_host_memory_never_reaches_cufile(library: Library, region: Region) -> None:
-    backend = create_backend("kvikio", threads=1, block_size=BLOCK)
-    for write in (True, False):
-        assert begin(backend, region.fd, HostMemory(BLOCK), write=write).get() is None
-    assert library.moved == []
-    backend.close()
 
 
 @pytest.mark.parametrize("write", [True, False])
 @pytest.mark.parametrize("how", ["short", "fails"])
 def test_errors_of_cufile_are_errors_of_the_request(
-    library: Library, region: Region, write: bool, how: str
+    library: Library, backend: Backend, region: Region, write: bool, how: str
 ) -> None:
-    backend = create_backend("kvikio", threads=1, block_size=BLOCK)
     library.short, library.error = (1, None) if how == "short" else (0, "cuFile error: 5011")
     error = begin(backend, region.fd, device_memory(library, BLOCK), write=write).get()
     assert isinstance(error, OSError)
     assert error.errno == errno.EIO
     assert (f"{BLOCK - 1} of {BLOCK} bytes" if how == "short" else "5011") in str(error)
-    backend.close()
 
 
-def test_a_descriptor_that_is_used_again_is_another_file(library: Library, tmp_path: Path) -> None:
-    backend = create_backend("kvikio", threads=1, block_size=BLOCK)
+def test_a_descriptor_that_is_used_again_is_another_file(
+    library: Library, backend: Backend, tmp_path: Path
+) -> None:
     for content in (b"1", b"2"):
         path = tmp_path / content.decode()
         path.write_bytes(content * PAGE_BYTES)
@@ -202,49 +185,41 @@ def test_a_descriptor_that_is_used_again_is_another_file(library: Library, tmp_p
         assert begin(backend, fd, memory, write=False).get() is None
         assert memory.data == content * PAGE_BYTES
         os.close(fd)
-    backend.close()
 
 
-def test_in_compatibility_mode_device_memory_is_better_copied_by_us(library: Library) -> None:
-    library.compatibility_mode = True
-    backend = create_backend("kvikio", threads=1, block_size=BLOCK)
-    assert not backend.device_memory
+def test_compatibility_mode_and_more_threads_of_somebody_else_are_respected(
+    library: Library,
+) -> None:
+    library.settings["num_threads"], library.compatibility_mode = 16, True
+    backend = create_backend("kvikio", threads=2, block_size=BLOCK)
+    assert library.settings["num_threads"] == 16
+    assert not backend.device_memory, "device memory is better copied by us"
     backend.close()
 
 
 @pytest.mark.parametrize(
-    ("gpu", "compatibility_mode", "gds", "chosen"),
+    ("without", "chosen"),
     [
-        (True, False, True, KvikioBackend),
-        (True, True, True, PosixBackend),
-        (True, False, False, PosixBackend),
-        (False, False, True, PosixBackend),
+        ("nothing", KvikioBackend),
+        ("a direct mode", PosixBackend),
+        ("GPUDirect Storage", PosixBackend),
+        ("a GPU", PosixBackend),
+        ("a driver", PosixBackend),
     ],
 )
 def test_auto_takes_it_only_where_cufile_reaches_the_disk(
-    library: Library,
-    monkeypatch: pytest.MonkeyPatch,
-    gpu: bool,
-    compatibility_mode: bool,
-    gds: bool,
-    chosen: type,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    library.compatibility_mode, library.gds = compatibility_mode, gds
-    backend = create_backend("auto", threads=1, block_size=BLOCK)
-    assert type(backend) is chosen
-    backend.close()
-
-
-def test_auto_is_posix_where_the_driver_raises(
-    library: Library, monkeypatch: pytest.MonkeyPatch
+    library: Library, monkeypatch: pytest.MonkeyPatch, without: str, chosen: type
 ) -> None:
     def broken(name: str) -> None:
         raise RuntimeError("cuFileDriverGetProperties: driver not initialised")
 
-    monkeypatch.setattr(library.driver, "get", broken)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: without != "a GPU")
+    library.compatibility_mode = without == "a direct mode"
+    library.gds = without != "GPUDirect Storage"
+    if without == "a driver":
+        monkeypatch.setattr(library.driver, "get", broken)
     backend = create_backend("auto", threads=1, block_size=BLOCK)
-    assert type(backend) is PosixBackend
+    assert type(backend) is chosen
     backend.close()
 
 

@@ -11,7 +11,6 @@ import mmap
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,18 +23,6 @@ from tests.io.conformance import HostMemory, begin
 
 BLOCK = 16 * PAGE_BYTES
 CALLS = pytest.mark.parametrize("call", ["pwritev", "preadv"])
-ALIGNMENTS = pytest.mark.parametrize("misalignment", [0, 1], ids=["aligned", "unaligned"])
-
-
-@pytest.fixture(params=["auto", False], ids=["direct", "buffered"])
-def region(request: pytest.FixtureRequest, disk: Path) -> Iterator[Region]:
-    made = Region(disk, "nvme", 4 * MiB, direct=request.param)
-    if request.param and not made.direct:
-        made.close()
-        pytest.skip("the temporary directory does not support direct I/O")
-    made.allocate(4 * MiB)
-    yield made
-    made.close()
 
 
 @pytest.fixture
@@ -45,16 +32,7 @@ def backend() -> Iterator[PosixBackend]:
     made.close()
 
 
-def failing(number: int) -> Callable[..., int]:
-    """A system call that fails."""
-
-    def call(fd: int, views: Any, offset: int) -> int:
-        raise OSError(number, os.strerror(number))
-
-    return call
-
-
-@ALIGNMENTS
+@pytest.mark.parametrize("misalignment", [0, 1], ids=["aligned", "unaligned"])
 def test_short_reads_and_writes_are_continued(
     backend: PosixBackend, region: Region, monkeypatch: pytest.MonkeyPatch, misalignment: int
 ) -> None:
@@ -91,31 +69,26 @@ def test_a_system_call_that_moves_nothing_is_an_error_and_no_endless_loop(
     assert str(2 * PAGE_BYTES) in str(error)
 
 
+@pytest.mark.parametrize("forever", [False, True], ids=["a few times", "forever"])
 @CALLS
-def test_a_system_call_that_fails_with_eagain_is_repeated(
-    backend: PosixBackend, region: Region, monkeypatch: pytest.MonkeyPatch, call: str
+def test_a_system_call_that_fails_with_eagain_is_repeated_for_a_while(
+    backend: PosixBackend,
+    region: Region,
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+    forever: bool,
 ) -> None:
     real, refusals = getattr(os, call), [errno.EAGAIN] * 5
 
     def busy(fd: int, views: list[memoryview], offset: int) -> int:
-        if refusals:
-            raise OSError(refusals.pop(), "try again")
+        if forever or refusals:
+            raise OSError(errno.EAGAIN if forever else refusals.pop(), "try again")
         return int(real(fd, views, offset))
 
     monkeypatch.setattr(os, call, busy)
-    memory = HostMemory(PAGE_BYTES)
-    assert begin(backend, region.fd, memory, write=call == "pwritev").get() is None
-    assert refusals == []
-
-
-def test_it_is_not_repeated_forever(
-    backend: PosixBackend, region: Region, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "pwritev", failing(errno.EAGAIN))
-    monkeypatch.setattr("offload_strategy.io.backends.posix.RETRY_SECONDS", 0.05)
-    error = begin(backend, region.fd, HostMemory(PAGE_BYTES), write=True).get()
-    assert isinstance(error, OSError)
-    assert error.errno == errno.EAGAIN
+    monkeypatch.setattr("offload_strategy.io.backends.posix.RETRY_SECONDS", 0.05 if forever else 30)
+    error = begin(backend, region.fd, HostMemory(PAGE_BYTES), write=call == "pwritev").get()
+    assert isinstance(error, BlockingIOError) if forever else error is None
 
 
 def cached_pages(fd: int, nbytes: int) -> int:

@@ -11,7 +11,7 @@ import sys
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -65,7 +65,8 @@ class WatchedBackend(Backend):
         self.in_flight = self.most_in_flight = 0
         self._lock = threading.Lock()
 
-    def submit(self, request: BlockRequest) -> None:
+    def submit(self, requests: Sequence[BlockRequest]) -> None:
+        (request,) = requests
         number = len(self.requests)
         self.requests.append((request.write, request.offset, request.address, request.nbytes))
         error = self.fault(number, request)
@@ -80,7 +81,7 @@ class WatchedBackend(Backend):
             on_done(error or outcome)
 
         request.on_done = done
-        self.inner.submit(request)
+        self.inner.submit(requests)
 
     def close(self) -> None:
         self.inner.close()
@@ -235,8 +236,8 @@ def test_a_path_that_does_not_answer_is_an_error_and_its_memory_stays(
     late: list[BlockRequest] = []
 
     class SilentBackend(ManualBackend):
-        def submit(self, request: BlockRequest) -> None:
-            late.append(request)
+        def submit(self, requests: Sequence[BlockRequest]) -> None:
+            late.extend(requests)
 
     with pytest.raises(StorageError, match=r"'nvme'.*has not answered for .*Check the device"):
         probe(region, SilentBackend(depth=2, block_size=BLOCK), seconds=0.2)

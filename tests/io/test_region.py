@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,17 +36,6 @@ def region(
     made = Region(disk, "nvme", capacity=64 * MiB)
     yield made
     made.close()
-
-
-@pytest.fixture
-def in_memory() -> Iterator[Path]:
-    """A directory on a file system that is kept in memory."""
-    if not Path("/dev/shm").is_dir():
-        pytest.skip("this system has no /dev/shm")
-    directory = Path(f"/dev/shm/offload-strategy-test-{os.getpid()}")
-    directory.mkdir()
-    yield directory
-    directory.rmdir()
 
 
 def test_the_file_has_no_name_and_only_its_owner_may_read_it(region: Region, disk: Path) -> None:
@@ -102,24 +92,19 @@ def test_what_other_programs_used_meanwhile_is_not_allocated(
     assert os.fstat(region.fd).st_size <= 3 * MiB
 
 
-def test_a_disk_that_fills_up_while_the_file_grows_is_a_full_tier(
+def fail_to_preallocate(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def fail(*args: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+
+
+def test_a_disk_that_fills_up_while_the_file_grows_is_a_full_tier_and_others_are_errors(
     region: Region, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*args: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    fail_to_preallocate(monkeypatch, errno.ENOSPC)
     assert region.allocate(1 * MiB) is None
-    assert region.used_bytes == 0
-
-
-def test_any_other_failure_to_grow_is_an_error(
-    region: Region, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*args: Any) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "posix_fallocate", broken)
+    fail_to_preallocate(monkeypatch, errno.EIO)
     with pytest.raises(StorageError, match=r"tier 'nvme'.*64 MiB.*Input/output error"):
         region.allocate(1 * MiB)
     assert region.used_bytes == 0
@@ -131,27 +116,20 @@ def test_any_other_failure_to_grow_is_an_error(
 def test_where_nothing_can_be_preallocated_the_file_is_sparse(
     region: Region, monkeypatch: pytest.MonkeyPatch, answer: int | None
 ) -> None:
-    def unknown(*args: Any) -> None:
-        assert answer is not None
-        raise OSError(answer, os.strerror(answer))
-
     if answer is None:
         monkeypatch.delattr(os, "posix_fallocate")
     else:
-        monkeypatch.setattr(os, "posix_fallocate", unknown)
+        fail_to_preallocate(monkeypatch, answer)
     assert region.allocate(1 * MiB) is not None
     assert os.fstat(region.fd).st_size == 64 * MiB
 
 
 def test_a_capacity_beyond_the_disk_is_refused_with_both_figures(disk: Path) -> None:
-    free = shutil.disk_usage(disk).free
-    with pytest.raises(ConfigError) as refused:
-        Region(disk, "nvme", capacity=free + 1000 * GiB)
-    message = str(refused.value)
-    assert "'nvme'" in message
-    assert str(disk) in message
-    assert format_size(free + 1000 * GiB) in message
-    assert "Lower the capacity" in message
+    capacity = shutil.disk_usage(disk).free + 1000 * GiB
+    with pytest.raises(ConfigError, match=r"'nvme'.*Lower the capacity") as refused:
+        Region(disk, "nvme", capacity=capacity)
+    assert str(disk) in str(refused.value)
+    assert format_size(capacity) in str(refused.value)
 
 
 def test_a_disk_without_any_room_is_refused(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,25 +140,22 @@ def test_a_disk_without_any_room_is_refused(disk: Path, monkeypatch: pytest.Monk
         Region(disk, "nvme")
 
 
-def test_direct_io_bypasses_the_page_cache(disk: Path) -> None:
-    region = Region(disk, "nvme", capacity=1 * MiB, direct="auto")
-    if not region.direct:
+@pytest.mark.parametrize("direct", ["auto", False])
+def test_direct_io_is_used_unless_it_is_not_wanted(
+    disk: Path, caplog: pytest.LogCaptureFixture, direct: Any
+) -> None:
+    region = Region(disk, "nvme", capacity=1 * MiB, direct=direct)
+    if direct and not region.direct:
         pytest.skip("the temporary directory does not support direct I/O")
-    assert fcntl.fcntl(region.fd, fcntl.F_GETFL) & os.O_DIRECT
-    region.close()
-
-
-def test_buffered_io_is_used_when_asked_for(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
-    region = Region(disk, "nvme", capacity=1 * MiB, direct=False)
-    assert not region.direct
-    assert os.pwrite(region.fd, b"odd", 1) == 3
+    assert (
+        bool(fcntl.fcntl(region.fd, fcntl.F_GETFL) & os.O_DIRECT) == region.direct == bool(direct)
+    )
     assert caplog.messages == []
     region.close()
 
 
-def _refuse_direct(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    real_open = os.open
-    direct = getattr(os, "O_DIRECT", 0)
+def refuse_direct(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    real_open, direct = os.open, os.O_DIRECT
 
     def open_(path: Any, flags: int, *args: Any, **options: Any) -> int:
         if flags & direct:
@@ -188,29 +163,25 @@ def _refuse_direct(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
         return real_open(path, flags, *args, **options)
 
     def pwrite(fd: int, data: Any, offset: int) -> int:
+        if how == "by a short write":
+            return 512
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-
-    def pwrite_short(fd: int, data: Any, offset: int) -> int:
-        return 512
 
     if how == "at open":
         monkeypatch.setattr(os, "open", open_)
-    elif how == "at the first write":
-        monkeypatch.setattr(os, "pwrite", pwrite)
-    elif how == "by a short write":
-        monkeypatch.setattr(os, "pwrite", pwrite_short)
+    elif how == "no such flag":
+        monkeypatch.delattr(os, "O_DIRECT")
     else:
-        monkeypatch.delattr(os, "O_DIRECT", raising=False)
+        monkeypatch.setattr(os, "pwrite", pwrite)
 
 
-REFUSALS = ["at open", "at the first write", "by a short write", "no such flag"]
-
-
-@pytest.mark.parametrize("how", REFUSALS)
+@pytest.mark.parametrize(
+    "how", ["at open", "at the first write", "by a short write", "no such flag"]
+)
 def test_where_direct_io_is_refused_auto_warns_once_and_true_is_an_error(
     disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
-    _refuse_direct(monkeypatch, how)
+    refuse_direct(monkeypatch, how)
     with caplog.at_level(logging.WARNING, "offload_strategy"):
         region = Region(disk, "nvme", capacity=1 * MiB, direct="auto")
     assert not region.direct
@@ -221,14 +192,12 @@ def test_where_direct_io_is_refused_auto_warns_once_and_true_is_an_error(
         Region(disk, "nvme", capacity=1 * MiB, direct=True)
 
 
-def test_a_file_system_in_memory_gets_a_warning(
-    in_memory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING, "offload_strategy"):
-        Region(in_memory, "nvme", capacity=1 * MiB).close()
-    assert any(
-        "main memory" in message and str(in_memory) in message for message in caplog.messages
-    )
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
+def test_a_file_system_in_memory_gets_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    level = caplog.at_level(logging.WARNING, "offload_strategy")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as place, level:
+        Region(Path(place), "nvme", capacity=1 * MiB).close()
+    assert any("main memory" in message and place in message for message in caplog.messages)
 
 
 def test_a_closed_region_allocates_nothing_but_frees_extents(region: Region) -> None:

@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -26,14 +25,6 @@ def pool() -> Iterator[ThreadPool]:
     made = ThreadPool("ssd-offload-test", 1)
     yield made
     made.close(30)
-
-
-@pytest.fixture
-def region(disk: Path) -> Iterator[Region]:
-    made = Region(disk, "nvme", 4 * MiB)
-    made.allocate(4 * MiB)
-    yield made
-    made.close()
 
 
 @pytest.fixture

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from offload_strategy.host_memory.pool import BufferPool
+from offload_strategy.io.backends.protocol import BlockRequest
 from offload_strategy.io.queues.path_queue import PathQueue, create_checksum
 from offload_strategy.io.regions.region import Region
 from offload_strategy.store.tensor_store import TensorStore
@@ -30,8 +33,8 @@ class ObedientBackend(ManualBackend):
         self.at_once = False
         self.error: BaseException | None = None
 
-    def submit(self, request: object) -> None:
-        super().submit(request)  # type: ignore[arg-type]
+    def submit(self, requests: Sequence[BlockRequest]) -> None:
+        super().submit(requests)
         if self.at_once:
             self.complete(self.error, at=len(self.waiting) - 1)
 
@@ -111,6 +114,23 @@ class Rig:
 
     def count(self, verb: str) -> int:
         return self.recorder.client_bytes(CLIENT, verb)
+
+    def hurried(self) -> threading.Event:
+        """An event that is set when somebody waits for a load."""
+        hurried, raise_priority = threading.Event(), self.queue.raise_priority
+
+        def note(*args: Any) -> None:
+            raise_priority(*args)
+            hurried.set()
+
+        self.queue.raise_priority = note  # type: ignore[method-assign]
+        return hurried
+
+    def close_meanwhile(self) -> threading.Thread:
+        """Close the store on another thread."""
+        closer = threading.Thread(target=self.store.close)
+        closer.start()
+        return closer
 
     def close(self) -> None:
         self.store.close()

@@ -15,24 +15,19 @@ from offload_strategy.units import KiB
 from tests.store.rig import PAGE, MakeRig, Rig, noise
 
 
-# ---------------------------------------------------------------------- closing
 def test_closing_gives_up_writes_and_keeps_their_bytes_readable(make_rig: MakeRig) -> None:
     rig = make_rig(host_bytes=4 * KiB)
-    kept = rig.put(noise(4 * KiB, seed=1))
-    first, second = rig.put(noise(4 * KiB, seed=2)), rig.put(noise(4 * KiB, seed=3))
-    closer = threading.Thread(target=rig.store.close)
-    closer.start()
+    kept, first, second = (rig.put(noise(4 * KiB, seed)) for seed in range(3))
+    closer = rig.close_meanwhile()
     rig.backend.complete()  # the block that was under way
     closer.join(30)
     assert not closer.is_alive()
-    for seed, ticket in enumerate((kept, second), start=1):
-        seed = 1 if ticket is kept else 3
-        assert torch.equal(rig.store.get(ticket), noise(4 * KiB, seed=seed))
+    assert torch.equal(rig.store.get(kept), noise(4 * KiB, 0))
+    assert torch.equal(rig.store.get(second), noise(4 * KiB, 2))
     assert first.state in (TicketState.STORED, TicketState.IN_MEMORY)
-    with pytest.raises(OffloadError, match="closed"):
-        rig.put(noise(10))
-    with pytest.raises(OffloadError, match="closed"):
-        rig.store.wait_for_writes()
+    for use in (lambda: rig.put(noise(10)), rig.store.wait_for_writes):
+        with pytest.raises(OffloadError, match="closed"):
+            use()
     rig.store.close()
 
 
@@ -40,30 +35,20 @@ def test_closing_gives_up_loads_and_says_what_is_gone(make_rig: MakeRig) -> None
     rig = make_rig(block_size=PAGE)
     loading, stored = rig.stored(noise(3 * PAGE)), rig.stored(noise(PAGE))
     rig.store.prefetch(loading)
-    closer = threading.Thread(target=rig.store.close)
-    closer.start()
+    closer = rig.close_meanwhile()
     rig.backend.complete()
     closer.join(30)
     assert not closer.is_alive()
     assert not rig.backend.waiting
     for ticket, size in ((loading, "12 KiB"), (stored, "4 KiB")):
-        with pytest.raises(OffloadError, match=rf"{size} of activations are gone.*closed"):
-            rig.store.get(ticket)
-        with pytest.raises(OffloadError, match="gone"):
-            rig.store.prefetch(ticket)
+        for use in (rig.store.get, rig.store.prefetch):
+            with pytest.raises(OffloadError, match=rf"{size} of activations are gone.*closed"):
+                use(ticket)
 
 
 def test_whoever_waits_for_a_load_is_told_of_the_closing(rig: Rig) -> None:
-    ticket = rig.stored(noise(PAGE))
+    ticket, waits = rig.stored(noise(PAGE)), rig.hurried()
     errors: list[BaseException] = []
-    waits = threading.Event()
-    raise_priority = rig.queue.raise_priority
-
-    def note(*args: object) -> None:
-        raise_priority(*args)  # type: ignore[arg-type]
-        waits.set()
-
-    rig.queue.raise_priority = note  # type: ignore[method-assign]
 
     def read() -> None:
         try:
@@ -74,8 +59,7 @@ def test_whoever_waits_for_a_load_is_told_of_the_closing(rig: Rig) -> None:
     reader = threading.Thread(target=read)
     reader.start()
     assert waits.wait(30)
-    closer = threading.Thread(target=rig.store.close)
-    closer.start()
+    closer = rig.close_meanwhile()
     while closer.is_alive():
         if rig.backend.waiting:
             rig.backend.complete()
@@ -107,20 +91,17 @@ def test_a_forked_child_is_told_that_the_heap_is_its_parents(make_rig: MakeRig) 
     if child == 0:
         try:
             told = 0
-            for use in (rig.store.get, rig.store.take, rig.store.private, rig.store.prefetch):
+            uses = (rig.store.get, rig.store.take, rig.store.private, rig.store.prefetch)
+            for use in (*uses, lambda ticket: rig.put(noise(10))):
                 for ticket in (kept, stored):
                     try:
                         use(ticket)
                     except OffloadError as error:
                         told += "forked process" in str(error)
-            try:
-                rig.put(noise(10))
-            except OffloadError as error:
-                told += "forked process" in str(error)
             rig.store.close()
             del kept, stored, ticket
             gc.collect()
-            os._exit(0 if told == 9 else 1)
+            os._exit(0 if told == 10 else 1)
         finally:
             os._exit(2)
     assert os.waitpid(child, 0)[1] == 0

@@ -61,7 +61,7 @@ def test_an_interrupted_wait_gives_its_place_back(
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("offload_strategy.store.writer.time.sleep", interrupt)
+    monkeypatch.setattr("offload_strategy.store.ticket_registry.time.sleep", interrupt)
     with pytest.raises(KeyboardInterrupt):
         rig.put(noise(4 * KiB))
     assert rig.region.used_bytes == 8 * KiB

@@ -110,22 +110,13 @@ def test_a_failed_write_keeps_the_bytes_and_is_told_at_the_next_put(make_rig: Ma
 
 
 # ---------------------------------------------------------------------- loading
-
-
 def test_a_get_waits_for_a_load_that_is_under_way_and_hurries_it(make_rig: MakeRig) -> None:
     rig = make_rig(block_size=PAGE)
     tickets = [rig.stored(noise(2 * PAGE, seed=index)) for index in range(3)]
     for ticket in tickets:
         assert rig.store.prefetch(ticket)
     got: list[torch.Tensor] = []
-    hurried = threading.Event()
-    raise_priority = rig.queue.raise_priority
-
-    def note(*args: object) -> None:
-        raise_priority(*args)  # type: ignore[arg-type]
-        hurried.set()
-
-    rig.queue.raise_priority = note  # type: ignore[method-assign]
+    hurried = rig.hurried()
     reader = threading.Thread(target=lambda: got.append(rig.store.get(tickets[2])))
     reader.start()
     assert hurried.wait(30)
@@ -172,8 +163,6 @@ def test_a_prefetch_without_memory_does_nothing_and_a_get_goes_beyond(make_rig: 
 
 
 # ---------------------------------------------------------------------- evicting, taking
-
-
 def test_evicting_frees_memory_but_not_from_under_a_reader(rig: Rig) -> None:
     ticket = rig.stored(noise(4 * KiB))
     rig.at_once()

@@ -69,11 +69,7 @@ class PosixBackend(Backend):
         self._bounce = _BounceBuffer(block_size)
         self._cached = _CachedBlocks()
 
-    def submit(self, request: BlockRequest) -> None:
-        """Begin a request; `on_done` is called on one of the backend's threads."""
-        self.submit_adjacent([request])
-
-    def submit_adjacent(self, requests: Sequence[BlockRequest]) -> None:
+    def submit(self, requests: Sequence[BlockRequest]) -> None:
         """Begin adjacent requests, if possible with one system call."""
         batch = _Batch(self, requests)
         self._threads.submit(batch, batch.fail)

@@ -44,17 +44,12 @@ class Backend(ABC):
     block_size: int
     #: Whether `BlockRequest.address` may be device memory.
     device_memory: bool = False
-    #: How many requests `submit_adjacent` takes at most.
+    #: How many requests `submit` takes at most.
     max_adjacent: int = 1
 
     @abstractmethod
-    def submit(self, request: BlockRequest) -> None:
-        """Begin a request; returns at once."""
-
-    def submit_adjacent(self, requests: Sequence[BlockRequest]) -> None:
+    def submit(self, requests: Sequence[BlockRequest]) -> None:
         """Begin requests whose pages follow each other in one file; each ends by itself."""
-        for request in requests:
-            self.submit(request)
 
     @property
     def queued(self) -> int:

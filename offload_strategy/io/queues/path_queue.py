@@ -198,7 +198,7 @@ class PathQueue:
                 for part, begin, nbytes in in_flight.blocks
             ]
             try:
-                self.backend.submit_adjacent(requests)
+                self.backend.submit(requests)
             except BaseException as error:
                 for part, _, _ in in_flight.blocks:
                     self._count_block(in_flight, part, error)
