@@ -106,11 +106,14 @@ def plan_lifetimes(profile: Profile, limit: int) -> LifetimePlan:
 
     The plan does not fit if all possible moves together are not enough.
     """
-    planner = _Planner(profile, limit)
-    unplanned = planner.curve.peak_bytes
-    planner.choose()
-    moves = sorted(planner.moves, key=lambda move: (move.leaves_at, move.tensor))
-    return LifetimePlan(limit, planner.curve.peak_bytes, unplanned, tuple(moves))
+    curve = MemoryCurve(profile.tensors, profile.step_seconds, profile.baseline)
+    unplanned, moves = curve.peak_bytes, []
+    if profile.path is not None:
+        planner = _Planner(profile, curve, BookedPath(profile.path), limit)
+        planner.hide()
+        planner.force()
+        moves = sorted(planner.moves, key=lambda move: (move.leaves_at, move.tensor))
+    return LifetimePlan(limit, curve.peak_bytes, unplanned, tuple(moves))
 
 
 @dataclass(slots=True)
@@ -128,11 +131,13 @@ class _Offer:
 
 
 class _Planner:
-    def __init__(self, profile: Profile, limit: int) -> None:
-        self.curve = MemoryCurve(profile.tensors, profile.step_seconds, profile.baseline)
+    """Selects moves; see [Note: greedy selection]."""
+
+    def __init__(self, profile: Profile, curve: MemoryCurve, path: BookedPath, limit: int) -> None:
         self.moves: list[PlannedMove] = []
+        self._curve = curve
+        self._path = path
         self._limit = limit
-        self._path = None if profile.path is None else BookedPath(profile.path)
         # Possible moves by tensor, each with the first time at which its memory can be free.
         self._left = {
             number: PlannedMove(number, tensor.name, tensor.nbytes, "", begin, free, end, end)
@@ -141,38 +146,34 @@ class _Planner:
             if tensor.nbytes and end > (free := max(begin, tensor.held_until))
         }
 
-    def choose(self) -> None:
-        """Select moves; see [Note: greedy selection]."""
-        if self._path is not None:
-            self._hide(self._path)
-            self._force(self._path)
-
-    def _hide(self, path: BookedPath) -> None:
+    def hide(self) -> None:
         """Select moves that computation hides."""
+        path = self._path
 
         def look(move: PlannedMove) -> _Offer | None:
             written = path.written(move.nbytes, move.leaves_at)
-            return self._offer(move, path, written, path.read_from(move.nbytes, move.needed_at))
+            return self._offer(move, written, path.read_from(move.nbytes, move.needed_at))
 
         for number, offer in self._best_first(look):
             move = self._left.pop(number)
-            self.curve.add(offer.gone, offer.back, -move.nbytes)
-            self._book(move, path, offer.written, offer.back, hidden=True)
+            self._curve.add(offer.gone, offer.back, -move.nbytes)
+            self._book(move, offer.written, offer.back, hidden=True)
 
-    def _force(self, path: BookedPath) -> None:
+    def force(self) -> None:
         """Select further moves, for which training will wait."""
         forced = []
         for number, _ in self._best_first(
-            lambda move: self._offer(move, path, move.leaves_at, move.needed_at)
+            lambda move: self._offer(move, move.leaves_at, move.needed_at)
         ):
             move = self._left[number]
-            self.curve.add(move.gone_at, move.needed_at, -move.nbytes)
+            self._curve.add(move.gone_at, move.needed_at, -move.nbytes)
             forced.append(move)
         for move in sorted(forced, key=lambda move: move.needed_at):
             # As soon as there is room: the path is the bottleneck and must not idle.
-            back = self.curve.since(move.gone_at, move.needed_at, self._limit - move.nbytes)
-            self._book(move, path, path.written(move.nbytes, move.leaves_at), back, hidden=False)
-            self.curve.add(back, move.needed_at, move.nbytes)
+            back = self._curve.since(move.gone_at, move.needed_at, self._limit - move.nbytes)
+            written = self._path.written(move.nbytes, move.leaves_at)
+            self._book(move, written, back, hidden=False)
+            self._curve.add(back, move.needed_at, move.nbytes)
 
     def _best_first(
         self, look: Callable[[PlannedMove], _Offer | None]
@@ -184,7 +185,7 @@ class _Planner:
             if (offer := look(move)) is not None
         ]
         heapq.heapify(queue)
-        while queue and self.curve.peak_bytes > self._limit:
+        while queue and self._curve.peak_bytes > self._limit:
             *_, number = heapq.heappop(queue)
             offer = look(self._left[number])
             if offer is None:
@@ -195,20 +196,18 @@ class _Planner:
             else:
                 yield number, offer
 
-    def _offer(
-        self, move: PlannedMove, path: BookedPath, written: float, back: float
-    ) -> _Offer | None:
+    def _offer(self, move: PlannedMove, written: float, back: float) -> _Offer | None:
         """Return the offer for being away in a span; None if that relieves nothing."""
         gone = max(written, move.gone_at)
-        gained = self.curve.relief(gone, back, move.nbytes, self._limit) if gone < back else 0.0
+        gained = self._curve.relief(gone, back, move.nbytes, self._limit) if gone < back else 0.0
         if gained <= 0:
             return None
-        cost = sum(path.rates.seconds(move.nbytes, write=write) for write in (True, False))
+        rates = self._path.rates
+        cost = sum(rates.seconds(move.nbytes, write=write) for write in (True, False))
         return _Offer(gained / cost, written, gone, back)
 
-    def _book(
-        self, move: PlannedMove, path: BookedPath, written: float, back: float, *, hidden: bool
-    ) -> None:
+    def _book(self, move: PlannedMove, written: float, back: float, *, hidden: bool) -> None:
+        path = self._path
         path.writes.book(move.leaves_at, written)
         path.reads.book(back, move.needed_at)
         gone = max(written, move.gone_at)

@@ -1,4 +1,4 @@
-"""A training that can be made to fail at any place, for test_half_done.py and its fresh process."""
+"""A training that can be made to fail at any place, for test_half_done.py."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset
 
 from offload_strategy import OffloadEngine
+from tests.activations.support import noise
 from tests.training import Numbers, gradients, weights
 
 #: What happens at a place, once.
@@ -119,24 +119,6 @@ class Model(nn.Module):
         return x.sin().sum()
 
 
-class _Rows(Dataset[torch.Tensor]):
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index == 5:
-            pass_by("loader")
-        return torch.randn(8, generator=torch.Generator().manual_seed(100 * self._seed + index))
-
-
-def _collate(rows: list[torch.Tensor]) -> torch.Tensor:
-    pass_by("collate")
-    return torch.stack(rows)
-
-
 class Training:
     """Two micro-batches a step, an optimizer with momentum.
 
@@ -156,9 +138,9 @@ class Training:
         self.optimizer = SGD(self.model.parameters(), 0.05, momentum=0.9)
         self.optimizer.register_step_pre_hook(lambda *_: pass_by("step pre-hook"))
 
-    def batches(self, seed: int, **options: Any) -> Iterator[torch.Tensor]:
+    def batches(self, seed: int) -> Iterator[torch.Tensor]:
         """Two batches of four rows."""
-        return iter(DataLoader(_Rows(seed), batch_size=4, collate_fn=_collate, **options))
+        return (noise(4, 8, seed=2 * seed + index) for index in range(2))
 
     def loss(self, batch: torch.Tensor) -> torch.Tensor:
         """Of one micro-batch."""

@@ -104,22 +104,6 @@ def test_what_dies_while_it_waits_is_never_given(engine: OffloadEngine, model: C
     assert tickets(engine) == known
 
 
-def test_a_pass_that_fails_leaves_nothing_behind(
-    engine: OffloadEngine, model: Calls, expected: dict[str, torch.Tensor]
-) -> None:
-    def fail(number: int) -> None:
-        if number == ITEMS // 2:
-            raise LookupError
-
-    model.function.look = fail
-    with pytest.raises(LookupError):
-        model()
-    gc.collect()
-    assert tickets(engine) == 0
-    model.function.look = lambda number: None
-    assert_same_bits(step(model), expected)
-
-
 def test_an_engine_that_is_closed_in_the_middle_of_a_pass_keeps_what_waits(
     engine: OffloadEngine, model: Calls
 ) -> None:

@@ -37,15 +37,6 @@ FILLED_LATE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     )[0],
     "fused_moving_avg_obs_fake_quant": lambda y: _observed(y),
 }
-#: The others: steps of optimizers and of gradient scalers, parts of the above and of `cummax`, and
-#: kernels of accelerators that save what they write afterwards.
-WITHOUT_DERIVATIVE = {
-    *("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_"),
-    *("_fused_sgd", "_fused_adam", "_fused_adamw", "_fused_adagrad"),
-    *("_amp_update_scale_", "_amp_foreach_non_finite_check_and_unscale_"),
-    *("_cummax_helper", "_cummin_helper", "_fused_moving_avg_obs_fq_helper"),
-    *("_flash_attention_forward_no_dropout_inplace", "record_stream", "retain_grad", "set_data"),
-}
 
 
 def _observed(y: torch.Tensor) -> torch.Tensor:
@@ -54,26 +45,6 @@ def _observed(y: torch.Tensor) -> torch.Tensor:
     return torch.fused_moving_avg_obs_fake_quant(
         y, on, on, low, high, scale, zero, 0.01, -128, 127, 0
     )
-
-
-def test_every_operator_that_writes_more_than_its_result_is_known() -> None:
-    found = set()
-    for schema in torch._C._jit_get_all_schemas():
-        name = schema.name.removeprefix("aten::")
-        if name == schema.name or any(argument.is_out for argument in schema.arguments):
-            continue
-        written = [
-            place
-            for place, argument in enumerate(schema.arguments)
-            if argument.alias_info is not None
-            and argument.alias_info.is_write
-            and schema.name not in ("aten::sort", "aten::remove")  # of Python lists
-            and str(argument.type) in ("Tensor", "List[Tensor]", "Optional[Tensor]")
-        ]
-        in_place = name.endswith("_") and written == [0]
-        if written and not in_place and not name.startswith("fbgemm"):
-            found.add(name)
-    assert found <= FILLED_LATE.keys() | WITHOUT_DERIVATIVE
 
 
 @pytest.fixture

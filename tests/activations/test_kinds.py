@@ -14,8 +14,8 @@ from offload_strategy import OffloadEngine
 from tests.activations.support import Calls, X, compare, noise, written
 from tests.training import bits
 
+#: What torch's own samples of operators (tests/conformance) do not have.
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "matrix products": lambda w: (X @ w @ w.T).tanh().sum(),
     "transposed and strided views": lambda w: ((w * 2).t()[::2, 1:].exp() * w[:4, :7]).sum(),
     "views of one buffer": lambda w: torch.stack(
         [(part * part).sin().prod() for part in (w @ X).chunk(4)]
@@ -23,13 +23,6 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "expanded tensors": lambda w: (w.sum(0).exp().expand(8, 8) * w).prod(1).sum(),
     "a scalar": lambda w: (w.sum().exp() * w).sin().sum(),
     "nothing at all": lambda w: (w[:0].exp().sum() + w.exp()).sum(),
-    "half precision": lambda w: (w.half().exp() * w.half()).float().sum(),
-    "bfloat16": lambda w: ((w.bfloat16() @ X.bfloat16()).relu() ** 2).float().sum(),
-    "double precision": lambda w: (w.double().exp() @ X.double()).sin().sum(),
-    "bools": lambda w: torch.where((w * 1) > 0, (w @ X).exp(), w.sin()).sum(),
-    "integers": lambda w: (w * 2).exp().gather(1, (X.abs() * 2).long()).prod(1).sum(),
-    "small integers": lambda w: F.max_pool2d((w * 2).reshape(1, 1, 8, 8).exp(), 2).pow(2).sum(),
-    "complex numbers": lambda w: torch.fft.fft2(w @ X).exp().abs().sum(),
     "complex conjugates": lambda w: (
         (torch.view_as_complex(w.reshape(8, 4, 2) * 1).conj() ** 3).exp().imag.sum()
     ),
@@ -43,10 +36,8 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "channels last": lambda w: F.conv2d(
         noise(2, 8, 5, 5).contiguous(memory_format=torch.channels_last), w.reshape(8, 8, 1, 1)
     ).exp().sum(),
-    "dropout": lambda w: F.dropout(F.dropout(X @ w, 0.3), 0.3).pow(2).sum(),
     "in-place relu": lambda w: F.relu(F.relu(X @ w, inplace=True) @ w, inplace=True).sum(),
     "a change before it is saved": lambda w: (w * 2).mul_(3).exp_().sin().sum(),
-    "embedding": lambda w: F.embedding(torch.tensor([1, 5, 1]), w).exp().sum(),
     "compressed sparse matrices": lambda w: (torch.eye(8).to_sparse_csr() @ (w * 2)).exp().sum(),
     "opaque layouts": lambda w: F.linear(X, w).to_mkldnn().relu().to_dense().exp().sum(),
     "nested tensors": lambda w: torch.nested.as_nested_tensor(
@@ -55,12 +46,6 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "jagged tensors": lambda w: torch.nested.as_nested_tensor(
         [X[:3] @ w, X[:5] @ w], layout=torch.jagged
     ).exp().sin().to_padded_tensor(0.0).sum(),
-    "norms": lambda w: F.group_norm(F.layer_norm(X @ w, (8,)), 2).exp().sum(),
-    "attention": lambda w: F.scaled_dot_product_attention(
-        *(X @ w).reshape(8, 2, 4).transpose(0, 1).repeat(3, 1, 1, 1).unbind(0), is_causal=True
-    ).exp().sum(),
-    "sorting": lambda w: ((w * 2).sort(0).values.cumsum(0).cumprod(1)).sum(),
-    "linear algebra": lambda w: torch.linalg.svdvals(w @ X).prod() + torch.linalg.det(w),
     "vmap": lambda w: torch.func.vmap(lambda row: (row.exp() * (w @ row)).sum())(X @ w).sum(),
     # Transforms inside of a model: before them and after them things are saved as ever.
     "grad": lambda w: torch.func.grad(lambda v: (v.sin() * (w * 2).exp()).sum())(w * 1),
@@ -131,7 +116,12 @@ def test_every_dtype_comes_back_in_every_arrangement(
     saved = [plain, plain.t(), plain[1:3, ::2], plain[0].expand(5, 6), plain[0, 0], plain[:, :0]]
     saved += [plain.clone()[2:], plain.t().clone().unsqueeze(0), torch.empty(0, dtype=dtype)]
     if dtype.is_complex:
+        part = plain.clone()[1:]  # of which bytes of their own are taken along
         saved += [plain.conj(), plain.clone().conj().t(), plain.conj().imag, plain.real]
+        saved += [part[:, ::2].conj().t(), part[1:].conj().imag[:, 1:], part[2:].imag]
+        saved.append(part[0, 1].expand(4, 3))
+        if dtype is not torch.complex32:  # for which torch cannot compute the values of both
+            saved.append(torch._neg_view(part[1]).conj())
     save = _save(*saved)
     model = Calls(lambda w: save((X @ w).exp()).sum())
     compare(engine, model, lambda: model())
@@ -147,26 +137,11 @@ def test_gradients_are_the_same_with(name: str, engine: OffloadEngine) -> None:
     assert torch._C._autograd._saved_tensors_hooks_is_enabled()
 
 
-LAYERS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
-    "weight norm": lambda: (
-        nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), noise(3, 8)
-    ),
-    "spectral norm": lambda: (
-        nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), noise(3, 8)
-    ),
-    "tied weights": lambda: (_Tied(), noise(3, 8)),
-    "a module that calls itself": lambda: (_Recursive(), noise(3, 8)),
-}  # fmt: skip
-
-
-class _Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.two.weight = self.one.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.two(self.one(x).gelu() if hasattr(x, "gelu") else F.gelu(self.one(x)))
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
+    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)),
+    "a module that calls itself": lambda: _Recursive(),
+}
 
 
 class _Recursive(nn.Module):
@@ -182,9 +157,8 @@ class _Recursive(nn.Module):
 @pytest.mark.parametrize("name", LAYERS)
 def test_gradients_are_the_same_through(name: str, engine: OffloadEngine) -> None:
     torch.manual_seed(0)
-    model, x = LAYERS[name]()
+    model, x = LAYERS[name](), noise(3, 8).requires_grad_()
     buffers = {key: value.clone() for key, value in model.named_buffers()}
-    x.requires_grad_()
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
         for key, value in model.named_buffers():

@@ -12,11 +12,7 @@ import torch
 from offload_strategy.activations.forward_records import Trace
 from offload_strategy.activations.pass_profile import IoOverhead, PassProfiler
 from offload_strategy.activations.planned_budget import MemoryLimit, PlannedBudget
-from offload_strategy.plan_runtime.lifetime_plan import (
-    CHECKPOINT,
-    GivenPlan,
-    PlannedItem,
-)
+from offload_strategy.plan_runtime.lifetime_plan import CHECKPOINT, GivenPlan, PlannedItem
 from offload_strategy.units import MiB
 
 LAYERS, ITEM = 10, 100 * MiB
@@ -81,15 +77,11 @@ class Memory:
         return 4 * self.others
 
 
-def profiler(tier_load: TierLoad) -> PassProfiler:
-    return PassProfiler(tier_load)
-
-
 def training(
     limit: int | None, others: int = 500 * MiB, *, passes: int = 2, rate: float | None = 400.0 * MiB
 ) -> tuple[PlannedBudget, TierLoad, Memory]:
     tier_load, memory = TierLoad(rate), Memory(others)
-    budget = PlannedBudget(MemoryLimit(limit, passes, memory), profiler(tier_load))
+    budget = PlannedBudget(MemoryLimit(limit, passes, memory), PassProfiler(tier_load))
     return budget, tier_load, memory
 
 

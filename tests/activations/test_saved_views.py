@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,17 +11,8 @@ import torch
 from torch import nn
 
 from offload_strategy import OffloadEngine
-from offload_strategy.activations.eligibility import ByteRange, reach, reach_of_base
-from offload_strategy.activations.packed_tensors import OffloadedTensor
-from tests.activations.support import Calls, X, compare, noise, written
-from tests.training import (
-    activations_only,
-    assert_same_bits,
-    bits,
-    gradients,
-    moved,
-    on_disk,
-)
+from tests.activations.support import Calls, X, compare, noise, with_gradients, written
+from tests.training import activations_only, assert_same_bits, gradients, moved, on_disk
 
 
 def test_one_storage_is_written_once_however_many_views_are_saved(engine: OffloadEngine) -> None:
@@ -127,35 +117,6 @@ def test_what_is_expanded_is_written_at_its_real_size(engine: OffloadEngine) -> 
     loss.backward()
 
 
-VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "plain": lambda z: z,
-    "conjugate": lambda z: z.conj(),
-    "part of a conjugate": lambda z: z[2:, ::2].conj().t(),
-    "negative": lambda z: z.conj().imag,
-    "negative slice": lambda z: z[1:].conj().imag[:, 1:],
-    "conjugate of a negative": lambda z: torch._neg_view(z[1]).conj(),
-    "real part": lambda z: z.real,
-    "imaginary part": lambda z: z[3:].imag,
-    "expanded": lambda z: z[0, 1].expand(4, 3),
-}
-
-
-@pytest.mark.parametrize("kind", VIEWS)
-def test_a_view_is_rebuilt_on_bytes_that_came_back(kind: str) -> None:
-    source = torch.view_as_complex(noise(10, 8, 2, seed=5))[2:8, 1:]
-    view = VIEWS[kind](source)
-    for span in (reach(view), reach_of_base(view, reach(view)), ByteRange(0, 10 * 8 * 8)):
-        assert span.covers(reach(view))
-        there = torch.empty(0, dtype=torch.uint8)
-        there.set_(source.untyped_storage(), span.start, (span.nbytes,), (1,))
-        back = torch.cat([torch.zeros(64, dtype=torch.uint8), there])[64:]
-        rebuilt = OffloadedTensor(view, SimpleNamespace(range=span, views=[]), None).rebuild(back)
-        assert rebuilt.stride() == view.stride()
-        assert (rebuilt.is_conj(), rebuilt.is_neg()) == (view.is_conj(), view.is_neg())
-        assert bits(rebuilt) == bits(view)
-        assert rebuilt.untyped_storage()._cdata == back.untyped_storage()._cdata
-
-
 @pytest.mark.parametrize(
     ("options", "leave"),
     [
@@ -172,11 +133,7 @@ def test_the_options_say_what_leaves(disk: Path, options: Any, leave: list[int])
         u = torch.exp(z * 1)  # 128
         return torch.exp(torch.cat([z, u]) * 1).sum()  # 256
 
-    model = Calls(function)
-    expected = model()
-    expected.backward()
-    grads = gradients(model)
-    model.zero_grad()
+    model, grads = with_gradients(function)
     with activations_only(disk, **options) as engine:
         engine.attach(model)
         loss = model()

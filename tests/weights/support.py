@@ -199,7 +199,20 @@ def compare(
     got.append(weights(model))
     assert_same_history(got, expected)
     for values in (*got, *expected):
-        assert all(bool(torch.isfinite(v).all()) for v in values.values() if v.is_floating_point())
+        assert all(
+            bool(torch.isfinite(v.double()).all()) for v in values.values() if v.is_floating_point()
+        )
+
+
+def same(
+    disk: Path, run: Callable[[Callable[..., Any]], list[Numbers]], **sections: dict[str, Any]
+) -> None:
+    """Run with a function that attaches, and with one that does not: the same numbers."""
+    expected = run(lambda model, optimizer=None: optimizer)
+    with streaming(disk, **sections) as engine:
+        got = run(engine.attach)
+        assert open_turns(engine) == []
+    assert_same_history(got, expected)
 
 
 def compared(

@@ -24,23 +24,14 @@ from tests.weights.support import (
     compare,
     loss,
     net,
-    open_turns,
     overlapping,
+    same,
     streaming,
     train,
 )
 
 
 # ---------------------------------------------------------------------- several models
-def same(disk: Path, run: Callable[..., list[Numbers]], overlap: str) -> None:
-    """Run with plain models and optimizers and with attached ones: the same numbers."""
-    expected = run(lambda model, optimizer=None: optimizer)
-    with streaming(disk, **overlapping(overlap)) as engine:
-        got = run(engine.attach)
-        assert open_turns(engine) == []
-    assert_same_history(got, expected)
-
-
 @pytest.mark.parametrize(
     ("overlap", "toggle"),
     # With eager updates the generator's loss would train the critic: that is an error.
@@ -68,7 +59,7 @@ def test_two_models_against_each_other(disk: Path, overlap: str, toggle: bool) -
         judges.zero_grad()
         return [*history, weights(generator), weights(critic)]
 
-    same(disk, fight, overlap)
+    same(disk, fight, **overlapping(overlap))
 
 
 def test_a_teacher_that_follows_its_pupil(disk: Path) -> None:
@@ -93,7 +84,7 @@ def test_a_teacher_that_follows_its_pupil(disk: Path) -> None:
             history.append({"loss": value.detach().clone()})
         return [*history, weights(pupil), weights(teacher)]
 
-    same(disk, follow, "commit")
+    same(disk, follow)
 
 
 @pytest.mark.parametrize("overlap", ["commit", "eager"])
@@ -113,7 +104,7 @@ def test_two_models_that_share_a_part(disk: Path, overlap: str) -> None:
 
         return [*train(both, optimizer, loss_of=loss_of), weights(both)]
 
-    same(disk, share, overlap)
+    same(disk, share, **overlapping(overlap))
 
 
 def test_one_of_two_models_that_share_a_part_is_detached(disk: Path) -> None:

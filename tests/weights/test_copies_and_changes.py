@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from tests.weights.support import (
     net,
     open_turns,
     pairs,
+    same,
     sgd,
     step,
     streaming,
@@ -237,20 +239,18 @@ def test_a_weight_outlives_its_model(disk: Path) -> None:
 
 @pytest.mark.parametrize("trained", [True, False])
 def test_a_graph_outlives_its_model(disk: Path, trained: bool) -> None:
-    slopes = []
-    for streamed in (False, True):
-        with streaming(disk) as engine:
-            model = net().requires_grad_(trained)
-            if streamed:
-                engine.attach(model)
-            x = noise(4, 8).requires_grad_()
-            value = model(x).pow(2).sum()
-            del model
-            gc.collect()
-            value.backward()
-            assert x.grad is not None
-            slopes.append(bits(x.grad))
-    assert slopes[1] == slopes[0]
+    def outlive(attach: Callable[..., Any]) -> list[Numbers]:
+        model = net().requires_grad_(trained)
+        attach(model)
+        x = noise(4, 8).requires_grad_()
+        value = model(x).pow(2).sum()
+        del model
+        gc.collect()
+        value.backward()
+        assert x.grad is not None
+        return [{"slope": x.grad}]
+
+    same(disk, outlive)
 
 
 def test_a_wrapper_that_goes_leaves_the_model_streamed(disk: Path) -> None:

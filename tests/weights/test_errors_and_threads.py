@@ -15,7 +15,6 @@ from torch import nn
 
 from offload_strategy.store.ticket import TicketState
 from offload_strategy.weights.guarded_parameter import GuardedParameter
-from tests.activations.support import noise
 from tests.activations.test_recompute import WAYS
 from tests.activations.zoo import batch, build
 from tests.training import (
@@ -181,18 +180,13 @@ def impatient_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("impatient_threads")
-@pytest.mark.parametrize("kind", ["GPT-2", "net"])
-def test_two_threads_infer_with_one_model(disk: Path, kind: str) -> None:
-    model = net() if kind == "net" else build(kind)
-    model.eval()
+def test_two_threads_infer_with_one_model(disk: Path) -> None:
+    model = build("GPT-2").eval()
 
     def infer(number: int) -> torch.Tensor:
         with torch.no_grad():
-            if kind == "net":
-                output: torch.Tensor = model(noise(4, 8, seed=number))
-            else:
-                output = model(batch(kind, number)["input_ids"]).logits
-            return output.clone()
+            output: torch.Tensor = model(batch("GPT-2", number)["input_ids"]).logits.clone()
+            return output
 
     expected = [infer(number) for number in range(16)]
     with streaming(disk) as engine, ThreadPoolExecutor(2) as pool:

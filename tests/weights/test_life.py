@@ -13,16 +13,12 @@ from torch import nn
 
 from offload_strategy import OffloadEngine, StorageError
 from tests.activations.zoo import batch, build, loss_of
-from tests.training import assert_same_bits, gradients, moved, on_disk
-from tests.weights.support import away, loss, net, streaming
+from tests.training import Numbers, assert_same_bits, gradients, moved, on_disk
+from tests.weights.support import away, compared, loss, net, step, streaming, zoo_loss
 
 
-def gradients_of(model: Any) -> dict[str, torch.Tensor]:
-    torch.manual_seed(5)
-    model.zero_grad()
-    loss = loss_of(model, batch("Llama", 0))
-    loss.backward()
-    return {"loss": loss.detach(), **gradients(model)}
+def gradients_of(model: Any) -> Numbers:
+    return step(model, None, loss_of=zoo_loss("Llama"), look=gradients)
 
 
 @pytest.fixture
@@ -87,17 +83,12 @@ def test_a_whole_pass_reads_each_weight_once(engine: OffloadEngine) -> None:
     assert 0 < moved(engine, "parameters", "read") - before <= total
 
 
-def test_a_graph_may_be_used_twice(engine: OffloadEngine) -> None:
-    results = []
-    for model in (build("Llama"), build("Llama")):
-        if not results:
-            engine.attach(model)
-        torch.manual_seed(5)
-        loss = loss_of(model, batch("Llama", 0))
-        loss.backward(retain_graph=True)
-        loss.backward()
-        results.append(gradients(model))
-    assert_same_bits(*results)
+@compared(lambda: build("Llama"), optimizer_of=None)
+def test_a_graph_may_be_used_twice(model, optimizer):
+    value = zoo_loss("Llama")(model, 0)
+    value.backward(retain_graph=True)
+    value.backward()
+    return [gradients(model)]
 
 
 def test_a_change_between_forward_and_backward_is_an_error(engine: OffloadEngine) -> None:

@@ -18,7 +18,7 @@ from offload_strategy.weights import block_residency as residents
 from offload_strategy.weights import checkpoint_loading as loading
 from tests.activations.zoo import batch, build, loss_of
 from tests.training import assert_same_bits, assert_same_history, bits, moved, settings, weights
-from tests.weights.support import away, streaming
+from tests.weights.support import adamw, away, nearly_all_left, streaming, train, zoo_loss
 
 WAYS = pytest.mark.parametrize("adopt", [False, True], ids=["copied", "adopted"])
 
@@ -45,19 +45,6 @@ def empty(kind: str) -> Any:
         return build(kind)
 
 
-def trained(model: Any, optimizer: Any, kind: str) -> list[dict[str, torch.Tensor]]:
-    history = []
-    for step in range(3):
-        torch.manual_seed(step)
-        loss = loss_of(model, batch(kind, step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        history.append({"loss": loss.detach().clone()})
-        del loss
-    return history
-
-
 @pytest.mark.parametrize(
     ("kind", "overlap", "adopt"), [("GPT-2", "eager", True), ("Llama", "commit", False)]
 )
@@ -71,11 +58,11 @@ def test_an_empty_model_is_loaded_and_trains_as_a_plain_one(
         assert not any(parameter.is_meta for parameter in model.parameters())
         assert sorted(away(model)) == sorted(n for n, _ in model.named_parameters())
         assert (moved(engine, "parameters") == 0) == adopt
-        wrapped = engine.attach(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-        got = trained(model, wrapped, kind)
+        wrapped = engine.attach(model, adamw(model))
+        got = train(model, wrapped, loss_of=zoo_loss(kind))
         engine.close()
         got.append(weights(model))
-    expected = trained(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), kind)
+    expected = train(plain, adamw(plain), loss_of=zoo_loss(kind))
     assert_same_history(got, [*expected, weights(plain)])
 
 
@@ -106,7 +93,7 @@ def test_adopted_weights_that_are_frozen_are_never_written(disk: Path, tmp_path:
     with streaming(disk, optimizer={"overlap": "eager"}) as engine:
         engine.load_weights(model, tmp_path / "checkpoint", adopt=True)
         optimizer = engine.attach(model, torch.optim.SGD([head], lr=0.1))
-        trained(model, optimizer, "Llama")
+        train(model, optimizer, loss_of=zoo_loss("Llama"))
         engine._resources.store.wait_for_writes()
         assert moved(engine, "parameters") <= 3 * head.nbytes
 
@@ -190,7 +177,7 @@ def test_from_pretrained_works_within_building(disk: Path, tmp_path: Path, kind:
     with streaming(disk) as engine:
         with engine.building():
             model = type(plain).from_pretrained(tmp_path / "checkpoint")
-        assert len(away(model)) > len(list(model.parameters())) // 2
+        assert nearly_all_left(model)
         engine.attach(model)
         loss_of(model, batch(kind, 0)).backward()
     assert_same_bits(weights(model), weights(plain))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from tests.training import (
     Numbers,
     assert_same_bits,
     assert_same_history,
-    bits,
     in_turn,
     moved,
     on_disk,
@@ -34,10 +32,11 @@ from tests.weights.support import (
     compare,
     compared,
     net,
-    open_turns,
     overlapping,
+    same,
     streaming,
     train,
+    zoo_loss,
 )
 
 KINDS = ["GPT-2", "Llama"]
@@ -69,26 +68,8 @@ def adamw_of_trained(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-1)
 
 
-def fit(
-    model: Any,
-    optimizer: Any,
-    kind: str,
-    steps: int = 3,
-    before: Callable[[int], None] = lambda step: None,
-    after: Callable[[int], None] = lambda step: None,
-) -> list[Numbers]:
-    history = []
-    for number in range(steps):
-        before(number)
-        torch.manual_seed(100 + number)
-        value = loss_of(model, batch(kind, number))
-        value.backward()
-        history.append({"loss": value.detach().clone()})
-        del value
-        optimizer.step()
-        optimizer.zero_grad()
-        after(number)
-    return history
+def fit(model: Any, optimizer: Any, kind: str, steps: int = 3, **options: Any) -> list[Numbers]:
+    return train(model, optimizer, steps, loss_of=zoo_loss(kind), **options)
 
 
 # ---------------------------------------------------------------------- adapters
@@ -128,16 +109,14 @@ def test_adapters_train_the_same_and_are_merged_the_same(
 def test_a_frozen_base_is_written_once(disk: Path, kind: str, overlap: str, min_size: int) -> None:
     parameters = {"enabled": True, "min_size": min_size}
     with streaming(disk, **overlapping(overlap), parameters=parameters) as engine:
-        written = []
-
-        def look(step: int) -> None:
-            on_disk(engine)
-            written.append(moved(engine, "parameters", "written"))
-
         model = adapted(kind)
         optimizer = engine.attach(model, adamw_of_trained(model))
-        look(-1)
-        fit(model, optimizer, kind, steps=5, after=look)
+        written = []
+        for number in range(6):
+            on_disk(engine)
+            written.append(moved(engine, "parameters", "written"))
+            if number < 5:
+                fit(model, optimizer, kind, 1, first=number)
         sizes = [(p.requires_grad, p.nbytes) for p in model.parameters() if p.nbytes >= min_size]
         each_step = sum(nbytes for trained, nbytes in sizes if trained)
         base = sum(nbytes for trained, nbytes in sizes if not trained)
@@ -148,48 +127,37 @@ def test_a_frozen_base_is_written_once(disk: Path, kind: str, overlap: str, min_
         assert moved(engine, "parameters", "read") > 5 * 10_000
 
 
-@pytest.mark.parametrize("kind", ["GPT-2"])
-def test_a_merged_model_computes_when_its_adapters_are_gone(disk: Path, kind: str) -> None:
-    results = []
-    for streamed in (False, True):
-        engine = streaming(disk) if streamed else None
-        with nullcontext() if engine is None else engine:
-            model = adapted(kind)
-            optimizer: Any = adamw_of_trained(model)
-            if engine is not None:
-                optimizer = engine.attach(model, optimizer)
-            fit(model, optimizer, kind, steps=2)
-            merged = model.merge_and_unload().eval()
-            optimizer.zero_grad()
-            del model, optimizer
-            gc.collect()
-            with torch.no_grad():
-                results.append({"loss": loss_of(merged, batch(kind, 7)).clone()})
-    assert_same_bits(results[1], results[0])
+def test_a_merged_model_computes_when_its_adapters_are_gone(disk: Path) -> None:
+    def merge(attach: Callable[..., Any]) -> list[Numbers]:
+        model = adapted("GPT-2")
+        optimizer = attach(model, adamw_of_trained(model))
+        fit(model, optimizer, "GPT-2", steps=2)
+        merged = model.merge_and_unload().eval()
+        optimizer.zero_grad()
+        del model, optimizer
+        gc.collect()
+        with torch.no_grad():
+            return [{"loss": loss_of(merged, batch("GPT-2", 7)).clone()}]
+
+    same(disk, merge)
 
 
 @pytest.mark.parametrize(("kind", "overlap"), [("GPT-2", "commit"), ("Llama", "off")])
 def test_adapters_that_come_when_the_base_is_streamed_already_and_are_saved(
     disk: Path, tmp_path: Path, kind: str, overlap: str
 ) -> None:
-    results = []
-    for streamed in (False, True):
-        engine = streaming(disk, **overlapping(overlap)) if streamed else None
-        with nullcontext() if engine is None else engine:
-            base = build(kind)
-            if engine is not None:
-                engine.attach(base)
-            torch.manual_seed(1)
-            model: Any = get_peft_model(base, lora(kind)).train()
-            optimizer: Any = adamw_of_trained(model)
-            if engine is not None:
-                optimizer = engine.attach(optimizer=optimizer)
-            history = fit(model, optimizer, kind, steps=3)
-            model.save_pretrained(tmp_path / "adapters")
+    def adapt(attach: Callable[..., Any]) -> list[Numbers]:
+        base = build(kind)
+        attach(base)
+        torch.manual_seed(1)
+        model: Any = get_peft_model(base, lora(kind)).train()
+        history = fit(model, attach(None, adamw_of_trained(model)), kind, steps=3)
+        model.save_pretrained(tmp_path / "adapters")
         loaded = PeftModel.from_pretrained(build(kind), str(tmp_path / "adapters"))
         assert_same_bits(weights(loaded), weights(model))
-        results.append([*history, weights(model)])
-    assert_same_history(results[1], results[0])
+        return [*history, weights(model)]
+
+    same(disk, adapt, **overlapping(overlap))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -233,12 +201,13 @@ def test_a_part_is_trained(model, optimizer, kind):
 @pytest.mark.parametrize(("overlap", "kind", "first"), in_turn(OVERLAPS, KINDS, [0, 0, 1]))
 @compared(lambda kind: build(kind), overlaps=[])
 def test_layers_are_frozen_for_a_while(model, optimizer, kind, first):
-    def freeze(step: int) -> None:
+    history = []
+    for number in range(5):
         for name, parameter in model.named_parameters():
             if ".1." in name:
-                parameter.requires_grad_(step // 2 % 2 == first)
-
-    return fit(model, optimizer, kind, steps=5, before=freeze)
+                parameter.requires_grad_(number // 2 % 2 == first)
+        history += fit(model, optimizer, kind, 1, first=number)
+    return history
 
 
 @compared()
@@ -275,32 +244,13 @@ NARROW = [torch.int8, torch.bool, torch.int64, torch.bfloat16, torch.float8_e4m3
 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
-def test_weights_that_are_not_of_floating_point_come_back_as_they_were(
-    disk: Path, dtype: torch.dtype
-) -> None:
-    def make() -> Any:
-        return net(lambda: Net(lambda: Quantised(dtype)))
-
-    plain: Any = make()
-    expected = train(plain, adamw_of_trained(plain))
-    model: Any = make()
+@compared(lambda dtype: net(lambda: Net(lambda: Quantised(dtype))), adamw_of_trained)
+def test_weights_that_are_not_of_floating_point_come_back_as_they_were(model, optimizer, dtype):
     names = [f"blocks.{number}.weight" for number in range(3)]
-    with streaming(disk) as engine:
-        optimizer = engine.attach(model, adamw_of_trained(model))
-        assert set(names) <= set(away(model))
-        assert [model.get_parameter(name).dtype for name in names] == [dtype] * 3
-        history = train(model, optimizer)
-        assert len(set(names) & set(away(model))) >= 2
-        assert open_turns(engine) == []
-    assert_same_history(history, expected)
-    got, wanted = dict(model.named_parameters()), dict(plain.named_parameters())
-    for name in names:
-        assert bits(got[name].view(torch.uint8)) == bits(wanted[name].view(torch.uint8))
-        assert got[name].dtype == dtype
-    assert_same_bits(
-        {n: p for n, p in got.items() if n not in names},
-        {n: p for n, p in wanted.items() if n not in names},
-    )
+    history = train(model, optimizer)
+    assert [model.get_parameter(name).dtype for name in names] == [dtype] * 3
+    assert not away(model) or len(set(names) & set(away(model))) >= 2
+    return history
 
 
 class Tagged(nn.Parameter):

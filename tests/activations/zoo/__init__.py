@@ -11,10 +11,12 @@ from torch import nn
 from tests.activations.zoo import own, pretrained
 
 Batch = dict[str, Any]
+#: Tokens of a text.
+_LENGTH = 12
 
 
-def _tokens(generator: torch.Generator, length: int) -> torch.Tensor:
-    return torch.randint(3, pretrained.VOCABULARY, (2, length), generator=generator)
+def _tokens(generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(3, pretrained.VOCABULARY, (2, _LENGTH), generator=generator)
 
 
 def _images(generator: torch.Generator) -> torch.Tensor:
@@ -25,29 +27,29 @@ def _labels(generator: torch.Generator) -> torch.Tensor:
     return torch.randint(0, 5, (2,), generator=generator)
 
 
-def _text(generator: torch.Generator, length: int) -> Batch:
-    tokens = _tokens(generator, length)
+def _text(generator: torch.Generator) -> Batch:
+    tokens = _tokens(generator)
     return {"input_ids": tokens, "labels": tokens}
 
 
-def _speech(generator: torch.Generator, length: int) -> Batch:
+def _speech(generator: torch.Generator) -> Batch:
     features = torch.randn(2, 8, 16, generator=generator)
-    return {"input_features": features, "labels": _tokens(generator, length)}
+    return {"input_features": features, "labels": _tokens(generator)}
 
 
-def _pictures(name: str) -> Callable[[torch.Generator, int], Batch]:
-    return lambda generator, _: {name: _images(generator), "labels": _labels(generator)}
+def _pictures(name: str) -> Callable[[torch.Generator], Batch]:
+    return lambda generator: {name: _images(generator), "labels": _labels(generator)}
 
 
-def _pairs(generator: torch.Generator, length: int) -> Batch:
+def _pairs(generator: torch.Generator) -> Batch:
     return {
-        "input_ids": _tokens(generator, length),
+        "input_ids": _tokens(generator),
         "pixel_values": _images(generator),
         "return_loss": True,
     }
 
 
-def _diffusion(generator: torch.Generator, _: int) -> Batch:
+def _diffusion(generator: torch.Generator) -> Batch:
     return {
         "images": _images(generator),
         "noise": _images(generator),
@@ -55,14 +57,14 @@ def _diffusion(generator: torch.Generator, _: int) -> Batch:
     }
 
 
-#: By name: the model's input from a generator and, for text, a length.
-ZOO: dict[str, Callable[[torch.Generator, int], Batch]] = {
+#: By name: the model's input from a generator.
+ZOO: dict[str, Callable[[torch.Generator], Batch]] = {
     **dict.fromkeys(("GPT-2", "Llama", "Qwen2", "Mixtral", "BERT", "T5"), _text),
     "Whisper": _speech,
     "ViT": _pictures("pixel_values"),
     "CLIP": _pairs,
     "ResNet": _pictures("images"),
-    "LSTM": lambda generator, length: {"tokens": _tokens(generator, length)},
+    "LSTM": lambda generator: {"tokens": _tokens(generator)},
     "UNet": _diffusion,
 }
 _OWN: dict[str, Callable[[], nn.Module]] = {
@@ -86,9 +88,9 @@ def build(kind: str, reentrant: bool | None = None) -> Any:
     return model
 
 
-def batch(kind: str, number: int, length: int = 12) -> Batch:
+def batch(kind: str, number: int) -> Batch:
     """The same data for the same number, every time."""
-    return ZOO[kind](torch.Generator().manual_seed(number), length)
+    return ZOO[kind](torch.Generator().manual_seed(number))
 
 
 def loss_of(model: Any, data: Batch) -> torch.Tensor:
