@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.optimizer.overlap.ahead_update import with_gradient
@@ -160,31 +159,22 @@ class OffloadedOptimizer(Optimizer):
 
     # ------------------------------------------------------------------ the step
     @keeps_grad_mode
+    @Optimizer.profile_hook_step  # runs the hooks of the inner optimizer
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient, as the plain optimizer does.
 
         Raises an OffloadError if the engine is closed, a StorageError if a tier fails.
         """
         self._check_open()
-        own = self.inner
-        # Like torch, which passes the optimizer as the first argument.
-        arguments = (self,) if closure is None else (self, closure)
-        before = torch_optimizer._global_optimizer_pre_hooks, own._optimizer_step_pre_hooks
-        for hook in chain.from_iterable(hooks.values() for hooks in before):
-            hook(self, arguments, {})
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        phase = f"OffloadedOptimizer.step#{type(own).__name__}"
-        with torch.autograd.profiler.record_function(phase), self._updater.streams.stepping():
+        with self._updater.streams.stepping():
             self._update_all()
         self._updater.step_ended()
         # Schedulers that were made with the inner optimizer check whether it has stepped.
-        own._opt_called = True  # type: ignore[attr-defined]
-        after = own._optimizer_step_post_hooks, torch_optimizer._global_optimizer_post_hooks
-        for hook in chain.from_iterable(hooks.values() for hooks in after):
-            hook(self, arguments, {})
+        self.inner._opt_called = True  # type: ignore[attr-defined]
         return loss
 
     def _update_all(self) -> None:

@@ -20,8 +20,8 @@ from offload_strategy.errors import OffloadError
 from offload_strategy.optimizer.gradients.offloaded_gradient import gradient_values
 from offload_strategy.optimizer.overlap.ahead_update import (
     AheadUpdate,
-    WeightVersions,
     hyper_parameters,
+    sums_of_bits,
     with_gradient,
 )
 from offload_strategy.optimizer.overlap.update_stream import UpdateStreams
@@ -193,7 +193,7 @@ class Updater:
             parameters = [subgroup.slices[index].parameter for index in indices]
             with self._resident(parameters, changes=False):
                 current = [subgroup.slices[index].values for index in indices]
-                versions = WeightVersions(current)
+                versions, bits = [weight._version for weight in current], sums_of_bits(current)
                 layout = Layout.of(current)
                 flat = self._store.borrow("optimizer", layout.nbytes, current[0].device)
                 weights = layout.views(flat)
@@ -214,7 +214,7 @@ class Updater:
             new = self._pack(subgroup, unpacked)
             timing.written_bytes = new.nbytes
             ticket = self._store.put(flat, "optimizer", [*self._new_weight_tiers, *self._tiers])
-            return AheadUpdate(subgroup, indices, versions, hyper, old, new, layout, ticket)
+            return AheadUpdate(subgroup, indices, versions, bits, hyper, old, new, layout, ticket)
 
     @torch.no_grad()
     def unchanged(self, ahead_updates: Sequence[AheadUpdate]) -> list[bool | None]:
@@ -228,7 +228,7 @@ class Updater:
         for number, ahead_update in enumerate(ahead_updates):
             if is_asynchronous(ahead_update.device) and self._residency is None:
                 weights = ahead_update.current_weights()
-                compared[number] = ahead_update.versions.bits_match(weights)
+                compared[number] = ahead_update.bits_match(weights)
         if compared:
             device = next(iter(compared.values())).device
             together = torch.stack([same.to(device) for same in compared.values()])
@@ -246,7 +246,7 @@ class Updater:
             with self._resident(ahead_update.parameters(), changes=True):
                 weights = ahead_update.current_weights()
                 if unchanged is None:
-                    unchanged = bool(ahead_update.versions.bits_match(weights))
+                    unchanged = bool(ahead_update.bits_match(weights))
                 if not unchanged:
                     self.drop(ahead_update)
                     return False
@@ -311,11 +311,7 @@ class Updater:
             begin = perf_counter()
             flat = load(states.ticket)
             timing.waited += perf_counter() - begin
-        masters = any(self.precision.has_master(each.parameter) for each in subgroup.slices)
-        in_chunks = (masters or any(states.upcast_dtypes())) and self._is_elementwise(
-            subgroup.group_index
-        )
-        return UnpackedStates(states, flat, upcast=not in_chunks)
+        return UnpackedStates(states, flat)
 
     def _run(
         self,
@@ -329,8 +325,14 @@ class Updater:
         parameters = [subgroup.slices[index].parameter for index in indices]
         run = partial(self._run_inner_step, subgroup, parameters)
         source = unpacked.source
-        if not unpacked.upcast and can_update_in_chunks(weights, states):
-            upcast_dtypes = source.upcast_dtypes()
+        upcast_dtypes = source.upcast_dtypes()
+        masters = any(self.precision.has_master(each.parameter) for each in subgroup.slices)
+        if (
+            unpacked.flat is not None  # else states may be in memory in their stored dtypes
+            and (masters or any(upcast_dtypes))
+            and self._is_elementwise(subgroup.group_index)
+            and can_update_in_chunks(weights, states)
+        ):
             has_new_states = update_in_chunks(
                 run,
                 weights,
@@ -342,8 +344,7 @@ class Updater:
             if has_new_states:  # the layout changes: everything is packed again
                 source.upcast(unpacked.states)
         else:
-            if not unpacked.upcast:
-                source.upcast(unpacked.states)
+            source.upcast(unpacked.states)
             run(weights, states)
 
     def _run_inner_step(

@@ -43,26 +43,6 @@ def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class WeightVersions:
-    """Version counters and sums of bits of dense weights, or of their rows, at one moment."""
-
-    __slots__ = ("_bits", "_versions")
-
-    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
-        self._versions = [weight._version for weight in weights]
-        self._bits = _sums_of_bits(weights)
-
-    def versions_match(self, weights: Sequence[torch.Tensor]) -> bool:
-        """Whether the version counters of the same weights are still the same."""
-        return self._versions == [weight._version for weight in weights]
-
-    def bits_match(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Whether the bits of the same weights are still the same, as a tensor on their device."""
-        if not all(map(packable, weights)):
-            return torch.zeros((), dtype=torch.bool, device=self._bits.device)
-        return (self._bits == _sums_of_bits(weights)).all()
-
-
 @dataclass(eq=False)
 class AheadUpdate:
     """A finished update ahead of `step()`; see [Note: commit]."""
@@ -70,8 +50,10 @@ class AheadUpdate:
     subgroup: Subgroup
     #: Of the slices that had a gradient.
     indices: list[int]
-    #: Of the weights that went into it, as `hyper` and `old_states` did.
-    versions: WeightVersions
+    #: Version counters and sums of bits of the weights that went into it, as `hyper` and
+    #: `old_states` did.
+    versions: list[int]
+    bits: torch.Tensor
     hyper: dict[str, Any]
     old_states: StateSet
     states: StateSet
@@ -88,8 +70,14 @@ class AheadUpdate:
             self.indices == with_gradient(self.subgroup)
             and self.subgroup.states is self.old_states
             and _same(self.hyper, hyper_parameters(group))
-            and self.versions.versions_match(self.parameters())
+            and self.versions == [parameter._version for parameter in self.parameters()]
         )
+
+    def bits_match(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Whether the current weights have the same bits, as a tensor on their device."""
+        if not all(map(packable, weights)):
+            return torch.zeros((), dtype=torch.bool, device=self.bits.device)
+        return (self.bits == sums_of_bits(weights)).all()
 
     @property
     def device(self) -> torch.device:
@@ -116,7 +104,8 @@ def _same(before: dict[str, Any], now: dict[str, Any]) -> bool:
 
 
 @torch.no_grad()
-def _sums_of_bits(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+def sums_of_bits(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of the bits of each weight, dense or rows of a dense one."""
     return torch.stack([_sum_of_bits(weight) for weight in weights])
 
 

@@ -95,7 +95,6 @@ class BackwardOverlap(ABC):
         self._order: list[Subgroup] = []
         #: Parameter id -> its subgroups, each with the index of the parameter's slice.
         self._subgroups_of: dict[int, list[tuple[Subgroup, int]]] = {}
-        self._upcoming: list[Subgroup] = []
         self._waiting: deque[Subgroup] = deque()
         self._completed: list[Subgroup] = []
         #: Parameters whose `.grad` is set at the end of the pass, as DDP still writes there.
@@ -175,12 +174,11 @@ class BackwardOverlap(ABC):
                 self._updater.prefetch_states(subgroup)
                 self._waiting.append(subgroup)
                 self._completed.append(subgroup)
-                self._upcoming = [other for other in self._upcoming if other is not subgroup]
         self._advance()
 
     # ------------------------------------------------------------------ updates
     def _prefetch_upcoming(self) -> None:
-        for subgroup in self._upcoming[:PREFETCHED_SUBGROUPS]:
+        for subgroup in self._incomplete()[:PREFETCHED_SUBGROUPS]:
             self._updater.prefetch_states(subgroup)
 
     def _advance(self) -> None:
@@ -193,32 +191,34 @@ class BackwardOverlap(ABC):
             self._update(self._waiting.popleft())
             self._prefetch_upcoming()
 
+    def _incomplete(self) -> list[Subgroup]:
+        completed = set(map(id, self._completed))
+        return [subgroup for subgroup in self._order if id(subgroup) not in completed]
+
     def _expect_all(self) -> None:
         """Expect the gradients of every subgroup again."""
         self.streams.join()  # a pass that raised has not done it
-        completed = set(map(id, self._completed))
-        self._order = self._completed + [s for s in self._order if id(s) not in completed]
+        self._order = self._completed + self._incomplete()
         self._completed = []
         self._waiting.clear()
         for subgroup in self._order:
             subgroup.ready.clear()
 
     def _begin_backward(self) -> None:
-        self._upcoming = list(self._order)
         if self._runs_ahead():
             self._prefetch_upcoming()
 
-    @abstractmethod
     def _runs_ahead(self) -> bool:
         """Whether subgroups are updated during this backward."""
+        return True
 
     @abstractmethod
     def _collect(self, parameter: torch.Tensor, gradient: torch.Tensor) -> OffloadedGradient:
         """Take a final gradient; return what stands in `p.grad` for it."""
 
-    @abstractmethod
     def _keep(self, backing: GradientBacking) -> None:
         """Keep a gradient, which no update during backward needs, until `step()`."""
+        raise AssertionError("every gradient is used during backward")
 
     @abstractmethod
     def _update(self, subgroup: Subgroup) -> None:

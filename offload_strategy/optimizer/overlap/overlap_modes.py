@@ -217,9 +217,6 @@ class EagerUpdates(BackwardOverlap):
         #: Whether a backward has updated weights and no step() has followed.
         self._unstepped = False
 
-    def _runs_ahead(self) -> bool:
-        return True
-
     def _begin_backward(self) -> None:
         self._check_stepped()
         # Drop what an earlier backward left that raised, or whose gradients were cleared.
@@ -231,9 +228,6 @@ class EagerUpdates(BackwardOverlap):
         self._gradients[id(parameter)] = (gradient, len(self._subgroups_of[id(parameter)]))
         what = f"a parameter of shape {tuple(parameter.shape)}"
         return OffloadedGradient.of(ConsumedGradient(what), gradient)
-
-    def _keep(self, backing: GradientBacking) -> None:
-        raise AssertionError("every gradient is used during backward")
 
     def _update(self, subgroup: Subgroup) -> None:
         gradients = {}
@@ -251,9 +245,8 @@ class EagerUpdates(BackwardOverlap):
         while self._waiting:
             self._prefetch_upcoming()
             self._update(self._waiting.popleft())
-        completed = set(map(id, self._completed))
         # Subgroups of which some parameters took no part in the loss.
-        for subgroup in [s for s in self._order if s.ready and id(s) not in completed]:
+        for subgroup in [s for s in self._incomplete() if s.ready]:
             self._update(subgroup)
         self.reset()
         self._unstepped = False

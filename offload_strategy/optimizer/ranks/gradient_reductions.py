@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -113,34 +114,29 @@ class GradientReductions:
             return
         for hook, state in module._comm_hooks:
             if hook is _all_reduce:
-                state.all.add(self)  # type: ignore[attr-defined]
+                state.listeners.add(self)  # type: ignore[attr-defined]
                 return
         odd = module.find_unused_parameters or module.static_graph or module.mixed_precision
         sparse = any(getattr(each, "sparse", False) is True for each in module.modules())
         if odd or sparse or module._comm_hooks or self._dp_group.size == 1:
             return
-        listeners = _Listeners(self._dp_group)
-        listeners.all.add(self)
-        module.register_comm_hook(listeners, _all_reduce)
+        # A module keeps its hook for ever, and with it the group, but no listener.
+        state = SimpleNamespace(
+            process_group=self._dp_group.process_group,
+            size=self._dp_group.size,
+            listeners=weakref.WeakSet([self]),
+        )
+        module.register_comm_hook(state, _all_reduce)
 
 
-class _Listeners:
-    """The listeners of a module's reductions; a module keeps its hook for ever."""
-
-    def __init__(self, dp_group: DataParallelGroup) -> None:
-        self.process_group = dp_group.process_group
-        self.size = dp_group.size
-        self.all: weakref.WeakSet[GradientReductions] = weakref.WeakSet()
-
-
-def _all_reduce(listeners, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations
+def _all_reduce(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations
     """Average a bucket over all ranks, as DDP does by itself: scaled first, then summed."""
-    buffer = bucket.buffer().mul_(1.0 / listeners.size)
-    work = dist.all_reduce(buffer, group=listeners.process_group, async_op=True)
+    buffer = bucket.buffer().mul_(1.0 / state.size)
+    work = dist.all_reduce(buffer, group=state.process_group, async_op=True)
     assert work is not None
     future = work.get_future()
     pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
-    for listener in listeners.all:
+    for listener in state.listeners:
         listener.add(future, pairs, bucket.is_last())
     return future.then(_first)
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -47,7 +46,7 @@ class Precision:
 
     def has_master(self, weight: torch.Tensor) -> bool:
         """Whether a weight is updated in a float32 copy."""
-        return self.master_weights and weight.dtype in _HALF_DTYPES
+        return self.compute_dtype(weight.dtype) != weight.dtype
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype in which weights of `dtype`, their gradients and their states are computed."""
@@ -60,10 +59,6 @@ class Precision:
         if name == MASTER_WEIGHT or INNER in name:
             return dtype
         return self.state_dtype
-
-    def master_bytes(self, weight: torch.Tensor) -> int:
-        """Bytes of the weight's float32 copy; 0 if it has none."""
-        return prod(weight.shape) * torch.float32.itemsize if self.has_master(weight) else 0
 
 
 def copy_rounded(

@@ -243,22 +243,18 @@ class Subgroup:
 class UnpackedStates:
     """The states of a subgroup during an update, unpacked from a set.
 
-    The bytes of its ticket in `flat` may be overwritten. Upcasting copies the states that are
-    stored in other dtypes than their compute dtypes.
+    The bytes of its ticket in `flat` may be overwritten. States have their stored dtypes.
     """
 
-    def __init__(self, source: StateSet, flat: torch.Tensor | None, *, upcast: bool = True) -> None:
+    def __init__(self, source: StateSet, flat: torch.Tensor | None) -> None:
         self.source = source
         self.flat = flat
-        self.upcast = upcast or flat is None  # states in memory may be in their stored dtypes
         #: One dict for each slice, to be changed.
         self.states = source.small_copies()
         self._views = [] if flat is None else [each.segment.view(flat) for each in source.stored]
         if flat is not None:
             for each, view in zip(source.stored, self._views, strict=True):
                 self.states[each.slice_index][each.name] = view
-        if self.upcast:
-            source.upcast(self.states)
         self.states = [rebuild_wrappers(state) for state in self.states]
 
     def in_memory(self) -> StateSet:

@@ -147,7 +147,8 @@ def _state_bytes(parameter: torch.Tensor, tried: Sequence[StandIn], precision: P
         if packable(value)
     )
     share: float = parameter.numel() / max(1, model.shape.numel())
-    return precision.master_bytes(parameter) + round(nbytes * share)
+    master_bytes = parameter.numel() * 4 if precision.has_master(parameter) else 0
+    return master_bytes + round(nbytes * share)
 
 
 def _check_what_it_keeps(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
