@@ -14,8 +14,7 @@ from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader, TensorDataset
 
 from offload_strategy.integrations.accelerate.plugin import SSDOffloadPlugin, session_of
-from tests.distributed.data_parallel_runs import Net, compared, config, different, loss_of
-from tests.distributed.sharded_runs import whole
+from tests.distributed.data_parallel_runs import Net, compared, config, different, loss_of, whole
 
 
 def make_accelerator(sharded: bool, **options: Any) -> Accelerator:

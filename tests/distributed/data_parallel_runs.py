@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
-from offload_strategy import OffloadEngine
+from offload_strategy import OffloadEngine, load, save
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
 from offload_strategy.optimizer.ranks.gradient_reductions import GradientReductions
 from tests.optimizer import custom_optimizers
@@ -99,29 +102,91 @@ class Early:
         net.embedding.register_forward_hook(pass_begins)
 
 
+class Recomputed(nn.Module):
+    """Blocks with reentrant checkpoints; if it has `ends`, between layers that have none."""
+
+    def __init__(self, ends: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(96, 96) if ends else nn.Identity()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(96, 96), nn.GELU(), nn.Linear(96, 96)) for _ in range(3)
+        )
+        self.last = nn.Linear(96, 96) if ends else nn.Identity()
+
+    def forward(self, tokens: torch.Tensor, *_: bool) -> torch.Tensor:
+        hidden = self.first(nn.functional.one_hot(tokens, 96).float().requires_grad_())
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=True)
+        return self.last(hidden)
+
+
+def run_steps(
+    model: nn.Module,
+    optimizer: Any,
+    engine: OffloadEngine | None,
+    tokens_of: Callable[[int, int], torch.Tensor],
+    steps: Iterable[int] = range(STEPS),
+    *,
+    accumulation: int = 1,
+    clip: float | None = None,
+    hints: bool = True,
+    unused: bool = False,
+    after: Callable[[int], object] = lambda step: None,
+) -> dict[str, Any]:
+    """Train on the tokens of each step and micro-batch.
+
+    Returns:
+        Losses, norms, and the engine's metrics.
+    """
+    losses, norms = [], []
+    for step in steps:
+        for micro in range(accumulation):
+            last = micro == accumulation - 1
+            if engine is not None and hints:
+                engine.microbatch(micro, last=last)
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(last)
+            no_sync = isinstance(model, DistributedDataParallel) and not last
+            with model.no_sync() if no_sync else contextlib.nullcontext():  # type: ignore[operator]
+                loss = loss_of(model, tokens_of(step, micro), not unused or step % 2 == 1)
+                (loss / accumulation).backward()
+            losses.append(loss.item().hex())
+            del loss
+        if clip is not None:
+            norms.append(whole(nn.utils.clip_grad_norm_(model.parameters(), clip)).item().hex())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 3 != 0)
+        if engine is not None:  # what is still being written would be handed back from memory
+            on_disk(engine)
+        after(step)
+    metrics = {} if engine is None else engine.metrics()
+    return {"losses": losses, "norms": norms, "metrics": metrics}
+
+
 def train(
     rank: int,
     engine: OffloadEngine | None,
     *,
-    accumulation: int = 1,
-    clip: float | None = None,
     optimizer: str = "AdamW",
-    steps: int = STEPS,
-    hints: bool = True,
-    unused: bool = False,
+    blocks: str | None = None,
+    steps: Iterable[int] = range(STEPS),
     states: dict[str, Any] | None = None,
     order: str = "together",
     early: Early | None = None,
+    after: Callable[[int, nn.Module, Any], object] = lambda step, net, optimizer: None,
+    loop: dict[str, Any] | None = None,
     **ddp: Any,
 ) -> dict[str, Any]:
-    """Train a net over two ranks.
+    """Train a net over all ranks: `Net`, or `Recomputed` with "blocks" or "ends".
+
+    `loop` has options of `run_steps`, and all others are those of `DistributedDataParallel`.
 
     Returns:
-        Losses, norms, weights, the state dict, and the engine's metrics.
+        What `run_steps` does, weights, and the state dict.
     """
     torch.manual_seed(0)
-    net = Net()
-    if early is not None:
+    net = Net() if blocks is None else Recomputed(blocks == "with ends")
+    if early is not None and isinstance(net, Net):
         early.pause(net)
     kinds = torch.optim if hasattr(torch.optim, optimizer) else custom_optimizers
     made = getattr(kinds, optimizer)(net.parameters(), lr=1e-2)
@@ -129,7 +194,7 @@ def train(
     if engine is not None and order != "together":
         used = engine.attach(None, made)
         used.load_state_dict(used.state_dict())  # as Accelerate does
-    model = DistributedDataParallel(net, find_unused_parameters=unused, bucket_cap_mb=0.02, **ddp)
+    model = DistributedDataParallel(net, bucket_cap_mb=0.02, **ddp)
     if engine is not None and order == "optimizer first":
         engine.attach(model)
     elif engine is not None and order == "together":
@@ -137,33 +202,28 @@ def train(
     if states is not None:
         used.load_state_dict(states["optimizer"])
         net.load_state_dict(states["model"])
-    data = torch.Generator().manual_seed(1 + rank)
-    losses, norms = [], []
-    for step in range(steps):
-        for micro in range(accumulation):
-            tokens = torch.randint(0, 96, (4, 17), generator=data)
-            last = micro == accumulation - 1
-            if engine is not None and hints:
-                engine.microbatch(micro, last=last)
-            with contextlib.nullcontext() if last else model.no_sync():
-                loss = loss_of(model, tokens, not unused or step % 2 == 1)
-                (loss / accumulation).backward()
-            losses.append(loss.item().hex())
-            del loss
-        if clip is not None:
-            norms.append(nn.utils.clip_grad_norm_(net.parameters(), clip).item().hex())
-        used.step()
-        used.zero_grad(set_to_none=step % 3 != 0)
-        if engine is not None:  # what is still being written would be handed back from memory
-            on_disk(engine)
-    metrics = {} if engine is None else engine.metrics()
-    return {
-        "losses": losses,
-        "norms": norms,
-        "weights": {name: value.clone() for name, value in net.state_dict().items()},
-        "states": used.state_dict(),
-        "metrics": metrics,
-    }
+
+    def tokens_of(step: int, micro: int) -> torch.Tensor:
+        data = torch.Generator().manual_seed(1000 * rank + 10 * step + micro)
+        return torch.randint(0, 96, (4, 17), generator=data)
+
+    found = run_steps(
+        model, used, engine, tokens_of, steps,
+        after=lambda step: after(step, net, used), **loop or {},
+    )  # fmt: skip
+    weights = {name: value.clone() for name, value in net.state_dict().items()}
+    return {**found, "weights": weights, "states": used.state_dict()}
+
+
+def whole(value: Any) -> Any:
+    """Nested values with every DTensor brought together."""
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    if isinstance(value, dict):
+        return {key: whole(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [whole(one) for one in value]
+    return value
 
 
 def different(plain: dict[str, Any], ours: dict[str, Any]) -> list[str]:
@@ -198,18 +258,22 @@ def same(one: Any, two: Any) -> bool:
 #: What is trained, and the overlaps with which; the first ones without sharing the states as well.
 CASES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({}, ("commit", "eager", "off")),
-    ({"accumulation": 3, "clip": 0.5}, ("commit",)),
-    ({"accumulation": 3, "clip": 0.5, "hints": False}, ("commit",)),
-    ({"unused": True, "clip": 0.5}, ("commit",)),
-    ({"unused": True}, ("eager",)),
-    ({"gradient_as_bucket_view": True, "clip": 0.5}, ("commit",)),
-    ({"gradient_as_bucket_view": True, "accumulation": 3}, ("eager",)),
+    ({"loop": {"accumulation": 3, "clip": 0.5}}, ("commit",)),
+    ({"loop": {"accumulation": 3, "clip": 0.5, "hints": False}}, ("commit",)),
+    ({"find_unused_parameters": True, "loop": {"unused": True, "clip": 0.5}}, ("commit",)),
+    ({"find_unused_parameters": True, "loop": {"unused": True}}, ("eager",)),
+    ({"gradient_as_bucket_view": True, "loop": {"clip": 0.5}}, ("commit",)),
+    ({"gradient_as_bucket_view": True, "loop": {"accumulation": 3}}, ("eager",)),
     ({"static_graph": True}, ("commit", "eager")),
-    ({"order": "optimizer first", "clip": 0.5}, ("commit",)),
-    ({"order": "optimizer alone", "accumulation": 3}, ("commit",)),
+    ({"order": "optimizer first", "loop": {"clip": 0.5}}, ("commit",)),
+    ({"order": "optimizer alone", "loop": {"accumulation": 3}}, ("commit",)),
     ({"optimizer": "SGD"}, ("commit",)),
     ({"optimizer": "QuantizedMomentum"}, ("commit",)),
-    ({"optimizer": "RAdam", "accumulation": 3}, ("off",)),
+    ({"optimizer": "RAdam", "loop": {"accumulation": 3}}, ("off",)),
+    # They run backward passes within the pass.
+    ({"blocks": "with ends"}, ("commit", "eager", "off")),
+    ({"blocks": "alone", "static_graph": True}, ("commit",)),
+    ({"blocks": "alone", "gradient_as_bucket_view": True}, ("eager",)),
 ]
 
 
@@ -229,3 +293,43 @@ def against_plain(rank: int, directory: Path) -> list[dict[str, Any]]:
                 del ours
     dist.barrier()
     return found
+
+
+# ---------------------------------------------------------------------- other numbers of ranks
+@contextlib.contextmanager
+def maybe_offloading(directory: Path, offload: bool) -> Iterator[OffloadEngine | None]:
+    """An engine, if anything is to be offloaded."""
+    with contextlib.ExitStack() as stack:
+        yield stack.enter_context(OffloadEngine(config(directory, "commit"))) if offload else None
+
+
+def save_half(rank: int, directory: Path) -> bool:
+    """Train and save without offload and with it; return whether the files have the same."""
+    for offload in (False, True):
+
+        def save_on_first(
+            step: int, net: nn.Module, optimizer: Any, offload: bool = offload
+        ) -> None:
+            if step == STEPS - 1:
+                if offload:  # as code does that asks rank 0 alone
+                    optimizer.consolidate_state_dict()
+                if rank == 0:
+                    saved = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+                    (save if offload else torch.save)(saved, directory / f"{offload}.ckpt")
+                dist.barrier()
+
+        with maybe_offloading(directory / "tier", offload) as engine:
+            train(rank, engine, after=save_on_first)
+    return same(*(torch.load(directory / f"{offload}.ckpt") for offload in (False, True)))
+
+
+def second_half(rank: int, directory: Path) -> list[dict[str, Any]]:
+    """Load what two ranks saved, with and without offload, and go on with any number of them."""
+    found = []
+    for offload, saved in ((False, False), (False, True), (True, False)):
+        source = directory / f"{saved}.ckpt"
+        states = load(source) if offload else torch.load(source)
+        with maybe_offloading(directory / "tier", offload) as engine:
+            found.append(train(rank, engine, states=states))
+    plain, *others = found
+    return [compared(["from ours", "offloaded"], plain, other) for other in others]

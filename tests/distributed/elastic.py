@@ -12,57 +12,35 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 
 from offload_strategy import OffloadEngine, load, save
-from tests.distributed.data_parallel_runs import Net, config, different, loss_of
+from tests.distributed.data_parallel_runs import config, different
+from tests.distributed.data_parallel_runs import train as run
 from tests.distributed.doomed import launch
 
-STEPS, EVERY, KILLED_AT = 8, 3, 5
+STEPS, EVERY, KILLED_AFTER = 8, 3, 4
 
 
 def train(engine: OffloadEngine | None, checkpoint: Path, doomed: bool) -> dict[str, Any]:
     """Train to the end, from the checkpoint if there is one."""
     rank = dist.get_rank()
-    torch.manual_seed(0)
-    net = Net()
-    model = DistributedDataParallel(net)
-    optimizer: Any = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    if engine is not None:
-        optimizer = engine.attach(model, optimizer)
-    first = 0
-    if checkpoint.exists():
-        saved = load(checkpoint)
-        net.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        first = saved["step"]
-    losses = []
-    for step in range(first, STEPS):
-        data = torch.Generator().manual_seed(2 * step + rank)
-        tokens = torch.randint(0, 96, (4, 17), generator=data)
-        loss = loss_of(model, tokens)
-        loss.backward()
-        if doomed and step == KILLED_AT:
+    saved = load(checkpoint) if checkpoint.exists() else None
+    first = 0 if saved is None else saved["step"]
+
+    def after(step: int, net: nn.Module, optimizer: Any) -> None:
+        if doomed and step == KILLED_AFTER:
             os.kill(os.getpid(), signal.SIGKILL)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item().hex())
-        del loss
         if engine is not None and (step + 1) % EVERY == 0:
             states = optimizer.state_dict()
             if rank == 0:
-                saved = {"step": step + 1, "model": net.state_dict(), "optimizer": states}
-                save(saved, checkpoint)
-            del states
+                state = {"step": step + 1, "model": net.state_dict(), "optimizer": states}
+                save(state, checkpoint)
             dist.barrier()
-    return {
-        "first": first,
-        "losses": losses,
-        "weights": {name: value.clone() for name, value in net.state_dict().items()},
-        "states": optimizer.state_dict(),
-    }
+
+    steps = range(first, STEPS)
+    return {**run(rank, engine, states=saved, steps=steps, after=after), "first": first}
 
 
 def restarted(rank: int, directory: Path, tier: str) -> None:

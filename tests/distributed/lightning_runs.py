@@ -16,8 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from offload_strategy.checkpoints import consolidate
-from tests.distributed.data_parallel_runs import Net, compared, config, loss_of, same
-from tests.distributed.sharded_runs import whole
+from tests.distributed.data_parallel_runs import Net, compared, config, loss_of, same, whole
 from tests.integrations.lightning_runs import FAMILIES, strategy_class
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,18 +29,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from offload_strategy import ConfigError, OffloadEngine
-from tests.distributed.data_parallel_runs import STEPS, Net, compared, config, loss_of
-
-
-def whole(value: Any) -> Any:
-    """Nested values with every DTensor brought together."""
-    if isinstance(value, DTensor):
-        return value.full_tensor()
-    if isinstance(value, dict):
-        return {key: whole(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [whole(one) for one in value]
-    return value
+from tests.distributed.data_parallel_runs import STEPS, Net, compared, config, run_steps, whole
 
 
 def build(low: bool = False) -> tuple[nn.Module, list[nn.Parameter]]:
@@ -60,75 +49,58 @@ def train(
     rank: int,
     engine: OffloadEngine | None,
     *,
-    accumulation: int = 1,
-    clip: float | None = None,
     optimizer: str = "AdamW",
     low: bool = False,
-    steps: int = STEPS,
-    first: int = 0,
+    steps: Sequence[int] = range(STEPS),
     checkpoint: Path | None = None,
     save_to: Path | None = None,
     options: dict[str, Any] | None = None,
+    **loop: Any,
 ) -> dict[str, Any]:
     """Train a sharded net; every rank has other data, the same whatever the number of ranks."""
     net, parameters = build(low)
     made = getattr(torch.optim, optimizer)(parameters, lr=1e-2, **(options or {}))
     used: Any = made if engine is None else engine.attach(net, made)
+
+    def states() -> dict[str, Any]:
+        return {
+            "model": get_model_state_dict(net),
+            "optimizer": get_optimizer_state_dict(net, used),
+        }
+
     if checkpoint is not None:
-        states = {
-            "model": get_model_state_dict(net),
-            "optimizer": get_optimizer_state_dict(net, used),
-        }
-        load(states, checkpoint_id=checkpoint)
-        set_model_state_dict(net, states["model"])
-        set_optimizer_state_dict(net, used, states["optimizer"])
+        loaded = states()
+        load(loaded, checkpoint_id=checkpoint)
+        set_model_state_dict(net, loaded["model"])
+        set_optimizer_state_dict(net, used, loaded["optimizer"])
     world = dist.get_world_size()
-    data = torch.Generator().manual_seed(1)
-    batches = torch.randint(0, 96, (STEPS, accumulation, 8, 17), generator=data)
     share = slice(rank * (8 // world), (rank + 1) * (8 // world))
-    losses, norms = [], []
-    for step in range(first, first + steps):
-        for micro in range(accumulation):
-            last = micro == accumulation - 1
-            net.set_requires_gradient_sync(last)
-            if engine is not None:
-                engine.microbatch(micro, last=last)
-            tokens = batches[step, micro, share]
-            loss = loss_of(net, tokens)
-            (loss / accumulation).backward()
-            losses.append(loss.item().hex())
-            del loss
-        if clip is not None:
-            norm = nn.utils.clip_grad_norm_(parameters, clip)
-            norms.append(whole(norm).item().hex())
-        used.step()
-        used.zero_grad(set_to_none=step % 3 != 0)
+
+    def tokens_of(step: int, micro: int) -> torch.Tensor:
+        data = torch.Generator().manual_seed(10 * step + micro)
+        return torch.randint(0, 96, (8, 17), generator=data)[share]
+
+    found = run_steps(net, used, engine, tokens_of, steps, **loop)
     if save_to is not None:
-        states = {
-            "model": get_model_state_dict(net),
-            "optimizer": get_optimizer_state_dict(net, used),
-        }
-        save(states, checkpoint_id=save_to)
+        save(states(), checkpoint_id=save_to)
     state_dict = used.state_dict()
-    kinds = sorted(
-        {
-            type(value).__name__
-            for state in state_dict["state"].values()
-            for name, value in state.items()
-            if name != "step"
-        }
-    )
+    kinds = {
+        type(value).__name__
+        for state in state_dict["state"].values()
+        for name, value in state.items()
+        if name != "step"
+    }
     full = get_optimizer_state_dict(net, used, options=StateDictOptions(full_state_dict=True))
     return {
-        "losses": losses,
-        "norms": norms,
+        **found,
         "weights": whole(net.state_dict()),
         "states": whole(state_dict),
         "full": full,
-        "kinds": kinds,
+        "kinds": sorted(kinds),
     }
 
 
+FIRST_HALF, SECOND_HALF = range(STEPS // 2), range(STEPS // 2, STEPS)
 #: What is trained, and the overlaps with which.
 CASES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({}, ("commit", "eager", "off")),
@@ -146,7 +118,6 @@ def offloaded(
     """What a run with offload found, beside a plain one."""
     with OffloadEngine(config(directory, overlap)) as engine:
         ours = run(engine)
-        ours["metrics"] = engine.metrics()
     more = {key: ours[key] for key in ("kinds", "sharded", "losses") if key in ours}
     ahead = ours["metrics"]["offload/optimizer/speculated_steps"]
     return compared([str(case), overlap], plain, ours, ahead=ahead, **more)
@@ -174,18 +145,17 @@ def two_ranks(rank: int, directory: Path) -> dict[str, Any]:
 
 def first_half(rank: int, directory: Path) -> None:
     """Train half of the steps and save, without offload and with it."""
-    train(rank, None, steps=STEPS // 2, save_to=directory / "checkpoint-None")
+    train(rank, None, steps=FIRST_HALF, save_to=directory / "checkpoint-None")
     with OffloadEngine(config(directory, "commit")) as engine:
-        train(rank, engine, steps=STEPS // 2, save_to=directory / "checkpoint-commit")
+        train(rank, engine, steps=FIRST_HALF, save_to=directory / "checkpoint-commit")
 
 
 def second_half(rank: int, directory: Path, source: str) -> list[dict[str, Any]]:
     """Load what any number of ranks saved, with and without offload; train the other half."""
-    half = STEPS // 2
     found = []
     for saved in (None, "commit"):
         checkpoint = Path(source) / f"checkpoint-{saved}"
-        run = partial(train, rank, steps=half, first=half, checkpoint=checkpoint)
+        run = partial(train, rank, steps=SECOND_HALF, checkpoint=checkpoint)
         found.append(offloaded(directory, saved, "commit", run(None), run))
     return found
 
@@ -200,18 +170,14 @@ def tensor_parallel(rank: int, directory: Path) -> list[dict[str, Any]]:
         parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
         made = torch.optim.AdamW(net.parameters(), lr=1e-2)
         used: Any = made if engine is None else engine.attach(net, made)
-        data = torch.Generator().manual_seed(1)  # all ranks compute the same batch
-        losses = []
-        for _ in range(6):
-            tokens = torch.randint(0, 96, (4, 17), generator=data)
-            loss = loss_of(net, tokens)
-            loss.backward()
-            losses.append(loss.item().hex())
-            del loss
-            used.step()
-            used.zero_grad()
+
+        def tokens_of(step: int, micro: int) -> torch.Tensor:
+            """All ranks compute the same batch."""
+            data = torch.Generator().manual_seed(step)
+            return torch.randint(0, 96, (4, 17), generator=data)
+
         return {
-            "losses": losses,
+            **run_steps(net, used, engine, tokens_of),
             "weights": whole(net.state_dict()),
             "states": whole(used.state_dict()),
             "sharded": sum(isinstance(p, DTensor) for p in net.parameters()),
