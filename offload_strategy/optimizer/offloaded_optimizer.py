@@ -170,7 +170,8 @@ class OffloadedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self._updater.streams.stepping():
+        phase = f"OffloadedOptimizer.step#{type(self.inner).__name__}"
+        with torch.autograd.profiler.record_function(phase), self._updater.streams.stepping():
             self._update_all()
         self._updater.step_ended()
         # Schedulers that were made with the inner optimizer check whether it has stepped.

@@ -175,11 +175,13 @@ def train(
     early: Early | None = None,
     after: Callable[[int, nn.Module, Any], object] = lambda step, net, optimizer: None,
     loop: dict[str, Any] | None = None,
+    on_first: bool = False,
     **ddp: Any,
 ) -> dict[str, Any]:
     """Train a net over all ranks: `Net`, or `Recomputed` with "blocks" or "ends".
 
-    `loop` has options of `run_steps`, and all others are those of `DistributedDataParallel`.
+    `loop` has options of `run_steps`; with `on_first`, rank 0 alone is asked for all states; all
+    other options are those of `DistributedDataParallel`.
 
     Returns:
         What `run_steps` does, weights, and the state dict.
@@ -211,8 +213,13 @@ def train(
         model, used, engine, tokens_of, steps,
         after=lambda step: after(step, net, used), **loop or {},
     )  # fmt: skip
-    weights = {name: value.clone() for name, value in net.state_dict().items()}
-    return {**found, "weights": weights, "states": used.state_dict()}
+    if on_first and engine is not None:
+        used.consolidate_state_dict()
+    return {
+        **found,
+        "weights": {name: value.clone() for name, value in net.state_dict().items()},
+        "states": used.state_dict() if rank == 0 or not on_first else {},
+    }
 
 
 def whole(value: Any) -> Any:
@@ -305,22 +312,15 @@ def maybe_offloading(directory: Path, offload: bool) -> Iterator[OffloadEngine |
 
 def save_half(rank: int, directory: Path) -> bool:
     """Train and save without offload and with it; return whether the files have the same."""
-    for offload in (False, True):
-
-        def save_on_first(
-            step: int, net: nn.Module, optimizer: Any, offload: bool = offload
-        ) -> None:
-            if step == STEPS - 1:
-                if offload:  # as code does that asks rank 0 alone
-                    optimizer.consolidate_state_dict()
-                if rank == 0:
-                    saved = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
-                    (save if offload else torch.save)(saved, directory / f"{offload}.ckpt")
-                dist.barrier()
-
+    files = {offload: directory / f"{offload}.ckpt" for offload in (False, True)}
+    for offload, file in files.items():
         with maybe_offloading(directory / "tier", offload) as engine:
-            train(rank, engine, after=save_on_first)
-    return same(*(torch.load(directory / f"{offload}.ckpt") for offload in (False, True)))
+            found = train(rank, engine, on_first=True)
+            if rank == 0:
+                saved = {"model": found["weights"], "optimizer": found["states"]}
+                (save if offload else torch.save)(saved, file)
+    dist.barrier()
+    return same(*map(torch.load, files.values()))
 
 
 def second_half(rank: int, directory: Path) -> list[dict[str, Any]]:

@@ -94,17 +94,9 @@ class ParameterSlice:
         if self.rows is None:
             return tensor
         begin, end = self.rows
-        if not tensor.is_sparse:
-            return tensor[begin:end]
-        # The values of each row stay in the same order.
-        indices = tensor._indices()
-        selected = (indices[0] >= begin) & (indices[0] < end)
-        shifted = indices[:, selected]
-        shifted[0] -= begin
-        size = (end - begin, *tensor.shape[1:])
-        return torch.sparse_coo_tensor(
-            shifted, tensor._values()[selected], size, is_coalesced=tensor.is_coalesced()
-        )
+        if tensor.is_sparse:  # the values of each row stay in the same order
+            return tensor.narrow_copy(0, begin, end - begin)
+        return tensor[begin:end]
 
     @property
     def values(self) -> torch.Tensor:
