@@ -1,4 +1,4 @@
-"""Sizes in bytes and counts of parameters, as text and as numbers; lists and tables as Markdown."""
+"""Sizes in bytes and counts of parameters, as text and as numbers; lengths of time; Markdown."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ KiB = 1024
 MiB = 1024 * KiB
 GiB = 1024 * MiB
 TiB = 1024 * GiB
+
+SECONDS_PER_DAY = 86400.0
+DAYS_PER_YEAR = 365.0
+"""Drives are rated in writes a day over a number of years, which their makers count like this."""
+SECONDS_PER_YEAR = DAYS_PER_YEAR * SECONDS_PER_DAY
 
 PAGE_BYTES = 4096
 """Alignment of every extent and host buffer: direct I/O and memory maps work in whole pages."""

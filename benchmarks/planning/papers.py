@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 
 from offload_strategy.planner.analysis import (
-    SECONDS_PER_YEAR,
     SSDTRAIN,
     lifespan_seconds,
     required_write_rate,
@@ -21,7 +20,7 @@ from offload_strategy.planner.search.gpu_model import GpuModel
 from offload_strategy.planner.search.search_result import Candidate
 from offload_strategy.planner.search.settings import Settings, weight_buffers
 from offload_strategy.planner.transformer_shape import TransformerShape
-from offload_strategy.units import GiB, format_size, markdown_table
+from offload_strategy.units import SECONDS_PER_YEAR, GiB, format_size, markdown_table
 
 #: SSDTrain, section IV-A: sequence 1024, float16.
 BERT_WORK = Workload(batch=16, sequence=1024)

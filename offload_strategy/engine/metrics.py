@@ -13,10 +13,7 @@ from offload_strategy.config import OffloadConfig
 from offload_strategy.engine.resources import Resources
 from offload_strategy.telemetry import CLIENTS, Direction, get_logger
 from offload_strategy.torch_support.accelerator import has_memory_statistics, peak_allocated_bytes
-from offload_strategy.units import format_size
-
-_SECONDS_PER_DAY = 24 * 3600
-_SECONDS_PER_YEAR = 365.25 * _SECONDS_PER_DAY
+from offload_strategy.units import SECONDS_PER_DAY, SECONDS_PER_YEAR, format_size
 
 logger = get_logger(__name__)
 
@@ -51,9 +48,7 @@ class Metrics:
             metrics[f"{prefix}/used_bytes"] = float(used_bytes)
             metrics[f"{prefix}/read_GBps"] = recorder.bandwidth_GBps(name, Direction.READ)
             metrics[f"{prefix}/write_GBps"] = recorder.bandwidth_GBps(name, Direction.WRITE)
-            metrics[f"{prefix}/queued_seconds"] = sum(
-                recorder.queue_seconds(name, direction) for direction in Direction
-            )
+            metrics[f"{prefix}/queued_seconds"] = recorder.queue_seconds(name)
         for name, value in activations.items():
             metrics[f"offload/activations/{name}"] = value
         for name in ("speculated_steps", "redone_steps"):
@@ -106,11 +101,11 @@ class Metrics:
                     years = min(years, _years(tier.endurance_tbw, tier_written, elapsed))
         return {
             "offload/endurance/written_bytes": float(written),
-            "offload/endurance/written_bytes_per_day": written / elapsed * _SECONDS_PER_DAY,
+            "offload/endurance/written_bytes_per_day": written / elapsed * SECONDS_PER_DAY,
             "offload/endurance/projected_years": years if math.isfinite(years) else math.nan,
         }
 
 
 def _years(endurance_tbw: float, written: int, seconds: float) -> float:
     """Return the lifetime in years of drives that are written to at this rate."""
-    return endurance_tbw * 1e12 / (written / seconds) / _SECONDS_PER_YEAR
+    return endurance_tbw * 1e12 / (written / seconds) / SECONDS_PER_YEAR

@@ -20,12 +20,16 @@ from offload_strategy.planner.search.search_result import Candidate, SearchResul
 from offload_strategy.planner.search.settings import Fit, model_sizes
 from offload_strategy.planner.search.settings_search import model_of, search
 from offload_strategy.planner.step_time import StepTime
-from offload_strategy.units import format_size, markdown_list, markdown_table
+from offload_strategy.units import (
+    SECONDS_PER_DAY,
+    SECONDS_PER_YEAR,
+    format_size,
+    markdown_list,
+    markdown_table,
+)
 
 _GB = 1e9
 _TERA = 1e12
-_SECONDS_PER_DAY = 86400.0
-SECONDS_PER_YEAR = 365.0 * _SECONDS_PER_DAY
 #: Bytes that can be written for each rated byte: as the manufacturer rates, on which the warranty
 #: depends; with large sequential writes instead of the random ones of the rating; and as SSDTrain
 #: assumes, sequential writes of data that need not stay readable for years, but for a day.
@@ -121,7 +125,7 @@ class Analysis:
     @property
     def written_per_day(self) -> float:
         """Bytes that are written to the drives in a day."""
-        return self.run.step.written_bytes / self.seconds * _SECONDS_PER_DAY
+        return self.run.step.written_bytes / self.seconds * SECONDS_PER_DAY
 
     @cached_property
     def lifespans(self) -> dict[str, float]:

@@ -17,9 +17,8 @@ from typing import Any
 import yaml
 
 from offload_strategy.errors import ConfigError
-from offload_strategy.units import parse_size
+from offload_strategy.units import DAYS_PER_YEAR, parse_size
 
-_DAYS_PER_YEAR = 365.0
 _COUNT = re.compile(r"\s*(?:(?P<count>[^\sx×*]+)\s*[x×*]\s*)?(?P<name>\S.*?)\s*", re.I)
 _MAKERS = ("nvidia", "geforce", "samsung", "intel", "micron", "wd")
 #: The field that a key of hardware.yaml fills, and the factor of its figure.
@@ -129,7 +128,7 @@ def _fields(row: dict[str, Any]) -> dict[str, Any]:
     }
     fields |= {name: parse_size(cells[key]) for key, name in _SIZES.items() if key in cells}
     if "drive_writes_per_day" in cells:
-        days = float(cells["rated_years"]) * _DAYS_PER_YEAR
+        days = float(cells["rated_years"]) * DAYS_PER_YEAR
         fields["endurance_bytes"] = cells["drive_writes_per_day"] * fields["capacity_bytes"] * days
     explained = _data()["sources"]
     sources = {key: explained[cell[1]] for key, cell in row.items() if key != "aliases"}

@@ -19,7 +19,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from offload_strategy.errors import OffloadError
 from offload_strategy.telemetry.recorder import Direction, MoveRecord, StallRecord
@@ -31,18 +31,14 @@ _CLOCK_SECONDS = 1e-9
 
 
 def write_trace(
-    file: str | os.PathLike[str],
-    moves: Iterable[MoveRecord],
-    stalls: Iterable[StallRecord],
-    *,
-    process_name: str = "offload-strategy",
+    file: str | os.PathLike[str], moves: Iterable[MoveRecord], stalls: Iterable[StallRecord]
 ) -> None:
     """Write the records of one process as a trace, compressed if the name ends with ``.gz``.
 
-    `process_name` is its heading in the trace. Raises OffloadError if the file cannot be written.
+    Raises OffloadError if the file cannot be written.
     """
     # Copies: the recorder continues while the trace is written.
-    text = json.dumps(trace_object(list(moves), list(stalls), process_name=process_name))
+    text = json.dumps(trace_object(list(moves), list(stalls)))
     name = os.fspath(file)
     try:
         with open(name, "wb") as stream:
@@ -54,21 +50,15 @@ def write_trace(
         ) from error
 
 
-def trace_object(
-    moves: Iterable[MoveRecord],
-    stalls: Iterable[StallRecord],
-    *,
-    process_name: str = "offload-strategy",
-) -> dict[str, Any]:
+def trace_object(moves: Iterable[MoveRecord], stalls: Iterable[StallRecord]) -> dict[str, Any]:
     """Return the trace as an object for JSON; see `write_trace`."""
     pid = os.getpid()
-    tracks: list[tuple[str, list[_Slice]]] = []
+    tracks: list[tuple[str, list[_Event]]] = []
     counters: list[_Event] = []
 
-    waits: dict[str, list[_Slice]] = defaultdict(list)
+    waits: dict[str, list[_Event]] = defaultdict(list)
     for stall in stalls:
-        begin, end = _microseconds(stall.started_at, stall.finished_at)
-        waits[stall.client].append(_Slice(begin, end, stall.client, "stall", {}))
+        waits[stall.client].append(_slice(stall, "stall", {}))
     tracks += [(f"training waits: {client}", waits[client]) for client in sorted(waits)]
 
     by_path: dict[tuple[str, str, Direction], list[MoveRecord]] = defaultdict(list)
@@ -80,7 +70,7 @@ def trace_object(
         counters += _counter(f"{place} {direction} GB/s", pid, _rates(records), scale=1e-9)
         counters += _counter(f"{place} {direction} queued bytes", pid, _queued(records))
 
-    names: list[_Event] = [_name("process_name", pid, 0, name=process_name)]
+    names: list[_Event] = [_name("process_name", pid, 0, name="offload-strategy")]
     slices: list[_Event] = []
     tid = 0
     for label, track in tracks:
@@ -89,24 +79,9 @@ def trace_object(
             shown = label if number == 1 else f"{label} ({number})"
             names.append(_name("thread_name", pid, tid, name=shown))
             names.append(_name("thread_sort_index", pid, tid, sort_index=tid))
-            slices += [{"ph": "X", "pid": pid, "tid": tid, **piece.fields()} for piece in lane]
+            slices += [{"ph": "X", "pid": pid, "tid": tid, **piece} for piece in lane]
     events = sorted(slices + counters, key=lambda event: event["ts"])
     return {"traceEvents": names + events, "displayTimeUnit": "ms"}
-
-
-class _Slice(NamedTuple):
-    """A span of time on a track in microseconds; `end` is after `begin`."""
-
-    begin: int
-    end: int
-    name: str
-    category: str
-    arguments: dict[str, Any]
-
-    def fields(self) -> _Event:
-        """Return what an event says of it."""
-        where = {"ts": self.begin, "dur": self.end - self.begin}
-        return {"name": self.name, "cat": self.category, **where, "args": self.arguments}
 
 
 def _microseconds(begin: float, end: float) -> tuple[int, int]:
@@ -115,8 +90,14 @@ def _microseconds(begin: float, end: float) -> tuple[int, int]:
     return first, max(first + 1, math.floor(end * 1e6))
 
 
-def _move_slice(move: MoveRecord) -> _Slice:
-    begin, end = _microseconds(move.started_at, move.finished_at)
+def _slice(record: MoveRecord | StallRecord, category: str, arguments: dict[str, Any]) -> _Event:
+    """Return what an event of a track says, but for the process and the lane."""
+    begin, end = _microseconds(record.started_at, record.finished_at)
+    where = {"ts": begin, "dur": end - begin}
+    return {"name": record.client, "cat": category, **where, "args": arguments}
+
+
+def _move_slice(move: MoveRecord) -> _Event:
     seconds = move.finished_at - move.started_at
     arguments: dict[str, Any] = {
         "client": move.client,
@@ -125,23 +106,23 @@ def _move_slice(move: MoveRecord) -> _Slice:
     }
     if seconds >= _CLOCK_SECONDS:  # of less no clock can tell, and the rate could be infinite
         arguments["GBps"] = round(move.nbytes / seconds / 1e9, 3)
-    return _Slice(begin, end, move.client, str(move.direction), arguments)
+    return _slice(move, str(move.direction), arguments)
 
 
-def _lanes(track: list[_Slice]) -> list[list[_Slice]]:
+def _lanes(track: list[_Event]) -> list[list[_Event]]:
     """Assign slices to as few lanes as possible, so that no two in a lane overlap."""
-    lanes: list[list[_Slice]] = []
-    free: list[int] = []  # numbers of the lanes without a slice at the moment, a store
-    busy: list[tuple[int, int]] = []  # (end, number of the lane), a store
-    for piece in sorted(track, key=lambda piece: (piece.begin, piece.end)):
-        while busy and busy[0][0] <= piece.begin:
+    lanes: list[list[_Event]] = []
+    free: list[int] = []  # numbers of the lanes without a slice at the moment, a heap
+    busy: list[tuple[int, int]] = []  # (end, number of the lane), a heap
+    for piece in sorted(track, key=lambda piece: (piece["ts"], piece["dur"])):
+        while busy and busy[0][0] <= piece["ts"]:
             heapq.heappush(free, heapq.heappop(busy)[1])
         if not free:
             heapq.heappush(free, len(lanes))
             lanes.append([])
         number = heapq.heappop(free)
         lanes[number].append(piece)
-        heapq.heappush(busy, (piece.end, number))
+        heapq.heappush(busy, (piece["ts"] + piece["dur"], number))
     return lanes
 
 
@@ -167,7 +148,7 @@ def _queued(moves: list[MoveRecord]) -> Iterator[tuple[int, int]]:
 def _counter(
     name: str, pid: int, changes: Iterable[tuple[int, int]], scale: float = 1
 ) -> list[_Event]:
-    """Yield the values of a counter at the times of their changes."""
+    """Return the values of a counter at the times of their changes."""
     at: dict[int, int] = defaultdict(int)
     for moment, change in changes:
         at[moment] += change

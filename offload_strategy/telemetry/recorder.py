@@ -13,6 +13,8 @@ CLIENTS = ("activations", "optimizer", "parameters")
 
 #: Shorter waits are counted, but not recorded.
 _WORTH_A_RECORD_SECONDS = 1e-5
+#: Transfers, and stalls, of which the latest records are kept.
+_KEPT_RECORDS = 65536
 
 
 class Direction(StrEnum):
@@ -71,22 +73,21 @@ class _BusyClock:
 
 
 class Recorder:
-    """Thread-safe sums over all transfers of one engine, and the latest `keep` records of each.
+    """Thread-safe sums over all transfers of one engine, and records of the latest.
 
     The package's clock is `timeit.default_timer`: `time.perf_counter` as it was when torch was
     imported. A test that replaces `time.perf_counter` meanwhile must not end our threads.
     """
 
-    def __init__(self, keep: int = 65536) -> None:
-        self.started_at = perf_counter()
-        self.moves: deque[MoveRecord] = deque(maxlen=keep)
-        self.stalls: deque[StallRecord] = deque(maxlen=keep)
+    def __init__(self) -> None:
+        self.moves: deque[MoveRecord] = deque(maxlen=_KEPT_RECORDS)
+        self.stalls: deque[StallRecord] = deque(maxlen=_KEPT_RECORDS)
         self._lock = threading.Lock()
         self._client_bytes: dict[tuple[str, str], int] = defaultdict(int)
         self._tier_bytes: dict[tuple[str, Direction], int] = defaultdict(int)
         self._stall_seconds: dict[str, float] = defaultdict(float)
         self._read_stall_seconds: dict[str, float] = defaultdict(float)
-        self._queue_seconds: dict[tuple[str, Direction], float] = defaultdict(float)
+        self._queue_seconds: dict[str, float] = defaultdict(float)
         self._busy: dict[tuple[str, Direction], _BusyClock] = defaultdict(_BusyClock)
         self._any_busy = _BusyClock()
 
@@ -108,9 +109,7 @@ class Recorder:
                 verb = "written" if record.direction is Direction.WRITE else "read"
                 self._client_bytes[record.client, verb] += record.nbytes
                 self._tier_bytes[record.tier, record.direction] += record.nbytes
-                self._queue_seconds[record.tier, record.direction] += (
-                    record.started_at - record.queued_at
-                )
+                self._queue_seconds[record.tier] += record.started_at - record.queued_at
 
     def forwarded(self, client: str, nbytes: int) -> None:
         """Count bytes that were returned from memory because their write had not ended."""
@@ -147,10 +146,10 @@ class Recorder:
         with self._lock:
             return self._read_stall_seconds[client]
 
-    def queue_seconds(self, tier: str, direction: Direction) -> float:
+    def queue_seconds(self, tier: str) -> float:
         """Return the total queueing time of a tier's finished transfers in seconds."""
         with self._lock:
-            return self._queue_seconds[tier, direction]
+            return self._queue_seconds[tier]
 
     def bandwidth_GBps(self, tier: str, direction: Direction) -> float:
         """Return GB/s while the path was busy in that direction; 0 if never."""

@@ -11,7 +11,6 @@ from benchmarks.planning.papers import FOUR_980, MEGATRON_RUNS, fuyou, host_memo
 from offload_strategy.errors import ConfigError
 from offload_strategy.planner.analysis import (
     AS_RATED,
-    SECONDS_PER_YEAR,
     SSDTRAIN,
     lifespan_seconds,
     required_write_rate,
@@ -19,7 +18,7 @@ from offload_strategy.planner.analysis import (
 from offload_strategy.planner.model_presets import preset
 from offload_strategy.planner.search.settings import weight_buffers, weights_in_flight_bytes
 from offload_strategy.planner.step_time import Rates, StageLoad, StepTime
-from offload_strategy.units import GiB
+from offload_strategy.units import SECONDS_PER_YEAR, GiB
 
 # Figures that the tables of docs/planning.md have are tested in test_analysis.py.
 

@@ -176,12 +176,12 @@ def test_queued_bytes_wait_from_being_queued_to_being_started() -> None:
 def test_the_file_holds_the_trace(name: str, tmp_path: Path) -> None:
     file = tmp_path / name
     file.write_text("an older one")
-    write_trace(file, iter([move(1, 2)]), iter([]), process_name="rank 3")
+    write_trace(file, iter([move(1, 2)]), iter([]))
     content = file.read_bytes()
     text = gzip.decompress(content) if name.endswith(".gz") else content
     trace = json.loads(text)
     assert_valid(trace)
-    assert trace == trace_object([move(1, 2)], [], process_name="rank 3")
+    assert trace == trace_object([move(1, 2)], [])
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
