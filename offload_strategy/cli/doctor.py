@@ -12,11 +12,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
+import torch
+
 from offload_strategy.cli import machine_checks, path_checks
 from offload_strategy.cli.machine_checks import Check, Status
 from offload_strategy.config import OffloadConfig
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.memory_limits import memory_cgroup_limit
+from offload_strategy.io.backends.protocol import available_backends
 
 
 def add_parser(commands: Any) -> None:
@@ -51,8 +55,8 @@ def _doctor(options: argparse.Namespace) -> int:
 def examine(paths: Sequence[str] = ()) -> Iterator[Check]:
     """Check this machine, and these paths or those of the configured tiers."""
     yield machine_checks.ok("python", f"{platform.python_version()} on {platform.system()}")
-    torch = machine_checks.check_torch()
-    yield torch
+    version = machine_checks.check_torch()
+    yield version
     try:
         config = OffloadConfig.load(None)
     except ConfigError as error:
@@ -64,7 +68,7 @@ def examine(paths: Sequence[str] = ()) -> Iterator[Check]:
         yield machine_checks.ok("config", f"tiers: {', '.join(tier.name for tier in config.tiers)}")
     for name, checks in {
         "storage": _backends(config),
-        "memory": _memory(config, torch.status is Status.OK),
+        "memory": _memory(config, version.status is Status.OK),
         "paths": _paths(config, paths),
     }.items():
         try:
@@ -78,18 +82,13 @@ def examine(paths: Sequence[str] = ()) -> Iterator[Check]:
 
 
 def _backends(config: OffloadConfig) -> Iterator[Check]:
-    from offload_strategy.io.backends.protocol import available_backends
-
+    # Here, so that one that fails does not end the other checks.
     yield from machine_checks.check_backends(config.io.backend, available_backends())
 
 
-def _memory(config: OffloadConfig, has_torch: bool) -> Iterator[Check]:
-    import psutil
-
+def _memory(config: OffloadConfig, new_enough: bool) -> Iterator[Check]:
     has_gpu = has_cuda = False
-    if has_torch:
-        import torch
-
+    if new_enough:
         has_cuda = torch.cuda.is_available()
         has_gpu = has_cuda or torch.accelerator.is_available()
         yield machine_checks.check_gpu()

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from offload_strategy.checkpoints import consolidate
 from offload_strategy.config import CONFIG_VARIABLE, OffloadConfig, presets
 from offload_strategy.io.bandwidth.history import (
     PathIdentity,
@@ -131,8 +132,5 @@ def add_consolidate_parser(commands: Any) -> None:
 
 
 def _consolidate(options: argparse.Namespace) -> None:
-    # Brings torch along, which the other commands need not wait for.
-    from offload_strategy.checkpoints import consolidate
-
     keys = consolidate(options.checkpoint, options.file)
     print(f"{options.file}: {options.file.stat().st_size} bytes; {', '.join(keys)}")

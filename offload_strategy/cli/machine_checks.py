@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+import torch
+
 from offload_strategy.config import OffloadConfig
 from offload_strategy.units import format_size
 
@@ -59,23 +61,17 @@ def problem(name: str, found: str, advice: str) -> Check:
 # ---------------------------------------------------------------------------- software
 def check_torch() -> Check:
     """Check the version of torch."""
-    oldest = ".".join(map(str, _OLDEST_TORCH))
-    advice = f"install torch {oldest} or newer: https://pytorch.org/get-started"
-    try:
-        import torch
-    except Exception as error:  # a torch whose libraries are missing fails in many ways
-        return problem("torch", f"cannot be imported: {error}", advice)
     version = str(torch.__version__)
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers and (int(numbers[1]), int(numbers[2])) < _OLDEST_TORCH:
+        oldest = ".".join(map(str, _OLDEST_TORCH))
+        advice = f"install torch {oldest} or newer: https://pytorch.org/get-started"
         return problem("torch", version, advice)
     return ok("torch", version)
 
 
 def check_gpu(devices: Path = Path("/dev")) -> Check:
     """Check the accelerator that torch sees."""
-    import torch
-
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         return ok("GPU", f"{len(names)} x {names[0]}" if len(set(names)) == 1 else ", ".join(names))
@@ -198,9 +194,9 @@ def check_open_files(limit: int | None) -> Check:
     return ok("open files", "unlimited" if limit is None else f"at most {limit}")
 
 
-def local_processes(environment: Mapping[str, str] = os.environ) -> int:
-    """Check the number of training processes on this machine, from launchers such as torchrun."""
-    text = environment.get("LOCAL_WORLD_SIZE", "")
+def local_processes() -> int:
+    """Return the number of training processes on this machine, from launchers such as torchrun."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(text)) if text.isdecimal() else 1
 
 

@@ -92,53 +92,41 @@ def test_the_page_in_the_repository_is_that_of_its_figures(tmp_path: Path) -> No
         copy.unlink(missing_ok=True)
 
 
-def test_a_part_that_writes_nothing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[list[str]] = []
+class _Program:
+    """One that ends with status 3 and writes nothing, after it was ended if it is slow."""
 
-    class Nothing:
-        def __init__(self, command: list[str], **_: Any) -> None:
-            calls.append(command)
+    slow = False
+    ended = 0
 
-        def wait(self, timeout: float | None = None) -> int:
-            return 3
+    def __init__(self, command: list[str], **_: Any) -> None:
+        assert "--json" in command
 
-    monkeypatch.setattr(subprocess, "Popen", Nothing)
-    monkeypatch.setattr(
-        sys, "argv",
-        ["suite", "--only", "io", "--figures", str(tmp_path), "--out", str(tmp_path / "p.md")],
-    )  # fmt: skip
-    assert suite.main() == 1
-    assert len(calls) == 1
-    assert "--json" in calls[0]
-    assert "Not run here" in (tmp_path / "p.md").read_text()
-
-
-def test_a_part_that_takes_too_long_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ended: list[bool] = []
-
-    class Slow:
-        def __init__(self, command: list[str], **_: Any) -> None:
-            pass
-
-        def wait(self, timeout: float | None = None) -> int:
-            if timeout is None:
-                return 0
+    def wait(self, timeout: float | None = None) -> int:
+        if self.slow and timeout is not None:
             raise subprocess.TimeoutExpired("slow", timeout)
+        return 3
 
-        def terminate(self) -> None:
-            ended.append(True)
+    def terminate(self) -> None:
+        _Program.ended += 1
 
-    monkeypatch.setattr(subprocess, "Popen", Slow)
-    monkeypatch.setattr(
-        sys, "argv",
-        ["suite", "--only", "io", "--quick", "--figures", str(tmp_path), "--out",
-         str(tmp_path / "p.md")],
-    )  # fmt: skip
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_part_that_writes_nothing_fails_and_one_that_takes_too_long_is_ended(
+    slow: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(_Program, "slow", slow)
+    monkeypatch.setattr(_Program, "ended", 0)
+    monkeypatch.setattr(subprocess, "Popen", _Program)
+    page = tmp_path / "page.md"
+    words = ["--only", "io", "--quick", "--figures", str(tmp_path), "--out", str(page)]
+    monkeypatch.setattr(sys, "argv", ["suite", *words])
     assert suite.main() == 1
-    assert ended == [True]
-    assert "io: ended after 2 minutes" in capsys.readouterr().err
+    assert _Program.ended == slow
+    assert ("io: ended after 2 minutes" in capsys.readouterr().err) is slow
+    assert "Not run here" in page.read_text()
 
 
 def test_every_part_can_be_run() -> None:

@@ -1,17 +1,18 @@
+"""`ssd-offload doctor`, and what each of its checks says of machines and paths."""
+
 from __future__ import annotations
 
 import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from offload_strategy.cli import machine_checks as checks
-from offload_strategy.cli import main
 from offload_strategy.cli.machine_checks import Check, Status
 from offload_strategy.cli.path_checks import (
     check_devices,
@@ -26,17 +27,10 @@ from offload_strategy.units import GiB, MiB
 from tests.io.loop_devices import loop_device, loop_disk
 
 OK, WARNING, PROBLEM = Status.OK, Status.WARNING, Status.PROBLEM
-Doctor = Callable[..., Any]
-
-
-@pytest.fixture(autouse=True)
-def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SSD_OFFLOAD_CONFIG", "SSD_OFFLOAD_DIR", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
-def in_memory() -> Iterator[Path]:
+def in_memory():
     if not Path("/dev/shm").is_dir():
         pytest.skip("this system has no /dev/shm")
     directory = Path(f"/dev/shm/offload-strategy-doctor-{os.getpid()}")
@@ -56,13 +50,12 @@ def by_name(found: list[Check]) -> dict[str, Check]:
 
 # ---------------------------------------------------------------------------- the command
 @pytest.fixture
-def doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Doctor:
+def doctor(ssd_offload, monkeypatch):
     """Runs the command with a config; returns what it prints, of --json the checks by name."""
 
     def run(*words: object, status: int = 0, config: str = config()) -> Any:
         monkeypatch.setenv("SSD_OFFLOAD_CONFIG", config)
-        assert main(["doctor", *map(str, words)]) == status
-        text = capsys.readouterr().out
+        text = ssd_offload("doctor", *words, status=status).out
         if "--json" not in words:
             return text
         report = json.loads(text)
@@ -72,7 +65,7 @@ def doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     return run
 
 
-def test_a_machine_where_training_works_exits_with_0(disk: Path, doctor: Doctor) -> None:
+def test_a_machine_where_training_works_exits_with_0(disk, doctor):
     text = doctor(disk)
     assert text.splitlines()[0].startswith("ok       python: 3.")
     assert f"{disk}: direct I/O" in " ".join(text.split())  # a long path has a line of its own
@@ -86,7 +79,7 @@ def test_a_machine_where_training_works_exits_with_0(disk: Path, doctor: Doctor)
     assert "could not be looked at" not in json.dumps(checks)
 
 
-def test_without_a_path_those_of_the_config_are_looked_at(disk: Path, doctor: Doctor) -> None:
+def test_without_a_path_those_of_the_config_are_looked_at(disk, doctor):
     tiers = [
         {"name": "host", "kind": "dram", "capacity": "1MiB"},
         {"name": "nvme", "kind": "ssd", "path": str(disk), "capacity": "64MiB"},
@@ -96,15 +89,13 @@ def test_without_a_path_those_of_the_config_are_looked_at(disk: Path, doctor: Do
     assert checks[f"{disk}: space"]["found"] == "64 MiB can be used"
 
 
-def test_a_path_that_is_not_there_is_a_problem(tmp_path: Path, doctor: Doctor) -> None:
+def test_a_path_that_is_not_there_is_a_problem(tmp_path, doctor):
     text = doctor(tmp_path / "missing", status=1)
     assert "mkdir -p -m 700" in text
     assert text.splitlines()[-1] == "Training would not work here: 1 problem to solve."
 
 
-def test_a_wrong_config_or_a_check_that_fails_does_not_end_the_others(
-    disk: Path, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_config_or_a_check_that_fails_does_not_end_the_others(disk, doctor, monkeypatch):
     checks_ = doctor(disk, "--json", status=1, config='{"memory": {"pined": "1MiB"}}')
     assert checks_["config"]["status"] == "problem"
     assert "memory.pinned" in checks_["config"]["found"]
@@ -134,14 +125,10 @@ def test_a_wrong_config_or_a_check_that_fails_does_not_end_the_others(
     ],
 )
 def test_memory_must_hold_the_buffers_and_host_tiers_of_all_processes(
-    total: int, available: int, limit: int | None, processes: int, status: Status
-) -> None:
-    wanted = OffloadConfig.load(
-        {
-            "tiers": [{"name": "host", "kind": "dram", "capacity": "12GiB"}],
-            "memory": {"pinned": "4GiB"},
-        }
-    )
+    total, available, limit, processes, status
+):
+    tiers = [{"name": "host", "kind": "dram", "capacity": "12GiB"}]
+    wanted = OffloadConfig.load({"tiers": tiers, "memory": {"pinned": "4GiB"}})
     found = checks.check_memory(
         wanted, processes=processes, total=total, available=available, limit=limit
     )
@@ -190,9 +177,7 @@ V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
         ({"proc/self/cgroup": "4:memory:/a\n", f"{V1}/a/memory.limit_in_bytes": UNLIMITED}, None),
     ],
 )
-def test_the_least_limit_of_the_memory_cgroups_counts(
-    files: dict[str, str], limit: int | None, tmp_path: Path
-) -> None:
+def test_the_least_limit_of_the_memory_cgroups_counts(files, limit, tmp_path):
     assert memory_cgroup_limit(tree(tmp_path, files)) == limit
 
 
@@ -205,7 +190,7 @@ def test_the_least_limit_of_the_memory_cgroups_counts(
         (None, OK),
     ],
 )
-def test_huge_pages(text: str | None, status: Status, tmp_path: Path) -> None:
+def test_huge_pages(text, status, tmp_path):
     file = tmp_path / "enabled"
     if text is not None:
         file.write_text(text)
@@ -218,26 +203,20 @@ def test_huge_pages(text: str | None, status: Status, tmp_path: Path) -> None:
     ("found", "status"),
     [
         # Locked memory matters with a GPU.
-        *(
-            (checks.check_locked_memory(limit, 64 * MiB, has_gpu), status)
-            for limit, has_gpu, status in (
-                (8 * MiB, False, OK),
-                (8 * MiB, True, WARNING),
-                (GiB, True, OK),
-                (None, True, OK),
-            )
-        ),
-        *(
-            (checks.check_open_files(limit), status)
-            for limit, status in ((256, WARNING), (1024, OK), (None, OK))
-        ),
+        (checks.check_locked_memory(8 * MiB, 64 * MiB, has_gpu=False), OK),
+        (checks.check_locked_memory(8 * MiB, 64 * MiB, has_gpu=True), WARNING),
+        (checks.check_locked_memory(GiB, 64 * MiB, has_gpu=True), OK),
+        (checks.check_locked_memory(None, 64 * MiB, has_gpu=True), OK),
+        (checks.check_open_files(256), WARNING),
+        (checks.check_open_files(1024), OK),
+        (checks.check_open_files(None), OK),
     ],
 )
-def test_limits(found: Check, status: Status) -> None:
+def test_limits(found, status):
     assert found.status is status
 
 
-def test_a_backend_that_is_wanted_must_run() -> None:
+def test_a_backend_that_is_wanted_must_run():
     available = {"posix": None, "kvikio": "no NVIDIA driver"}
     assert [c.status for c in checks.check_backends("auto", available)] == [OK, OK]
     posix, kvikio = checks.check_backends("kvikio", available)
@@ -246,9 +225,7 @@ def test_a_backend_that_is_wanted_must_run() -> None:
     assert checks.check_backends("auto", {"posix": "not this system"})[-1].status is PROBLEM
 
 
-def test_cufile_is_asked_for_only_with_an_nvidia_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cufile_is_asked_for_only_with_an_nvidia_gpu(tmp_path, monkeypatch):
     assert checks.check_cufile(False).status is OK
     found = checks.check_cufile(True, tmp_path)
     assert found.status is WARNING  # neither kvikio nor the module
@@ -259,8 +236,7 @@ def test_cufile_is_asked_for_only_with_an_nvidia_gpu(
     assert checks.check_cufile(True, tmp_path) == Check("cuFile", OK, "nvidia-fs 2.17")
 
 
-def test_an_nvidia_driver_that_torch_does_not_see_is_worth_a_warning(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
+def test_an_nvidia_driver_that_torch_does_not_see_is_worth_a_warning(tmp_path):
     if torch.accelerator.is_available():
         assert checks.check_gpu().status is OK
         return
@@ -270,16 +246,14 @@ def test_an_nvidia_driver_that_torch_does_not_see_is_worth_a_warning(tmp_path: P
 
 
 # ---------------------------------------------------------------------------- paths
-def test_a_good_directory_is_ok_in_every_respect_and_nothing_is_left(disk: Path) -> None:
+def test_a_good_directory_is_ok_in_every_respect_and_nothing_is_left(disk):
     found = by_name(check_path(disk, "nvme"))
     names = ["file system", "unnamed files", "direct I/O", "space"]
     assert list(found) == [f"{disk}: {name}" for name in names]
     assert list(disk.iterdir()) == []
 
 
-def test_a_directory_in_memory_is_worth_a_warning_once(
-    in_memory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_directory_in_memory_is_worth_a_warning_once(in_memory, caplog):
     with caplog.at_level(logging.INFO, "offload_strategy"):
         found = by_name(check_path(in_memory, "nvme"))
     assert found[f"{in_memory}: file system"].status is WARNING
@@ -287,13 +261,10 @@ def test_a_directory_in_memory_is_worth_a_warning_once(
     assert caplog.records == []
 
 
-def test_more_capacity_than_room_is_a_problem(disk: Path) -> None:
+def test_capacities_that_do_not_fit_alone_or_together_are_a_problem(disk):
     (found,) = check_path(disk, "nvme", capacity=1 << 60)
     assert found.status is PROBLEM
     assert found.advice.startswith("Lower the capacity")
-
-
-def test_capacities_that_fit_alone_and_not_together_are_a_problem(disk: Path) -> None:
     room = shutil.disk_usage(disk).free
     tiers = [
         {"name": name, "kind": "ssd", "path": str(disk), "capacity": room * 2 // 3}
@@ -305,7 +276,7 @@ def test_capacities_that_fit_alone_and_not_together_are_a_problem(disk: Path) ->
     assert "Free some space" in found.advice
 
 
-def test_buffered_io_is_a_warning_unless_it_was_chosen(disk: Path) -> None:
+def test_buffered_io_is_a_warning_unless_it_was_chosen(disk):
     chosen = by_name(check_path(disk, "nvme", direct=False))[f"{disk}: direct I/O"]
     assert chosen == Check(f"{disk}: direct I/O", OK, "switched off by io.direct: false")
 
@@ -321,13 +292,13 @@ def test_buffered_io_is_a_warning_unless_it_was_chosen(disk: Path) -> None:
         (None, OK, "unknown"),
     ],
 )
-def test_file_systems(system: FileSystem | None, status: Status, word: str) -> None:
+def test_file_systems(system, status, word):
     found = check_file_system(Path("/mnt"), system, in_memory=False)
     assert found.status is status
     assert word in found.found
 
 
-def test_two_paths_on_one_file_system_are_worth_a_warning(disk: Path, tmp_path: Path) -> None:
+def test_two_paths_on_one_file_system_are_worth_a_warning(disk, tmp_path):
     with loop_disk(tmp_path / "other", 16 * MiB) as other:
         assert check_devices([disk, other.directory]) == []
         (found,) = check_devices([disk, tmp_path, other.directory])
@@ -335,7 +306,7 @@ def test_two_paths_on_one_file_system_are_worth_a_warning(disk: Path, tmp_path: 
     assert str(other.directory) not in found.found
 
 
-def test_a_block_device_is_ok_when_it_is_empty_and_a_problem_when_it_is_not(tmp_path: Path) -> None:
+def test_a_block_device_is_ok_when_it_is_empty_and_a_problem_when_it_is_not(tmp_path):
     with loop_device(tmp_path / "empty.img", 16 * MiB) as device:
         found = by_name(check_path(device, "raw"))
         assert {check.status for check in found.values()} == {OK}
@@ -345,7 +316,7 @@ def test_a_block_device_is_ok_when_it_is_empty_and_a_problem_when_it_is_not(tmp_
         assert used.status is PROBLEM
 
 
-def test_a_read_only_file_system_is_a_problem(tmp_path: Path) -> None:
+def test_a_read_only_file_system_is_a_problem(tmp_path):
     with loop_disk(tmp_path, 16 * MiB) as disk:
         status = os.system(f"mount -o remount,ro {disk.directory}")
         assert status == 0

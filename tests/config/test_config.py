@@ -320,11 +320,6 @@ class TestValues:
         assert section.budget_fraction() == fraction
         assert section.budget_bytes() == size
 
-    def test_sizes_are_numbers_in_python_and_text_in_json(self) -> None:
-        config = OffloadConfig(memory={"pinned": "4GiB"})
-        assert config.model_dump()["memory"]["pinned"] == 4 * GiB
-        assert json.loads(config.model_dump_json())["memory"]["pinned"] == "4GiB"
-
     def test_a_path_is_expanded_and_absolute(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("SCRATCH", "/scratch/me")
         monkeypatch.setenv("HOME", "/home/me")

@@ -12,7 +12,7 @@ import yaml
 from offload_strategy.config import OffloadConfig
 from offload_strategy.errors import ConfigError
 from offload_strategy.planner.hardware import Device, Drive, Drives, device, drive_set
-from offload_strategy.planner.model_presets import PRESETS, preset
+from offload_strategy.planner.model_presets import preset
 from offload_strategy.planner.request import Request
 from offload_strategy.planner.search.config_output import config_yaml
 from offload_strategy.planner.search.cpu_model import CpuModel
@@ -114,13 +114,6 @@ def test_what_fits_nowhere_is_refused_with_the_reason(run, short):
 
 
 # ------------------------------------------------------------------ the fastest
-def test_the_largest_model_is_searched():
-    largest = max(PRESETS, key=lambda name: preset(name).parameters)
-    found = search(request(largest, "a100-80g"), Space((1024, 2048), max_batch=64))
-    assert found.tried > 1000
-    assert found.best.placement.ok
-
-
 def on_small_cpu(memory: float, rate: float):
     return on_cpu(memory * GiB, rate, rate, dataclasses.replace(GPT_98M, layers=6))
 

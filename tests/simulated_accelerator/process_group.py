@@ -88,21 +88,23 @@ class SimulatedProcessGroup(dist.ProcessGroup):
 
     # ------------------------------------------------------------------ collectives
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
-        operation = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        average = operation == dist.ReduceOp.AVG
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.SUM if average else operation
-
         def collective(gloo: Any, of: _ToHost) -> None:
-            on_host = [of(tensor) for tensor in tensors]
-            gloo.allreduce(on_host, options).wait()
-            if average:
-                for tensor in on_host:
-                    tensor.div_(self.size())
+            self._reduce(gloo, [of(tensor) for tensor in tensors], opts)
 
         return self._run(tensors, tensors, collective)
 
     allreduce_coalesced = allreduce
+
+    def _reduce(self, gloo: Any, on_host: list[torch.Tensor], opts: Any) -> None:
+        """Reduce tensors of the host in place; gloo has no average."""
+        operation = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        average = operation == dist.ReduceOp.AVG
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.SUM if average else operation
+        gloo.allreduce(on_host, options).wait()
+        if average:
+            for tensor in on_host:
+                tensor.div_(self.size())
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         def collective(gloo: Any, of: _ToHost) -> None:
@@ -131,16 +133,9 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     def _reduce_scatter_base(
         self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
     ) -> Any:
-        operation = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        average = operation == dist.ReduceOp.AVG
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.SUM if average else operation
-
         def collective(gloo: Any, of: _ToHost) -> None:
             whole = of(given).clone()
-            gloo.allreduce([whole], options).wait()
-            if average:
-                whole.div_(self.size())
+            self._reduce(gloo, [whole], opts)
             of(output).view(-1).copy_(whole.view(-1).chunk(self.size())[self.rank()])
 
         return self._run(output, [given, output], collective)

@@ -11,39 +11,177 @@ generator, so that a run compares bit for bit with one on the CPU.
 
 Limits: no graphs, no `torch.compile`, no access of files to device memory; scaled dot product
 attention takes the math path. A run samples schedules: one without a difference proves nothing.
+
+The module itself is `torch.sim`: what PyTorch asks of the Python module of a device, and the
+controls of the simulation.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from tests.simulated_accelerator import device_module
-from tests.simulated_accelerator.extension import extension as _C
+from tests.simulated_accelerator.extension import extension
+
+Stream, Event = torch.Stream, torch.Event
+Device = torch.device | int | str | None
+
+memory_allocated = torch.accelerator.memory_allocated
+max_memory_allocated = torch.accelerator.max_memory_allocated
+memory_reserved = torch.accelerator.memory_reserved
+max_memory_reserved = torch.accelerator.max_memory_reserved
+memory_stats = torch.accelerator.memory_stats
+reset_peak_memory_stats = torch.accelerator.reset_peak_memory_stats
+empty_cache = torch.accelerator.empty_cache
+
+
+class device:
+    """Make a device the current one for a block of code."""
+
+    def __init__(self, device: Device) -> None:
+        self._index = torch.accelerator._get_device_index(device, optional=True)
+        self._before = -1
+
+    def __enter__(self) -> None:
+        self._before = extension.exchange_device(self._index)
+
+    def __exit__(self, *_: object) -> None:
+        extension.exchange_device(self._before)
+
+
+def is_available() -> bool:
+    return True
+
+
+def is_initialized() -> bool:
+    return True
+
+
+def init() -> None:
+    extension.init()
+
+
+_lazy_init = init
+
+
+def _is_in_bad_fork() -> bool:
+    return False
+
+
+def device_count() -> int:
+    return int(extension.device_count())
+
+
+def current_device() -> int:
+    return int(extension.current_device())
+
+
+def set_device(device: Device) -> None:
+    extension.exchange_device(torch.accelerator._get_device_index(device, optional=True))
+
+
+def stream(stream: torch.Stream) -> torch.Stream:
+    return stream
+
+
+def current_stream(device: Device = None) -> torch.Stream:
+    return torch.accelerator.current_stream(device)
+
+
+def set_stream(stream: torch.Stream) -> None:
+    torch.accelerator.set_stream(stream)
+
+
+def synchronize(device: Device = None) -> None:
+    torch.accelerator.synchronize(device)
+    extension.check_error()
+
+
+def mem_get_info(device: Device = None) -> tuple[int, int]:
+    return torch.accelerator.get_memory_info(device)
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    return [torch.float16, torch.bfloat16]
+
+
+def get_rng_state(device: Any = "sim") -> torch.Tensor:
+    """The state of the CPU's generator, which random operators of this device use."""
+    return torch.get_rng_state()
+
+
+def set_rng_state(state: torch.Tensor, device: Any = "sim") -> None:
+    torch.set_rng_state(state)
+
+
+def manual_seed(seed: int) -> None:
+    """Nothing: `torch.manual_seed` seeds the CPU's generator, which this device uses."""
+
+
+manual_seed_all = manual_seed
+
+
+def initial_seed() -> int:
+    return torch.initial_seed()
+
+
+host_register = extension.host_register
+host_unregister = extension.host_unregister
+
+# Controls of the simulation.
+launch_python = extension.launch_python
+pinned_bytes = extension.pinned_bytes
+set_delays = extension.set_delays
+set_memory_limit = extension.set_memory_limit
+set_pinned_limit = extension.set_pinned_limit
+set_seed = extension.set_seed
+sleep = extension.sleep
+synchronize_all = extension.synchronize_all
+
+
+def counts(reset: bool = False, this_thread: bool = False) -> dict[str, int]:
+    """Return how often each thing happened, by ``async:``, ``staged:``, ``sync:`` and ``pinned:``.
+
+    Args:
+        reset: Start all counts at zero again.
+        this_thread: Count only what the calling thread did.
+    """
+    return _totals(reset, lambda thread: not this_thread or thread == threading.get_native_id())
+
+
+def training_counts(reset: bool = False) -> dict[str, int]:
+    """Return how often each thing happened, but not in the package's own threads."""
+    ours = {t.native_id for t in threading.enumerate() if t.name.startswith("ssd-offload")}
+    return _totals(reset, lambda thread: thread not in ours)
+
+
+def _totals(reset: bool, counted: Callable[[int], bool]) -> dict[str, int]:
+    totals: Counter[str] = Counter()
+    for (thread, name), number in extension.counts(reset).items():
+        if counted(thread):
+            totals[name] += number
+    return dict(totals)
+
+
+def synchronizing_calls(reset: bool = False, this_thread: bool = True) -> dict[str, int]:
+    """Return which calls made a thread wait for the device, and how often."""
+    return {
+        name.removeprefix("sync:"): number
+        for name, number in counts(reset, this_thread).items()
+        if name.startswith("sync:")
+    }
+
 
 torch.utils.rename_privateuse1_backend("sim")
-torch._register_device_module("sim", device_module)
+torch._register_device_module("sim", sys.modules[__name__])
 torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
-_C.init()
-_C.set_seed(int(os.environ.get("SIM_SEED", "0")))
-atexit.register(_C.synchronize_all)
-
-check_error = _C.check_error
-counts = device_module.counts
-empty_host_cache = _C.empty_host_cache
-host_register = device_module.host_register
-host_unregister = device_module.host_unregister
-launch_python = _C.launch_python
-pinned_bytes = _C.pinned_bytes
-set_blocking = _C.set_blocking
-set_delays = device_module.set_delays
-set_memory_limit = device_module.set_memory_limit
-set_pinned_limit = _C.set_pinned_limit
-set_poison = _C.set_poison
-set_registration_time = _C.set_registration_time
-set_seed = device_module.set_seed
-sleep = device_module.sleep
-synchronizing_calls = device_module.synchronizing_calls
-synchronize_all = _C.synchronize_all
+init()
+set_seed(int(os.environ.get("SIM_SEED", "0")))
+atexit.register(synchronize_all)

@@ -34,7 +34,6 @@ static void launch(Stream& stream, int64_t mean_us, F&& body) {
     at::NoGradGuard no_grad;
     (*task)();
   });
-  if (settings().blocking.load()) stream.synchronize();
 }
 
 static Stream& stream_of(const Tensor& t) {
@@ -500,10 +499,6 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using release = pybind11::call_guard<pybind11::gil_scoped_release>;
   m.def("init", [] { at::globalContext().lazyInitDevice(c10::DeviceType::PrivateUse1); });
-  m.def("default_generator", [](int device) {
-    return at::globalContext().defaultGenerator(
-        c10::Device(c10::DeviceType::PrivateUse1, static_cast<c10::DeviceIndex>(device)));
-  });
   m.def("device_count", [] { return sim::kDevices; });
   m.def("current_device", &sim::current_device);
   m.def("exchange_device", &sim::exchange_device);
@@ -511,10 +506,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     sim::settings().kernel_us = kernel_us;
     sim::settings().copy_us = copy_us;
   });
-  m.def("set_registration_time", [](int64_t us) { sim::settings().registration_us = us; });
   m.def("set_pinned_limit", [](int64_t nbytes) { sim::settings().pinned_limit = nbytes; });
-  m.def("set_blocking", [](bool on) { sim::settings().blocking = on; });
-  m.def("set_poison", [](bool on) { sim::settings().poison = on; });
   m.def("set_seed", [](int64_t seed) { sim::settings().seed = seed; });
   m.def("set_memory_limit", &sim::set_memory_limit);
   m.def("check_error", &sim::check_error);
@@ -525,7 +517,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return sim::host_unregister(reinterpret_cast<void*>(address));
   }, release());
   m.def("pinned_bytes", &sim::pinned_bytes);
-  m.def("empty_host_cache", &sim::empty_host_cache, release());
   m.def("counts", &sim::counts);
   m.def("sleep", [](int64_t us) {
     sim::current_stream(sim::current_device()).submit(

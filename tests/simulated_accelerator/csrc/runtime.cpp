@@ -327,7 +327,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
     } else {
       void* address = nullptr;
       TORCH_CHECK(posix_memalign(&address, 512, rounded) == 0, "no host memory for ", rounded, " bytes");
-      if (settings().poison.load()) std::memset(address, 0xFF, rounded);
+      std::memset(address, 0xFF, rounded);
       block = new Block{address, rounded, device, stream.id, {}};
       stats.reserved_bytes[0].increase(rounded);
       ++stats.num_device_alloc;
@@ -427,13 +427,11 @@ class DeviceMemory final : public c10::DeviceAllocator {
   void make_reusable(Pool& pool, Block* block) {
     pool.stats.active[0].decrease(1);
     pool.stats.active_bytes[0].decrease(block->nbytes);
-    if (settings().poison.load()) {
-      void* address = block->address;
-      const size_t nbytes = block->nbytes;
-      stream_at(block->device, block->stream).submit([address, nbytes] {
-        std::memset(address, 0xFF, nbytes);
-      });
-    }
+    void* address = block->address;
+    const size_t nbytes = block->nbytes;
+    stream_at(block->device, block->stream).submit([address, nbytes] {
+      std::memset(address, 0xFF, nbytes);
+    });
     pool.free[{block->stream, block->nbytes}].push_back(block);
   }
 
@@ -513,7 +511,7 @@ class HostMemory final : public at::HostAllocator {
     }
     void* address = nullptr;
     TORCH_CHECK(posix_memalign(&address, 4096, rounded) == 0, "no host memory for ", rounded, " bytes");
-    if (register_locked(lock, address, rounded) != 0) {
+    if (register_locked(address, rounded) != 0) {
       std::free(address);
       TORCH_CHECK(false, "simulated accelerator: no more host memory can be pinned (", rounded, " bytes)");
     }
@@ -551,8 +549,8 @@ class HostMemory final : public at::HostAllocator {
   c10::Stream get_current_stream() const { return as_c10(current_stream(current_device())); }
 
   int register_range(void* address, size_t nbytes) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    return register_locked(lock, address, nbytes);
+    std::lock_guard<std::mutex> guard(mutex_);
+    return register_locked(address, nbytes);
   }
   int unregister_range(void* address) {
     count("pinned:unregister");
@@ -577,18 +575,12 @@ class HostMemory final : public at::HostAllocator {
   }
 
  private:
-  int register_locked(std::unique_lock<std::mutex>& lock, void* address, size_t nbytes) {
+  int register_locked(void* address, size_t nbytes) {
     count("pinned:register");
     const int64_t limit = settings().pinned_limit.load();
     if (limit >= 0 && pinned_ + static_cast<int64_t>(nbytes) > limit) return 2;
     ranges_[address] = nbytes;
     pinned_ += nbytes;
-    const int64_t us = settings().registration_us.load();
-    if (us > 0) {
-      lock.unlock();
-      std::this_thread::sleep_for(std::chrono::microseconds(us));
-      lock.lock();
-    }
     return 0;
   }
 
@@ -626,10 +618,6 @@ int host_unregister(void* address) {
 
 int64_t pinned_bytes() {
   return host_memory().pinned();
-}
-
-void empty_host_cache() {
-  host_memory().empty_cache();
 }
 
 // ---------------------------------------------------------------- what PyTorch asks of a device

@@ -82,10 +82,7 @@ void synchronize_device(int device);
 struct Settings {
   std::atomic<int64_t> kernel_us{0}; // Mean random delay of a kernel.
   std::atomic<int64_t> copy_us{0}; // Mean random delay of a copy between host and device.
-  std::atomic<int64_t> registration_us{0}; // Time that one registration of host memory takes.
   std::atomic<int64_t> seed{0};
-  std::atomic<bool> blocking{false}; // Every launch waits: a difference that goes away is a race.
-  std::atomic<bool> poison{true};
   std::atomic<int64_t> pinned_limit{-1}; // Bytes of host memory that may be pinned; -1: no limit.
 };
 Settings& settings();
@@ -109,7 +106,6 @@ void use_pinned(const c10::DataPtr& data, Stream& stream);
 int host_register(void* address, size_t nbytes);
 int host_unregister(void* address);
 int64_t pinned_bytes();
-void empty_host_cache();
 
 // Gives a storage other memory of a size, with as many bytes as both have in common.
 void resize_storage(const c10::Storage& storage, size_t nbytes);

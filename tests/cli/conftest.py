@@ -1,0 +1,29 @@
+"""What the tests of the command line share: a way to run it, without the user's environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from offload_strategy.cli import main
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch):
+    for name in ("SSD_OFFLOAD_CONFIG", "SSD_OFFLOAD_DIR", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def ssd_offload(capsys):
+    """Runs the command line with words, checks its status, and returns what it printed."""
+
+    def run(*words: object, status: int = 0):
+        try:
+            found = main([*map(str, words)])
+        except SystemExit as ended:  # argparse's own errors
+            found = ended.code
+        printed = capsys.readouterr()
+        assert found == status, printed.err
+        return printed
+
+    return run
