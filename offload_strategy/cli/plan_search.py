@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import json
 import shutil
 import time
@@ -29,6 +28,7 @@ from torch import nn
 
 from offload_strategy.config import default_directory
 from offload_strategy.errors import ConfigError
+from offload_strategy.host_memory.idle_memory import return_freed_memory
 from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.io.backends.protocol import create_backend
 from offload_strategy.io.bandwidth.probe import probe
@@ -205,11 +205,12 @@ def measured_cores(
     # Measured even if it is given: the process takes more memory after it has trained a little.
     measured_rate = _updates()
     copy_rate = _copies()
+    return_freed_memory()
     return Cores(
         flops=flops,
         update_rate=update_rate or measured_rate,
         copy_rate=copy_rate,
-        process_bytes=_resident_bytes() + _MORE_BYTES,
+        process_bytes=psutil.Process().memory_info().rss + _MORE_BYTES,
         pass_seconds=pass_seconds,
         sources={name: "given" if value else source for name, value in given.items()},
     )
@@ -268,10 +269,3 @@ def _fastest(run: Callable[[], object]) -> float:
         run()
         seconds.append(time.perf_counter() - begin)
     return min(seconds)
-
-
-def _resident_bytes() -> int:
-    """Return the memory of this process, which has trained a little, without free memory."""
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # glibc's alone
-        ctypes.CDLL(None).malloc_trim(0)
-    return int(psutil.Process().memory_info().rss)

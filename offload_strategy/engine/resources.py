@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
 import torch
 
@@ -64,7 +63,7 @@ class Resources:
         be used, or its disk is smaller than its capacity.
         """
         wanted = {
-            cast("Client", client): config.tiers_for(cast("Client", client))
+            client: config.tiers_for(client)
             for client in CLIENTS
             if getattr(config, client).enabled
         }

@@ -53,7 +53,7 @@ def return_freed_memory() -> None:
 
     Takes some milliseconds, and page faults when the memory is used again.
     """
-    with suppress(OSError, AttributeError):
+    with suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 

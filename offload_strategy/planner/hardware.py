@@ -97,7 +97,7 @@ def drive_set(text: str) -> Drives:
         raise ConfigError(f"{text!r} names no drive: write a name, or a count as in '4xP5510'")
     count, name = match["count"], match["name"]
     # "wd-sn850x-2tb" and "P5800X" contain an x: a count must be a number.
-    if _key(text) in aliases("drive") or not re.fullmatch(r"[+-]?[\d.,]+", count or ""):
+    if _key(text) in table("drive") or not re.fullmatch(r"[+-]?[\d.,]+", count or ""):
         return Drives(_look_up(text, "drive"), 1)
     if not count.isdecimal() or int(count) < 1:
         raise ConfigError(
@@ -116,9 +116,13 @@ def _data() -> dict[str, Any]:
 
 @functools.cache
 def table(kind: str) -> dict[str, Any]:
-    """Return all entries of a kind, "device" or "drive", by name."""
+    """Return the entries of a kind, "device" or "drive", by everything that they are called."""
     maker = {"device": Device, "drive": Drive}[kind]
-    return {name: maker(name, **_fields(row)) for name, row in _data()[f"{kind}s"].items()}
+    found: dict[str, Any] = {}
+    for name, row in _data()[f"{kind}s"].items():
+        names = map(str, (name, *row["aliases"]))
+        found |= dict.fromkeys(map(_key, names), maker(name, **_fields(row)))
+    return found
 
 
 def _fields(row: dict[str, Any]) -> dict[str, Any]:
@@ -135,16 +139,6 @@ def _fields(row: dict[str, Any]) -> dict[str, Any]:
     return fields | {"sources": sources}
 
 
-@functools.cache
-def aliases(kind: str) -> dict[str, str]:
-    """Return the names of the entries of a kind by everything that they are called."""
-    return {
-        _key(str(alias)): name
-        for name, row in _data()[f"{kind}s"].items()
-        for alias in [name, *row.get("aliases", ())]
-    }
-
-
 def _key(name: str) -> str:
     """Return a normalized name."""
     words = [word for word in re.split(r"[\s_\-]+", name.lower()) if word not in _MAKERS]
@@ -152,12 +146,13 @@ def _key(name: str) -> str:
 
 
 def _look_up(name: str, kind: str) -> Any:
-    keys = aliases(kind)
-    found = keys.get(_key(name))
+    entries = table(kind)
+    found = entries.get(_key(name))
     if found is not None:
-        return table(kind)[found]
-    near = difflib.get_close_matches(_key(name), keys, 3, cutoff=0.5)
-    nearest = list(dict.fromkeys(keys[key] for key in near)) or sorted(table(kind))
+        return found
+    near = difflib.get_close_matches(_key(name), entries, 3, cutoff=0.5)
+    nearest = list(dict.fromkeys(entries[key].name for key in near))
+    nearest = nearest or sorted({entry.name for entry in entries.values()})
     raise ConfigError(
         f"there is no {kind} {name!r} in the hardware table; the nearest are "
         f"{', '.join(nearest)}. Give one of these, or its figures by hand"

@@ -138,6 +138,12 @@ class CpuRequest:
         require_positive(self, "", "memory_bytes")
 
     @property
+    def rates(self) -> Rates:
+        """What drives and cores move together."""
+        drive, count, overhead = self.drives.drive, self.drives.count, self.cores.io_overhead
+        return Rates(drive.read, drive.write, count, io_overhead=overhead, duplex=self.duplex)
+
+    @property
     def room_bytes(self) -> int:
         """Memory that training may take, the process included."""
         return int(MEMORY_SHARE * self.memory_bytes)

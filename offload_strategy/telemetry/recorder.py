@@ -6,10 +6,12 @@ import threading
 from collections import defaultdict, deque
 from enum import StrEnum
 from timeit import default_timer as perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, get_args
+
+from offload_strategy.config import Client
 
 #: The three clients of the store, as they appear in metric keys.
-CLIENTS = ("activations", "optimizer", "parameters")
+CLIENTS: tuple[Client, ...] = get_args(Client)
 
 #: Shorter waits are counted, but not recorded.
 _WORTH_A_RECORD_SECONDS = 1e-5

@@ -57,7 +57,7 @@ from offload_strategy.planner.search.settings import (
     state_bytes,
     weights_in_flight_bytes,
 )
-from offload_strategy.planner.step_time import BACKWARD_OVER_FORWARD, Rates, StageLoad, StepTime
+from offload_strategy.planner.step_time import BACKWARD_OVER_FORWARD, StageLoad, StepTime
 from offload_strategy.units import MiB, format_size
 
 #: Tensors of logits at a time.
@@ -88,16 +88,9 @@ class CpuModel(SearchModel):
 
     def __init__(self, request: CpuRequest) -> None:
         self.request, self.shape, self.drives = request, request.shape, request.drives
+        self.rates = request.rates
         memory = f"{format_size(request.memory_bytes)} of memory"
         self.machine = f"on the CPU with {request.drives} and {memory}"
-        drive = request.drives.drive
-        self.rates = Rates(
-            drive.read,
-            drive.write,
-            request.drives.count,
-            io_overhead=request.cores.io_overhead,
-            duplex=request.duplex,
-        )
 
     def assumptions(self, state_dtypes: tuple[StateType, ...]) -> list[str]:
         """Return what the figures rest on, a line each."""
@@ -144,10 +137,8 @@ class CpuModel(SearchModel):
         """Return the loads of forward and backward of a micro-batch."""
         settings = placement.settings
         forward, backward = self.computing_seconds(settings)
-        left, weights = (
-            placement.split("activations").ssd_bytes,
-            placement.split("weights").ssd_bytes,
-        )
+        left = placement.split("activations").ssd_bytes
+        weights = placement.split("weights").ssd_bytes
         hooks = 0.0
         if left:
             whole = self.shape.layers - settings.recomputed_layers

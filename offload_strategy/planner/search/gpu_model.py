@@ -102,16 +102,17 @@ class GpuModel(SearchModel):
         request = self.request
         sizes = model_sizes(self.shape, self.micro_batch(settings))
         host_room = int(_HOST_SHARE * request.host_memory_bytes) - _PROCESS_BYTES
-        subgroup = None
+        subgroup, in_flight = None, 0
         if settings.offloads_optimizer:
             each = settings.state_bytes + WEIGHT_BYTES
             subgroup = subgroup_size(sizes.parameters, each, host_room // SUBGROUPS_SHARE)
-        left, device = self._device_memory(settings, sizes, subgroup or 0)
-        staging = self._staging_bytes(settings, sizes, subgroup or 0, left)
+            in_flight = SUBGROUPS_IN_FLIGHT * subgroup * each
+        left, device = self._device_memory(settings, sizes, in_flight)
+        staging = self._staging_bytes(settings, sizes, in_flight, left)
         staging = max(staging, min(_STAGING_BYTES, host_room // _STAGING_SHARE)) if staging else 0
         leaving = _offloaded_bytes(sizes, settings, left)
         offloaded = _assign_host_memory(leaving, settings, host_room - staging)
-        waiting = offloaded["waiting"].host_bytes if "waiting" in offloaded else 0
+        waiting = offloaded.get("waiting", TierSplit(0, 0)).host_bytes
         host = staging + sum(split.host_bytes for split in offloaded.values())
         disk = sum(split.ssd_bytes for split in offloaded.values())
         return Placement(
@@ -129,7 +130,7 @@ class GpuModel(SearchModel):
         )
 
     def _device_memory(
-        self, settings: Settings, sizes: ModelSizes, subgroup: int
+        self, settings: Settings, sizes: ModelSizes, in_flight: int
     ) -> tuple[int, int]:
         """Return the bytes of what layers save that leave, and the device's peak."""
         layers = self.shape.layers
@@ -145,7 +146,7 @@ class GpuModel(SearchModel):
             weights = settings.blocks_in_flight * sizes.layer_parameters + sizes.ends
         gradients, states = parameters, settings.state_bytes * parameters
         if settings.offloads_optimizer:
-            states = SUBGROUPS_IN_FLIGHT * subgroup * (settings.state_bytes + WEIGHT_BYTES)
+            states = in_flight
             if settings.overlap != "off" and settings.micro_batches == 1:
                 gradients = sizes.layer_parameters
         base = WEIGHT_BYTES * (weights + gradients) + states
@@ -160,12 +161,12 @@ class GpuModel(SearchModel):
         return left, base + saved + last - left
 
     def _staging_bytes(
-        self, settings: Settings, sizes: ModelSizes, subgroup: int, left: int
+        self, settings: Settings, sizes: ModelSizes, in_flight: int, left: int
     ) -> int:
         """Return the bytes of host buffers without which nothing can be offloaded."""
         if not (settings.offloads_optimizer or left):
             return 0
-        buffers = SUBGROUPS_IN_FLIGHT * subgroup * (settings.state_bytes + WEIGHT_BYTES)
+        buffers = in_flight
         if settings.offloads_optimizer:
             buffers += WEIGHT_BYTES * sizes.layer_parameters
         if settings.streams_weights:
@@ -240,7 +241,7 @@ def _offloaded_bytes(
             found["waiting"] = 2 * weights
     if settings.streams_weights:
         found["weights"] = weights
-    return {kind: nbytes for kind, nbytes in found.items() if nbytes}
+    return found
 
 
 def _assign_host_memory(
