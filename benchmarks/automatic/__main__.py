@@ -3,6 +3,7 @@
     python -m benchmarks.automatic                              320M parameters
     python -m benchmarks.automatic --model 70M --limits 900MiB  a smaller model
     python -m benchmarks.automatic --configs '{"optimizer": {"overlap": "eager"}}'
+    python -m benchmarks.automatic --through lightning --share 0.5   a limit of half of plain's peak
 
 Contenders alternate, each in its own process, and in its own memory group where it has a limit.
 The allocator is glibc as it comes. The peak is that of resident memory of the whole process from
@@ -16,6 +17,7 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +29,14 @@ from offload_strategy.units import MiB, format_size, markdown_table, parse_size
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PLAIN = "plain PyTorch"
+#: What `accelerate config` writes for one process on the CPU.
+_LAUNCH = {
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": "NO",
+    "mixed_precision": "no",
+    "num_processes": 1,
+    "use_cpu": True,
+}
 
 
 @dataclass
@@ -36,28 +46,44 @@ class Contender:
     name: str
     config: Any
     limit: int | None = None
+    #: Share of plain's peak that is the limit in the config.
+    share: float | None = None
     runs: list[list[dict[str, Any]]] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
     status: int = 0
 
     def run(self, options: argparse.Namespace) -> None:
         """Train once, in a process of its own."""
-        subject = {
-            "model": options.model,
-            "steps": options.steps,
-            "threads": cores(),
-            "clip": options.clip,
-            "config": self.config,
-        }
-        command = [sys.executable, "-m", "benchmarks.automatic.subject", json.dumps(subject)]
-        with nullcontext() if self.limit is None else memory_group(self.limit) as group:
-            command = command if group is None else group.command(command)
-            done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
+        subject = {"steps": options.steps, "threads": cores(), "through": options.through}
+        with tempfile.TemporaryDirectory() as folder:
+            if options.through is None:
+                subject |= {"model": options.model, "clip": options.clip, "config": self.config}
+                command = [sys.executable, "-m", "benchmarks.automatic.subject"]
+            else:
+                command = self._launch(Path(folder), subject)
+            command.append(json.dumps(subject))
+            with nullcontext() if self.limit is None else memory_group(self.limit) as group:
+                command = command if group is None else group.command(command)
+                done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
         self.status = self.status or done.returncode
-        self.runs.append([json.loads(line) for line in done.stdout.splitlines()])
+        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        self.runs.append([json.loads(line) for line in lines])
         self.told = [line for line in done.stderr.splitlines() if "mode: auto" in line]
         last = "" if done.returncode == 0 else f": {done.stderr.strip().splitlines()[-1:]}"
         say(f"{self.name}: status {done.returncode}, {len(self.runs[-1])} steps{last}")
+
+    def _launch(self, folder: Path, subject: dict[str, Any]) -> list[str]:
+        """Return the command of a framework, whose configuration is all that offload takes."""
+        command = [sys.executable, "-m"]
+        if self.config is not None and subject["through"] == "lightning":
+            subject["strategy"] = "ssd_offload"
+            command = ["env", f"SSD_OFFLOAD_CONFIG={json.dumps(self.config)}", *command]
+        elif self.config is not None:
+            file = folder / "offload.yaml"
+            written = {**_LAUNCH, "ssd_offload_config": self.config}
+            file.write_text(json.dumps(written))
+            command += ["accelerate.commands.launch", "--config_file", str(file), "-m"]
+        return [*command, "benchmarks.automatic.frameworks"]
 
     @property
     def seconds(self) -> float:
@@ -67,7 +93,7 @@ class Contender:
     @property
     def peak_bytes(self) -> float:
         """Median of the processes."""
-        return statistics.median(run[-1]["peak_bytes"] for run in self.runs)
+        return statistics.median(run[-1]["peak_bytes"] if run else 0 for run in self.runs)
 
     def losses(self) -> set[tuple[str, ...]]:
         """Of each process that reached the last step."""
@@ -84,13 +110,18 @@ def main() -> int:
         say(f"without limits: {reason}")
     plain = Contender(_PLAIN, None)
     contenders = [plain, *(Contender(json.dumps(c), c) for c in options.configs)]
-    contenders += [Contender("defaults", {})]
+    if options.share is None:
+        contenders.append(Contender("defaults", {}))
+    else:
+        contenders.append(Contender(f"memory: {options.share} of plain", {}, share=options.share))
     for limit in limits:
         contenders.append(Contender(f"defaults in {format_size(limit)}", {}, limit))
     machine = describe_machine(Path("/tmp"))
     print("\n".join(f"{name}: {value}" for name, value in machine.items()), flush=True)
     for _ in range(options.laps):
         for contender in contenders:
+            if contender.share is not None:
+                contender.config = {"memory": int(contender.share * plain.peak_bytes)}
             contender.run(options)
     dies = [Contender(f"{_PLAIN} in {format_size(limit)}", None, limit) for limit in limits]
     for contender in dies:
@@ -132,6 +163,8 @@ def _options() -> argparse.Namespace:
         help="of memory groups",
     )
     parser.add_argument("--configs", nargs="*", type=json.loads, default=[], help="more settings")
+    parser.add_argument("--through", choices=["lightning", "accelerate"], help="a framework")
+    parser.add_argument("--share", type=float, help="of plain's peak, as the limit of the config")
     parser.add_argument("--clip", type=float, help="limit of the gradients' norm")
     parser.add_argument("--steps", type=int, default=6, help="of each process")
     parser.add_argument("--laps", type=int, default=1, help="processes of each contender")
