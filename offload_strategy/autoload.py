@@ -87,30 +87,21 @@ def _when_imported(name: str, hook: Hook) -> None:
     """Call `hook` with module `name` once it is completely imported, now or later."""
     from wrapt import register_post_import_hook
 
-    def fire(module: ModuleType) -> None:
-        try:
-            hook(module)
-        except Exception as error:
-            _step_aside(f"the hook for {name}", error)
-
     def imported(module: ModuleType) -> None:
         try:
-            if _is_half_imported(module):
-                _when_finished(module, fire, retry=lambda: _when_imported(name, hook))
+            spec = getattr(module, "__spec__", None)
+            if getattr(spec, "_initializing", False):
+                _when_finished(module, imported, retry=lambda: _when_imported(name, hook))
             else:
-                fire(module)
+                hook(module)
         except Exception as error:
             _step_aside(f"the hook for {name}", error)
 
     register_post_import_hook(imported, name)
 
 
-def _is_half_imported(module: ModuleType) -> bool:
-    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
-
-
-def _when_finished(module: ModuleType, fire: Hook, retry: Callable[[], None]) -> None:
-    """Call `fire` when the import of a half-imported module ends, `retry` if it fails."""
+def _when_finished(module: ModuleType, then: Hook, retry: Callable[[], None]) -> None:
+    """Call `then` when the import of a half-imported module ends, `retry` if it fails."""
     spec = module.__spec__
     assert spec is not None
     plain = type(spec)
@@ -122,7 +113,7 @@ def _when_finished(module: ModuleType, fire: Hook, retry: Callable[[], None]) ->
                 return
             self.__class__ = plain  # type: ignore[assignment]
             if sys.modules.get(self.name) is module:
-                fire(module)
+                then(module)
             else:
                 # A failed import removes the module. wrapt counts this hook as done, but a second
                 # attempt may succeed.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from offload_strategy import OffloadEngine
 
@@ -54,6 +55,21 @@ def activations_only(directory: Path | None, **options: Any) -> OffloadEngine:
     return OffloadEngine(
         settings(directory, host, activations=options, optimizer={"enabled": False})
     )
+
+
+def attached(engine: OffloadEngine | None, model: nn.Module | None, optimizer: Optimizer) -> Any:
+    """The optimizer to use: that of the engine, if there is one."""
+    return optimizer if engine is None else engine.attach(model, optimizer)
+
+
+def same_with_and_without(
+    run: Callable[[OffloadEngine | None], Sequence[Numbers]], config: Any
+) -> dict[str, float]:
+    """Fail unless a run has the same numbers with an engine; return the engine's metrics."""
+    expected = run(None)
+    with OffloadEngine(config) as engine:
+        assert_same_history(run(engine), expected)
+        return engine.metrics()
 
 
 def on_disk(engine: OffloadEngine) -> None:
@@ -112,6 +128,7 @@ def backward_history(
     loss_of: Callable[[int], torch.Tensor],
     steps: int = 3,
     between: Callable[[], None] = lambda: None,
+    after: Callable[[], None] = lambda: None,
 ) -> list[Numbers]:
     """Loss and gradients of a few steps of plain gradient descent.
 
@@ -120,6 +137,7 @@ def backward_history(
         loss_of: runs the forward pass of a step; random numbers are seeded before it.
         steps: how many.
         between: called between forward and backward.
+        after: called after backward, before the gradients are read.
     """
     history = []
     for step in range(steps):
@@ -127,6 +145,7 @@ def backward_history(
         loss = loss_of(step)
         between()
         loss.backward()
+        after()
         history.append({"loss": loss.detach().clone(), **gradients(model)})
         with torch.no_grad():
             for parameter in model.parameters():

@@ -162,20 +162,19 @@ class AttachedOptimizers:
         It would create new states in memory, or find gradients that were consumed.
         """
         self._unguard(inner)
-        engine, own = weakref.ref(self), weakref.ref(inner)
-
-        def refuse(optimizer: Optimizer, *_: object) -> None:
-            # The wrapping optimizer runs these hooks with itself as argument, and so does a class
-            # whose step() calls its base class on the stand-in for one subgroup.
-            if optimizer is own() and engine() is not None:
-                raise OffloadError(
-                    f"step(): an offload engine has the states of this {type(optimizer).__name__}, "
-                    "which does not step by itself any more. Train with the optimizer that attach "
-                    "returned: `optimizer = engine.attach(model, optimizer)`. To train without "
-                    "offload again, close the engine."
-                )
-
+        refuse = WeakHook(self._refuse, weakref.ref(inner))
         self._guards[inner] = inner.register_step_pre_hook(refuse)
+
+    def _refuse(self, own: weakref.ref[Optimizer], optimizer: Optimizer, *_: object) -> None:
+        # The wrapping optimizer runs these hooks with itself as argument, and so does a class
+        # whose step() calls its base class on the stand-in for one subgroup.
+        if optimizer is own():
+            raise OffloadError(
+                f"step(): an offload engine has the states of this {type(optimizer).__name__}, "
+                "which does not step by itself any more. Train with the optimizer that attach "
+                "returned: `optimizer = engine.attach(model, optimizer)`. To train without "
+                "offload again, close the engine."
+            )
 
     def _unguard(self, inner: Optimizer) -> None:
         if (handle := self._guards.pop(inner, None)) is not None:

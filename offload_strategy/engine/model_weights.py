@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from offload_strategy.config import ParametersConfig
 from offload_strategy.engine.resources import Resources
 from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.host_memory.idle_memory import return_freed_memory
@@ -28,22 +27,6 @@ logger = get_logger(__name__)
 
 #: Weights are restored at close if they take at most this share of the free memory.
 _RESTORED_SHARE = 0.9
-
-
-def make_stream(
-    resources: Resources,
-    section: ParametersConfig,
-    is_block: Callable[[str, nn.Module], bool] | None = None,
-) -> WeightStream:
-    """Return a stream of weights to the tiers of its section."""
-    return WeightStream(
-        resources.store,
-        resources.clients["parameters"],
-        blocks_in_flight=section.blocks_in_flight,
-        classes=section.blocks,
-        is_block=is_block,
-        min_bytes=section.min_size,
-    )
 
 
 class EngineWeights:

@@ -20,7 +20,6 @@ from offload_strategy.engine import profile_run
 from offload_strategy.engine.attached_optimizers import AttachedOptimizers
 from offload_strategy.engine.automatic_choice import AutomaticChoice
 from offload_strategy.engine.metrics import Metrics
-from offload_strategy.engine.model_weights import make_stream
 from offload_strategy.engine.reports import EngineReports
 from offload_strategy.engine.resources import Resources
 from offload_strategy.engine.step_log import StepLog
@@ -33,6 +32,7 @@ from offload_strategy.torch_support.accelerator import free_bytes, has_memory_st
 from offload_strategy.torch_support.modules import WeakHook
 from offload_strategy.units import format_size
 from offload_strategy.weights.parameter_registry import ParameterRegistry
+from offload_strategy.weights.weight_stream import WeightStream
 
 logger = get_logger(__name__)
 
@@ -98,24 +98,17 @@ class OffloadEngine(EngineReports):
     # ------------------------------------------------------------------ attaching
     @overload
     def attach(
-        self,
-        model: nn.Module | None,
-        optimizer: Optimizer,
-        *,
-        device: torch.device | None = None,
-    ) -> Optimizer: ...
+        self, model: nn.Module | None, optimizer: None = None, *, device: torch.device | None = None
+    ) -> None: ...
 
     @overload
     def attach(
         self,
-        model: nn.Module | None,
-        optimizer: None = None,
+        model: nn.Module | None = None,
+        optimizer: Optimizer = ...,
         *,
         device: torch.device | None = None,
-    ) -> None: ...
-
-    @overload
-    def attach(self, model: nn.Module | None = None, *, optimizer: Optimizer) -> Optimizer: ...
+    ) -> Optimizer: ...
 
     def attach(
         self,
@@ -334,7 +327,15 @@ class OffloadEngine(EngineReports):
 
     def _start_stream(self) -> None:
         """Stream the weights of models that are attached from now on."""
-        stream = make_stream(self._resources, self.config.parameters, self._is_block)
+        section = self.config.parameters
+        stream = WeightStream(
+            self._resources.store,
+            self._resources.clients["parameters"],
+            blocks_in_flight=section.blocks_in_flight,
+            classes=section.blocks,
+            is_block=self._is_block,
+            min_bytes=section.min_size,
+        )
         self._stream = self._optimizers.stream = stream
         if self._activations is None:
             self._activations = self._make_activations()

@@ -57,8 +57,7 @@ class StepLog:
         """Let steps end with those of an optimizer, if its states are offloaded."""
         if isinstance(optimizer, OffloadedOptimizer):
             # The hook lies on the user's own optimizer, which may live longer.
-            over = WeakHook(self._step_over)
-            self._handles.append(optimizer.register_step_post_hook(lambda *_: over()))
+            self._handles.append(optimizer.register_step_post_hook(WeakHook(self._step_over)))
 
     def pass_begins(self, *, last: bool) -> None:
         """Note a forward pass, which is hinted to be the last of its step or not."""
@@ -97,7 +96,7 @@ class StepLog:
         )
         return step, passes
 
-    def _step_over(self) -> None:
+    def _step_over(self, *_: object) -> None:
         if self._sums and self._sums[-1][0] == self._passes:
             self._sums.pop()  # several optimizers, one after the other
         recorder = self._recorder

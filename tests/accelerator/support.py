@@ -18,6 +18,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from tests.training import Numbers
+
 DEVICE = os.environ["TEST_ACCELERATOR"]
 """Type of the device under test: "cuda", or "sim", which is simulated; see tests/conftest.py."""
 
@@ -142,3 +144,19 @@ def stir() -> None:
     """Use and overwrite the device memory that was just freed."""
     for _ in range(8):
         torch.full((1 << 18,), float("nan"), device=DEVICE)
+
+
+def train(model: nn.Module, optimizer: Any, steps: range, **sizes: int) -> list[Numbers]:
+    """Losses of some steps, which are told apart by their numbers."""
+    found = []
+    for step in steps:
+        torch.manual_seed(step)
+        loss = loss_of(model, step, **sizes)
+        stir()
+        loss.backward()
+        stir()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append({"loss": loss.detach()})
+        del loss
+    return found

@@ -13,13 +13,17 @@ from torch import nn
 from offload_strategy import OffloadEngine
 from offload_strategy.errors import OffloadError
 from tests.accelerator.support import DEVICE, batch, loss_of, make, needs_cuda
-from tests.training import Numbers, activations_only, assert_same_history, gradients, moved
+from tests.training import (
+    Numbers,
+    activations_only,
+    assert_same_history,
+    gradients,
+    moved,
+    same_with_and_without,
+    settings,
+)
 
 pytestmark = needs_cuda
-
-
-def whole(model: nn.Module) -> Any:
-    return torch.compile(model)
 
 
 def each_block(model: Any) -> Any:
@@ -28,7 +32,7 @@ def each_block(model: Any) -> Any:
     return model
 
 
-WAYS: dict[str, Callable[[nn.Module], Any]] = {"whole": whole, "each block": each_block}
+WAYS: dict[str, Callable[[nn.Module], Any]] = {"whole": torch.compile, "each block": each_block}
 
 
 def history(model: Any, base: nn.Module) -> list[Numbers]:
@@ -118,7 +122,5 @@ def test_a_model_in_half_precision_is_the_same(disk: Path, dtype: torch.dtype) -
             del loss
         return found
 
-    expected = run(None)
     assert next(make().parameters()).device.type == DEVICE
-    with activations_only(disk, min_size=1) as engine:
-        assert_same_history(run(engine), expected)
+    same_with_and_without(run, settings(disk, optimizer={"enabled": False}))

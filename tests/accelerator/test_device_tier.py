@@ -11,8 +11,8 @@ import torch
 from torch.optim import AdamW
 
 from offload_strategy import OffloadEngine
-from tests.accelerator.support import device_module, loss_of, make, needs_accelerator
-from tests.training import Numbers, assert_same_history, settings, weights
+from tests.accelerator.support import device_module, make, needs_accelerator, train
+from tests.training import Numbers, attached, same_with_and_without, settings, weights
 
 pytestmark = needs_accelerator
 
@@ -23,31 +23,19 @@ def config(disk: Path, capacity: str, overlap: str) -> dict[str, Any]:
     return found
 
 
-def train(engine: OffloadEngine | None) -> list[Numbers]:
+def run(engine: OffloadEngine | None) -> list[Numbers]:
     model = make(32, 2)
-    plain = AdamW(model.parameters(), 1e-3)
-    optimizer: Any = plain if engine is None else engine.attach(model, plain)
-    found = []
-    for step in range(6):
-        torch.manual_seed(step)
-        loss = loss_of(model, step, rows=2, length=16)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append({"loss": loss.detach(), **weights(model)})
+    optimizer = attached(engine, model, AdamW(model.parameters(), 1e-3))
+    found = train(model, optimizer, range(6), rows=2, length=16)
     states = optimizer.state_dict()["state"]
     found.append({f"{i} {k}": v for i, each in states.items() for k, v in each.items()})
-    return found
+    return [*found, weights(model)]
 
 
 @pytest.mark.parametrize("overlap", ["commit", "eager", "off"])
 @pytest.mark.parametrize("capacity", ["64KiB", "16MiB"], ids=["some", "all"])
 def test_the_bits_are_the_same(disk: Path, overlap: str, capacity: str) -> None:
-    expected = train(None)
-    with OffloadEngine(config(disk, capacity, overlap)) as engine:
-        got = train(engine)
-        figures = engine.metrics()
-    assert_same_history(got, expected)
+    figures = same_with_and_without(run, config(disk, capacity, overlap))
     moved = figures["offload/optimizer/written_bytes"] + figures["offload/optimizer/read_bytes"]
     assert (moved == 0) is (capacity == "16MiB")
     assert figures["offload/tier/device/used_bytes"] > 0
@@ -56,7 +44,7 @@ def test_the_bits_are_the_same(disk: Path, overlap: str, capacity: str) -> None:
 def test_states_in_the_tier_take_its_memory_and_no_more(disk: Path) -> None:
     before = device_module.memory_allocated()
     with OffloadEngine(config(disk, "16MiB", "eager")) as engine:
-        train(engine)
+        run(engine)
         used = engine.metrics()["offload/tier/device/used_bytes"]
         torch.accelerator.synchronize()
     gc.collect()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,18 @@ from tests.accelerator.support import (
     new_stream,
     sleep,
     stir,
+    train,
 )
 from tests.training import (
     Numbers,
-    activations_only,
     assert_same_bits,
     assert_same_history,
+    attached,
+    backward_history,
     gradients,
-    moved,
+    in_turn,
     on_disk,
+    same_with_and_without,
     settings,
 )
 
@@ -46,25 +50,35 @@ pytestmark = needs_accelerator
 
 
 # ---------------------------------------------------------------------- activations
-def history(
-    model: nn.Module, between: Callable[[], None] = lambda: None, scope: Any = nullcontext
+def activations(disk: Path, host: str | None = None, **memory: Any) -> dict[str, Any]:
+    return settings(disk, host, optimizer={"enabled": False}, memory=memory)
+
+
+def model_on(engine: OffloadEngine | None, **options: Any) -> nn.Module:
+    """A model that is attached, if there is an engine."""
+    model = make(**options)
+    if engine is not None:
+        engine.attach(model)
+    return model
+
+
+def passes(
+    engine: OffloadEngine | None, wait: bool = True, scope: Any = nullcontext, **options: Any
 ) -> list[Numbers]:
-    """Three steps of gradient descent."""
-    numbers = []
-    for step in range(3):
-        torch.manual_seed(step)
+    """Three steps of gradient descent; with `wait`, backward begins when all is on the disk."""
+    model = model_on(engine, **options)
+
+    def loss(step: int) -> torch.Tensor:
         with scope():
-            loss = loss_of(model, step)
+            found = loss_of(model, step)
         stir()
-        between()
-        loss.backward()
-        stir()
-        numbers.append({"loss": loss.detach(), **gradients(model)})
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= 0.1 * parameter.grad  # type: ignore[operator]
-                parameter.grad = None
-    return numbers
+        return found
+
+    def between() -> None:
+        if engine is not None and wait:
+            on_disk(engine)
+
+    return backward_history(model, loss, between=between, after=stir)
 
 
 SCOPES: dict[str, Any] = {
@@ -74,61 +88,49 @@ SCOPES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("precision", SCOPES)
-@pytest.mark.parametrize("tiers", TIERS)
-@pytest.mark.parametrize("wait", [False, True], ids=["at once", "when it is on the disk"])
-def test_gradients_are_the_same(disk: Path, tiers: str, precision: str, wait: bool) -> None:
+@pytest.mark.parametrize(("case", "wait"), in_turn(product(TIERS, SCOPES), [False, True]), ids=str)
+def test_gradients_are_the_same(disk: Path, case: tuple[str, str], wait: bool) -> None:
+    tiers, precision = case
     scope = SCOPES[precision]
-    expected = history(make(), scope=scope)
-    assert_same_history(history(make(), scope=scope), expected)
-    with activations_only(disk, **TIERS[tiers]) as engine:
-        model = make()
-        engine.attach(model)
-        between = (lambda: on_disk(engine)) if wait else (lambda: None)
-        assert_same_history(history(model, between, scope), expected)
-        if tiers == "disk":
-            assert moved(engine) + moved(engine, verb="forwarded") > 1 * MiB
-        if tiers == "host memory":
-            assert moved(engine) == 0
+    assert_same_history(passes(None, scope=scope), passes(None, scope=scope))
+    config = activations(disk, **TIERS[tiers])
+    figures = same_with_and_without(lambda engine: passes(engine, wait, scope), config)
+    moved = [figures[f"offload/activations/{verb}_bytes"] for verb in ("written", "forwarded")]
+    if tiers == "disk":
+        assert sum(moved) > 1 * MiB
+    if tiers == "host memory":
+        assert moved[0] == 0
     torch.accelerator.synchronize()
 
 
 def test_gradients_are_the_same_with_checkpoints(disk: Path) -> None:
-    expected = history(make(recompute=True))
-    with activations_only(disk) as engine:
-        model = make(recompute=True)
-        engine.attach(model)
-        assert_same_history(history(model, lambda: on_disk(engine)), expected)
+    same_with_and_without(lambda engine: passes(engine, recompute=True), activations(disk))
 
 
 @pytest.mark.parametrize("pinned", ["64KiB", "2MiB"])
 def test_gradients_are_the_same_with_little_pinned_memory(disk: Path, pinned: str) -> None:
-    expected = history(make())
-    config = settings(disk, optimizer={"enabled": False}, memory={"pinned": pinned})
-    with OffloadEngine(config) as engine:
-        model = make()
-        engine.attach(model)
-        assert_same_history(history(model, lambda: on_disk(engine)), expected)
+    same_with_and_without(passes, activations(disk, pinned=pinned))
 
 
 def test_gradients_are_the_same_on_a_stream_of_the_users(disk: Path) -> None:
-    expected = history(make())
-    with activations_only(disk) as engine:
-        model = make()
-        engine.attach(model)
+    def run(engine: OffloadEngine | None) -> list[Numbers]:
+        if engine is None:
+            return passes(None)
         stream = new_stream()
         stream.wait_stream(torch.accelerator.current_stream())
         with using_stream(stream):
-            got = history(model)
+            found = passes(engine, wait=False)
         stream.synchronize()
-        assert_same_history(got, expected)
+        return found
+
+    same_with_and_without(run, activations(disk))
 
 
 def test_gradients_are_the_same_while_the_device_lags_behind(disk: Path) -> None:
     """The host puts, drops and reads tickets long before the device has computed their bytes."""
 
-    def run(model: nn.Module) -> list[Numbers]:
-        numbers = []
+    def run(engine: OffloadEngine | None) -> list[Numbers]:
+        model, numbers = model_on(engine), []
         for step in range(4):
             torch.manual_seed(step)
             sleep(100_000_000)
@@ -142,15 +144,12 @@ def test_gradients_are_the_same_while_the_device_lags_behind(disk: Path) -> None
             model.zero_grad()
         return numbers
 
-    expected = run(make())
-    with activations_only(disk) as engine:
-        model = make()
-        engine.attach(model)
-        assert_same_history(run(model), expected)
+    same_with_and_without(run, activations(disk))
 
 
 def test_graphs_may_be_kept_gone_through_twice_and_differentiated_twice(disk: Path) -> None:
-    def run(model: nn.Module) -> Numbers:
+    def run(engine: OffloadEngine | None) -> list[Numbers]:
+        model = model_on(engine)
         torch.manual_seed(0)
         for module in model.modules():
             if isinstance(module, nn.Dropout):
@@ -159,18 +158,14 @@ def test_graphs_may_be_kept_gone_through_twice_and_differentiated_twice(disk: Pa
         second.backward(retain_graph=True)
         first.backward()
         second.backward()
-        numbers = gradients(model)
+        once = gradients(model)
         model.zero_grad()
         x = batch(3).requires_grad_()
         (slope,) = torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
         slope.pow(2).sum().backward()
-        return numbers | {f"second {name}": grad for name, grad in gradients(model).items()}
+        return [once, gradients(model)]
 
-    expected = run(make())
-    with activations_only(disk) as engine:
-        model = make()
-        engine.attach(model)
-        assert_same_bits(run(model), expected)
+    same_with_and_without(run, activations(disk))
 
 
 def test_device_memory_is_really_freed(disk: Path) -> None:
@@ -190,9 +185,8 @@ def test_device_memory_is_really_freed(disk: Path) -> None:
         return device_module.max_memory_allocated() - before
 
     plain = peak(None)
-    config = settings(disk, activations={"min_size": "64KiB"}, optimizer={"enabled": False})
-    config["activations"]["prefetch"] = "16MiB"
-    config["memory"]["pinned"] = "256MiB"
+    config = activations(disk, pinned="256MiB")
+    config["activations"] |= {"min_size": "64KiB", "prefetch": "16MiB"}
     config["tiers"][0]["capacity"] = "8GiB"
     with OffloadEngine(config) as engine:
         offloaded = peak(engine)
@@ -215,6 +209,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD momentum fused": lambda p: SGD(p, 1e-2, momentum=0.9, fused=True),
     "SGD": lambda p: SGD(p, 1e-2),
 }
+fused = OPTIMIZERS["AdamW fused"]
 
 
 def states(model: nn.Module, optimizer: Optimizer) -> Numbers:
@@ -227,19 +222,17 @@ def states(model: nn.Module, optimizer: Optimizer) -> Numbers:
     return numbers
 
 
-def train(
-    optimizer_of: Callable[[Any], Optimizer],
+def steps(
     engine: OffloadEngine | None,
+    optimizer_of: Callable[[Any], Optimizer] = fused,
     edit: Callable[[nn.Module, int], None] = lambda model, step: None,
-    steps: int = 5,
     wait: bool = False,
 ) -> list[Numbers]:
+    """Five steps, whose gradients are edited after backward."""
     model = make()
-    optimizer: Any = optimizer_of(model.parameters())
-    if engine is not None:
-        optimizer = engine.attach(model, optimizer)
+    optimizer = attached(engine, model, optimizer_of(model.parameters()))
     numbers = []
-    for step in range(steps):
+    for step in range(5):
         torch.manual_seed(step)
         optimizer.zero_grad()
         loss = loss_of(model, step)
@@ -255,22 +248,18 @@ def train(
     return numbers
 
 
-def both(disk: Path, overlap: str, **options: Any) -> dict[str, Any]:
-    return settings(
-        disk,
-        options.get("host"),
-        optimizer={"overlap": overlap, "subgroup_size": 20_000},
-        memory={"pinned": "256MiB"},
-    )
+def both(disk: Path, overlap: str = "commit", host: str | None = None) -> dict[str, Any]:
+    options = {"overlap": overlap, "subgroup_size": 20_000}
+    return settings(disk, host, optimizer=options, memory={"pinned": "256MiB"})
 
 
 @pytest.mark.parametrize("overlap", ["commit", "off"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_parameters_and_states_are_the_same(disk: Path, name: str, overlap: str) -> None:
-    expected = train(OPTIMIZERS[name], None)
-    with OffloadEngine(both(disk, overlap)) as engine:
-        assert_same_history(train(OPTIMIZERS[name], engine), expected)
-        assert moved(engine, "optimizer") > 0 or name == "SGD"
+    figures = same_with_and_without(
+        lambda engine: steps(engine, OPTIMIZERS[name]), both(disk, overlap)
+    )
+    assert figures["offload/optimizer/written_bytes"] > 0 or name == "SGD"
 
 
 @pytest.mark.parametrize("overlap", ["commit", "off"])
@@ -279,10 +268,8 @@ def test_parameters_and_states_are_the_same(disk: Path, name: str, overlap: str)
 def test_parameters_and_states_are_the_same_on_every_tier(
     disk: Path, tiers: str, overlap: str, wait: bool
 ) -> None:
-    expected = train(OPTIMIZERS["AdamW fused"], None)
-    with OffloadEngine(both(disk, overlap, **TIERS[tiers])) as engine:
-        got = train(OPTIMIZERS["AdamW fused"], engine, wait=wait)
-        assert_same_history(got, expected)
+    config = both(disk, overlap, **TIERS[tiers])
+    same_with_and_without(lambda engine: steps(engine, wait=wait), config)
 
 
 def clip(model: nn.Module, norm: float) -> None:
@@ -307,22 +294,24 @@ EDITS: dict[str, Callable[[nn.Module, int], None]] = {
 @pytest.mark.parametrize("overlap", ["commit", "off"])
 @pytest.mark.parametrize("name", EDITS)
 def test_changes_of_gradients_are_honoured(disk: Path, name: str, overlap: str) -> None:
-    expected = train(OPTIMIZERS["AdamW fused"], None, EDITS[name])
-    with OffloadEngine(both(disk, overlap)) as engine:
-        assert_same_history(train(OPTIMIZERS["AdamW fused"], engine, EDITS[name]), expected)
+    same_with_and_without(lambda engine: steps(engine, edit=EDITS[name]), both(disk, overlap))
 
 
-@pytest.mark.parametrize("overlap", ["commit", "off"])
-@pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("name", ["AdamW", "AdamW fused"])
+@pytest.mark.parametrize(
+    ("name", "clips", "overlap"),
+    [
+        ("AdamW", False, "commit"),
+        ("AdamW", True, "off"),
+        ("AdamW fused", False, "off"),
+        ("AdamW fused", True, "commit"),
+    ],
+)
 def test_mixed_precision_with_a_gradient_scaler_is_the_same(
-    disk: Path, name: str, clip: bool, overlap: str
+    disk: Path, name: str, clips: bool, overlap: str
 ) -> None:
     def run(engine: OffloadEngine | None) -> list[Numbers]:
         model = make()
-        optimizer: Any = OPTIMIZERS[name](model.parameters())
-        if engine is not None:
-            optimizer = engine.attach(model, optimizer)
+        optimizer = attached(engine, model, OPTIMIZERS[name](model.parameters()))
         scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**14, growth_interval=2)
         numbers = []
         for step in range(7):
@@ -331,26 +320,22 @@ def test_mixed_precision_with_a_gradient_scaler_is_the_same(
             with torch.autocast(DEVICE, torch.float16):
                 loss = loss_of(model, step) * (float("inf") if step == 3 else 1)
             scaler.scale(loss).backward()
-            if clip:
+            if clips:
                 scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+                clip(model, 1e-3)
             scaler.step(optimizer)
             scaler.update()
             numbers.append(states(model, optimizer) | {"scale": torch.tensor(scaler.get_scale())})
         return numbers
 
-    expected = run(None)
-    with OffloadEngine(both(disk, overlap)) as engine:
-        assert_same_history(run(engine), expected)
+    same_with_and_without(run, both(disk, overlap))
 
 
 @pytest.mark.parametrize("hints", [False, True])
 def test_accumulation_is_the_same(disk: Path, hints: bool) -> None:
     def run(engine: OffloadEngine | None) -> list[Numbers]:
         model = make()
-        optimizer: Any = OPTIMIZERS["AdamW fused"](model.parameters())
-        if engine is not None:
-            optimizer = engine.attach(model, optimizer)
+        optimizer = attached(engine, model, fused(model.parameters()))
         numbers = []
         for step in range(4):
             optimizer.zero_grad()
@@ -363,62 +348,43 @@ def test_accumulation_is_the_same(disk: Path, hints: bool) -> None:
             numbers.append(states(model, optimizer))
         return numbers
 
-    expected = run(None)
-    with OffloadEngine(both(disk, "commit")) as engine:
-        assert_same_history(run(engine), expected)
+    same_with_and_without(run, both(disk))
 
 
 def test_checkpoints_go_both_ways_and_between_devices(disk: Path) -> None:
-    def steps(model: nn.Module, optimizer: Any, begin: int, end: int) -> None:
-        for step in range(begin, end):
-            torch.manual_seed(step)
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            optimizer.step()
+    def begin(engine: OffloadEngine | None, saved: Any = None) -> tuple[nn.Module, Any]:
+        model = make()
+        optimizer = attached(engine, model, fused(model.parameters()))
+        if saved is not None:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        return model, optimizer
 
-    plain = make()
-    whole = OPTIMIZERS["AdamW fused"](plain.parameters())
-    steps(plain, whole, 0, 6)
-    with OffloadEngine(both(disk, "commit")) as engine:
-        model = make()
-        optimizer: Any = OPTIMIZERS["AdamW fused"](model.parameters())
-        steps(model, optimizer, 0, 2)
-        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-        model = make()
-        optimizer = engine.attach(model, OPTIMIZERS["AdamW fused"](model.parameters()))
-        model.load_state_dict(saved[0])
-        optimizer.load_state_dict(saved[1])
-        steps(model, optimizer, 2, 4)
-        optimizer_state = optimizer.state_dict()
+    whole = begin(None)
+    train(*whole, range(6))
+    with OffloadEngine(both(disk)) as engine:
+        first = begin(None)
+        train(*first, range(2))
+        second = begin(engine, copy.deepcopy([each.state_dict() for each in first]))
+        train(*second, range(2, 4))
+        saved = [each.state_dict() for each in second]
         # All of them at once may not fit on the device, so they come on the host.
-        for state in optimizer_state["state"].values():
+        for state in saved[1]["state"].values():
             assert state["exp_avg"].device.type == "cpu"
-        last = make()
-        last.load_state_dict(model.state_dict())
-        final: Any = OPTIMIZERS["AdamW fused"](last.parameters())
-        final.load_state_dict(optimizer_state)
-        steps(last, final, 4, 6)
-    assert_same_bits(states(last, final), states(plain, whole))
+        last = begin(None, saved)
+        train(*last, range(4, 6))
+    assert_same_bits(states(*last), states(*whole))
 
 
 def test_a_model_may_move_to_the_device_after_it_was_attached(disk: Path) -> None:
-    def run(engine: OffloadEngine | None) -> Numbers:
+    def run(engine: OffloadEngine | None) -> list[Numbers]:
         torch.manual_seed(0)
         model = Transformer()
-        optimizer: Any = AdamW(model.parameters(), 1e-3)
-        if engine is not None:
-            optimizer = engine.attach(model, optimizer)
+        optimizer = attached(engine, model, AdamW(model.parameters(), 1e-3))
         model.to(DEVICE)
-        for step in range(3):
-            torch.manual_seed(step)
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            optimizer.step()
-        return states(model, optimizer)
+        return [*train(model, optimizer, range(3)), states(model, optimizer)]
 
-    expected = run(None)
-    with OffloadEngine(both(disk, "commit")) as engine:
-        assert_same_bits(run(engine), expected)
+    same_with_and_without(run, both(disk))
 
 
 @pytest.mark.parametrize("overlap", ["commit", "off"])
@@ -426,9 +392,7 @@ def test_one_optimizer_may_have_parameters_on_two_devices(disk: Path, overlap: s
     def run(engine: OffloadEngine | None) -> list[Numbers]:
         torch.manual_seed(0)
         model = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16).to(DEVICE)])
-        optimizer: Any = AdamW(model.parameters(), 1e-2)
-        if engine is not None:
-            optimizer = engine.attach(None, optimizer)
+        optimizer = attached(engine, None, AdamW(model.parameters(), 1e-2))
         numbers = []
         for step in range(4):
             torch.manual_seed(step)
@@ -439,6 +403,4 @@ def test_one_optimizer_may_have_parameters_on_two_devices(disk: Path, overlap: s
             numbers.append(states(model, optimizer))
         return numbers
 
-    expected = run(None)
-    with OffloadEngine(both(disk, overlap)) as engine:
-        assert_same_history(run(engine), expected)
+    same_with_and_without(run, both(disk, overlap))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from tests.accelerator.support import (
     BATCH,
     DEVICE,
     SIZE,
-    Transformer,
     device_module,
     loss_of,
     make,
@@ -26,25 +26,37 @@ from tests.training import (
     Numbers,
     activations_only,
     assert_same_bits,
+    assert_same_history,
+    attached,
     gradients,
     moved,
     on_disk,
     settings,
+    weights,
 )
 
 pytestmark = needs_accelerator
 
 PASSES = 12
+STEPS = 8
+
+Run = Callable[[OffloadEngine | None], tuple[list[Numbers], list[int]]]
+"""Returns what must be the same, which takes no device memory, and the peak of each step."""
 
 
-def model() -> Any:
-    torch.manual_seed(0)
-    return Transformer(*SIZE).to(DEVICE)
+def limit_of(share: float, run: Run) -> tuple[int, list[Numbers]]:
+    """A limit that leaves a share of what a run takes without offload, and its numbers."""
+    gc.collect()
+    device_module.empty_cache()
+    expected, plain = run(None)
+    gc.collect()
+    before = device_module.memory_allocated()
+    return int(before + share * (max(plain) - before)), expected
 
 
 def passes(engine: OffloadEngine | None) -> tuple[list[Numbers], list[int]]:
     """Gradients and the peak of each pass."""
-    trained = model()
+    trained = make(*SIZE)
     for parameter in trained.parameters():
         parameter.grad = torch.zeros_like(parameter)
     if engine is not None:
@@ -57,48 +69,72 @@ def passes(engine: OffloadEngine | None) -> tuple[list[Numbers], list[int]]:
         loss_of(trained, number, **BATCH).backward()
         torch.accelerator.synchronize()
         peaks.append(device_module.max_memory_allocated())
-        # On the host, so that what the test keeps takes nothing of the limit.
         found.append({name: gradient.cpu() for name, gradient in gradients(trained).items()})
         trained.zero_grad(set_to_none=False)
     return found, peaks
 
 
-def config(disk: Path, limit: int, host: str | None = None) -> dict[str, Any]:
-    dram = [] if host is None else [{"name": "host", "kind": "dram", "capacity": host}]
-    return {
-        "tiers": [*dram, {"name": "nvme", "kind": "ssd", "path": str(disk)}],
+@pytest.mark.parametrize(
+    ("share", "host"), [(0.4, None), (0.7, "1GiB"), (0.4, "16MiB"), (2.0, None)]
+)
+def test_a_limit_holds_and_what_fits_stays(disk: Path, share: float, host: str | None) -> None:
+    limit, expected = limit_of(share, passes)
+    config: dict[str, Any] = {
+        "tiers": [{"name": "nvme", "kind": "ssd", "path": str(disk)}],
         "activations": {"min_size": "16KiB"},
         "optimizer": {"enabled": False},
         "memory": {"pinned": "256MiB"},
         "planning": {"device_memory": limit},
     }
-
-
-@pytest.mark.parametrize(("share", "host"), [(0.4, None), (0.7, "1GiB"), (0.4, "16MiB")])
-def test_a_limit_holds(disk: Path, share: float, host: str | None) -> None:
-    gc.collect()
-    device_module.empty_cache()
-    expected, plain = passes(None)
-    gc.collect()
-    before = device_module.memory_allocated()
-    limit = int(before + share * (max(plain) - before))
-    with OffloadEngine(config(disk, limit, host)) as engine:
+    if host is not None:
+        config["tiers"].insert(0, {"name": "host", "kind": "dram", "capacity": host})
+    with OffloadEngine(config) as engine:
         got, peaks = passes(engine)
         figures = engine.metrics()
-    for number, (now, then) in enumerate(zip(got, expected, strict=True)):
-        assert_same_bits(now, then), number
+    assert_same_history(got, expected)
     assert figures["offload/activations/plan_limit_bytes"] == limit
     told = f"{[peak // MiB for peak in peaks]} of {limit // MiB} MiB"
     assert max(peaks[-4:]) <= limit, told
+    assert (figures["offload/activations/step_left_bytes"] == 0) is (share > 1)
 
 
-def test_what_fits_stays(disk: Path) -> None:
-    _, plain = passes(None)
-    gc.collect()
-    limit = 2 * max(plain)
-    with OffloadEngine(config(disk, limit)) as engine:
-        passes(engine)
-        assert engine.metrics()["offload/activations/step_left_bytes"] == 0
+def training(engine: OffloadEngine | None) -> tuple[list[Numbers], list[int]]:
+    """The weights after some steps, and the peak of each."""
+    model = make(*SIZE)
+    optimizer = attached(engine, model, torch.optim.AdamW(model.parameters()))
+    peaks = []
+    for number in range(STEPS):
+        device_module.reset_peak_memory_stats()
+        loss_of(model, number, **BATCH).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.accelerator.synchronize()
+        peaks.append(device_module.max_memory_allocated())
+    return [{name: value.cpu() for name, value in weights(model).items()}], peaks
+
+
+@pytest.mark.parametrize(
+    ("share", "leaves"), [(2.0, set()), (0.7, {"activations"}), (0.3, {"activations"})]
+)
+def test_what_leaves_is_chosen_so_that_a_limit_holds_from_the_first_step_on(
+    disk: Path, share: float, leaves: set[str]
+) -> None:
+    """With ``mode: auto``."""
+    limit, expected = limit_of(share, training)
+    config = {
+        "tiers": [{"name": "nvme", "kind": "ssd", "path": str(disk)}],
+        "activations": {"enabled": "auto", "min_size": "16KiB"},
+        "memory": {"limit": limit, "pinned": "256MiB"},
+    }
+    with OffloadEngine(config) as engine:
+        got, peaks = training(engine)
+        chosen = engine.effective_config()
+    assert_same_history(got, expected)
+    told = f"{[peak // MiB for peak in peaks]} of {limit // MiB} MiB"
+    assert {each for each in ("activations", "optimizer") if getattr(chosen, each).enabled} == (
+        leaves
+    ), told
+    assert max(peaks) <= limit, told
 
 
 def test_pinned_memory_is_given_back(disk: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,17 @@ from tests.accelerator.support import (
     make,
     memory_beyond,
     needs_accelerator,
+    train,
 )
-from tests.training import Numbers, assert_same_history, on_disk, settings, weights
+from tests.training import (
+    Numbers,
+    assert_same_history,
+    attached,
+    on_disk,
+    same_with_and_without,
+    settings,
+    weights,
+)
 
 pytestmark = needs_accelerator
 
@@ -41,41 +51,29 @@ def little_memory() -> Iterator[None]:
         yield
 
 
-def steps(model: nn.Module, optimizer: Any, first: int, last: int, found: list[Numbers]) -> None:
-    for step in range(first, last):
-        torch.manual_seed(step)
-        loss = loss_of(model, step)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append({"loss": loss.detach()})
-        del loss
-
-
-def whole() -> list[Numbers]:
+def around(trouble: Callable[[nn.Module], None], engine: OffloadEngine | None) -> list[Numbers]:
+    """Three steps, then trouble where there is an engine, and three more steps."""
     model = make()
-    found: list[Numbers] = []
-    steps(model, AdamW(model.parameters(), 1e-3), 0, 6, found)
-    return [*found, weights(model)]
+    optimizer = attached(engine, model, AdamW(model.parameters(), 1e-3))
+    found = train(model, optimizer, range(3))
+    if engine is not None:
+        trouble(model)
+        model.zero_grad()
+        gc.collect()
+        device_module.empty_cache()
+    return [*found, *train(model, optimizer, range(3, 6)), weights(model)]
 
 
 @pytest.mark.parametrize("overlap", ["commit", "off"])
 def test_out_of_memory_in_a_step_that_is_left_out(
     disk: Path, overlap: str, little_memory: None
 ) -> None:
-    expected = whole()
-    with OffloadEngine(settings(disk, optimizer={"overlap": overlap})) as engine:
-        model = make()
-        optimizer: Any = engine.attach(model, AdamW(model.parameters(), 1e-3))
-        got: list[Numbers] = []
-        steps(model, optimizer, 0, 3, got)
+    def trouble(model: nn.Module) -> None:
         with pytest.raises(torch.OutOfMemoryError):
             loss_of(model, 99, rows=256, length=4096).backward()
-        model.zero_grad()
-        gc.collect()
-        device_module.empty_cache()
-        steps(model, optimizer, 3, 6, got)
-        assert_same_history([*got, weights(model)], expected)
+
+    config = settings(disk, optimizer={"overlap": overlap})
+    same_with_and_without(partial(around, trouble), config)
 
 
 @pytest.mark.parametrize("error", [Trouble, KeyboardInterrupt])
@@ -83,27 +81,22 @@ def test_out_of_memory_in_a_step_that_is_left_out(
 def test_an_error_in_the_middle_of_a_step(
     disk: Path, where: str, error: type[BaseException]
 ) -> None:
-    expected = whole()
-
     def fail(*_: Any) -> None:
         raise error
 
-    with OffloadEngine(settings(disk, optimizer={"overlap": "off"})) as engine:
-        model = make()
-        optimizer: Any = engine.attach(model, AdamW(model.parameters(), 1e-3))
-        got: list[Numbers] = []
-        steps(model, optimizer, 0, 3, got)
-        block: Any = model.blocks[1]  # type: ignore[index]
-        if where == "forward":
-            handle = block.register_forward_hook(fail)
-        else:
-            handle = block.register_full_backward_hook(fail)
+    def trouble(model: Any) -> None:
+        block = model.blocks[1]
+        hooks = {
+            "forward": block.register_forward_hook,
+            "backward": block.register_full_backward_hook,
+        }
+        handle = hooks[where](fail)
         with pytest.raises(error):
             loss_of(model, 99).backward()
         handle.remove()
-        model.zero_grad()
-        steps(model, optimizer, 3, 6, got)
-        assert_same_history([*got, weights(model)], expected)
+
+    with OffloadEngine(settings(disk, optimizer={"overlap": "off"})) as engine:
+        assert_same_history(around(trouble, engine), around(trouble, None))
         gc.collect()
         torch.accelerator.synchronize()
     assert engine.metrics()["offload/memory/pinned_bytes"] == 0

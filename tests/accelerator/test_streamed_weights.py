@@ -16,13 +16,12 @@ from tests.accelerator.support import (
     DEVICE,
     TIERS,
     device_module,
-    loss_of,
     make,
     memory_beyond,
     needs_accelerator,
-    stir,
+    train,
 )
-from tests.training import Numbers, assert_same_history, in_turn, settings, weights
+from tests.training import Numbers, assert_same_history, attached, in_turn, settings, weights
 
 pytestmark = needs_accelerator
 
@@ -33,21 +32,9 @@ def streaming(disk: Path, host: str | None = None, **sections: Any) -> OffloadEn
     )
 
 
-def train(model: nn.Module, engine: OffloadEngine | None, steps: int = 5) -> list[Numbers]:
-    optimizer: Any = AdamW(model.parameters(), lr=1e-2)
-    if engine is not None:
-        optimizer = engine.attach(model, optimizer)
-    history: list[Numbers] = []
-    for step in range(steps):
-        torch.manual_seed(step)
-        loss = loss_of(model, step)
-        stir()
-        loss.backward()
-        stir()
-        optimizer.step()
-        optimizer.zero_grad()
-        history.append({"loss": loss.detach()})
-        del loss
+def run(model: nn.Module, engine: OffloadEngine | None) -> list[Numbers]:
+    optimizer = attached(engine, model, AdamW(model.parameters(), lr=1e-2))
+    history = train(model, optimizer, range(5))
     if engine is not None:
         engine.close()
     return [*history, weights(model)]
@@ -62,16 +49,16 @@ def train(model: nn.Module, engine: OffloadEngine | None, steps: int = 5) -> lis
 )
 def test_the_bits_are_the_same(disk: Path, tiers: str, overlap: str, recompute: bool) -> None:
     engine = streaming(disk, **TIERS[tiers], optimizer={"overlap": overlap})
-    got = train(make(recompute=recompute), engine)
-    assert_same_history(got, train(make(recompute=recompute), None))
+    got = run(make(recompute=recompute), engine)
+    assert_same_history(got, run(make(recompute=recompute), None))
 
 
 def test_a_model_is_made_on_the_device_while_its_weights_leave(disk: Path) -> None:
-    expected = train(make(), None)
+    expected = run(make(), None)
     engine = streaming(disk, optimizer={"overlap": "eager"})
     with engine.building():
         model = make()
-    assert_same_history(train(model, engine), expected)
+    assert_same_history(run(model, engine), expected)
 
 
 def test_a_model_on_the_meta_device_is_made_where_it_is_wanted(disk: Path) -> None:

@@ -30,7 +30,7 @@ from tests.accelerator.support import (
     sleep,
     stir,
 )
-from tests.training import Numbers, assert_same_history, settings, weights
+from tests.training import Numbers, attached, gradients, same_with_and_without, settings, weights
 
 pytestmark = needs_accelerator
 
@@ -64,19 +64,18 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.accelerator.synchronize()
 
 
-def train(engine: OffloadEngine | None, steps: int) -> list[Numbers]:
+def train(engine: OffloadEngine | None) -> list[Numbers]:
     """Losses of each step, and the weights after every hundredth."""
     dice = random.Random(1)
     model = make(32, 2)
-    plain = AdamW(model.parameters(), 1e-3)
-    optimizer: Any = plain if engine is None else engine.attach(model, plain)
+    optimizer = attached(engine, model, AdamW(model.parameters(), 1e-3))
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):  # between the layers, wherever that is
             module.register_forward_hook(
                 lambda *_: sleep(dice.randrange(_CYCLES) if dice.random() < 0.1 else 1)
             )
     found = []
-    for step in range(steps):
+    for step in range(STEPS):
         torch.manual_seed(step)
         loss = loss_of(model, step, rows=2, length=16)
         if step % 5 == 0:
@@ -98,11 +97,9 @@ def train(engine: OffloadEngine | None, steps: int) -> list[Numbers]:
 def test_many_steps_are_the_same(
     disk: Path, late_copies: None, host: str | None, overlap: str
 ) -> None:
-    expected = train(None, STEPS)
     config = settings(disk, host, optimizer={"overlap": overlap}, memory={"pinned": "256KiB"})
-    with OffloadEngine(config) as engine:
-        assert_same_history(train(engine, STEPS), expected)
-        assert engine.metrics()["offload/activations/written_bytes"] > 0
+    figures = same_with_and_without(train, config)
+    assert figures["offload/activations/written_bytes"] > 0
 
 
 @pytest.mark.parametrize("priority", [-1, 0])
@@ -127,16 +124,12 @@ def test_two_streams_of_the_users_are_the_same(
             with using_stream(two):
                 loss.backward()
             torch.accelerator.current_stream().wait_stream(two)
-            found.append(
-                {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-            )
+            found.append(gradients(model))
             torch.accelerator.synchronize()  # what the user's own streams need
             model.zero_grad()
         return found
 
-    expected = run(None)
-    with OffloadEngine(settings(disk, memory={"pinned": "256KiB"})) as engine:
-        assert_same_history(run(engine), expected)
+    same_with_and_without(run, settings(disk, memory={"pinned": "256KiB"}))
 
 
 def test_device_memory_does_not_grow(disk: Path, late_copies: None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch.optim import AdamW
 
 from offload_strategy import OffloadEngine
 from tests.accelerator.support import DEVICE, device_module, loss_of, make
-from tests.training import settings
+from tests.training import attached, settings
 
 pytestmark = pytest.mark.skipif(DEVICE != "sim", reason="needs the simulated accelerator")
 
@@ -21,8 +20,7 @@ STEPS = 8
 def counted(engine: OffloadEngine | None, scaled: bool) -> dict[str, int]:
     """Synchronising calls and registrations of host memory in the last step, by any thread."""
     model = make(32, 2)
-    plain = AdamW(model.parameters(), 1e-3, foreach=True)
-    optimizer: Any = plain if engine is None else engine.attach(model, plain)
+    optimizer = attached(engine, model, AdamW(model.parameters(), 1e-3, foreach=True))
     scaler = torch.amp.GradScaler(DEVICE, enabled=scaled)
     for step in range(STEPS):
         device_module.counts(reset=True)

@@ -13,20 +13,6 @@ from offload_strategy.callbacks import MicroBatchHints
 from tests.integrations.lightning_runs import assert_same, fit, make_module
 
 
-@pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
-    """The hints that engines get during training."""
-    hints: list[tuple[int, bool]] = []
-    original = OffloadEngine.microbatch
-
-    def microbatch(self: OffloadEngine, index: int, last: bool) -> None:
-        hints.append((index, last))
-        original(self, index, last=last)
-
-    monkeypatch.setattr(OffloadEngine, "microbatch", microbatch)
-    return hints
-
-
 def with_own_engine(pl: Any, root: Path, engine: OffloadEngine, **options: Any) -> Any:
     module = make_module(pl)
     module.configure_optimizers = lambda: engine.attach(
@@ -40,42 +26,42 @@ def with_own_engine(pl: Any, root: Path, engine: OffloadEngine, **options: Any) 
     [{"max_steps": 9}, {"max_steps": -1, "max_epochs": 2, "limit_train_batches": 7}],
 )
 def test_the_hints_are_those_of_the_strategy(
-    pl: Any, tmp_path: Path, given: list[tuple[int, bool]], options: Any
+    pl: Any, tmp_path: Path, hints: list[tuple[int, bool]], options: Any
 ) -> None:
     options = {"accumulate_grad_batches": 4, **options}
     plain = fit(pl, tmp_path, "auto", **options)
     by_strategy = fit(pl, tmp_path, "ssd_offload", **options)
-    expected = given[: len(by_strategy.losses)]
+    expected = hints[: len(by_strategy.losses)]
     assert sum(last for _, last in expected) == by_strategy.trainer.global_step
-    given.clear()
+    hints.clear()
 
     with OffloadEngine() as engine:
         callbacks = [MicroBatchHints(engine)]
         by_callback = with_own_engine(pl, tmp_path, engine, callbacks=callbacks, **options)
-    assert given == expected
+    assert hints == expected
     assert_same(by_strategy, plain)
     assert_same(by_callback, plain)
 
 
 def test_it_adds_nothing_to_the_hints_of_the_strategy(
-    pl: Any, tmp_path: Path, given: list[tuple[int, bool]]
+    pl: Any, tmp_path: Path, hints: list[tuple[int, bool]]
 ) -> None:
     fit(pl, tmp_path, "ssd_offload", max_steps=3)
-    expected = list(given)
-    given.clear()
+    expected = list(hints)
+    hints.clear()
     fit(pl, tmp_path, "ssd_offload", max_steps=3, callbacks=[MicroBatchHints()])
-    assert given == expected
+    assert hints == expected
 
 
 def test_manual_optimization_has_no_hints(
-    pl: Any, tmp_path: Path, given: list[tuple[int, bool]]
+    pl: Any, tmp_path: Path, hints: list[tuple[int, bool]]
 ) -> None:
     with OffloadEngine() as engine:
         module = make_module(pl, manual=True)
         engine.attach(module)
         callbacks = [MicroBatchHints(engine)]
         fit(pl, tmp_path, "auto", module, callbacks=callbacks, max_steps=-1, max_epochs=1)
-    assert given == []
+    assert hints == []
 
 
 def test_a_trainer_without_an_engine_is_refused_at_setup(pl: Any, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,15 @@ from torch.optim import LBFGS, SGD, Adam, AdamW
 
 from offload_strategy import ConfigError, OffloadEngine, OffloadError
 from tests.conftest import our_threads
-from tests.training import assert_same_bits, gradients, settings, weights
+from tests.training import (
+    Numbers,
+    assert_same_bits,
+    attached,
+    gradients,
+    same_with_and_without,
+    settings,
+    weights,
+)
 
 
 def model() -> nn.Module:
@@ -25,7 +33,7 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
-def train(engine: OffloadEngine | None, net: nn.Module, optimizer: Any, count: int = 2) -> Any:
+def train(net: nn.Module, optimizer: Any, count: int = 2) -> Any:
     """A few steps; the loss of the last."""
     loss = torch.zeros(())
     for step in range(count):
@@ -35,6 +43,30 @@ def train(engine: OffloadEngine | None, net: nn.Module, optimizer: Any, count: i
         loss.backward()
         optimizer.step()
     return loss.detach()
+
+
+def steps(net: nn.Module, optimizers: Sequence[Any], dtype: Any = torch.float32) -> list[Numbers]:
+    """Weights after each of three steps of all optimizers."""
+    found = []
+    for step in range(3):
+        torch.manual_seed(step)
+        net.zero_grad()
+        net(torch.randn(4, 8, dtype=dtype)).pow(2).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        found.append(weights(net))
+    return found
+
+
+def assert_trains_by_itself(net: nn.Module) -> None:
+    """Fail unless its gradients are those of a copy that no engine knows."""
+    twin = model()
+    twin.load_state_dict(net.state_dict())
+    for each in (net, twin):
+        each.zero_grad()
+        torch.manual_seed(5)
+        each(torch.randn(4, 8)).sum().backward()
+    assert_same_bits(gradients(net), gradients(twin))
 
 
 # ---------------------------------------------------------------------- attaching
@@ -65,15 +97,10 @@ def test_an_optimizer_that_cannot_be_swapped_is_refused_as_a_whole(disk: Path, k
     make, message = REFUSED[kind]
     net = model()
     with OffloadEngine(settings(disk, optimizer={"enabled": True})) as engine:
-        _refuse(engine, net, make, message)
-
-
-def _refuse(engine: OffloadEngine, net: nn.Module, make: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        engine.attach(net, make(net))
-    assert not net._forward_hooks
-    optimizer = engine.attach(net, AdamW(net.parameters()))  # a better one is welcome
-    train(engine, net, optimizer)
+        with pytest.raises(ConfigError, match=message):
+            engine.attach(net, make(net))
+        assert not net._forward_hooks
+        train(net, engine.attach(net, AdamW(net.parameters())))  # a better one is welcome
 
 
 def test_what_cannot_be_attached_is_refused_with_the_reason(engine: OffloadEngine) -> None:
@@ -132,41 +159,33 @@ def test_the_same_twice_and_parameters_of_another_engine_are_refused(
             fine.add_param_group({"params": [net[4].weight]})
         assert len(fine.param_groups) == 1
     expected = model()
-    train(None, expected, AdamW(expected.parameters()))
-    train(engine, net, optimizer)  # the first goes on as if nothing had been
+    train(expected, AdamW(expected.parameters()))
+    train(net, optimizer)  # the first goes on as if nothing had been
     assert_same_bits(weights(net), weights(expected))
 
 
-def test_other_parameters_of_the_same_model_are_fine(engine: OffloadEngine) -> None:
-    net: Any = model()
-    first = engine.attach(net, AdamW(net[0].parameters()))
-    second = engine.attach(net, SGD([*net[2].parameters(), *net[4].parameters()], 0.1))
-    plain: Any = model()
-    one = AdamW(plain[0].parameters())
-    two = SGD([*plain[2].parameters(), *plain[4].parameters()], 0.1)
-    for optimizers, network in (((first, second), net), ((one, two), plain)):
-        for step in range(3):
-            torch.manual_seed(step)
-            network.zero_grad()
-            network(torch.randn(4, 8)).sum().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-    assert_same_bits(weights(net), weights(plain))
+def test_other_parameters_of_the_same_model_are_fine(disk: Path) -> None:
+    def run(engine: OffloadEngine | None) -> list[Numbers]:
+        net: Any = model()
+        plain = AdamW(net[0].parameters()), SGD(net[2:].parameters(), 0.1)
+        return steps(net, [attached(engine, net, optimizer) for optimizer in plain])
+
+    same_with_and_without(run, settings(disk))
 
 
 def test_after_closing_the_same_may_be_attached_to_another_engine(disk: Path) -> None:
     net = model()
     plain = model()
     expected = AdamW(plain.parameters())
-    train(None, plain, expected, 2)
-    train(None, plain, expected, 2)
+    for _ in range(2):
+        train(plain, expected)
     states = None
     for _ in range(2):
         with OffloadEngine(settings(disk)) as engine:
             optimizer = engine.attach(net, AdamW(net.parameters()))
             if states is not None:
                 optimizer.load_state_dict(states)
-            train(engine, net, optimizer, 2)
+            train(net, optimizer)
             states = optimizer.state_dict()
     assert_same_bits(weights(net), weights(plain))
 
@@ -180,7 +199,7 @@ def test_what_was_dropped_leaves_its_address_and_its_parameters_free(
         for _ in range(2):
             optimizer = engine.attach(net, AdamW(net.parameters()))
             assert len(net._forward_hooks) == 1
-            train(engine, net, optimizer, 1)
+            train(net, optimizer, 1)
             del optimizer
             gc.collect()
         del net
@@ -196,7 +215,7 @@ def test_sections_that_are_off_change_nothing(disk: Path) -> None:
         assert engine.attach(net, optimizer) is optimizer
         assert not net._forward_hooks
         with engine.forward():
-            train(engine, net, optimizer)
+            train(net, optimizer)
         assert engine.attach(model()) is None
         assert engine.metrics()["offload/activations/written_bytes"] == 0
 
@@ -206,7 +225,7 @@ def test_closing_takes_every_hook_off_and_may_be_done_twice(disk: Path) -> None:
     engine = OffloadEngine(settings(disk))
     net = model()
     optimizer = engine.attach(net, AdamW(net.parameters()))
-    train(engine, net, optimizer)
+    train(net, optimizer)
     assert not engine.closed
     engine.close()
     engine.close()
@@ -216,14 +235,7 @@ def test_closing_takes_every_hook_off_and_may_be_done_twice(disk: Path) -> None:
     assert not net._forward_hooks
     assert not net._forward_hooks_always_called
     assert all(not p._post_accumulate_grad_hooks for p in net.parameters())
-    # The model trains on by itself, as if there had never been an engine.
-    twin = model()
-    twin.load_state_dict(net.state_dict())
-    for each in (net, twin):
-        each.zero_grad()
-        torch.manual_seed(5)
-        each(torch.randn(4, 8)).sum().backward()
-    assert_same_bits(gradients(net), gradients(twin))
+    assert_trains_by_itself(net)
 
 
 @pytest.mark.timeout(60)
@@ -231,11 +243,11 @@ def test_a_clock_that_a_test_has_replaced_reaches_no_thread(
     disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, trained = model(), model()
-    wanted = train(None, plain, Adam(plain.parameters()), 4)
+    wanted = train(plain, Adam(plain.parameters()), 4)
     with OffloadEngine(settings(disk)) as engine, monkeypatch.context() as patch:
         for name in ("perf_counter", "monotonic"):
             patch.setattr(time, name, iter(()).__next__)  # as a mock whose values are used up
-        loss = train(engine, trained, engine.attach(trained, Adam(trained.parameters())), 4)
+        loss = train(trained, engine.attach(trained, Adam(trained.parameters())), 4)
         engine.close()
     assert_same_bits({"loss": loss, **weights(trained)}, {"loss": wanted, **weights(plain)})
 
@@ -276,7 +288,7 @@ def test_a_forgotten_engine_closes_itself(disk: Path, kept: str) -> None:
         engine = OffloadEngine(settings(disk))
         net = model()
         optimizer = engine.attach(net, AdamW(net.parameters()))
-        train(engine, net, optimizer)
+        train(net, optimizer)
         loss = net(torch.randn(4, 8)).sum()
         engine._resources.store.wait_for_writes()
         things = {"the model": net, "the optimizer": optimizer, "the loss": loss}
@@ -286,14 +298,7 @@ def test_a_forgotten_engine_closes_itself(disk: Path, kept: str) -> None:
     gc.collect()
     assert (reference() is not None) == (kept in ("the model", "the optimizer"))
     if kept == "the model":
-        # It still offloads, and what left comes back.
-        twin = model()
-        twin.load_state_dict(thing.state_dict())
-        for each in (thing, twin):
-            each.zero_grad()
-            torch.manual_seed(5)
-            each(torch.randn(4, 8)).sum().backward()
-        assert_same_bits(gradients(thing), gradients(twin))
+        assert_trains_by_itself(thing)  # it still offloads, and what left comes back
     if kept == "the optimizer":
         thing.step()
     if kept == "the loss":
@@ -307,13 +312,12 @@ def test_a_forgotten_engine_closes_itself(disk: Path, kept: str) -> None:
 
 @pytest.mark.parametrize("preset", ["activations", "optimizer", "full"])
 def test_presets_train(preset: str, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SSD_OFFLOAD_DIR", str(disk))
-    expected = model()
-    train(None, expected, AdamW(expected.parameters()))
-    with OffloadEngine(preset) as engine:
+    def run(engine: OffloadEngine | None) -> list[Numbers]:
         net = model()
-        train(engine, net, engine.attach(net, AdamW(net.parameters())))
-        assert_same_bits(weights(net), weights(expected))
+        return steps(net, [attached(engine, net, AdamW(net.parameters()))])
+
+    monkeypatch.setenv("SSD_OFFLOAD_DIR", str(disk))
+    same_with_and_without(run, preset)
 
 
 # ---------------------------------------------------------------------- all of it together
@@ -323,9 +327,7 @@ def test_everything_at_once_is_the_same_as_without(disk: Path, host: str | None)
 
     def run(engine: OffloadEngine | None) -> list[Any]:
         net = model()
-        optimizer: Any = AdamW(net.parameters(), 1e-2, fused=True)
-        if engine is not None:
-            optimizer = engine.attach(net, optimizer)
+        optimizer = attached(engine, net, AdamW(net.parameters(), 1e-2, fused=True))
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=20)
         history: list[Any] = []
         for step in range(8):
@@ -357,15 +359,11 @@ def test_everything_at_once_is_the_same_as_without(disk: Path, host: str | None)
         assert engine.metrics()["offload/activations/written_bytes"] > 0
 
 
-def test_a_model_may_change_its_dtype_after_it_was_attached(engine: OffloadEngine) -> None:
-    plain, net = model(), model()
-    expected: Any = AdamW(plain.parameters())
-    optimizer = engine.attach(net, AdamW(net.parameters()))
-    for each, steps in ((plain, expected), (net, optimizer)):
-        each.to(torch.float64)
-        for step in range(3):
-            torch.manual_seed(step)
-            steps.zero_grad()
-            each(torch.randn(4, 8, dtype=torch.float64)).pow(2).sum().backward()
-            steps.step()
-    assert_same_bits(weights(net), weights(plain))
+def test_a_model_may_change_its_dtype_after_it_was_attached(disk: Path) -> None:
+    def run(engine: OffloadEngine | None) -> list[Numbers]:
+        net = model()
+        optimizer = attached(engine, net, AdamW(net.parameters()))
+        net.to(torch.float64)
+        return steps(net, [optimizer], torch.float64)
+
+    same_with_and_without(run, settings(disk))

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import copy
 import io
-import json
 import os
 import pickle
 import signal
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,17 +17,20 @@ from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader, Dataset
 
 from offload_strategy import OffloadEngine, OffloadError
+from tests.distributed.ranks import run_ranks
+from tests.integrations.support import python, succeeded
 from tests.training import (
+    Numbers,
     activations_only,
     assert_same_bits,
+    attached,
     gradients,
     moved,
     on_disk,
+    same_with_and_without,
     settings,
     weights,
 )
-
-ROOT = Path(__file__).resolve().parent.parent
 
 BEGIN = """
 import os, sys, signal
@@ -56,27 +56,6 @@ step()
 step()
 print("ready", flush=True)
 """
-
-
-def start(script: str, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-X", "faulthandler", "-c", script, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
-
-
-def finish(process: subprocess.Popen[str], seconds: float = 60) -> tuple[int, str, str]:
-    """Return code, output and errors; a process that hangs is a failure."""
-    try:
-        out, errors = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGABRT)  # faulthandler says where it hangs
-        out, errors = process.communicate()
-        pytest.fail(f"it hangs:\n{errors[-3000:]}")
-    return process.returncode, out, errors
 
 
 # ---------------------------------------------------------------------- ends of a process
@@ -145,81 +124,34 @@ print("survived")
 """
 )
 
-#: Runs each script in a fork of one process that has imported torch and has no thread yet. One that
-#: has a signal gets it when it is ready, which is in the middle of a step.
-FORKS = """
-import contextlib, faulthandler, gc, json, os, sys
-import torch, torch._dynamo, offload_strategy.engine.offload_engine
-place, outputs, scripts = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-found = []
-gc.freeze()
-for code, how in scripts:
-    errors = f"{outputs}/{len(found)}"
-    begin, end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.dup2(end, 1)
-        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
-        os.closerange(3, end + 1)
-        faulthandler.dump_traceback_later(120, exit=True)
-        break
-    os.close(end)
-    files = []
-    with open(begin) as output:
-        first = output.readline()
-        if how:
-            for entry in os.listdir(f"/proc/{child}/fd"):
-                with contextlib.suppress(OSError):  # closed meanwhile
-                    files.append(os.readlink(f"/proc/{child}/fd/{entry}"))
-            os.kill(child, how)
-        said = first + output.read()
-    returned = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    found.append((returned, said, open(errors).read(), files, os.listdir(place)))
-if child == 0:
-    exec(compile(code, "<training>", "exec"))
-else:
-    print(json.dumps(found))
-"""
-
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs fork, signals and /proc")
 def test_a_process_ends_with_its_own_exit_code_and_leaves_nothing_on_disk(tmp_path: Path) -> None:
-    place, outputs = tmp_path / "place", tmp_path / "outputs"
-    place.mkdir()
-    outputs.mkdir()
-    scripts = [(BEGIN + code, 0) for code, _, _ in ENDS.values()]
-    scripts += [(script, how) for script, how in SIGNALS.values()]
-    arguments = (str(place), str(outputs), json.dumps([*scripts, (SURVIVE, 0)]))
-    returned, out, errors = finish(start(FORKS, *arguments), 300)
-    assert returned == 0, errors
-    *found, survived = json.loads(out)
-    for (end, (_, expected, message)), result in zip(ENDS.items(), found, strict=False):
-        code, _, errors, _, left = result
+    scripts = {end: (BEGIN + code, 0) for end, (code, _, _) in ENDS.items()}
+    scripts |= {**SIGNALS, "survives": (SURVIVE, 0)}
+    where = "tests.ends:outcomes"
+    (found,) = run_ranks(where, tmp_path, size=1, seconds=300, group=False, scripts=scripts)
+    for (end, (_, how)), result in zip(scripts.items(), found, strict=True):
+        _, expected, message = ENDS.get(end, ("", -how, ""))
+        code, errors = result["status"], result["errors"]
         assert code == expected, (end, errors)
         assert message in errors, end
-        said = [line for line in errors.splitlines() if not line.startswith("ssd-offload: ")]
         assert "Exception ignored" not in errors, end
-        assert bool(said) == bool(message), (end, errors)
-        assert left == [], end
-    for (end, (_, how)), result in zip(SIGNALS.items(), found[len(ENDS) :], strict=True):
-        code, _, errors, files, left = result
-        assert code == -how, (end, errors)
-        assert "Exception ignored" not in errors, end
+        assert result["left"] == [], end
+        if how:  # the file, beside the directory that processes take turns on
+            (ours,) = result["in_use"]
+            assert ours.endswith("(deleted)"), end
         if how == signal.SIGINT:
             assert errors.rstrip().endswith("KeyboardInterrupt")
-        # The file, beside the directory that processes take turns on.
-        (ours,) = [file for file in files if file.startswith(f"{place}/")]
-        assert ours.endswith("(deleted)"), end
-        assert left == [], end
+        elif end in ENDS:
+            said = [line for line in errors.splitlines() if not line.startswith("ssd-offload: ")]
+            assert bool(said) == bool(message), (end, errors)
     # Ctrl-C in a notebook, over and over: no state is lost, nothing hangs.
-    code, said, errors, _, left = survived
-    assert code == 0, errors
-    assert said.endswith("survived\n")
-    assert left == []
+    assert found[-1]["output"].endswith("survived\n")
 
 
 # ---------------------------------------------------------------------- forks
-class Numbers(Dataset[torch.Tensor]):
+class Rows(Dataset[torch.Tensor]):
     """Random rows."""
 
     def __len__(self) -> int:
@@ -239,13 +171,12 @@ def small_model() -> nn.Module:
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("persistent", [False, True])
 def test_data_loader_workers_are_forked_while_training(disk: Path, persistent: bool) -> None:
-    def run(engine: OffloadEngine | None, workers: int) -> dict[str, torch.Tensor]:
+    def run(engine: OffloadEngine | None) -> list[Numbers]:
+        workers = 0 if engine is None else 2
         model = small_model()
-        optimizer: Any = AdamW(model.parameters(), 1e-2)
-        if engine is not None:
-            optimizer = engine.attach(model, optimizer)
+        optimizer = attached(engine, model, AdamW(model.parameters(), 1e-2))
         loader = DataLoader(
-            Numbers(),
+            Rows(),
             batch_size=4,
             num_workers=workers,
             persistent_workers=persistent and workers > 0,
@@ -256,11 +187,9 @@ def test_data_loader_workers_are_forked_while_training(disk: Path, persistent: b
                 optimizer.zero_grad()
                 model(batch).pow(2).sum().backward()
                 optimizer.step()
-        return weights(model)
+        return [weights(model)]
 
-    expected = run(None, 0)
-    with OffloadEngine(settings(disk, "2KiB")) as engine:
-        assert_same_bits(run(engine, 2), expected)
+    same_with_and_without(run, settings(disk, "2KiB"))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -422,6 +351,5 @@ except ConfigError as error:
 
 
 def test_it_imports_and_uses_host_memory_where_the_system_offers_little(disk: Path) -> None:
-    returned, out, errors = finish(start(POORER + IMPORT_ALL, str(disk)), 120)
-    assert returned == 0, errors
+    out = succeeded(python("-c", POORER + IMPORT_ALL, str(disk), home=disk))
     assert "does not offer. Use a tier of kind dram" in out

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -28,26 +29,18 @@ def engine(disk: Path) -> Iterator[OffloadEngine]:
 
 def contract_keys(tiers: list[str]) -> set[str]:
     """The keys that scripts outside of the project rely on."""
-    keys = {
-        f"offload/{client}/{figure}"
-        for client in ("activations", "optimizer", "parameters")
-        for figure in ("written_bytes", "read_bytes", "forwarded_bytes", "stall_seconds")
+    moved = ("written_bytes", "read_bytes", "forwarded_bytes", "stall_seconds")
+    figures = {
+        "activations": moved,
+        "optimizer": moved,
+        "parameters": moved,
+        **{f"tier/{name}": ("used_bytes", "read_GBps", "write_GBps") for name in tiers},
+        "memory": ("pinned_bytes", "pinned_peak_bytes", "fragmentation"),
+        "host": ("rss_bytes",),
+        "device": ("peak_bytes",),
+        "endurance": ("written_bytes", "projected_years"),
     }
-    keys |= {
-        f"offload/tier/{name}/{figure}"
-        for name in tiers
-        for figure in ("used_bytes", "read_GBps", "write_GBps")
-    }
-    keys |= {
-        f"offload/memory/{figure}"
-        for figure in ("pinned_bytes", "pinned_peak_bytes", "fragmentation")
-    }
-    return keys | {
-        "offload/host/rss_bytes",
-        "offload/device/peak_bytes",
-        "offload/endurance/written_bytes",
-        "offload/endurance/projected_years",
-    }
+    return {f"offload/{of}/{figure}" for of, names in figures.items() for figure in names}
 
 
 @pytest.mark.parametrize("tiers", [["nvme"], ["host"], ["host", "nvme"]], ids=str)
@@ -57,7 +50,7 @@ def test_every_metric_of_the_contract_is_there(disk: Path, tiers: list[str]) -> 
         net = model()
         optimizer = engine.attach(net, AdamW(net.parameters()))
         found = [engine.metrics()]
-        train(engine, net, optimizer)
+        train(net, optimizer)
         found.append(engine.metrics())
         engine.close()
         found.append(engine.metrics())
@@ -120,7 +113,7 @@ def test_metrics_say_what_was_moved(disk: Path) -> None:
 
 def test_without_a_rating_the_projected_life_is_not_a_number(engine: OffloadEngine) -> None:
     net = model()
-    train(engine, net, engine.attach(net, AdamW(net.parameters())))
+    train(net, engine.attach(net, AdamW(net.parameters())))
     engine._resources.store.wait_for_writes()
     assert engine.metrics()["offload/endurance/written_bytes"] > 0
     assert math.isnan(engine.metrics()["offload/endurance/projected_years"])
@@ -150,25 +143,19 @@ def test_a_run_that_wears_its_drives_is_told_once(
 
 
 # ---------------------------------------------------------------------- advice
-def test_that_offload_is_not_needed_is_said_once(
-    engine: OffloadEngine, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("is_short", [False, True])
+def test_that_offload_is_not_needed_is_said_once_unless_memory_is_short(
+    engine: OffloadEngine,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    is_short: bool,
 ) -> None:
+    if is_short:
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
     net = model()
     with caplog.at_level(logging.INFO, "offload_strategy"):
-        train(engine, net, engine.attach(net, AdamW(net.parameters())), 5)
+        train(net, engine.attach(net, AdamW(net.parameters())), 5)
     said = [text for text in caplog.messages if "not needed" in text]
-    assert len(said) == 1
-    assert re.search(r"offload is not needed here: the .*iB that it moves would fit", said[0])
-
-
-def test_nothing_is_said_where_memory_is_short(
-    engine: OffloadEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Short:
-        available = 1000
-
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: Short)
-    net = model()
-    with caplog.at_level(logging.INFO, "offload_strategy"):
-        train(engine, net, engine.attach(net, AdamW(net.parameters())), 3)
-    assert not [text for text in caplog.messages if "not needed" in text]
+    assert len(said) == (not is_short)
+    for text in said:
+        assert re.search(r"offload is not needed here: the .*iB that it moves would fit", text)

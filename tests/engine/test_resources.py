@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,8 @@ from offload_strategy import OffloadEngine
 from offload_strategy.errors import ConfigError
 from offload_strategy.io.queues.path_lock import PathLock
 from offload_strategy.store.tiers import HostTier, PathTier
-from tests.training import settings
+from tests.ends import open_files
+from tests.training import Numbers, assert_same_history, attached, settings, weights
 
 
 @pytest.fixture
@@ -37,30 +35,19 @@ def ssd(name: str, path: Any, **options: Any) -> dict[str, Any]:
     return {"name": name, "kind": "ssd", "path": text, **options}
 
 
-def open_below(place: Path) -> list[str]:
-    """What this process has open at a path and below it."""
-    found = []
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            found.append(os.readlink(entry))
-    return [target for target in found if target.startswith(str(place))]
-
-
-def train(engine: OffloadEngine | None, steps: int = 3) -> list[torch.Tensor]:
+def train(engine: OffloadEngine | None) -> list[Numbers]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.Linear(256, 8))
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    if engine is not None:
-        optimizer = engine.attach(model, optimizer)
-    losses = []
-    for step in range(steps):
+    optimizer = attached(engine, model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    found: list[Numbers] = []
+    for step in range(3):
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.detach())
-    return [*losses, *(copy.deepcopy(p.detach()) for p in model.parameters())]
+        found.append({"loss": loss.detach()})
+    return [*found, weights(model)]
 
 
 @pytest.mark.parametrize(("layout", "checksum"), [("one tier", True), ("several tiers", False)])
@@ -82,7 +69,7 @@ def test_training_over_several_paths_changes_no_bit(
             record.path for record in engine._recorder.moves if record.direction.value == "write"
         }
         metrics = engine.metrics()
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert_same_history(got, expected)
     assert written == {str(place) for place in places}
     for tier in tiers:
         assert metrics[f"offload/tier/{tier['name']}/write_GBps"] > 0
@@ -139,9 +126,9 @@ def test_a_trace_is_of_the_run_and_path_locks_end_with_the_engine(
 ) -> None:
     with OffloadEngine(config(ssd("nvme", places[0]))) as engine:
         train(engine)
-        assert open_below(places[0]), "the file, and the directory that is locked"
+        assert open_files(places[0]), "the file, and the directory that is locked"
         engine.export_trace(tmp_path / "trace.json")
-    assert open_below(places[0]) == []
+    assert open_files(places[0]) == []
     late = PathLock(places[0])
     late.acquire()
     late.release()

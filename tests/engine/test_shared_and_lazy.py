@@ -15,10 +15,12 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from offload_strategy import ConfigError, OffloadEngine
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
+from tests import training
 from tests.optimizer.runs import EVERY_OVERLAP
-from tests.training import Numbers, assert_same_history, moved, settings, weights
+from tests.training import Numbers, assert_same_history, attached, settings, weights
 
 Attach = Callable[[Optimizer], Any]
+Script = Callable[[Attach, Any], list[Numbers]]
 
 
 def states(net: nn.Module, *optimizers: Optimizer) -> Numbers:
@@ -33,24 +35,19 @@ def states(net: nn.Module, *optimizers: Optimizer) -> Numbers:
 
 
 def same_with_and_without(
-    script: Callable[[Attach, nn.Module], list[Numbers]],
-    make: Callable[[], nn.Module],
-    disk: Path,
-    **optimizer: Any,
+    script: Script, make: Callable[[], nn.Module], disk: Path, overlap: str
 ) -> None:
     """Fail unless a script notes the same numbers with an engine, which has moved bytes."""
-    histories = []
-    for offloads in (False, True):
+
+    def run(engine: OffloadEngine | None) -> list[Numbers]:
         torch.manual_seed(0)
         net = make()
-        if not offloads:
-            histories.append(script(lambda each: each, net))
-            continue
-        with OffloadEngine(settings(disk, optimizer=optimizer)) as engine:
-            histories.append(script(lambda each, e=engine, n=net: e.attach(n, each), net))
-            for client in ("activations", "optimizer"):
-                assert moved(engine, client) + moved(engine, client, "forwarded") > 0
-    assert_same_history(histories[1], histories[0])
+        return script(lambda optimizer: attached(engine, net, optimizer), net)
+
+    figures = training.same_with_and_without(run, settings(disk, optimizer={"overlap": overlap}))
+    for client in ("activations", "optimizer"):
+        verbs = ("written", "forwarded")
+        assert any(figures[f"offload/{client}/{verb}_bytes"] for verb in verbs)
 
 
 # ---------------------------------------------------------------------- shared parameters
@@ -112,15 +109,12 @@ def later(attach: Attach, net: Any) -> list[Numbers]:
 @pytest.mark.parametrize("overlap", EVERY_OVERLAP)
 @pytest.mark.parametrize("script", [in_turn, together, later])
 def test_optimizers_that_share_parameters_are_identical(
-    script: Callable[[Attach, nn.Module], list[Numbers]],
-    disk: Path,
-    overlap: str,
-    caplog: pytest.LogCaptureFixture,
+    script: Script, disk: Path, overlap: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     if script is later and overlap == "eager":
         pytest.skip("each backward of a shared network updates both optimizers' parameters")
     with caplog.at_level(logging.WARNING):
-        same_with_and_without(script, small_net, disk, overlap=overlap)
+        same_with_and_without(script, small_net, disk, overlap)
     warned = [r for r in caplog.records if "several optimizers have the same" in r.message]
     assert len(warned) == (overlap != "off")
 
@@ -182,7 +176,7 @@ def test_lazy_modules_are_identical(
 ) -> None:
     if slow:  # every update waits for its states until step(), where a late module is noticed
         monkeypatch.setattr(BackwardOverlap, "_advance", lambda self: None)
-    same_with_and_without(lazy_run, Lazy, disk, overlap=overlap)
+    same_with_and_without(lazy_run, Lazy, disk, overlap)
 
 
 def test_weights_that_a_first_pass_materializes_stay_in_memory(disk: Path) -> None:

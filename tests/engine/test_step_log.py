@@ -170,8 +170,10 @@ def test_updates_are_part_of_a_profile(disk: Path, tmp_path: Path, overlap: str 
     profile.save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == profile
     moving = [update for update in profile.updates if update.written_bytes]
-    # What was computed ahead is made visible in step(), which moves nothing.
-    assert len(profile.updates) == {"commit": 8, None: 0}.get(overlap, 4)
+    # What was computed ahead is made visible in step(), which moves nothing. An update whose
+    # states come late is made there as a whole.
+    most = {"commit": 8, None: 0}.get(overlap, 4)
+    assert min(4, most) <= len(profile.updates) <= most
     assert len(moving) == (0 if overlap is None else 4), "one for each layer"
     assert sum(update.read_bytes for update in moving) == states_bytes
     assert sum(update.written_bytes for update in moving) == states_bytes

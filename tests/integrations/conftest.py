@@ -1,3 +1,3 @@
-from tests.integrations.fixtures import _one_thread, family, pl, tier
+from tests.integrations.fixtures import _one_thread, family, hints, pl, tier
 
-__all__ = ["_one_thread", "family", "pl", "tier"]
+__all__ = ["_one_thread", "family", "hints", "pl", "tier"]

@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -64,20 +65,10 @@ def import_deepspeed() -> Any:
 
 def alone(stage: int, loader: Iterable[Any]) -> dict[str, Any]:
     """DeepSpeed itself, with a loop of one's own."""
-    deepspeed = import_deepspeed()
-    torch.manual_seed(0)
-    model = tiny_model()
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
-        config={**zero(stage), "train_micro_batch_size_per_gpu": BATCH},
-    )
-    losses = []
-    for x, y in steps(loader):
-        loss = nn.functional.mse_loss(engine(x), y)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+    model, optimizer = fresh()
+    config = {**zero(stage), "train_micro_batch_size_per_gpu": BATCH}
+    engine, *_ = import_deepspeed().initialize(model=model, optimizer=optimizer, config=config)
+    losses = list(train(engine, loader, engine.backward, engine.step))
     result = outcome(losses, model)
     engine.destroy()
     return result
@@ -110,17 +101,9 @@ def accelerate(stage: int) -> dict[str, Any]:
     accelerator = Accelerator(
         deepspeed_plugin=plugin, kwargs_handlers=[SSDOffloadPlugin(OFFLOAD, metrics_every=1)]
     )
-    torch.manual_seed(0)
-    model = tiny_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    engine, optimizer, loader = accelerator.prepare(model, optimizer, part_of_data(0, 1))
-    losses = []
-    for x, y in steps(loader):
-        loss = nn.functional.mse_loss(engine(x), y)
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    model, plain = fresh()
+    engine, optimizer, loader = accelerator.prepare(model, plain, part_of_data(0, 1))
+    losses = list(train(engine, loader, accelerator.backward, optimizer.step, optimizer.zero_grad))
     session = session_of(accelerator)
     assert session is not None
     tracked = session.metrics()
@@ -141,20 +124,15 @@ def launched(directory: Path, variables: Mapping[str, str]) -> list[str]:
 
     os.environ.update(variables)
     PartialState.destroy_process_group = lambda *_: None  # others go on with it
-    torch.manual_seed(0)
-    model = tiny_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, plain = fresh()
     accelerator = Accelerator(log_with="tensorboard", project_dir=directory / "logs")
     accelerator.init_trackers("board")
-    model, optimizer, loader = accelerator.prepare(model, optimizer, part_of_data(0, 1))
+    engine, optimizer, loader = accelerator.prepare(model, plain, part_of_data(0, 1))
     losses = []
-    for step, (x, y) in enumerate(steps(loader)):
-        loss = nn.functional.mse_loss(model(x), y)
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        accelerator.log({"loss": losses[-1]}, step=step)
+    steps = optimizer.step, optimizer.zero_grad
+    for step, loss in enumerate(train(engine, loader, accelerator.backward, *steps)):
+        losses.append(loss)
+        accelerator.log({"loss": loss}, step=step)
     accelerator.end_training()
     return [loss.hex() for loss in losses]
 
@@ -164,9 +142,26 @@ def part_of_data(rank: int, ranks: int) -> DataLoader[Any]:
     return DataLoader(Subset(whole, range(rank, len(whole), ranks)), batch_size=BATCH)
 
 
-def steps(loader: Iterable[Any]) -> Iterator[Any]:
-    for _, batch in zip(range(STEPS), loader, strict=False):
-        yield batch
+def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model and its optimizer, always the same."""
+    torch.manual_seed(0)
+    model = tiny_model()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(
+    model: nn.Module,
+    loader: Iterable[Any],
+    backward: Callable[[torch.Tensor], Any],
+    *steps: Callable[[], Any],
+) -> Iterator[float]:
+    """Yield the loss of each step."""
+    for x, y in islice(loader, STEPS):
+        loss = nn.functional.mse_loss(model(x), y)
+        backward(loss)
+        for step in steps:
+            step()
+        yield loss.item()
 
 
 def outcome(

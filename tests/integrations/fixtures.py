@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from offload_strategy import OffloadEngine
 from tests.integrations.lightning_runs import FAMILIES, import_family
 from tests.integrations.support import OFFLOAD_ALL
 
@@ -31,6 +32,20 @@ def tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SSD_OFFLOAD_DIR", str(path))
     monkeypatch.setenv("SSD_OFFLOAD_CONFIG", json.dumps(OFFLOAD_ALL))
     return path
+
+
+@pytest.fixture
+def hints(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """The hints that engines are given."""
+    given: list[tuple[int, bool]] = []
+    original = OffloadEngine.microbatch
+
+    def microbatch(self: OffloadEngine, index: int, *, last: bool) -> None:
+        given.append((index, last))
+        original(self, index, last=last)
+
+    monkeypatch.setattr(OffloadEngine, "microbatch", microbatch)
+    return given
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,6 +159,13 @@ def fit(
     validation = batches(2) if validate else None
     trainer.fit(module, batches(), validation, ckpt_path=ckpt_path)
     return Run(trainer, module)
+
+
+def with_and_without(run: Callable[[str], Run]) -> Run:
+    """Check that a run with a strategy's name is the same with offload, and return that."""
+    plain, offloaded = run("auto"), run("ssd_offload")
+    assert_same(offloaded, plain)
+    return offloaded
 
 
 def assert_same(run: Run, other: Run) -> None:

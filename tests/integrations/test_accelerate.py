@@ -35,16 +35,8 @@ def assert_same(run: Run, other: Run) -> None:
 
 
 def test_accumulation_clipping_and_a_scheduler_are_identical(
-    monkeypatch: pytest.MonkeyPatch,
+    hints: list[tuple[int, bool]],
 ) -> None:
-    hints: list[tuple[int, bool]] = []
-    original = OffloadEngine.microbatch
-
-    def microbatch(self: OffloadEngine, index: int, *, last: bool) -> None:
-        hints.append((index, last))
-        original(self, index, last=last)
-
-    monkeypatch.setattr(OffloadEngine, "microbatch", microbatch)
     plain = prepare(gradient_accumulation_steps=4).train(9, clip=1.0)
     offloaded = prepare(SSDOffloadPlugin(), gradient_accumulation_steps=4).train(9, clip=1.0)
     assert_same(offloaded, plain)

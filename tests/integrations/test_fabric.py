@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from offload_strategy import ConfigError
-from offload_strategy.engine.offload_engine import OffloadEngine
 from tests.distributed.data_parallel_runs import same
 from tests.integrations.lightning_runs import WIDTH, assert_equal, tiny_model
 
@@ -30,42 +29,17 @@ VERBS = ("written", "forwarded")
 STREAMED: dict[str, Any] = {**EVERYTHING, "parameters": {"enabled": True, "min_size": "1KiB"}}
 
 
-@pytest.fixture
-def family(request: pytest.FixtureRequest) -> str:
-    """An install of Fabric: the first one, or what a test asks for."""
-    name: str = getattr(request, "param", "lightning.fabric")
-    pytest.importorskip(name)
-    return name
+FIRST = "lightning.fabric"
 
 
-in_both_installs = pytest.mark.parametrize("family", FAMILIES, indirect=True)
-
-
-@pytest.fixture(autouse=True)
-def hints(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether the backward pass to come is the last: the hints that engines are given."""
-    given: list[bool] = []
-    original = OffloadEngine.microbatch
-
-    def microbatch(self: OffloadEngine, index: int, last: bool) -> None:
-        given.append(last)
-        original(self, index, last=last)
-
-    monkeypatch.setattr(OffloadEngine, "microbatch", microbatch)
-    return given
-
-
-def offloading(family: str, config: Any = EVERYTHING) -> Any:
+def offloading(config: Any = EVERYTHING, family: str = FIRST) -> Any:
     module = importlib.import_module(f"offload_strategy.integrations.fabric.{FAMILIES[family]}")
     return module.SSDOffloadStrategy(config=config)
 
 
-def make_fabric(
-    family: str, strategy: Any, precision: str | None = "32-true", **options: Any
-) -> Any:
-    fabric = importlib.import_module(family).Fabric
-    options = {"accelerator": "cpu", "devices": 1, **options}
-    return fabric(strategy=strategy, precision=precision, **options)
+def make_fabric(strategy: Any, family: str = FIRST, **options: Any) -> Any:
+    options = {"accelerator": "cpu", "devices": 1, "precision": "32-true", **options}
+    return pytest.importorskip(family).Fabric(strategy=strategy, **options)
 
 
 def seeded_model() -> nn.Module:
@@ -107,10 +81,10 @@ class Run:
             assert moved > 0, client
 
 
-def both(family: str, train: Callable[[Any], Run], config: Any = EVERYTHING, **options: Any) -> Run:
+def both(train: Callable[[Any], Run], config: Any = EVERYTHING, **options: Any) -> Run:
     """Train with and without offload, see that they agree, and return the former."""
-    plain = train(make_fabric(family, "auto", **options))
-    offloaded = train(make_fabric(family, offloading(family, config), **options))
+    plain = train(make_fabric("auto", **options))
+    offloaded = train(make_fabric(offloading(config), **options))
     offloaded.assert_same(plain)
     offloaded.assert_moved()
     return offloaded
@@ -150,21 +124,23 @@ def go_on(run: Run, steps: int, accumulate: int = 1, clip: dict[str, Any] = {}) 
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-def test_training_is_identical(
-    family: str, precision: str, tmp_path: Path, hints: list[bool]
-) -> None:
-    both(family, lambda fabric: train(fabric, accumulate=3), precision=precision)
+def test_training_is_identical(precision: str, hints: list[tuple[int, bool]]) -> None:
+    both(lambda fabric: train(fabric, accumulate=3), precision=precision)
     # Of every micro-batch: while it runs, and after it.
-    assert hints == 6 * [False, True, False, True, True, True]
+    assert [last for _, last in hints] == 6 * [False, True, False, True, True, True]
 
 
-def test_clipping_by_value_is_identical(family: str) -> None:
-    both(family, lambda fabric: train(fabric, accumulate=2, clip={"clip_val": 1e-3}))
+def test_clipping_by_value_is_identical() -> None:
+    both(lambda fabric: train(fabric, accumulate=2, clip={"clip_val": 1e-3}))
 
 
-def test_loss_scaling_is_identical(family: str) -> None:
-    mixed = importlib.import_module(f"{family}.plugins").MixedPrecision
+def mixed() -> dict[str, Any]:
+    """Options for float16 with loss scaling on the CPU."""
+    plugin = importlib.import_module(f"{FIRST}.plugins").MixedPrecision("16-mixed", device="cpu")
+    return {"plugins": plugin, "precision": None}
 
+
+def test_loss_scaling_is_identical() -> None:
     def scaled(fabric: Any) -> Run:
         fabric.strategy.precision.scaler = scaler = torch.amp.GradScaler(
             "cpu", init_scale=2.0**16, growth_interval=2
@@ -173,30 +149,21 @@ def test_loss_scaling_is_identical(family: str) -> None:
         run.others.append(torch.tensor(scaler.get_scale()))
         return run
 
-    def with_plugin() -> dict[str, Any]:
-        return {"plugins": mixed("16-mixed", device="cpu"), "precision": None}
-
-    plain = scaled(make_fabric(family, "auto", **with_plugin()))
-    offloaded = scaled(make_fabric(family, offloading(family), **with_plugin()))
+    plain = scaled(make_fabric("auto", **mixed()))
+    offloaded = scaled(make_fabric(offloading(), **mixed()))
     offloaded.assert_same(plain)
     offloaded.assert_moved()
     assert float(plain.others[-1]) != 2.0**16
 
 
-def test_loss_scaling_with_eager_updates_is_refused(family: str) -> None:
-    mixed = importlib.import_module(f"{family}.plugins").MixedPrecision("16-mixed", device="cpu")
-    strategy = offloading(family, EAGER)
-    with pytest.raises(ConfigError, match=r"with loss scaling .*overlap: commit"):
-        train(make_fabric(family, strategy, plugins=mixed, precision=None))
-
-
-@in_both_installs
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_name_finds_the_strategy_of_its_own_install(family: str, tmp_path: Path) -> None:
-    run = train(make_fabric(family, "ssd_offload"), accumulate=3, clip={"max_norm": 0.05})
+    options = {"accumulate": 3, "clip": {"max_norm": 0.05}}
+    run = train(make_fabric("ssd_offload", family), **options)
     run.assert_moved("optimizer")
-    run.assert_same(train(make_fabric(family, "auto"), accumulate=3, clip={"max_norm": 0.05}))
+    run.assert_same(train(make_fabric("auto", family), **options))
     run.fabric.save(tmp_path / "file.ckpt", {"model": run.models[0]})
-    assert type(run.fabric.strategy) is type(offloading(family))
+    assert type(run.fabric.strategy) is type(offloading(family=family))
     assert isinstance(run.optimizers[0], torch.optim.Optimizer)
 
 
@@ -213,11 +180,11 @@ def test_a_compiled_model_is_identical(outside: bool) -> None:
         go_on(run, 4)
         return run
 
-    both("lightning.fabric", compiled)
+    both(compiled)
 
 
 def test_eager_updates_are_identical_as_no_backward_sync_tells_the_last_micro_batch() -> None:
-    both("lightning.fabric", lambda fabric: train(fabric, accumulate=3), config=EAGER)
+    both(lambda fabric: train(fabric, accumulate=3), config=EAGER)
 
 
 def test_streamed_weights_are_identical() -> None:
@@ -231,7 +198,7 @@ def test_streamed_weights_are_identical() -> None:
         run.others = [tensor.clone() for tensor in run.models[0].state_dict().values()]
         return run
 
-    run = both("lightning.fabric", streamed, config=STREAMED)
+    run = both(streamed, config=STREAMED)
     run.assert_moved("parameters")
 
 
@@ -249,8 +216,8 @@ def test_training_resumes_from_a_checkpoint_with_and_without_offload(
     def halves(first: Any, second: Any, folder: Path) -> list[Run]:
         runs = []
         for half, config in enumerate((first, second)):
-            strategy = config if config == "auto" else offloading("lightning.fabric", config)
-            run = train(make_fabric("lightning.fabric", strategy), steps=0)
+            strategy = config if config == "auto" else offloading(config)
+            run = train(make_fabric(strategy), steps=0)
             state = {"model": run.models[0], "optimizer": run.optimizers[0], "half": half}
             if half:
                 run.fabric.load(folder / "half.ckpt", state)
@@ -270,7 +237,7 @@ def test_training_resumes_from_a_checkpoint_with_and_without_offload(
 
 def test_a_plain_optimizer_keeps_no_tensor_of_the_file(tmp_path: Path) -> None:
     config = {**EVERYTHING, "optimizer": {"enabled": False}}
-    run = train(make_fabric("lightning.fabric", offloading("lightning.fabric", config)))
+    run = train(make_fabric(offloading(config)))
     (optimizer,) = run.optimizers
     run.fabric.save(tmp_path / "file.ckpt", {"optimizer": optimizer})
     run.fabric.load(tmp_path / "file.ckpt", {"optimizer": optimizer})
@@ -283,28 +250,29 @@ def test_a_plain_optimizer_keeps_no_tensor_of_the_file(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- refusals, end
 
 
-def test_more_than_one_device_is_refused(family: str) -> None:
+def test_more_than_one_device_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"chose 2 \(cpu, cpu\): pass Fabric\(devices=1\)"):
-        make_fabric(family, "ssd_offload", devices=2)
+        make_fabric("ssd_offload", devices=2)
     with pytest.raises(ConfigError, match="num_nodes=2: pass Fabric"):
-        make_fabric(family, "ssd_offload", num_nodes=2)
+        make_fabric("ssd_offload", num_nodes=2)
 
 
-@pytest.mark.parametrize("clip", [{"max_norm": 0.05}, {"clip_val": 1e-3}], ids=["norm", "value"])
-def test_clipping_with_eager_updates_is_refused(clip: dict[str, Any]) -> None:
-    fabric = make_fabric("lightning.fabric", offloading("lightning.fabric", EAGER))
-    with pytest.raises(ConfigError, match=r"fabric.clip_gradients.*overlap: commit"):
+@pytest.mark.parametrize("clip", [{"max_norm": 0.05}, {"clip_val": 1e-3}, {}], ids=str)
+def test_edited_gradients_are_refused_with_eager_updates(clip: dict[str, Any]) -> None:
+    fabric = make_fabric(offloading(EAGER), **({} if clip else mixed()))
+    what = "fabric.clip_gradients" if clip else "with loss scaling"
+    with pytest.raises(ConfigError, match=rf"{what}.*overlap: commit"):
         train(fabric, clip=clip)
 
 
 def test_the_other_installs_strategy_is_refused_with_the_name_of_the_right_one() -> None:
     pytest.importorskip("lightning_fabric")
     with pytest.raises(ValueError, match=r"for_lightning_fabric\.SSDOffloadStrategy"):
-        make_fabric("lightning.fabric", offloading("lightning_fabric"))
+        make_fabric(offloading(family="lightning_fabric"))
 
 
 def test_a_model_may_be_trained_again_once_its_earlier_training_is_over() -> None:
-    fabric = make_fabric("lightning.fabric", offloading("lightning.fabric"))
+    fabric = make_fabric(offloading())
     model = seeded_model()
 
     def set_up(fabric: Any) -> Run:
@@ -320,7 +288,7 @@ def test_a_model_may_be_trained_again_once_its_earlier_training_is_over() -> Non
     earlier = set_up(fabric)
     go_on(earlier, 2)
 
-    other = make_fabric("lightning.fabric", offloading("lightning.fabric"))
+    other = make_fabric(offloading())
     with pytest.raises(ConfigError, match="is attached already") as raised:
         set_up(other)
     assert "fabric.strategy.teardown()" in raised.value.__notes__[0]
@@ -331,13 +299,13 @@ def test_a_model_may_be_trained_again_once_its_earlier_training_is_over() -> Non
     latest.assert_moved()
 
     del fabric, other, earlier, latest, raised  # as a notebook does that makes them anew
-    latest = set_up(make_fabric("lightning.fabric", offloading("lightning.fabric")))
+    latest = set_up(make_fabric(offloading()))
     go_on(latest, 2)
     latest.assert_moved()
 
 
 def test_no_backward_sync_of_other_strategies_is_as_it_was() -> None:
-    run = train(make_fabric("lightning.fabric", "auto"))
+    run = train(make_fabric("auto"))
     with run.fabric.no_backward_sync(run.models[0]) as nothing:
         assert nothing is None
     with pytest.raises(TypeError, match="set up the model first"):
@@ -347,4 +315,4 @@ def test_no_backward_sync_of_other_strategies_is_as_it_was() -> None:
 def test_the_strategy_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     # `fabric run --strategy` would set it, but refuses every name with "offload" in it.
     monkeypatch.setenv("LT_STRATEGY", "ssd_offload")
-    train(make_fabric("lightning.fabric", "auto")).assert_moved("optimizer")
+    train(make_fabric("auto")).assert_moved("optimizer")

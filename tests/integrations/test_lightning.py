@@ -22,31 +22,15 @@ from tests.integrations.lightning_runs import (
     make_module,
     make_trainer,
     strategy_class,
+    with_and_without,
 )
 
 
 def both(pl: Any, root: Path, *, module: dict[str, Any] | None = None, **options: Any) -> Run:
     """Train with and without offload, check that they agree, and return the former."""
-    plain = fit(pl, root, "auto", make_module(pl, **(module or {})), **options)
-    offloaded = fit(pl, root, "ssd_offload", make_module(pl, **(module or {})), **options)
-    assert_same(offloaded, plain)
-    return offloaded
-
-
-@pytest.fixture
-def hints(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
-    """The hints that engines are given."""
-    from offload_strategy.engine.offload_engine import OffloadEngine
-
-    given: list[tuple[int, bool]] = []
-    original = OffloadEngine.microbatch
-
-    def microbatch(self: OffloadEngine, index: int, last: bool) -> None:
-        given.append((index, last))
-        original(self, index, last=last)
-
-    monkeypatch.setattr(OffloadEngine, "microbatch", microbatch)
-    return given
+    return with_and_without(
+        lambda strategy: fit(pl, root, strategy, make_module(pl, **(module or {})), **options)
+    )
 
 
 # ---------------------------------------------------------------------- numbers
@@ -106,12 +90,8 @@ def test_layers_that_are_thawed_later_are_identical(pl: Any, tmp_path: Path) -> 
     def adamw(parameters: Any, lr: float) -> torch.optim.Optimizer:
         return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=lr)
 
-    runs = []
-    for strategy in ("auto", "ssd_offload"):
-        module = make_module(pl, optimizer=adamw)
-        options = {"max_steps": -1, "max_epochs": 3, "callbacks": [Thaw()]}
-        runs.append(fit(pl, tmp_path, strategy, module, **options))
-    assert_same(runs[1], runs[0])
+    options = {"max_steps": -1, "max_epochs": 3, "callbacks": [Thaw()]}
+    both(pl, tmp_path, module={"optimizer": adamw}, **options)
 
 
 def test_optimizers_that_share_parameters_are_identical(pl: Any, tmp_path: Path) -> None:
@@ -126,16 +106,16 @@ def test_optimizers_that_share_parameters_are_identical(pl: Any, tmp_path: Path)
         module.untoggle_optimizer(optimizer)
         return loss
 
-    runs = []
-    for strategy in ("auto", "ssd_offload"):
+    def run(strategy: str) -> Run:
         module = make_module(pl, manual=True)
         module.training_step = toggled.__get__(module)
-        module.configure_optimizers = lambda module=module: (
+        module.configure_optimizers = lambda: (
             torch.optim.AdamW(module.parameters(), lr=1e-2),
             torch.optim.Adam(module.net[0].parameters(), lr=1e-2),
         )
-        runs.append(fit(pl, tmp_path, strategy, module, max_steps=-1, max_epochs=2))
-    assert_same(runs[1], runs[0])
+        return fit(pl, tmp_path, strategy, module, max_steps=-1, max_epochs=2)
+
+    with_and_without(run)
 
 
 def test_a_step_that_was_replaced_is_the_one_that_runs(
@@ -260,41 +240,34 @@ def test_an_optimizer_with_a_closure_trains_with_its_states_in_memory(
     pl: Any, tmp_path: Path, accumulate: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = {"max_steps": 4, "accumulate_grad_batches": accumulate}
-    module, plain = (make_module(pl, optimizer=torch.optim.LBFGS) for _ in range(2))
-    run = fit(pl, tmp_path, "ssd_offload", module, **options)
-    assert_same(run, fit(pl, tmp_path, module=plain, **options))
+    both(pl, tmp_path, module={"optimizer": torch.optim.LBFGS}, **options)
     assert caplog.text.count("Its states stay in memory") == 1
 
 
 # ---------------------------------------------------------------------- copies
 
 
-class CopyInTheMiddle:
-    """Does to the module, in the middle of `fit`, what averaging callbacks and loggers do."""
-
-    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-        if trainer.global_step != 5:
-            return
-        self.deep = copy.deepcopy(module)
-        with_own_class = module.net  # the module's class is local to this test
-        self.pickled = pickle.loads(pickle.dumps(with_own_class))
-        self.at = [p.detach().clone() for p in module.parameters()]
-
-
 def test_a_module_is_copied_and_pickled_in_the_middle_of_fit(pl: Any, tmp_path: Path) -> None:
-    callback = type("Copies", (CopyInTheMiddle, pl.Callback), {})()
-    run = fit(pl, tmp_path, "ssd_offload", callbacks=[callback], max_steps=10)
-    assert_equal(list(callback.deep.parameters()), callback.at)
-    assert_equal(list(callback.pickled.parameters()), callback.at)
+    """As averaging callbacks and loggers do."""
+    copies: list[Any] = []
+
+    def take_copies(trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.global_step == 5:
+            # The module's class is local to this test, and cannot be pickled.
+            copies[:] = copy.deepcopy(module), pickle.loads(pickle.dumps(module.net))
+            copies.append([p.detach().clone() for p in module.parameters()])
+
+    callback = pl.callbacks.LambdaCallback(on_train_batch_end=take_copies)
+    run = both(pl, tmp_path, callbacks=[callback], max_steps=10)
+    deep, pickled, at = copies
+    assert_equal(list(deep.parameters()), at)
+    assert_equal(list(pickled.parameters()), at)
 
     # The copy trains by itself and moves nothing.
     before = run.engine.metrics()["offload/activations/written_bytes"]
-    callback.deep.train()
-    callback.deep.loss(next(iter(batches()))).backward()
+    deep.train()
+    deep.loss(next(iter(batches()))).backward()
     assert run.engine.metrics()["offload/activations/written_bytes"] == before
-
-    plain = fit(pl, tmp_path, "auto", max_steps=10)
-    assert_same(run, plain)
 
 
 def test_a_strategy_is_copied_and_pickled(pl: Any, family: str, tmp_path: Path) -> None:

@@ -369,12 +369,6 @@ class DeepSpeedSession(Session):
         """Return the optimizer unchanged."""
         return optimizer
 
-    def free_memory(self, original: Callable[..., Any], *objects: Any) -> Any:
-        """Close the engine once DeepSpeed's is released."""
-        released = original(*objects)
-        self.close()
-        return released
-
     def metrics(self, now: bool = False) -> dict[str, float]:
         """Return the metrics for the trackers; the steps are DeepSpeed's."""
         engines: list[Any] = list(self._attached)

@@ -112,8 +112,8 @@ class SingleDeviceMixin(OffloadStrategyMixin):
         return torch.device(self._devices[0]) if self._devices else plain
 
 
-class _SeveralDevicesMixin(OffloadStrategyMixin):
-    """A strategy with a process for each device."""
+class DataParallelMixin(OffloadStrategyMixin):
+    """A `DDPStrategy`, with its options, whose processes share updates (`optimizer.sharding`)."""
 
     def __init__(self, config: ConfigSource = None, **options: Any) -> None:
         super().__init__(config, **options)
@@ -129,11 +129,7 @@ class _SeveralDevicesMixin(OffloadStrategyMixin):
         return super()._opened_engine()
 
 
-class DataParallelMixin(_SeveralDevicesMixin):
-    """A `DDPStrategy`, with its options, whose processes share updates (`optimizer.sharding`)."""
-
-
-class ShardedMixin(_SeveralDevicesMixin):
+class ShardedMixin(DataParallelMixin):
     """A `ModelParallelStrategy` (FSDP2, tensor parallelism) whose local shards are offloaded.
 
     The module applies `fully_shard` in `configure_model`, with `self.device_mesh`, as for
