@@ -10,11 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from offload_strategy import ConfigError, OffloadEngine
-from offload_strategy.callbacks import OffloadMonitor
-from tests.integrations.lightning_runs import assert_same, batches, fit, make_module, make_trainer
+from offload_strategy.callbacks import MicroBatchHints, OffloadMonitor
+from tests.integrations.lightning_runs import (
+    assert_same,
+    batches,
+    fit,
+    make_module,
+    make_trainer,
+    with_engine,
+)
+from tests.integrations.support import tensorboard_scalars
 
 KEYS = [
     f"offload/{client}/{key}"
@@ -23,21 +30,17 @@ KEYS = [
 ]
 
 
-def tensorboard_scalars(directory: str | Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard itself reads: step and value by name."""
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    events = accumulator.EventAccumulator(str(directory)).Reload()
-    return {
-        name: [(event.step, event.value) for event in events.Scalars(name)]
-        for name in events.Tags()["scalars"]
-    }
+def on_board(pl: Any, root: Path, *, strategy: Any = "ssd_offload", **options: Any) -> Any:
+    """A run, and what TensorBoard reads of it."""
+    logger = pl.loggers.TensorBoardLogger(root, name="board")
+    run = fit(pl, root, strategy, logger=logger, **options)
+    return run, tensorboard_scalars(Path(logger.log_dir))
 
 
 def test_metrics_are_in_the_tensorboard_file(pl: Any, tmp_path: Path) -> None:
-    logger = pl.loggers.TensorBoardLogger(tmp_path, name="board")
-    monitor = OffloadMonitor(every_n_steps=10)
-    run = fit(pl, tmp_path, "ssd_offload", logger=logger, callbacks=[monitor], max_steps=25)
-    scalars = tensorboard_scalars(logger.log_dir)
+    run, scalars = on_board(
+        pl, tmp_path, callbacks=[OffloadMonitor(every_n_steps=10)], max_steps=25
+    )
     for key in KEYS:
         assert [step for step, _ in scalars[key]] == [9, 19, 24]
     # Whether anything that a tiny model saves leaves, depends on the moment; states always do.
@@ -101,17 +104,14 @@ def test_every_logger_gets_them(pl: Any, tmp_path: Path) -> None:
     callbacks = [OffloadMonitor(every_n_steps=1)]
     fit(pl, tmp_path, "ssd_offload", logger=loggers, callbacks=callbacks, max_steps=3)
     for logger in loggers:
-        steps = [step for step, _ in tensorboard_scalars(logger.log_dir)[KEYS[0]]]
+        steps = [step for step, _ in tensorboard_scalars(Path(logger.log_dir))[KEYS[0]]]
         assert steps == [0, 1, 2]
 
 
 def test_accumulation_counts_steps_and_not_batches(pl: Any, tmp_path: Path) -> None:
-    logger = pl.loggers.TensorBoardLogger(tmp_path, name="board")
-    callbacks = [OffloadMonitor(every_n_steps=2)]
     options = {"accumulate_grad_batches": 4, "max_steps": 6}
-    fit(pl, tmp_path, "ssd_offload", logger=logger, callbacks=callbacks, **options)
-    steps = [step for step, _ in tensorboard_scalars(logger.log_dir)[KEYS[0]]]
-    assert steps == [1, 3, 5]
+    _, scalars = on_board(pl, tmp_path, callbacks=[OffloadMonitor(every_n_steps=2)], **options)
+    assert [step for step, _ in scalars[KEYS[0]]] == [1, 3, 5]
 
 
 def test_the_progress_bar_shows_the_rates(
@@ -135,34 +135,33 @@ def test_the_progress_bar_shows_the_rates(
 
 def test_training_is_identical_with_the_monitor(pl: Any, tmp_path: Path) -> None:
     callbacks = [OffloadMonitor(every_n_steps=1), pl.callbacks.LearningRateMonitor("step")]
+    options = {"validate": True, "max_steps": 12}
     logger = pl.loggers.CSVLogger(tmp_path)
-    watched = fit(
-        pl, tmp_path, "ssd_offload", callbacks=callbacks, logger=logger, validate=True, max_steps=12
-    )
-    plain = fit(pl, tmp_path, "auto", validate=True, max_steps=12)
-    assert_same(watched, plain)
+    watched = fit(pl, tmp_path, "ssd_offload", callbacks=callbacks, logger=logger, **options)
+    assert_same(watched, fit(pl, tmp_path, "auto", **options))
 
 
-def test_a_trainer_without_an_engine_is_refused_at_setup(pl: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("callback", [OffloadMonitor, MicroBatchHints])
+def test_a_trainer_without_an_engine_is_refused_at_setup(
+    pl: Any, tmp_path: Path, callback: Any
+) -> None:
     module = make_module(pl)
-    with pytest.raises(ConfigError, match=r'OffloadMonitor finds no engine.*"ssd_offload"'):
-        fit(pl, tmp_path, "auto", module, callbacks=[OffloadMonitor()])
+    message = rf'{callback.__name__} finds no engine.*"ssd_offload"'
+    with pytest.raises(ConfigError, match=message):
+        fit(pl, tmp_path, "auto", module, callbacks=[callback()])
     assert module.losses == []
     # Nothing trains here, so nothing is missing.
-    trainer = make_trainer(pl, tmp_path, "auto", callbacks=[OffloadMonitor()])
+    trainer = make_trainer(pl, tmp_path, "auto", callbacks=[callback()])
     trainer.validate(module, batches(2), verbose=False)
 
 
 def test_it_takes_an_engine_of_the_users_own(pl: Any, tmp_path: Path) -> None:
-    logger = pl.loggers.TensorBoardLogger(tmp_path, name="board")
-    module = make_module(pl)
     with OffloadEngine() as engine:
-        module.configure_optimizers = lambda: engine.attach(
-            module, torch.optim.AdamW(module.parameters(), lr=1e-2)
-        )
         callbacks = [OffloadMonitor(every_n_steps=5, engine=engine)]
-        run = fit(pl, tmp_path, "auto", module, logger=logger, callbacks=callbacks, max_steps=10)
-    assert len(tensorboard_scalars(logger.log_dir)[KEYS[0]]) == 2
+        module = with_engine(make_module(pl), engine)
+        options = {"module": module, "callbacks": callbacks, "max_steps": 10}
+        run, scalars = on_board(pl, tmp_path, strategy="auto", **options)
+    assert len(scalars[KEYS[0]]) == 2
     assert_same(run, fit(pl, tmp_path, "auto", max_steps=10))
 
 

@@ -17,7 +17,7 @@ import yaml
 from offload_strategy.integrations.accelerate.launch import environment_for
 from tests.distributed.ranks import run_ranks
 from tests.integrations.accelerate_runs import forget_accelerator
-from tests.integrations.support import environment
+from tests.integrations.support import OFFLOAD_ALL, environment, tensorboard_scalars
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLES = ROOT / "examples"
@@ -25,7 +25,6 @@ LAUNCH_FILE = ROOT / "configs" / "accelerate" / "offload.yaml"
 
 SMALL = ["--steps=3", "--layers=2", "--width=64", "--context=32", "--batch=8"]
 HARD = [*SMALL, "--accumulate=4", "--clip=1.0"]
-OFFLOAD_ALL = {"mode": "always", "activations": {"min_size": "1KiB"}}
 
 
 def losses(printed: str) -> list[str]:
@@ -35,14 +34,9 @@ def losses(printed: str) -> list[str]:
     return found
 
 
-def tensorboard_scalars(folder: Path) -> dict[str, float]:
+def logged(folder: Path) -> dict[str, float]:
     """The last value of every scalar in the TensorBoard files below a folder."""
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    scalars: dict[str, float] = {}
-    for file in sorted(folder.rglob("events.out.tfevents.*")):
-        events = reader.EventAccumulator(str(file)).Reload()
-        scalars |= {key: events.Scalars(key)[-1].value for key in events.Tags()["scalars"]}
-    return scalars
+    return {name: points[-1][1] for name, points in tensorboard_scalars(folder).items()}
 
 
 def assert_moved(metrics: dict[str, float]) -> None:
@@ -96,7 +90,7 @@ def test_the_main_job_says_where_tensors_go_and_how_it_went(tmp_path: Path) -> N
     before, after = figures["validation_losses"]
     assert before == pytest.approx(5.545, abs=0.1)
     assert after < before
-    scalars = tensorboard_scalars(home / "logs")
+    scalars = logged(home / "logs")
     assert {"train/loss", "validation/loss"} <= scalars.keys()
     assert_moved(scalars)
     assert {path.name for path in home.iterdir()} <= {"logs", "figures.json", "hf"}
@@ -159,8 +153,8 @@ def test_accelerate_and_pytorch_give_the_same_losses_with_and_without_offload(
     offloaded, expected, own = map(losses, printed)
     assert len(expected) == 12
     assert offloaded == own == expected
-    assert_moved(tensorboard_scalars(tmp_path / "with"))
-    scalars = tensorboard_scalars(tmp_path / "without")
+    assert_moved(logged(tmp_path / "with"))
+    scalars = logged(tmp_path / "without")
     assert scalars["train/loss"] == pytest.approx(float.fromhex(expected[-1]))
     assert not any(key.startswith("offload/") for key in scalars)
     moved = dict(re.findall(r"^(offload/\S+) (\S+) MB$", printed[2], re.MULTILINE))

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import tempfile
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
 from torch.utils.data import DataLoader
 
 from offload_strategy import SSDOffloadPlugin
 from offload_strategy.integrations.accelerate.plugin import session_of
+from tests.integrations.accelerate_runs import forget_accelerator
 from tests.integrations.combinations import (
     AXES,
+    REFUSED_IN_RANKS,
     SCALED,
     SCALED_AND_EAGER,
-    STREAMED_IN_RANKS,
     Combination,
     Outcome,
     Refusal,
@@ -38,8 +38,6 @@ from tests.integrations.lightning_features import FAMILY, quiet
 from tests.integrations.lightning_runs import import_family, make_trainer, strategy_class
 
 Config = Mapping[str, Any] | None
-
-_WITH_SCALER = {**AXES, "precision": (*AXES["precision"], SCALED)}
 
 
 def _loop(combination: Combination, sections: Config) -> Outcome:
@@ -67,8 +65,7 @@ def _lightning(combination: Combination, sections: Config) -> Outcome:
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
     strategy = "auto" if sections is None else strategy_class(FAMILY)(config=sections)
-    options: dict[str, Any] = {"precision": {"32": "32-true"}.get(combination.precision)}
-    options["precision"] = options["precision"] or combination.precision
+    options: dict[str, Any] = {"precision": combination.precision.replace("32", "32-true")}
     if combination.precision == SCALED:
         # For the CPU the Trainer takes bf16-mixed instead, unless it is given the plugin itself.
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -83,8 +80,7 @@ def _lightning(combination: Combination, sections: Config) -> Outcome:
 
 
 def _accelerate(combination: Combination, sections: Config) -> Outcome:
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    forget_accelerator()
     accelerator = Accelerator(
         cpu=True,
         mixed_precision="bf16" if combination.precision == "bf16-mixed" else "no",
@@ -114,45 +110,15 @@ def _accelerate(combination: Combination, sections: Config) -> Outcome:
     return Outcome(losses, weights_of(net), moved)
 
 
+_OWN_LOOP = Refusal(SCALED_AND_EAGER, r"overlap: commit", "OffloadError")
+_TRAINER = Refusal(SCALED_AND_EAGER, r"loss scaling.*overlap: commit", "ConfigError")
+_EARLY = "gradients are used before the scaler sees them"
+_WITH_SCALER = (*AXES["precision"], SCALED)
+
 IN_ONE_PROCESS = {
-    way.name: way
-    for way in (
-        Way(
-            "Loop of one's own",
-            "Autocast for mixed precision, with `GradScaler` for 16-mixed; `torch.compile(model)`.",
-            _loop,
-            [
-                Refusal(
-                    SCALED_AND_EAGER,
-                    r"overlap: commit",
-                    "gradients are used before the scaler sees them (first step)",
-                    "OffloadError",
-                )
-            ],
-            _WITH_SCALER,
-        ),
-        Way(
-            "Lightning, one device",
-            '`Trainer(strategy="ssd_offload", precision=...)`; the module holds '
-            "`torch.compile(model)`.",
-            _lightning,
-            [
-                Refusal(
-                    SCALED_AND_EAGER,
-                    r"loss scaling.*overlap: commit",
-                    "gradients are used before the scaler sees them",
-                    "ConfigError",
-                )
-            ],
-            _WITH_SCALER,
-        ),
-        Way(
-            "Accelerate, one process",
-            "`Accelerator(mixed_precision=..., dynamo_backend=...)`. Without a GPU Accelerate has "
-            "no 16-mixed.",
-            _accelerate,
-        ),
-    )
+    "Loop of one's own": Way(_loop, {f"{_EARLY} (first step)": _OWN_LOOP}, _WITH_SCALER),
+    "Lightning, one device": Way(_lightning, {_EARLY: _TRAINER}, _WITH_SCALER),
+    "Accelerate, one process": Way(_accelerate, {}),
 }
 
 
@@ -187,25 +153,13 @@ def _sharded(rank: int, combination: Combination, sections: Config) -> Outcome:
 
 def ways_of_ranks(rank: int) -> dict[str, Way]:
     """The ways of several processes, by name, for one of them."""
-    ways = (
-        Way(
-            "DistributedDataParallel, two ranks",
-            "Autocast for mixed precision; `torch.compile(DistributedDataParallel(model))`.",
-            functools.partial(_data_parallel, rank),
-            [STREAMED_IN_RANKS],
-        ),
-        Way(
-            "FSDP2 (`fully_shard`), two ranks",
-            "`MixedPrecisionPolicy` for mixed precision; each block is compiled, then sharded.",
-            functools.partial(_sharded, rank),
-            [STREAMED_IN_RANKS],
-        ),
-    )
-    return {way.name: way for way in ways}
+    return {
+        "DistributedDataParallel, two ranks": Way(partial(_data_parallel, rank), REFUSED_IN_RANKS),
+        "FSDP2 (`fully_shard`), two ranks": Way(partial(_sharded, rank), REFUSED_IN_RANKS),
+    }
 
 
 def in_ranks(rank: int, directory: Path) -> dict[str, list[str]]:
     """What each rank does, for `run_ranks`: the verdicts of its ways, in order."""
-    return {
-        name: list(verdicts(way, directory).values()) for name, way in ways_of_ranks(rank).items()
-    }
+    ways = ways_of_ranks(rank)
+    return {name: list(verdicts(name, way, directory).values()) for name, way in ways.items()}

@@ -1,16 +1,16 @@
-"""What combines with what: the list, and the runs that prove it.
+"""What combines with what: the tables of `docs/combinations.md`, and the runs that prove them.
 
-Not every product of values is run: for each way to train, every pair of values occurs in some
-combination. A pair that is refused is run by itself, with the first values of everything else.
+Not every product of values is run: for each way to train, every pair of values occurs in some row.
+What is refused is run by itself, with the first values of everything else.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from offload_strategy import OffloadEngine, OffloadError
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "combinations.md"
 STEPS = 3
 BATCH, LENGTH, VOCABULARY, WIDTH = 4, 16, 64, 32
 
@@ -79,10 +80,6 @@ class Combination:
         """
         return self.compile != "no" and self.client == STREAMED
 
-    def has(self, values: Mapping[str, str]) -> bool:
-        """Whether it has all of these values, by axis."""
-        return all(getattr(self, axis) == value for axis, value in values.items())
-
     def pairs(self) -> set[frozenset[tuple[str, str]]]:
         """Every two values of it, with their axes."""
         return {frozenset(pair) for pair in itertools.combinations(asdict(self).items(), 2)}
@@ -94,16 +91,14 @@ class Refusal:
 
     values: Mapping[str, str]  # By axis
     message: str  # A pattern that the error matches
-    summary: str  # For the table
     kind: str  # Class of the error
 
 
-STREAMED_IN_RANKS = Refusal(
-    {"client": STREAMED},
-    r"parameters\.enabled.*train in one process",
-    "weights are streamed in one process only",
-    "ConfigError",
-)
+REFUSED_IN_RANKS = {
+    "weights are streamed in one process only": Refusal(
+        {"client": STREAMED}, r"parameters\.enabled.*train in one process", "ConfigError"
+    )
+}
 SCALED_AND_EAGER = {"client": "optimizer: eager", "precision": SCALED}
 
 
@@ -131,58 +126,50 @@ Train = Callable[[Combination, Mapping[str, Any] | None], Outcome]
 class Way:
     """A way to train."""
 
-    name: str  # As users know it
-    how: str  # What precision and compile mean here, for the document
     train: Train  # With a config, or without offload
-    refusals: Sequence[Refusal] = ()
-    axes: Mapping[str, Sequence[str]] = field(default_factory=lambda: AXES)
-
-    def product(self) -> Iterator[Combination]:
-        """Every combination, the simplest first."""
-        for values in itertools.product(*self.axes.values()):
-            yield Combination(**dict(zip(self.axes, values, strict=True)))
-
-    def refusal(self, combination: Combination) -> Refusal | None:
-        """Why a combination is refused; None if it is not."""
-        return next((one for one in self.refusals if combination.has(one.values)), None)
-
-    def combinations(self) -> list[Combination]:
-        """Few that have every pair of values between them, then one for each refusal.
-
-        Greedy: each time the one with most pairs that no other has had, and of those the first.
-        What is refused does not count, as nothing else of it is seen.
-        """
-        allowed = [one for one in self.product() if self.refusal(one) is None]
-        wanted = set().union(*(one.pairs() for one in allowed))
-        found = []
-        while wanted:
-            best = max(allowed, key=lambda one: len(one.pairs() & wanted))
-            found.append(best)
-            wanted -= best.pairs()
-        refused = [next(c for c in self.product() if c.has(one.values)) for one in self.refusals]
-        return found + refused
+    refusals: Mapping[str, Refusal]  # By what the table says of them
+    precisions: Sequence[str] = AXES["precision"]
 
 
-def verdicts(way: Way, directory: Path) -> dict[Combination, str]:
+def documented(name: str) -> dict[Combination, str]:
+    """The combinations of a way with their verdicts, from its table."""
+    section = DOCUMENT.read_text().partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| ")]
+    head, *rows = (line.strip("| ").split(" | ") for line in lines)
+    assert head == [*AXES, "verdict"], name
+    return {Combination(*values): verdict for *values, verdict in rows}
+
+
+def untried_pairs(name: str, way: Way) -> set[frozenset[tuple[str, str]]]:
+    """Pairs of values that are in no row, and are not refused; what is refused has no others."""
+    identical = [one for one, verdict in documented(name).items() if verdict == "identical"]
+    axes = {**AXES, "precision": way.precisions}
+    every = (Combination(*values) for values in itertools.product(*axes.values()))
+    pairs = set().union(*(one.pairs() for one in every))
+    pairs -= set().union(*(one.pairs() for one in identical))
+    refused = [refusal.values.items() for refusal in way.refusals.values()]
+    return {pair for pair in pairs if not any(values <= pair for values in refused)}
+
+
+def verdicts(name: str, way: Way, directory: Path) -> dict[Combination, str]:
     """Train every combination of a way with offload and without.
 
     The verdict is "identical", "refused: why", or what else was found.
     """
     plain: dict[Combination, Outcome] = {}
     found = {}
-    for one in way.combinations():
-        refusal = way.refusal(one)
-        if refusal is None and one.training not in plain:
+    for one, expected in documented(name).items():
+        if expected == "identical" and one.training not in plain:
             torch._dynamo.reset()  # what was compiled for it is used again with offload
             plain[one.training] = way.train(one, None)
         try:
             outcome = way.train(one, config(directory, one.client))
         except OffloadError as error:
-            found[one] = _refused(error, refusal)
+            found[one] = _refused(error, way)
             # A backward that failed leaves nodes in autograd's queue, which the next one drops.
             torch.ones(1, requires_grad=True).sum().backward()
             continue
-        if refusal is not None:
+        if expected != "identical":
             found[one] = "trained, and should be refused"
             continue
         differs = outcome.differences(plain[one.training])
@@ -194,11 +181,12 @@ def verdicts(way: Way, directory: Path) -> dict[Combination, str]:
     return found
 
 
-def _refused(error: OffloadError, refusal: Refusal | None) -> str:
+def _refused(error: OffloadError, way: Way) -> str:
     kind = type(error).__name__
-    if refusal is None or kind != refusal.kind or not re.search(refusal.message, str(error)):
-        return f"fails: {kind}: {error}"
-    return f"refused: {refusal.summary}"
+    for summary, refusal in way.refusals.items():
+        if kind == refusal.kind and re.search(refusal.message, str(error)):
+            return f"refused: {summary}"
+    return f"fails: {kind}: {error}"
 
 
 def config(directory: Path, client: str) -> dict[str, Any]:

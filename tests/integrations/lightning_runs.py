@@ -107,6 +107,14 @@ class _Behaviour:
         }
 
 
+def with_engine(module: Any, engine: Any) -> Any:
+    """A module that attaches itself to an engine of its own."""
+    module.configure_optimizers = lambda: engine.attach(
+        module, torch.optim.AdamW(module.parameters(), lr=1e-2)
+    )
+    return module
+
+
 @dataclass
 class Run:
     """A finished run."""

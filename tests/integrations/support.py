@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 OURS = ("SSD_OFFLOAD_", "ACCELERATE_", "TORCH_DEVICE_BACKEND_AUTOLOAD", "WANDB_")
 
 OFFLOAD_ALL: dict[str, Any] = {"mode": "always", "activations": {"min_size": "1KiB"}}
@@ -44,6 +46,18 @@ def python(
         timeout=timeout,
         check=False,
     )
+
+
+def tensorboard_scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard reads below a directory: step and value by name."""
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    scalars: dict[str, list[tuple[int, float]]] = {}
+    for file in sorted(directory.rglob("events.out.tfevents.*")):
+        events = reader.EventAccumulator(str(file)).Reload()
+        for name in events.Tags()["scalars"]:
+            found = [(event.step, event.value) for event in events.Scalars(name)]
+            scalars.setdefault(name, []).extend(found)
+    return scalars
 
 
 def succeeded(result: subprocess.CompletedProcess[str]) -> str:

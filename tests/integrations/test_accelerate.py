@@ -16,10 +16,10 @@ import offload_strategy.checkpoints
 from offload_strategy import ConfigError, OffloadEngine, OffloadError, SSDOffloadPlugin
 from offload_strategy.integrations.accelerate.plugin import session_of
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
-from tests.callbacks.test_monitor import tensorboard_scalars
 from tests.distributed.data_parallel_runs import same
 from tests.integrations.accelerate_runs import Run, _fresh_accelerate, prepare
 from tests.integrations.lightning_runs import assert_equal, tiny_model
+from tests.integrations.support import tensorboard_scalars
 
 __all__ = ["_fresh_accelerate"]
 

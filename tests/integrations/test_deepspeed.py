@@ -21,11 +21,10 @@ from offload_strategy.integrations.deepspeed.config_sections import (
 )
 from offload_strategy.integrations.deepspeed.gathered_weights import GatheredWeights
 from offload_strategy.io.backends import deepnvme
-from tests.callbacks.test_monitor import tensorboard_scalars
 from tests.distributed.ranks import run_ranks
 from tests.integrations.deepspeed_runs import BATCH, OFFLOAD, STEPS, moved, zero
 from tests.integrations.lightning_runs import FAMILIES, in_both_installs, strategy_class
-from tests.integrations.support import OURS
+from tests.integrations.support import OURS, tensorboard_scalars
 from tests.integrations.test_launch import home, launch, launch_file
 
 __all__ = ["home"]

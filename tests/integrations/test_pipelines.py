@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +18,16 @@ FOLLOWED = ("GPipe", "1F1B", "interleaved 1F1B")
 Runs = dict[str, Any]
 
 
-def runs_of(ranks: list[Runs], name: str, way: str) -> Iterator[tuple[Runs, Runs]]:
-    for found in ranks:
-        yield found[name][way]["offloaded"], found[name][way]["plain"]
-
-
 # One test for what the processes did: pytest-xdist would run them again for others.
 def test_every_schedule_trains_the_same_and_updates_early_where_it_may(tmp_path: Path) -> None:
     run_ranks("tests.integrations.pipeline_runs:every_schedule", tmp_path)
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
     for name, (_, stages, ways) in SCHEDULES.items():
         for way in ways:
-            identical(ranks, name, way)
-            moved_and_nothing_is_left(ranks, name, way)
+            runs = [rank[name][way] for rank in ranks]
+            assert sum(len(run["plain"]["losses"]) for run in runs) > 0
+            for run in runs:
+                identical(run["offloaded"], run["plain"], (name, way))
         if name in FOLLOWED:
             # That gradients are divided is learned from the first step, and trusted three later.
             assert ahead(ranks, name, "commit") == [(3 * stages, stages)] * RANKS
@@ -44,37 +40,26 @@ def test_every_schedule_trains_the_same_and_updates_early_where_it_may(tmp_path:
         assert "optimizer for each stage" in found["refused"]["one optimizer"]
 
 
-def identical(ranks: list[Runs], name: str, way: str) -> None:
-    """Losses, gradients and parameters are."""
-    losses = 0
-    for offloaded, plain in runs_of(ranks, name, way):
-        losses += len(plain["losses"])
-        assert offloaded["losses"] == plain["losses"], (name, way)
-        gradients = [] if way == "eager" else plain["gradients"]
-        for key, expected in (("gradients", gradients), ("parameters", plain["parameters"])):
-            assert len(offloaded[key]) == len(expected), (name, way)
-            assert all(map(torch.equal, offloaded[key], expected)), (name, way, key)
-        assert way == "eager" or len(gradients) == STEPS * len(plain["parameters"])
-    assert losses > 0
+def identical(offloaded: Runs, plain: Runs, told: tuple[str, str]) -> None:
+    """Losses, gradients and parameters are; bytes have moved, and nothing is left."""
+    is_eager = told[1] == "eager"
+    assert offloaded["losses"] == plain["losses"], told
+    gradients = [] if is_eager else plain["gradients"]
+    for key, expected in (("gradients", gradients), ("parameters", plain["parameters"])):
+        assert len(offloaded[key]) == len(expected), told
+        assert all(map(torch.equal, offloaded[key], expected)), (told, key)
+    assert is_eager or len(gradients) == STEPS * len(plain["parameters"])
+    for client in ("activations", "optimizer"):
+        for verb in ("written", "read"):
+            assert offloaded["metrics"][f"offload/{client}/{verb}_bytes"] > 0, told
+    assert offloaded["tickets"] == 0, told
 
 
-def moved_and_nothing_is_left(ranks: list[Runs], name: str, way: str) -> None:
-    for offloaded, _ in runs_of(ranks, name, way):
-        for client in ("activations", "optimizer"):
-            for verb in ("written", "read"):
-                assert offloaded["metrics"][f"offload/{client}/{verb}_bytes"] > 0, (name, way)
-        assert offloaded["tickets"] == 0, (name, way)
-
-
-def ahead(ranks: list[Runs], name: str, way: str) -> list[tuple[float, float]]:
+def ahead(ranks: list[Runs], name: str, way: str) -> list[tuple[float, ...]]:
     """Steps of which something was updated during backward, and in vain, by rank."""
-    return [
-        (
-            offloaded["metrics"]["offload/optimizer/speculated_steps"],
-            offloaded["metrics"]["offload/optimizer/redone_steps"],
-        )
-        for offloaded, _ in runs_of(ranks, name, way)
-    ]
+    metrics = [rank[name][way]["offloaded"]["metrics"] for rank in ranks]
+    verbs = ("speculated", "redone")
+    return [tuple(of[f"offload/optimizer/{verb}_steps"] for verb in verbs) for of in metrics]
 
 
 def order_is_learned(ranks: list[Runs], name: str) -> None:

@@ -13,7 +13,8 @@ from torch import nn
 from offload_strategy import SSDOffloadPlugin
 from tests.integrations.accelerate_runs import _fresh_accelerate
 from tests.integrations.lightning_runs import (
-    assert_equal,
+    FAMILIES,
+    Run,
     assert_same,
     batches,
     fit,
@@ -21,6 +22,7 @@ from tests.integrations.lightning_runs import (
     make_trainer,
     strategy_class,
     tiny_model,
+    with_and_without,
 )
 
 __all__ = ["_fresh_accelerate"]
@@ -34,30 +36,31 @@ def config(overlap: str = "commit") -> dict[str, Any]:
     }
 
 
+def streaming(overlap: str = "commit") -> Any:
+    return strategy_class(FAMILIES[0])(config=config(overlap))
+
+
 @pytest.mark.parametrize("overlap", ["commit", "eager"])
-def test_lightning_trains_and_validates_the_same(
-    pl: Any, family: str, tmp_path: Path, overlap: str
-) -> None:
+def test_lightning_trains_and_validates_the_same(pl: Any, tmp_path: Path, overlap: str) -> None:
     options = {"max_steps": 10, "validate": True, "accumulate_grad_batches": 2}
-    streamed = fit(pl, tmp_path, strategy_class(family)(config=config(overlap)), **options)
+    streamed = fit(pl, tmp_path, streaming(overlap), **options)
     assert_same(streamed, fit(pl, tmp_path, **options))
     assert streamed.engine.metrics()["offload/parameters/read_bytes"] > 0
 
 
-def test_lightning_clips_and_resumes_the_same(pl: Any, family: str, tmp_path: Path) -> None:
-    finals = []
-    for strategy in ("auto", strategy_class(family)(config=config())):
-        folder = tmp_path / type(strategy).__name__
+def test_lightning_clips_and_resumes_the_same(pl: Any, tmp_path: Path) -> None:
+    def run(name: str) -> Run:
+        first, second = (name if name == "auto" else streaming() for _ in range(2))
+        folder = tmp_path / name
         saving = pl.callbacks.ModelCheckpoint(folder, save_last=True, every_n_train_steps=5)
         options = {"gradient_clip_val": 0.5, "enable_checkpointing": True}
-        fit(pl, folder, strategy, max_steps=5, callbacks=[saving], **options)
-        again = strategy if strategy == "auto" else strategy_class(family)(config=config())
-        last = folder / "last.ckpt"
-        finals.append(fit(pl, folder, again, ckpt_path=last, max_steps=10, **options).parameters)
-    assert_equal(*finals)
+        fit(pl, folder, first, max_steps=5, callbacks=[saving], **options)
+        return fit(pl, folder, second, ckpt_path=folder / "last.ckpt", max_steps=10, **options)
+
+    with_and_without(run)
 
 
-def test_lightning_makes_a_model_that_does_not_fit(pl: Any, family: str, tmp_path: Path) -> None:
+def test_lightning_makes_a_model_that_does_not_fit(pl: Any, tmp_path: Path) -> None:
     away: list[int] = []
 
     def module() -> Any:
@@ -76,7 +79,7 @@ def test_lightning_makes_a_model_that_does_not_fit(pl: Any, family: str, tmp_pat
 
     options = {"max_steps": 6}
     plain = fit(pl, tmp_path, module=module(), **options)
-    strategies = [strategy_class(family)(config=config("eager")) for _ in range(2)]
+    strategies = [streaming("eager") for _ in range(2)]
     streamed = fit(pl, tmp_path, strategies[0], module=module(), **options)
     assert away[0] == 0 < away[1]
     assert_same(streamed, plain)
@@ -85,8 +88,8 @@ def test_lightning_makes_a_model_that_does_not_fit(pl: Any, family: str, tmp_pat
     strategies[1]._close_engine()
 
 
-def test_lightning_fills_an_empty_module(pl: Any, family: str, tmp_path: Path) -> None:
-    strategy = strategy_class(family)(config=config("eager"))
+def test_lightning_fills_an_empty_module(pl: Any, tmp_path: Path) -> None:
+    strategy = streaming("eager")
     trainer = make_trainer(pl, tmp_path, strategy, max_steps=3)
     with trainer.init_module(empty_init=True):
         module = make_module(pl)
@@ -98,10 +101,8 @@ def test_lightning_fills_an_empty_module(pl: Any, family: str, tmp_path: Path) -
     assert all(torch.isfinite(parameter).all() for parameter in module.parameters())
 
 
-def test_an_engine_for_a_module_that_is_never_trained_is_closed(
-    pl: Any, family: str, tmp_path: Path
-) -> None:
-    strategy = strategy_class(family)(config=config())
+def test_an_engine_for_a_module_that_is_never_trained_is_closed(pl: Any, tmp_path: Path) -> None:
+    strategy = streaming()
     trainer = make_trainer(pl, tmp_path, strategy)
     with trainer.init_module():
         module = make_module(pl)
