@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from offload_strategy.cli.machine_checks import Check, ok, problem, warning
-from offload_strategy.config import OffloadConfig, is_memory_filesystem
+from offload_strategy.config import OffloadConfig
 from offload_strategy.config.directories import FileSystem, file_system_of
 from offload_strategy.errors import OffloadError
 from offload_strategy.io.regions.directory_check import check_capacities
@@ -41,9 +41,7 @@ def check_path(
     if path.is_block_device():
         checks = [ok(f"{path}: device", "a raw block device that carries no data")]
     else:
-        in_memory = is_memory_filesystem(path)
-        checks = [check_file_system(path, file_system_of(path), in_memory=in_memory)]
-        checks.append(_check_unnamed_files(path))
+        checks = [check_file_system(path, file_system_of(path)), _check_unnamed_files(path)]
     io = ok(f"{path}: direct I/O", "works" if takes_direct else "switched off by io.direct: false")
     if not takes_direct and direct is not False:
         io = warning(
@@ -54,14 +52,14 @@ def check_path(
     return [*checks, io, ok(f"{path}: space", f"{format_size(room)} can be used")]
 
 
-def check_file_system(path: Path, system: FileSystem | None, *, in_memory: bool) -> Check:
+def check_file_system(path: Path, system: FileSystem | None) -> Check:
     """Check whether the file system is suitable for offloading."""
-    name, kind = f"{path}: file system", system.kind if system else "this file system"
-    if in_memory:
-        found = f"{kind} lives in main memory: what is written there still takes memory"
-        return warning(name, found, "name a directory on a disk")
+    name = f"{path}: file system"
     if system is None:
         return ok(name, "unknown: this system does not tell")
+    if system.is_memory:
+        found = f"{system.kind} lives in main memory: what is written there still takes memory"
+        return warning(name, found, "name a directory on a disk")
     if system.is_network:
         return warning(
             name,

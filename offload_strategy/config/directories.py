@@ -67,6 +67,11 @@ class FileSystem:
         """Whether the data is on another machine."""
         return self.kind in _NETWORK
 
+    @property
+    def is_memory(self) -> bool:
+        """Whether the data is in memory."""
+        return self.kind in _IN_MEMORY
+
 
 def file_system_of(path: str | os.PathLike[str]) -> FileSystem | None:
     """Return the file system of a path, existing or not; None if the system does not tell."""
@@ -82,7 +87,7 @@ def file_system_of(path: str | os.PathLike[str]) -> FileSystem | None:
 def is_memory_filesystem(path: str | os.PathLike[str]) -> bool:
     """Return whether a path, existing or not, is in memory; False where that is unknown."""
     system = file_system_of(path)
-    return system is not None and system.kind in _IN_MEMORY
+    return system is not None and system.is_memory
 
 
 def is_rotational(

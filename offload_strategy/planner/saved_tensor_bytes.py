@@ -104,8 +104,3 @@ def layer_activation_bytes(shape: TransformerShape, work: Workload) -> int:
     """Bytes that the largest layer saves."""
     tensors = layer_tensors(shape, work, crosses=shape.decoder_layers > 0)
     return sum(tensor.nbytes for tensor in tensors)
-
-
-def layer_input_bytes(shape: TransformerShape, work: Workload) -> int:
-    """Bytes of the input of a layer: what is kept of it when it is computed again."""
-    return work.tokens * shape.hidden * work.dtype_bytes

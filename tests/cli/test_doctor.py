@@ -293,7 +293,7 @@ def test_buffered_io_is_a_warning_unless_it_was_chosen(disk):
     ],
 )
 def test_file_systems(system, status, word):
-    found = check_file_system(Path("/mnt"), system, in_memory=False)
+    found = check_file_system(Path("/mnt"), system)
     assert found.status is status
     assert word in found.found
 

@@ -52,11 +52,8 @@ def plan(ssd_offload):
 
 
 # ------------------------------------------------------------------ the analysis
-def test_it_prints_tables_and_json(plan):
-    text = plan(f"{GPT} {WORK} {MACHINE}")
-    assert "batch 32 of 1024 tokens, on a100-80g-pcie with 4 x intel-p5510-3.84tb" in text
-    for heading in ("memory and disk", "seconds of a step", "in host memory", "| drives |", "What"):
-        assert heading in text
+# The tables of an analysis and of a search are those of the documentation: test_analysis.py.
+def test_it_prints_json(plan):
     data = plan(f"{GPT} {WORK} {MACHINE} --json")
     machine = {"device": "a100-80g-pcie", "drive": "intel-p5510-3.84tb", "drives": 4}
     assert data["machine"] == machine
@@ -95,13 +92,6 @@ def test_a_machine_without_a_gpu_is_analysed_as_well(known_cores, plan):
 
 
 # ------------------------------------------------------------------ the search
-def test_a_search_prints_a_table_and_what_was_searched(plan):
-    text = plan(BOUNDED)
-    assert "| tokens/s | step | limits | batch |" in text
-    assert "and 16 sequences" in text
-    assert "settings need more device memory than there is" in text
-
-
 def test_the_config_that_it_writes_loads(plan, ssd_offload, tmp_path, monkeypatch):
     file = tmp_path / "found.yaml"
     found = plan(f"{BOUNDED} --write-config {file} --dir /mnt/a --dir /mnt/b --json")
@@ -217,14 +207,10 @@ RUN, BOUND = f"{GPT} {WORK} {MACHINE}", "--sequence 1024 --max-batch 16"
         (f"{WORK} {MACHINE}", "give one of --model and --config-json"),
         (f"--model gpt --layers 4 {WORK} {MACHINE}", "give --hidden, --heads as well"),
         (f"--model gpt3-13b {MACHINE}", "give --batch, --sequence as well"),
-        (f"--model gpt3-14b {WORK} {MACHINE}", "no model 'gpt3-14b'"),
-        (f"--config-json /nowhere/config.json {WORK} {MACHINE}", "cannot be read"),
         (f"{RUN} --gpu a1000", "no device 'a1000'"),
-        (f"{RUN} --ssd 0xP5510", "asks for 0 drives"),
         (f"{RUN} --host-memory=-1GiB", "--host-memory: '-1GiB' is negative"),
         (f"{RUN} --tflops x", "--tflops: 'x' is not a number above 0"),
         (f"{RUN} --batch 0", "search: batch is 0"),
-        (f"{RUN} --layers -2", "transformer: layers is -2"),
         (f"{RUN} --update-rate 8e9", "--update-rate: no effect for a GPU"),
         (f"{RUN} --dir /mnt", "--dir: give --search as well"),
         (f"{SMALL} --device cpu {RATES} --sequence 256", "give --batch as well"),
@@ -233,7 +219,6 @@ RUN, BOUND = f"{GPT} {WORK} {MACHINE}", "--sequence 1024 --max-batch 16"
         (f"{SEARCHED} --sequence 1024 --tolerance 0", "--tolerance: give --search as well"),
         (f"{SEARCHED} --search", "give --sequence as well"),
         (f"{BOUNDED} --batch 4", "leave out --batch"),
-        (f"{SEARCH} --max-batch 0", "max_batch is 0"),
         (f"{BOUNDED} --max-tokens 10", "less than one sequence of 1024 tokens"),
         (f"{BOUNDED} --write-config /nowhere/found.yaml", "no file in a directory"),
         (f"{BOUNDED} --profile steps.json", "give one of them"),

@@ -55,6 +55,7 @@ def test_drives_are_found_with_their_count(written, count, name):
         (hardware.device, "a100-90g", r"no device 'a100-90g'.*a100-80g-pcie"),
         (hardware.drive_set, "3xP5511", r"no drive 'P5511'.*intel-p5510-3\.84tb"),
         (hardware.device, "nothing like it", "no device 'nothing like it'.*a100-40g-pcie"),
+        (models.preset, "gpt3-14b", "no model 'gpt3-14b'.*gpt3-13b"),
     ],
 )
 def test_a_bad_count_or_name_is_refused_with_the_nearest_ones(find, name, message):
@@ -125,7 +126,7 @@ def test_forward_flops_are_a_quarter_of_megatrons_formula():
 
 
 def spelled_out(shape: TransformerShape) -> TransformerShape:
-    """With the width that is 4 x hidden by default."""
+    """With the sizes that follow from others by default."""
     return dataclasses.replace(shape, feed_forward=shape.inner, kv_heads=shape.keys_heads)
 
 
@@ -199,19 +200,11 @@ def test_a_missing_or_wrong_value_is_named(change, message):
 
 
 def test_files_that_are_none_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
-        models.from_config(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="is no JSON"):
-        models.from_config(tmp_path)
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ConfigError, match="holds a list"):
-        models.from_config(tmp_path)
-
-
-def test_an_unknown_preset_gets_the_nearest_ones():
-    with pytest.raises(ConfigError, match=r"no model 'gpt3-14b'.*gpt3-13b"):
-        models.preset("gpt3-14b")
+    for text, said in ((None, "config.json cannot be read"), ("{", "no JSON"), ("[]", "a list")):
+        if text is not None:
+            (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            models.from_config(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,6 @@ from offload_strategy.planner.saved_tensor_bytes import (
     Workload,
     activation_bytes,
     layer_activation_bytes,
-    layer_input_bytes,
 )
 from offload_strategy.planner.step_time import Rates, StageLoad, StepTime
 from offload_strategy.planner.transformer_shape import (
@@ -195,7 +194,7 @@ def model_sizes(shape: TransformerShape, work: Workload) -> ModelSizes:
         saved=activation_bytes(shape, work, 0),
         movable=activation_bytes(shape, work, MIN_STORAGE_BYTES // work.dtype_bytes),
         saved_layer=layer_activation_bytes(shape, work),
-        layer_input=layer_input_bytes(shape, work),
+        layer_input=work.tokens * shape.hidden * work.dtype_bytes,
         logits=work.sequence * shape.vocabulary * work.dtype_bytes,
     )
 

@@ -185,14 +185,8 @@ def _divisors(number: int) -> list[int]:
 
 def _round_numbers(most: int) -> Iterator[int]:
     """Yield 1 to 8, then four numbers for each doubling, and the largest."""
-    number, step = 1, 1
-    while number < most:
-        yield number
-        number += step
-        if number > 8 and number & (number - 1) == 0:
-            step = number // 4
-        elif number == 8:
-            step = 2
+    doublings = (lead << k for k in itertools.count() for lead in range(4, 8))
+    yield from itertools.takewhile(lambda one: one < most, itertools.chain((1, 2, 3), doublings))
     if most >= 1:
         yield most
 

@@ -332,7 +332,6 @@ class DeviceMemory final : public c10::DeviceAllocator {
       stats.reserved_bytes[0].increase(rounded);
       ++stats.num_device_alloc;
     }
-    pool.blocks[block->address] = block;
     stats.allocation[0].increase(1);
     stats.active[0].increase(1);
     stats.allocated_bytes[0].increase(rounded);
@@ -344,7 +343,6 @@ class DeviceMemory final : public c10::DeviceAllocator {
   void free(Block* block) {
     std::lock_guard<std::mutex> guard(mutex_);
     Pool& pool = pools_[block->device];
-    pool.blocks.erase(block->address);
     pool.stats.allocation[0].decrease(1);
     pool.stats.allocated_bytes[0].decrease(block->nbytes);
     if (block->other_streams.empty()) {
@@ -418,7 +416,6 @@ class DeviceMemory final : public c10::DeviceAllocator {
   struct Pool {
     c10::CachingDeviceAllocator::DeviceStats stats;
     std::map<std::pair<int64_t, size_t>, std::vector<Block*>> free; // By stream and size.
-    std::map<void*, Block*> blocks;
     std::vector<Pending> pending;
     int64_t limit = kDefaultLimit;
   };
