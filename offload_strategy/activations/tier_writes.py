@@ -144,7 +144,7 @@ class TierWrites:
     def leaving_bytes(self) -> int:
         """Return the bytes of activations that are leaving the computing device's memory."""
         if self.on_device:
-            leaving = sum(engine.source_bytes() for engine in self._store.copies)
+            leaving = sum(engine.source_bytes() for engine in tuple(self._store.copies.values()))
         else:
             leaving = self._store.writing_bytes_of(_CLIENT)
         return leaving + self._batch.nbytes
@@ -155,7 +155,7 @@ class TierWrites:
         leaving = self.leaving_bytes() - self._batch.nbytes
         at_most = max(0, leaving - nbytes)
         if self.on_device:
-            for engine in self._store.copies:
+            for engine in tuple(self._store.copies.values()):
                 engine.release_sources(at_most)
         elif leaving > at_most:
             self._store.await_writes(_CLIENT, at_most, seconds, own=True)

@@ -166,7 +166,7 @@ class Resources:
 
     def end_threads(self) -> None:
         """Let transfers finish and end all threads; later transfers start them again."""
-        for engine in self.store.copies:  # which may still submit writes
+        for engine in tuple(self.store.copies.values()):  # which may still submit writes
             engine.end_threads()
         for queue in itertools.chain(*self.queues.values(), self._file_queues):
             queue.end_threads()

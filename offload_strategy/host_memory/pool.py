@@ -61,9 +61,8 @@ class BufferPool:
         self._returned: deque[weakref.ref[Any]] = deque()
         # Each with the bytes lent, the bytes requested, and what takes the memory back.
         self._loans: dict[int, tuple[weakref.ref[Any], int, int, Callable[[], None]]] = {}
-        # Bytes of separate mappings, and the idle part of them.
-        self._apart = self._idle_bytes = 0
-        self._lent = self._requested = self._peak = 0
+        # Bytes of separate mappings, and of all buffers in use.
+        self._apart = self._lent = self._requested = self._peak = 0
         self._slabs = PinnedSlabs(budget)
         self._arena: Arena | None = None
         self._has_arena = can_be_used()
@@ -223,7 +222,6 @@ class BufferPool:
         if fitting is not None:
             buffer = self._idle[fitting].pop()
             self._idle.move_to_end(fitting)
-            self._idle_bytes -= fitting
         else:
             self._trim(self.budget - size, self._idle_at_most)
             if self._held + size > self.budget and not beyond_budget:
@@ -235,7 +233,6 @@ class BufferPool:
 
     def _take_back(self, buffer: HostBuffer) -> None:
         self._idle.setdefault(buffer.nbytes, []).append(buffer)
-        self._idle_bytes += buffer.nbytes
 
     def _fitting(self, size: int) -> int | None:
         """Return the size of an idle buffer that serves the request, or None."""
@@ -274,7 +271,7 @@ class BufferPool:
         if arena is not None:
             arena.give_up(max(self._held - held_at_most, in_arena - idle_at_most))
         slabs.give_up(self._held - held_at_most)
-        self._unmap({}, held_at_most, self._idle_bytes)
+        self._unmap({}, held_at_most, self._apart)
 
     def _spare_bytes(self, kept: Mapping[int, int]) -> int:
         idle = self._idle.items()
@@ -289,7 +286,6 @@ class BufferPool:
                     return
                 buffers.pop().release()
                 self._apart -= size
-                self._idle_bytes -= size
                 spare -= size
             if not buffers:
                 del self._idle[size]

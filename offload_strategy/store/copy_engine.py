@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -249,20 +249,8 @@ class CopyEngine:
             self._loads.clear()
 
 
-class CopyEngines:
-    """The copy engine of each device, made at its first use."""
+class CopyEngines(dict[torch.device, CopyEngine]):
+    """The copy engine of each device, made at its first use; any thread may do so."""
 
-    def __init__(self) -> None:
-        self._engines: dict[torch.device, CopyEngine] = {}
-        self._lock = threading.Lock()
-
-    def of(self, device: torch.device) -> CopyEngine:
-        """Return the engine of a device."""
-        engine = self._engines.get(device)
-        if engine is None:
-            with self._lock:
-                engine = self._engines.setdefault(device, CopyEngine(device))
-        return engine
-
-    def __iter__(self) -> Iterator[CopyEngine]:
-        return iter(tuple(self._engines.values()))
+    def __missing__(self, device: torch.device) -> CopyEngine:
+        return self.setdefault(device, CopyEngine(device))

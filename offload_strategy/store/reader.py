@@ -112,7 +112,7 @@ class Reader:
                 nbytes += ready[count][0].nbytes
                 count += 1
             together, ready = ready[:count], ready[count:]
-            engine = self.copies.of(device)
+            engine = self.copies[device]
             if not engine.asynchronous:
                 return False
             hosts, after = [host for _, host in together], [entry.copied for entry, _ in together]
@@ -124,7 +124,7 @@ class Reader:
         """Return the bytes on the device of their entry, and whether the entry shares them."""
         if entry.device.type == "cpu":
             return payload, True
-        engine = self.copies.of(entry.device)
+        engine = self.copies[entry.device]
         if payload.device.type != "cpu":
             return engine.adopt_incoming(payload), True
         if not engine.asynchronous:
@@ -135,7 +135,7 @@ class Reader:
     def _memory_for(self, entry: Entry, priority: Priority) -> torch.Tensor | None:
         nbytes, pinned = entry.begin + entry.nbytes, False
         if entry.device.type != "cpu":
-            engine = self.copies.of(entry.device)
+            engine = self.copies[entry.device]
             if entry.tier is not None and entry.tier.device_memory:
                 return engine.incoming(nbytes)
             pinned = engine.asynchronous

@@ -186,7 +186,7 @@ class TensorStore:
             self._collect()
         staged, entry.staged = entry.staged, None
         if staged is not None:
-            return self.copies.of(entry.device).adopt(staged), False
+            return self.copies[entry.device].adopt(staged), False
         while True:
             payload, move = self._reader.payload_or_move(entry)
             if payload is not None:
@@ -300,7 +300,7 @@ class TensorStore:
             if move is not None:
                 self._reader.wait(entry, move)
         registry.release_written()
-        for engine in self.copies:
+        for engine in tuple(self.copies.values()):
             engine.close()
 
     def _collect(self) -> None:
@@ -308,7 +308,7 @@ class TensorStore:
         self._returned_bytes = 0
         self._registry.release_written()
         self._registry.free_dropped()
-        for engine in self.copies:
+        for engine in tuple(self.copies.values()):
             engine.collect()
 
     def _check_usable(self) -> None:

@@ -208,7 +208,7 @@ class BufferAllocator:
         """Return a buffer once writes or copies free one; without any, exceed the budget."""
         begin = perf_counter()
         while (buffer := self._reclaimed(nbytes, pinned=pinned)) is None:
-            if pinned and any([engine.wait_for_oldest() for engine in self.copies]):
+            if pinned and any([engine.wait_for_oldest() for engine in tuple(self.copies.values())]):
                 continue
             if not self.registry.writing_bytes:
                 break

@@ -126,7 +126,7 @@ class Writer:
                 if stripes is not None:
                     entry.tier, entry.stripes, entry.begin = tier, stripes, lead
                     if on_device and tier.device_memory:
-                        entry.copied = self.copies.of(entry.device).ready(compute)
+                        entry.copied = self.copies[entry.device].ready(compute)
                     elif on_device:
                         entry.source = payload
                     return
@@ -137,7 +137,7 @@ class Writer:
         self, client: str, entries: Sequence[Entry], compute: torch.Stream | None
     ) -> None:
         """Start to copy the sources of entries to one host buffer, of whole pages for each."""
-        engine = self.copies.of(entries[0].device)
+        engine = self.copies[entries[0].device]
         sizes = [round_up(entry.nbytes, PAGE_BYTES) for entry in entries]
         nbytes = sum(sizes) if len(sizes) > 1 else entries[0].nbytes
         buffer = self.allocator.allocate_waiting(client, nbytes, pinned=engine.asynchronous)
@@ -210,7 +210,7 @@ class Writer:
         for copied, moves in waiting.items():
             # The path's own time must not include the wait for the device.
             kept = [move.keep_alive for move in moves]
-            self.copies.of(entries[0].device).when_copied(copied, kept, partial(_submit, moves))
+            self.copies[entries[0].device].when_copied(copied, kept, partial(_submit, moves))
 
     def _make_move(self, entry: Entry, memory: torch.Tensor) -> None:
         """Make the transfer of an entry to its stripes; with the lock held. Submit it without."""

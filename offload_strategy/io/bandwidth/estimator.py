@@ -70,7 +70,10 @@ class BandwidthEstimator:
 
     def begins(self, now: float, *, saturated: bool) -> float:
         """Record a request, which may take the last slot; return the saturated seconds so far."""
-        return self._busy_until(now, saturated)
+        if self._busy_since is not None:
+            self._busy_seconds += now - self._busy_since
+        self._busy_since = now if saturated else None
+        return self._busy_seconds
 
     def completed(
         self,
@@ -83,7 +86,7 @@ class BandwidthEstimator:
         saturated: bool,
     ) -> None:
         """Record a request that began at `begun`, when `begins` returned `busy_before`."""
-        busy = self._busy_until(now, saturated)
+        busy = self.begins(now, saturated=saturated)
         share = (busy - busy_before) / (now - begun) if now > begun else 0.0
         seconds, self._accounted_seconds = busy - self._accounted_seconds, busy
         before = self._recent[direction]
@@ -91,12 +94,6 @@ class BandwidthEstimator:
         self._recent[direction] = Transferred(
             before.nbytes * decay + nbytes * min(1.0, share), before.seconds * decay + seconds
         )
-
-    def _busy_until(self, now: float, saturated: bool) -> float:
-        if self._busy_since is not None:
-            self._busy_seconds += now - self._busy_since
-        self._busy_since = now if saturated else None
-        return self._busy_seconds
 
     def add_sustained(
         self, direction: Direction, nbytes: int, now: float, *, full: bool, continues: bool
