@@ -3,30 +3,48 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
 
+from offload_strategy.store import error_messages
 from offload_strategy.store.ticket import TicketState
 from offload_strategy.units import KiB
 from tests.store.rig import MakeRig, Rig, noise
 
 
-# ---------------------------------------------------------------------- limits
-def test_a_put_waits_when_too_much_is_waiting_to_be_written(make_rig: MakeRig) -> None:
+@pytest.fixture
+def reported(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """An event that is set when a wait is reported, which is soon here."""
+    event, module = threading.Event(), "offload_strategy.store.error_messages"
+    monkeypatch.setattr(f"{module}.PATIENCE_SECONDS", 0.02)
+    warning = error_messages.logger.warning
+
+    def report(*args: Any) -> None:
+        warning(*args)
+        event.set()
+
+    monkeypatch.setattr(f"{module}.logger.warning", report)
+    return event
+
+
+def test_a_put_waits_and_says_where_when_too_much_is_waiting_to_be_written(
+    make_rig: MakeRig, reported: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
     rig = make_rig(write_behind=8 * KiB)
     rig.put(noise(100 * KiB))  # one is always let through
     second: list[object] = []
     thread = threading.Thread(target=lambda: second.append(rig.put(noise(4 * KiB))))
     thread.start()
-    thread.join(0.1)
+    assert reported.wait(30)
+    assert f"100 KiB have been waiting to be written to {rig.directory} for 0 s" in caplog.text
     assert thread.is_alive()
     assert not second
-    while rig.backend.waiting and not second:
-        rig.backend.complete()
+    rig.complete()
     thread.join(30)
     assert second
-    assert rig.recorder.stall_seconds("activations") > 0.05
+    assert rig.recorder.stall_seconds("activations") > 0.02
     rig.complete()
 
 
@@ -72,17 +90,13 @@ def test_an_interrupted_wait_gives_its_place_back(
 
 
 def test_a_disk_that_does_not_answer_is_reported(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    rig: Rig, reported: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("offload_strategy.store.error_messages.PATIENCE_SECONDS", 0.02)
     ticket = rig.stored(noise(4 * KiB))
-    reported = threading.Event()
-    monkeypatch.setattr(
-        "offload_strategy.store.error_messages.logger.warning", lambda *args: reported.set()
-    )
     thread = threading.Thread(target=lambda: rig.store.get(ticket))
     thread.start()
     assert reported.wait(30)
+    assert f"waiting for {rig.directory} to read 4 KiB for 0 s" in caplog.text
     rig.complete()
     thread.join(30)
     assert not thread.is_alive()

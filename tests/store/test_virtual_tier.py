@@ -92,15 +92,31 @@ def test_a_path_that_slows_down_gets_less(pair: Rig) -> None:
     assert on_first[1] == 0
 
 
-def test_a_part_that_cannot_be_written_fails_the_ticket(pair: Rig) -> None:
-    payload = noise(24 * UNIT)
-    ticket = pair.put(payload)
-    pair.backends[1].complete(error=OSError(5, "Input/output error"))
-    pair.complete()
+def test_a_ticket_on_two_paths_needs_both(pair: Rig) -> None:
+    payload, broken = noise(24 * UNIT), OSError(5, "Input/output error")
+    stored, ticket = pair.stored(payload), pair.put(payload)
+    pair.backends[1].complete(error=broken)
+    pair.at_once()
     assert torch.equal(pair.store.get(ticket), payload)  # kept in memory
     with pytest.raises(StorageError, match=r"'nvme'.*could not write 1.5 MiB of activations"):
         pair.put(noise(16))
+    pair.backends[1].error = broken
+    with pytest.raises(StorageError, match=r"'nvme'.*could not read 1.5 MiB of activations"):
+        pair.store.get(stored)
+    pair.store.free(stored)
     assert pair.disk.used_bytes == 0
+
+
+def test_a_path_that_cannot_grow_takes_nothing_of_the_others_along(
+    pair: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(nbytes: int) -> None:
+        raise StorageError("the file cannot grow")
+
+    monkeypatch.setattr(pair.regions[1], "allocate", refuse)
+    with pytest.raises(StorageError, match="cannot grow"):
+        pair.put(noise(24 * UNIT))
+    assert pair.regions[0].used_bytes == pair.store.live_tickets == 0
 
 
 # ---------------------------------------------------------------------- checksums

@@ -12,6 +12,7 @@ import stat
 import threading
 from importlib import import_module
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 from offload_strategy.errors import ConfigError
@@ -87,7 +88,7 @@ class KvikioBackend(PosixBackend):
             return
         file = self._file(request.fd)
         transfer = file.pwrite if request.write else file.pread
-        memory = _DeviceMemory(request.address, request.nbytes)
+        memory = _device_memory(request.address, request.nbytes)
         try:
             future = transfer(memory, request.nbytes, request.offset, task_size=self.block_size)
             done = future.get()
@@ -121,12 +122,10 @@ class KvikioBackend(PosixBackend):
             return file
 
 
-class _DeviceMemory:
+def _device_memory(address: int, nbytes: int) -> SimpleNamespace:
     """Device memory as the CUDA array interface describes it."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        interface = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
-        self.__cuda_array_interface__ = {**interface, "strides": None}
+    interface = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+    return SimpleNamespace(__cuda_array_interface__={**interface, "strides": None})
 
 
 def _is_device_memory(address: int) -> bool:

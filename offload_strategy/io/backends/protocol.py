@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from typing import Any
 
 from offload_strategy.errors import ConfigError
 
@@ -68,13 +69,13 @@ class Backend(ABC):
         """Wait for requests in flight, then release threads and buffers. Idempotent."""
 
 
-#: Name in the config -> "module:class", imported on demand: an optional backend that is not used
-#: costs nothing. Each module has `unavailable_reason() -> str | None`.
-_BACKENDS = {
-    "posix": "offload_strategy.io.backends.posix:PosixBackend",
-    "kvikio": "offload_strategy.io.backends.kvikio:KvikioBackend",
-    "deepnvme": "offload_strategy.io.backends.deepnvme:DeepNvmeBackend",
-}
+#: Name in the config, which is that of a module -> its class. Modules are imported on demand: an
+#: optional backend that is not used costs nothing. Each has `unavailable_reason() -> str | None`.
+_BACKENDS = {"posix": "PosixBackend", "kvikio": "KvikioBackend", "deepnvme": "DeepNvmeBackend"}
+
+
+def _module(name: str) -> Any:
+    return import_module(f"offload_strategy.io.backends.{name}")
 
 
 def create_backend(name: str, *, threads: int, block_size: int) -> Backend:
@@ -84,22 +85,16 @@ def create_backend(name: str, *, threads: int, block_size: int) -> Backend:
     request may carry) is a multiple of the page size. Raises ConfigError if it cannot run here.
     """
     if name == "auto":
-        kvikio = import_module("offload_strategy.io.backends.kvikio")
-        name = "kvikio" if kvikio.is_direct() else "posix"
-    target = _BACKENDS.get(name)
-    if target is None:
+        name = "kvikio" if _module("kvikio").is_direct() else "posix"
+    if name not in _BACKENDS:
         raise ConfigError(
             f"io.backend: there is no backend {name!r}; choose one of {sorted(_BACKENDS)} or auto"
         )
-    module, _, class_name = target.partition(":")
-    create = getattr(import_module(module), class_name)
+    create = getattr(_module(name), _BACKENDS[name])
     backend: Backend = create(threads=threads, block_size=block_size)
     return backend
 
 
 def available_backends() -> dict[str, str | None]:
     """Map each backend's name to None if it can run here, else to the reason and what to do."""
-    return {
-        name: import_module(target.partition(":")[0]).unavailable_reason()
-        for name, target in _BACKENDS.items()
-    }
+    return {name: _module(name).unavailable_reason() for name in _BACKENDS}
