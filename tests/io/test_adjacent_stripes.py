@@ -6,7 +6,6 @@ import ctypes
 import errno
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
@@ -117,28 +116,11 @@ def test_adjacent_moves_go_together_and_others_alone(
     assert submitted(queue, made, backend) == expected
 
 
-def test_adjacent_moves_take_one_slot_until_the_last_is_over(plain: Region) -> None:
-    backend = AdjacentBackend(depth=1)
-    queue = PathQueue(plain, backend, Recorder())
-    first = aligned(queue, 100)
-    first.submit()
-    moves = [aligned(queue, page) for page in (3, 4, 9)]
-    for move in moves:
-        move.submit()
-    backend.complete()
-    assert backend.together[1:] == [[3, 4]]
-    backend.complete()
-    assert moves[0].state is MoveState.DONE
-    assert moves[1].state is MoveState.RUNNING
-    assert backend.together[1:] == [[3, 4]], "the slot is taken until both are over"
-    backend.complete()
-    assert backend.together[1:] == [[3, 4], [9]]
-    backend.complete_all()
-
-
-def test_each_fails_and_is_cancelled_on_its_own(queue: PathQueue, backend: AdjacentBackend) -> None:
+def test_adjacent_moves_share_a_slot_and_each_ends_on_its_own(
+    queue: PathQueue, backend: AdjacentBackend
+) -> None:
     aligned(queue, 100).submit()
-    moves = [aligned(queue, page) for page in (3, 4, 5, 6)]
+    moves = [aligned(queue, page) for page in (3, 4, 5, 6, 9)]
     for move in moves:
         move.submit()
     backend.complete()
@@ -146,23 +128,20 @@ def test_each_fails_and_is_cancelled_on_its_own(queue: PathQueue, backend: Adjac
     moves[2].cancel()
     backend.complete()
     backend.complete(OSError("bad"))
+    assert moves[3].state is MoveState.RUNNING
+    assert len(backend.together) == 2, "the slot is taken until all are over"
     backend.complete_all()
-    states = [MoveState.DONE, MoveState.FAILED, MoveState.CANCELLED, MoveState.DONE]
+    assert backend.together[2:] == [[9]]
+    states = [MoveState.DONE, MoveState.FAILED, MoveState.CANCELLED, MoveState.DONE, MoveState.DONE]
     assert [move.state for move in moves] == states
-    again = aligned(queue, 3)
-    again.submit()
-    backend.complete_all()
-    assert again.state is MoveState.DONE
 
 
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])
 @pytest.mark.parametrize("how", ["fails", "short"])
 def test_a_request_that_fails_is_tried_again_one_by_one(
-    disk: Path, monkeypatch: pytest.MonkeyPatch, call: str, how: str
+    region: Region, monkeypatch: pytest.MonkeyPatch, call: str, how: str
 ) -> None:
     """The error of one move is its own; the others complete."""
-    region = Region(disk, "nvme", 64 * PAGE_BYTES)
-    region.allocate(64 * PAGE_BYTES)
     backend = create_backend("posix", threads=1, block_size=32 * PAGE_BYTES)
     real, calls = getattr(os, call), []
 
@@ -184,7 +163,6 @@ def test_a_request_that_fails_is_tried_again_one_by_one(
         backend.submit(requests)
     finally:
         backend.close()
-        region.close()
     assert calls == [3, 1, 1, 1]
     if how == "short":
         assert ends == [None, None, None]

@@ -42,11 +42,15 @@ class Other:
         )
         assert self.answer() == "ready"
 
-    def answer(self) -> str:
+    def answers(self, seconds: float) -> bool:
         assert self.process.stdout is not None
         poll = select.poll()  # takes any descriptor, unlike select
         poll.register(self.process.stdout, select.POLLIN)
-        assert poll.poll(60_000), "the other process does not answer"
+        return bool(poll.poll(1000 * seconds))
+
+    def answer(self) -> str:
+        assert self.answers(60), "the other process does not answer"
+        assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
     def begin(self, method: str) -> None:
@@ -117,28 +121,23 @@ def test_others_are_seen_when_they_start_and_when_they_end(
     elsewhere.end()
 
 
-def test_only_one_process_holds_the_lock(lock: PathLock, other: Other) -> None:
-    other.call("acquire")
-    acquired = acquire_in_background(lock)
-    assert not acquired.wait(0.2)
-    other.call("release")
-    assert acquired.wait(20)
-    other.begin("acquire")  # and the other way round
-    poll = select.poll()
-    assert other.process.stdout is not None
-    poll.register(other.process.stdout, select.POLLIN)
-    assert not poll.poll(100)
-    lock.release()
-    assert other.answer() == "acquire"
-
-
-def test_the_lock_of_a_process_that_is_killed_is_released(lock: PathLock, other: Other) -> None:
+@pytest.mark.parametrize("end", ["release", "kill"])
+def test_only_one_process_holds_the_lock_until_it_releases_it_or_is_killed(
+    lock: PathLock, other: Other, end: str
+) -> None:
     other.call("acquire")
     acquired = acquire_in_background(lock)
     assert not acquired.wait(0.1)
-    other.end(signal.SIGKILL)
+    if end == "kill":
+        other.end(signal.SIGKILL)
+        assert acquired.wait(20)
+        return
+    other.call("release")
     assert acquired.wait(20)
+    other.begin("acquire")  # and the other way round
+    assert not other.answers(0.1)
     lock.release()
+    assert other.answer() == "acquire"
 
 
 def test_a_forked_child_does_not_keep_the_lock_of_its_parent(lock: PathLock, disk: Path) -> None:
