@@ -121,18 +121,6 @@ def test_what_is_planned_is_kept_for_its_own_size() -> None:
     assert acquire(pool, 17 * PAGE_BYTES).data_ptr() == address
 
 
-def test_idle_memory_is_bounded_whatever_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "IDLE_BYTES", 1 * MiB)
-    pool = BufferPool(1 << 40)
-    acquired = [acquire(pool, 256 * KiB) for _ in range(20)]
-    assert pool.usage().held_bytes == 5 * MiB
-    acquired.clear()
-    usage = pool.usage()
-    assert usage.peak_bytes == 5 * MiB
-    # As many are kept as the limit says; the default of an argument would not see a new limit.
-    assert usage.held_bytes <= 1 * MiB
-
-
 def test_a_loan_may_end_in_a_collection_while_the_pool_is_locked() -> None:
     pool = BufferPool(64 * MiB)
 
@@ -230,30 +218,29 @@ def test_a_forked_child_neither_sees_nor_unmaps_the_parents_buffers(nbytes: int)
 
 
 # ---------------------------------------------------------------------- planned classes
-
-
 def test_what_is_planned_gives_way_to_what_is_needed() -> None:
     pool = BufferPool(8 * PAGE_BYTES)
     pool.plan(pool, [4 * PAGE_BYTES] * 2, MiB)
-    first, second = pool.acquire(4 * PAGE_BYTES), pool.acquire(4 * PAGE_BYTES)
-    assert first is not None
-    assert second is not None
-    del first, second
+    planned = [acquire(pool, 4 * PAGE_BYTES) for _ in range(2)]
+    del planned
     assert pool.usage().held_bytes == 8 * PAGE_BYTES
-    large = pool.acquire(8 * PAGE_BYTES)
-    assert large is not None
+    acquire(pool, 8 * PAGE_BYTES)
     assert pool.usage().peak_bytes == 8 * PAGE_BYTES
-    del large
     pool.close()
     assert pool.usage().held_bytes == 0
 
 
-def test_more_idle_memory_stays_for_who_asks_for_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", [256 * KiB, 2 * MiB], ids=["mappings", "arena"])
+def test_idle_memory_is_bounded_and_more_stays_for_who_asks_for_it_again(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    # The default of an argument would not see a new limit.
     monkeypatch.setattr(pool_module, "IDLE_BYTES", 2 * MiB)
-    pool = BufferPool(64 * MiB)
+    pool = BufferPool(1 << 40 if size < MiB else 64 * MiB)
 
     def idle_after_use() -> int:
-        acquired = [acquire(pool, 2 * MiB) for _ in range(8)]
+        acquired = [acquire(pool, size) for _ in range(16 * MiB // size)]
+        assert pool.usage().held_bytes == 16 * MiB
         del acquired
         return pool.usage().held_bytes
 

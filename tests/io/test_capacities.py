@@ -46,11 +46,16 @@ def processes(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(size))
 
 
-def test_tiers_that_fit_together_are_accepted(disks: Disks) -> None:
+def test_tiers_that_fit_together_are_accepted(disks: Disks, tmp_path: Path) -> None:
     half = disks.usable // 2
     check_capacities([("a", disks.first, half), ("b", disks.first, half)])
     check_capacities([("a", disks.first, disks.usable), ("b", disks.second, disks.usable)])
+    # Without a capacity a tier takes what the others leave.
+    check_capacities([("a", disks.first, disks.usable), ("b", disks.first, None)])
+    check_capacities([("a", disks.first, None), ("b", disks.first, None)])
     check_capacities([])
+    # Whoever opens a path that is not there says more.
+    check_capacities([("a", tmp_path / "gone", 1000 * GiB), ("b", tmp_path / "gone", 1000 * GiB)])
 
 
 def test_tiers_on_one_disk_that_do_not_fit_together_are_named_with_the_sums(disks: Disks) -> None:
@@ -65,11 +70,6 @@ def test_tiers_on_one_disk_that_do_not_fit_together_are_named_with_the_sums(disk
     assert str(disks.first) in message
     assert f"only {format_size(disks.usable)} available" in message
     assert f"lower them to {format_size(disks.usable)} together" in message
-
-
-def test_a_tier_without_a_capacity_takes_what_the_others_leave(disks: Disks) -> None:
-    check_capacities([("a", disks.first, disks.usable), ("b", disks.first, None)])
-    check_capacities([("a", disks.first, None), ("b", disks.first, None)])
 
 
 def test_every_process_of_the_machine_takes_its_own_file(
@@ -111,10 +111,6 @@ def test_what_the_launcher_left_unreadable_is_one_process(
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "many")
     check_capacities([("a", disks.first, disks.usable)])
-
-
-def test_a_path_that_is_not_there_is_left_to_whoever_opens_it(tmp_path: Path) -> None:
-    check_capacities([("a", tmp_path / "gone", 1000 * GiB), ("b", tmp_path / "gone", 1000 * GiB)])
 
 
 def test_two_tiers_cannot_be_one_device(tmp_path: Path) -> None:

@@ -157,19 +157,18 @@ def test_moves_at_the_same_time_lie_in_lanes_of_their_own_and_lanes_are_used_aga
     assert next(iter(seconds)) == "training waits: optimizer"
 
 
-def test_bandwidth_is_the_sum_of_what_moves_at_a_time() -> None:
-    moves = [move(1, 3, nbytes=4_000_000_000), move(2, 3, nbytes=1_000_000_000)]
+def test_counters_have_the_bandwidth_of_what_moves_and_the_bytes_that_wait() -> None:
+    moves = [
+        move(1, 3, nbytes=4_000_000_000),
+        move(2, 3, nbytes=1_000_000_000),
+        move(6, 7, queued=4, nbytes=10),
+        move(7, 8, queued=5, nbytes=20),
+    ]
     trace = trace_object(moves, [])
-    found = counter(trace, "ssd /mnt/nvme0 write GB/s")
-    assert [ts for ts, _ in found] == [1_000_000, 2_000_000, 3_000_000]
-    assert [value for _, value in found] == pytest.approx([2, 3, 0])
-
-
-def test_queued_bytes_wait_from_being_queued_to_being_started() -> None:
-    moves = [move(3, 4, queued=1, nbytes=10), move(4, 5, queued=2, nbytes=20)]
-    trace = trace_object(moves, [])
-    found = counter(trace, "ssd /mnt/nvme0 write queued bytes")
-    assert found == [(1_000_000, 10), (2_000_000, 30), (3_000_000, 20), (4_000_000, 0)]
+    rates = counter(trace, "ssd /mnt/nvme0 write GB/s")
+    assert rates[:3] == [(1_000_000, 2), (2_000_000, 3), (3_000_000, 0)]
+    waiting = counter(trace, "ssd /mnt/nvme0 write queued bytes")
+    assert waiting == [(4_000_000, 10), (5_000_000, 30), (6_000_000, 20), (7_000_000, 0)]
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])

@@ -22,7 +22,7 @@ from offload_strategy.io.queues.request_queue import MoveState, Priority
 from offload_strategy.io.regions.extents import Extent
 from offload_strategy.io.regions.region import Region
 from offload_strategy.telemetry import Direction, Recorder
-from offload_strategy.units import PAGE_BYTES, GiB, KiB, MiB, format_size
+from offload_strategy.units import PAGE_BYTES, GiB, KiB, format_size
 
 #: A probe never takes more of a path than this, nor more than this share of what is free.
 MAX_BYTES = 1 * GiB
@@ -80,8 +80,8 @@ def write_latencies(
     region: Region,
     backend: Backend,
     *,
-    nbytes: int = 2 * MiB,
-    seconds: float = 0.25,
+    nbytes: int,
+    seconds: float,
     most: int = 1000,
     on_progress: _Report = lambda share: None,
 ) -> list[float]:
