@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,12 +127,6 @@ class Rig:
         self.queue.raise_priority = note  # type: ignore[method-assign]
         return hurried
 
-    def close_meanwhile(self) -> threading.Thread:
-        """Close the store on another thread."""
-        closer = threading.Thread(target=self.store.close)
-        closer.start()
-        return closer
-
     def close(self) -> None:
         self.store.close()
         for backend in self.backends:
@@ -139,6 +134,14 @@ class Rig:
         for region in self.regions:
             region.close()
         self.pool.close()
+
+
+def meanwhile(call: Callable[..., Any], *args: Any) -> Future[Any]:
+    """Make a call on another thread."""
+    executor = ThreadPoolExecutor(1)
+    future = executor.submit(call, *args)
+    executor.shutdown(wait=False)
+    return future
 
 
 def noise(nbytes: int, seed: int = 0) -> torch.Tensor:

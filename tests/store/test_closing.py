@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
+from concurrent.futures import wait
 
 import pytest
 import torch
@@ -12,16 +12,15 @@ import torch
 from offload_strategy.errors import OffloadError
 from offload_strategy.store.ticket import TicketState
 from offload_strategy.units import KiB
-from tests.store.rig import PAGE, MakeRig, Rig, noise
+from tests.store.rig import PAGE, MakeRig, Rig, meanwhile, noise
 
 
 def test_closing_gives_up_writes_and_keeps_their_bytes_readable(make_rig: MakeRig) -> None:
     rig = make_rig(host_bytes=4 * KiB)
     kept, first, second = (rig.put(noise(4 * KiB, seed)) for seed in range(3))
-    closer = rig.close_meanwhile()
+    closing = meanwhile(rig.store.close)
     rig.backend.complete()  # the block that was under way
-    closer.join(30)
-    assert not closer.is_alive()
+    closing.result(30)
     assert torch.equal(rig.store.get(kept), noise(4 * KiB, 0))
     assert torch.equal(rig.store.get(second), noise(4 * KiB, 2))
     assert first.state in (TicketState.STORED, TicketState.IN_MEMORY)
@@ -35,10 +34,9 @@ def test_closing_gives_up_loads_and_says_what_is_gone(make_rig: MakeRig) -> None
     rig = make_rig(block_size=PAGE)
     loading, stored = rig.stored(noise(3 * PAGE)), rig.stored(noise(PAGE))
     rig.store.prefetch(loading)
-    closer = rig.close_meanwhile()
+    closing = meanwhile(rig.store.close)
     rig.backend.complete()
-    closer.join(30)
-    assert not closer.is_alive()
+    closing.result(30)
     assert not rig.backend.waiting
     for ticket, size in ((loading, "12 KiB"), (stored, "4 KiB")):
         for use in (rig.store.get, rig.store.prefetch):
@@ -48,26 +46,16 @@ def test_closing_gives_up_loads_and_says_what_is_gone(make_rig: MakeRig) -> None
 
 def test_whoever_waits_for_a_load_is_told_of_the_closing(rig: Rig) -> None:
     ticket, waits = rig.stored(noise(PAGE)), rig.hurried()
-    errors: list[BaseException] = []
-
-    def read() -> None:
-        try:
-            rig.store.get(ticket)
-        except OffloadError as error:
-            errors.append(error)
-
-    reader = threading.Thread(target=read)
-    reader.start()
+    reading = meanwhile(rig.store.get, ticket)
     assert waits.wait(30)
-    closer = rig.close_meanwhile()
-    while closer.is_alive():
+    closing = meanwhile(rig.store.close)
+    while not closing.done():
         if rig.backend.waiting:
             rig.backend.complete()
-        closer.join(0.01)
-    reader.join(30)
-    assert not reader.is_alive()
+        wait([closing], 0.01)
     # Either the block that was under way was the last and brought everything, or it is gone.
-    assert all("gone" in str(error) for error in errors)
+    error = reading.exception(30)
+    assert error is None or "gone" in str(error)
 
 
 def test_tickets_that_outlive_the_heap_can_still_be_freed(rig: Rig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import wait
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from offload_strategy.store import error_messages
 from offload_strategy.store.ticket import TicketState
 from offload_strategy.units import KiB
-from tests.store.rig import MakeRig, Rig, noise
+from tests.store.rig import MakeRig, Rig, meanwhile, noise
 
 
 @pytest.fixture
@@ -34,16 +35,12 @@ def test_a_put_waits_and_says_where_when_too_much_is_waiting_to_be_written(
 ) -> None:
     rig = make_rig(write_behind=8 * KiB)
     rig.put(noise(100 * KiB))  # one is always let through
-    second: list[object] = []
-    thread = threading.Thread(target=lambda: second.append(rig.put(noise(4 * KiB))))
-    thread.start()
+    second = meanwhile(rig.put, noise(4 * KiB))
     assert reported.wait(30)
     assert f"100 KiB have been waiting to be written to {rig.directory} for 0 s" in caplog.text
-    assert thread.is_alive()
-    assert not second
+    assert not second.done()
     rig.complete()
-    thread.join(30)
-    assert second
+    assert second.result(30).state is not TicketState.FREED
     assert rig.recorder.stall_seconds("activations") > 0.02
     rig.complete()
 
@@ -51,14 +48,10 @@ def test_a_put_waits_and_says_where_when_too_much_is_waiting_to_be_written(
 def test_borrowing_waits_for_writes_to_give_memory_back(make_rig: MakeRig) -> None:
     rig = make_rig(budget=8 * KiB)
     ticket = rig.put(rig.store.borrow("optimizer", 8 * KiB).copy_(noise(8 * KiB)))
-    got: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: got.append(rig.store.borrow("optimizer", 8 * KiB)))
-    thread.start()
-    thread.join(0.1)
-    assert not got
+    borrowing = meanwhile(rig.store.borrow, "optimizer", 8 * KiB)
+    assert not wait([borrowing], 0.1).done
     rig.complete()
-    thread.join(30)
-    assert len(got) == 1
+    assert borrowing.result(30).numel() == 8 * KiB
     assert rig.pool.usage().peak_bytes == 8 * KiB
     assert ticket.state is TicketState.STORED
 
@@ -93,10 +86,8 @@ def test_a_disk_that_does_not_answer_is_reported(
     rig: Rig, reported: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     ticket = rig.stored(noise(4 * KiB))
-    thread = threading.Thread(target=lambda: rig.store.get(ticket))
-    thread.start()
+    reading = meanwhile(rig.store.get, ticket)
     assert reported.wait(30)
     assert f"waiting for {rig.directory} to read 4 KiB for 0 s" in caplog.text
     rig.complete()
-    thread.join(30)
-    assert not thread.is_alive()
+    assert torch.equal(reading.result(30), noise(4 * KiB))
