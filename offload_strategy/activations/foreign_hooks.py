@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from offload_strategy.errors import ConfigError
 
@@ -88,13 +89,14 @@ def belong_to(owner: object) -> bool:
     return pair is not None and pair.owner is owner
 
 
-def go_through(outer: HookPair) -> None:
-    """Let the hooks that are in force see what `outer` makes of each saved tensor."""
-    ours = innermost()
-    assert ours is not None
-    both = _Through(ours, outer)
-    _autograd._pop_saved_tensors_default_hooks()
-    _autograd._push_saved_tensors_default_hooks(both.pack, both.unpack)
+def behind(
+    outer: HookPair | None, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], Any]
+) -> saved_tensors_hooks:
+    """Return hooks that see what `outer`, if there is one, makes of each saved tensor."""
+    if outer is not None:
+        both = _Through(HookPair(pack, unpack), outer)
+        pack, unpack = both.pack, both.unpack
+    return saved_tensors_hooks(pack, unpack)
 
 
 class _Through:

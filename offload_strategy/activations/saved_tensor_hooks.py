@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -167,7 +167,8 @@ class ActivationOffload:
             self._store.trim()
         # Ctrl-C between entering the hooks and recording it would leave them active for ever.
         with UninterruptedSection():
-            hooks = self._enter_hooks(self._pack, outer)
+            hooks = other_hooks.behind(outer, self._pack, self._unpack)
+            hooks.__enter__()
             self._open.record = self._record()
         return hooks
 
@@ -192,7 +193,8 @@ class ActivationOffload:
             return
         outer = other_hooks.foreign(ActivationOffload)
         with UninterruptedSection():
-            hooks = self._enter_hooks(self._pack_weight, outer)
+            hooks = other_hooks.behind(outer, self._pack_weight, self._unpack)
+            hooks.__enter__()
             opened = other_hooks.innermost()
         try:
             yield True
@@ -200,15 +202,6 @@ class ActivationOffload:
             # If Ctrl-C ended a backward pass, torch has removed all hooks that were entered in it.
             if other_hooks.innermost() == opened:
                 hooks.__exit__(None, None, None)
-
-    def _enter_hooks(
-        self, pack: Callable[[torch.Tensor], Any], outer: other_hooks.HookPair | None
-    ) -> saved_tensors_hooks:
-        hooks = saved_tensors_hooks(pack, self._unpack)
-        hooks.__enter__()
-        if outer is not None:
-            other_hooks.go_through(outer)
-        return hooks
 
     def _pack_weight(self, tensor: torch.Tensor) -> Packed:
         weight = None if self.save_weight is None else self.save_weight(tensor)
