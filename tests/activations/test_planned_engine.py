@@ -16,7 +16,7 @@ from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.memory_limits import PeakMeter
 from offload_strategy.plan_runtime.lifetime_plan import plan_lifetimes, save_plan
 from offload_strategy.units import MiB
-from tests.training import assert_same_bits, gradients, settings
+from tests.training import Numbers, assert_same_history, gradients, settings
 
 
 class Net(nn.Module):
@@ -40,6 +40,16 @@ def limited(directory: Path, limit: str = "auto") -> dict[str, Any]:
     return config
 
 
+def train(model: Net, *batches: torch.Tensor) -> list[Numbers]:
+    """Gradients of a pass for each batch."""
+    history = []
+    for batch in batches:
+        model.zero_grad()
+        model(batch).backward()
+        history.append(gradients(model))
+    return history
+
+
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[OffloadEngine]:
     with OffloadEngine(limited(tmp_path)) as made:
@@ -51,16 +61,9 @@ def test_gradients_are_those_of_plain_training(engine: OffloadEngine, checkpoint
     torch.manual_seed(0)
     model = Net(checkpointed)
     inputs = [torch.randn(rows, 256) for rows in (8, 8, 8, 8, 12, 8)]
-    plain = []
-    for x in inputs:
-        model.zero_grad()
-        model(x).backward()
-        plain.append(gradients(model))
+    plain = train(model, *inputs)
     engine.attach(model)
-    for x, wanted in zip(inputs, plain, strict=True):
-        model.zero_grad()
-        model(x).backward()
-        assert_same_bits(gradients(model), wanted)
+    assert_same_history(train(model, *inputs), plain)
     figures = engine.metrics()
     assert figures["offload/activations/plan_peak_bytes"] > 0
     assert figures["offload/activations/plan_limit_bytes"] > 0
@@ -116,8 +119,7 @@ def test_the_meter_sees_what_was_and_forgets_it() -> None:
 def test_items_have_the_names_of_the_modules_that_save_them(engine: OffloadEngine) -> None:
     model = Net()
     engine.attach(model)
-    for _ in range(2):
-        model(torch.randn(8, 256)).backward()
+    train(model, *torch.randn(2, 8, 256))
     profile = engine.profile()
     assert profile is not None
     names = [tensor.name for tensor in profile.tensors]
@@ -129,13 +131,10 @@ def test_an_engine_keeps_to_a_file(tmp_path: Path) -> None:
     config = limited(tmp_path)
     torch.manual_seed(0)
     model, x = Net(), torch.randn(8, 256)
-    model(x).backward()
-    plain = gradients(model)
+    plain = train(model, x)
     with OffloadEngine(config) as engine:
         engine.attach(model)
-        for _ in range(3):
-            model.zero_grad()
-            model(x).backward()
+        train(model, x, x, x)
         profile = engine.profile()
         assert profile is not None
         engine.detach_model(model)
@@ -147,10 +146,7 @@ def test_an_engine_keeps_to_a_file(tmp_path: Path) -> None:
     config["planning"]["plan"] = str(file)
     with OffloadEngine(config) as engine:
         engine.attach(model)
-        for _ in range(4):
-            model.zero_grad()
-            model(x).backward()
-            assert_same_bits(gradients(model), plain)
+        assert_same_history(train(model, x, x, x, x), 4 * plain)
         figures = engine.metrics()
         wanted = sum(tensor.nbytes for tensor in profile.tensors[:3])
         assert figures["offload/activations/step_saved_bytes"] > wanted

@@ -67,10 +67,12 @@ class _Crossed(nn.Module):
         return (made[2] * made[0]).sum() + (made[1] * made[3]).exp().mean()
 
 
+BATCH = torch.linspace(-1, 1, 64 * 32).reshape(64, 32)
+
+
 def _step(model: nn.Module, between: Callable[[], None] = lambda: None) -> dict[str, torch.Tensor]:
     model.zero_grad()
-    x = torch.linspace(-1, 1, 64 * 32).reshape(64, 32)
-    loss = model(x)
+    loss = model(BATCH)
     between()
     loss.backward()
     return {"loss": loss.detach().clone(), **gradients(model)}
@@ -122,25 +124,23 @@ def test_a_distance_in_bytes_is_kept_to(disk: Path) -> None:
 
 def test_forward_passes_under_one_hint_are_one_record(disk: Path) -> None:
     model = _Crossed()
-    x = torch.linspace(-1, 1, 64 * 32).reshape(64, 32)
     with activations_only(disk) as engine:
         engine.attach(model)
         sizes = []
         for hinted in (False, True):
             if hinted:
                 engine.microbatch(0, last=True)
-            (model(x) + model(2 * x)).backward()
+            (model(BATCH) + model(2 * BATCH)).backward()
             sizes.append(figures(engine)["step_saved_bytes"])
         assert sizes[1] == 2 * sizes[0]
 
 
 def test_a_step_without_all_of_its_backward_is_learned_from_as_well(disk: Path) -> None:
     model = _Crossed()
-    x = torch.linspace(-1, 1, 64 * 32).reshape(64, 32)
     with activations_only(disk) as engine:
         engine.attach(model)
         for _ in range(3):
-            out = model(x)
+            out = model(BATCH)
             on_disk(engine)
             torch.autograd.grad(out, list(model.branches[0].parameters()))
             del out
