@@ -16,10 +16,8 @@ from torch.optim import ASGD, SGD, Adafactor, Adam, AdamW, Optimizer, RMSprop
 
 from offload_strategy import OffloadEngine, OffloadError
 from offload_strategy.errors import ConfigError
-from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.states.subgroups import packable
 from offload_strategy.optimizer.user_class.compatibility import check_supported
-from offload_strategy.optimizer.user_class.trial import is_elementwise
 from tests.optimizer.custom_optimizers import (
     UNSUPPORTED,
     Lion,
@@ -268,11 +266,3 @@ def test_random_numbers_of_other_threads_are_no_reason_to_stop(disk: Path) -> No
     finally:
         over.set()
         thread.join()
-
-
-def test_a_matrix_is_sliced_only_if_matrices_are_updated_by_element() -> None:
-    """GaLore, for example, updates everything but matrices by element."""
-    project: Any = lambda o, g, p, s: p.grad.mean(0) if p.dim() == 2 else None  # noqa: E731
-    for shapes, fits in (((400, 300), (50,)), False), (((400,), (50,)), True):
-        optimizer = twisted(project)(_parameters(*shapes))
-        assert is_elementwise(optimizer, optimizer.param_groups[0], Precision()) is fits

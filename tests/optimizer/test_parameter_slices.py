@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adafactor, Optimizer
+from torch.optim import Adafactor, Optimizer
 
 from offload_strategy.optimizer.states.parameter_slices import (
     ParameterSlice,
@@ -19,6 +19,7 @@ from offload_strategy.optimizer.states.parameter_slices import (
 )
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.user_class.trial import is_elementwise
+from tests.optimizer.custom_optimizers import twisted
 from tests.optimizer.runs import EVERY_OVERLAP, Run, compare, snapshot
 from tests.optimizer.test_exactness import OPTIMIZERS
 from tests.training import in_turn
@@ -80,30 +81,38 @@ def test_a_slice_sees_changes_of_its_parameter() -> None:
     assert parameter._version > version
 
 
-class WholeNorm(SGD):
+def _whole_norm(o: Any, g: Any, p: Any, s: Any) -> Any:
     """Scales by the norm of the whole tensor, as LARS and LAMB do."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.sub_(p.grad * group["lr"] / p.grad.norm())
+    return p.grad - p.grad / p.grad.norm()
 
 
-class OddBlocks(SGD):
-    """Rounds in blocks whose place in the tensor matters."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                p[:: 1 + len(p) % 7].sub_(p.grad[:: 1 + len(p) % 7])
+def _odd_blocks(o: Any, g: Any, p: Any, s: Any) -> Any:
+    """Leaves rows out whose place in the tensor matters."""
+    left_out = p.grad.clone()
+    left_out[:: 1 + len(p) % 7] = 0
+    return left_out
 
 
-@pytest.mark.parametrize("kind", [Adafactor, WholeNorm, OddBlocks])
-def test_optimizers_that_are_not_elementwise_are_recognised(kind: Callable[..., Optimizer]) -> None:
-    optimizer = kind([nn.Parameter(torch.ones(3))], lr=0.1)
-    assert not is_elementwise(optimizer, optimizer.param_groups[0], Precision())
+def _projects_matrices(o: Any, g: Any, p: Any, s: Any) -> Any:
+    """Updates everything but matrices by element, as GaLore does."""
+    return p.grad.mean(0) if p.dim() == 2 else None
+
+
+@pytest.mark.parametrize(
+    ("make", "shapes", "fits"),
+    [
+        (Adafactor, [(3,)], False),
+        (twisted(_whole_norm), [(3,)], False),
+        (twisted(_odd_blocks), [(3,)], False),
+        (twisted(_projects_matrices), [(400, 300), (50,)], False),
+        (twisted(_projects_matrices), [(400,), (50,)], True),
+    ],
+)
+def test_optimizers_that_are_not_elementwise_are_recognised(
+    make: Callable[[Any], Optimizer], shapes: list[tuple[int, ...]], fits: bool
+) -> None:
+    optimizer = make([nn.Parameter(torch.randn(shape)) for shape in shapes])
+    assert is_elementwise(optimizer, optimizer.param_groups[0], Precision()) is fits
 
 
 class Wide(nn.Module):

@@ -132,10 +132,6 @@ def assert_same(result: Any, expected: Any) -> None:
         assert result.dtype == expected.dtype
         assert result.tobytes() == expected.tobytes()
         assert result.strides == expected.strides
-    elif isinstance(expected, dict):
-        assert result.keys() == expected.keys()
-        for name, value in expected.items():
-            assert_same(result[name], value)
     elif isinstance(expected, list | tuple):
         assert type(result) is type(expected)
         assert len(result) == len(expected)
