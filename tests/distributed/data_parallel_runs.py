@@ -20,7 +20,8 @@ from offload_strategy import OffloadEngine, load, save
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
 from offload_strategy.optimizer.ranks.gradient_reductions import GradientReductions
 from tests.optimizer import custom_optimizers
-from tests.training import bits, on_disk
+from tests.optimizer.runs import assert_same_state_dict
+from tests.training import on_disk
 
 STEPS = 4
 
@@ -251,15 +252,11 @@ def compared(case: Any, plain: dict[str, Any], ours: dict[str, Any], **more: Any
 
 def same(one: Any, two: Any) -> bool:
     """Whether nested values are the same to the last bit."""
-    if isinstance(one, custom_optimizers.Bytes):
-        return same(bits(one.codes), bits(two.codes)) and same(one.scale, two.scale)
-    if isinstance(one, torch.Tensor):
-        return bool(one.dtype == two.dtype and torch.equal(one, two))
-    if isinstance(one, dict):
-        return one.keys() == two.keys() and all(same(one[key], two[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(two) and all(map(same, one, two))
-    return bool(one == two)
+    try:
+        assert_same_state_dict(one, two)
+    except AssertionError:
+        return False
+    return True
 
 
 #: What is trained, and the overlaps with which; the first ones without sharing the states as well.

@@ -1,11 +1,12 @@
 """What `test_deaths` runs: data-parallel training of which a rank comes to an end.
 
 HOW is "backward" or "step", in the middle of which the rank is killed, or "error", which an update
-of its own raises.
+of its own raises. torchrun may start the ranks again.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -16,12 +17,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
 
-from offload_strategy import OffloadEngine
-from tests.distributed.data_parallel_runs import Net, config, loss_of
+from offload_strategy import OffloadEngine, load, save
+from tests.distributed import data_parallel_runs
+from tests.distributed.data_parallel_runs import Net, config, different, loss_of
 
 RANKS = 3
 VICTIM = 2
@@ -131,3 +134,55 @@ def by_the_launcher(rank: int, directory: Path, tier: str) -> list[Any]:
     except ChildFailedError as error:
         return [str(error), time.time() - float((directory / "died").read_text())]
     return ["they ended well", 0.0]
+
+
+# ---------------------------------------------------------------------- started again
+STEPS, EVERY, KILLED_AFTER = 8, 3, 4
+
+
+def train_on(engine: OffloadEngine | None, checkpoint: Path, doomed: bool) -> dict[str, Any]:
+    """Train to the end, from the checkpoint if there is one.
+
+    A rank is killed between two checkpoints; the ranks that torchrun starts again go on from the
+    last one.
+    """
+    rank = dist.get_rank()
+    saved = load(checkpoint) if checkpoint.exists() else None
+    first = 0 if saved is None else saved["step"]
+
+    def after(step: int, net: nn.Module, optimizer: Any) -> None:
+        if doomed and step == KILLED_AFTER:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if engine is not None and (step + 1) % EVERY == 0:
+            states = optimizer.state_dict()
+            if rank == 0:
+                state = {"step": step + 1, "model": net.state_dict(), "optimizer": states}
+                save(state, checkpoint)
+            dist.barrier()
+
+    steps = range(first, STEPS)
+    return {
+        **data_parallel_runs.train(rank, engine, states=saved, steps=steps, after=after),
+        "first": first,
+    }
+
+
+def restarted(rank: int, directory: Path, tier: str) -> None:
+    """Start two ranks, and again after one was killed."""
+    launch(2, 1, train_and_compare, Path(tier), directory)
+
+
+def train_and_compare(tier: Path, notes: Path) -> None:
+    """Train, be killed, train again, and compare with training that nothing interrupts."""
+    dist.init_process_group("gloo")
+    rank, restarts = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    with OffloadEngine(config(tier, "commit")) as engine:
+        ours = train_on(engine, notes / "last.ckpt", doomed=rank == 1 and restarts == 0)
+        moved = engine.metrics()["offload/optimizer/written_bytes"]
+    plain = train_on(None, notes / "none", doomed=False)
+    first = ours["first"]
+    plain["losses"] = plain["losses"][first:]
+    differs = [key for key in different(plain, ours) if key != "first"]
+    found = {"restarts": restarts, "first": first, "moved": moved, "differs": differs}
+    (notes / f"found-{rank}").write_text(json.dumps(found))
+    dist.destroy_process_group()

@@ -50,7 +50,7 @@ def test_ranks_without_a_launcher_end_by_themselves_and_name_the_one_that_is_gon
 def test_a_restarted_job_ends_with_the_parameters_of_an_unbroken_one(
     tmp_path: Path, disk: Path
 ) -> None:
-    where = "tests.distributed.elastic:restarted"
+    where = "tests.distributed.doomed:restarted"
     run_ranks(where, tmp_path, size=1, group=False, tier=str(disk))
     for rank in range(2):
         found = json.loads((tmp_path / f"found-{rank}").read_text())

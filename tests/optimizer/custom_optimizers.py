@@ -181,11 +181,6 @@ def _count_in_group(o: Any, g: Any, p: torch.Tensor, s: Any) -> float:
     return 0.01 * float(g["step"])
 
 
-def _count_in_optimizer(o: Any, g: Any, p: torch.Tensor, s: Any) -> float:
-    o.count += 1
-    return 0.01 * float(o.count)
-
-
 _seen = 0
 
 
@@ -293,12 +288,10 @@ _numpy_noise: Any = lambda o, g, p, s: 0.1 * float(np.random.randn())  # noqa: E
 
 #: How to make it, and the reason in the error message.
 UNSUPPORTED: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
-    "couples parameters": (twisted(_coupled), "updates a parameter in another way when others are"),
     "counts in its group": (
         twisted(_count_in_group),
         r"for all parameters together, outside of their states \(step\)",
     ),
-    "counts in itself": (twisted(_count_in_optimizer, count=0), r"their states \(count\)"),
     "fills a list": (twisted(lambda o, g, p, s: o.norms.append(1), norms=[]), r"\(norms\)"),
     "fills a list of its group": (
         twisted(lambda o, g, p, s: g["seen"].append(1.0)),
@@ -308,7 +301,6 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
         twisted(lambda o, g, p, s: o.total.add_(1) * 0, total=torch.zeros(1)),
         r"their states \(total\)",
     ),
-    "draws random numbers": (twisted(_noise), "draws random numbers"),
     "fails": (twisted(lambda *_: 1 / 0), "failed on two small tensors: ZeroDivisionError"),
     "has no rate for a group": (
         lambda params: AdamW([{"params": params[:1]}, {"params": params[1:], "lr": None}]),
