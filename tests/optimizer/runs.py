@@ -195,22 +195,28 @@ def compare(
     return metrics
 
 
-def assert_same_state_dict(got: Any, expected: Any, where: str = "state_dict") -> None:
-    """The same keys in the same order, and the same values, types and bits."""
+def assert_same_state_dict(
+    got: Any, expected: Any, where: str = "state_dict", *, in_order: bool = True
+) -> None:
+    """The same keys, in the same order unless told otherwise, values, types and bits."""
+
+    def same(one: Any, other: Any, place: str) -> None:
+        assert_same_state_dict(one, other, f"{where}{place}", in_order=in_order)
+
     assert type(got) is type(expected), where
     if isinstance(expected, dict):
-        assert list(got) == list(expected), where
+        assert (list if in_order else set)(got) == (list if in_order else set)(expected), where
         for key, value in expected.items():
-            assert_same_state_dict(got[key], value, f"{where}[{key!r}]")
+            same(got[key], value, f"[{key!r}]")
     elif isinstance(expected, list | tuple):
         assert len(got) == len(expected), where
         for index, value in enumerate(expected):
-            assert_same_state_dict(got[index], value, f"{where}[{index}]")
+            same(got[index], value, f"[{index}]")
     elif is_traceable_wrapper_subclass(expected):
         names, context = expected.__tensor_flatten__()
         assert got.__tensor_flatten__() == (names, context), where
         for name in names:
-            assert_same_state_dict(getattr(got, name), getattr(expected, name), f"{where}.{name}")
+            same(getattr(got, name), getattr(expected, name), f".{name}")
     elif isinstance(expected, torch.Tensor):
         assert bits(got) == bits(expected), where
         assert got.device == expected.device, where
