@@ -57,6 +57,8 @@ class AutomaticChoice:
         #: Optimizers whose states stay in memory, with their bytes, and whether others are swapped.
         self._kept: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._swaps = False
+        #: Whether gradients accumulate over micro-batches, and stay in memory until the last one.
+        self.accumulates = False
         self._decided: dict[str, bool] = {}
 
     def plans_activations(self) -> bool:
@@ -165,7 +167,7 @@ class AutomaticChoice:
         """Return the bytes of gradients and buffers of parameters whose states are offloaded."""
         parameters = list(parameters)
         missing = [local_tensor(p).nbytes for p in parameters if p.requires_grad and p.grad is None]
-        if self._config.optimizer.overlap == "off":  # gradients stay until step()
+        if self.accumulates or self._config.optimizer.overlap == "off":  # all stay until step()
             gradients = sum(missing)
         else:  # of updates that run, and of the next
             gradients = 2 * max(missing, default=0)

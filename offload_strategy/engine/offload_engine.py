@@ -243,6 +243,8 @@ class OffloadEngine(EngineReports):
     def microbatch(self, index: int, *, last: bool) -> None:
         """Announce a micro-batch before its forward pass.
 
+        Before `attach`, one that is not the last tells ``mode: auto`` that gradients accumulate.
+
         Args:
             index: index of the micro-batch within its step, from 0.
             last: whether `optimizer.step()` follows its backward. Without this hint every backward
@@ -251,6 +253,7 @@ class OffloadEngine(EngineReports):
         if index < 0:
             raise ConfigError(f"microbatch: index must be 0 or more, got {index}")
         self._last_microbatch = last
+        self._choice.accumulates |= not last
         if self._activations is not None:
             self._activations.hint()
 

@@ -88,6 +88,19 @@ def test_as_much_leaves_as_memory_requires_from_the_first_step_on(
         assert_same_bits(weights(model), weights(plain))
 
 
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_gradients_that_accumulate_count_as_a_whole(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, accumulates: bool
+) -> None:
+    in_use(monkeypatch, 376)
+    model = network()
+    with OffloadEngine(sections(disk)) as engine:
+        if accumulates:
+            engine.microbatch(0, last=False)
+        engine.attach(model, torch.optim.AdamW(model.parameters()))
+        assert engine.effective_config().parameters.enabled is accumulates
+
+
 def test_what_the_config_says_wins(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_use(monkeypatch, 332)
     model = network()

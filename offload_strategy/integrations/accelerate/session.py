@@ -245,6 +245,8 @@ class Session:
                 self._attached_again.add(model)
             return
         with self._explained():
+            if self._owner.gradient_accumulation_steps > 1:
+                self.engine.microbatch(0, last=False)
             self.engine.attach(model, device=self._owner.device)
         self._attached.add(model)
         hook = WeakHook(self._begin_micro_batch)

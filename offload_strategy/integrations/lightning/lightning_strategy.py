@@ -109,6 +109,8 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
         self._fitting = True
         self._micro_batch = 0
         _with_engine.add(self)
+        if trainer.accumulate_grad_batches > 1:
+            engine.microbatch(0, last=False)
         try:
             engine.attach(self.model, device=self.root_device)
             self.optimizers = [_attach(engine, optimizer) for optimizer in self.optimizers]
