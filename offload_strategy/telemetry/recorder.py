@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
+from dataclasses import dataclass
 from enum import StrEnum
 from timeit import default_timer as perf_counter
 from typing import NamedTuple, get_args
@@ -50,15 +51,13 @@ class StallRecord(NamedTuple):
     finished_at: float
 
 
+@dataclass(slots=True)
 class _BusyClock:
     """Seconds in which at least one transfer was in flight."""
 
-    __slots__ = ("_active", "_since", "_total")
-
-    def __init__(self) -> None:
-        self._active = 0
-        self._since = 0.0
-        self._total = 0.0
+    _active: int = 0
+    _since: float = 0.0
+    _total: float = 0.0
 
     def enter(self, now: float) -> None:
         if self._active == 0:

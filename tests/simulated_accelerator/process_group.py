@@ -165,14 +165,6 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     def getGroupName(self) -> str:
         return self._name
 
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    @property
-    def pg_name(self) -> str:
-        return self._name
-
     def __repr__(self) -> str:
         return f"SimulatedProcessGroup({self.rank()} of {self.size()})"
 

@@ -36,7 +36,6 @@ Device = torch.device | int | str | None
 memory_allocated = torch.accelerator.memory_allocated
 max_memory_allocated = torch.accelerator.max_memory_allocated
 memory_reserved = torch.accelerator.memory_reserved
-max_memory_reserved = torch.accelerator.max_memory_reserved
 memory_stats = torch.accelerator.memory_stats
 reset_peak_memory_stats = torch.accelerator.reset_peak_memory_stats
 empty_cache = torch.accelerator.empty_cache
@@ -126,10 +125,6 @@ def manual_seed(seed: int) -> None:
 
 
 manual_seed_all = manual_seed
-
-
-def initial_seed() -> int:
-    return torch.initial_seed()
 
 
 host_register = extension.host_register
