@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,33 +11,28 @@ from benchmarks.parameters.largest import Bounds, Trained, doubling
 from benchmarks.parameters.running import last_words, run
 
 
-def _up_to(most: int, tried: list[int]) -> Callable[[int], Trained | str]:
+@pytest.mark.parametrize(
+    ("most", "bounds", "tried", "parameters", "why"),
+    [
+        # Layers are doubled until a model does not train, or halved until the first one does.
+        (6, {}, [1, 2, 4, 8], 400, "8 layers: killed"),
+        (3, {"first": 16}, [16, 8, 4, 2], 200, "4 layers: killed"),
+        (0, {"first": 4}, [4, 2, 1], None, "1 layer: killed"),
+        (99, {"most": 5}, [1, 2, 4], 400, "no larger one was tried"),
+    ],
+)
+def test_the_largest_model_that_trains_is_found(
+    most: int, bounds: dict[str, int], tried: list[int], parameters: int | None, why: str
+) -> None:
+    seen = []
+
     def attempt(layers: int) -> Trained | str:
-        tried.append(layers)
+        seen.append(layers)
         return Trained(100 * layers, layers, 1.0, 0) if layers <= most else "killed"
 
-    return attempt
-
-
-def test_the_layers_are_doubled_until_a_model_does_not_train() -> None:
-    tried: list[int] = []
-    found = doubling(_up_to(6, tried), Bounds(limit=0))
-    assert tried == [1, 2, 4, 8]
-    assert (found.parameters, found.why) == (400, "8 layers: killed")
-
-
-def test_a_first_model_that_does_not_train_is_halved_until_one_does() -> None:
-    tried: list[int] = []
-    found = doubling(_up_to(3, tried), Bounds(limit=0, first=16))
-    assert tried == [16, 8, 4, 2]
-    assert (found.parameters, found.why) == (200, "4 layers: killed")
-
-
-def test_none_may_train_and_all_may() -> None:
-    none = doubling(_up_to(0, []), Bounds(limit=0, first=4))
-    assert (none.best, none.why) == (None, "1 layer: killed")
-    every = doubling(_up_to(99, []), Bounds(limit=0, most=5))
-    assert (every.parameters, every.why) == (400, "no larger one was tried")
+    found = doubling(attempt, Bounds(limit=0, **bounds))
+    assert (seen, found.why) == (tried, why)
+    assert (found.parameters if found.best else None) == parameters
 
 
 @pytest.mark.parametrize(

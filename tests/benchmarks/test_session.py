@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,6 @@ STEP = {"seconds": 1.0, "peak_bytes": 5, "anonymous_bytes": 4, "loss": "0x1p0", 
 
 
 class _Probe:
-    def __init__(self, directory: Path) -> None:
-        pass
-
-    def __enter__(self) -> _Probe:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
     def measure(self, disk: session.Disk) -> None:
         disk.reads.append(1.0)
         disk.writes.append(1.0)
@@ -42,7 +34,7 @@ class _Subject:
 
 
 def run(lives: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> session.Outcome:
-    monkeypatch.setattr(session, "_Probe", _Probe)
+    monkeypatch.setattr(session, "_Probe", lambda directory: nullcontext(_Probe()))
     monkeypatch.setattr(session, "start", lambda stack, name, *_, **__: (_Subject(lives[name]), 7))
     contenders = {name: {"contender": name} for name in lives}
     context = Context(tmp_path, 3, True, lambda text: None)
