@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import NamedTuple
 
 from offload_strategy.host_memory.arena import FreeRanges
@@ -9,6 +10,8 @@ from offload_strategy.units import PAGE_BYTES, MiB, round_up
 
 #: Extents of at least this size take the lowest address, smaller ones the best fit.
 LARGE_BYTES = 8 * MiB
+#: So many of the lowest free ranges are compared for the best fit.
+_RANGES_TRIED = 64
 
 
 class Extent(NamedTuple):
@@ -35,11 +38,12 @@ class ExtentAllocator:
     def allocate(self, nbytes: int) -> Extent | None:
         """Allocate an extent of at least `nbytes`, or None when no range is large enough."""
         size = max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES))
-        fitting = [(begin, end) for begin, end in self._free if end - begin >= size]
+        large_enough = ((begin, end) for begin, end in self._free if end - begin >= size)
+        fitting = list(islice(large_enough, 1 if size >= LARGE_BYTES else _RANGES_TRIED))
         if not fitting:
             return None
         start = fitting[0][0]
-        if size < LARGE_BYTES and len(fitting) > 1:
+        if len(fitting) > 1:
             # What reaches the end was never used, or all behind it is free again: it comes last.
             start = min((end == self.capacity, end - begin, begin) for begin, end in fitting)[2]
         self._free.take(start, size)
