@@ -4,7 +4,6 @@ import gc
 import mmap
 import os
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from offload_strategy.host_memory import pool as pool_module
 from offload_strategy.host_memory.pool import BufferPool
 from offload_strategy.units import PAGE_BYTES, KiB, MiB, round_up
+from tests.store.rig import meanwhile
 
 
 def acquire(pool: BufferPool, nbytes: int, **options: bool) -> torch.Tensor:
@@ -134,10 +134,7 @@ def test_a_loan_may_end_in_a_collection_while_the_pool_is_locked() -> None:
         with pool._lock:
             gc.collect()
 
-    thread = threading.Thread(target=collect_inside, daemon=True)
-    thread.start()
-    thread.join(10)
-    assert not thread.is_alive(), "deadlock"
+    meanwhile(collect_inside).result(10)  # TimeoutError: deadlock
     assert pool.usage().lent_bytes == 0
 
 

@@ -12,7 +12,6 @@ from offload_strategy.io.bandwidth.estimator import Transferred
 from offload_strategy.io.bandwidth.history import (
     CACHE_VARIABLE,
     MeasuredRate,
-    Rates,
     load_all_rates,
     save_rates,
 )
@@ -32,17 +31,9 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
 
 
-@pytest.fixture
-def probes(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The paths that were probed, with the result `PROBED`."""
-    probed: list[Path] = []
-
-    def probe(region: Region, backend: object) -> Rates:
-        probed.append(region.path)
-        return PROBED
-
-    monkeypatch.setattr(sys.modules[MeasuredPaths.__module__], "probe", probe)
-    return probed
+@pytest.fixture(autouse=True)
+def _probes_find_what_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[MeasuredPaths.__module__], "probe", lambda *args: PROBED)
 
 
 def run_on(region: Region, processes: int = 1) -> tuple[MeasuredPaths, PathQueue]:
@@ -61,27 +52,24 @@ def load(queue: PathQueue, rate: float, seconds: float, direction: Direction = W
     queue.bandwidth.add_sustained(direction, 4 * MiB, now, full=True, continues=False)
 
 
-@pytest.mark.parametrize("depth", [2, 4])
-def test_only_a_queue_with_more_than_the_path_takes_counts(plain: Region, depth: int) -> None:
-    backend = ManualBackend(depth=depth)
-    queue = PathQueue(plain, backend, Recorder())
-    if depth == 2:
-        make_move(queue, extent(0, 8), 8 * PAGE_BYTES).submit()
-        backend.complete_all()
-        nbytes, seconds = queue.bandwidth.sustained(WRITE)
-        # Neither the first block, before which nothing was, nor the end, when slots were free.
-        assert 4 * PAGE_BYTES <= nbytes <= 7 * PAGE_BYTES
-        assert seconds > 0
-    else:
-        for page in range(8):
-            make_move(queue, extent(page), PAGE_BYTES).submit()
+def test_only_a_queue_with_more_than_the_path_takes_counts(plain: Region) -> None:
+    seen = []
+    for pages in (8, 1):
+        backend = ManualBackend(depth=2)
+        queue = PathQueue(plain, backend, Recorder())
+        for _ in range(8 // pages):
+            make_move(queue, extent(0, pages), pages * PAGE_BYTES).submit()
             backend.complete_all()
-        assert queue.bandwidth.sustained(WRITE) == Transferred()
-    assert queue.bandwidth.sustained(READ) == Transferred()
+        assert queue.bandwidth.sustained(READ) == Transferred()
+        seen.append(queue.bandwidth.sustained(WRITE))
+    # Neither the first block, before which nothing was, nor the end, when slots were free.
+    assert 4 * PAGE_BYTES <= seen[0].nbytes <= 7 * PAGE_BYTES
+    assert seen[0].seconds > 0
+    assert seen[1] == Transferred()
 
 
 def test_an_unknown_direction_is_probed_and_the_other_keeps_its_rate(
-    plain: Region, probes: list[Path]
+    plain: Region,
 ) -> None:
     paths, queue = run_on(plain)
     load(queue, 300e6, 2.0)

@@ -6,7 +6,8 @@ import ctypes
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -27,18 +28,16 @@ def pool() -> Iterator[ThreadPool]:
     made.close(30)
 
 
-@pytest.fixture
-def no_new_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], pytest.MonkeyPatch]:
-    """From the call on the system starts no thread, until the patch is undone."""
+@contextmanager
+def no_new_threads() -> Iterator[None]:
+    """Meanwhile the system starts no thread."""
 
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    def begin() -> pytest.MonkeyPatch:
-        monkeypatch.setattr(threading.Thread, "start", refuse)
-        return monkeypatch
-
-    return begin
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        yield
 
 
 def occupy(pool: ThreadPool) -> threading.Event:
@@ -124,38 +123,27 @@ def test_jobs_that_come_while_threads_end_lose_nothing(monkeypatch: pytest.Monke
         pool.submit(list)
 
 
-def test_a_job_for_which_no_thread_can_start_is_refused_and_never_runs(
-    pool: ThreadPool, no_new_threads: Callable[[], pytest.MonkeyPatch]
-) -> None:
+def test_a_job_for_which_no_thread_can_start_is_refused_and_never_runs(pool: ThreadPool) -> None:
     ran: list[str] = []
-    patch = no_new_threads()
-    with pytest.raises(RuntimeError, match="can't start"):
+    with no_new_threads(), pytest.raises(RuntimeError, match="can't start"):
         pool.submit(lambda: ran.append("refused"))
-    patch.undo()
     pool.submit(lambda: ran.append("accepted"))
     pool.close()
     assert ran == ["accepted"]
 
 
-def test_one_thread_is_enough_where_no_second_can_start(
-    no_new_threads: Callable[[], pytest.MonkeyPatch],
-) -> None:
+def test_one_thread_is_enough_where_no_second_can_start() -> None:
     pool, ran = ThreadPool("ssd-offload-test", 2), threading.Event()
     gate = occupy(pool)
-    patch = no_new_threads()
-    pool.submit(ran.set)
-    patch.undo()
+    with no_new_threads():
+        pool.submit(ran.set)
     gate.set()
     assert ran.wait(30)
     pool.close()
 
 
 # ---------------------------------------------------------------------- threads that die
-
-
-def test_a_thread_that_cannot_be_replaced_continues(
-    pool: ThreadPool, no_new_threads: Callable[[], pytest.MonkeyPatch]
-) -> None:
+def test_a_thread_that_cannot_be_replaced_continues(pool: ThreadPool) -> None:
     gate, ran = threading.Event(), threading.Event()
 
     def job() -> None:
@@ -164,10 +152,9 @@ def test_a_thread_that_cannot_be_replaced_continues(
 
     pool.submit(job)
     pool.submit(ran.set)
-    patch = no_new_threads()
-    gate.set()
-    assert ran.wait(30)
-    patch.undo()
+    with no_new_threads():
+        gate.set()
+        assert ran.wait(30)
 
 
 # With a trace function (a debugger's, coverage's) every thread of CPython 3.11 that calls a Python
@@ -239,27 +226,18 @@ def test_a_request_whose_thread_dies_fails_and_the_others_continue(
 
 # ---------------------------------------------------------------------- jobs on the calling thread
 def test_a_caller_that_waits_may_run_a_queued_job_itself(pool: ThreadPool) -> None:
-    ran: list[str] = []
-    gate = occupy(pool)
-    assert not pool.run_queued("path"), "a running job is not queued"
-    pool.submit(lambda: ran.append(threading.current_thread().name))
-    assert pool.run_queued("path")
-    assert ran == [threading.current_thread().name]
-    assert not pool.run_queued("path")
-    gate.set()
-
-
-def test_a_job_that_fails_on_the_calling_thread_tells_its_owner(pool: ThreadPool) -> None:
+    ran: list[threading.Thread] = []
     died: list[BaseException] = []
     gate = occupy(pool)
-
-    def fail() -> None:
-        raise SystemExit
-
-    pool.submit(fail, died.append)
+    assert not pool.run_queued("path"), "a running job is not queued"
+    pool.submit(lambda: ran.append(threading.current_thread()))
+    pool.submit(sys.exit, died.append)
+    assert pool.run_queued("path")
+    assert ran == [threading.current_thread()]
     with pytest.raises(SystemExit):
         pool.run_queued("path")
-    assert [type(error) for error in died] == [SystemExit]
+    assert [type(error) for error in died] == [SystemExit], "its owner is told"
+    assert not pool.run_queued("path")
     gate.set()
 
 

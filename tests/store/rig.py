@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -137,10 +137,16 @@ class Rig:
 
 
 def meanwhile(call: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Make a call on another thread."""
-    executor = ThreadPoolExecutor(1)
-    future = executor.submit(call, *args)
-    executor.shutdown(wait=False)
+    """Make a call on another thread, which does not keep the process alive."""
+    future = Future[Any]()
+
+    def run() -> None:
+        try:
+            future.set_result(call(*args))
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
     return future
 
 
