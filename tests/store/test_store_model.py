@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import tempfile
-import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from offload_strategy.store.ticket import Ticket, TicketState
 from offload_strategy.store.tiers import HostTier, PathTier
 from offload_strategy.telemetry import Recorder
 from offload_strategy.units import KiB, MiB
-from tests.store.rig import CLIENT, PAGE, Rig, noise
+from tests.store.rig import CLIENT, PAGE, Rig, meanwhile, noise
 
 
 class HeapAgainstADictionary(RuleBasedStateMachine):
@@ -70,9 +71,13 @@ class HeapAgainstADictionary(RuleBasedStateMachine):
         """Whether a write has failed by now, after which nothing more is taken."""
         return self.rig.store._writer.failure is not None
 
-    def eager_disk(self) -> None:
+    @contextmanager
+    def eager_disk(self) -> Iterator[None]:
         """Operations that wait need a disk that answers."""
         self.rig.at_once()
+        yield
+        for backend in self.rig.backends:
+            backend.at_once = False
 
     @rule(nbytes=st.integers(0, 5 * PAGE), next_use=st.none() | st.integers(0, 9))
     def put(self, nbytes: int, next_use: int | None) -> None:
@@ -122,11 +127,8 @@ class HeapAgainstADictionary(RuleBasedStateMachine):
         if ticket.state is not TicketState.STORED or ticket.entry.tier is None:
             return
         self.rig.flip(ticket, byte % ticket.nbytes)
-        self.eager_disk()
-        with pytest.raises(CorruptDataError, match="not what was written"):
+        with self.eager_disk(), pytest.raises(CorruptDataError, match="not what was written"):
             self.rig.store.get(ticket)
-        for backend in self.rig.backends:
-            backend.at_once = False
         self.rig.flip(ticket, byte % ticket.nbytes)
         gc.collect()  # this disk answers on the caller's stack, which the error's traceback keeps
 
@@ -134,10 +136,8 @@ class HeapAgainstADictionary(RuleBasedStateMachine):
     @rule(index=st.integers(0, 99), how=st.sampled_from(["get", "private", "take"]))
     def read(self, index: int, how: str) -> None:
         ticket = self.chosen(index)
-        self.eager_disk()
-        got = getattr(self.rig.store, how)(ticket)
-        for backend in self.rig.backends:
-            backend.at_once = False
+        with self.eager_disk():
+            got = getattr(self.rig.store, how)(ticket)
         assert torch.equal(got, self.content[ticket])
         if how != "get":
             got.zero_()
@@ -206,43 +206,25 @@ def test_threads_that_put_read_and_drop_at_once_get_their_own_bytes(
         HostTier("host", 64 * KiB),
         PathTier("nvme", [PathQueue(region, backend, recorder) for region in regions]),
     ]
-    problems: list[str] = []
 
     def work(worker: int) -> None:
         mine: list[tuple[Ticket, torch.Tensor]] = []
         for step in range(60):
-            payload = noise(
-                1 + (worker * 7919 + step * 104729) % (30 * KiB), seed=worker + 97 * step
-            )
-            mine.append((store.put(payload.clone(), "optimizer", tiers), payload))
+            nbytes = 1 + (worker * 7919 + step * 104729) % (30 * KiB)
+            payload = noise(nbytes, seed=worker + 97 * step)
+            mine.append((store.put(payload.clone(), CLIENT, tiers), payload))
             ticket, expected = mine[(step * 31) % len(mine)]
-            action = (step + worker) % 5
-            if action == 0:
-                store.prefetch(ticket)
-            elif action == 1:
-                store.evict(ticket)
-            elif action == 2:
-                got = store.private(ticket)
-                if not torch.equal(got, expected):
-                    problems.append(f"{worker}.{step}: private")
+            how = ("prefetch", "evict", "private", "get", "take")[(step + worker) % 5]
+            got = getattr(store, how)(ticket)
+            if isinstance(got, torch.Tensor):
+                assert torch.equal(got, expected), f"{worker}.{step}: {how}"
+            if how == "private":
                 got.zero_()
-            elif action == 3:
-                if not torch.equal(store.get(ticket), expected):
-                    problems.append(f"{worker}.{step}: get")
-            else:
+            if how == "take" or len(mine) > 12:
                 mine.remove((ticket, expected))
-                if not torch.equal(store.take(ticket), expected):
-                    problems.append(f"{worker}.{step}: take")
-            if len(mine) > 12:
-                mine.pop(0)
 
-    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
-    assert problems == []
+    for working in [meanwhile(work, worker) for worker in range(4)]:
+        working.result(60)
     assert store.live_tickets == 0
     store.close()
     backend.close()

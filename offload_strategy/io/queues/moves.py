@@ -162,10 +162,10 @@ class Move:
         if self.nbytes <= SMALL_BYTES:
             self.ended.poll(_POLL_SECONDS)
 
-    def raise_priority(self, priority: Priority = Priority.NEEDED_NOW) -> None:
-        """Let its queued blocks overtake others from now on."""
+    def raise_priority(self) -> None:
+        """Let its queued blocks, which are needed now, overtake others."""
         for queue, part in zip(self._queues, self.parts, strict=False):
-            queue.raise_priority(part, priority)
+            queue.raise_priority(part)
 
     def cancel(self) -> None:
         """Cancel it: blocks in flight finish, the others never start. `on_end` is called."""

@@ -97,11 +97,11 @@ class PathQueue:
             # tensor after the other would keep it for milliseconds.
             time.sleep(0)
 
-    def raise_priority(self, part: StripeMove, priority: Priority = Priority.NEEDED_NOW) -> None:
-        """Let a queued part overtake others from now on."""
+    def raise_priority(self, part: StripeMove) -> None:
+        """Let a queued part, which is needed now, overtake others."""
         with self._lock:
-            if priority < part.priority:
-                part.priority = priority
+            if part.priority is not Priority.NEEDED_NOW:
+                part.priority = Priority.NEEDED_NOW
                 self._push(part)
 
     def cancel(self, part: StripeMove) -> None:
