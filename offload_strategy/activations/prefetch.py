@@ -211,8 +211,8 @@ class Prefetcher:
             self._margin = min(_MOST_MARGIN, 1.3 * self._margin)
         if absent or waited > _WORTH_SECONDS:  # its write could not be cancelled
             trace.waited += waited
-        if ticket.load_times is not None:
-            self._speed.add(ticket.nbytes, *ticket.load_times)
+        if ticket.entry.load_times is not None:
+            self._speed.add(ticket.nbytes, *ticket.entry.load_times)
         return payload
 
     def used(self, item: SavedItem) -> None:

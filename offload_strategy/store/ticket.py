@@ -185,11 +185,6 @@ class Ticket:
         """Where the bytes are at this moment."""
         return self.entry.state
 
-    @property
-    def load_times(self) -> tuple[float, float] | None:
-        """When its last load was queued and when it ended (`time.perf_counter`)."""
-        return self.entry.load_times
-
     def __repr__(self) -> str:
         entry = self.entry
         return f"Ticket({entry.client}, {entry.nbytes} bytes, {entry.state.value})"

@@ -52,7 +52,7 @@ def test_a_tensor_leaves_with_what_lies_before_it_in_its_page(
     assert torch.equal(loaded, payload)
     assert loaded.data_ptr() % 64 == 0
     assert _bytes_before(loaded, along) == _bytes_before(payload, along)
-    assert ticket.load_times is not None
+    assert ticket.entry.load_times is not None
 
 
 def test_whole_pages_are_striped_over_several_paths(make_rig: MakeRig) -> None:

@@ -26,14 +26,17 @@ class ExtentAllocator:
 
     Small extents fill gaps and never split a large hole. Large extents take a low address, so that
     the tickets of a step, which are written one after the other, are adjacent. Steps that write and
-    free in the same pattern get the same extents again.
+    free in the same pattern get the same extents again. What is before `begin` is not allocated.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, begin: int = 0) -> None:
         self.capacity = capacity // PAGE_BYTES * PAGE_BYTES
         self.used_bytes = 0
         self._allocated: dict[int, int] = {}  # start -> size
-        self._free = FreeRanges(self.capacity)
+        self._end = begin + self.capacity
+        self._free = FreeRanges(self._end)
+        if begin:
+            self._free.take(0, begin)
 
     def allocate(self, nbytes: int) -> Extent | None:
         """Allocate an extent of at least `nbytes`, or None when no range is large enough."""
@@ -45,7 +48,7 @@ class ExtentAllocator:
         start = fitting[0][0]
         if len(fitting) > 1:
             # What reaches the end was never used, or all behind it is free again: it comes last.
-            start = min((end == self.capacity, end - begin, begin) for begin, end in fitting)[2]
+            start = min((end == self._end, end - begin, begin) for begin, end in fitting)[2]
         self._free.take(start, size)
         self.used_bytes += size
         self._allocated[start] = size

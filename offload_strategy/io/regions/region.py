@@ -60,7 +60,6 @@ class Region:
         self.shortage: str | None = None
         #: What is before it on a device is never written; 0 for a file.
         self._begin = 0
-        self._used_end = 0
         if is_block_device(path):
             # Links such as those in /dev/disk/by-id are followed first.
             self.path, self.direct, self._begin = path.resolve(), direct is not False, HEAD_BYTES
@@ -87,8 +86,8 @@ class Region:
             )
         if not self._begin:
             self.fd, self.direct = self._open(direct)
-        self._extents = ExtentAllocator(self.capacity)
-        self._reserved = 0
+        self._extents = ExtentAllocator(self.capacity, self._begin)
+        self._reserved, self._used_end = 0, self._begin
         self._lock = threading.Lock()
         self._pid = os.getpid()
 
@@ -113,12 +112,12 @@ class Region:
                     return None
                 raise
             self._used_end = max(self._used_end, end)
-            return Extent(self._begin + extent.offset, extent.nbytes)
+            return extent
 
     def free(self, extent: Extent) -> None:
         """Free an extent."""
         with self._lock:
-            self._extents.free(Extent(extent.offset - self._begin, extent.nbytes))
+            self._extents.free(extent)
 
     @property
     def used_bytes(self) -> int:
@@ -139,7 +138,7 @@ class Region:
         try:
             # Not in a forked child, which closes its copy while the parent uses the device.
             if self._begin and os.getpid() == self._pid:
-                discard(fd, self._begin, self._used_end)
+                discard(fd, self._begin, self._used_end - self._begin)
         finally:
             os.close(fd)
 
