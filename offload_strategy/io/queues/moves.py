@@ -82,22 +82,6 @@ class Move:
     computes. With `whole_pages` a read may overwrite its memory up to the end of the last page.
     """
 
-    __slots__ = (
-        "_finished",
-        "_lock",
-        "_parts_left",
-        "_queues",
-        "direction",
-        "ended",
-        "error",
-        "finished_at",
-        "keep_alive",
-        "nbytes",
-        "on_end",
-        "parts",
-        "queued_at",
-    )
-
     def __init__(
         self,
         *,
