@@ -73,21 +73,6 @@ def detached(place: Path) -> bool:
 
 
 @contextlib.contextmanager
-def mounted(device: Path, directory: Path) -> Iterator[Path]:
-    """A file system that is mounted for a while."""
-    need("mount", "umount")
-    directory.mkdir(exist_ok=True)
-    run("mount", device, directory)
-    try:
-        yield directory
-    finally:
-        done = subprocess.run(["umount", str(directory)], capture_output=True, text=True)
-        if done.returncode != 0:  # it vanishes when what is open in it is closed
-            run("umount", "--lazy", directory)
-            raise AssertionError(f"a test left a file open: {done.stderr.strip()}")
-
-
-@contextlib.contextmanager
 def loop_disk(folder: Path, nbytes: int) -> Iterator[LoopDisk]:
     """An ext4 file system of `nbytes` on a loop device over a file in `folder`."""
     reason = why_not(throttled=False)

@@ -18,7 +18,7 @@ from offload_strategy.io.regions.block_devices import _content
 from offload_strategy.io.regions.region import Region
 from offload_strategy.units import MiB
 from tests.io.conformance import HostMemory, begin
-from tests.io.loop_devices import loop_device, mounted, need, run
+from tests.io.loop_devices import loop_device, loop_disk, need, run
 
 SIZE = 32 * MiB
 
@@ -155,12 +155,10 @@ def test_a_device_with_a_file_system_is_refused_unless_the_config_says_so(
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_mounted_device_is_refused_whatever_the_config_says(
-    device: Path, tmp_path: Path, overwrite: bool
+    tmp_path: Path, overwrite: bool
 ) -> None:
-    need("mkfs.ext4")
-    run("mkfs.ext4", "-q", device)
-    with mounted(device, tmp_path / "mounted"):
-        message = refusal(device, overwrite=overwrite)
+    with loop_disk(tmp_path, SIZE) as disk:
+        message = refusal(disk.device, overwrite=overwrite)
     assert "in use" in message
     assert "mounted" in message
 

@@ -223,22 +223,15 @@ def test_a_path_that_does_not_answer_is_an_error_and_its_memory_stays(
 
     monkeypatch.setattr(probe_module, "STALLED_SECONDS", 0.2)
     monkeypatch.setattr(probe_module, "_incompressible", make_and_record)
-    late: list[BlockRequest] = []
-
-    class SilentBackend(ManualBackend):
-        def submit(self, requests: Sequence[BlockRequest]) -> None:
-            late.extend(requests)
-
+    backend = ManualBackend(depth=2, block_size=BLOCK)
     with pytest.raises(StorageError, match=r"'nvme'.*has not answered for .*Check the device"):
-        probe(region, SilentBackend(depth=2, block_size=BLOCK), seconds=0.2)
-    assert len(late) == 2
+        probe(region, backend, seconds=0.2)
+    assert len(backend.waiting) == 2
     assert region.used_bytes > 0, "late writes may still land in the extent"
     gc.collect()
     assert memories[0]() is not None, "late requests still use the memory"
-    for request in late:
-        request.on_done(OSError(errno.EIO, "at last"))
-    del request
-    late.clear()
+    while backend.waiting:
+        backend.complete(OSError(errno.EIO, "at last"))
     gc.collect()
     assert memories[0]() is None
 
