@@ -79,6 +79,7 @@ def test_idle_memory_elsewhere_makes_room_within_the_budget() -> None:
     assert bool((middle == 7).all())
 
 
+@pytest.mark.parametrize("budget", [8 * PAGE_BYTES, 16 * MiB], ids=["mappings", "arena"])
 @settings(max_examples=60, deadline=None)
 @given(
     steps=st.lists(
@@ -88,43 +89,44 @@ def test_idle_memory_elsewhere_makes_room_within_the_budget() -> None:
         max_size=60,
     )
 )
-def test_ranges_never_overlap_and_figures_hold(steps: list[tuple[str, int]]) -> None:
-    budget = 16 * MiB
-    pool = BufferPool(budget)
+def test_memory_never_overlaps_and_figures_hold(budget: int, steps: list[tuple[str, int]]) -> None:
+    pool, small = BufferPool(budget), budget < MiB
     acquired: list[tuple[torch.Tensor, int]] = []
     for serial, (action, amount) in enumerate(steps):
-        mark = serial % 251
+        mark, nbytes = serial % 251, amount * (budget // 4096) - amount % 7
         if action == "drop":
             if acquired:
                 tensor, value = acquired.pop(amount % len(acquired))
                 assert int(tensor[0]) == int(tensor[-1]) == value
                 del tensor
         elif action == "trim":
-            pool.trim(amount * PAGE_BYTES)
+            pool.trim(nbytes)
         elif action == "keep":
-            pool.keep_idle(amount * PAGE_BYTES)
+            pool.keep_idle(nbytes)
         else:
-            nbytes = max(1, amount * PAGE_BYTES - amount % 7)
-            lent_bytes = pool.usage().lent_bytes
+            nbytes = max(1, nbytes)
+            wanted = pool.usage().lent_bytes + round_up(nbytes, PAGE_BYTES)
             buffer = pool.acquire(nbytes, beyond_budget=action == "must")
             if buffer is not None:
+                assert action == "must" or not small or wanted <= budget
                 buffer[0] = buffer[-1] = mark
                 acquired.append((buffer, mark))
             else:
                 assert action == "lend"
                 # No more is lost than the rest of a block at each end of what is lent.
-                slack = 2 * BLOCK_BYTES * (len(acquired) + 1)
-                assert lent_bytes + nbytes > budget - slack
+                slack = 0 if small else 2 * BLOCK_BYTES * (len(acquired) + 1)
+                assert wanted > budget - slack
             del buffer
         usage = pool.usage()
         asked = [round_up(tensor.numel(), PAGE_BYTES) for tensor, _ in acquired]
         # Ranges are as asked; an idle small buffer also serves for one up to an eighth smaller.
         spare = sum(nbytes for nbytes in asked if nbytes < MiB) / 8
         assert sum(asked) <= usage.lent_bytes <= sum(asked) + spare
+        assert usage.requested_bytes == sum(tensor.numel() for tensor, _ in acquired)
         assert usage.lent_bytes <= usage.held_bytes <= usage.peak_bytes
         assert 0 <= pool.idle_bytes() <= usage.held_bytes - usage.lent_bytes
-        if not any(step[0] == "must" for step in steps[: serial + 1]):
-            assert usage.held_bytes <= budget
+        if small or not any(step[0] == "must" for step in steps[: serial + 1]):
+            assert usage.held_bytes <= max(budget, usage.lent_bytes)
     places = _places([tensor for tensor, _ in acquired])
     assert all(end <= begin for (_, end), (begin, _) in pairwise(places))
     assert all(int(tensor[0]) == value == int(tensor[-1]) for tensor, value in acquired)

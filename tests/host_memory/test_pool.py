@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from offload_strategy.host_memory import pool as pool_module
 from offload_strategy.host_memory.pool import BufferPool
@@ -136,42 +134,6 @@ def test_a_loan_may_end_in_a_collection_while_the_pool_is_locked() -> None:
 
     meanwhile(collect_inside).result(10)  # TimeoutError: deadlock
     assert pool.usage().lent_bytes == 0
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    steps=st.lists(
-        st.tuples(st.sampled_from(["lend", "must", "drop"]), st.integers(0, 5 * PAGE_BYTES)),
-        max_size=60,
-    )
-)
-def test_figures_agree_with_a_plain_count(steps: list[tuple[str, int]]) -> None:
-    budget = 8 * PAGE_BYTES
-    pool = BufferPool(budget)
-    acquired: list[torch.Tensor] = []
-    for action, amount in steps:
-        if action == "drop":
-            if acquired:
-                acquired.pop(amount % len(acquired))
-        else:
-            asked = (
-                sum(-(-max(1, tensor.numel()) // PAGE_BYTES) for tensor in acquired) * PAGE_BYTES
-            )
-            pages = max(1, -(-amount // PAGE_BYTES)) * PAGE_BYTES
-            buffer = pool.acquire(amount, beyond_budget=action == "must")
-            assert (buffer is None) == (action == "lend" and asked + pages > budget)
-            if buffer is not None:
-                acquired.append(buffer)
-            del buffer
-        usage = pool.usage()
-        assert usage.requested_bytes == sum(tensor.numel() for tensor in acquired)
-        assert usage.lent_bytes == PAGE_BYTES * sum(
-            max(1, -(-tensor.numel() // PAGE_BYTES)) for tensor in acquired
-        )
-        assert usage.held_bytes <= max(budget, usage.lent_bytes)
-        assert usage.lent_bytes <= usage.held_bytes <= usage.peak_bytes
-    places = [tensor.data_ptr() for tensor in acquired if tensor.numel()]
-    assert len(set(places)) == len(places)
 
 
 def in_a_child(check: Callable[[], bool]) -> int:
