@@ -115,7 +115,6 @@ def test_a_wrong_config_or_a_check_that_fails_does_not_end_the_others(disk, doct
     ("total", "available", "limit", "processes", "status"),
     [
         (64 * GiB, 60 * GiB, None, 1, OK),
-        (64 * GiB, 60 * GiB, 32 * GiB, 1, OK),
         (64 * GiB, 60 * GiB, 18 * GiB, 1, OK),
         (64 * GiB, 60 * GiB, 16 * GiB, 1, PROBLEM),
         (64 * GiB, 12 * GiB, None, 1, WARNING),

@@ -62,14 +62,6 @@ def bytes_of(found, tier):
 
 
 # ------------------------------------------------------------------ what fits, and where
-def test_little_host_memory_and_fast_disks_give_ssd_tiers():
-    found = search(request(memory=24 * GiB), Space((1024,), max_batch=64))
-    assert found.best.settings.offloads_optimizer
-    assert bytes_of(found, "ssd_bytes") > 0.95 * bytes_of(found, "total_bytes")
-    tiers = yaml.safe_load(config_yaml(found, ["/mnt/nvme0"]))["optimizer"]["tiers"]
-    assert tiers[-1] == "ssd"
-
-
 def test_much_host_memory_and_a_slow_disk_give_host_tiers_first():
     found = search(dataclasses.replace(request(), drives=drives(5e8)), Space((1024,), max_batch=64))
     assert bytes_of(found, "host_bytes") > 100 * GiB
@@ -79,11 +71,14 @@ def test_much_host_memory_and_a_slow_disk_give_host_tiers_first():
     assert config["optimizer"]["tiers"] == ["host-states", "ssd"]
 
 
-def test_what_host_memory_has_no_room_for_goes_to_the_drives():
-    found = search(request(memory=256 * GiB), Space((1024,), max_batch=64, overlaps=("commit",)))
+@pytest.mark.parametrize(("memory", "on_drives"), [(24, 0.95), (256, 0.3)])
+def test_what_host_memory_has_no_room_for_goes_to_the_drives(memory, on_drives):
+    found = search(request(memory=memory * GiB), Space((1024,), batch=32, overlaps=("commit",)))
     _, host, disk = found.best.placement.fits
     assert host.needed_bytes > 0.95 * host.available_bytes
-    assert disk.needed_bytes == bytes_of(found, "ssd_bytes") > 0
+    assert disk.needed_bytes == bytes_of(found, "ssd_bytes")
+    assert disk.needed_bytes > on_drives * bytes_of(found, "total_bytes")
+    assert yaml.safe_load(config_yaml(found, ["/mnt/a"]))["optimizer"]["tiers"][-1] == "ssd"
 
 
 @pytest.mark.parametrize("run", [request("gpt2", "h200"), on_cpu(64 * GiB, 6e7, 6e7)])
