@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from offload_strategy.store.ticket import TicketState
-from offload_strategy.weights.guarded_parameter import GuardedParameter
 from tests.activations.test_recompute import WAYS
 from tests.activations.zoo import batch, build
 from tests.training import (
@@ -197,21 +196,6 @@ def test_two_threads_infer_with_one_model(disk: Path) -> None:
         infer(1)
         assert nearly_all_left(model)
     assert [bits(value) for value in got] == [bits(value) for value in expected]
-
-
-@pytest.mark.usefixtures("impatient_threads")
-def test_threads_that_touch_the_same_weights(disk: Path) -> None:
-    model = net()
-    expected = [float(p.sum()) for p in model.parameters()]
-    with streaming(disk) as engine, ThreadPoolExecutor(2) as pool:
-        engine.attach(model)
-
-        def look(number: int) -> list[float]:
-            return [float(p.sum()) for p in model.parameters()]
-
-        assert list(pool.map(look, range(16))) == [expected] * 16
-        assert open_turns(engine) == []
-    assert all(type(p) is not GuardedParameter for p in model.parameters())
 
 
 def test_a_touch_is_seen_while_another_thread_touches_the_same_weight(
