@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from offload_strategy import OffloadEngine
@@ -253,42 +252,6 @@ def test_nothing_of_a_quantized_base_leaves(engine: OffloadEngine) -> None:
     compare(engine, model, lambda: model(noise(4, 8).requires_grad_()).pow(2).sum())
     # Twice each: the input, what the adapter makes of it, and the output.
     assert sorted(set(written(engine))) == [4 * 2 * 4, 4 * 8 * 4]
-
-
-def test_a_layer_that_is_gathered_for_its_forward_and_given_up_after_it(
-    engine: OffloadEngine,
-) -> None:
-    """As sharded training does: the memory of a whole weight goes while its write would run."""
-
-    class Gathered(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.shard = nn.Parameter(noise(64))
-            self.whole: nn.Parameter | None = None
-
-        def fill(self) -> None:
-            assert self.whole is not None
-            self.whole.untyped_storage().resize_(256)
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.whole):
-                self.whole.copy_(self.shard.view(8, 8))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.whole = nn.Parameter(torch.empty(8, 8))
-            self.fill()
-            y = F.linear(x, self.whole)
-            self.whole.untyped_storage().resize_(0)
-            return (y + self.shard.sum()).exp()
-
-    model = Gathered()
-
-    def step() -> tuple[torch.Tensor, torch.Tensor]:
-        x = noise(4, 8).requires_grad_()
-        loss = model(x).sum()
-        model.fill()
-        return loss, x
-
-    compare(engine, model, step)
-    assert set(written(engine)) == {4 * 8 * 4}
 
 
 def test_weights_of_a_model_that_is_not_attached_stay_in_a_scope(engine: OffloadEngine) -> None:

@@ -85,18 +85,6 @@ def test_gradients_of_a_call(disk, call, activations):
     compare(disk, use, optimizer_of=None, activations={"enabled": activations})
 
 
-@pytest.mark.parametrize("kind", ["T5", "ResNet"])
-@compared(lambda kind: build(kind), optimizer_of=None)
-def test_gradients_in_evaluation_mode_and_of_an_encoder_alone(model, optimizer, kind):
-    history = train(model.eval(), None, 2, loss_of=zoo_loss(kind), look=gradients)
-    if kind == "T5":
-        torch.manual_seed(3)
-        hidden = model.get_encoder()(batch("T5", 0)["input_ids"]).last_hidden_state
-        hidden.pow(2).sum().backward()
-        history.append(gradients(model))
-    return history
-
-
 class Untied(nn.Module):
     """Its head is the embedding without being tied."""
 

@@ -210,16 +210,6 @@ def test_layers_are_frozen_for_a_while(model, optimizer, kind, first):
     return history
 
 
-@compared()
-def test_a_model_that_is_frozen_as_a_whole_still_gives_gradients_of_its_input(model, optimizer):
-    model.requires_grad_(False)
-    x = torch.ones(2, 8, requires_grad=True)
-    for _ in range(3):
-        model(x).pow(2).sum().backward()
-    assert x.grad is not None
-    return [{"input": x.grad.clone()}]
-
-
 # ---------------------------------------------------------------------- other weights
 class Quantised(nn.Module):
     """A frozen layer whose weight is narrow, and a trained one beside it."""
