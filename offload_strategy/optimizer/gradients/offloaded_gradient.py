@@ -387,8 +387,6 @@ def _overwrite(op: OpOverload, args: Arguments, options: Options) -> Any:
 
 
 def _like(op: OpOverload, args: Arguments, options: Options) -> Any:
-    if not isinstance(args[0], OffloadedGradient):
-        return NotImplemented
     metadata = TensorMetadata.of(args[0])
     like = metadata.empty(torch.device("meta"))
     device = options.get("device") or metadata.device

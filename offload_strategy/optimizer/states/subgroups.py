@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -281,7 +280,7 @@ class UnpackedStates:
         flat, stored, views = self.flat, self.source.stored, self._views
         if (
             flat is None
-            or not all(map(_fits, tensors, views, stored, repeat(precision)))
+            or not all(map(_fits, tensors, views, stored))
             or any(packable(value) for state in small for value in state.values())
         ):
             places = [
@@ -311,17 +310,14 @@ class UnpackedStates:
         return StateSet(small, stored, put(flat), updates)
 
 
-def _fits(state: object, view: torch.Tensor, stored: StoredState, precision: Precision) -> bool:
+def _fits(state: object, view: torch.Tensor, stored: StoredState) -> bool:
     """Whether an updated state is where it was unpacked, or can be rounded into that place."""
-    if state is view:
-        return True
-    if not isinstance(state, torch.Tensor) or state.dtype != stored.compute_dtype:
-        return False
-    if state.shape != view.shape or state.stride() != view.stride():
-        return False
-    if view.dtype != precision.stored_dtype(state.dtype, stored.name):
-        return False
-    return view.dtype != state.dtype or view.data_ptr() == state.data_ptr()
+    return state is view or (
+        isinstance(state, torch.Tensor)
+        and state.dtype == stored.compute_dtype
+        and (state.shape, state.stride()) == (view.shape, view.stride())
+        and (view.dtype != state.dtype or view.data_ptr() == state.data_ptr())
+    )
 
 
 # ---------------------------------------------------------------------- planning

@@ -280,8 +280,7 @@ def _chunks(weights: Sequence[torch.Tensor]) -> Iterator[list[tuple[int, Paramet
                 chunk, elements = [], 0
             chunk.append((index, param_slice))
             elements += param_slice.numel
-    if chunk:
-        yield chunk
+    yield chunk
 
 
 def _merge_states(
