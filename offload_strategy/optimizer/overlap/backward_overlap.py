@@ -15,7 +15,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from types import FrameType
+from traceback import walk_stack
 
 import torch
 
@@ -72,12 +72,7 @@ class BackwardPasses:
 
 def _is_nested() -> bool:
     """Whether the running backward pass was begun by a node of another pass."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _NODE_CODE:
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code is _NODE_CODE for frame, _ in walk_stack(sys._getframe()))
 
 
 class BackwardOverlap(ABC):
