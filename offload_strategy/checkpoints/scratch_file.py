@@ -74,9 +74,8 @@ class ScratchFile:
     Without directories tensors are created in ordinary memory.
     """
 
-    def __init__(self, directories: Sequence[Path], what: str = "optimizer states") -> None:
+    def __init__(self, directories: Sequence[Path]) -> None:
         self._directories = list(directories)
-        self._what = what
         self._end = 0
         self._handle: FileIO | None = None
         self._file: PageFile | None = None
@@ -141,9 +140,9 @@ class ScratchFile:
                 begin, written = stop, written + count
         except OSError as error:
             raise StorageError(
-                f"could not write {format_size(end - begin)} of {self._what} to the scratch file "
-                f"in {self._directories[0]}: {error.strerror or error}. Check the disk and the "
-                f"system's log, or choose another directory for the tier."
+                f"could not write {format_size(end - begin)} of optimizer states to the scratch "
+                f"file in {self._directories[0]}: {error.strerror or error}. Check the disk and "
+                f"the system's log, or choose another directory for the tier."
             ) from error
 
     def _opened(self) -> PageFile:
@@ -168,15 +167,15 @@ class ScratchFile:
         size, reasons = format_size(self._end), "; ".join(complaints)
         if self._file is None:
             raise TierFullError(
-                f"{size} of {self._what} must go to a scratch file, since they may not fit in "
+                f"{size} of optimizer states must go to a scratch file, since they may not fit in "
                 f"memory together, and no directory has the room: {reasons}. Free some space, or "
                 f"set $SSD_OFFLOAD_DIR to a directory that has it."
             )
         if complaints:
             # The user named the other tiers for this purpose, but maybe not the last directory.
             level = logging.WARNING if len(self._directories) == 1 else logging.INFO
-            message = "%s; %s of %s go to a scratch file in %s instead."
-            logger.log(level, message, reasons, size, self._what, self._directories[0])
+            message = "%s; %s of optimizer states go to a scratch file in %s instead."
+            logger.log(level, message, reasons, size, self._directories[0])
         return self._file
 
     # ------------------------------------------------------------------ mapping
@@ -189,8 +188,8 @@ class ScratchFile:
                 self._map = private_map(self._handle.fileno(), self._end)
             except OSError as error:
                 raise OffloadError(
-                    f"could not map {format_size(self._end)} of {self._what} from the scratch file "
-                    f"in {self._directories[0]}: {error.strerror}. Allow more address space "
+                    f"could not map {format_size(self._end)} of optimizer states from the scratch "
+                    f"file in {self._directories[0]}: {error.strerror}. Allow more address space "
                     f"(ulimit -v) or more memory to be promised (sysctl vm.overcommit_memory)."
                 ) from error
             finally:

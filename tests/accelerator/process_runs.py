@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from offload_strategy import OffloadEngine
+from tests.training import attached, settings
 
 STEPS = 4
 LAYERS = 6
@@ -46,15 +47,11 @@ def join(rank: int, size: int, directory: Path, kind: str) -> torch.device:
     return torch.device(kind, rank)
 
 
-def config(directory: Path, overlap: str, host: str | None) -> dict[str, Any]:
-    disk = {"name": "disk", "kind": "ssd", "path": str(directory), "capacity": "256MiB"}
-    dram = {"name": "host", "kind": "dram", "capacity": host}
-    return {
-        "tiers": [disk] if host is None else [dram, disk],
-        "activations": {"min_size": "1KiB", "budget": "100%"},
-        "optimizer": {"overlap": overlap, "subgroup_size": 5000},
-        "memory": {"pinned": "8MiB"},
-    }
+def engine_of(rank: int, directory: Path, overlap: str, host: str | None) -> OffloadEngine:
+    folder = directory / f"disk-{rank}"
+    folder.mkdir()
+    optimizer = {"overlap": overlap, "subgroup_size": 5000}
+    return OffloadEngine(settings(folder, host, optimizer=optimizer, memory={"pinned": "8MiB"}))
 
 
 def train(
@@ -74,9 +71,7 @@ def train(
         fully_shard(net, mesh=mesh)
     else:
         model = DistributedDataParallel(net, bucket_cap_mb=0.05)
-    optimizer: Any = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    if engine is not None:
-        optimizer = engine.attach(model, optimizer)
+    optimizer = attached(engine, model, torch.optim.AdamW(net.parameters(), lr=1e-2))
     if hook is not None:
         hook(net)
     losses = []
@@ -107,9 +102,7 @@ def compare(
     device = join(rank, 2, directory, kind)
     eager = overlap == "eager"
     expected = train(None, device, sharded, eager)
-    folder = directory / f"disk-{rank}"
-    folder.mkdir()
-    with OffloadEngine(config(folder, overlap, host)) as engine:
+    with engine_of(rank, directory, overlap, host) as engine:
         got = train(engine, device, sharded, eager)
         moved = engine.metrics()["offload/optimizer/written_bytes"] > 0 or host is not None
     dist.barrier()
@@ -147,9 +140,7 @@ def overlap_of_reductions(rank: int, directory: Path, kind: str, overlap: str) -
 
     group = process_group.default_group()
     group.number = 1  # what DistributedDataParallel sends when it is made is not delayed
-    folder = directory / f"disk-{rank}"
-    folder.mkdir()
-    with OffloadEngine(config(folder, overlap, "64MiB")) as engine:
+    with engine_of(rank, directory, overlap, "64MiB") as engine:
         group.delayed = delayed
         train(engine, device, sharded=False, eager=overlap == "eager", hook=hook)
         group.delayed = None

@@ -32,26 +32,14 @@ pytestmark = [
 def test_the_bits_are_the_same(
     tmp_path: Path, sharded: bool, overlap: str, host: str | None
 ) -> None:
-    outcomes = run_ranks(
-        "tests.accelerator.process_runs:compare",
-        tmp_path,
-        group=False,
-        kind=DEVICE,
-        sharded=sharded,
-        overlap=overlap,
-        host=host,
-    )
+    options = {"kind": DEVICE, "sharded": sharded, "overlap": overlap, "host": host}
+    where = "tests.accelerator.process_runs:compare"
+    outcomes = run_ranks(where, tmp_path, group=False, **options)
     assert outcomes == [[True, True, True]] * 2
 
 
 @pytest.mark.skipif(DEVICE != "sim", reason="needs collectives that wait for a mark")
 @pytest.mark.parametrize("overlap", ["commit", "off"])
 def test_backward_does_not_wait_for_reductions(tmp_path: Path, overlap: str) -> None:
-    late = run_ranks(
-        "tests.accelerator.process_runs:overlap_of_reductions",
-        tmp_path,
-        group=False,
-        kind=DEVICE,
-        overlap=overlap,
-    )
-    assert late == [0, 0]
+    where = "tests.accelerator.process_runs:overlap_of_reductions"
+    assert run_ranks(where, tmp_path, group=False, kind=DEVICE, overlap=overlap) == [0, 0]

@@ -13,6 +13,7 @@ import contextlib
 import os
 import random
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from tests.accelerator.support import (
     needs_accelerator,
     sleep,
 )
-from tests.training import Numbers, assert_same_bits, settings, weights
+from tests.training import Numbers, assert_same_history, settings, weights
 
 pytestmark = needs_accelerator
 
@@ -118,25 +119,30 @@ def expected() -> list[list[Numbers]]:
     return train_both(None, 0)
 
 
-def check(disk: Path, expected: list[list[Numbers]], seed: int, overlap: str, engines: int) -> None:
-    if DEVICE == "sim":
-        device_module.set_seed(seed)
-        device_module.set_delays(*(random.Random(seed).randrange(200) for _ in range(2)))
+@contextlib.contextmanager
+def delays(seed: int) -> Iterator[None]:
+    """Of a simulated device."""
+    if DEVICE != "sim":
+        yield
+        return
+    device_module.set_seed(seed)
+    device_module.set_delays(*(random.Random(seed).randrange(200) for _ in range(2)))
     try:
-        got = train_both(disk, seed, overlap=overlap, engines=engines)
-        torch.accelerator.synchronize()
+        yield
     finally:
-        if DEVICE == "sim":
-            device_module.set_delays(0, 0)
-    for one, other in zip(got, expected, strict=True):
-        for now, then in zip(one, other, strict=True):
-            try:
-                assert_same_bits(now, then)
-            except AssertionError as error:
-                raise AssertionError(f"seed {seed}: {error}") from error
+        device_module.set_delays(0, 0)
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, TOGETHER))
 def test_two_threads_train_the_same(disk: Path, expected: list[list[Numbers]], first: int) -> None:
     for seed in range(first, min(first + TOGETHER, SEEDS)):
-        check(disk, expected, seed, overlap=OVERLAPS[seed // 2 % 3], engines=1 + seed % 2)
+        with delays(seed):
+            overlap = OVERLAPS[seed // 2 % 3]
+            got = train_both(disk, seed, overlap=overlap, engines=1 + seed % 2)
+            torch.accelerator.synchronize()
+        try:
+            for one, other in zip(got, expected, strict=True):
+                assert_same_history(one, other)
+        except AssertionError as error:
+            error.add_note(f"seed {seed}")
+            raise

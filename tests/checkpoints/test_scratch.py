@@ -156,7 +156,7 @@ def test_filling_and_reading_take_no_memory_but_the_buffer(disk: Path, way: str)
     assert all(bool((tensor == number).all()) for number, tensor in enumerate(tensors))
     # Comparing makes a tensor of a byte an element, one at a time.
     peak = max(peak, status_bytes("RssAnon") - begin)
-    assert peak < 32 * MiB
+    assert peak < 64 * MiB  # of 256
 
 
 def test_small_tensors_need_no_file(disk: Path) -> None:
@@ -173,9 +173,9 @@ def test_too_little_room_is_an_error_before_anything_is_written(
     disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = deleted_files()
-    with ScratchFile([disk], "states of AdamW") as file:
+    with ScratchFile([disk]) as file:
         slot = file.reserve((1 << 32, 1 << 16), torch.float32)
-        message = rf"1024 TiB of states of AdamW .*{disk} has .*B free.*Free some space"
+        message = rf"1024 TiB of optimizer states .*{disk} has .*B free.*Free some space"
         with pytest.raises(TierFullError, match=message):
             slot.fill(0, torch.zeros(1, 1 << 16))
         assert deleted_files() == before

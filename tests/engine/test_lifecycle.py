@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -235,32 +236,36 @@ def test_a_forked_child_that_trains_is_told_to_make_its_own_engine(
 
 
 # ---------------------------------------------------------------------- copies
+def saved_and_loaded(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+def pickled(model: nn.Module) -> nn.Module:
+    loaded: nn.Module = pickle.loads(pickle.dumps(model))
+    return loaded
+
+
 @pytest.mark.parametrize(
-    ("how", "moment"),
-    [("deepcopy", "after forward"), ("pickle", "after a step"), ("torch.save", "after a step")],
+    ("copied", "stepped"), [(copy.deepcopy, False), (pickled, True), (saved_and_loaded, True)]
 )
 def test_a_copy_of_an_attached_model_trains_without_offload(
-    disk: Path, how: str, moment: str
+    disk: Path, copied: Callable[[nn.Module], nn.Module], stepped: bool
 ) -> None:
     expected = small_model()
     model = small_model()
     with OffloadEngine(settings(disk)) as engine:
         optimizer = engine.attach(model, SGD(model.parameters(), 0.1))
-        if moment == "after a step":
+        if stepped:
             for net, steps in ((model, optimizer), (expected, SGD(expected.parameters(), 0.1))):
                 net(torch.ones(4, 8)).sum().backward()
                 steps.step()
                 net.zero_grad()
         loss = model(torch.ones(4, 8)).sum()
-        if how == "deepcopy":
-            twin = copy.deepcopy(model)
-        elif how == "pickle":
-            twin = pickle.loads(pickle.dumps(model))
-        else:
-            file = io.BytesIO()
-            torch.save(model, file)
-            file.seek(0)
-            twin = torch.load(file, weights_only=False)
+        twin = copied(model)
         loss.backward()
         on_disk(engine)
         before = moved(engine)

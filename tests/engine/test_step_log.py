@@ -45,12 +45,13 @@ def engine_on(*directories: Path, **sections: Any) -> OffloadEngine:
     return OffloadEngine(config)
 
 
-def train(
-    engine: OffloadEngine, steps: int = 6, passes: int = 1, net: nn.Module | None = None
-) -> nn.Module:
+def layers() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+
+
+def train(engine: OffloadEngine, steps: int = 6, passes: int = 1) -> None:
     torch.manual_seed(0)
-    if net is None:
-        net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    net = layers()
     optimizer = engine.attach(net, AdamW(net.parameters()))
     for _ in range(steps):
         for number in range(passes):
@@ -59,7 +60,6 @@ def train(
             net(torch.randn(512, 64)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return net
 
 
 def seconds(found: PredictionComparison, name: str, which: str = "observed") -> float:
@@ -87,7 +87,7 @@ def test_parts_of_a_step_add_up_to_it(disk: Path, overlap: str, passes: int) -> 
 
 def test_all_that_moves_in_a_step_is_predicted(disk: Path) -> None:
     with engine_on(disk, optimizer={"enabled": False}) as engine:
-        net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+        net = layers()
         engine.attach(net)
         for _ in range(8):
             loss = net(torch.randn(512, 64)).square().sum()
@@ -105,8 +105,7 @@ def test_all_that_moves_in_a_step_is_predicted(disk: Path) -> None:
 
 
 def test_what_host_memory_takes_is_not_predicted_to_be_written(disk: Path) -> None:
-    config = settings(disk, "64MiB")
-    with OffloadEngine(config) as engine:
+    with OffloadEngine(settings(disk, "64MiB")) as engine:
         train(engine)
         found = engine.compare_prediction()
     assert seconds(found, "written in a step", "predicted") == 0
@@ -130,10 +129,9 @@ def test_before_there_were_steps_it_says_so(disk: Path) -> None:
     with engine_on(disk) as engine:
         with pytest.raises(ConfigError, match="Train a step first"):
             engine.compare_prediction()
-        net = train(engine, steps=1)
+        train(engine, steps=1)
         with pytest.raises(ConfigError, match="too few steps were trained"):
             engine.compare_prediction()
-        assert net is not None
     with pytest.raises(OffloadError, match="is closed"):
         engine.compare_prediction()
     with engine_on(disk, activations={"enabled": False}) as engine:

@@ -73,6 +73,7 @@ def prepare(
     plugin: SSDOffloadPlugin | None = None,
     optimizer: Any = torch.optim.AdamW,
     accelerator: Accelerator | None = None,
+    one_by_one: bool = False,
     **options: Any,
 ) -> Run:
     if accelerator is None:
@@ -82,5 +83,9 @@ def prepare(
     model = tiny_model()
     inner = optimizer(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(inner, T_max=50)
-    prepared = accelerator.prepare(model, inner, batches(), schedule)
-    return Run(accelerator, *prepared)
+    if not one_by_one:
+        return Run(accelerator, *accelerator.prepare(model, inner, batches(), schedule))
+    wrapped = accelerator.prepare_optimizer(inner)
+    loader = accelerator.prepare_data_loader(batches())
+    prepared = accelerator.prepare_model(model)
+    return Run(accelerator, prepared, wrapped, loader, accelerator.prepare_scheduler(schedule))

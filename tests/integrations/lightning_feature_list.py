@@ -70,42 +70,32 @@ class _AdversarialUnclipped(_Adversarial):
     clips = False
 
 
-@feature("manual optimization: two optimizers, toggled")
-def _manual(session: Session) -> Outcome:
-    return session.outcome(*session.fit(session.module(_AdversarialUnclipped)))
+class _ByHand(Behaviour):
+    def __init__(self) -> None:
+        super().__init__(manual=True)
 
 
-@feature(
-    "manual optimization: two optimizers, clipped",
-    refused_with_eager="overlap: commit",
-    before_training=False,
-)
-def _manual_clipped(session: Session) -> Outcome:
-    return session.outcome(*session.fit(session.module(_Adversarial)))
+IN_THE_FIRST_STEP = {"refused_with_eager": "overlap: commit", "before_training": False}
 
-
-@feature(
+fitted("manual optimization: two optimizers, toggled", _AdversarialUnclipped)
+fitted("manual optimization: two optimizers, clipped", _Adversarial, IN_THE_FIRST_STEP)
+fitted(
     "manual optimization: several micro-batches to a step",
-    refused_with_eager="overlap: commit",
-    before_training=False,
+    _ByHand,
+    IN_THE_FIRST_STEP,
+    max_epochs=1,
+    max_steps=-1,
 )
-def _manual_accumulation(session: Session) -> Outcome:
-    return session.outcome(*session.fit(session.module(manual=True), max_epochs=1, max_steps=-1))
-
-
+CLIPPED = {"refused_with_eager": "gradient_clip_val.*overlap: commit"}
 fitted(
     "`accumulate_grad_batches`, with a partial last group", accumulate_grad_batches=4, max_steps=7
 )
-fitted(
-    "`gradient_clip_val`, by norm",
-    gradient_clip_val=0.1,
-    refused_with_eager="gradient_clip_val.*overlap: commit",
-)
+fitted("`gradient_clip_val`, by norm", refusal=CLIPPED, gradient_clip_val=0.1)
 fitted(
     "`gradient_clip_val`, by value",
+    refusal=CLIPPED,
     gradient_clip_val=1e-3,
     gradient_clip_algorithm="value",
-    refused_with_eager="gradient_clip_val.*overlap: commit",
 )
 
 
@@ -114,12 +104,11 @@ class _ClipsItself(Behaviour):
         self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
 
 
-@feature(
+fitted(
     "`configure_gradient_clipping` overridden",
-    refused_with_eager="configure_gradient_clipping.*overlap: commit",
+    _ClipsItself,
+    {"refused_with_eager": "configure_gradient_clipping.*overlap: commit"},
 )
-def _own_clipping(session: Session) -> Outcome:
-    return session.outcome(*session.fit(session.module(_ClipsItself)))
 
 
 class _LogsNorms(Behaviour):
@@ -129,13 +118,7 @@ class _LogsNorms(Behaviour):
         self.log_dict(grad_norm(self, norm_type=2))
 
 
-@feature(
-    "gradient norms logged in `on_before_optimizer_step`",
-    refused_with_eager="overlap: commit",
-    before_training=False,
-)
-def _norms(session: Session) -> Outcome:
-    return session.outcome(*session.fit(session.module(_LogsNorms)))
+fitted("gradient norms logged in `on_before_optimizer_step`", _LogsNorms, IN_THE_FIRST_STEP)
 
 
 class _Plateau(Behaviour):
@@ -148,10 +131,7 @@ class _Plateau(Behaviour):
         }
 
 
-@feature("`ReduceLROnPlateau`, monitoring")
-def _plateau(session: Session) -> Outcome:
-    trainer, module = session.fit(session.module(_Plateau), max_steps=40)
-    return session.outcome(trainer, module, lr=trainer.optimizers[0].param_groups[0]["lr"])
+fitted("`ReduceLROnPlateau`, monitoring", _Plateau, max_steps=40)
 
 
 # ---------------------------------------------------------------------- the Trainer's options
@@ -386,9 +366,8 @@ def _loggers(session: Session) -> Outcome:
         pl.callbacks.DeviceStatsMonitor(cpu_stats=True),
         pl.callbacks.ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2),
     ]
-    trainer, module = session.fit(
-        session.module(scheduler=True), logger=loggers, callbacks=callbacks
-    )
+    module = session.module(scheduler=True)
+    trainer, _ = session.fit(module, logger=loggers, callbacks=callbacks)
     metrics = Path(loggers[0].log_dir, "metrics.csv").read_text().splitlines()
     timeless = {"lr-AdamW", "lr-AdamW-momentum", "loss", "mean", "val_loss", "epoch", "step"}
     columns = metrics[0].split(",")

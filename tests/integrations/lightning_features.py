@@ -117,6 +117,7 @@ class Session:
             "progress bar": dict(trainer.progress_bar_metrics),
             "callbacks": dict(trainer.callback_metrics),
             "steps": (trainer.global_step, trainer.current_epoch),
+            "lr": [group["lr"] for each in trainer.optimizers for group in each.param_groups],
             **more,
         }
 
@@ -160,12 +161,14 @@ def feature(name: str, **options: Any) -> Callable[[Callable[[Session], Outcome]
     return add
 
 
-def fitted(name: str, refused_with_eager: str | None = None, **options: Any) -> None:
-    """A feature that is an option of the Trainer."""
+def fitted(
+    name: str, behaviour: type = Behaviour, refusal: Mapping[str, Any] = {}, **options: Any
+) -> None:
+    """A feature that is something a module does, or an option of the Trainer."""
 
-    @feature(name, refused_with_eager=refused_with_eager)
+    @feature(name, **refusal)
     def run(session: Session) -> Outcome:
-        return session.outcome(*session.fit(**options))
+        return session.outcome(*session.fit(session.module(behaviour), **options))
 
 
 # ---------------------------------------------------------------------- comparison

@@ -78,18 +78,7 @@ def test_accumulation_by_hand_is_identical() -> None:
 
 def test_preparing_one_by_one_and_in_another_order_is_identical() -> None:
     plain = prepare().train(10)
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[SSDOffloadPlugin()])
-    other = prepare(accelerator=accelerator)
-    accelerator.free_memory()
-    torch.manual_seed(0)
-    model = tiny_model()
-    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(inner, T_max=50)
-    optimizer = accelerator.prepare_optimizer(inner)
-    model = accelerator.prepare_model(model)
-    schedule = accelerator.prepare_scheduler(schedule)
-    run = Run(accelerator, model, optimizer, other.loader, schedule).train(10)
-    assert_same(run, plain)
+    assert_same(prepare(SSDOffloadPlugin(), one_by_one=True).train(10), plain)
 
 
 # ---------------------------------------------------------------------- what is attached
@@ -336,7 +325,6 @@ def test_the_scripts_values_win_and_plain_logging_is_untouched(tmp_path: Path) -
 
 
 # ---------------------------------------------------------------------- streamed checkpoints
-__all__ = ["_fresh_accelerate"]
 
 
 @pytest.fixture
@@ -373,29 +361,22 @@ def test_the_file_of_an_offloaded_optimizer_is_streamed_and_no_other(
 
 
 def test_the_file_is_the_one_that_accelerate_writes(tmp_path: Path) -> None:
-    files = []
-    for plugin in (None, SSDOffloadPlugin()):
-        run = prepare(plugin).train(3)
-        folder = tmp_path / str(plugin is None)
-        run.accelerator.save_state(str(folder))
-        files.append(folder)
-    plain, ours = (torch.load(folder / "optimizer.bin") for folder in files)
-    assert sorted(p.name for p in files[0].iterdir()) == sorted(p.name for p in files[1].iterdir())
+    folders = tmp_path / "plain", tmp_path / "ours"
+    for plugin, folder in zip((None, SSDOffloadPlugin()), folders, strict=True):
+        prepare(plugin).train(3).accelerator.save_state(str(folder))
+    plain, ours = (torch.load(folder / "optimizer.bin") for folder in folders)
+    assert len({tuple(sorted(p.name for p in folder.iterdir())) for folder in folders}) == 1
     assert same(ours, plain)
 
 
-def test_a_plain_optimizer_is_left_to_accelerate(tmp_path: Path, streamed: list[str]) -> None:
+def test_a_plain_optimizer_and_files_outside_of_a_state_are_left_to_accelerate(
+    tmp_path: Path, streamed: list[str]
+) -> None:
     only_activations = SSDOffloadPlugin({"optimizer": {"enabled": False}})
     for number, plugin in enumerate((None, only_activations)):
         run = prepare(plugin).train(3)
         run.accelerator.save_state(str(tmp_path / str(number)))
         run.accelerator.load_state(str(tmp_path / str(number)))
-    assert streamed == []
-
-
-def test_accelerates_functions_are_as_they_were_outside_of_it(
-    tmp_path: Path, streamed: list[str]
-) -> None:
     prepare(SSDOffloadPlugin()).train(1)
     checkpointing.save({"a": torch.ones(3)}, tmp_path / "optimizer.bin")
     assert torch.equal(checkpointing.load(tmp_path / "optimizer.bin")["a"], torch.ones(3))

@@ -126,47 +126,28 @@ class Apart:
         self.weight.ds_status = SimpleNamespace(name="NOT_AVAILABLE")
 
 
-def used_once() -> tuple[Apart, GatheredWeights]:
-    """A module that was gathered and called."""
+def test_a_saved_weight_is_found_where_it_is_gathered_next() -> None:
     apart = Apart()
     weights = GatheredWeights(apart.module)
     apart.gather()
     apart.module(torch.ones(1, 4))
-    return apart, weights
-
-
-def test_a_saved_weight_is_found_where_it_is_gathered_next() -> None:
-    apart, weights = used_once()
     whole, row = weights.save(apart.weight.detach()), weights.save(apart.weight.detach().t()[1])
     assert whole is not None
     assert row is not None
     assert weights.save(torch.ones(3, 4)) is None
+    bytes_of_before = apart.weight.detach()
     apart.part()
+    assert weights.save(bytes_of_before) is None, "they belong to nobody"
+    # What is apart is gathered for as long as it is copied.
+    assert torch.equal(whole.unpack(), apart.values)
+    assert apart.gathered == 2
+    assert apart.weight.numel() == 0
     apart.gather()
     assert torch.equal(whole.unpack(), apart.values)
     assert whole.unpack().data_ptr() == apart.weight.data_ptr()
     assert torch.equal(row.unpack(), apart.values[:, 1])
     weights.close()
     assert not apart.module._forward_pre_hooks
-
-
-def test_a_saved_weight_that_is_apart_is_gathered_for_as_long_as_it_is_copied() -> None:
-    apart, weights = used_once()
-    saved = weights.save(apart.weight.detach())
-    assert saved is not None
-    apart.part()
-    assert torch.equal(saved.unpack(), apart.values)
-    assert apart.gathered == 2
-    assert apart.weight.numel() == 0
-    weights.close()
-
-
-def test_bytes_of_a_weight_that_was_taken_apart_belong_to_nobody() -> None:
-    apart, weights = used_once()
-    bytes_of_before = apart.weight.detach()
-    apart.part()
-    assert weights.save(bytes_of_before) is None
-    weights.close()
 
 
 # ---------------------------------------------------------------------- sections

@@ -167,25 +167,23 @@ def test_an_empty_section_means_the_defaults(tmp_path: Path) -> None:
     assert environment_for(None) == {}
 
 
-def launch_file_of_ranks(home: Path, distributed: str) -> str:
+def test_each_rank_puts_its_own_number_into_the_paths(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiers = [
         {"name": "own", "kind": "ssd", "path": "/dev/nvme${LOCAL_RANK}n1"},
         {"name": "both", "kind": "ssd", "path": ["$ROOM/$RANK", "$ROOM/$LOCAL_RANK"]},
     ]
-    section = {"tiers": tiers}
-    return str(
-        launch_file(home, "ranks.yaml", distributed_type=distributed, ssd_offload_config=section)
-    )
 
+    def environment(distributed: str) -> dict[str, str]:
+        more = {"distributed_type": distributed, "ssd_offload_config": {"tiers": tiers}}
+        return environment_for(str(launch_file(home, "ranks.yaml", **more)))
 
-def test_each_rank_puts_its_own_number_into_the_paths(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setenv("ROOM", str(home))
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(ConfigError, match=r"LOCAL_RANK\}?, which is not set"):
-        environment_for(launch_file_of_ranks(home, "NO"))
-    section = environment_for(launch_file_of_ranks(home, "MULTI_GPU"))["SSD_OFFLOAD_CONFIG"]
+        environment("NO")
+    section = environment("MULTI_GPU")["SSD_OFFLOAD_CONFIG"]
     monkeypatch.delenv("ROOM")  # the launcher's, and expanded there
     monkeypatch.setenv("RANK", "5")
     monkeypatch.setenv("LOCAL_RANK", "1")

@@ -15,7 +15,6 @@ from offload_strategy import ConfigError, OffloadError
 from tests.integrations.lightning_runs import (
     Run,
     assert_equal,
-    assert_same,
     batches,
     fit,
     in_both_installs,
@@ -56,15 +55,6 @@ def test_accumulation_clipping_a_scheduler_and_validation_are_identical(
         run.engine.metrics()["offload/activations/written_bytes"]
         == (before["offload/activations/written_bytes"])
     )
-
-
-def test_an_instance_trains_as_the_name_does(pl: Any, family: str, tmp_path: Path) -> None:
-    named = fit(pl, tmp_path, "ssd_offload", max_steps=5)
-    config = {"activations": {"min_size": "1KiB"}, "optimizer": {"enabled": False}}
-    given = fit(pl, tmp_path, strategy_class(family)(config=config), max_steps=5)
-    assert_same(given, named)
-    assert given.engine.config.activations.min_size == 1024
-    assert given.engine.metrics()["offload/optimizer/written_bytes"] == 0
 
 
 def test_manual_optimization_has_no_hints(
@@ -207,14 +197,11 @@ def test_the_strategy_of_the_other_install_is_met_with_help(
 # ---------------------------------------------------------------------- bad input
 
 
-def test_a_misspelt_key_is_refused_when_the_strategy_is_made(family: str) -> None:
+def test_a_misspelt_key_is_refused_when_the_strategy_or_the_trainer_is_made(
+    pl: Any, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match="did you mean 'optimizer'"):
         strategy_class(family)(config={"optimzer": {}})
-
-
-def test_a_misspelt_default_config_is_refused_when_the_trainer_is_made(
-    pl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setenv("SSD_OFFLOAD_CONFIG", '{"activations": {"min_sise": 1}}')
     with pytest.raises(ConfigError, match=r"did you mean 'activations\.min_size'"):
         make_trainer(pl, tmp_path, "ssd_offload")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from tests.integrations.lightning_runs import (
     assert_same,
     fit,
     in_both_installs,
-    make_module,
     make_trainer,
     strategy_class,
 )
@@ -59,29 +59,13 @@ def test_a_checkpoint_is_the_one_that_lightning_writes(
     assert same(ours, theirs)
 
 
-def test_storage_options_reach_lightnings_plugin(
-    pl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lightnings_io: Any
-) -> None:
-    given: list[Any] = []
-
-    def save(self: Any, checkpoint: Any, path: Any, *, storage_options: Any) -> None:
-        given.append(storage_options)
-
-    run = fit(pl, tmp_path, "ssd_offload", max_steps=1)
-    monkeypatch.setattr(lightnings_io, "save_checkpoint", save)
-    run.trainer.save_checkpoint(tmp_path / "with.ckpt", storage_options="options")
-    assert given == ["options"]
-
-
 def test_nothing_is_put_together_in_memory(
     pl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, io_class: Any, lightnings_io: Any
 ) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("left to Lightning")
-
     run = fit(pl, tmp_path, "ssd_offload", max_steps=5)
-    monkeypatch.setattr(lightnings_io, "save_checkpoint", refuse)
-    monkeypatch.setattr(lightnings_io, "load_checkpoint", refuse)
+    for method in ("save_checkpoint", "load_checkpoint"):
+        left = mock.Mock(side_effect=AssertionError("left to Lightning"))
+        monkeypatch.setattr(lightnings_io, method, left)
     path = tmp_path / "deep" / "down" / "half.ckpt"
     run.trainer.save_checkpoint(path)
     assert [file.name for file in path.parent.iterdir()] == [path.name]
@@ -109,17 +93,10 @@ def test_a_resumed_run_does_not_stay_in_the_file(
     other = strategy_class(family)(config=config)
     assert_same(fit(pl, tmp_path, other, ckpt_path=theirs, max_steps=20), plain_end)
 
-    module = make_module(pl)
     fits: list[bool] = []
-    step = module.training_step
-
-    def training_step(*args: Any) -> Any:
-        fits.append(mapped(path))
-        return step(*args)
-
-    module.training_step = training_step
+    look = pl.callbacks.LambdaCallback(on_train_batch_start=lambda *_: fits.append(mapped(path)))
     strategy = strategy_class(family)(config=config)
-    ended = fit(pl, tmp_path, strategy, module, ckpt_path=path, max_steps=20)
+    ended = fit(pl, tmp_path, strategy, ckpt_path=path, max_steps=20, callbacks=[look])
     assert_same(begun, plain)
     assert_same(ended, plain_end)
     assert len(fits) == 10
@@ -129,10 +106,7 @@ def test_a_resumed_run_does_not_stay_in_the_file(
 def test_a_plugin_of_the_users_own_is_left_alone(
     pl: Any, family: str, tmp_path: Path, lightnings_io: Any
 ) -> None:
-    class Own(lightnings_io):  # type: ignore[misc]
-        pass
-
-    own = Own()
+    own = type("Own", (lightnings_io,), {})()
     for trainer in (
         make_trainer(pl, tmp_path, "ssd_offload", plugins=[own]),
         make_trainer(pl, tmp_path, strategy_class(family)(checkpoint_io=own)),
@@ -161,14 +135,18 @@ def test_a_remote_path_is_left_to_lightning(pl: Any, tmp_path: Path) -> None:
     assert_same(local, resumed)
 
 
-def test_a_missing_checkpoint_and_storage_options_are_refused_as_by_lightning(
-    pl: Any, tmp_path: Path
+def test_what_is_for_lightnings_plugin_gets_there(
+    pl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lightnings_io: Any
 ) -> None:
     run = fit(pl, tmp_path, "ssd_offload", max_steps=2)
     with pytest.raises(FileNotFoundError, match="Checkpoint file not found"):
         run.trainer.strategy.load_checkpoint(tmp_path / "nowhere.ckpt")
     with pytest.raises(TypeError, match="storage_options"):
         run.trainer.save_checkpoint(tmp_path / "end.ckpt", storage_options={})
+    save = mock.Mock()
+    monkeypatch.setattr(lightnings_io, "save_checkpoint", save)
+    run.trainer.save_checkpoint(tmp_path / "end.ckpt", storage_options="options")
+    assert save.call_args.kwargs == {"storage_options": "options"}
 
 
 def test_a_save_that_fails_leaves_the_previous_checkpoint(
@@ -179,9 +157,7 @@ def test_a_save_that_fails_leaves_the_previous_checkpoint(
     run.trainer.save_checkpoint(path)
     before = path.read_bytes()
 
-    def fail(self: Any, view: memoryview, offset: int) -> None:
-        raise OSError(28, "No space left on device")
-
+    fail = mock.Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr(offload_strategy.checkpoints.streaming_files.PageFile, "write", fail)
     with pytest.raises(offload_strategy.StorageError, match="No space left on device"):
         run.trainer.save_checkpoint(path)
