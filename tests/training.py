@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from offload_strategy import OffloadEngine
 
 Numbers = dict[str, torch.Tensor]
 """Anything that must be the same with and without offload, by name."""
+
+
+class Block(nn.Module):
+    """A transformer block with dropout, for a width that four heads share."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, 4, width // 4).unbind(2)
+        attended = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
+        )
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        return x + self.mlp(self.norm2(x))
 
 
 def in_turn(options: Iterable[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -80,6 +103,11 @@ def on_disk(engine: OffloadEngine) -> None:
 def moved(engine: OffloadEngine, client: str = "activations", verb: str = "written") -> int:
     """Bytes that a client wrote, read or had forwarded."""
     return int(engine.metrics()[f"offload/{client}/{verb}_bytes"])
+
+
+def left_bytes(metrics: Mapping[str, float], client: str = "activations") -> float:
+    """Bytes of a client that left: written, or handed back while they were on their way."""
+    return sum(metrics[f"offload/{client}/{verb}_bytes"] for verb in ("written", "forwarded"))
 
 
 def bits(tensor: torch.Tensor) -> tuple[Any, ...]:

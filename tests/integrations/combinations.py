@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from offload_strategy import OffloadEngine, OffloadError
+from tests.training import Block, attached, left_bytes
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "combinations.md"
 STEPS = 3
@@ -203,34 +204,12 @@ def config(directory: Path, client: str) -> dict[str, Any]:
 
 
 def moved_bytes(engine: OffloadEngine) -> dict[str, float]:
-    """Bytes that left by part of the engine: written, or handed back while on their way."""
-    figures = engine.metrics()
-    return {
-        part: sum(
-            figures.get(f"offload/{part}/{what}_bytes", 0.0) for what in ("written", "forwarded")
-        )
-        for part in ("activations", "optimizer", "parameters")
-    }
+    """Bytes that left by part of the engine."""
+    metrics = engine.metrics()
+    return {part: left_bytes(metrics, part) for part in ("activations", "optimizer", "parameters")}
 
 
 # ---------------------------------------------------------------------- what is trained
-
-
-class Block(nn.Module):
-    """Attention and a perceptron, with dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = self.qkv(self.first(x)).chunk(3, dim=-1)
-        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in parts)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
-        return x + F.dropout(self.down(F.gelu(self.up(self.second(x)))), 0.1)
 
 
 class Model(nn.Module):
@@ -240,7 +219,7 @@ class Model(nn.Module):
         super().__init__()
         self.checkpointing = checkpointing
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(2))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
 
@@ -290,7 +269,7 @@ def plain_loop(
     losses = []
     engine = None if sections is None else OffloadEngine(sections)
     with nullcontext() if engine is None else engine:
-        used: Any = optimizer if engine is None else engine.attach(model, optimizer)
+        used = attached(engine, model, optimizer)
         for tokens in batches(rank):
             with forward(combination):
                 loss = model(tokens)

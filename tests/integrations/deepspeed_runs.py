@@ -28,6 +28,7 @@ from tests.integrations.lightning_runs import (
     strategy_class,
     tiny_model,
 )
+from tests.training import left_bytes
 
 STEPS = 6
 BATCH = 16
@@ -35,12 +36,6 @@ OFFLOAD: dict[str, Any] = {
     "activations": {"min_size": "1KiB", "budget": "100%"},
     "optimizer": {"enabled": False},
 }
-
-
-def moved(metrics: Mapping[str, float]) -> float:
-    """Bytes of tickets: written, or wanted back before they were."""
-    verbs = ("written", "forwarded")
-    return sum(metrics[f"offload/activations/{verb}_bytes"] for verb in verbs)
 
 
 def zero(stage: int) -> dict[str, Any]:
@@ -109,7 +104,7 @@ def accelerate(stage: int) -> dict[str, Any]:
     tracked = session.metrics()
     result = outcome(losses, model, session.engine.metrics())
     result["type"] = accelerator.distributed_type.value
-    result["tracked"] = moved(tracked)
+    result["tracked"] = left_bytes(tracked)
     result["optimizer"] = type(optimizer).__name__
     accelerator.free_memory()
     engine.destroy()
@@ -178,7 +173,7 @@ def outcome(
     return {
         "losses": [loss.hex() for loss in losses],
         "weights": digest.hexdigest(),
-        "moved": 0.0 if metrics is None else moved(metrics),
+        "moved": 0.0 if metrics is None else left_bytes(metrics),
         "saved": 0.0 if metrics is None else metrics["offload/activations/step_saved_bytes"],
     }
 

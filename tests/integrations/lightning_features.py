@@ -24,6 +24,7 @@ from tests.integrations.lightning_runs import (
     make_trainer,
     strategy_class,
 )
+from tests.training import left_bytes
 
 FAMILY = "lightning.pytorch"
 
@@ -124,11 +125,7 @@ class Session:
     def moved_bytes(self, client: str) -> float:
         """Bytes that left, of all runs."""
         engines = [getattr(trainer.strategy, "offload_engine", None) for trainer in self._trainers]
-        return sum(
-            figures[f"offload/{client}/written_bytes"]
-            + figures[f"offload/{client}/forwarded_bytes"]
-            for figures in (engine.metrics() for engine in engines if engine is not None)
-        )
+        return sum(left_bytes(each.metrics(), client) for each in engines if each is not None)
 
 
 @dataclass(frozen=True)

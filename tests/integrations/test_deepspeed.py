@@ -22,10 +22,11 @@ from offload_strategy.integrations.deepspeed.config_sections import (
 from offload_strategy.integrations.deepspeed.gathered_weights import GatheredWeights
 from offload_strategy.io.backends import deepnvme
 from tests.distributed.ranks import run_ranks
-from tests.integrations.deepspeed_runs import BATCH, OFFLOAD, STEPS, moved, zero
+from tests.integrations.deepspeed_runs import BATCH, OFFLOAD, STEPS, zero
 from tests.integrations.lightning_runs import FAMILIES, in_both_installs, strategy_class
 from tests.integrations.support import OURS, tensorboard_scalars
 from tests.integrations.test_launch import home, launch, launch_file
+from tests.training import left_bytes
 
 __all__ = ["home"]
 
@@ -86,7 +87,7 @@ def test_losses_and_weights_are_those_of_deepspeed_alone(
     # An unmodified script.
     assert results["launched"] == results["alone-2"]["losses"]
     scalars = tensorboard_scalars(home / "logs" / "board")
-    assert moved({name: points[-1][1] for name, points in scalars.items()}) > 0
+    assert left_bytes({name: points[-1][1] for name, points in scalars.items()}) > 0
     assert [step for step, _ in scalars["loss"]] == list(range(STEPS))
 
 

@@ -227,14 +227,12 @@ class Session:
         """Keep the engine while the script holds a prepared optimizer."""
         if prepared in self._optimizers:
             return
-        me = weakref.ref(self)
-
-        def gone() -> None:
-            if (session := me()) is not None and session._retired:
-                session._retire()
-
         self._optimizers.add(prepared)
-        weakref.finalize(prepared, gone).atexit = False
+        weakref.finalize(prepared, WeakHook(self._dropped)).atexit = False
+
+    def _dropped(self) -> None:
+        if self._retired:
+            self._retire()
 
     def attach_model(self, model: torch.nn.Module) -> None:
         """Offload what `model` saves for backward, unless it is attached already."""

@@ -35,10 +35,11 @@ _streaming: ContextVar[bool] = ContextVar("ssd_offload_streaming", default=False
 
 def install_in(checkpointing: Any) -> None:
     """Wrap how the module `accelerate.checkpointing` writes and reads the files of a checkpoint."""
-    for name, wrap in {"save": _save, "load": _load}.items():
+    for name, ours in {"save": _save, "load": _load}.items():
         original = getattr(checkpointing, name, None)
         if original is not None:
-            setattr(checkpointing, name, wrap(original))
+            wrapper = functools.partial(ours, original)
+            setattr(checkpointing, name, functools.update_wrapper(wrapper, original))
 
 
 @contextlib.contextmanager
@@ -55,34 +56,26 @@ def streaming(accelerator: Accelerator) -> Iterator[None]:
         _streaming.reset(before)
 
 
-def _save(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _is_an_optimizers(f):
-            return original(obj, f, *args, **kwargs)
-        from accelerate.state import PartialState
+def _save(original: Callable[..., Any], obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+    if not _is_an_optimizers(f):
+        return original(obj, f, *args, **kwargs)
+    from accelerate.state import PartialState
 
-        from offload_strategy.checkpoints import save
+    from offload_strategy.checkpoints import save
 
-        # As in Accelerate, all processes call this, and one (or one per node) writes.
-        state, per_node = PartialState(), kwargs.get("save_on_each_node", False)
-        writes = state.is_local_main_process if per_node else state.is_main_process
-        return save(obj, f) if writes else None
-
-    return save
+    # As in Accelerate, all processes call this, and one (or one per node) writes.
+    state, per_node = PartialState(), kwargs.get("save_on_each_node", False)
+    writes = state.is_local_main_process if per_node else state.is_main_process
+    return save(obj, f) if writes else None
 
 
-def _load(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-        if _is_an_optimizers(f):
-            from offload_strategy.checkpoints import small_in_memory
+def _load(original: Callable[..., Any], f: Any, map_location: Any = None, **kwargs: Any) -> Any:
+    if _is_an_optimizers(f):
+        from offload_strategy.checkpoints import small_in_memory
 
-            map_location = small_in_memory(map_location)
-            kwargs.setdefault("mmap", True)
-        return original(f, map_location, **kwargs)
-
-    return load
+        map_location = small_in_memory(map_location)
+        kwargs.setdefault("mmap", True)
+    return original(f, map_location, **kwargs)
 
 
 def _is_an_optimizers(file: Any) -> bool:
