@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 
 TYPE_CHECKING = False  # typing.TYPE_CHECKING without importing typing
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def register() -> None:
     _registered = True
     try:
         for framework, (ours, function) in _HOOKS.items():
-            _when_imported(framework, _install(ours, function))
+            _when_imported(framework, partial(_install, ours, function))
     except Exception as error:
         _step_aside("the post-import hooks", error)
 
@@ -70,17 +71,13 @@ def is_disabled() -> bool:
     return value not in ("", "0", "false", "no", "off")
 
 
-def _install(name: str, function: str | None) -> Hook:
-    """Return the hook that imports a module of our integrations and calls a function of it."""
+def _install(name: str, function: str | None, module: ModuleType) -> None:
+    """Import a module of our integrations, and call a function of it with the framework's."""
+    from importlib import import_module
 
-    def hook(module: ModuleType) -> None:
-        from importlib import import_module
-
-        ours = import_module(f"offload_strategy.integrations.{name}")
-        if function is not None:
-            getattr(ours, function)(module)
-
-    return hook
+    ours = import_module(f"offload_strategy.integrations.{name}")
+    if function is not None:
+        getattr(ours, function)(module)
 
 
 def _when_imported(name: str, hook: Hook) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,14 +16,10 @@ from torch.optim import AdamW
 
 from offload_strategy import OffloadEngine
 from offload_strategy.units import MiB
-from tests.engine.test_engine import model, train
+from tests.engine.test_engine import engine, model, train
 from tests.training import settings
 
-
-@pytest.fixture
-def engine(disk: Path) -> Iterator[OffloadEngine]:
-    with OffloadEngine(settings(disk)) as made:
-        yield made
+__all__ = ["engine"]
 
 
 def contract_keys(tiers: list[str]) -> set[str]:

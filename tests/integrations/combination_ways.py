@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -35,7 +36,7 @@ from tests.integrations.combinations import (
     weights_of,
 )
 from tests.integrations.lightning_features import FAMILY, quiet
-from tests.integrations.lightning_runs import import_family, make_trainer, strategy_class
+from tests.integrations.lightning_runs import make_trainer, strategy_class
 
 Config = Mapping[str, Any] | None
 
@@ -48,7 +49,7 @@ def _loop(combination: Combination, sections: Config) -> Outcome:
 
 
 def _lightning(combination: Combination, sections: Config) -> Outcome:
-    pl = import_family(FAMILY)
+    pl = pytest.importorskip(FAMILY)
     losses = []
 
     class Module(pl.LightningModule):  # type: ignore[misc]

@@ -22,7 +22,6 @@ from tests.integrations.accelerate_runs import forget_accelerator
 from tests.integrations.lightning_runs import (
     FAMILIES,
     batches,
-    import_family,
     make_module,
     make_trainer,
     strategy_class,
@@ -72,9 +71,9 @@ def alone(stage: int, loader: Iterable[Any]) -> dict[str, Any]:
 def lightning(family: str, stage: int, devices: int = 1) -> dict[str, Any]:
     """The same through `Trainer(strategy=...)` of an install."""
     import_deepspeed()
-    pl = import_family(family)
-    ours = importlib.import_module(strategy_class(family).__module__)
-    strategy = ours.SSDOffloadDeepSpeedStrategy(OFFLOAD, config=zero(stage))
+    pl = importlib.import_module(family)
+    ours = strategy_class(family, "SSDOffloadDeepSpeedStrategy")
+    strategy = ours(OFFLOAD, config=zero(stage))
     module = make_module(pl)
     trainer = make_trainer(
         pl, Path.cwd(), strategy, max_steps=STEPS, devices=devices, use_distributed_sampler=False

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from offload_strategy import OffloadEngine
-from tests.integrations.lightning_runs import FAMILIES, import_family
+from tests.integrations.lightning_runs import FAMILIES
 from tests.integrations.support import OFFLOAD_ALL
 
 
@@ -52,11 +52,11 @@ def hints(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 def family(request: pytest.FixtureRequest) -> str:
     """An install of Lightning: the first one, or what a test asks for with `in_both_installs`."""
     name: str = getattr(request, "param", FAMILIES[0])
-    import_family(name)
+    pytest.importorskip(name)
     return name
 
 
 @pytest.fixture
 def pl(family: str) -> Any:
     """One of the two installs of Lightning."""
-    return import_family(family)
+    return pytest.importorskip(family)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -368,16 +369,13 @@ def _loggers(session: Session) -> Outcome:
     ]
     module = session.module(scheduler=True)
     trainer, _ = session.fit(module, logger=loggers, callbacks=callbacks)
-    metrics = Path(loggers[0].log_dir, "metrics.csv").read_text().splitlines()
-    timeless = {"lr-AdamW", "lr-AdamW-momentum", "loss", "mean", "val_loss", "epoch", "step"}
-    columns = metrics[0].split(",")
+    with Path(loggers[0].log_dir, "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    timeless = ("lr-AdamW", "lr-AdamW-momentum", "loss", "mean", "val_loss", "epoch", "step")
     return {
         **session.outcome(trainer, module, logged={}, callbacks={}),
-        "columns": columns,
-        "rows": [
-            [cell for name, cell in zip(columns, row.split(","), strict=True) if name in timeless]
-            for row in metrics[1:]
-        ],
+        "columns": list(rows[0]),
+        "rows": [[row[name] for name in timeless] for row in rows],
         "files": sorted(path.name.split(".")[0] for path in Path(loggers[1].log_dir).iterdir()),
     }
 

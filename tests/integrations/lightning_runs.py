@@ -34,10 +34,6 @@ def batches(count: int = BATCHES, size: int = 16) -> DataLoader[Any]:
     return DataLoader(TensorDataset(inputs, inputs.roll(1, dims=1)), batch_size=size)
 
 
-def import_family(name: str) -> Any:
-    return pytest.importorskip(name)
-
-
 def make_module(pl: Any, **options: Any) -> Any:
     """A LightningModule of an install; see `_Behaviour` for the options."""
     cls = type("Module", (_Behaviour, pl.LightningModule), {})
@@ -189,7 +185,7 @@ def assert_equal(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
         torch.testing.assert_close(tensor, other, rtol=0, atol=0)
 
 
-def strategy_class(family: str) -> Any:
-    name = family.replace(".", "_")
-    module = importlib.import_module(f"offload_strategy.integrations.lightning.for_{name}")
-    return module.SSDOffloadStrategy
+def strategy_class(family: str, name: str = "SSDOffloadStrategy") -> Any:
+    """A class of ours for an install: a strategy, or another."""
+    module = f"offload_strategy.integrations.lightning.for_{family.replace('.', '_')}"
+    return getattr(importlib.import_module(module), name)

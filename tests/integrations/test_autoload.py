@@ -6,6 +6,7 @@ import importlib
 import sys
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -158,7 +159,11 @@ def test_a_hook_that_raises_warns_once_and_leaves_the_others_alone(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(autoload, "_warned", False)
     seen: list[ModuleType] = []
-    hooks = [autoload._install("no_such_module", None), lambda module: module.nothing, seen.append]
+    hooks = [
+        partial(autoload._install, "no_such_module", None),
+        lambda module: module.nothing,
+        seen.append,
+    ]
     for number, hook in enumerate(hooks):
         (tmp_path / f"innocent_module_{number}.py").write_text("complete = True\n")
         autoload._when_imported(f"innocent_module_{number}", hook)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -302,18 +301,14 @@ def test_the_strategy_is_found_by_name(pl: Any, family: str, stage: int | None) 
 
 def test_the_strategy_derives_over_lightnings_defaults(family: str, tmp_path: Path) -> None:
     ours = config(tmp_path, optimizer={"enabled": True})
-    strategy = deepspeed_strategy(family)(ours, stage=3)
+    ours_of = strategy_class(family, "SSDOffloadDeepSpeedStrategy")
+    strategy = ours_of(ours, stage=3)
     assert strategy.config["zero_optimization"]["offload_optimizer"]["device"] == "nvme"
     assert strategy.config["zero_optimization"]["sub_group_size"] < 10**9
     assert "intra_op_parallelism" in strategy.config["aio"]
     assert strategy.config["zero_force_ds_cpu_optimizer"] is False
-    asked = deepspeed_strategy(family)(ours, stage=3, sub_group_size=10**6, queue_depth=5)
+    asked = ours_of(ours, stage=3, sub_group_size=10**6, queue_depth=5)
     assert asked.config["zero_optimization"]["sub_group_size"] == 10**6
     assert asked.config["aio"]["queue_depth"] == 5
     with pytest.raises(ConfigError, match=r"zero_optimization\.offload_optimizer has device: cpu"):
-        deepspeed_strategy(family)(ours, stage=3, offload_optimizer=True)
-
-
-def deepspeed_strategy(family: str) -> Any:
-    module = sys.modules[strategy_class(family).__module__]
-    return module.SSDOffloadDeepSpeedStrategy
+        ours_of(ours, stage=3, offload_optimizer=True)

@@ -30,7 +30,7 @@ def _nearly_everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def io_class(family: str) -> Any:
     """The checkpoint IO of ours, for an install."""
-    return importlib.import_module(strategy_class(family).__module__).OffloadCheckpointIO
+    return strategy_class(family, "OffloadCheckpointIO")
 
 
 @pytest.fixture

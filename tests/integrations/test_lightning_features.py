@@ -22,7 +22,6 @@ from tests.integrations.lightning_features import (
     differences,
     quiet,
 )
-from tests.integrations.lightning_runs import import_family
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "lightning.md"
 
@@ -60,7 +59,7 @@ def test_a_feature_is_identical_or_refused(feature: Feature, tmp_path: Path) -> 
 def _session(directory: Path, overlap: str | None) -> Session:
     root = directory / (overlap or "auto")
     root.mkdir()
-    return Session(import_family(FAMILY), root, None if overlap is None else config(overlap))
+    return Session(pytest.importorskip(FAMILY), root, None if overlap is None else config(overlap))
 
 
 def _run(feature: Feature, session: Session) -> Outcome:
