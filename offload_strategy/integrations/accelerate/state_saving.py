@@ -35,7 +35,8 @@ _streaming: ContextVar[bool] = ContextVar("ssd_offload_streaming", default=False
 
 def install_in(checkpointing: Any) -> None:
     """Wrap how the module `accelerate.checkpointing` writes and reads the files of a checkpoint."""
-    for name, ours in {"save": _save, "load": _load}.items():
+    wrappers: dict[str, Callable[..., Any]] = {"save": _save, "load": _load}
+    for name, ours in wrappers.items():
         original = getattr(checkpointing, name, None)
         if original is not None:
             wrapper = functools.partial(ours, original)
