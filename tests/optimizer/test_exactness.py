@@ -48,29 +48,23 @@ def _of(kind: Any, *settings: Any, in_groups: bool = False, **options: Any) -> M
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "Adam amsgrad fused": _of(Adam, 1e-2, amsgrad=True, fused=True),
-    "Adam weight decay, maximize": _of(Adam, 1e-2, weight_decay=0.1, maximize=True),
     "AdamW": _of(AdamW, 1e-2),
     "AdamW foreach": _of(AdamW, 1e-2, foreach=True),
     "AdamW fused": _of(AdamW, 1e-2, fused=True),
     "AdamW per tensor": _of(AdamW, 1e-2, foreach=False),
-    "AdamW amsgrad foreach": _of(AdamW, 1e-2, amsgrad=True, foreach=True, maximize=True),
     "AdamW tensor lr fused": _of(AdamW, torch.tensor(1e-2), fused=True),
     "AdamW groups": _of(AdamW, 1e-2, in_groups=True),
     "SGD": _of(SGD, 0.1),
-    "SGD fused": _of(SGD, 0.1, fused=True),
     "SGD momentum": _of(SGD, 0.1, momentum=0.9),
     "SGD momentum fused": _of(SGD, 0.1, momentum=0.9, fused=True),
     "SGD groups, maximize": _of(SGD, 0.1, in_groups=True, momentum=0.5, maximize=True),
     "NAdam": _of(optim.NAdam, 1e-2, weight_decay=0.1),
-    "RAdam foreach": _of(optim.RAdam, 1e-2, foreach=True),
     "Adamax foreach groups": _of(optim.Adamax, 1e-2, in_groups=True, foreach=True),
-    "Adadelta": _of(optim.Adadelta),
     "Adagrad": _of(optim.Adagrad, 1e-2, initial_accumulator_value=0.1),
     "RMSprop centered foreach": _of(optim.RMSprop, 1e-3, centered=True, momentum=0.9, foreach=True),
     "Rprop": _of(optim.Rprop, 1e-2),
     "ASGD": _of(optim.ASGD, 1e-2, t0=2),
     "Adafactor": _of(optim.Adafactor, 1e-2),
-    "Adafactor foreach groups": _of(optim.Adafactor, 1e-2, in_groups=True, foreach=True),
     "Muon": lambda m: optim.Muon([p for p in m.parameters() if p.dim() == 2], 1e-2),
     "of somebody else's": _of(Lion, 1e-2),
 }
@@ -98,7 +92,7 @@ def test_six_steps_of(name: str, host: str | None, overlap: str, disk: Path) -> 
     script = partial(plain_loop, late=name != "SGD momentum fused")
     metrics = compare(script, OPTIMIZERS[name], disk, overlap, host)
     on_disk = metrics["offload/tier/nvme/used_bytes"]
-    assert (on_disk > 0) == (name not in ("SGD", "SGD fused") and host != "1MiB")
+    assert (on_disk > 0) == (name != "SGD" and host != "1MiB")
     if host is not None:
         assert metrics["offload/tier/host/used_bytes"] > 0
 
