@@ -214,7 +214,7 @@ class StreamedWeight:
         if self.changed or parameter._version != self._version or self._ticket is None:
             self._replace_ticket(
                 self._store.put(
-                    self._bytes(),
+                    self.values().view(-1).view(torch.uint8),
                     _CLIENT,
                     self._tiers,
                     whole_pages=True,
@@ -229,12 +229,6 @@ class StreamedWeight:
         old, self._ticket = self._ticket, ticket
         if old is not None:
             self._store.free(old)
-
-    def _bytes(self) -> torch.Tensor:
-        values = self.values()
-        flat = torch.empty(0, dtype=torch.uint8, device=values.device)
-        start = values.storage_offset() * values.element_size()
-        return flat.set_(values.untyped_storage(), start, (self.nbytes,), (1,))
 
     @contextmanager
     def read(self) -> Iterator[torch.Tensor]:
@@ -252,12 +246,7 @@ class StreamedWeight:
 
     def _with_form(self, flat: torch.Tensor) -> torch.Tensor:
         """Return bytes as a tensor with the parameter's shape, strides and dtype."""
-        return torch.empty(0, dtype=self.form.dtype, device=flat.device).set_(
-            flat.untyped_storage(),
-            flat.storage_offset() // self.form.element_size(),
-            self.form.shape,
-            self.form.stride(),
-        )
+        return flat.view(self.form.dtype).as_strided(self.form.shape, self.form.stride())
 
     def close(self, *, restore: bool) -> None:
         """Free the ticket; unless the bytes are restored, the parameter is NaN from now on."""
