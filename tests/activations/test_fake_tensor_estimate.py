@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload_strategy import ConfigError, OffloadEngine
+from offload_strategy import ConfigError
 from offload_strategy.activations.fake_tensor_estimate import estimate_memory
 from tests.activations.zoo import batch, build
 from tests.training import assert_same_bits, weights
@@ -65,19 +65,6 @@ def test_a_model_may_be_on_the_meta_device() -> None:
         model = Chain(3)
     real = estimated(Chain(3), torch.empty(ROWS, WIDTH))
     assert estimated(model, torch.empty(ROWS, WIDTH)) == real
-
-
-def test_an_attached_model_is_gone_through_without_moving_anything(engine: OffloadEngine) -> None:
-    model = Chain(3)
-    engine.attach(model)
-    before = engine.metrics()
-    assert estimated(model, torch.empty(ROWS, WIDTH)) == estimated(
-        Chain(3), torch.empty(ROWS, WIDTH)
-    )
-    assert (
-        engine.metrics()["offload/activations/written_bytes"]
-        == (before["offload/activations/written_bytes"])
-    )
 
 
 def test_a_model_that_needs_values_is_told_so() -> None:

@@ -80,14 +80,6 @@ def _in_another_thread(model: nn.Module) -> None:
     assert not losses
 
 
-def _carried_on(model: nn.Module) -> None:
-    """Truncated backpropagation through time."""
-    state = torch.zeros(())
-    for _ in range(3):
-        state = state.detach() * model()
-        state.backward()
-
-
 ENDS: dict[str, Callable[[nn.Module], None]] = {
     "backward": lambda m: m().backward(),
     "no backward": lambda m: m(),
@@ -99,7 +91,6 @@ ENDS: dict[str, Callable[[nn.Module], None]] = {
     "a sum of losses": _as_a_sum,
     "looked at by hand": _looked_at_by_hand,
     "backward in another thread": _in_another_thread,
-    "carried on": _carried_on,
 }
 
 

@@ -18,7 +18,7 @@ from offload_strategy.plan_runtime.lifetime_plan import (
     save_plan,
 )
 from offload_strategy.plan_runtime.profile import PathRates, Profile, TensorLife, Update
-from offload_strategy.plan_runtime.step_usage import MemoryCurve
+from offload_strategy.plan_runtime.step_usage import Timeline
 from tests.plan_runtime.profiles import random_step, stack
 
 
@@ -69,18 +69,45 @@ def test_what_fits_moves_nothing_and_what_never_leaves_may_not_fit() -> None:
     assert not plan_lifetimes(stack(4, other_bytes=1000), 900).fits
 
 
+def _peak(spans: list[tuple[float, float, int]]) -> int:
+    """The most bytes at any moment of a step of 20 s, added up moment by moment."""
+    moments = {moment for begin, end, _ in spans for moment in (begin, end) if moment < 20.0}
+    return max(sum(n for begin, end, n in spans if begin <= at < end) for at in {0.0, *moments})
+
+
 def test_of_random_steps_the_plan_says_truly_what_is_required() -> None:
     chance = random.Random(3)
     for _ in range(60):
         path = PathRates("disk", chance.uniform(20, 400), 200.0)
         profile = random_step(chance, paths=(path,))
         plan = plan_lifetimes(profile, int(profile.peak_bytes * chance.uniform(0.3, 1.0)))
-        curve = MemoryCurve(profile.tensors, 20.0)
+        spans = [(*tensor.uses, tensor.nbytes) for tensor in profile.tensors]
+        assert _peak(spans) == plan.unplanned_bytes
         for move in plan.moves:
             gone = move.gone_at if move.hidden else move.leaves_at
-            curve.add(gone, move.fetch_at, -move.nbytes)
-        assert curve.peak_bytes == plan.peak_bytes <= plan.unplanned_bytes
+            spans.append((gone, move.fetch_at, -move.nbytes))
+        assert _peak(spans) == plan.peak_bytes <= plan.unplanned_bytes
         assert len({move.tensor for move in plan.moves}) == len(plan.moves)
+
+
+def test_any_bookings_take_exactly_the_seconds_they_need() -> None:
+    chance = random.Random(0)
+    for _ in range(200):
+        line, total = Timeline(), 0.0
+        for _ in range(30):
+            at, seconds = chance.uniform(0, 50), chance.uniform(0.1, 3)
+            if chance.random() < 0.5:
+                begin, end = at, line.after(at, seconds)
+            else:
+                begin, end = line.before(at, seconds), at
+            line.book(begin, end)
+            total += seconds
+            booked = zip(line._begins, line._ends, strict=True)
+            assert abs(sum(end - begin for begin, end in booked) - total) < 1e-9
+            assert line._begins == sorted(line._begins)
+            assert all(
+                end <= begin for end, begin in zip(line._ends, line._begins[1:], strict=False)
+            )
 
 
 def test_a_profile_is_the_same_after_it_was_saved(tmp_path: Path) -> None:
