@@ -20,15 +20,11 @@ def _saved(trace: Trace, *kinds: tuple[int, ...]) -> Trace:
     return trace
 
 
-def _used(trace: Trace, *uses: tuple[int, float, float]) -> None:
-    trace.uses.extend(uses)
-
-
 def test_how_long_an_item_lies_unused_is_known_from_what_came_before_it() -> None:
     book = UseOrderHistory()
     trace = _saved(Trace(), (2,), (3,))
     trace.saved_at[:] = [1.0, 2.0]
-    _used(trace, (1, 5.0, 0.0), (0, 9.0, 0.5))
+    trace.uses += [(1, 5.0, 0.0), (0, 9.0, 0.5)]
     book.learn(trace)
     again = Trace()
     assert book.times(again.prefix_with(torch.empty(2)))[0] == 7.5

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from offload_strategy import ConfigError, OffloadEngine
@@ -76,13 +77,18 @@ def test_a_module_that_cannot_fill_itself_is_named(disk: Path) -> None:
         engine.attach(model)
 
 
-def test_tiers_that_are_too_small_are_refused_before_anything_moves(disk: Path) -> None:
+@pytest.mark.parametrize("doing", ["attach", "load_weights"])
+def test_tiers_that_are_too_small_are_refused_before_anything_moves(
+    disk: Path, tmp_path: Path, doing: str
+) -> None:
     config = settings(disk, parameters={"enabled": True, "min_size": 1})
     config["tiers"][0]["capacity"] = "64KiB"
     model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100))
+    save_file(dict(model.state_dict()), tmp_path / "a.safetensors")
     with OffloadEngine(config) as engine:
-        with pytest.raises(ConfigError, match=r"weights need 78\.9 KiB.*too little"):
-            engine.attach(model)
+        arguments = [tmp_path / "a.safetensors"] if doing == "load_weights" else []
+        with pytest.raises(ConfigError, match=rf"{doing}: the weights need 78\.9 KiB.*too little"):
+            getattr(engine, doing)(model, *arguments)
         assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
         assert engine._resources.store.live_tickets == 0
 

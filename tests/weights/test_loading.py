@@ -260,13 +260,3 @@ class TestRefusals:
         for content in ("", "[]", "{}", '{"weight_map": 3}'):
             (tmp_path / "model.safetensors.index.json").write_text(content)
             self.refused(disk, model, tmp_path, "is not a safetensors index")
-
-    def test_tiers_that_are_too_small(self, disk: Path, tmp_path: Path) -> None:
-        model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100))
-        save_file(dict(model.state_dict()), tmp_path / "a.safetensors")
-        config = settings(disk, parameters={"enabled": True, "min_size": 1})
-        config["tiers"][0]["capacity"] = "64KiB"
-        with OffloadEngine(config) as engine:
-            with pytest.raises(ConfigError, match=r"load_weights: the weights need 78\.9 KiB"):
-                engine.load_weights(model, tmp_path / "a.safetensors")
-            assert engine._resources.store.live_tickets == 0
