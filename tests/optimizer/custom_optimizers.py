@@ -141,7 +141,7 @@ class Twisted(Optimizer):
         twist: Callable[[Any, Any, torch.Tensor, Any], Any] | None = None,
         **shared: Any,
     ) -> None:
-        super().__init__(params, {"lr": 0.1, "noisy": False, "seen": []})
+        super().__init__(params, {"lr": 0.1, "noisy": False})
         if twist is not None:
             self.twist = twist
         vars(self).update(shared)
@@ -256,13 +256,6 @@ def _sees_all(params: Any) -> Optimizer:
     return twisted(lambda o, g, p, s: o.everything[0].mean(), everything=everything)(everything)
 
 
-def _remembers_norms(o: Any, g: Any, p: torch.Tensor, s: Any) -> Any:
-    if p.numel() > 500:
-        before, o.norm = o.norm, p.grad.norm()
-        return 0.01 * before
-    return None
-
-
 def _looks_ahead(o: Any, g: Any, p: torch.Tensor, s: Any) -> Any:
     """Every seven steps."""
     slow = s.setdefault("slow", p.clone())
@@ -293,10 +286,6 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
         r"for all parameters together, outside of their states \(step\)",
     ),
     "fills a list": (twisted(lambda o, g, p, s: o.norms.append(1), norms=[]), r"\(norms\)"),
-    "fills a list of its group": (
-        twisted(lambda o, g, p, s: g["seen"].append(1.0)),
-        r"outside of their states \(seen\)",
-    ),
     "sums in a tensor": (
         twisted(lambda o, g, p, s: o.total.add_(1) * 0, total=torch.zeros(1)),
         r"their states \(total\)",
@@ -311,15 +300,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
     "has sparse gradients only": (SparseAdam, "failed on two small"),
     "projects large matrices": (twisted(_when(_is_matrix, _noise)), "draws random numbers"),
     "couples large matrices": (twisted(_when(_is_matrix, _coupled)), "when others are there"),
-    "remembers the norm of the last large one": (
-        twisted(_remembers_norms, norm=torch.zeros(())),
-        r"their states \(norm\)",
-    ),
     "draws from step 3 on": (twisted(_when(lambda p, n: n >= 3, _noise)), "draws random numbers"),
-    "draws every 50 steps": (
-        twisted(_when(lambda p, n: n % 50 == 0 and p.numel() > 500, _noise)),
-        "draws random numbers",
-    ),
     "couples from step 30 on": (
         twisted(_when(lambda p, n: n >= 30, _coupled)),
         "when others are there",

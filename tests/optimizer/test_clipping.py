@@ -59,7 +59,6 @@ def _steps_ahead(make: MakeOptimizer, script: Script, *where: Any) -> tuple[floa
 
 NEVER: dict[str, Clip] = {
     "norm": lambda m, _: clip_grad_norm_(m.parameters(), 1e9),
-    "norm, one by one": lambda m, _: clip_grad_norm_(m.parameters(), 1e9, foreach=False),
     "largest value": lambda m, _: clip_grad_norm_(m.parameters(), 1e9, norm_type=float("inf")),
     "a factor of one": lambda m, _: [
         p.grad.mul_(1.0) for p in m.parameters() if p.grad is not None
@@ -70,7 +69,6 @@ NEVER: dict[str, Clip] = {
 
 ALWAYS_THE_SAME: dict[str, Clip] = {
     "by value": lambda m, _: clip_grad_value_(m.parameters(), 1e-3),
-    "by value, one by one": lambda m, _: clip_grad_value_(m.parameters(), 1e-3, foreach=False),
     "halved": lambda m, _: [p.grad.mul_(0.5) for p in m.parameters() if p.grad is not None],
     "divided": lambda m, _: [p.grad.div_(3) for p in m.parameters() if p.grad is not None],
 }

@@ -37,7 +37,6 @@ from tests.training import assert_same_bits, in_turn, settings, weights
 # ---------------------------------------------------------------------- schedulers
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda step: 1 / (step + 1)),
-    "CosineAnnealingWarmRestarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, 3),
     "OneCycleLR": lambda o: schedulers.OneCycleLR(o, 0.05, total_steps=12),
     "ReduceLROnPlateau": lambda o: schedulers.ReduceLROnPlateau(o, patience=0, factor=0.5),
     "SequentialLR": lambda o: schedulers.SequentialLR(

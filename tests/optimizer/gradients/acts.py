@@ -56,7 +56,6 @@ READS: dict[str, Callable[[Any], Any]] = {
     "bool": lambda g: bool(g),
     "contiguous": lambda g: g.contiguous().sum(),
     "unchanged by to": lambda g: g.to(g.dtype) is g and g.cpu() is g,
-    "in inference mode": lambda g: _inference(lambda: (g.sum(), g.norm(), (g * 2).reshape(-1)))[:2],
     "refused": lambda g: g + torch.ones(3),
     "not a scalar": lambda g: g.item(),
 }
@@ -144,11 +143,6 @@ STEPS: dict[str, Callable[[Any], Any]] = {
     "refused": lambda g: g.clamp_(),
 }
 # A tensor of another class in the place of a clamped one would be its limits.
-
-
-def _inference(act: Callable[[], Any]) -> Any:
-    with torch.inference_mode():
-        return [result.sum().item() for result in act()]
 
 
 def unscaled(g: torch.Tensor, inverse: float) -> float:
