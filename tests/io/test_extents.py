@@ -7,7 +7,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from offload_strategy.io.regions import extents as extents_module
 from offload_strategy.io.regions.extents import Extent, ExtentAllocator
-from offload_strategy.units import PAGE_BYTES, MiB
+from offload_strategy.units import PAGE_BYTES
 
 PAGES = 24
 
@@ -99,16 +99,3 @@ def test_an_extent_that_is_freed_twice_is_noticed() -> None:
         allocator.free(extent)
         with pytest.raises(AssertionError, match="freed twice"):
             allocator.free(extent)
-
-
-def test_large_extents_lie_one_after_the_other_however_many_gaps_there_are() -> None:
-    allocator = ExtentAllocator(1 << 40)
-    small = [allocator.allocate(2 * PAGE_BYTES) for _ in range(1000)]
-    large = [allocator.allocate(64 * MiB) for _ in range(20)]
-    for extent in [*small[::2], *large[:-1]]:
-        assert extent is not None
-        allocator.free(extent)
-    again = [allocator.allocate(64 * MiB) for _ in range(19)]
-    assert again == large[:-1]
-    # and what is small goes into the gaps
-    assert [allocator.allocate(2 * PAGE_BYTES) for _ in range(500)] == small[::2]

@@ -25,7 +25,6 @@ from offload_strategy.io.regions.region import Region
 from offload_strategy.telemetry import Direction
 from offload_strategy.units import PAGE_BYTES, KiB, MiB
 from tests.io.backends import ManualBackend, SimulatedBackend
-from tests.io.loop_devices import loop_disk
 
 READ, WRITE = Direction.READ, Direction.WRITE
 BLOCK = 4 * MiB
@@ -159,33 +158,13 @@ def test_a_full_region_is_refused_with_what_to_do(region: Region, backend: Posix
     assert region.used_bytes == 256 * MiB - PAGE_BYTES
 
 
-# ---------------------------------------------------------------------------- broken disks
-def test_a_read_that_the_disk_fails_ends_it_with_path_and_reason(
-    tmp_path: Path, backend: PosixBackend
-) -> None:
-    with loop_disk(tmp_path, 200 * MiB) as disk:
-        region = Region(disk.directory, "broken", 100 * MiB)
-
-        def truncate(share: float) -> None:
-            if share > 0.5:  # all is written
-                os.truncate(disk.image, 1 * MiB)
-
-        try:
-            with pytest.raises(StorageError, match=r"'broken'.*measuring .*/mounted failed") as got:
-                probe(region, backend, seconds=0.5, on_progress=truncate)
-        finally:
-            region.close()
-        assert isinstance(got.value.__cause__, OSError)
-        assert got.value.__cause__.errno == errno.EIO
-        assert region.used_bytes == 0
-
-
 # ---------------------------------------------------------------------------- early ends
 @pytest.mark.parametrize("how", ["fails", "is refused"])
-def test_after_an_error_it_waits_for_what_is_in_flight(
+def test_after_an_error_it_says_where_and_waits_for_what_is_in_flight(
     region: Region, backend: PosixBackend, how: str
 ) -> None:
     failed, slow_one_ended = threading.Event(), threading.Event()
+    broken = OSError(errno.EIO, "Input/output error")
 
     def slow() -> None:
         assert failed.wait(30)
@@ -196,15 +175,20 @@ def test_after_an_error_it_waits_for_what_is_in_flight(
             request.before = slow
         if number == 2:
             failed.set()
-            error = OSError(errno.EIO, "Input/output error")
             if how == "fails":
-                return error
-            raise StorageError("Input/output error")
+                return broken
+            raise StorageError("the backend is at its end")
         return None
 
     watched = WatchedBackend(backend, fault)
-    with pytest.raises(StorageError, match="Input/output error"):
+    with pytest.raises(StorageError) as refused:
         probe(region, watched, seconds=30)
+    if how == "fails":
+        text = f"tier 'nvme': measuring {region.path} failed on 256 KiB: [Errno 5] Input/output"
+        assert str(refused.value).startswith(text)
+        assert refused.value.__cause__ is broken
+    else:
+        assert str(refused.value) == "the backend is at its end"
     assert slow_one_ended.is_set()
     assert watched.in_flight == 0
     assert region.used_bytes == 0
