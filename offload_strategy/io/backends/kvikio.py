@@ -20,11 +20,6 @@ from offload_strategy.io.backends.posix import PosixBackend
 from offload_strategy.io.backends.protocol import BlockRequest
 from offload_strategy.telemetry import get_logger
 
-try:
-    from fcntl import F_GETFL, fcntl
-except ImportError:  # `unavailable_reason` says that kvikio is not there
-    fcntl = None  # type: ignore[assignment]
-
 logger = get_logger(__name__)
 
 _MEMORY_TYPE_ATTRIBUTE = 2  # cuda.h: CU_POINTER_ATTRIBUTE_MEMORY_TYPE
@@ -108,6 +103,8 @@ class KvikioBackend(PosixBackend):
 
     def _file(self, fd: int) -> Any:
         """Return the file behind a descriptor, registered with cuFile once."""
+        from fcntl import F_GETFL, fcntl
+
         status = os.fstat(fd)
         # A closed descriptor's number is reused; an open file's inode is not.
         device = status.st_rdev if stat.S_ISBLK(status.st_mode) else status.st_dev

@@ -28,11 +28,6 @@ from offload_strategy.io.backends.thread_pool import ThreadPool
 from offload_strategy.telemetry import get_logger
 from offload_strategy.units import MiB
 
-try:
-    import fcntl
-except ImportError:  # Windows: no path locks there
-    fcntl = None  # type: ignore[assignment]
-
 logger = get_logger(__name__)
 
 #: While a queue holds the lock, the moves that begin before this many bytes may be read.
@@ -76,7 +71,8 @@ class PathLock:
 
     def acquire(self) -> None:
         """Wait for the lock; raise OSError if the file system cannot lock, or after `close`."""
-        assert fcntl is not None
+        import fcntl  # not on Windows, where no tier has a path
+
         pause = self._released_at + _REACQUIRE_PAUSE_SECONDS - perf_counter()
         if pause > 0:
             time.sleep(pause)
@@ -84,7 +80,8 @@ class PathLock:
 
     def release(self) -> None:
         """Release the lock. Harmless if it is not held, and after `close`."""
-        assert fcntl is not None
+        import fcntl
+
         with self._lock:
             self._released_at = perf_counter()
             if self._fd >= 0:
@@ -101,8 +98,8 @@ class PathLock:
 
     def _try_lock(self) -> bool:
         """Whether the file system locks directories (network file systems may not)."""
-        if fcntl is None:
-            return False
+        import fcntl
+
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

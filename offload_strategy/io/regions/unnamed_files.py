@@ -12,11 +12,6 @@ from pathlib import Path
 from offload_strategy.io.backends.posix import is_buffered, read_all, write_all
 from offload_strategy.units import PAGE_BYTES, MiB
 
-try:
-    from fcntl import F_GETFL, F_SETFL, fcntl
-except ImportError:  # not a POSIX system
-    fcntl = None  # type: ignore[assignment]
-
 #: Without direct I/O, a `PageFile` waits for the write-out after this many bytes.
 _DIRTY_BYTES = 32 * MiB
 
@@ -59,8 +54,10 @@ def supports_direct_io(fd: int) -> bool:
 def switch_to_direct_io(fd: int) -> None:
     """Switch an empty file to direct I/O if its file system supports it."""
     direct = getattr(os, "O_DIRECT", 0)
-    if fcntl is None or not direct:
+    if not direct:
         return
+    from fcntl import F_GETFL, F_SETFL, fcntl
+
     flags = fcntl(fd, F_GETFL)
     try:
         fcntl(fd, F_SETFL, flags | direct)
