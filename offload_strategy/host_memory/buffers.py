@@ -40,7 +40,7 @@ _parents_memory: list[mmap.mmap] = []
 
 
 class Lent(NamedTuple):
-    """A flat uint8 tensor, the object that is freed with its storage, and its whole pages."""
+    """A tensor, the object that dies with its storage, their bytes, and what takes them back."""
 
     tensor: torch.Tensor
     exporter: ctypes.Array[ctypes.c_char]
