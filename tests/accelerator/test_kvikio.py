@@ -12,6 +12,9 @@ from offload_strategy.io.backends.protocol import available_backends, create_bac
 from offload_strategy.io.regions.region import Region
 from offload_strategy.units import PAGE_BYTES, MiB
 from tests.io.conformance import Conformance, Memory, begin
+from tests.io.conftest import region
+
+__all__ = ["region"]
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA device: torch.cuda.is_available() is False"

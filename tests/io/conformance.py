@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from ctypes import addressof, c_char
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 
@@ -27,9 +27,18 @@ BLOCK = 64 * PAGE_BYTES
 SIZES = [1, 511, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 5 * PAGE_BYTES + 77, BLOCK - 1, BLOCK]
 
 
-class HostMemory:
+class Memory(Protocol):
     """Memory at a chosen distance from a page's start, with a guard on both sides."""
 
+    address: int
+    nbytes: int
+    data: bytes
+
+    @property
+    def around(self) -> set[int]: ...
+
+
+class HostMemory:
     def __init__(self, nbytes: int, misalignment: int = 0) -> None:
         self.nbytes = nbytes
         self._map = mmap.mmap(-1, nbytes + misalignment + 2 * PAGE_BYTES)
@@ -55,7 +64,7 @@ class HostMemory:
 class Outcome:
     """How a request ends, and how often it says so."""
 
-    def __init__(self, memory: HostMemory) -> None:
+    def __init__(self, memory: Memory) -> None:
         self.memory = memory  # alive as long as the request
         self.errors: list[BaseException | None] = []
         self._over = threading.Event()
@@ -71,7 +80,7 @@ class Outcome:
 
 
 def begin(
-    backend: Backend, fd: int, memory: HostMemory, *, write: bool, offset: int = 0, **options: Any
+    backend: Backend, fd: int, memory: Memory, *, write: bool, offset: int = 0, **options: Any
 ) -> Outcome:
     """Submit one request; `options` are those of `BlockRequest`."""
     outcome = Outcome(memory)
@@ -88,7 +97,7 @@ class Conformance:
     def name(self) -> str:
         raise NotImplementedError
 
-    def memory(self, nbytes: int, misalignment: int = 0) -> HostMemory:
+    def memory(self, nbytes: int, misalignment: int = 0) -> Memory:
         return HostMemory(nbytes, misalignment)
 
     def reports_failed_writes(self, backend: Backend) -> bool:
@@ -267,7 +276,7 @@ class Conformance:
             assert begin(backend, region.fd, memory, write=True, offset=offset).get() is None
         fail()
 
-        def check(block: HostMemory) -> None:
+        def check(block: Memory) -> None:
             if block.data not in (memory.data, b"w" * BLOCK):
                 raise CorruptDataError("the checksum differs")
 
