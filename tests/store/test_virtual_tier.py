@@ -41,15 +41,18 @@ def pair(make_rig: MakeRig) -> Rig:
     return rig
 
 
-def test_a_large_ticket_lies_on_all_paths_in_proportion(pair: Rig) -> None:
-    payload = noise(24 * UNIT + 7)
+def test_a_large_ticket_lies_on_all_paths_in_proportion_to_their_speed_now(pair: Rig) -> None:
+    first, payload = pair.queues[0], noise(24 * UNIT + 7)
     ticket = pair.stored(payload)
     parts = {stripe.queue: stripe.nbytes for stripe in ticket.entry.stripes}
-    assert parts[pair.queues[0]] == pytest.approx(16 * UNIT, abs=1 * UNIT)
+    assert parts[first] == pytest.approx(16 * UNIT, abs=1 * UNIT)
     assert sum(parts.values()) == ticket.nbytes
     assert pair.bytes_on_disk(ticket) == payload.numpy().tobytes()
     assert sorted(r.nbytes for r in pair.recorder.moves) == sorted(parts.values())
     assert pair.count("written") == ticket.nbytes
+    first.bandwidth.seed(read=1e8, write=1e8)  # the first slows down: it gets nothing
+    after = pair.stored(noise(24 * UNIT))
+    assert first not in {stripe.queue for stripe in after.entry.stripes}
     pair.at_once()
     assert torch.equal(pair.store.get(ticket), payload)
 
@@ -78,18 +81,6 @@ def test_one_capacity_over_several_paths(pair: Rig) -> None:
     assert quota.used_bytes == 30 * UNIT
     tier.release_extents(first)
     assert quota.used_bytes == 0
-
-
-def test_a_path_that_slows_down_gets_less(pair: Rig) -> None:
-    before = pair.stored(noise(24 * UNIT))
-    pair.queues[0].bandwidth.seed(read=1e8, write=1e8)
-    after = pair.stored(noise(24 * UNIT))
-    on_first = [
-        sum(stripe.nbytes for stripe in ticket.entry.stripes if stripe.queue is pair.queues[0])
-        for ticket in (before, after)
-    ]
-    assert on_first[0] >= 15 * UNIT
-    assert on_first[1] == 0
 
 
 def test_a_ticket_on_two_paths_needs_both(pair: Rig) -> None:
