@@ -73,24 +73,21 @@ class TensorStore:
         client: str,
         tiers: Sequence[Tier],
         *,
-        next_use: float | None = None,
         whole_pages: bool = False,
         one_block_at_a_time: bool = False,
         replaces: Ticket | None = None,
     ) -> Ticket:
         """Offload a flat contiguous uint8 tensor, which must not change any more.
 
-        It goes to the first tier that has room. `next_use` is the time of the next read on a clock
-        that all tickets of these tiers share: in a host tier, tickets with a later next use are
-        evicted to make room; with None it neither evicts others nor is evicted. `whole_pages`
-        writes whole memory pages around it if direct I/O would otherwise need a copy. A ticket
-        that it `replaces` is freed when the new one is current, or the other way round: if that is
-        in host memory, the tier holds both until then.
+        It goes to the first tier that has room. `whole_pages` writes whole memory pages around it
+        if direct I/O would otherwise need a copy. A ticket that it `replaces` is freed when the new
+        one is current, or the other way round: if that is in host memory, the tier holds both until
+        then.
 
         Raises TierFullError if no tier has room, StorageError if an earlier write failed.
         """
         hints = (whole_pages, one_block_at_a_time)
-        return self.put_all([payload], client, tiers, [next_use], hints, replaces=replaces)[0]
+        return self.put_all([payload], client, tiers, [None], hints, replaces=replaces)[0]
 
     def put_all(
         self,
@@ -105,8 +102,11 @@ class TensorStore:
     ) -> list[Ticket]:
         """Offload tensors of one device as `put` does, which costs less for each.
 
-        `hints` are `whole_pages` and `one_block_at_a_time`; `compute` is the stream that produced
-        them, if that is not the current one.
+        `next_uses` are the times of their next reads on a clock that all tickets of these tiers
+        share: in a host tier, tickets with a later next use are evicted to make room; with None
+        one neither evicts others nor is evicted. `hints` are `whole_pages` and
+        `one_block_at_a_time`; `compute` is the stream that produced them, if that is not the
+        current one.
         """
         self._check_usable()
         self._collect()

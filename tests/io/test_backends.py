@@ -49,10 +49,11 @@ class TestBackends(Conformance):
         return str(request.param)
 
 
-def test_posix_runs_everywhere_and_auto_is_a_backend() -> None:
+def test_posix_runs_everywhere_auto_is_a_backend_and_a_tape_is_none() -> None:
     assert AVAILABLE["posix"] is None
-    backend = create_backend("auto", threads=1, block_size=BLOCK)
-    backend.close()
+    create_backend("auto", threads=1, block_size=BLOCK).close()
+    with pytest.raises(ConfigError, match=r"'tape'.*posix"):
+        create_backend("tape", threads=1, block_size=BLOCK)
 
 
 @pytest.mark.parametrize("name", [name for name, reason in AVAILABLE.items() if reason])

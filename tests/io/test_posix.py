@@ -14,9 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from offload_strategy.errors import ConfigError
 from offload_strategy.io.backends.posix import PosixBackend
-from offload_strategy.io.backends.protocol import create_backend
 from offload_strategy.io.regions.region import Region
 from offload_strategy.units import PAGE_BYTES, MiB
 from tests.io.conformance import HostMemory, begin
@@ -121,8 +119,3 @@ def test_buffered_io_does_not_fill_the_page_cache(disk: Path) -> None:
     left = cached_pages(region.fd, total)
     region.close()
     assert left <= 2 * block // PAGE_BYTES
-
-
-def test_a_backend_that_does_not_exist_is_refused_with_those_that_do() -> None:
-    with pytest.raises(ConfigError, match=r"'tape'.*posix"):
-        create_backend("tape", threads=1, block_size=BLOCK)

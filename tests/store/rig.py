@@ -74,7 +74,8 @@ class Rig:
         self.tiers: Sequence[Tier] = [self.host, self.disk] if self.host_bytes else [self.disk]
 
     def put(self, payload: torch.Tensor, next_use: float | None = None) -> Ticket:
-        return self.store.put(payload, CLIENT, self.tiers, next_use=next_use)
+        [ticket] = self.store.put_all([payload], CLIENT, self.tiers, [next_use], (False, False))
+        return ticket
 
     def stored(self, payload: torch.Tensor) -> Ticket:
         """A ticket whose bytes are on the disk only."""

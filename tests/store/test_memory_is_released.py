@@ -68,7 +68,7 @@ def test_what_is_evicted_from_host_memory_leaves_in_whole_pages(make_rig: MakeRi
     rig = make_rig(host_bytes=150 * KiB)
     payloads = [_into_a_page(100 * KiB, 64 * number) for number in (1, 2, 3)]
     tickets = [
-        rig.store.put(payload, CLIENT, rig.tiers, next_use=-number, whole_pages=True)
+        rig.store.put_all([payload], CLIENT, rig.tiers, [-number], (True, False))[0]
         for number, payload in enumerate(payloads)
     ]
     rig.at_once()
