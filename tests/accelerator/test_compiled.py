@@ -17,7 +17,7 @@ from tests.training import (
     Numbers,
     activations_only,
     assert_same_history,
-    gradients,
+    backward_history,
     moved,
     same_with_and_without,
     settings,
@@ -39,14 +39,7 @@ def history(model: Any, base: nn.Module) -> list[Numbers]:
     for module in base.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    found = []
-    for step in range(3):
-        loss = model(batch(step)).pow(2).mean()
-        loss.backward()
-        found.append({"loss": loss.detach(), **gradients(base)})
-        base.zero_grad()
-        del loss
-    return found
+    return backward_history(base, lambda step: loss_of(model, step))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -65,16 +58,21 @@ def test_a_compiled_model_is_the_same(disk: Path, way: str) -> None:
     torch.compiler.reset()
 
 
+def on_another_stream(run: Callable[[], Any]) -> None:
+    """What CUDA wants before a graph is captured."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+
+
 def test_a_cuda_graph_of_a_step_is_refused(disk: Path) -> None:
     with activations_only(disk) as engine:
         model = make()
         engine.attach(model)
         inputs = batch(0)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            model(inputs).sum().backward()
-        torch.cuda.current_stream().wait_stream(stream)
+        on_another_stream(lambda: model(inputs).sum().backward())
         torch.accelerator.synchronize()
         graph = torch.cuda.CUDAGraph()
         with (
@@ -92,11 +90,7 @@ def test_a_cuda_graph_without_gradients_is_no_concern(disk: Path) -> None:
         engine.attach(model)
         inputs = torch.zeros_like(batch(0))
         with torch.no_grad():
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                model(inputs)
-            torch.cuda.current_stream().wait_stream(stream)
+            on_another_stream(lambda: model(inputs))
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 output = model(inputs)
@@ -112,15 +106,9 @@ def test_a_model_in_half_precision_is_the_same(disk: Path, dtype: torch.dtype) -
         model = make().to(dtype)
         if engine is not None:
             engine.attach(model)
-        found = []
-        for step in range(3):
-            torch.manual_seed(step)
-            loss = model(batch(step).to(dtype)).float().pow(2).mean()
-            loss.backward()
-            found.append({"loss": loss.detach(), **gradients(model)})
-            model.zero_grad()
-            del loss
-        return found
+        return backward_history(
+            model, lambda step: model(batch(step).to(dtype)).float().pow(2).mean()
+        )
 
     assert next(make().parameters()).device.type == DEVICE
     same_with_and_without(run, settings(disk, optimizer={"enabled": False}))

@@ -112,13 +112,6 @@ def table(results: Results) -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_the_example_of_a_config_file_is_one_that_the_strategy_takes() -> None:
-    content = yaml.safe_load((SCRIPTS / "lightning_cli.yaml").read_text())
-    strategy = content["trainer"]["strategy"]
-    assert strategy["class_path"] == "offload_strategy.SSDOffloadStrategy"
-    assert OffloadConfig.load(strategy["init_args"]["config"]).activations.min_size == 256 * 1024
-
-
 def test_the_launch_file_of_the_package_is_one_that_the_launcher_takes() -> None:
     variables = environment_for(str(SHIPPED))
     given = yaml.safe_load(SHIPPED.read_text())["ssd_offload_config"]
