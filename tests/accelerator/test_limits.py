@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,31 +26,15 @@ from tests.training import (
     activations_only,
     assert_same_bits,
     assert_same_history,
-    attached,
     gradients,
     moved,
     on_disk,
     settings,
-    weights,
 )
 
 pytestmark = needs_accelerator
 
 PASSES = 12
-STEPS = 8
-
-Run = Callable[[OffloadEngine | None], tuple[list[Numbers], list[int]]]
-"""Returns what must be the same, which takes no device memory, and the peak of each step."""
-
-
-def limit_of(share: float, run: Run) -> tuple[int, list[Numbers]]:
-    """A limit that leaves a share of what a run takes without offload, and its numbers."""
-    gc.collect()
-    device_module.empty_cache()
-    expected, plain = run(None)
-    gc.collect()
-    before = device_module.memory_allocated()
-    return int(before + share * (max(plain) - before)), expected
 
 
 def passes(engine: OffloadEngine | None) -> tuple[list[Numbers], list[int]]:
@@ -78,7 +61,12 @@ def passes(engine: OffloadEngine | None) -> tuple[list[Numbers], list[int]]:
     ("share", "host"), [(0.4, None), (0.7, "1GiB"), (0.4, "16MiB"), (2.0, None)]
 )
 def test_a_limit_holds_and_what_fits_stays(disk: Path, share: float, host: str | None) -> None:
-    limit, expected = limit_of(share, passes)
+    gc.collect()
+    device_module.empty_cache()
+    expected, plain = passes(None)
+    gc.collect()
+    before = device_module.memory_allocated()
+    limit = int(before + share * (max(plain) - before))
     config: dict[str, Any] = {
         "tiers": [{"name": "nvme", "kind": "ssd", "path": str(disk)}],
         "activations": {"min_size": "16KiB"},
@@ -96,45 +84,6 @@ def test_a_limit_holds_and_what_fits_stays(disk: Path, share: float, host: str |
     told = f"{[peak // MiB for peak in peaks]} of {limit // MiB} MiB"
     assert max(peaks[-4:]) <= limit, told
     assert (figures["offload/activations/step_left_bytes"] == 0) is (share > 1)
-
-
-def training(engine: OffloadEngine | None) -> tuple[list[Numbers], list[int]]:
-    """The weights after some steps, and the peak of each."""
-    model = make(*SIZE)
-    optimizer = attached(engine, model, torch.optim.AdamW(model.parameters()))
-    peaks = []
-    for number in range(STEPS):
-        device_module.reset_peak_memory_stats()
-        loss_of(model, number, **BATCH).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.accelerator.synchronize()
-        peaks.append(device_module.max_memory_allocated())
-    return [{name: value.cpu() for name, value in weights(model).items()}], peaks
-
-
-@pytest.mark.parametrize(
-    ("share", "leaves"), [(2.0, set()), (0.7, {"activations"}), (0.3, {"activations"})]
-)
-def test_what_leaves_is_chosen_so_that_a_limit_holds_from_the_first_step_on(
-    disk: Path, share: float, leaves: set[str]
-) -> None:
-    """With ``mode: auto``."""
-    limit, expected = limit_of(share, training)
-    config = {
-        "tiers": [{"name": "nvme", "kind": "ssd", "path": str(disk)}],
-        "activations": {"enabled": "auto", "min_size": "16KiB"},
-        "memory": {"limit": limit, "pinned": "256MiB"},
-    }
-    with OffloadEngine(config) as engine:
-        got, peaks = training(engine)
-        chosen = engine.effective_config()
-    assert_same_history(got, expected)
-    told = f"{[peak // MiB for peak in peaks]} of {limit // MiB} MiB"
-    assert {each for each in ("activations", "optimizer") if getattr(chosen, each).enabled} == (
-        leaves
-    ), told
-    assert max(peaks) <= limit, told
 
 
 def test_pinned_memory_is_given_back(disk: Path) -> None:
