@@ -46,7 +46,8 @@ _FIRST_SHARE = 0.35
 #: Share of the limit up to which everything stays, if the engine decides what leaves: the rest is
 #: for workspaces of kernels and for the allocator, which are not known without measuring.
 _CERTAIN_SHARE = 0.75
-_LEAST_ROOM_BYTES = 32 * MiB
+#: Items get so much room at least, or a share of a small limit: to let them leave takes some.
+_LEAST_ROOM_BYTES, _LEAST_ROOM_SHARE = 32 * MiB, 0.125
 #: What is loaded ahead stays until its use, so the largest baseline memory of the next uses counts:
 #: of so many at least, and of those of so many bytes.
 _USES_AHEAD, _BYTES_AHEAD = 8, 32 * MiB
@@ -253,7 +254,7 @@ class PlannedBudget(Budget):
             )
         free = self.limit_bytes - used - (memory.upcoming_bytes() if memory.upcoming_bytes else 0)
         # What has been kept until now stays.
-        self._first_room = max(_LEAST_ROOM_BYTES, int(_FIRST_SHARE * free), items)
+        self._first_room = max(self._least_room, int(_FIRST_SHARE * free), items)
         if memory.meter.counts_host_buffers:
             self._freed = FreedMemory(self.limit_bytes)
         self._profiler.baseline = BaselineMemory(memory.meter, memory.profile_passes)
@@ -275,7 +276,7 @@ class PlannedBudget(Budget):
         self._passes_left -= 1
         if self._passes_left > 0:
             return
-        scarce = within(self.limit_bytes) - baseline.most_bytes < _LEAST_ROOM_BYTES
+        scarce = within(self.limit_bytes) - baseline.most_bytes < self._least_room
         if self._memory.upcoming_bytes is not None:
             # It was not asked for: only what happens counts.
             scarce &= peak > self.limit_bytes
@@ -313,13 +314,17 @@ class PlannedBudget(Budget):
             self._freed.look()
         self._writes.release_written()
 
+    @property
+    def _least_room(self) -> int:
+        return min(_LEAST_ROOM_BYTES, int(_LEAST_ROOM_SHARE * self.limit_bytes))
+
     def _items_bytes(self, trace: Trace) -> int:
         return trace.alive_bytes() + self.others_bytes(trace)
 
     def _room_after(self, event: int) -> int:
         if self._first_room is not None:
             return self._first_room
-        return max(_LEAST_ROOM_BYTES, within(self.limit_bytes) - self._baseline.after(event))
+        return max(self._least_room, within(self.limit_bytes) - self._baseline.after(event))
 
     def _room_from(self, trace: Trace, use: int) -> int:
         """Return the smallest room after a use and some following ones."""
@@ -333,7 +338,7 @@ class PlannedBudget(Budget):
         most = self._most_ahead.get(use)
         if most is None:
             most = self._most_ahead[use] = self._baseline_ahead(trace, use)
-        return max(_LEAST_ROOM_BYTES, within(self.limit_bytes) - most)
+        return max(self._least_room, within(self.limit_bytes) - most)
 
     def _baseline_ahead(self, trace: Trace, use: int) -> int:
         """Return the largest baseline memory after a use and some following ones."""
