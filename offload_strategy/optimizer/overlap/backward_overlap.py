@@ -14,7 +14,8 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from traceback import walk_stack
 
 import torch
@@ -91,7 +92,8 @@ class BackwardOverlap(ABC):
         #: Parameter id -> its subgroups, each with the index of the parameter's slice.
         self._subgroups_of: dict[int, list[tuple[Subgroup, int]]] = {}
         self._waiting: deque[Subgroup] = deque()
-        self._completed: list[Subgroup] = []
+        #: By id, in the order of completion.
+        self._completed: dict[int, Subgroup] = {}
         #: Parameters whose `.grad` is set at the end of the pass, as DDP still writes there.
         self._deferred: list[tuple[torch.Tensor, OffloadedGradient]] = []
         #: Updates ahead of the next step, and steps that had some or had to repeat some.
@@ -168,12 +170,12 @@ class BackwardOverlap(ABC):
             if subgroup.is_complete:
                 self._updater.prefetch_states(subgroup)
                 self._waiting.append(subgroup)
-                self._completed.append(subgroup)
+                self._completed[id(subgroup)] = subgroup
         self._advance()
 
     # ------------------------------------------------------------------ updates
     def _prefetch_upcoming(self) -> None:
-        for subgroup in self._incomplete()[:PREFETCHED_SUBGROUPS]:
+        for subgroup in islice(self._incomplete(), PREFETCHED_SUBGROUPS):
             self._updater.prefetch_states(subgroup)
 
     def _advance(self) -> None:
@@ -186,15 +188,14 @@ class BackwardOverlap(ABC):
             self._update(self._waiting.popleft())
             self._prefetch_upcoming()
 
-    def _incomplete(self) -> list[Subgroup]:
-        completed = set(map(id, self._completed))
-        return [subgroup for subgroup in self._order if id(subgroup) not in completed]
+    def _incomplete(self) -> Iterator[Subgroup]:
+        return (subgroup for subgroup in self._order if id(subgroup) not in self._completed)
 
     def _expect_all(self) -> None:
         """Expect the gradients of every subgroup again."""
         self.streams.join()  # a pass that raised has not done it
-        self._order = self._completed + self._incomplete()
-        self._completed = []
+        self._order = [*self._completed.values(), *self._incomplete()]
+        self._completed = {}
         self._waiting.clear()
         for subgroup in self._order:
             subgroup.ready.clear()

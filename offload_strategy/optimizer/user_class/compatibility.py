@@ -31,7 +31,12 @@ from offload_strategy.optimizer.user_class.trial import (
     is_quantized,
     try_together_and_alone,
 )
-from offload_strategy.optimizer.user_class.watch import UnfitUpdateError, parts, shared_values
+from offload_strategy.optimizer.user_class.watch import (
+    UnfitUpdateError,
+    classes_of,
+    parts,
+    shared_values,
+)
 
 
 class UnsupportedOptimizerError(ConfigError):
@@ -52,8 +57,7 @@ def wrapper_class(base: type, kind: type) -> type[Any]:
 
     What `base` does not define is that of `inner`. `base` itself if `kind` refuses subclasses.
     """
-    own = {name for each in base.__mro__[: base.__mro__.index(Optimizer)] for name in vars(each)}
-    names = {name for each in kind.__mro__[: kind.__mro__.index(Optimizer)] for name in vars(each)}
+    own, names = ({name for each in classes_of(c) for name in vars(each)} for c in (base, kind))
     space: dict[str, Any] = {"__new__": lambda cls, *_, **__: object.__new__(cls)}
     for name in names - own:
         if not name.startswith("__"):

@@ -134,6 +134,11 @@ def _same(now: list[Any], before: list[Any]) -> bool:
     )
 
 
+def classes_of(kind: type) -> tuple[type, ...]:
+    """Return the class of an optimizer and its bases, but for those of torch's `Optimizer`."""
+    return kind.__mro__[: kind.__mro__.index(Optimizer)]
+
+
 @cache
 def _outside(kind: type) -> tuple[tuple[type, ...], list[tuple[str, Callable[[], Any]]]]:
     """Where the methods of a class may keep values outside of instances.
@@ -141,7 +146,7 @@ def _outside(kind: type) -> tuple[tuple[type, ...], list[tuple[str, Callable[[],
     Its classes, and readers of variables: of its module and of enclosing functions, defaults and
     attributes of functions. Methods call functions of their module, too.
     """
-    classes = kind.__mro__[: kind.__mro__.index(Optimizer)]
+    classes = classes_of(kind)
     variables: list[tuple[str, Callable[[], Any]]] = []
     functions: list[Any] = []
     pending = [value for each in classes for value in vars(each).values()]
