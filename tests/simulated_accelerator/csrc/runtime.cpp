@@ -87,32 +87,32 @@ Stream::Stream(int device, int64_t id) : device(device), id(id) {
   std::thread([this] { run(); }).detach();
 }
 
-void Stream::submit(std::function<void()> task) {
+void Stream::submit(std::function<void()> task, bool is_work) {
   std::lock_guard<std::mutex> guard(mutex_);
-  tasks_.push_back(std::move(task));
-  ++unfinished_;
+  tasks_.push_back({std::move(task), is_work});
+  unfinished_ += is_work;
   arrived_.notify_one();
 }
 
 void Stream::run() {
   for (;;) {
-    std::function<void()> task;
+    std::pair<std::function<void()>, bool> next;
     {
       std::unique_lock<std::mutex> lock(mutex_);
       arrived_.wait(lock, [this] { return !tasks_.empty(); });
-      task = std::move(tasks_.front());
+      next = std::move(tasks_.front());
       tasks_.pop_front();
     }
     try {
-      task();
+      next.first();
     } catch (const c10::Error& error) {
       set_error(error.what_without_backtrace());
     } catch (const std::exception& error) {
       set_error(error.what());
     }
-    task = nullptr;
+    next.first = nullptr;
     std::lock_guard<std::mutex> guard(mutex_);
-    --unfinished_;
+    unfinished_ -= next.second;
   }
 }
 
@@ -128,7 +128,8 @@ void Stream::delay(int64_t mean_us) {
 
 SignalPtr Stream::record() {
   auto signal = std::make_shared<Signal>();
-  submit([signal] { signal->set(); });
+  // No work: whoever has waited for the signal finds the stream idle.
+  submit([signal] { signal->set(); }, /*is_work=*/false);
   return signal;
 }
 

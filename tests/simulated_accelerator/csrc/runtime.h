@@ -50,7 +50,7 @@ using SignalPtr = std::shared_ptr<Signal>;
 class Stream {
  public:
   Stream(int device, int64_t id);
-  void submit(std::function<void()> task);
+  void submit(std::function<void()> task, bool is_work = true);
   // Sleeps for a random time of at most twice the mean; called on the worker thread.
   void delay(int64_t mean_us);
   SignalPtr record();
@@ -65,7 +65,7 @@ class Stream {
   void run();
   std::mutex mutex_;
   std::condition_variable arrived_;
-  std::deque<std::function<void()>> tasks_;
+  std::deque<std::pair<std::function<void()>, bool>> tasks_; // The task, and whether it is work.
   int64_t unfinished_ = 0;
   std::mt19937_64 random_;
   int64_t seeded_ = -1;
