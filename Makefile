@@ -6,6 +6,7 @@
 # make bench  runs every benchmark that this machine can run (about an hour), rebuilds docs/results.md
 # make bench-quick   the same with tiny models, to see that it runs
 # make module-map   writes docs/module_map.md
+# make docs   builds the documentation site into build/site; a broken link or a missing docstring fails it
 # make lint   checks style, format, types and the direction of imports
 # Each sets up .venv first, once; it is renewed when pyproject.toml or constraints.txt change.
 
@@ -16,7 +17,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bigger-than-memory bench bench-quick test conformance stress module-map lint style format-check types imports format clean
+.PHONY: help demo bigger-than-memory bench bench-quick test conformance stress module-map docs lint style format-check types imports format clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -56,6 +57,10 @@ stress: $(READY)
 
 module-map: $(READY)
 	$(BIN)/python -m tests.module_map
+
+# The notice is about the successors of MkDocs.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
 lint: style format-check types imports
 
