@@ -92,9 +92,9 @@ def example_pages() -> dict[str, str]:
 # ---------------------------------------------------------------------------- configuration
 _CONFIG_HEAD = """# Every key of the configuration
 
-Written from the schema, which `ssd-offload config schema` prints. [Configuration](../configuration.md)
-says where a config is read from, and which environment variables there are. A size is a number of bytes
-or text such as `512MiB`.
+Written from the schema, which `ssd-offload config schema` prints.
+[Configuration](../configuration.md) says where a config is read from, and which environment
+variables there are. A size is a number of bytes or text such as `512MiB`.
 """
 
 
@@ -198,10 +198,10 @@ def _help(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
 _METRICS_HEAD = """# Metrics
 
 `engine.metrics()` returns these figures, and the integrations log them
-([read the metrics](../how-to/read-metrics.md)). Written from what an engine returns: a metric without
-a line here, or a line without a metric, fails the build. `CLIENT` is `activations`, `optimizer` or
-`parameters`; `TIER` is the name of a tier. Figures without another note are sums since the engine was
-created, of one process.
+([read the metrics](../how-to/read-metrics.md)). Written from what an engine returns: a metric
+without a line here, or a line without a metric, fails the build. `CLIENT` is `activations`,
+`optimizer` or `parameters`; `TIER` is the name of a tier. Figures without another note are sums
+since the engine was created, of one process.
 """
 
 
