@@ -6,12 +6,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from offload_strategy.callbacks.dashboards import TENSORBOARD_LAYOUT
     from offload_strategy.callbacks.hints import MicroBatchHints
     from offload_strategy.callbacks.monitor import OffloadMonitor
 
-__all__ = ["MicroBatchHints", "OffloadMonitor"]
+__all__ = ["TENSORBOARD_LAYOUT", "MicroBatchHints", "OffloadMonitor"]
 
 _HOMES = {
+    "TENSORBOARD_LAYOUT": "offload_strategy.callbacks.dashboards",
     "MicroBatchHints": "offload_strategy.callbacks.hints",
     "OffloadMonitor": "offload_strategy.callbacks.monitor",
 }

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Mapping
 from typing import Any
 
 from offload_strategy.callbacks.base import Callback, engine_of, require_engine
+from offload_strategy.engine.metrics import LoggedMetrics
 from offload_strategy.engine.offload_engine import OffloadEngine
 from offload_strategy.errors import ConfigError
 
-_GB = 1e9
+_RATES = ("read_GBps", "write_GBps")
 
 
 class OffloadMonitor(Callback):
-    """Sends `engine.metrics()` to every logger, and read and write rates to the progress bar.
+    """Sends the engine's metrics to every logger, and read and write rates to the progress bar.
+
+    The metrics are those of `engine.metrics()`, and rates since they were sent before.
 
     Args:
         every_n_steps: Optimizer steps between two sets of metrics. The last step's are always sent.
@@ -41,7 +41,8 @@ class OffloadMonitor(Callback):
         self.engine = engine
         self.progress_bar = progress_bar
         self._logged_step = 0
-        self._rates = _Rates()
+        self._logged: LoggedMetrics | None = None
+        self._shown = dict.fromkeys(_RATES, 0.0)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuse a Trainer without an engine.
@@ -55,8 +56,9 @@ class OffloadMonitor(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to count, also when training goes on from a checkpoint."""
         self._logged_step = trainer.global_step
-        self._rates = _Rates()
-        self._rates.update(self._metrics(trainer))
+        engine = self.engine or engine_of(trainer)
+        self._logged = None if engine is None else LoggedMetrics(engine.metrics)
+        self._shown = dict.fromkeys(_RATES, 0.0)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -67,7 +69,7 @@ class OffloadMonitor(Callback):
         if step // self.every_n_steps > self._logged_step // self.every_n_steps:
             self._send(trainer)
         if self.progress_bar:
-            self.log_dict(self._rates.shown, prog_bar=True, logger=False)  # type: ignore[attr-defined]
+            self.log_dict(self._shown, prog_bar=True, logger=False)  # type: ignore[attr-defined]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Send the metrics of the last step."""
@@ -76,46 +78,14 @@ class OffloadMonitor(Callback):
 
     def _send(self, trainer: Any) -> None:
         step = trainer.global_step
-        metrics = self._metrics(trainer)
-        self._rates.update(metrics)
         self._logged_step = step
-        if metrics:
-            for logger in trainer.loggers:
-                # The step before the update, as for the loss that Lightning logs for the same
-                # batch.
-                logger.log_metrics(metrics, step=step - 1)
-
-    def _metrics(self, trainer: Any) -> dict[str, float]:
         engine = self.engine or engine_of(trainer)
         if engine is None or engine.closed:
-            return {}
-        return {key: value for key, value in engine.metrics().items() if math.isfinite(value)}
-
-
-class _Rates:
-    """Bytes read and written per second between two sets of metrics."""
-
-    def __init__(self) -> None:
-        self.shown = {"read_GBps": 0.0, "write_GBps": 0.0}
-        self._before: tuple[float, float, float] | None = None
-
-    def update(self, metrics: Mapping[str, float]) -> None:
-        now = time.perf_counter()
-        read = _sum(metrics, "/read_bytes")
-        written = _sum(metrics, "/written_bytes")
-        if self._before is not None and now > self._before[0]:
-            then, read_before, written_before = self._before
-            self.shown = {
-                "read_GBps": (read - read_before) / (now - then) / _GB,
-                "write_GBps": (written - written_before) / (now - then) / _GB,
-            }
-        self._before = (now, read, written)
-
-
-def _sum(metrics: Mapping[str, float], ending: str) -> float:
-    """Add up a counter of the clients; endurance counts the same bytes once more."""
-    return sum(
-        value
-        for key, value in metrics.items()
-        if key.endswith(ending) and not key.startswith("offload/endurance/")
-    )
+            return
+        if self._logged is None:  # the strategy made the engine in the first batch
+            self._logged = LoggedMetrics(engine.metrics)
+        metrics = self._logged.read()
+        self._shown = {name: metrics[f"offload/bandwidth/{name}"] for name in _RATES}
+        for logger in trainer.loggers:
+            # The step before the update, as for the loss that Lightning logs for the same batch.
+            logger.log_metrics(metrics, step=step - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 from typing import Any
 
@@ -44,14 +45,19 @@ def make_model() -> LlamaForCausalLM:
 
 
 def short_run() -> dict[str, Any]:
-    """What the arguments of all trainers have in common: a few steps, a log of each, no files."""
+    """What the arguments of all trainers have in common: a few steps, a log of each, no files.
+
+    `--report_to tensorboard wandb` on the command line says where the logs go as well.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--report_to", nargs="*", default=[])
     return {
         "use_cpu": not torch.cuda.is_available(),
         "max_steps": 8,
         "per_device_train_batch_size": 4,
         "logging_steps": 1,
         "save_strategy": "no",
-        "report_to": [],
+        "report_to": parser.parse_args().report_to,
         "disable_tqdm": True,
     }
 

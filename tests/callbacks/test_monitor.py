@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,7 +11,7 @@ from unittest import mock
 import pytest
 
 from offload_strategy import ConfigError, OffloadEngine
-from offload_strategy.callbacks import MicroBatchHints, OffloadMonitor
+from offload_strategy.callbacks import TENSORBOARD_LAYOUT, MicroBatchHints, OffloadMonitor
 from tests.integrations.lightning_runs import (
     assert_same,
     batches,
@@ -46,8 +47,22 @@ def test_metrics_are_in_the_tensorboard_file(pl: Any, tmp_path: Path) -> None:
     assert 0 < written[0] < written[1] < written[2]
     last = run.engine.metrics()
     finite = {key for key, value in last.items() if math.isfinite(value)}
-    assert {key for key in scalars if key.startswith("offload/")} == finite
+    rates = {key for key in scalars if key.startswith(("offload/bandwidth/", "offload/waits/"))}
+    assert {key for key in scalars if key.startswith("offload/")} == finite | rates
+    assert {f"offload/bandwidth/{way}_GBps" for way in ("read", "write")} < rates
     assert written[-1] <= last["offload/optimizer/written_bytes"]
+
+
+def test_every_chart_of_the_layout_shows_a_metric(pl: Any, tmp_path: Path) -> None:
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    _, scalars = on_board(pl, tmp_path, callbacks=[OffloadMonitor()], max_steps=2)
+    for charts in TENSORBOARD_LAYOUT.values():
+        for kind, names in charts.values():
+            assert kind == "Multiline"
+            for name in names:
+                assert any(re.fullmatch(name, tag) for tag in scalars), name
+    with tensorboard.SummaryWriter(tmp_path / "board") as writer:
+        writer.add_custom_scalars(TENSORBOARD_LAYOUT)
 
 
 def test_metrics_are_logged_to_a_run_of_wandb(

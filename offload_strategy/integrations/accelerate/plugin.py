@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from offload_strategy.autoload import is_disabled
 from offload_strategy.config import ConfigSource, OffloadConfig
 from offload_strategy.errors import ConfigError
+from offload_strategy.integrations.accelerate import trainer_reports
 from offload_strategy.integrations.accelerate.launch import ACTIVE_VARIABLE
 from offload_strategy.integrations.accelerate.session import DeepSpeedSession, Session
 from offload_strategy.integrations.accelerate.state_saving import install_in, install_in_trainer
@@ -103,6 +104,11 @@ def session_of(accelerator: Any) -> Session | None:
     return session
 
 
+def _due_metrics(accelerator: Any, now: bool) -> dict[str, float]:
+    session = session_of(accelerator)
+    return {} if session is None else session.metrics(now)
+
+
 def install(module: Any) -> None:
     """Wrap the methods of `accelerate.accelerator.Accelerator` that concern offload. Idempotent."""
     cls = module.Accelerator
@@ -154,6 +160,7 @@ def _is_active_by_environment() -> bool:
 
 def _make_session(accelerator: Accelerator, plugin: SSDOffloadPlugin) -> Session:
     config = OffloadConfig.load(plugin.config)
+    trainer_reports.install(_due_metrics)
     distributed = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     if distributed == "DEEPSPEED":
         return DeepSpeedSession(config, plugin.metrics_every, accelerator)

@@ -18,7 +18,8 @@ nobody can read the states any more. Until then the session is retired.
 
 [Note: metrics]
 Metrics are added to the script's own `accelerator.log` calls, at its steps: separate calls with
-another step count would make trackers with increasing steps (W&B) drop the script's values.
+another step count would make trackers with increasing steps (W&B) drop the script's values. The
+Trainers of Transformers and TRL report to loggers of their own (trainer_reports.py).
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from offload_strategy.torch_support.modules import WeakHook
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from offload_strategy.engine.metrics import LoggedMetrics
     from offload_strategy.engine.offload_engine import OffloadEngine
 
 Original = Callable[..., Any]
@@ -72,6 +74,7 @@ class Session:
         self._counts_steps = False
         self._steps = 0
         self._micro_batch = 0
+        self._logged: LoggedMetrics | None = None
         self._logged_at: int | None = None
         self._log_step: int | None = None
 
@@ -83,9 +86,11 @@ class Session:
     def engine(self) -> OffloadEngine:
         """The open engine; a new one after `close`."""
         if self._engine is None:
+            from offload_strategy.engine.metrics import LoggedMetrics
             from offload_strategy.engine.offload_engine import OffloadEngine
 
             self._engine = OffloadEngine(self._config)
+            self._logged = LoggedMetrics(self._engine.metrics)
         return self._engine
 
     @property
@@ -302,15 +307,14 @@ class Session:
 
         With `now` they are due after any new step.
         """
-        if self._engine is None or self._engine.closed:
+        if self._engine is None or self._engine.closed or self._logged is None:
             return {}
         every = self._metrics_every
         behind = math.inf if self._logged_at is None else self._steps - self._logged_at
         if every == 0 or behind < (1 if now else every):
             return {}
         self._logged_at = self._steps
-        metrics = self._engine.metrics()
-        return {key: value for key, value in metrics.items() if math.isfinite(value)}
+        return self._logged.read()
 
     def close(self) -> None:
         """Close the engine and remove all hooks; the session may open a new engine later."""
@@ -322,7 +326,7 @@ class Session:
         self._optimizers.clear()
         self._counts_steps = False
         self._retired = False
-        engine, self._engine = self._engine, None
+        engine, self._engine, self._logged = self._engine, None, None
         if engine is not None:
             engine.close()
 
