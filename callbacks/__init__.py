@@ -1,4 +1,4 @@
-"""Callbacks for the Trainers of `lightning.pytorch` and `pytorch_lightning`."""
+"""Callbacks for the Trainers of both Lightnings, and what loggers get in every framework."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from offload_strategy.callbacks.dashboards import TENSORBOARD_LAYOUT
     from offload_strategy.callbacks.hints import MicroBatchHints
+    from offload_strategy.callbacks.logged_metrics import LoggedMetrics
     from offload_strategy.callbacks.monitor import OffloadMonitor
 
-__all__ = ["TENSORBOARD_LAYOUT", "MicroBatchHints", "OffloadMonitor"]
+__all__ = ["TENSORBOARD_LAYOUT", "LoggedMetrics", "MicroBatchHints", "OffloadMonitor"]
 
 _HOMES = {
     "TENSORBOARD_LAYOUT": "offload_strategy.callbacks.dashboards",
+    "LoggedMetrics": "offload_strategy.callbacks.logged_metrics",
     "MicroBatchHints": "offload_strategy.callbacks.hints",
     "OffloadMonitor": "offload_strategy.callbacks.monitor",
 }

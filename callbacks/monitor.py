@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from offload_strategy.callbacks.base import Callback, engine_of, require_engine
-from offload_strategy.engine.metrics import LoggedMetrics
+from offload_strategy.callbacks.logged_metrics import LoggedMetrics
 from offload_strategy.engine.offload_engine import OffloadEngine
 from offload_strategy.errors import ConfigError
 

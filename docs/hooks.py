@@ -21,6 +21,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from offload_strategy import OffloadConfig, OffloadEngine, cli
+from offload_strategy.callbacks import LoggedMetrics
 
 log = get_plugin_logger("reference")
 
@@ -197,7 +198,7 @@ def _help(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
 # ---------------------------------------------------------------------------- metrics
 _METRICS_HEAD = """# Metrics
 
-`engine.metrics()` returns these figures, and the integrations log them
+The integrations log these figures; `engine.metrics()` returns all but those of loggers
 ([read the metrics](../how-to/read-metrics.md)). Written from what an engine returns: a metric
 without a line here, or a line without a metric, fails the build. `CLIENT` is `activations`,
 `optimizer` or `parameters`; `TIER` is the name of a tier. Figures without another note are sums
@@ -224,6 +225,7 @@ def metrics_page() -> str:
 
 def _placeholder(key: str) -> str:
     client = r"^offload/(activations|optimizer|parameters)/((?:written|read|forwarded)_bytes|stall)"
+    key = re.sub(r"^offload/waits/\w+_share", "offload/waits/CLIENT_share", key)
     return re.sub(client, r"offload/CLIENT/\2", key.replace("/nvme0/", "/TIER/"))
 
 
@@ -237,7 +239,7 @@ def metric_keys() -> set[str]:
             optimizer = engine.attach(model, torch.optim.AdamW(model.parameters()))
             model(torch.ones(1, 8)).sum().backward()
             optimizer.step()
-            return set(engine.metrics())
+            return set(engine.metrics()) | set(LoggedMetrics(engine.metrics).read())
 
 
 # ---------------------------------------------------------------------------- docstrings

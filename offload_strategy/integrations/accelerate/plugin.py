@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from offload_strategy.autoload import is_disabled
+from offload_strategy.callbacks import trainer_reports
 from offload_strategy.config import ConfigSource, OffloadConfig
 from offload_strategy.errors import ConfigError
-from offload_strategy.integrations.accelerate import trainer_reports
 from offload_strategy.integrations.accelerate.launch import ACTIVE_VARIABLE
 from offload_strategy.integrations.accelerate.session import DeepSpeedSession, Session
 from offload_strategy.integrations.accelerate.state_saving import install_in, install_in_trainer

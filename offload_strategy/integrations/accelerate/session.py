@@ -19,7 +19,7 @@ nobody can read the states any more. Until then the session is retired.
 [Note: metrics]
 Metrics are added to the script's own `accelerator.log` calls, at its steps: separate calls with
 another step count would make trackers with increasing steps (W&B) drop the script's values. The
-Trainers of Transformers and TRL report to loggers of their own (trainer_reports.py).
+Trainers of Transformers and TRL report to loggers of their own (callbacks/trainer_reports.py).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from offload_strategy.torch_support.modules import WeakHook
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from offload_strategy.engine.metrics import LoggedMetrics
+    from offload_strategy.callbacks.logged_metrics import LoggedMetrics
     from offload_strategy.engine.offload_engine import OffloadEngine
 
 Original = Callable[..., Any]
@@ -86,7 +86,7 @@ class Session:
     def engine(self) -> OffloadEngine:
         """The open engine; a new one after `close`."""
         if self._engine is None:
-            from offload_strategy.engine.metrics import LoggedMetrics
+            from offload_strategy.callbacks.logged_metrics import LoggedMetrics
             from offload_strategy.engine.offload_engine import OffloadEngine
 
             self._engine = OffloadEngine(self._config)
