@@ -18,7 +18,6 @@ from offload_strategy.engine.resources import Resources
 from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from offload_strategy.optimizer.ranks.data_parallel_group import GroupRegistry
-from offload_strategy.optimizer.states.parameter_slices import local_tensor
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.user_class.compatibility import (
     UnsupportedOptimizerError,
@@ -27,6 +26,7 @@ from offload_strategy.optimizer.user_class.compatibility import (
 )
 from offload_strategy.plan_runtime.space_requirements import optimizer_need, subgroup_size
 from offload_strategy.telemetry import get_logger
+from offload_strategy.torch_support.dtensors import local_tensor
 from offload_strategy.torch_support.modules import WeakHook
 from offload_strategy.units import format_size
 from offload_strategy.weights.parameter_registry import ParameterRegistry, after_collection

@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 
 from offload_strategy.activations.planned_budget import MemoryLimit
 from offload_strategy.config import OffloadConfig
-from offload_strategy.optimizer.states.parameter_slices import local_tensor
 from offload_strategy.telemetry import get_logger
+from offload_strategy.torch_support.dtensors import local_tensor
 from offload_strategy.units import format_size
 
 logger = get_logger(__name__)

@@ -9,14 +9,11 @@ import torch
 from torch.optim import Optimizer
 
 from offload_strategy.optimizer.ranks.rank_shards import RankShards
-from offload_strategy.optimizer.states.parameter_slices import (
-    ParameterSlice,
-    join_states,
-    shard_like,
-)
+from offload_strategy.optimizer.states.parameter_slices import ParameterSlice, join_states
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.states.subgroups import State, Subgroup, flatten_wrappers, packable
 from offload_strategy.optimizer.subgroup_update import Updater
+from offload_strategy.torch_support.dtensors import shard_like
 
 
 class OpaqueTensor:

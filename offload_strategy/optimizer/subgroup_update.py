@@ -25,7 +25,6 @@ from offload_strategy.optimizer.overlap.ahead_update import (
     with_gradient,
 )
 from offload_strategy.optimizer.overlap.update_stream import UpdateStreams
-from offload_strategy.optimizer.states.parameter_slices import is_sharded, local_tensor
 from offload_strategy.optimizer.states.precision import INNER, Precision, master_weights_of
 from offload_strategy.optimizer.states.subgroups import (
     Layout,
@@ -48,6 +47,7 @@ from offload_strategy.optimizer.user_class.watch import UnfitUpdateError
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, TicketState, Tier
 from offload_strategy.torch_support.accelerator import is_asynchronous
+from offload_strategy.torch_support.dtensors import is_sharded, local_tensor
 
 
 class WeightResidency(Protocol):

@@ -166,9 +166,10 @@ class BlockResidency:
         if weight is None or offset is None:
             return None  # a view with another dtype or range keeps the storage alive
         with default_modes():
-            return SavedWeight(tensor, weight, offset, self._load_for_backward)
+            return SavedWeight(tensor, weight, offset, self.load_now)
 
-    def _load_for_backward(self, weight: StreamedWeight) -> torch.Tensor:
+    def load_now(self, weight: StreamedWeight) -> torch.Tensor:
+        """Load a weight that backward or an all-gather needs; return its values."""
         with self._lock, default_modes():
             for block in self._blocks_of.get(weight, ())[:1]:
                 self._mark_needed(block)

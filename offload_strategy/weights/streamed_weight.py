@@ -77,6 +77,11 @@ class StreamedWeight:
         self._placeholder = nan_placeholder(self.form, parameter.device)
 
     @property
+    def key(self) -> torch.Tensor | None:
+        """The parameter that the model has; None after it was freed."""
+        return self.parameter()
+
+    @property
     def is_resident(self) -> bool:
         """Whether the bytes are in memory."""
         return self._here and self.parameter() is not None
@@ -106,12 +111,13 @@ class StreamedWeight:
     def values(self) -> torch.Tensor:
         """Return the resident values as a plain tensor that shares the version counter."""
         with torch._C.DisableTorchFunctionSubclass():
-            return self._live_parameter().detach()
+            return self.live_parameter().detach()
 
     def _on_parameter_freed(self, _: object) -> None:
         self._ticket = None
 
-    def _live_parameter(self) -> nn.Parameter:
+    def live_parameter(self) -> nn.Parameter:
+        """Return the parameter; an OffloadError if it was freed."""
         parameter = self.parameter()
         if parameter is None:
             raise OffloadError(f"the parameter {self.name!r} was freed; attach the model again.")
@@ -173,7 +179,7 @@ class StreamedWeight:
         else:  # still being written, or in a host tier: take the buffer without a copy
             flat = self._store.take(ticket)
             self._ticket = None
-        parameter = self._live_parameter()
+        parameter = self.live_parameter()
         set_data(parameter, self._with_form(flat))
         self._version = parameter._version
         self.changed = False
@@ -181,7 +187,7 @@ class StreamedWeight:
 
     def can_be_offloaded(self) -> bool:
         """Whether nobody else holds the bytes."""
-        parameter = self._live_parameter()
+        parameter = self.live_parameter()
         if not self._here or self.users or self.pinned:
             return False
         with torch._C.DisableTorchFunctionSubclass():
@@ -201,7 +207,7 @@ class StreamedWeight:
             self.changed = True
             self._store.free(ticket)
             return
-        parameter = self._live_parameter()
+        parameter = self.live_parameter()
         torch.autograd.graph.increment_version(parameter)  # invalidates what a graph has saved
         if self._here:
             set_data(parameter, self._placeholder)
@@ -210,7 +216,7 @@ class StreamedWeight:
 
     def offload(self) -> None:
         """Offload the bytes, writing them if they changed; requires `can_be_offloaded`."""
-        parameter = self._live_parameter()
+        parameter = self.live_parameter()
         if self.changed or parameter._version != self._version or self._ticket is None:
             self._replace_ticket(
                 self._store.put(

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from offload_strategy.errors import ConfigError
+from offload_strategy.torch_support.dtensors import is_sharded, local_bytes
 from offload_strategy.torch_support.modules import WHOLE, outermost_blocks
 from offload_strategy.weights.guarded_parameter import GuardedParameter
 from offload_strategy.weights.streamed_weight import StreamedWeight
@@ -59,7 +60,11 @@ def cut_into_blocks(
         (
             name or type(module).__name__,
             module,
-            {key: p for key, p in parameters if can_be_streamed(p, min_bytes)},
+            {
+                key: p
+                for key, p in parameters
+                if can_be_streamed(p, min_bytes) and not is_sharded(p)
+            },
         )
         for name, module, parameters in named
     ]
@@ -67,14 +72,14 @@ def cut_into_blocks(
 
 
 def can_be_streamed(parameter: torch.Tensor, min_bytes: int) -> bool:
-    """Whether a parameter can be streamed: plain, contiguous and large enough.
+    """Whether a parameter can be streamed: plain or sharded, contiguous and large enough.
 
     It must be contiguous because autograd lays out gradients like their parameters.
     """
     return (
-        type(parameter) in (nn.Parameter, GuardedParameter)
+        (type(parameter) in (nn.Parameter, GuardedParameter) or is_sharded(parameter))
         and parameter.is_contiguous()
-        and parameter.nbytes >= max(1, min_bytes)
+        and local_bytes(parameter) >= max(1, min_bytes)
     )
 
 

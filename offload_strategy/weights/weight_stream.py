@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,9 +18,11 @@ from torch.utils.hooks import RemovableHandle
 
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, Tier
+from offload_strategy.torch_support.dtensors import local_bytes
 from offload_strategy.torch_support.modules import WeakHook
 from offload_strategy.weights.block_residency import BlockResidency
 from offload_strategy.weights.model_building import materialize_module, modules_to_materialize
+from offload_strategy.weights.sharded_weight import ShardedWeight, sharded_blocks
 from offload_strategy.weights.streamed_weight import StreamedWeight
 from offload_strategy.weights.weight_blocks import StreamedBlock, can_be_streamed, cut_into_blocks
 
@@ -89,7 +92,7 @@ class WeightStream(BlockResidency):
     def unplaced_bytes(self, parameters: Iterable[torch.Tensor]) -> int:
         """Return the bytes of streamed parameters that are not on the tiers."""
         return sum(
-            parameter.nbytes
+            local_bytes(parameter)
             for parameter in parameters
             if self.is_streamed(parameter)
             and ((weight := self._weights.get(parameter)) is None or not weight.is_placed)
@@ -116,19 +119,28 @@ class WeightStream(BlockResidency):
         """Return the streamed weight of a parameter, creating it if needed."""
         weight: StreamedWeight | None = self._weights.get(parameter)
         if weight is None:
-            reference = weakref.ref(self)
-
-            def saving() -> AbstractContextManager[bool]:
-                stream = reference()
-                return nullcontext(False) if stream is None else stream.saving()
-
-            on_access = WeakHook(self._on_access)
-            weight = StreamedWeight(
-                name, parameter, self._store, self._tiers, on_access, saving, self._lock
-            )
+            weight = StreamedWeight(name, parameter, *self._services())
             self._weights[parameter] = weight
         weight.name = name
         return weight
+
+    def _stream_shard(self, name: str, fsdp_param: Any) -> StreamedWeight:
+        weight: StreamedWeight | None = self._weights.get(fsdp_param.sharded_param)
+        if weight is None:
+            load_now = WeakHook(self.load_now)
+            weight = ShardedWeight(name, fsdp_param, load_now, *self._services())
+            self._weights[fsdp_param.sharded_param] = weight
+        return weight
+
+    def _services(self) -> tuple[Any, ...]:
+        """Return what a weight needs of the stream, which it does not keep alive."""
+        reference = weakref.ref(self)
+
+        def saving() -> AbstractContextManager[bool]:
+            stream = reference()
+            return nullcontext(False) if stream is None else stream.saving()
+
+        return self._store, self._tiers, WeakHook(self._on_access), saving, self._lock
 
     def attach(self, model: nn.Module) -> None:
         """Offload a model's weights, and load them whenever a block computes."""
@@ -148,20 +160,31 @@ class WeightStream(BlockResidency):
             model, self._classes, self._is_block, self._min_bytes
         ):
             block = StreamedBlock(name, [self._stream(*named) for named in parameters.items()])
-            attached.blocks.append(block)
-            for weight in block.weights:
-                self._blocks_of.setdefault(weight, []).append(block)
-            with self._lock:
-                self._resident[block] = None
-                self._make_room(self._most)
+            self._add_block(attached, block)
             enter, leave = WeakHook(self.enter_block, block), WeakHook(self.exit_block, block)
             attached.handles += [
                 module.register_forward_pre_hook(enter, prepend=True),
                 module.register_forward_hook(leave, always_call=True),
             ]
+        for name, shards in sharded_blocks(model):  # FSDP2 asks for their weights
+            streamed = [
+                self._stream_shard(key, shard)
+                for key, shard in shards.items()
+                if shard._sharded_param_data.nbytes >= max(1, self._min_bytes)
+            ]
+            if streamed:
+                self._add_block(attached, StreamedBlock(name, streamed))
         with self._lock:
             self._make_room(0)
             self._offload_accessed()
+
+    def _add_block(self, attached: _AttachedModel, block: StreamedBlock) -> None:
+        attached.blocks.append(block)
+        for weight in block.weights:
+            self._blocks_of.setdefault(weight, []).append(block)
+        with self._lock:
+            self._resident[block] = None
+            self._make_room(self._most)
 
     def detach(self, model: nn.Module) -> None:
         """Stop streaming a model, and restore its weights in memory."""
@@ -196,7 +219,7 @@ class WeightStream(BlockResidency):
         self._accessed.pop(weight, None)
         for key in [key for key, known in self._by_storage.items() if known is weight]:
             del self._by_storage[key]
-        if (parameter := weight.parameter()) is not None:
+        if (parameter := weight.key) is not None:
             self._weights.pop(parameter, None)
         weight.close(restore=restore)
 

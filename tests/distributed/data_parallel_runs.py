@@ -226,7 +226,7 @@ def train(
 def whole(value: Any) -> Any:
     """Nested values with every DTensor brought together."""
     if isinstance(value, DTensor):
-        return value.full_tensor()
+        return value.full_tensor().clone()  # on one rank it shares the memory
     if isinstance(value, dict):
         return {key: whole(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

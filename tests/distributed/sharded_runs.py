@@ -112,15 +112,30 @@ CASES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 ]
 
 
+#: Small blocks, of which two are in memory.
+STREAMED = {"enabled": True, "min_size": "1KiB", "blocks_in_flight": 2}
+
+
 def offloaded(
-    directory: Path, case: Any, overlap: str, plain: dict[str, Any], run: Callable[..., Any]
+    directory: Path,
+    case: Any,
+    overlap: str,
+    plain: dict[str, Any],
+    run: Callable[..., Any],
+    parameters: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What a run with offload found, beside a plain one."""
-    with OffloadEngine(config(directory, overlap)) as engine:
+    settings = {**config(directory, overlap), "parameters": parameters or {"enabled": False}}
+    with OffloadEngine(settings) as engine:
         ours = run(engine)
     more = {key: ours[key] for key in ("kinds", "sharded", "losses") if key in ours}
+    more["weights"] = ours["metrics"].get("offload/parameters/read_bytes", 0)
     ahead = ours["metrics"]["offload/optimizer/speculated_steps"]
     return compared([str(case), overlap], plain, ours, ahead=ahead, **more)
+
+
+#: What is saved with offload: without streamed weights, and with them.
+KINDS: dict[str, dict[str, Any]] = {"commit": {"enabled": False}, "streamed": STREAMED}
 
 
 def against_plain(rank: int, directory: Path) -> list[dict[str, Any]]:
@@ -129,7 +144,11 @@ def against_plain(rank: int, directory: Path) -> list[dict[str, Any]]:
     for case, overlaps in CASES:
         run = partial(train, rank, **case)
         plain = run(None)
-        found += [offloaded(directory, case, overlap, plain, run) for overlap in overlaps]
+        found += [
+            offloaded(directory, case, overlap, plain, run, parameters)
+            for overlap in overlaps
+            for parameters in (None, STREAMED)
+        ]
     return found
 
 
@@ -146,28 +165,39 @@ def two_ranks(rank: int, directory: Path) -> dict[str, Any]:
 def first_half(rank: int, directory: Path) -> None:
     """Train half of the steps and save, without offload and with it."""
     train(rank, None, steps=FIRST_HALF, save_to=directory / "checkpoint-None")
-    with OffloadEngine(config(directory, "commit")) as engine:
-        train(rank, engine, steps=FIRST_HALF, save_to=directory / "checkpoint-commit")
+    for saved, parameters in KINDS.items():
+        with OffloadEngine({**config(directory, "commit"), "parameters": parameters}) as engine:
+            train(rank, engine, steps=FIRST_HALF, save_to=directory / f"checkpoint-{saved}")
 
 
 def second_half(rank: int, directory: Path, source: str) -> list[dict[str, Any]]:
     """Load what any number of ranks saved, with and without offload; train the other half."""
     found = []
-    for saved in (None, "commit"):
+    for saved in (None, *KINDS):
         checkpoint = Path(source) / f"checkpoint-{saved}"
         run = partial(train, rank, steps=SECOND_HALF, checkpoint=checkpoint)
-        found.append(offloaded(directory, saved, "commit", run(None), run))
+        plain = run(None)
+        found += [
+            offloaded(directory, saved, "commit", plain, run, parameters)
+            for parameters in KINDS.values()
+        ]
     return found
+
+
+def parallel() -> nn.Module:
+    """A net of which two ranks compute two layers together."""
+    torch.manual_seed(0)
+    net = Net()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return net
 
 
 def tensor_parallel(rank: int, directory: Path) -> list[dict[str, Any]]:
     """Layers that two ranks compute together, beside the same without offload."""
 
     def run(engine: OffloadEngine | None) -> dict[str, Any]:
-        torch.manual_seed(0)
-        net = Net()
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        net = parallel()
         made = torch.optim.AdamW(net.parameters(), lr=1e-2)
         used: Any = made if engine is None else engine.attach(net, made)
 
@@ -208,7 +238,7 @@ def refusals(rank: int, directory: Path) -> list[str]:
     messages = []
     for net, optimizer, sections in (
         (offloaded, torch.optim.AdamW, {}),
-        (build()[0], torch.optim.AdamW, {"parameters": {"enabled": True}}),
+        (parallel(), torch.optim.AdamW, {"parameters": {"enabled": True}}),
         (build()[0], Centred, {"optimizer": {"enabled": True}}),
     ):
         settings = {**config(directory, "commit"), **sections}

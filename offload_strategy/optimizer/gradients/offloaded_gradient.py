@@ -39,7 +39,7 @@ from offload_strategy.optimizer.gradients.recorded_edits import (
     operators,
     recordable,
 )
-from offload_strategy.optimizer.states.parameter_slices import local_tensor
+from offload_strategy.torch_support.dtensors import local_tensor
 
 aten = torch.ops.aten
 

@@ -26,10 +26,10 @@ from offload_strategy.optimizer.gradients.offloaded_gradient import (
     gradient_values,
 )
 from offload_strategy.optimizer.overlap.ahead_update import AheadUpdate
-from offload_strategy.optimizer.states.parameter_slices import local_tensor, wrap_like
 from offload_strategy.optimizer.states.subgroups import Subgroup, packable
 from offload_strategy.optimizer.subgroup_update import Updater
 from offload_strategy.store.ticket import TicketState
+from offload_strategy.torch_support.dtensors import local_tensor, wrap_like
 
 #: Subgroups whose states are prefetched ahead of their update.
 PREFETCHED_SUBGROUPS = 2

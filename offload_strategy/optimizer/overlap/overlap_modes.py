@@ -25,12 +25,12 @@ from offload_strategy.optimizer.gradients.offloaded_gradient import OffloadedGra
 from offload_strategy.optimizer.gradients.recorded_edits import EditHistory
 from offload_strategy.optimizer.overlap.ahead_update import AheadUpdate
 from offload_strategy.optimizer.overlap.backward_overlap import BackwardOverlap
-from offload_strategy.optimizer.states.parameter_slices import local_tensor
 from offload_strategy.optimizer.states.subgroups import Subgroup
 from offload_strategy.optimizer.subgroup_update import Updater
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Tier
 from offload_strategy.store.tiers import HostTier
+from offload_strategy.torch_support.dtensors import local_tensor
 from offload_strategy.units import MiB
 
 #: Steps from which the next one is predicted.

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.optimizer.ranks.rank_directory import RankDirectory
-from offload_strategy.optimizer.states.parameter_slices import is_sharded
+from offload_strategy.torch_support.dtensors import fsdp_groups, is_sharded
 
 #: How long ranks wait for each other to begin what all of them have to do.
 _BARRIER_TIMEOUT = timedelta(seconds=300)
@@ -154,26 +154,28 @@ def check_parallel(model: nn.Module, *, streams: bool, swaps: bool) -> None:
     optimizer are to be offloaded.
     """
     modules = list(model.modules())
-    spread = any(isinstance(module, DistributedDataParallel) for module in modules)
-    if streams and (spread or any(map(is_sharded, model.parameters()))):
+    groups = [group for module in modules for group in fsdp_groups(module)]
+    managed = {id(each.sharded_param) for group in groups for each in group.fsdp_params}
+    if streams and any(isinstance(module, DistributedDataParallel) for module in modules):
         raise ConfigError(
-            "attach: parameters.enabled streams the weights of one process, and this model is "
-            f"{'a DistributedDataParallel' if spread else 'sharded (FSDP2, tensor parallelism)'}: "
-            "set parameters.enabled: false, or train in one process."
+            "attach: parameters.enabled streams the weights of one process, or those of ranks that "
+            "shard them, and this model is a DistributedDataParallel: shard it with fully_shard "
+            "(FSDP2), set parameters.enabled: false, or train in one process."
         )
-    if swaps and any(map(_offloads_to_host, modules)):
+    if streams and any(is_sharded(p) and id(p) not in managed for p in model.parameters()):
         raise ConfigError(
-            "attach: fully_shard(offload_policy=CPUOffloadPolicy()) keeps the states of the "
-            "optimizer in host memory, and optimizer.enabled moves them too. Leave the policy out, "
-            "or set optimizer.enabled: false."
+            "attach: parameters.enabled streams the weights of models that FSDP2 shards, and "
+            "parameters of this one are sharded by tensor parallelism alone: apply fully_shard "
+            "too, or set parameters.enabled: false."
         )
-
-
-def _offloads_to_host(module: nn.Module) -> bool:
-    """Whether FSDP2 offloads a module itself; it has no public attribute for that."""
-    state = getattr(module, "_get_fsdp_state", lambda: None)()
-    group = getattr(state, "_fsdp_param_group", None)
-    return type(getattr(group, "offload_policy", None)).__name__ == "CPUOffloadPolicy"
+    if any(each.offload_to_cpu for group in groups for each in group.fsdp_params) and (
+        swaps or streams
+    ):
+        raise ConfigError(
+            "attach: fully_shard(offload_policy=CPUOffloadPolicy()) keeps weights and states of "
+            "the optimizer in host memory, and this engine moves them too. Leave the policy out, "
+            "or set optimizer.enabled and parameters.enabled to false."
+        )
 
 
 def local_processes() -> int:

@@ -21,66 +21,14 @@ from math import gcd
 from typing import Any
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from offload_strategy.errors import OffloadError
-
-try:
-    from torch.distributed.tensor import DTensor
-except ImportError:  # torch was built without distributed training
-    DTensor = None  # type: ignore[assignment,misc]
+from offload_strategy.torch_support.dtensors import is_sharded, local_tensor
 
 #: Slices begin at multiples of so many elements; see [Note: where a parameter may be sliced].
 SLICE_ALIGNMENT = 64
-_LAZY_SHAPE = (8, 8)
 
 
-# ---------------------------------------------------------------------- DTensor shards
-def is_sharded(tensor: object) -> bool:
-    """Whether a tensor is a DTensor."""
-    return DTensor is not None and isinstance(tensor, DTensor)
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a DTensor, which shares its memory; any other tensor itself.
-
-    For a lazy module's parameter that has no shape yet, a small tensor stands.
-    """
-    if is_lazy(tensor):
-        return torch.empty(_LAZY_SHAPE, dtype=tensor.dtype, device=tensor.device)
-    if not is_sharded(tensor):
-        return tensor
-    local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
-    return local
-
-
-def shard_like(value: Any, parameter: torch.Tensor) -> Any:
-    """A state as the user sees it: a DTensor if it has the shape of a DTensor parameter's shard."""
-    if not (is_sharded(parameter) and isinstance(value, torch.Tensor)) or is_sharded(value):
-        return value
-    if value.dim() == 0 or value.shape != local_tensor(parameter).shape:
-        return value
-    sharded: Any = parameter
-    return DTensor.from_local(
-        value,
-        sharded.device_mesh,
-        sharded.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-
-
-def wrap_like(tensor: torch.Tensor | None, local: torch.Tensor) -> torch.Tensor:
-    """`local` as a DTensor with the sharding of `tensor`; `local` itself if that is not sharded."""
-    if tensor is None or not is_sharded(tensor):
-        return local
-    sharded: Any = tensor
-    # Not `from_local`, which reads the values.
-    return DTensor(local, sharded._spec, requires_grad=False)
-
-
-# ---------------------------------------------------------------------- slices
 @dataclass(frozen=True, eq=False, slots=True)
 class ParameterSlice:
     """A parameter, or rows of its local tensor: the first, and the one after the last."""

@@ -18,15 +18,12 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from offload_strategy.optimizer.states.parameter_slices import (
-    ParameterSlice,
-    local_tensor,
-    slice_parameter,
-)
+from offload_strategy.optimizer.states.parameter_slices import ParameterSlice, slice_parameter
 from offload_strategy.optimizer.states.precision import INNER, Precision, copy_rounded
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket
 from offload_strategy.torch_support.accelerator import is_asynchronous
+from offload_strategy.torch_support.dtensors import local_tensor
 from offload_strategy.units import round_up
 
 #: Alignment of each tensor: that of PyTorch's allocators at least, so that vector loads stay

@@ -17,7 +17,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from offload_strategy.errors import ConfigError
-from offload_strategy.optimizer.states.parameter_slices import is_sharded, local_tensor
 from offload_strategy.optimizer.states.precision import Precision
 from offload_strategy.optimizer.states.subgroups import flatten_wrappers, packable
 from offload_strategy.optimizer.user_class.inner_step import (
@@ -37,6 +36,7 @@ from offload_strategy.optimizer.user_class.watch import (
     parts,
     shared_values,
 )
+from offload_strategy.torch_support.dtensors import is_sharded, local_tensor
 
 
 class UnsupportedOptimizerError(ConfigError):

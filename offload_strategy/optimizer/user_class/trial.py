@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 from offload_strategy.optimizer.states.parameter_slices import (
     SLICE_ALIGNMENT,
     ParameterSlice,
-    local_tensor,
     slice_parameter,
 )
 from offload_strategy.optimizer.states.precision import INNER, MASTER_WEIGHT, Precision
@@ -45,6 +44,7 @@ from offload_strategy.optimizer.user_class.watch import (
     parts,
 )
 from offload_strategy.torch_support.accelerator import forked_generators, generators_of
+from offload_strategy.torch_support.dtensors import local_tensor
 
 #: Maximum size of each dimension of a small stand-in, and elements of a large one.
 _LONGEST = 8

@@ -1,0 +1,260 @@
+"""Streamed weights of models that are sharded by FSDP2 (`fully_shard`).
+
+[Note: sharded weights]
+Each rank streams its own shard. FSDP2 reads a shard in one place, the all-gather before a module
+computes, and lets a tensor subclass supply what is gathered (`fsdp_pre_all_gather`). So the local
+tensor of a streamed DTensor parameter is a `StreamedShard`: it has no bytes of its own, hands FSDP2
+those of the streamed weight, and loads them for any other operation. What autograd saves are
+unsharded parameters, which FSDP2 frees and gathers again itself.
+
+While an optimizer updates the parameter, its local tensor is a plain tensor with the bytes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map, tree_map_only
+
+from offload_strategy.errors import OffloadError
+from offload_strategy.torch_support.accelerator import is_asynchronous
+from offload_strategy.torch_support.dtensors import fsdp_groups
+from offload_strategy.weights.guarded_parameter import nan_placeholder
+from offload_strategy.weights.streamed_weight import StreamedWeight
+
+_aten = torch.ops.aten
+
+
+class StreamedShard(torch.Tensor):
+    """The local tensor of a streamed DTensor parameter; see [Note: sharded weights]."""
+
+    __slots__ = ("flat", "weight")
+    weight: ShardedWeight
+    #: The streamed parameter, which must live as long as this tensor.
+    flat: nn.Parameter
+
+    @staticmethod
+    def __new__(cls, weight: ShardedWeight) -> StreamedShard:
+        """Make a tensor with the shape, strides, dtype and device of the shard."""
+        form = weight.local_form
+        shard: StreamedShard = torch.Tensor._make_wrapper_subclass(
+            cls, form.shape, strides=form.stride(), dtype=form.dtype, device=weight.device
+        )
+        shard.weight, shard.flat = weight, weight.live_parameter()
+        return shard
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Load the bytes of all shards among the arguments, and run the operation on them."""
+        if func in (_aten.detach.default, _aten.alias.default):
+            return cls(args[0].weight)
+        loaded: dict[int, StreamedShard] = {}
+        accessed: list[ShardedWeight] = []
+
+        def load(shard: StreamedShard) -> torch.Tensor:
+            if not shard.weight.closed:
+                shard.weight.begin_access()
+                accessed.append(shard.weight)
+            values = shard.weight.local_values()
+            loaded[id(values)] = shard
+            return values
+
+        try:
+            plain = tree_map_only(StreamedShard, load, (args, kwargs or {}))
+            result = func(*plain[0], **plain[1])
+            # An operation in place returns its argument.
+            return tree_map(lambda each: loaded.get(id(each), each), result)
+        finally:
+            for weight in accessed:
+                weight.end_access()
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: Any,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: Any,
+    ) -> tuple[tuple[torch.Tensor], None]:
+        """Return what FSDP2 gathers: this rank's padded shard, in the dtype to compute in."""
+        return (self.weight.all_gather_input(),), None
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: None,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[()]] | None:
+        """Return the gathered weight, which is FSDP2's own memory."""
+        return None if out is not None else (all_gather_outputs[0], ())
+
+    def data_ptr(self) -> int:
+        """Return the address of the bytes, which are kept while views of them live."""
+        return self.view(self.shape).data_ptr()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return an array that shares the bytes."""
+        return self.view(self.shape).numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Return nested lists."""
+        return self.view(self.shape).tolist()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Return a plain tensor with a copy of the values."""
+        copied: torch.Tensor = memo.setdefault(id(self), self.clone())
+        return copied
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self.clone())
+
+
+class ShardedWeight(StreamedWeight):
+    """This rank's shard of a parameter that FSDP2 manages.
+
+    Its bytes are the padded ones that FSDP2 gathers, so the streamed parameter is a flat one that
+    takes the place of FSDP2's own flat tensor.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        fsdp_param: Any,
+        load_now: Callable[[StreamedWeight], None],
+        *services: Any,
+    ) -> None:
+        sharded = fsdp_param.sharded_param
+        local = sharded._local_tensor
+        flat = nn.Parameter(fsdp_param._sharded_param_data, requires_grad=False)
+        self.local_form = torch.empty_like(local, device="meta")
+        super().__init__(name, flat, *services)
+        self._fsdp_param = weakref.ref(fsdp_param)
+        self._load_now = load_now
+        #: Whether the model has its plain tensors back; what was taken from it before shares them.
+        self.closed = False
+        fsdp_param._sharded_param_data = flat  # keeps it alive
+        sharded._local_tensor = StreamedShard(self)
+        fsdp_param._init_extensions()
+        fsdp_param.reset_sharded_param = self._on_reset
+
+    @property
+    def key(self) -> torch.Tensor | None:
+        """The sharded parameter."""
+        fsdp_param = self._fsdp_param()
+        return None if fsdp_param is None else fsdp_param.sharded_param
+
+    def local_values(self) -> torch.Tensor:
+        """Return the resident values in the shape of the local tensor, without the padding."""
+        return self._without_padding(self.values())
+
+    def _without_padding(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat.as_strided(self.local_form.shape, self.local_form.stride())
+
+    def all_gather_input(self) -> torch.Tensor:
+        """Return the padded values in the dtype to compute in, loaded if necessary."""
+        fsdp_param: Any = self._fsdp_param()
+        with self._lock:
+            self._load_now(self)
+            values = self.values().view(fsdp_param.padded_sharded_param_size)
+        if is_asynchronous(values.device):
+            # FSDP2 copies on another stream than the one that reuses the memory.
+            values.record_stream(torch.accelerator.current_stream(values.device))
+        return values if fsdp_param.param_dtype is None else values.to(fsdp_param.param_dtype)
+
+    def acquire(self) -> None:
+        """Load the bytes, and make them the local tensor until `release`."""
+        with self._lock:
+            super().acquire()
+            if self._unguarded == 1:
+                self._set_local(self.local_values())
+
+    def release(self) -> None:
+        """Undo one `acquire`."""
+        with self._lock:
+            if self._unguarded == 1:
+                self._set_local(None)
+            super().release()
+
+    def _set_local(self, local: torch.Tensor | None) -> None:
+        """Make a tensor the local one; None for one without bytes."""
+        if (sharded := self.key) is not None:
+            sharded._local_tensor = StreamedShard(self) if local is None else local  # type: ignore[attr-defined]
+
+    @contextmanager
+    def read(self) -> Iterator[torch.Tensor]:
+        """Yield the local values for reading; residency does not change."""
+        with super().read() as flat:
+            yield self._without_padding(flat)
+
+    def _on_reset(self) -> None:
+        """Take over values that replace the local tensor; FSDP2 calls this to look for some."""
+        fsdp_param = self._fsdp_param()
+        if fsdp_param is None:
+            return
+        info = fsdp_param._module_info
+        new = getattr(info.module, info.param_name)._local_tensor
+        if (isinstance(new, StreamedShard) and new.weight is self) or self.users:
+            return
+        if (new.shape, new.dtype, new.device) != (
+            self.local_form.shape,
+            self.local_form.dtype,
+            self.device,
+        ):
+            raise OffloadError(
+                f"the shard of {self.name!r} was replaced by one of shape {tuple(new.shape)}, "
+                f"{new.dtype} on {new.device}; it was {tuple(self.local_form.shape)}, "
+                f"{self.local_form.dtype} on {self.device}. Move or convert a model before it is "
+                f"attached."
+            )
+        fsdp_param.sharded_param = getattr(info.module, info.param_name)
+        self.begin_access()
+        try:
+            with torch.no_grad():
+                self.local_values().copy_(new)
+        finally:
+            self.end_access()
+        self._set_local(None)
+
+    def close(self, *, restore: bool) -> None:
+        """Free the ticket, and give FSDP2 its tensors back."""
+        flat = self.parameter()
+        super().close(restore=restore)
+        self.closed = True
+        fsdp_param = self._fsdp_param()
+        if fsdp_param is None or flat is None:
+            return
+        values = flat.detach()
+        fsdp_param._sharded_param_data = values
+        is_here = restore or self.is_resident
+        self._set_local(
+            self._without_padding(values)
+            if is_here
+            else nan_placeholder(self.local_form, self.device)
+        )
+        del fsdp_param.reset_sharded_param
+
+
+def sharded_blocks(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what FSDP2 gathers together: the name of a module, and FSDPParams by name."""
+    names = {module: name for name, module in model.named_modules()}
+    for module, name in names.items():
+        for group in fsdp_groups(module):
+            infos = [(each, each._module_info) for each in group.fsdp_params]
+            yield (
+                name or type(module).__name__,
+                {f"{names[i.module]}.{i.param_name}".lstrip("."): each for each, i in infos},
+            )
