@@ -18,6 +18,7 @@ from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.host_memory.idle_memory import return_freed_memory
 from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.telemetry import get_logger
+from offload_strategy.torch_support.dtensors import is_sharded
 from offload_strategy.units import MiB, format_size
 from offload_strategy.weights.checkpoint_loading import LoadedWeights, Loader
 from offload_strategy.weights.safetensors_files import named_tensors, read_index, save_shards
@@ -72,7 +73,8 @@ class EngineWeights:
         """Load a model from safetensors with a few tensors in memory at a time.
 
         Names are those of the model's state_dict. The model may be attached or not; parameters on
-        the meta device are materialized, so streamed weights need not fit in memory.
+        the meta device are materialized, so streamed weights need not fit in memory. Of a model
+        that is sharded by FSDP2, each rank reads its own rows.
 
         Args:
             model: the model to load into.
@@ -121,10 +123,15 @@ class EngineWeights:
             The files that hold tensors.
 
         Raises:
-            ConfigError: safetensors is not installed.
+            ConfigError: safetensors is not installed, or the model is sharded.
             StorageError: a file cannot be written.
         """
         self._check_open()
+        if any(map(is_sharded, model.parameters())):
+            raise ConfigError(
+                "save_weights: the model is sharded, and each rank has a part of it. Save it with "
+                "torch.distributed.checkpoint."
+            )
         read = _unchanged if self._stream is None else self._stream.read
         return save_shards(named_tensors(model), Path(directory), shard_bytes, read)
 

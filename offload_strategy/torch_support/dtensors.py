@@ -78,3 +78,29 @@ def fsdp_groups(module: nn.Module) -> list[Any]:
     if groups is None:
         groups = [state._fsdp_param_group]
     return [group for group in groups if group is not None]
+
+
+def fsdp_param_of(model: nn.Module, parameter: torch.Tensor) -> Any | None:
+    """Return FSDP2's FSDPParam of a sharded parameter; None if FSDP2 does not manage it."""
+    for module in model.modules():
+        for group in fsdp_groups(module):
+            for fsdp_param in group.fsdp_params:
+                if fsdp_param.sharded_param is parameter:
+                    return fsdp_param
+    return None
+
+
+def local_rows(tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:
+    """Return the shape of this rank's shard of a DTensor, and its first row in the whole tensor.
+
+    None if the shard is not a range of rows.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sharded: Any = tensor
+    shape, offset = compute_local_shape_and_global_offset(
+        sharded.shape, sharded.device_mesh, sharded.placements
+    )
+    if tuple(shape[1:]) != tuple(sharded.shape[1:]):
+        return None
+    return tuple(shape), offset[0] if offset else 0

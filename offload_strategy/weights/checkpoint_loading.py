@@ -22,6 +22,7 @@ from offload_strategy.errors import ConfigError
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, Tier
+from offload_strategy.torch_support.dtensors import is_sharded, local_rows, local_tensor
 from offload_strategy.units import MiB
 from offload_strategy.weights.model_building import materialize
 from offload_strategy.weights.safetensors_files import StoredTensor, named_tensors
@@ -101,6 +102,7 @@ class Loader:
         return (
             self.stream is not None
             and isinstance(one.tensor, nn.Parameter)
+            and not is_sharded(one.tensor)
             and one.tensor.dtype == one.stored.dtype
             and self.stream.is_streamed(one.tensor)
         )
@@ -110,16 +112,17 @@ class Loader:
         tensor = one.tensor
         if tensor.is_meta:
             tensor = self._materialized(model, tensor)
-        ticket = self._file_ticket(one, torch.device("cpu"))
-        flat = self.store.get(ticket)
-        values = flat.view(one.stored.dtype).view(one.stored.shape)
         stream = self.stream
-        with nullcontext() if stream is None else stream.resident([tensor], changes=True):
-            tensor.copy_(values)
-        del flat, values
-        self.store.free(ticket)
+        if one.stored.nbytes:  # the last ranks may have no rows of a small tensor
+            ticket = self._file_ticket(one, torch.device("cpu"))
+            flat = self.store.get(ticket)
+            values = flat.view(one.stored.dtype).view(one.stored.shape)
+            with nullcontext() if stream is None else stream.resident([tensor], changes=True):
+                local_tensor(tensor).copy_(values)
+            del flat, values
+            self.store.free(ticket)
         if stream is not None and isinstance(tensor, nn.Parameter):
-            stream.stream_parameter(one.name, tensor)
+            stream.stream_parameter(one.name, tensor, model)
 
     def _materialized(self, model: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
         """Allocate a meta parameter or buffer on the loader's device."""
@@ -183,12 +186,18 @@ def match(
         if name is None:
             missing.append(alike[0])
             continue
-        matches.append(_Match(name, targets[name], checkpoint[name]))
-        shape, stored = targets[name].shape, checkpoint[name].shape
-        if tuple(shape) != stored:
+        shape, stored = targets[name].shape, checkpoint[name]
+        if tuple(shape) != stored.shape:
             wrong.append(
-                f"{name} has shape {list(stored)} in the checkpoint and {list(shape)} in the model"
+                f"{name} has shape {list(stored.shape)} in the checkpoint and {list(shape)} in "
+                f"the model"
             )
+        elif is_sharded(targets[name]):
+            if (rows := local_rows(targets[name])) is None:
+                wrong.append(f"{name} is not sharded by rows; load it before it is sharded")
+            else:
+                stored = stored.rows(*rows)
+        matches.append(_Match(name, targets[name], stored))
     found = LoadedWeights(missing, [name for name in checkpoint if name not in targets])
     complaints = [*wrong]
     if strict:

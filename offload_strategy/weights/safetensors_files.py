@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -56,6 +56,12 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+
+    def rows(self, shape: tuple[int, ...], first: int) -> StoredTensor:
+        """Return the location of rows of it, of a whole shape, from the first one on."""
+        row = self.nbytes // max(1, self.shape[0]) if self.shape else self.nbytes
+        nbytes = row * shape[0] if shape else row
+        return replace(self, shape=shape, offset=self.offset + row * first, nbytes=nbytes)
 
 
 def read_index(source: str | os.PathLike[str]) -> dict[str, StoredTensor]:

@@ -143,6 +143,7 @@ class ShardedWeight(StreamedWeight):
         self.local_form = torch.empty_like(local, device="meta")
         super().__init__(name, flat, *services)
         self._fsdp_param = weakref.ref(fsdp_param)
+        self._sharded = weakref.ref(sharded)
         self._load_now = load_now
         #: Whether the model has its plain tensors back; what was taken from it before shares them.
         self.closed = False
@@ -154,8 +155,7 @@ class ShardedWeight(StreamedWeight):
     @property
     def key(self) -> torch.Tensor | None:
         """The sharded parameter."""
-        fsdp_param = self._fsdp_param()
-        return None if fsdp_param is None else fsdp_param.sharded_param
+        return self._sharded()
 
     def local_values(self) -> torch.Tensor:
         """Return the resident values in the shape of the local tensor, without the padding."""
@@ -205,8 +205,9 @@ class ShardedWeight(StreamedWeight):
         fsdp_param = self._fsdp_param()
         if fsdp_param is None:
             return
-        info = fsdp_param._module_info
-        new = getattr(info.module, info.param_name)._local_tensor
+        info, sharded = fsdp_param._module_info, self._sharded()
+        given = getattr(info.module, info.param_name)
+        new = given._local_tensor
         if (isinstance(new, StreamedShard) and new.weight is self) or self.users:
             return
         if (new.shape, new.dtype, new.device) != (
@@ -220,13 +221,14 @@ class ShardedWeight(StreamedWeight):
                 f"{self.local_form.dtype} on {self.device}. Move or convert a model before it is "
                 f"attached."
             )
-        fsdp_param.sharded_param = getattr(info.module, info.param_name)
         self.begin_access()
         try:
             with torch.no_grad():
                 self.local_values().copy_(new)
         finally:
             self.end_access()
+        if given is not sharded:  # of load_state_dict(assign=True); the optimizer has the other one
+            fsdp_param._setattr_on_modules(sharded)
         self._set_local(None)
 
     def close(self, *, restore: bool) -> None:

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, Tier
-from offload_strategy.torch_support.dtensors import local_bytes
+from offload_strategy.torch_support.dtensors import fsdp_param_of, is_sharded, local_bytes
 from offload_strategy.torch_support.modules import WeakHook
 from offload_strategy.weights.block_residency import BlockResidency
 from offload_strategy.weights.model_building import materialize_module, modules_to_materialize
@@ -101,14 +102,24 @@ class WeightStream(BlockResidency):
     def materialize_meta(self, model: nn.Module, device: torch.device) -> None:
         """Materialize and initialize a model's meta parameters, module by module."""
         for name, module in modules_to_materialize(model):
-            materialize_module(name, module, device, self.stream_parameter)
+            materialize_module(name, module, device, partial(self.stream_parameter, model=model))
             with self._lock:
                 self._offload_accessed()
 
-    def stream_parameter(self, name: str, parameter: nn.Parameter) -> None:
-        """Stream a resident parameter; it is offloaded when others need the room."""
-        if can_be_streamed(parameter, self._min_bytes):
+    def stream_parameter(
+        self, name: str, parameter: nn.Parameter, model: nn.Module | None = None
+    ) -> None:
+        """Stream a resident parameter; it is offloaded when others need the room.
+
+        One that FSDP2 has sharded is looked for in `model`.
+        """
+        if not can_be_streamed(parameter, self._min_bytes):
+            return
+        if not is_sharded(parameter):
             self._on_access(self._stream(name, parameter))
+        elif model is not None and (fsdp_param := fsdp_param_of(model, parameter)) is not None:
+            fsdp_param.reset_sharded_param()  # it was on the meta device
+            self._on_access(self._stream_shard(name, fsdp_param))
 
     def take_ticket(self, name: str, parameter: nn.Parameter, ticket: Ticket) -> None:
         """Set a parameter to the values of a ticket, without loading them."""

@@ -32,9 +32,10 @@ from offload_strategy import ConfigError, OffloadEngine
 from tests.distributed.data_parallel_runs import STEPS, Net, compared, config, run_steps, whole
 
 
-def build(low: bool = False) -> tuple[nn.Module, list[nn.Parameter]]:
+def build(low: bool = False, device: str = "cpu") -> tuple[nn.Module, list[nn.Parameter]]:
     torch.manual_seed(0)
-    net = Net()
+    with torch.device(device):
+        net = Net()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if low else None, reduce_dtype=torch.float32 if low else None
@@ -55,10 +56,26 @@ def train(
     checkpoint: Path | None = None,
     save_to: Path | None = None,
     options: dict[str, Any] | None = None,
+    meta: bool = False,
+    source: Path | None = None,
     **loop: Any,
 ) -> dict[str, Any]:
-    """Train a sharded net; every rank has other data, the same whatever the number of ranks."""
-    net, parameters = build(low)
+    """Train a sharded net; every rank has other data, the same whatever the number of ranks.
+
+    With `meta` it is built on the meta device and initialized when it is attached, or by FSDP2's
+    recipe without an engine. From the safetensors in `source`, an engine loads what is built on the
+    meta device; these are the weights that plain training begins with.
+    """
+    from_meta = meta or (source is not None and engine is not None)
+    net, parameters = build(low, "meta" if from_meta else "cpu")
+    if engine is None and from_meta:
+        net.to_empty(device="cpu")
+        net.head.weight = net.embedding.weight
+        for module in (net.embedding, net.up, net.down, net.norm, net.spare):
+            module.reset_parameters()  # type: ignore[operator]
+        parameters = list(net.parameters())
+    elif engine is not None and source is not None:
+        assert engine.load_weights(net, source).missing == []
     made = getattr(torch.optim, optimizer)(parameters, lr=1e-2, **(options or {}))
     used: Any = made if engine is None else engine.attach(net, made)
 
@@ -129,7 +146,7 @@ def offloaded(
     with OffloadEngine(settings) as engine:
         ours = run(engine)
     more = {key: ours[key] for key in ("kinds", "sharded", "losses") if key in ours}
-    more["weights"] = ours["metrics"].get("offload/parameters/read_bytes", 0)
+    more["weights"] = ours["metrics"].get("offload/parameters/written_bytes", 0)
     ahead = ours["metrics"]["offload/optimizer/speculated_steps"]
     return compared([str(case), overlap], plain, ours, ahead=ahead, **more)
 
@@ -157,9 +174,27 @@ def two_ranks(rank: int, directory: Path) -> dict[str, Any]:
     return {
         "against plain": against_plain(rank, directory),
         "first half": first_half(rank, directory),
+        "loaded": loaded(rank, directory),
         "tensor parallel": tensor_parallel(rank, directory),
         "refusals": refusals(rank, directory),
     }
+
+
+def loaded(rank: int, directory: Path) -> list[dict[str, Any]]:
+    """Models that never fit whole: loaded from safetensors, and initialized by their modules."""
+    source = directory / "safetensors"
+    if rank == 0:
+        torch.manual_seed(0)
+        with OffloadEngine(config(directory, "off")) as engine:
+            engine.save_weights(Net(), source)
+    dist.barrier()
+    found = []
+    for case in ({"source": source}, {"meta": True}):
+        run = partial(train, rank, **case)
+        plain = run(None)
+        kinds = [STREAMED] if case.get("meta") else [{"enabled": False}, STREAMED]
+        found += [offloaded(directory, str(case), "commit", plain, run, kind) for kind in kinds]
+    return found
 
 
 def first_half(rank: int, directory: Path) -> None:

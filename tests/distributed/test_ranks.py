@@ -58,6 +58,9 @@ def test_sharded_training_gives_what_it_gives_without_offload(tmp_path: Path) ->
                 assert run["kinds"] == ["DTensor"]
                 assert run["optimizer"] > 0
 
+        assert [run["case"] for run in rank["loaded"] if run["differs"]] == []
+        assert [run["weights"] > 0 for run in rank["loaded"]] == [False, True, True]
+
         # Layers that ranks compute together are updated part by part.
         for run in rank["tensor parallel"]:
             assert run["differs"] == []

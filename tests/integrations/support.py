@@ -13,7 +13,10 @@ import pytest
 
 OURS = ("SSD_OFFLOAD_", "ACCELERATE_", "TORCH_DEVICE_BACKEND_AUTOLOAD", "WANDB_")
 
-OFFLOAD_ALL: dict[str, Any] = {"mode": "always", "activations": {"min_size": "1KiB"}}
+OFFLOAD_ALL: dict[str, Any] = {
+    "mode": "always",
+    "activations": {"min_size": "1KiB", "budget": "100%"},
+}
 """Small enough for nearly everything that a tiny model saves to leave."""
 
 
