@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from offload_strategy.checkpoints import consolidate
 from tests.distributed.data_parallel_runs import Net, compared, config, loss_of, same, whole
+from tests.distributed.sharded_runs import STREAMED
 from tests.integrations.lightning_runs import FAMILIES, strategy_class
 
 
@@ -163,10 +164,14 @@ def sharded_against_plain(
         plain = fit(family, Sharded, parallel, place / "plain", None)
         for overlap, name, source in cases:
             given = None if one_file else "ssd_offload_fsdp"  # by its name it saves folders
-            os.environ["SSD_OFFLOAD_CONFIG"] = json.dumps(config(directory, overlap))
+            settings = config(directory, overlap)
+            if name == "again":  # from a checkpoint without streamed weights
+                settings["parameters"] = STREAMED
+            os.environ["SSD_OFFLOAD_CONFIG"] = json.dumps(settings)
             resume = None if source is None else place / source
             ours = fit(family, Sharded, given or ours_of(**options), place / name, resume)
             found.append(_compared(plain, ours, one_file, overlap, name))
+            found[-1]["streamed"] = ours["metrics"].get("offload/parameters/written_bytes", 0)
     if rank == 0:  # a folder of parts becomes what is saved in one file
         consolidate(directory / "False" / "ours" / "epoch=0.ckpt", directory / "one.ckpt")
         one = torch.load(directory / "one.ckpt", weights_only=False)

@@ -121,6 +121,7 @@ def test_two_processes_give_the_numbers_and_checkpoints_of_plain_training(tmp_pa
         # Among them that the file is the plain one, which goes on with other numbers of ranks.
         assert {run["class"] for run in whole + short} == {"SSDOffloadDataParallelStrategy"}
         assert {run["class"] for run in sharded} == {"SSDOffloadFSDPStrategy"}
+        assert [run["streamed"] > 0 for run in sharded[:2]] == [False, True]
         for run in whole + sharded + short:
             assert run["differs"] == [], run["case"]
             assert run["optimizer"] > 0

@@ -115,13 +115,17 @@ class SingleDeviceMixin(OffloadStrategyMixin):
 class DataParallelMixin(OffloadStrategyMixin):
     """A `DDPStrategy`, with its options, whose processes share updates (`optimizer.sharding`)."""
 
+    #: Whether the ranks share the weights among them, so that they can be streamed.
+    shards_weights = False
+
     def __init__(self, config: ConfigSource = None, **options: Any) -> None:
         super().__init__(config, **options)
-        if self.config.parameters.enabled is True:
+        if self.config.parameters.enabled is True and not self.shards_weights:
             raise ConfigError(
                 f"strategy {self.strategy_name!r}: parameters.enabled streams the weights of one "
-                f"process, and the Trainer has several. Set parameters.enabled: false, or use "
-                f"strategy='ssd_offload' with Trainer(devices=1, num_nodes=1)"
+                f"process, or those of processes that shard them, and this Trainer has several "
+                f"with a copy each. Use strategy='ssd_offload_fsdp', set parameters.enabled: "
+                f"false, or use Trainer(devices=1, num_nodes=1)"
             )
 
     def _opened_engine(self) -> OffloadEngine:
@@ -143,10 +147,11 @@ class ShardedMixin(DataParallelMixin):
         options: other options of Lightning's `ModelParallelStrategy`.
 
     Raises:
-        ConfigError: the config is wrong, or streams weights.
+        ConfigError: the config is wrong.
     """
 
     strategy_name = "ssd_offload_fsdp"
+    shards_weights = True
 
     def __init__(
         self,
