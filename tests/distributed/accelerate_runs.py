@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from offload_strategy.integrations.accelerate.plugin import SSDOffloadPlugin, session_of
 from tests.distributed.data_parallel_runs import Net, compared, config, different, loss_of, whole
+from tests.distributed.sharded_runs import STREAMED
 
 
 def make_accelerator(sharded: bool, **options: Any) -> Accelerator:
@@ -110,9 +111,12 @@ def against_plain(rank: int, directory: Path, sharded: bool) -> list[dict[str, A
         ("off", "ours", True),
         ("commit", "plain", True),
     ):
-        plugin = SSDOffloadPlugin(config(directory, overlap))
-        ours = loop(shared / name, plugin, resume, sharded)
+        settings = config(directory, overlap)
+        if sharded and resume:
+            settings["parameters"] = STREAMED
+        ours = loop(shared / name, SSDOffloadPlugin(settings), resume, sharded)
         found.append(compared([overlap, name, resume], plain, ours))
+        found[-1]["streamed"] = ours["metrics"].get("offload/parameters/written_bytes", 0)
     resumed = loop(shared / "ours", None, resume=True, sharded=sharded)
     differs = [each for each in different(plain, resumed) if each != "states"]
     found.append({"case": ["plain of ours"], "differs": differs, "optimizer": 1, "activations": 1})

@@ -94,6 +94,7 @@ def test_a_loop_with_accelerate_gives_the_numbers_and_checkpoints_of_plain_train
             assert len(runs) == 4
             assert [run["case"] for run in runs if run["differs"]] == []
             assert all(run["optimizer"] > 0 and run["activations"] > 0 for run in runs)
+        assert [run["streamed"] > 0 for run in kinds[1][:3]] == [False, True, True]
 
 
 def test_the_trainer_and_lora_give_the_numbers_and_checkpoints_of_plain_training(
