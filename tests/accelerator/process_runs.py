@@ -47,11 +47,17 @@ def join(rank: int, size: int, directory: Path, kind: str) -> torch.device:
     return torch.device(kind, rank)
 
 
-def engine_of(rank: int, directory: Path, overlap: str, host: str | None) -> OffloadEngine:
+def engine_of(
+    rank: int, directory: Path, overlap: str, host: str | None, streamed: bool = False
+) -> OffloadEngine:
     folder = directory / f"disk-{rank}"
     folder.mkdir()
-    optimizer = {"overlap": overlap, "subgroup_size": 5000}
-    return OffloadEngine(settings(folder, host, optimizer=optimizer, memory={"pinned": "8MiB"}))
+    sections: dict[str, Any] = {
+        "optimizer": {"overlap": overlap, "subgroup_size": 5000},
+        "memory": {"pinned": "8MiB"},
+        "parameters": {"enabled": streamed, "min_size": "1KiB"},
+    }
+    return OffloadEngine(settings(folder, host, **sections))
 
 
 def train(
@@ -96,13 +102,19 @@ def train(
 
 
 def compare(
-    rank: int, directory: Path, kind: str, sharded: bool, overlap: str, host: str | None
+    rank: int,
+    directory: Path,
+    kind: str,
+    sharded: bool,
+    overlap: str,
+    host: str | None,
+    streamed: bool,
 ) -> list[bool]:
     """Whether losses and weights are the same with and without offload."""
     device = join(rank, 2, directory, kind)
     eager = overlap == "eager"
     expected = train(None, device, sharded, eager)
-    with engine_of(rank, directory, overlap, host) as engine:
+    with engine_of(rank, directory, overlap, host, streamed) as engine:
         got = train(engine, device, sharded, eager)
         moved = engine.metrics()["offload/optimizer/written_bytes"] > 0 or host is not None
     dist.barrier()

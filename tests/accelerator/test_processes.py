@@ -19,20 +19,24 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    ("sharded", "overlap", "host"),
+    ("sharded", "overlap", "host", "streamed"),
     [
-        (False, "commit", None),
-        (False, "eager", "64MiB"),
-        (False, "off", None),
-        (True, "commit", "64MiB"),
-        (True, "eager", None),
-        (True, "off", "64MiB"),
+        (False, "commit", None, False),
+        (False, "eager", "64MiB", False),
+        (False, "off", None, False),
+        (True, "commit", "64MiB", False),
+        (True, "eager", None, False),
+        (True, "off", "64MiB", False),
+        (True, "commit", None, True),
+        (True, "eager", "64MiB", True),
+        (True, "off", None, True),
     ],
 )
 def test_the_bits_are_the_same(
-    tmp_path: Path, sharded: bool, overlap: str, host: str | None
+    tmp_path: Path, sharded: bool, overlap: str, host: str | None, streamed: bool
 ) -> None:
     options = {"kind": DEVICE, "sharded": sharded, "overlap": overlap, "host": host}
+    options["streamed"] = streamed
     where = "tests.accelerator.process_runs:compare"
     outcomes = run_ranks(where, tmp_path, group=False, **options)
     assert outcomes == [[True, True, True]] * 2
