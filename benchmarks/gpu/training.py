@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -71,7 +72,8 @@ def _train(trainer: Trainer, job: Job, kind: str, deadline: Deadline, most: int)
     }
     if trainer.engine is not None:
         try:
-            found["prediction"] = trainer.engine.compare_prediction().as_dict()
+            parts = trainer.engine.compare_prediction().parts
+            found["prediction"] = {"parts": [asdict(one) | {"ratio": one.ratio} for one in parts]}
         except OffloadError as why:
             found["prediction"] = {"reason": str(why)}
     return found

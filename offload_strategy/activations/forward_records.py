@@ -61,6 +61,10 @@ class Trace:
     #: Until when offloaded items stayed in memory because others referenced them, without the
     #: seconds for which training had waited; None if nobody did.
     held_until: dict[int, float | None] = field(default_factory=dict)
+    #: Bytes of items in memory, also of those that were loaded ahead, after each was saved and
+    #: after each of the `uses`.
+    memory_saved: list[int] = field(default_factory=list)
+    memory_used: list[int] = field(default_factory=list)
     #: Whether an accelerator computes the pass, and its events if the pass is timed by it.
     on_device: bool = False
     device_times: DeviceTimes | None = None

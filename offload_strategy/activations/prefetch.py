@@ -239,6 +239,7 @@ class Prefetcher:
             if item.ticket.state is not TicketState.WRITING:
                 record.loaded_bytes = max(0, record.loaded_bytes - nbytes)
         self._budget.uses(record.trace, record.resident_bytes, nbytes)
+        record.trace.memory_used.append(record.trace.alive_bytes() + record.resident_bytes)
         return True
 
     def _begin_backward(self, record: ForwardRecord) -> None:

@@ -129,13 +129,16 @@ class ActivationOffload:
         }
         return {name: float(value) for name, value in figures.items()}
 
-    def latest_pass_started_at(self) -> float | None:
-        """Return the start of the pass of the last backward (`time.perf_counter`), or None."""
+    def latest_pass(self) -> tuple[Trace, list[str], float] | None:
+        """Return the pass of the last backward, the names of its items, and its end, or None."""
         latest = self._prefetcher.latest_trace
-        return None if latest is None else latest.started_at
+        if latest is None:
+            return None
+        names = [self.names.of(prefix) or "" for prefix in latest.prefixes]
+        return latest, names, self._prefetcher.ended_at(latest)
 
     def profile(self, busy: Sequence[tuple[float, float]] = ()) -> Profile | None:
-        """Return the profile of the last pass, once its backward has ended; see `PassProfiler`."""
+        """Return the profile of that pass; see `PassProfiler`."""
         latest, ended_at = self._prefetcher.latest_trace, self._prefetcher.ended_at
         return None if latest is None else self._profiler.profile(latest, ended_at(latest), busy)
 
@@ -266,7 +269,9 @@ class ActivationOffload:
         idle, saved_after = self._prefetcher.history.times(prefix)
         item = record.add(tensor, span, nbytes, prefix)
         self.names.note(prefix, tensor)
-        if not self._budget.admits(nbytes, trace, idle, saved_after):
+        leaves = self._budget.admits(nbytes, trace, idle, saved_after)
+        trace.memory_saved.append(trace.alive_bytes())
+        if not leaves:
             self._kept_bytes += nbytes
             return KeptTensor(tensor, item, self._prefetcher)
         handle = OffloadedTensor(tensor, item, self._prefetcher)

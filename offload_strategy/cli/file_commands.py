@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from offload_strategy.checkpoints import consolidate
+from offload_strategy.cli.options import add_options
 from offload_strategy.config import CONFIG_VARIABLE, OffloadConfig, presets
+from offload_strategy.engine.run_report import RunReport
 from offload_strategy.io.bandwidth.history import (
     PathIdentity,
     Rates,
     cache_directory,
     load_all_rates,
 )
-from offload_strategy.plan_runtime.predicted_and_measured import PredictionComparison
+from offload_strategy.plan_runtime.profile import write_text
 from offload_strategy.units import format_size, markdown_table
 
 
@@ -69,20 +71,26 @@ def add_report_parser(commands: Any) -> None:
     """Add `report` to the subparsers of `ssd-offload`."""
     parser = commands.add_parser(
         "report",
-        help="compare a run with its prediction, and print the measured bandwidth of paths",
-        description="Print predicted and measured figures of a step from a file that "
-        "OffloadEngine.compare_prediction().save wrote. Without a file, print the bandwidth of "
-        "paths in earlier runs, from which the next run starts.",
+        help="show a run as an HTML page, or print the measured bandwidth of paths",
+        description="Write a page that shows a run, from a file that engine.report().save or "
+        "`report: FILE` in the config wrote, and print what would shorten its steps. Without a "
+        "file, print the bandwidth of paths in earlier runs, from which the next run starts.",
     )
-    parser.add_argument("file", type=Path, nargs="?", metavar="FILE", help="of a run")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("file", type=Path, nargs="?", metavar="RUN", help="the file of a run")
+    add_options(parser, [("--html FILE", "the page (default: RUN with the ending .html)")])
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON, only")
     parser.set_defaults(run=_report)
 
 
 def _report(options: argparse.Namespace) -> None:
     if options.file is not None:
-        found = PredictionComparison.load(options.file)
-        print(json.dumps(found.as_dict(), indent=2) if options.json else found)
+        run = RunReport.load(options.file)
+        if options.json:
+            print(json.dumps(asdict(run), indent=2))
+            return
+        page = options.html or options.file.with_suffix(".html")
+        write_text(page, run.page())
+        print(f"{run}\n\nThe page: {page}")
         return
     kept = load_all_rates()
     print(

@@ -267,6 +267,9 @@ class OffloadConfig(Section):
     """Memory that training may use."""
     planning: PlanningConfig = PlanningConfig()
     """A memory limit and the plan that respects it."""
+    report: Path | None = None
+    """File into which the engine writes its report when training ends, for `ssd-offload report`;
+    further processes add their rank to its name."""
 
     def __init__(self, /, **sections: Any) -> None:
         # One message here as well, for a config written in code.

@@ -300,6 +300,7 @@ class OffloadEngine(EngineReports):
         States can still be read and saved: transfers start threads, which end right after them.
         """
         if not self.closed:
+            self.save_report()
             self._resources.end_threads()
 
     def close(self) -> None:
@@ -307,6 +308,7 @@ class OffloadEngine(EngineReports):
 
         Optimizer states are lost: save `optimizer.state_dict()` before.
         """
+        self.save_report()
         if self._activations is not None:
             self._activations.enabled = False
         for reference, hooks in self._hooks.values():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
+import platform
 import weakref
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 import psutil
@@ -20,23 +23,30 @@ from offload_strategy.engine.attached_optimizers import AttachedOptimizers
 from offload_strategy.engine.automatic_choice import AutomaticChoice
 from offload_strategy.engine.metrics import Metrics
 from offload_strategy.engine.model_weights import EngineWeights
-from offload_strategy.engine.step_log import StepLog, compare_step
+from offload_strategy.engine.run_report import RunReport, timeline
+from offload_strategy.engine.step_log import StepLog, compare_step, compared_paths
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.pool import IDLE_BYTES
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
+from offload_strategy.optimizer.subgroup_update import UpdateTiming
 from offload_strategy.optimizer.user_class.compatibility import check_supported
 from offload_strategy.plan_runtime.predicted_and_measured import PredictionComparison
 from offload_strategy.plan_runtime.profile import Profile, Update
+from offload_strategy.plan_runtime.replay import replay
 from offload_strategy.plan_runtime.space_requirements import (
     HostMemoryPrediction,
     predict_host_memory,
 )
+from offload_strategy.plan_runtime.step_usage import MemoryCurve
 from offload_strategy.plan_runtime.weight_schedule import (
     BlockPass,
     WeightSchedule,
     weight_schedule,
 )
-from offload_strategy.telemetry import Recorder, write_trace
+from offload_strategy.plan_runtime.what_if import best_changes
+from offload_strategy.telemetry import Recorder, get_logger, write_trace
+
+logger = get_logger(__name__)
 
 #: Gradients that exist in backward while updates consume them.
 _GRADIENTS_HELD = 1
@@ -97,19 +107,15 @@ class EngineReports(EngineWeights):
             ConfigError: no step was trained yet, or activations are not offloaded.
         """
         self._check_open()
-        activations, start = self._activations, None
-        if activations is not None:
-            start = activations.latest_pass_started_at()
-        if activations is None or start is None:
+        activations = self._activations
+        latest = None if activations is None else activations.latest_pass()
+        if activations is None or latest is None:
             raise ConfigError(_NO_PROFILE)
-        timings = sorted(
-            (timing for optimizer in self._optimizers for timing in optimizer.timings.since(start)),
-            key=lambda timing: timing.begin,
-        )
+        start = latest[0].started_at
+        timings = self._updates_since(start)
         # Updates run between the nodes of backward: their time is not the model's.
         found = activations.profile([(timing.begin, timing.end) for timing in timings])
-        if found is None:
-            raise ConfigError(_NO_PROFILE)
+        assert found is not None
         updates = []
         for timing in timings:
             before = sum(other.end - other.begin for other in timings if other.end <= timing.begin)
@@ -121,25 +127,78 @@ class EngineReports(EngineWeights):
         shared = self._device.type == "cpu"
         return replace(found, updates=tuple(updates), shared_cores=shared)
 
+    def _updates_since(self, moment: float) -> list[UpdateTiming]:
+        found = (one for each in self._optimizers for one in each.timings.since(moment))
+        return sorted(found, key=lambda timing: timing.begin)
+
     def compare_prediction(self) -> PredictionComparison:
         """Compare the prediction of a step with its measurement, figure by figure; printable.
 
         The prediction is a replay of the last step's profile with the bandwidth known when the
         engine was created (from earlier runs or a probe). The measurement is the median of the last
-        five steps. The result's `save` writes a file for ``ssd-offload report``.
+        five steps. It is part of `report`.
 
         Raises:
             ConfigError: fewer than four steps were trained, or activations are not offloaded.
         """
-        profile, seen = self.profile(), self._log.middle_step()
-        if seen is None:
+        self.profile()
+        if (found := self.report().comparison) is None:
             raise ConfigError(
                 "compare_prediction: too few steps were trained. Train at least four, and more for "
                 "meaningful figures."
             )
-        assert self._activations is not None
-        state_bytes = self._optimizers.state_bytes
-        return compare_step(profile, self._activations, self._resources, state_bytes, seen)
+        return found
+
+    def report(self) -> RunReport:
+        """Return what the run did and how its last step went; a notebook shows it as a page.
+
+        Its `save` writes a file for ``ssd-offload report``, which makes the page of it. Without
+        offloaded activations, and before the first backward has ended, it has metrics alone.
+
+        Raises:
+            OffloadError: the engine is closed.
+        """
+        self._check_open()
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        found = RunReport(
+            about=f"{date} · {platform.node()} · {self._device} · torch {torch.__version__}",
+            metrics={key: one for key, one in self.metrics().items() if math.isfinite(one)},
+            config=self.effective_config().to_yaml(),
+            paths=tuple(compared_paths(self._resources)),
+        )
+        activations = self._activations
+        latest = None if activations is None else activations.latest_pass()
+        if activations is None or latest is None:
+            return found
+        step, comparison = compare_step(
+            self.profile(),
+            activations,
+            self._resources,
+            self._optimizers.state_bytes,
+            self._log.middle_step(),
+        )
+        profile, updates = step.profile, self._updates_since(latest[0].started_at)
+        without = MemoryCurve(profile.tensors, profile.step_seconds, profile.baseline)
+        return replace(
+            found,
+            timeline=timeline(*latest, profile.others, updates, self._recorder),
+            memory={
+                "with offload": replay(profile, step.plan).memory,
+                "without": tuple(zip(without.moments, [*without.levels, 0], strict=True)),
+            },
+            comparison=comparison,
+            changes=tuple(best_changes(step)),
+        )
+
+    def save_report(self) -> None:
+        """Write the report into the file that the config names, if any; never fails."""
+        file, rank = self.config.report, os.environ.get("RANK", "0")
+        if file is None or self.closed:
+            return
+        try:
+            self.report().save(file if rank == "0" else file.with_stem(f"{file.stem}-{rank}"))
+        except Exception as error:  # training has ended well
+            logger.warning("the report of the run is not written: %s", error)
 
     def predict_memory(
         self, model: nn.Module, optimizer: Optimizer, *inputs: Any, **named_inputs: Any

@@ -19,10 +19,10 @@ from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from offload_strategy.plan_runtime.predicted_and_measured import (
     ComparedFigure,
+    PredictedStep,
     PredictionComparison,
     StepFigures,
     compare_prediction,
-    predict_figures,
 )
 from offload_strategy.plan_runtime.profile import PathRates, Profile
 from offload_strategy.store.ticket import Tier
@@ -120,10 +120,13 @@ def compare_step(
     activations: ActivationOffload,
     resources: Resources,
     state_bytes: int,
-    seen: tuple[StepFigures, int],
-) -> PredictionComparison:
-    """See `OffloadEngine.compare_prediction`; `seen` is the middle step."""
-    observed, passes = seen
+    seen: tuple[StepFigures, int] | None,
+) -> tuple[PredictedStep, PredictionComparison | None]:
+    """Predict a step with what was known before the run; compare it with the middle step, `seen`.
+
+    See `OffloadEngine.compare_prediction`.
+    """
+    observed, passes = seen or (None, 1)
     figures = activations.figures()
     host_states, host_room = _host_room(resources, state_bytes)
     queues = [queue for tier in resources.clients["activations"] for queue in tier.queues]
@@ -138,16 +141,16 @@ def compare_step(
     )
     profile = replace(profile, paths=(rates,) if queues else (), updates=updates)
     plan = None if activations.planned is None else activations.planned.plan
-    if plan is None:
-        # In the order of saving, as a budget has it; what is saved last stays in host memory.
-        leaving, left = [], int(figures["step_left_bytes"]) - host_room
-        for number, tensor in enumerate(profile.tensors):
-            if tensor.nbytes <= left:
-                left -= tensor.nbytes
-                leaving.append(number)
-        predicted = predict_figures(profile, leaving=leaving, passes=passes)
-    else:
-        predicted = predict_figures(profile, limit=plan.limit, passes=passes)
+    # In the order of saving, as a budget has it; what is saved last stays in host memory.
+    leaving, left = [], int(figures["step_left_bytes"]) - host_room
+    for number, tensor in enumerate(profile.tensors):
+        if tensor.nbytes <= left:
+            left -= tensor.nbytes
+            leaving.append(number)
+    step = PredictedStep(profile, leaving, None if plan is None else plan.limit, passes)
+    if observed is None:
+        return step, None
+    if plan is not None:
         observed = replace(observed, peak_bytes=int(figures["plan_peak_bytes"]))
     remarks = []
     if not known:
@@ -157,14 +160,19 @@ def compare_step(
         )
     if observed.weight_wait_seconds:
         remarks.append("Weights are streamed, of which nothing is predicted here.")
-    return compare_prediction(
+    return step, compare_prediction(
         profile,
-        predicted,
+        step.figures(),
         observed,
-        [_path(comparison) for comparison in resources.measured_paths.comparisons()],
+        compared_paths(resources),
         remarks=remarks,
         about={"passes_in_a_step": passes},
     )
+
+
+def compared_paths(resources: Resources) -> list[ComparedFigure]:
+    """Compare what was known of each direction of each path with what the run has seen."""
+    return [_path(comparison) for comparison in resources.measured_paths.comparisons()]
 
 
 def _rates_before(

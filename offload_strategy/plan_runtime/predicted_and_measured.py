@@ -10,14 +10,13 @@ computing, including data loading and logging, which a replay does not know.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal, Self
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from pydantic import FiniteFloat
 
 from offload_strategy.plan_runtime.lifetime_plan import LifetimePlan, PlannedMove, plan_lifetimes
-from offload_strategy.plan_runtime.profile import Profile, load_json, save_json
+from offload_strategy.plan_runtime.profile import Profile
 from offload_strategy.plan_runtime.replay import StepReplay, replay
 from offload_strategy.plan_runtime.step_usage import BookedPath
 from offload_strategy.units import format_size, markdown_table
@@ -118,21 +117,6 @@ class PredictionComparison:
         """Return the row with this name; raise a KeyError if there is none."""
         return {part.part: part for part in self.parts}[name]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return rows with ratios, in seconds, bytes, and bytes per second, ready for JSON."""
-        parts = [asdict(part) | {"ratio": part.ratio} for part in self.parts]
-        return {"parts": parts, "remarks": list(self.remarks), "about": dict(self.about)}
-
-    def save(self, file: Path) -> None:
-        """Write the comparison as JSON, for ``ssd-offload report``."""
-        save_json(file, self.as_dict())
-
-    @classmethod
-    def load(cls, file: Path) -> Self:
-        """Read what `save` wrote; raise a ConfigError if the file is something else."""
-        how = "Write one with engine.compare_prediction().save(Path(...))."
-        return load_json(file, cls, "a comparison with a prediction", how)
-
     def __str__(self) -> str:
         """A table in Markdown."""
         rows = []
@@ -145,32 +129,43 @@ class PredictionComparison:
         return f"{table}\n\n{remarks}" if remarks else table
 
 
-def predict_figures(
-    profile: Profile,
-    *,
-    leaving: Iterable[int] = (),
-    limit: int | None = None,
-    passes: int = 1,
-) -> StepFigures:
-    """Predict a step of training by a replay of its last pass on the path of the profile.
+@dataclass(frozen=True, slots=True)
+class PredictedStep:
+    """A step of some passes, predicted by a replay of its last pass on the path of the profile.
 
     Offloaded are the tensors with the numbers `leaving`, or what a plan decides for a `limit` of
-    memory in bytes. Of several passes of a step, updates belong to the last.
+    memory in bytes.
     """
-    plan = _all_of(profile, leaving) if limit is None else plan_lifetimes(profile, limit)
 
-    def of(one: Profile) -> StepFigures:
-        updating = sum(update.seconds for update in one.updates) if one.shared_cores else 0.0
-        return StepFigures.of(replay(one, plan), updating)
+    profile: Profile
+    leaving: Iterable[int] = ()
+    limit: int | None = None
+    passes: int = 1
 
-    last = of(profile)
-    before = [of(replace(profile, updates=()))] * (passes - 1) if passes > 1 else []
-    sums = {
-        figure: sum(getattr(one, figure) for one in (*before, last))
-        for _, figure, _ in _ROWS
-        if figure not in ("weight_wait_seconds", "peak_bytes")
-    }
-    return replace(last, **sums, peak_bytes=max(one.peak_bytes or 0 for one in (*before, last)))
+    @property
+    def plan(self) -> LifetimePlan:
+        """The moves of a pass."""
+        if self.limit is None:
+            return _all_of(self.profile, self.leaving)
+        return plan_lifetimes(self.profile, self.limit)
+
+    def figures(self) -> StepFigures:
+        """Replay the step; of several passes, updates belong to the last."""
+        plan = self.plan
+
+        def of(one: Profile) -> StepFigures:
+            updating = sum(update.seconds for update in one.updates) if one.shared_cores else 0.0
+            return StepFigures.of(replay(one, plan), updating)
+
+        last = of(self.profile)
+        more = self.passes - 1
+        before = [of(replace(self.profile, updates=()))] * more if more > 0 else []
+        sums = {
+            figure: sum(getattr(one, figure) for one in (*before, last))
+            for _, figure, _ in _ROWS
+            if figure not in ("weight_wait_seconds", "peak_bytes")
+        }
+        return replace(last, **sums, peak_bytes=max(one.peak_bytes or 0 for one in (*before, last)))
 
 
 def compare_prediction(

@@ -44,6 +44,7 @@ class StepReplay:
     stalls: Mapping[str, float]  # Seconds of waiting for "reads", "memory" and "updates"
     peak_bytes: int
     lanes: Mapping[str, LaneUse]  # Of each direction of the path by name, and of "update"
+    memory: tuple[tuple[float, int], ...] = ()  # (seconds, bytes from then on)
 
 
 class _Kind(IntEnum):
@@ -161,7 +162,7 @@ class _Replay:
             _Tensor(life, number in self._fetches) for number, life in enumerate(profile.tensors)
         ]
         self._memory = profile.baseline[-1][1]
-        self._leaving = self._peak = 0
+        self._leaving = 0
         self._delay = 0.0  # delay of computation by transfers and updates
         self._waits = False
         self._done: StepReplay | None = None
@@ -343,7 +344,7 @@ class _Replay:
 
     def _count(self, nbytes: int) -> None:
         self._memory += nbytes
-        self._peak = max(self._peak, self._memory)
+        self._curve.append((self._now - self._began, self._memory))
 
     # ------------------------------------------------------------------ updates
     def _missing_updates(self) -> str | None:
@@ -432,7 +433,7 @@ class _Replay:
     # ------------------------------------------------------------------ steps
     def _begin_step(self) -> None:
         self._began = self._now
-        self._peak = self._memory
+        self._curve = [(0.0, self._memory)]
         self._busy: dict[str, tuple[int, float]] = {}  # bytes and seconds by lane
         # Updates of the last step may still be written.
         self._ready: set[int] = set()
@@ -442,8 +443,7 @@ class _Replay:
 
     def _finished(self, computing: float, stalls: dict[str, float]) -> StepReplay:
         seconds = self._now - self._began
-        lanes = {
-            lane: LaneUse(nbytes, busy / seconds if seconds else 0.0)
-            for lane, (nbytes, busy) in self._busy.items()
-        }
-        return StepReplay(seconds, computing, stalls, self._peak, lanes)
+        busy = self._busy.items()
+        lanes = {lane: LaneUse(moved, spent / (seconds or 1.0)) for lane, (moved, spent) in busy}
+        peak = max(nbytes for _, nbytes in self._curve)
+        return StepReplay(seconds, computing, stalls, peak, lanes, tuple(self._curve))

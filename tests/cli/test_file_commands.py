@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from offload_strategy.config import OffloadConfig
+from offload_strategy.engine.run_report import RunReport
 from offload_strategy.io.bandwidth.history import (
     CACHE_VARIABLE,
     MeasuredRate,
@@ -21,6 +22,7 @@ from offload_strategy.plan_runtime.predicted_and_measured import (
     ComparedFigure,
     PredictionComparison,
 )
+from offload_strategy.plan_runtime.what_if import Change
 from offload_strategy.telemetry import Direction
 
 
@@ -80,17 +82,25 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def test_it_prints_the_table_of_a_run(ssd_offload, tmp_path):
-    file = tmp_path / "run.json"
-    made = PredictionComparison((ComparedFigure("step", 1.5, 3.0, "s", "slow"),), ("A remark.",))
+def test_it_makes_a_page_of_a_run_and_prints_what_would_help(ssd_offload, tmp_path):
+    pytest.importorskip("plotly")
+    file, page = tmp_path / "run.json", tmp_path / "page.html"
+    table = PredictionComparison((ComparedFigure("step", 1.5, 3.0, "s", "slow"),), ("A remark.",))
+    made = RunReport({}, "mode: auto", (), comparison=table, changes=(Change("a disk", 3.0, 2.0),))
     made.save(file)
-    assert "| step | 1.500 s | 3.000 s | 2.00 | slow |" in ssd_offload("report", file).out
-    assert json.loads(ssd_offload("report", file, "--json").out)["parts"][0]["ratio"] == 2.0
+    text = ssd_offload("report", file).out
+    assert "| step | 1.500 s | 3.000 s | 2.00 | slow |" in text
+    assert "- a disk: 2.000 s instead of 3.000 s" in text
+    assert text.endswith(f"The page: {tmp_path / 'run.html'}\n")
+    ssd_offload("report", file, "--html", page)
+    assert page.read_bytes() == (tmp_path / "run.html").read_bytes()
+    assert json.loads(ssd_offload("report", file, "--json").out)["changes"][0]["what"] == "a disk"
 
 
 def test_a_file_that_is_something_else_is_refused(ssd_offload, tmp_path):
     said = ssd_offload("report", tmp_path / "nowhere.json", status=2).err
-    assert "nowhere.json cannot be read as a comparison with a prediction" in said
+    assert "nowhere.json cannot be read as the report of a run" in said
+    assert "engine.report().save" in said
 
 
 def test_without_a_file_it_prints_what_is_known_of_paths(ssd_offload, cache):

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime.predicted_and_measured import (
     ComparedFigure,
-    PredictionComparison,
+    PredictedStep,
     StepFigures,
     compare_prediction,
-    predict_figures,
 )
 from offload_strategy.plan_runtime.profile import PathRates, Update
 from offload_strategy.plan_runtime.replay import replay
@@ -64,7 +60,7 @@ def test_each_part_is_told_with_its_own_ratio() -> None:
         found.part("peak of memory")
 
 
-def test_it_prints_a_table_and_is_the_same_after_it_was_saved(tmp_path: Path) -> None:
+def test_it_prints_a_table() -> None:
     path = ComparedFigure("/mnt/nvme0 read", 4e9, 3e9, "B/s", "predicted by the probe")
     made = compare_prediction(
         stack(4), FIGURES, FIGURES, [path], remarks=["A remark."], about={"passes_in_a_step": 2}
@@ -75,45 +71,12 @@ def test_it_prints_a_table_and_is_the_same_after_it_was_saved(tmp_path: Path) ->
     assert "| read in a step | 2.8 GiB | 2.8 GiB | 1.00 |  |" in text
     assert "| /mnt/nvme0 read | 4 GB/s | 3 GB/s | 0.75 | predicted by the probe |" in text
     assert text.endswith("\n\n- A remark.")
-    file = tmp_path / "comparison.json"
-    made.save(file)
-    assert PredictionComparison.load(file) == made
-    assert json.loads(file.read_text())["parts"][0]["ratio"] == 1.0
-
-
-GOOD = {"part": "step", "predicted": 1.0, "observed": 1.0, "unit": "s"}
-
-
-def _file(*parts: object) -> str:
-    return json.dumps({"format": 1, "parts": parts, "remarks": [], "about": {}})
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{}",
-        "[1]",
-        '{"format": 2}',
-        '{"format": 1, "parts": 3, "remarks": [], "about": {}}',
-        _file(3),
-        _file({"part": "step"}),
-        _file(GOOD | {"predicted": "soon"}),
-        _file(GOOD | {"predicted": float("nan")}),
-        _file(GOOD | {"unit": "h"}),
-    ],
-)
-def test_something_else_is_refused_with_a_word(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "other.json"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match="cannot be read as a comparison with a prediction"):
-        PredictionComparison.load(file)
 
 
 # ---------------------------------------------------------------------- what is predicted
 def test_what_leaves_moves_its_bytes_once_in_each_direction() -> None:
     for leaving in ([], [0, 1, 2]):
-        found = predict_figures(stack(5, path=1000.0), leaving=leaving)
+        found = PredictedStep(stack(5, path=1000.0), leaving=leaving).figures()
         assert found.read_bytes == found.written_bytes == 100 * len(leaving)
         assert found.step_seconds == pytest.approx(15.0), "all of it is hidden"
         assert found.computing_seconds == pytest.approx(15.0)
@@ -123,7 +86,7 @@ def test_what_leaves_moves_its_bytes_once_in_each_direction() -> None:
 
 def test_a_path_that_is_too_slow_is_waited_for() -> None:
     profile = stack(10, path=30.0)
-    parts = predict_figures(profile, leaving=range(10))
+    parts = PredictedStep(profile, leaving=range(10)).figures()
     assert parts.read_wait_seconds > 0
     waits = parts.read_wait_seconds + parts.room_wait_seconds + parts.update_wait_seconds
     assert parts.step_seconds == pytest.approx(
@@ -131,11 +94,11 @@ def test_a_path_that_is_too_slow_is_waited_for() -> None:
     )
     # A faster path is waited for less.
     faster = replace(profile, paths=(PathRates("disk", 500.0, 500.0),))
-    assert predict_figures(faster, leaving=range(10)).step_seconds < parts.step_seconds
+    assert PredictedStep(faster, leaving=range(10)).figures().step_seconds < parts.step_seconds
 
 
 def test_a_limit_of_memory_has_a_plan_of_its_own() -> None:
-    found = predict_figures(stack(20, path=120.0), limit=800)
+    found = PredictedStep(stack(20, path=120.0), limit=800).figures()
     assert found.peak_bytes is not None
     assert found.peak_bytes <= 800
     assert found.written_bytes == found.read_bytes > 0
@@ -144,7 +107,7 @@ def test_a_limit_of_memory_has_a_plan_of_its_own() -> None:
 def test_updates_that_share_the_cores_are_told_apart_from_waiting_for_them() -> None:
     update = Update(ready_at=9.0, seconds=2.0, read_bytes=100, written_bytes=100)
     profile = stack(3, updates=(update, update), shared_cores=True)
-    found = predict_figures(profile)
+    found = PredictedStep(profile).figures()
     assert found.update_seconds == pytest.approx(4.0)
     assert found.step_seconds == pytest.approx(replay(profile).step_seconds)
     assert found.step_seconds == pytest.approx(
@@ -156,10 +119,7 @@ def test_updates_that_share_the_cores_are_told_apart_from_waiting_for_them() -> 
 def test_passes_of_a_step_add_up_and_updates_come_with_the_last() -> None:
     update = Update(ready_at=9.0, seconds=2.0, read_bytes=100, written_bytes=100)
     profile = stack(3, path=1000.0, updates=(update,), shared_cores=True)
-    one, three = (
-        predict_figures(profile, leaving=[0]),
-        predict_figures(profile, leaving=[0], passes=3),
-    )
+    one, three = (PredictedStep(profile, [0], passes=passes).figures() for passes in (1, 3))
     assert three.computing_seconds == pytest.approx(3 * one.computing_seconds)
     assert three.update_seconds == pytest.approx(one.update_seconds)
     assert three.written_bytes == 2 * 100 + one.written_bytes
@@ -167,6 +127,6 @@ def test_passes_of_a_step_add_up_and_updates_come_with_the_last() -> None:
 
 
 def test_what_has_no_path_does_not_leave() -> None:
-    found = predict_figures(stack(5, paths=()), leaving=range(5))
+    found = PredictedStep(stack(5, paths=()), leaving=range(5)).figures()
     assert found.step_seconds == pytest.approx(15.0)
     assert found.written_bytes == 0
