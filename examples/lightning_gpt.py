@@ -40,7 +40,8 @@ from offload_strategy.examples.report import Figures, Journal, print_report
 HAS_TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
 # What is on its way to and from the disk may take this much memory. The default of 4 GiB is more
 # than this small model needs in all: with a slow disk everything would stay in memory.
-CONFIG = os.environ.get("SSD_OFFLOAD_CONFIG") or '{"memory": {"pinned": "64MiB"}}'
+# And all that may leave does, although it would fit into memory.
+CONFIG = os.environ.get("SSD_OFFLOAD_CONFIG") or '{"mode": "always", "memory": {"pinned": "64MiB"}}'
 COMPARED_STEPS = 15
 SHAPE_OPTIONS = ["steps", "layers", "width", "context", "batch"]
 REPEATED_OPTIONS = [*SHAPE_OPTIONS, "accumulate", "clip", "seed", "logdir"]
@@ -80,7 +81,7 @@ def train(options: argparse.Namespace) -> Figures:
     module = LitGPT(options)
     training, validation = make_loaders(options)
     steps = options.stop_after or options.steps
-    journal = Journal(steps)
+    journal = Journal(steps, Path(options.logdir, "run.json"))
     monitor = [OffloadMonitor()] if options.strategy == "ssd_offload" else []
     logger_class = TensorBoardLogger if HAS_TENSORBOARD else CSVLogger
     trainer = pl.Trainer(
@@ -173,6 +174,8 @@ def main() -> None:
         print_report(figures, train_elsewhere(options))
     if HAS_TENSORBOARD and not options.stop_after:
         print(f"\nCurves: {sys.executable} -m tensorboard.main --logdir {options.logdir}")
+    if options.strategy == "ssd_offload":
+        print(f"The run as a page: ssd-offload report {Path(options.logdir, 'run.json')}")
 
 
 def quieten_lightning() -> None:

@@ -2,6 +2,7 @@
 
 import textwrap
 import time
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,10 +17,11 @@ class Journal(pl.Callback):
 
     Args:
         steps: Optimizer steps in all.
+        run: The file into which an engine's report is written.
     """
 
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
+    def __init__(self, steps: int, run: Path) -> None:
+        self.steps, self.run = steps, run
         self.losses: list[float] = []  # one a micro-batch
         self.validation_losses: list[float] = []
         self.metrics: dict[str, float] = {}
@@ -58,7 +60,10 @@ class Journal(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         engine = getattr(trainer.strategy, "offload_engine", None)
-        self.metrics = engine.metrics() if engine else {}
+        if engine:
+            self.metrics = engine.metrics()
+            self.run.parent.mkdir(parents=True, exist_ok=True)
+            engine.report().save(self.run)
 
 
 def print_report(with_offload: Figures, without: Figures) -> None:

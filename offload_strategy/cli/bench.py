@@ -22,7 +22,7 @@ from offload_strategy.config.directories import file_system_of
 from offload_strategy.errors import ConfigError, OffloadError
 from offload_strategy.io.backends.protocol import Backend, create_backend
 from offload_strategy.io.bandwidth.estimator import round_trip_rate
-from offload_strategy.io.bandwidth.history import Rates
+from offload_strategy.io.bandwidth.history import PathIdentity, Rates, load_rates, save_rates
 from offload_strategy.io.bandwidth.probe import MAX_BYTES, probe, write_latencies
 from offload_strategy.io.regions.region import Region
 from offload_strategy.plan_runtime.profile import write_text
@@ -166,6 +166,12 @@ def _measure(result: _Result, options: argparse.Namespace, bar: _Bar, part: int)
                 nbytes=options.size,
                 on_progress=bar.part(part, f"{path}: write, read"),
             )
+            # A run begins with these rates, and its report has them as the ceiling.
+            backend_name, depth = type(backend).__name__, backend.depth
+            identity = PathIdentity.of(
+                path.absolute(), region.fd, processes=1, backend=backend_name, depth=depth
+            )
+            save_rates(identity, {**result.rates, **load_rates(identity)})
             result.latencies = write_latencies(
                 region,
                 backend,

@@ -16,10 +16,13 @@ import time
 
 import pytest
 
+from offload_strategy import OffloadEngine
 from offload_strategy.cli import bench
 from offload_strategy.cli.bench import _percentile
+from offload_strategy.io.bandwidth.history import CACHE_VARIABLE
 from tests.io.backends import SimulatedBackend
 from tests.io.loop_devices import loop_device, loop_disk
+from tests.training import settings
 
 QUICK = ["--seconds", "0.1", "--size", "16MiB", "--threads", "2"]
 MBps = 1_000_000
@@ -173,3 +176,16 @@ def _read_until(terminal: int, pattern: bytes, seconds: float) -> bytes:
             if select.select([terminal], [], [], 0.1)[0]:
                 text += os.read(terminal, 4096)
     return text
+
+
+def test_a_run_begins_with_what_was_measured(disk, tmp_path, monkeypatch, ssd_offload):
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    file = tmp_path / "bench.json"
+    ssd_offload("bench", disk, *QUICK, "--block-size", "64KiB", "--json", file)
+    (measured,) = json.loads(file.read_text())["paths"]
+    with OffloadEngine(settings(disk)) as engine:
+        rates = {row.part: row for row in engine.report().paths}
+    read, write = (rates[f"{disk} {way}"] for way in ("read", "write"))
+    assert read.predicted == measured["read_bytes_per_second"]
+    assert write.predicted == measured["write_bytes_per_second"]
+    assert "predicted by the probe" in read.remark

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from offload_strategy.engine.run_report import RunReport
 from offload_strategy.integrations.accelerate.launch import environment_for
 from tests.distributed.ranks import run_ranks
 from tests.integrations.accelerate_runs import forget_accelerator
@@ -82,10 +83,15 @@ def test_the_main_job_says_where_tensors_go_and_how_it_went(tmp_path: Path) -> N
         "mmap threshold",
         "What the model wrote",
         "tensorboard.main --logdir logs",
+        "ssd-offload report logs/run.json",
     ):
         assert label in printed
     assert "The first 3 losses are the same to the last bit." in printed
     assert_moved(figures["metrics"])
+    report = RunReport.load(home / "logs" / "run.json")
+    assert_moved(dict(report.metrics))
+    assert report.comparison is None, "three steps are too few"
+    assert any(span.name.startswith("model.blocks.1") for span in report.timeline)
     # An untrained model, which learns.
     before, after = figures["validation_losses"]
     assert before == pytest.approx(5.545, abs=0.1)
