@@ -97,7 +97,7 @@ def add_parser(commands: Any) -> None:
 
 def _bench(options: argparse.Namespace) -> int:
     io = OffloadConfig.load(None).io
-    options.threads = options.threads or io.threads
+    options.threads = options.threads or io.threads_to_use()
     options.block_size = options.block_size or io.block_size
     options.backend = options.backend or io.backend
     if options.json not in (None, "-"):

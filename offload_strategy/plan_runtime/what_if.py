@@ -57,7 +57,7 @@ def _changes(step: PredictedStep) -> Iterator[tuple[str, PredictedStep, float]]:
         changed = replace(step, profile=replace(profile, updates=tuple(here)))
         yield f"a dram tier of {format_size(states)} for optimizer states", changed, 1.0
     if profile.updates:
-        what = "twice the micro-batches per step (trains differently), for as many samples"
+        what = "twice the micro-batches per step, for as many samples (this trains differently)"
         yield what, replace(step, passes=2 * step.passes), 0.5
 
 

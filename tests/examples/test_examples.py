@@ -90,7 +90,6 @@ def test_the_main_job_says_where_tensors_go_and_how_it_went(tmp_path: Path) -> N
     assert_moved(figures["metrics"])
     report = RunReport.load(home / "logs" / "run.json")
     assert_moved(dict(report.metrics))
-    assert report.comparison is None, "three steps are too few"
     assert any(span.name.startswith("model.blocks.1") for span in report.timeline)
     # An untrained model, which learns.
     before, after = figures["validation_losses"]
