@@ -81,7 +81,8 @@ def train(options: dict[str, Any]) -> None:
         figures["peak_bytes"] = status_bytes("VmHWM")
         del loss
         if engine is not None and number == options["steps"] // 2:
-            found = engine.compare_prediction()
+            found = engine.report().comparison
+            assert found is not None, "too few steps"
             figures["predicted"] = {
                 name: found.part(name).predicted for name in ("step", "peak of memory")
             }

@@ -23,7 +23,6 @@ from benchmarks.gpu.contenders import Job, Trainer, make
 from benchmarks.gpu.device import Unavailable
 from benchmarks.machine import device_rates, forget_peak, status_bytes
 from benchmarks.turns import Deadline
-from offload_strategy import OffloadError
 
 #: Steps whose losses and gradients are compared bit by bit; then such in which amounts and orders
 #: are learned; then those that count.
@@ -71,11 +70,12 @@ def _train(trainer: Trainer, job: Job, kind: str, deadline: Deadline, most: int)
         "steps": steps,
     }
     if trainer.engine is not None:
-        try:
-            parts = trainer.engine.compare_prediction().parts
-            found["prediction"] = {"parts": [asdict(one) | {"ratio": one.ratio} for one in parts]}
-        except OffloadError as why:
-            found["prediction"] = {"reason": str(why)}
+        compared = trainer.engine.report().comparison
+        if compared is None:
+            found["prediction"] = {"reason": "too few steps, or no activations are offloaded"}
+        else:
+            parts = [asdict(one) | {"ratio": one.ratio} for one in compared.parts]
+            found["prediction"] = {"parts": parts}
     return found
 
 

@@ -167,11 +167,8 @@ def _measure(result: _Result, options: argparse.Namespace, bar: _Bar, part: int)
                 on_progress=bar.part(part, f"{path}: write, read"),
             )
             # A run begins with these rates, and its report has them as the ceiling.
-            backend_name, depth = type(backend).__name__, backend.depth
-            identity = PathIdentity.of(
-                path.absolute(), region.fd, processes=1, backend=backend_name, depth=depth
-            )
-            save_rates(identity, {**result.rates, **load_rates(identity)})
+            of = PathIdentity.of(path.absolute(), region.fd, processes=1, backend=backend)
+            save_rates(of, {**result.rates, **load_rates(of)})
             result.latencies = write_latencies(
                 region,
                 backend,

@@ -72,22 +72,19 @@ def add_report_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "report",
         help="show a run as an HTML page, or print the measured bandwidth of paths",
-        description="Write a page that shows a run, from a file that engine.report().save or "
-        "`report: FILE` in the config wrote, and print what would shorten its steps. Without a "
-        "file, print the bandwidth of paths in earlier runs, from which the next run starts.",
+        description="Write the page of a run whose engine.report().save, or `report: FILE` in its "
+        "config, wrote a file. Without one, print the bandwidth of paths in earlier runs, from "
+        "which the next run starts.",
     )
     parser.add_argument("file", type=Path, nargs="?", metavar="RUN", help="the file of a run")
     add_options(parser, [("--html FILE", "the page (default: RUN with the ending .html)")])
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON, only")
+    parser.add_argument("--json", action="store_true", help="print the bandwidth as JSON")
     parser.set_defaults(run=_report)
 
 
 def _report(options: argparse.Namespace) -> None:
     if options.file is not None:
         run = RunReport.load(options.file)
-        if options.json:
-            print(json.dumps(asdict(run), indent=2))
-            return
         page = options.html or options.file.with_suffix(".html")
         write_text(page, run.page())
         print(f"{run}\n\nThe page: {page}")

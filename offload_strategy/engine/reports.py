@@ -30,7 +30,6 @@ from offload_strategy.host_memory.pool import IDLE_BYTES
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from offload_strategy.optimizer.subgroup_update import UpdateTiming
 from offload_strategy.optimizer.user_class.compatibility import check_supported
-from offload_strategy.plan_runtime.predicted_and_measured import PredictionComparison
 from offload_strategy.plan_runtime.profile import Profile, Update
 from offload_strategy.plan_runtime.replay import replay
 from offload_strategy.plan_runtime.space_requirements import (
@@ -50,10 +49,6 @@ logger = get_logger(__name__)
 
 #: Gradients that exist in backward while updates consume them.
 _GRADIENTS_HELD = 1
-_NO_PROFILE = (
-    "profile: no backward pass has finished yet. Train a step first, with activations.enabled: "
-    "true."
-)
 
 
 class EngineReports(EngineWeights):
@@ -110,7 +105,10 @@ class EngineReports(EngineWeights):
         activations = self._activations
         latest = None if activations is None else activations.latest_pass()
         if activations is None or latest is None:
-            raise ConfigError(_NO_PROFILE)
+            raise ConfigError(
+                "profile: no backward pass has finished yet. Train a step first, with "
+                "activations.enabled: true."
+            )
         start = latest[0].started_at
         timings = self._updates_since(start)
         # Updates run between the nodes of backward: their time is not the model's.
@@ -131,32 +129,13 @@ class EngineReports(EngineWeights):
         found = (one for each in self._optimizers for one in each.timings.since(moment))
         return sorted(found, key=lambda timing: timing.begin)
 
-    def compare_prediction(self) -> PredictionComparison:
-        """Compare the prediction of a step with its measurement, figure by figure; printable.
-
-        The prediction is a replay of the last step's profile with the bandwidth known when the
-        engine was created (from earlier runs or a probe). The measurement is the median of the last
-        five steps. It is part of `report`.
-
-        Raises:
-            ConfigError: fewer than four steps were trained, or activations are not offloaded.
-        """
-        self.profile()
-        if (found := self.report().comparison) is None:
-            raise ConfigError(
-                "compare_prediction: too few steps were trained. Train at least four, and more for "
-                "meaningful figures."
-            )
-        return found
-
     def report(self) -> RunReport:
         """Return what the run did and how its last step went; a notebook shows it as a page.
 
-        Its `save` writes a file for ``ssd-offload report``, which makes the page of it. Without
-        offloaded activations, and before the first backward has ended, it has metrics alone.
-
-        Raises:
-            OffloadError: the engine is closed.
+        Its `save` writes a file for ``ssd-offload report``. Its comparison of the last five steps'
+        median with a replay of the last profile is None before the third step. Without offloaded
+        activations, and before the first backward has ended, the report has metrics alone. Raises
+        OffloadError if the engine is closed.
         """
         self._check_open()
         date = datetime.now(UTC).isoformat(timespec="seconds")
@@ -170,13 +149,8 @@ class EngineReports(EngineWeights):
         latest = None if activations is None else activations.latest_pass()
         if activations is None or latest is None:
             return found
-        step, comparison = compare_step(
-            self.profile(),
-            activations,
-            self._resources,
-            self._optimizers.state_bytes,
-            self._log.middle_step(),
-        )
+        states, seen = self._optimizers.state_bytes, self._log.middle_step()
+        step, comparison = compare_step(self.profile(), activations, self._resources, states, seen)
         profile, updates = step.profile, self._updates_since(latest[0].started_at)
         without = MemoryCurve(profile.tensors, profile.step_seconds, profile.baseline)
         return replace(

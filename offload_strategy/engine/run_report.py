@@ -26,8 +26,7 @@ from offload_strategy.telemetry import Recorder
 from offload_strategy.units import markdown_list
 
 _FRAME = '<iframe srcdoc="{}" style="width: 100%; height: 90vh; border: 0"></iframe>'
-#: Changes that the text names.
-_CHANGES = 3
+_CHANGES = 3  # that the text names
 
 
 class Span(NamedTuple):

@@ -122,10 +122,7 @@ def compare_step(
     state_bytes: int,
     seen: tuple[StepFigures, int] | None,
 ) -> tuple[PredictedStep, PredictionComparison | None]:
-    """Predict a step with what was known before the run; compare it with the middle step, `seen`.
-
-    See `OffloadEngine.compare_prediction`.
-    """
+    """Predict a step by what was known before the run; compare it with the middle step, `seen`."""
     observed, passes = seen or (None, 1)
     figures = activations.figures()
     host_states, host_room = _host_room(resources, state_bytes)
@@ -160,14 +157,7 @@ def compare_step(
         )
     if observed.weight_wait_seconds:
         remarks.append("Weights are streamed, of which nothing is predicted here.")
-    return step, compare_prediction(
-        profile,
-        step.figures(),
-        observed,
-        compared_paths(resources),
-        remarks=remarks,
-        about={"passes_in_a_step": passes},
-    )
+    return step, compare_prediction(step.figures(), observed, compared_paths(resources), remarks)
 
 
 def compared_paths(resources: Resources) -> list[ComparedFigure]:

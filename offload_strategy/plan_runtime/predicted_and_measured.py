@@ -9,9 +9,9 @@ computing, including data loading and logging, which a replay does not know.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from pydantic import FiniteFloat
 
@@ -110,8 +110,6 @@ class PredictionComparison:
 
     parts: tuple[ComparedFigure, ...]  # Rows for the step and for the paths
     remarks: tuple[str, ...] = ()  # What to know about these figures
-    # The steps that were measured and other facts, for people
-    about: Mapping[str, Any] = field(default_factory=dict)
 
     def part(self, name: str) -> ComparedFigure:
         """Return the row with this name; raise a KeyError if there is none."""
@@ -157,34 +155,29 @@ class PredictedStep:
             updating = sum(update.seconds for update in one.updates) if one.shared_cores else 0.0
             return StepFigures.of(replay(one, plan), updating)
 
-        last = of(self.profile)
-        more = self.passes - 1
-        before = [of(replace(self.profile, updates=()))] * more if more > 0 else []
+        last, more = of(self.profile), self.passes - 1
+        before = of(replace(self.profile, updates=())) if more else last
         sums = {
-            figure: sum(getattr(one, figure) for one in (*before, last))
+            figure: getattr(last, figure) + more * getattr(before, figure)
             for _, figure, _ in _ROWS
             if figure not in ("weight_wait_seconds", "peak_bytes")
         }
-        return replace(last, **sums, peak_bytes=max(one.peak_bytes or 0 for one in (*before, last)))
+        return replace(last, **sums, peak_bytes=max(last.peak_bytes or 0, before.peak_bytes or 0))
 
 
 def compare_prediction(
-    profile: Profile,
     predicted: StepFigures,
     observed: StepFigures,
     paths: Iterable[ComparedFigure] = (),
-    *,
     remarks: Iterable[str] = (),
-    about: Mapping[str, Any] | None = None,
 ) -> PredictionComparison:
-    """Compare the figures of a profiled step; rows for each direction of each path follow."""
+    """Compare the figures of a step; rows for each direction of each path follow."""
     parts = []
     for part, figure, unit in _ROWS:
         values = getattr(predicted, figure), getattr(observed, figure)
         if values[1] is not None:
             parts.append(ComparedFigure(part, *values, unit))
-    known = {"saved_bytes": profile.tensors_bytes, "updates": len(profile.updates)}
-    return PredictionComparison((*parts, *paths), tuple(remarks), known | dict(about or {}))
+    return PredictionComparison((*parts, *paths), tuple(remarks))
 
 
 def _all_of(profile: Profile, leaving: Iterable[int]) -> LifetimePlan:
@@ -204,18 +197,9 @@ def _all_of(profile: Profile, leaving: Iterable[int]) -> LifetimePlan:
         leaves, needed = tensor.uses
         fetch = path.read_from(tensor.nbytes, needed)
         path.reads.book(fetch, needed)
-        moves.append(
-            PlannedMove(
-                tensor=number,
-                name=tensor.name,
-                nbytes=tensor.nbytes,
-                place=path.rates.name,
-                leaves_at=leaves,
-                gone_at=leaves,
-                fetch_at=min(needed, max(fetch, leaves, profile.forward_seconds)),
-                needed_at=needed,
-            )
-        )
+        fetch = min(needed, max(fetch, leaves, profile.forward_seconds))
+        what = (number, tensor.name, tensor.nbytes, path.rates.name)
+        moves.append(PlannedMove(*what, leaves, leaves, fetch, needed))
     peak = profile.peak_bytes
     return LifetimePlan(peak + profile.tensors_bytes, peak, peak, tuple(moves))
 
@@ -223,8 +207,5 @@ def _all_of(profile: Profile, leaving: Iterable[int]) -> LifetimePlan:
 def _text(value: float | None, unit: Unit) -> str:
     if value is None:
         return ""
-    if unit == "s":
-        return f"{value:.3f} s"
-    if unit == "B":
-        return format_size(round(value))
-    return f"{value / 1e9:.3g} GB/s"
+    in_seconds, in_bytes = f"{value:.3f} s", format_size(round(value))
+    return {"s": in_seconds, "B": in_bytes, "B/s": f"{value / 1e9:.3g} GB/s"}[unit]

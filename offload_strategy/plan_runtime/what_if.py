@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
+from typing import NamedTuple
 
 from offload_strategy.plan_runtime.predicted_and_measured import PredictedStep
 from offload_strategy.plan_runtime.profile import PathRates
@@ -16,8 +17,7 @@ _KEPT_SHARE = 0.25
 _LEAST_GAIN = 0.01
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(NamedTuple):
     """A change, and the seconds of a step as predicted without it and with it."""
 
     what: str
@@ -27,13 +27,12 @@ class Change:
 
 def best_changes(step: PredictedStep) -> list[Change]:
     """Replay a step with one change at a time; return those that shorten it, the best first."""
-    before = step.figures().step_seconds
-    found = [
-        Change(what, before, share * changed.figures().step_seconds)
-        for what, changed, share in _changes(step)
-    ]
-    worth = [change for change in found if change.after_seconds < before * (1 - _LEAST_GAIN)]
-    return sorted(worth, key=lambda change: change.after_seconds)
+    before, found = step.figures().step_seconds, []
+    for what, changed, share in _changes(step):
+        after = share * changed.figures().step_seconds
+        if after < before * (1 - _LEAST_GAIN):
+            found.append(Change(what, before, after))
+    return sorted(found, key=lambda change: change.after_seconds)
 
 
 def _changes(step: PredictedStep) -> Iterator[tuple[str, PredictedStep, float]]:

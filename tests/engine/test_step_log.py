@@ -62,6 +62,12 @@ def train(engine: OffloadEngine, steps: int = 6, passes: int = 1) -> None:
         optimizer.zero_grad()
 
 
+def compared(engine: OffloadEngine) -> PredictionComparison:
+    found = engine.report().comparison
+    assert found is not None
+    return found
+
+
 def seconds(found: PredictionComparison, name: str, which: str = "observed") -> float:
     value = getattr(found.part(name), which)
     assert value is not None
@@ -73,8 +79,8 @@ def seconds(found: PredictionComparison, name: str, which: str = "observed") -> 
 def test_parts_of_a_step_add_up_to_it(disk: Path, overlap: str, passes: int) -> None:
     with engine_on(disk, optimizer={"overlap": overlap}) as engine:
         train(engine, passes=passes)
-        found = engine.compare_prediction()
-    assert found.about["passes_in_a_step"] == passes
+        found = compared(engine)
+        assert (engine._log.middle_step() or (None, 0))[1] == passes
     for which in ("predicted", "observed"):
         parts = sum(seconds(found, name, which) for name in PARTS)
         assert parts == pytest.approx(seconds(found, "step", which), rel=1e-3)
@@ -95,19 +101,18 @@ def test_all_that_moves_in_a_step_is_predicted(disk: Path) -> None:
             # That wait is predicted as none: in the time that is left all of it must be out, too.
             time.sleep(0.1)
             loss.backward()
-        found = engine.compare_prediction()
+        found = compared(engine)
         saved = engine.metrics()["offload/activations/step_left_bytes"]
     assert seconds(found, "written in a step", "predicted") == saved
     # With a few bytes before each, up to the begin of a page.
     assert found.part("written in a step").ratio == pytest.approx(1.0, rel=0.05)
     assert seconds(found, "updates") == 0
-    assert found.about["passes_in_a_step"] == 1
 
 
 def test_what_host_memory_takes_is_not_predicted_to_be_written(disk: Path) -> None:
     with OffloadEngine(settings(disk, "64MiB")) as engine:
         train(engine)
-        found = engine.compare_prediction()
+        found = compared(engine)
     assert seconds(found, "written in a step", "predicted") == 0
     assert found.part("written in a step").ratio == 1.0
 
@@ -117,7 +122,7 @@ def test_a_limit_of_memory_tells_its_peak(disk: Path) -> None:
     del config["activations"]["budget"]
     with OffloadEngine(config) as engine:
         train(engine)
-        found = engine.compare_prediction()
+        found = compared(engine)
     peak = found.part("peak of memory")
     assert peak.unit == "B"
     assert peak.observed is not None
@@ -125,19 +130,20 @@ def test_a_limit_of_memory_tells_its_peak(disk: Path) -> None:
     assert peak.ratio == pytest.approx(1.0, rel=0.3)
 
 
-def test_before_there_were_steps_it_says_so(disk: Path) -> None:
+def test_before_there_were_steps_nothing_is_compared(disk: Path) -> None:
     with engine_on(disk) as engine:
         with pytest.raises(ConfigError, match="Train a step first"):
-            engine.compare_prediction()
-        train(engine, steps=1)
-        with pytest.raises(ConfigError, match="too few steps were trained"):
-            engine.compare_prediction()
+            engine.profile()
+        train(engine, steps=2)
+        assert engine.report().comparison is None
+        assert engine.report().changes
     with pytest.raises(OffloadError, match="is closed"):
-        engine.compare_prediction()
+        engine.report()
     with engine_on(disk, activations={"enabled": False}) as engine:
-        train(engine, steps=1)
+        train(engine, steps=4)
         with pytest.raises(ConfigError, match=r"activations\.enabled: true"):
-            engine.compare_prediction()
+            engine.profile()
+        assert engine.report().comparison is None
 
 
 def test_nothing_of_the_engine_stays_on_the_users_optimizer(disk: Path) -> None:
@@ -203,7 +209,7 @@ def test_what_a_path_carries_is_seen_and_the_next_engine_begins_with_it(
     observe(monkeypatch, read=10e6, write=5e6)
     with engine_on(disk) as engine:
         train(engine)
-        first = engine.compare_prediction()
+        first = compared(engine)
         with caplog.at_level(logging.INFO):
             engine.close()
     write = first.part(f"{disk} write")
@@ -215,7 +221,7 @@ def test_what_a_path_carries_is_seen_and_the_next_engine_begins_with_it(
         (queue,) = engine._resources.queues["nvme"]
         assert queue.bandwidth.rate(Direction.WRITE) == 5e6
         train(engine)
-        again = engine.compare_prediction().part(f"{disk} write")
+        again = compared(engine).part(f"{disk} write")
     assert again.predicted == pytest.approx(5e6)
     assert again.ratio == pytest.approx(1.0), "the path is as it was"
     assert again.remark == "predicted by 1 earlier run; seen over 1 MiB"
@@ -226,7 +232,7 @@ def test_what_a_path_carries_is_seen_and_the_next_engine_begins_with_it(
 def test_a_path_that_has_nothing_to_do_is_not_judged(disk: Path) -> None:
     with engine_on(disk, activations={"budget": "0%"}, optimizer={"enabled": False}) as engine:
         train(engine)
-        found = engine.compare_prediction()
+        found = compared(engine)
     for name in ("written in a step", "read in a step"):
         assert seconds(found, name, "predicted") == 0
         assert found.part(name).ratio == 1.0
@@ -246,7 +252,7 @@ def test_a_probe_that_was_wrong_is_corrected_by_half(
     observe(monkeypatch, read=5e6, write=5e6)  # the path is slower than the probe saw
     with engine_on(*places) as engine:
         train(engine)
-        found = engine.compare_prediction()
+        found = compared(engine)
     for place in places:
         part = found.part(f"{place} write")
         assert part.remark.startswith("predicted by the probe at the start;")

@@ -24,6 +24,7 @@ from offload_strategy.io.bandwidth.history import (
     updated_rate,
 )
 from offload_strategy.telemetry import Direction
+from tests.io.backends import ManualBackend
 
 READ, WRITE = Direction.READ, Direction.WRITE
 IDENTITY = PathIdentity("node7", "/mnt/nvme0", 12345, 2, "PosixBackend", 4)
@@ -64,10 +65,12 @@ def test_saved_rates_are_loaded_for_their_identity_alone_and_the_latest_count(ca
 
 
 def test_a_path_is_identified_by_its_file_system(tmp_path: Path) -> None:
+    backend = ManualBackend()
+
     def look(place: Path) -> PathIdentity:
         fd = os.open(place, os.O_RDONLY)
         try:
-            return PathIdentity.of(tmp_path, fd, processes=1, backend="B", depth=1)
+            return PathIdentity.of(tmp_path, fd, processes=1, backend=backend)
         finally:
             os.close(fd)
 

@@ -33,10 +33,9 @@ def test_each_part_is_told_with_its_own_ratio() -> None:
     observed = replace(
         FIGURES, step_seconds=3.0, read_wait_seconds=1.5, room_wait_seconds=0.5, peak_bytes=None
     )
-    same = compare_prediction(stack(4), FIGURES, FIGURES)
+    same = compare_prediction(FIGURES, FIGURES)
     assert [part.ratio for part in same.parts] == [1.0] * 9, "0 of 0 too"
     found = compare_prediction(
-        stack(4),
         FIGURES,
         replace(observed, weight_wait_seconds=0.1),
         [
@@ -62,9 +61,7 @@ def test_each_part_is_told_with_its_own_ratio() -> None:
 
 def test_it_prints_a_table() -> None:
     path = ComparedFigure("/mnt/nvme0 read", 4e9, 3e9, "B/s", "predicted by the probe")
-    made = compare_prediction(
-        stack(4), FIGURES, FIGURES, [path], remarks=["A remark."], about={"passes_in_a_step": 2}
-    )
+    made = compare_prediction(FIGURES, FIGURES, [path], ["A remark."])
     text = str(made)
     assert text.startswith("| part | predicted | observed | ratio | |\n|---|---|---|---|---|\n")
     assert "| step | 2.000 s | 2.000 s | 1.00 |  |" in text

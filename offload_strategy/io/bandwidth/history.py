@@ -32,6 +32,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from offload_strategy.config.directories import expand_path
+from offload_strategy.io.backends.protocol import Backend
 from offload_strategy.io.regions.block_devices import is_block_device
 from offload_strategy.telemetry import Direction, get_logger
 
@@ -64,7 +65,7 @@ class PathIdentity:
     depth: int
 
     @classmethod
-    def of(cls, path: Path, fd: int, *, processes: int, backend: str, depth: int) -> PathIdentity:
+    def of(cls, path: Path, fd: int, *, processes: int, backend: Backend) -> PathIdentity:
         """Identify a path; `fd` is a file there, or the device."""
         device = 0
         with contextlib.suppress(OSError):
@@ -72,7 +73,8 @@ class PathIdentity:
                 device = os.lseek(fd, 0, os.SEEK_END)
             elif hasattr(os, "fstatvfs"):
                 device = os.fstatvfs(fd).f_fsid
-        return cls(platform.node(), str(path), device, processes, backend, depth)
+        name, depth = type(backend).__name__, backend.depth
+        return cls(platform.node(), str(path), device, processes, name, depth)
 
     @property
     def file_name(self) -> str:

@@ -52,13 +52,8 @@ class MeasuredPaths:
 
     def add(self, queue: PathQueue, path: Path) -> None:
         """Add a path as the config names it, and begin with the rates that earlier runs saved."""
-        backend = queue.backend
         identity = PathIdentity.of(
-            path,
-            queue.region.fd,
-            processes=self._processes,
-            backend=type(backend).__name__,
-            depth=backend.depth,
+            path, queue.region.fd, processes=self._processes, backend=queue.backend
         )
         self._begin_with(queue, _Path(identity, load_rates(identity)))
 
