@@ -56,7 +56,7 @@ def wheel(dist: Path) -> Iterator[zipfile.ZipFile]:
 def test_the_wheel_carries_all_that_people_can_use_once(wheel: zipfile.ZipFile) -> None:
     names = wheel.namelist()
     assert len(names) == len(set(names))
-    expected = {"offload_strategy/py.typed"}
+    expected = {"offload_strategy/py.typed", "offload_strategy/engine/run_report.html"}
     expected |= {name for folder in MAPPED for name in sources(folder, ".py", ".yaml")}
     expected |= {
         str(file.relative_to(ROOT))
