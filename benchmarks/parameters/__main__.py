@@ -62,6 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
         steps=options.steps,
         overlap=options.overlap,
         pinned=options.pinned,
+        ranks=options.ranks,
     )
     limit = parse_size(options.limit)
     lines: dict[str, Callable[[], list[Result]]] = {
@@ -124,6 +125,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--pinned", default="1GiB", help="memory.pinned")
     parser.add_argument("--layers", type=int, default=26, help="train: of the model")
     parser.add_argument("--steps", type=int, default=10, help="train: how many")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="train: processes that shard the model (FSDP2)"
+    )
     parser.add_argument("--no-plain", action="store_true", help="train: leave plain PyTorch out")
     parser.add_argument(
         "--contenders",

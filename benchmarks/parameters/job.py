@@ -29,6 +29,7 @@ class Job:
         pinned: ``memory.pinned``.
         blocks_in_flight: of the parameters.
         predict: tell beforehand what memory it will take, and then what it took.
+        ranks: processes that shard the model (FSDP2); 1 for one process without.
     """
 
     width: int
@@ -44,6 +45,7 @@ class Job:
     pinned: str = "1GiB"
     blocks_in_flight: int = 2
     predict: bool = False
+    ranks: int = 1
 
     @property
     def shape(self) -> Shape:

@@ -25,6 +25,8 @@ from offload_strategy.units import GiB, MiB, format_size
 ROOT = Path(__file__).resolve().parents[2]
 #: What trains plainly, or with everything streamed.
 TRAINS = "benchmarks.parameters.subject"
+#: The same in several processes that shard the model.
+TRAINS_SHARDED = "benchmarks.parameters.sharded_subject"
 #: How the last line of a traceback begins, also where a library says which rank it is.
 _ERROR = re.compile(r"(?:\[rank\d+\]: ?)?([\w.]*(?:Error|Exception)\b.*)")
 _MOST_CHARACTERS = 200
@@ -82,7 +84,7 @@ def run(
     job: Job,
     say: Callable[[str], None],
     *,
-    module: str = TRAINS,
+    module: str | None = None,
     limit: int | None = None,
     seconds: float | None = None,
 ) -> Ran:
@@ -91,11 +93,12 @@ def run(
     Args:
         job: what it shall do.
         say: tells each event.
-        module: that does it.
+        module: that does it; None for plain PyTorch or streaming.
         limit: bytes of its memory group; None for no group.
         seconds: after which it is killed; None for never.
     """
     ran = Ran()
+    module = module or (TRAINS_SHARDED if job.ranks > 1 else TRAINS)
     command = [sys.executable, "-m", module, json.dumps(asdict(job))]
     with contextlib.ExitStack() as stack:
         # A file: a pipe that nobody reads fills up.

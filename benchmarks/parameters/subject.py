@@ -47,7 +47,7 @@ def run(job: Job) -> Iterator[dict[str, Any]]:
     before = moved(engine)
     for step in range(job.steps):
         begin = time.perf_counter()
-        cpu = _cpu_seconds()
+        cpu = cpu_seconds()
         loss = model(tokens)
         forward = time.perf_counter()
         loss.backward()
@@ -64,7 +64,7 @@ def run(job: Job) -> Iterator[dict[str, Any]]:
             "forward": forward - begin,
             "backward": backward - forward,
             "update": end - backward,
-            "cpu_seconds": _cpu_seconds() - cpu,
+            "cpu_seconds": cpu_seconds() - cpu,
             **{name: now[name] - before[name] for name in now},
         }
         before = now
@@ -104,7 +104,8 @@ def _predicted(
     return int(expected.peak_bytes)
 
 
-def _cpu_seconds() -> float:
+def cpu_seconds() -> float:
+    """Seconds that this process has computed."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 

@@ -20,7 +20,6 @@ from benchmarks.io.results import Result, Skipped
 from benchmarks.memory_group import why_not
 from benchmarks.parameters.job import Job
 from benchmarks.parameters.running import Bandwidth, bandwidth, run
-from offload_strategy.telemetry import Direction
 from offload_strategy.units import GiB, format_size
 
 #: Of the bound, in the median of all steps but the first.
@@ -98,7 +97,7 @@ def _table(steps: list[dict[str, Any]], compute: float, path: Bandwidth) -> list
         compute: seconds of computing alone.
         path: what it reads and writes.
     """
-    read, write = path[Direction.READ].rate, path[Direction.WRITE].rate
+    read, write = path
     print(
         f"\ncomputing alone {compute:.2f} s a step; the path reads {read / 1e9:.2f} and "
         f"writes {write / 1e9:.2f} GB/s\n\n"

@@ -156,7 +156,7 @@ def ways_of_ranks(rank: int) -> dict[str, Way]:
     """The ways of several processes, by name, for one of them."""
     return {
         "DistributedDataParallel, two ranks": Way(partial(_data_parallel, rank), REFUSED_IN_RANKS),
-        "FSDP2 (`fully_shard`), two ranks": Way(partial(_sharded, rank), REFUSED_IN_RANKS),
+        "FSDP2 (`fully_shard`), two ranks": Way(partial(_sharded, rank), {}),
     }
 
 

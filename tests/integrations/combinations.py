@@ -96,7 +96,7 @@ class Refusal:
 
 
 REFUSED_IN_RANKS = {
-    "weights are streamed in one process only": Refusal(
+    "weights are streamed in one process, or sharded": Refusal(
         {"client": STREAMED}, r"parameters\.enabled.*train in one process", "ConfigError"
     )
 }
