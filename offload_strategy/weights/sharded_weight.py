@@ -34,6 +34,8 @@ class StreamedShard(torch.Tensor):
     """The local tensor of a streamed DTensor parameter; see [Note: sharded weights]."""
 
     __slots__ = ("flat", "weight")
+    #: Its updates are those of a plain tensor.
+    stands_for_plain = True
     weight: ShardedWeight
     #: The streamed parameter, which must live as long as this tensor.
     flat: nn.Parameter
