@@ -50,6 +50,9 @@ def test_sharded_training_gives_what_it_gives_without_offload(tmp_path: Path) ->
         assert len(runs) == 16  # without streamed weights, and with them
         assert [run["weights"] > 0 for run in runs] == [False, True] * 8
         assert [run["case"] for run in runs if run["differs"]] == []
+        # Gradients of streamed weights are used in backward, too, and not kept until step().
+        eager = [run["optimizer"] for run in runs if run["case"][1] == "eager"]
+        assert eager[::2] == eager[1::2]
         for run in runs:
             assert run["activations"] > 0
             case, overlap = run["case"]
@@ -127,6 +130,17 @@ def test_two_processes_give_the_numbers_and_checkpoints_of_plain_training(tmp_pa
             assert run["differs"] == [], run["case"]
             assert run["optimizer"] > 0
             assert run["activations"] > 0
+
+
+def test_fabric_with_two_devices_gives_the_numbers_and_checkpoints_of_plain_training(
+    tmp_path: Path,
+) -> None:
+    for runs in run_ranks("tests.distributed.fabric_runs:against_plain", tmp_path):
+        assert len(runs) == 6
+        assert {run["class"] for run in runs} == {"SSDOffloadDataParallelStrategy"}
+        assert [[*run["case"], *run["differs"]] for run in runs if run["differs"]] == []
+        assert all(run["optimizer"] > 0 and run["activations"] > 0 for run in runs)
+        assert [run["files"] for run in runs[2::3]] == [True, True]
 
 
 # ---------------------------------------------------------------------- other numbers of ranks

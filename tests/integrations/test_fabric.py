@@ -248,11 +248,14 @@ def test_a_plain_optimizer_keeps_no_tensor_of_the_file(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- refusals, end
 
 
-def test_more_than_one_device_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"chose 2 \(cpu, cpu\): pass Fabric\(devices=1\)"):
-        make_fabric("ssd_offload", devices=2)
-    with pytest.raises(ConfigError, match="num_nodes=2: pass Fabric"):
-        make_fabric("ssd_offload", num_nodes=2)
+def test_several_devices_or_machines_make_it_data_parallel() -> None:
+    for options in ({"devices": 2}, {"num_nodes": 2}):
+        strategy = make_fabric("ssd_offload", **options).strategy
+        assert type(strategy).__name__ == "SSDOffloadDataParallelStrategy"
+        assert (strategy.num_nodes, len(strategy.parallel_devices)) == (
+            options.get("num_nodes", 1),
+            options.get("devices", 1),
+        )
 
 
 @pytest.mark.parametrize("clip", [{"max_norm": 0.05}, {"clip_val": 1e-3}, {}], ids=str)

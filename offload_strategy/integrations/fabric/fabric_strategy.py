@@ -23,9 +23,9 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -33,93 +33,38 @@ from torch.optim import Optimizer
 
 from offload_strategy.errors import ConfigError
 from offload_strategy.integrations.lightning.engine_strategy import (
-    STRATEGY_NAME,
     EngineStrategy,
+    become_parallel,
     is_offloaded,
+    refuse_streamed_copies,
     register_in,
 )
 
 if TYPE_CHECKING:
-    from lightning.fabric.accelerators.accelerator import Accelerator
-    from lightning.fabric.plugins import CheckpointIO, Precision
-    from lightning.fabric.strategies.single_device import (
-        SingleDeviceStrategy as _SingleDeviceStrategy,
-    )
+    from lightning.fabric.plugins import ClusterEnvironment
+    from lightning.fabric.strategies.strategy import Strategy as _Strategy
 
     from offload_strategy.config import ConfigSource, OffloadConfig
+    from offload_strategy.engine.offload_engine import OffloadEngine
     from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 else:
     # The concrete class has the base of its own family.
-    _SingleDeviceStrategy = object
+    _Strategy = object
 
-__all__ = ["OffloadFabricMixin", "install"]
+__all__ = ["DataParallelFabricMixin", "OffloadFabricMixin", "SingleDeviceFabricMixin", "install"]
 
 _INSTALLED = "_ssd_offload_installed"
 
 
-class OffloadFabricMixin(EngineStrategy, _SingleDeviceStrategy):
-    """A single-device strategy of Fabric that trains through an `OffloadEngine`.
+class OffloadFabricMixin(EngineStrategy, _Strategy):
+    """A strategy of Fabric that trains through an `OffloadEngine`; options are Fabric's."""
 
-    Args:
-        config: anything that `OffloadConfig.load` reads; None for $SSD_OFFLOAD_CONFIG, else the
-            defaults.
-        accelerator: passed on to Fabric's strategy.
-        checkpoint_io: reads and writes checkpoints; None for one that streams local files.
-        precision: passed on to Fabric's strategy.
-
-    Raises:
-        ConfigError: the config is wrong, or Fabric has more than one device.
-    """
-
-    def __init__(
-        self,
-        config: ConfigSource = None,
-        *,
-        accelerator: Accelerator | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision: Precision | None = None,
-    ) -> None:
+    def __init__(self, config: ConfigSource = None, **options: Any) -> None:
         from offload_strategy.config import OffloadConfig
 
-        super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision=precision)
+        super().__init__(**options)
         self.config: OffloadConfig = OffloadConfig.load(config)
-        self._devices: list[torch.device] | None = None
-        # Fabric sets this attribute, although it checks for the property.
-        self._num_nodes = 1
         self._attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-    @property
-    def parallel_devices(self) -> list[torch.device] | None:
-        """The devices of Fabric."""
-        return self._devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        if devices is not None and len(devices) > 1:
-            raise ConfigError(
-                f"Fabric(strategy={STRATEGY_NAME!r}) trains on one device, and Fabric chose "
-                f"{len(devices)} ({', '.join(map(str, devices))}): pass Fabric(devices=1)"
-            )
-        self._devices = devices
-
-    @property
-    def num_nodes(self) -> int:
-        """The number of nodes: always 1."""
-        return self._num_nodes
-
-    def _configure_launcher(self) -> None:
-        # The last method that Fabric's constructor calls.
-        if self._num_nodes > 1:
-            raise ConfigError(
-                f"Fabric(strategy={STRATEGY_NAME!r}) trains on one device, and Fabric has "
-                f"num_nodes={self._num_nodes}: pass Fabric(devices=1, num_nodes=1)"
-            )
-        super()._configure_launcher()
-
-    @property
-    def root_device(self) -> torch.device:
-        """The device to train on."""
-        return torch.device(self._devices[0]) if self._devices else super().root_device
 
     def module_init_context(
         self, empty_init: bool | None = None
@@ -131,11 +76,11 @@ class OffloadFabricMixin(EngineStrategy, _SingleDeviceStrategy):
     def module_to_device(self, module: nn.Module) -> None:
         """Move a model to the device, unless its weights are streamed."""
         if not self._stays(module):
-            super().module_to_device(module)
+            cast(Any, super()).module_to_device(module)
 
     # ------------------------------------------------------------------ set-up
 
-    def setup_module(self, module: nn.Module) -> nn.Module:
+    def setup_module(self, module: nn.Module) -> Any:
         """Attach a model, unless it was set up before."""
         module = super().setup_module(module)
         has_parameters = next(module.parameters(), None) is not None
@@ -179,18 +124,20 @@ class OffloadFabricMixin(EngineStrategy, _SingleDeviceStrategy):
     # ------------------------------------------------------------------ the loop
 
     @contextmanager
-    def accumulating(self, enabled: bool) -> Iterator[None]:
+    def accumulating(self, enabled: bool, plain: AbstractContextManager[Any]) -> Iterator[None]:
         """Context of a micro-batch, whether another one follows before the optimizer steps or not.
 
-        See [Note: the last micro-batch in Fabric].
+        `plain` is Fabric's own context. See [Note: the last micro-batch in Fabric].
         """
         engine = self._engine
         if engine is None or engine.closed:
-            yield
+            with plain:
+                yield
             return
         engine.microbatch(0, last=not enabled)
         try:
-            yield
+            with plain:
+                yield
         finally:
             engine.microbatch(0, last=True)
 
@@ -209,6 +156,94 @@ class OffloadFabricMixin(EngineStrategy, _SingleDeviceStrategy):
         self._attached.clear()
         self._close_engine()
         super().teardown()
+
+
+class SingleDeviceFabricMixin(OffloadFabricMixin):
+    """A single-device strategy of Fabric; with several devices it becomes a data-parallel one.
+
+    Args:
+        config: anything that `OffloadConfig.load` reads; None for $SSD_OFFLOAD_CONFIG, else the
+            defaults.
+        ddp: options of Fabric's `DDPStrategy`, for several devices.
+        options: accelerator, checkpoint_io and precision are passed on to Fabric's strategy.
+
+    Raises:
+        ConfigError: the config is wrong.
+    """
+
+    #: The strategy for several devices.
+    parallel_class: type[DataParallelFabricMixin]
+
+    def __init__(
+        self,
+        config: ConfigSource = None,
+        *,
+        ddp: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(config, **options)
+        self._ddp = dict(ddp or {})
+        self._devices: list[torch.device] | None = None
+        # Fabric sets these attributes.
+        self.cluster_environment: ClusterEnvironment | None = None
+        self._num_nodes = 1
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of nodes: 1."""
+        return self._num_nodes
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The devices of Fabric."""
+        return self._devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        self._devices = devices
+        if devices is not None and len(devices) > 1:
+            self._become_parallel()
+
+    def _configure_launcher(self) -> None:
+        # The last method that Fabric's constructor calls.
+        if (nodes := self._num_nodes) > 1:
+            self._become_parallel()
+            parallel: Any = self
+            parallel._num_nodes = nodes
+            parallel._set_world_ranks()
+            parallel._configure_launcher()
+        else:
+            cast(Any, super())._configure_launcher()
+
+    def _become_parallel(self) -> None:
+        options = {
+            "accelerator": self._accelerator,
+            "checkpoint_io": self._checkpoint_io,
+            "precision": self._precision,
+            "parallel_devices": self._devices,
+            "cluster_environment": self.cluster_environment,
+        }
+        become_parallel(self, self.parallel_class, self.config, options, self._ddp)
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device to train on."""
+        plain: torch.device = cast(Any, super()).root_device
+        return torch.device(self._devices[0]) if self._devices else plain
+
+
+class DataParallelFabricMixin(OffloadFabricMixin):
+    """A `DDPStrategy` of Fabric, with its options, whose processes share updates."""
+
+    def __init__(self, config: ConfigSource = None, **options: Any) -> None:
+        super().__init__(config, **options)
+        refuse_streamed_copies(self.config, f"Fabric(strategy={self.strategy_name!r})")
+
+    def _opened_engine(self) -> OffloadEngine:
+        if self._engine is None or self._engine.closed:
+            devices = cast(Any, self).parallel_devices or ()
+            return self._open_engine(self.config, max(1, len(devices)))
+        return self._engine
 
 
 @functools.cache
@@ -245,7 +280,7 @@ def install(fabric: Any, registry: Any, strategy: type[OffloadFabricMixin]) -> N
     def no_backward_sync(self: Any, module: Any, enabled: bool = True) -> Any:
         context = original(self, module, enabled)  # checks the module
         if isinstance(self.strategy, OffloadFabricMixin):
-            return self.strategy.accumulating(enabled)
+            return self.strategy.accumulating(enabled, context)
         return context
 
     fabric.no_backward_sync = no_backward_sync

@@ -5,9 +5,14 @@ from __future__ import annotations
 from lightning.fabric.fabric import Fabric
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 
-from offload_strategy.integrations.fabric.fabric_strategy import OffloadFabricMixin, install
+from offload_strategy.integrations.fabric.fabric_strategy import (
+    DataParallelFabricMixin,
+    SingleDeviceFabricMixin,
+    install,
+)
 from offload_strategy.integrations.lightning.checkpoint_io import StreamingCheckpointIO
 
 
@@ -15,8 +20,14 @@ class OffloadCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
     """`StreamingCheckpointIO` for Fabric of `lightning.fabric`."""
 
 
-class SSDOffloadStrategy(OffloadFabricMixin, SingleDeviceStrategy):
-    """`OffloadFabricMixin` for Fabric of `lightning.fabric`."""
+class SSDOffloadDataParallelStrategy(DataParallelFabricMixin, DDPStrategy):
+    """`DataParallelFabricMixin` for Fabric of `lightning.fabric`."""
+
+
+class SSDOffloadStrategy(SingleDeviceFabricMixin, SingleDeviceStrategy):
+    """`SingleDeviceFabricMixin` for Fabric of `lightning.fabric`."""
+
+    parallel_class = SSDOffloadDataParallelStrategy
 
 
 # Importing this module registers the strategies, from a script or from the autoload hook.

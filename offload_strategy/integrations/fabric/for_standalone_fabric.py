@@ -4,26 +4,37 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from offload_strategy.integrations.fabric.fabric_strategy import OffloadFabricMixin, install
+from offload_strategy.integrations.fabric.fabric_strategy import (
+    DataParallelFabricMixin,
+    SingleDeviceFabricMixin,
+    install,
+)
 from offload_strategy.integrations.lightning.checkpoint_io import StreamingCheckpointIO
 
 if TYPE_CHECKING:  # the same code under another name; the mixin is typed against this one
     from lightning.fabric.fabric import Fabric
     from lightning.fabric.plugins import TorchCheckpointIO
     from lightning.fabric.strategies import STRATEGY_REGISTRY
+    from lightning.fabric.strategies.ddp import DDPStrategy
     from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 else:
     from lightning_fabric.fabric import Fabric
     from lightning_fabric.plugins import TorchCheckpointIO
-    from lightning_fabric.strategies import STRATEGY_REGISTRY, SingleDeviceStrategy
+    from lightning_fabric.strategies import STRATEGY_REGISTRY, DDPStrategy, SingleDeviceStrategy
 
 
 class OffloadCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
     """`StreamingCheckpointIO` for Fabric of `lightning_fabric`."""
 
 
-class SSDOffloadStrategy(OffloadFabricMixin, SingleDeviceStrategy):
-    """`OffloadFabricMixin` for Fabric of `lightning_fabric`."""
+class SSDOffloadDataParallelStrategy(DataParallelFabricMixin, DDPStrategy):
+    """`DataParallelFabricMixin` for Fabric of `lightning_fabric`."""
+
+
+class SSDOffloadStrategy(SingleDeviceFabricMixin, SingleDeviceStrategy):
+    """`SingleDeviceFabricMixin` for Fabric of `lightning_fabric`."""
+
+    parallel_class = SSDOffloadDataParallelStrategy
 
 
 # Importing this module registers the strategies, from a script or from the autoload hook.

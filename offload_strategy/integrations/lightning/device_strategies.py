@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
-from offload_strategy.errors import ConfigError
+from offload_strategy.integrations.lightning.engine_strategy import (
+    become_parallel,
+    refuse_streamed_copies,
+)
 from offload_strategy.integrations.lightning.lightning_strategy import OffloadStrategyMixin
 
 if TYPE_CHECKING:
@@ -93,17 +96,7 @@ class SingleDeviceMixin(OffloadStrategyMixin):
             "parallel_devices": self._devices,
             "cluster_environment": self.cluster_environment,
         }
-        config, given = self.config, self._ddp
-        self.__dict__.clear()
-        # Lightning holds this object already, and has not used it yet.
-        self.__class__ = self.parallel_class
-        try:
-            self.__init__(config, **{**options, **given})  # type: ignore[misc]
-        except TypeError as error:
-            raise ConfigError(
-                f"strategy {self.strategy_name!r}: ddp={given!r} is not what DDPStrategy takes: "
-                f"{error}"
-            ) from error
+        become_parallel(self, self.parallel_class, self.config, options, self._ddp)
 
     @property
     def root_device(self) -> torch.device:
@@ -120,13 +113,8 @@ class DataParallelMixin(OffloadStrategyMixin):
 
     def __init__(self, config: ConfigSource = None, **options: Any) -> None:
         super().__init__(config, **options)
-        if self.config.parameters.enabled is True and not self.shards_weights:
-            raise ConfigError(
-                f"strategy {self.strategy_name!r}: parameters.enabled streams the weights of one "
-                f"process, or those of processes that shard them, and this Trainer has several "
-                f"with a copy each. Use strategy='ssd_offload_fsdp', set parameters.enabled: "
-                f"false, or use Trainer(devices=1, num_nodes=1)"
-            )
+        if not self.shards_weights:
+            refuse_streamed_copies(self.config, f"strategy {self.strategy_name!r}")
 
     def _opened_engine(self) -> OffloadEngine:
         self._processes = max(1, len(cast(Any, self).parallel_devices or ()))

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import importlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from offload_strategy.errors import ConfigError
 from offload_strategy.integrations.lightning.families import FAMILIES
 
 if TYPE_CHECKING:
@@ -168,3 +169,35 @@ def register_in(registry: Any, *strategies: type[EngineOwner]) -> None:
                 description=f"{description}, ZeRO-{stage}",
                 stage=stage,
             )
+
+
+def become_parallel(
+    strategy: Any,
+    parallel_class: type[EngineStrategy],
+    config: OffloadConfig,
+    options: Mapping[str, Any],
+    ddp: Mapping[str, Any],
+) -> None:
+    """Make a single-device strategy, which the framework holds already, a data-parallel one.
+
+    `options` are those that the framework has set, `ddp` those that the user gave.
+    """
+    strategy.__dict__.clear()
+    strategy.__class__ = parallel_class
+    try:
+        strategy.__init__(config, **{**options, **ddp})
+    except TypeError as error:
+        raise ConfigError(
+            f"strategy {strategy.strategy_name!r}: ddp={dict(ddp)!r} is not what DDPStrategy "
+            f"takes: {error}"
+        ) from error
+
+
+def refuse_streamed_copies(config: OffloadConfig, where: str) -> None:
+    """Raise ConfigError if weights are to be streamed of which each process has a copy."""
+    if config.parameters.enabled is True:
+        raise ConfigError(
+            f"{where}: parameters.enabled streams the weights of one process, or those of "
+            f"processes that shard them, and these have a copy each. Use "
+            f"strategy='ssd_offload_fsdp', set parameters.enabled: false, or train on one device"
+        )
