@@ -1,0 +1,132 @@
+"""A reader who follows a page: saves its files, types its commands, and compares what they print.
+
+Python scripts and `ssd-offload` run in processes that are forked from one which has imported torch
+and the frameworks, because most of the time would go into that. Other commands run as they are.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+from tests.docs.blocks import Block, missing, typed_in
+
+ROOT = Path(__file__).resolve().parents[2]
+PRELOADED = ["torch", "lightning.pytorch", "transformers", "offload_strategy.cli"]
+_TIMEOUT_SECONDS = 240
+_ASSIGNMENT = re.compile(r"(\w+)=(.*)")
+
+
+class Reader:
+    """Follows the blocks of one page in one folder.
+
+    Args:
+        home: an empty folder for the files of the page.
+        disk: a folder that stands for the drives that a page names, below `/mnt`.
+    """
+
+    def __init__(self, home: Path, disk: Path) -> None:
+        self.home, self.disk = home, disk
+        self.saved: set[str] = set()
+        self.followed = 0
+        self._commands: list[str] = []
+        self._forks: ForkServerContext = multiprocessing.get_context("forkserver")
+        self._forks.set_forkserver_preload(PRELOADED)
+        disk.mkdir()
+
+    def follow(self, block: Block) -> None:
+        """Save a file or type commands; complain if a command fails or prints something else."""
+        if block.language == "console":
+            for typed in typed_in(block):
+                status, printed = self._type(typed.command)
+                assert status == 0, f"{block.place}: $ {typed.command}\n{printed}"
+                absent = missing(typed.shown, self._as_on_the_page(printed))
+                assert not absent, f"{block.place}: {absent} is not in\n{printed}"
+        else:
+            assert block.language in {"python", "yaml"}, f"{block.place}: {block.language}"
+            assert block.title, f"{block.place}: a file needs a title to be saved under"
+            (self.home / block.title).write_text(self._as_here(block.text), encoding="utf-8")
+            self.saved.add(block.title)
+        self.followed += 1
+
+    def unused(self) -> set[str]:
+        """Return the saved files that no command has named, and no script has imported."""
+        imported = {file.name.partition(".")[0] for file in self.home.rglob("*.pyc")}
+        words = {word for command in self._commands for word in shlex.split(command)}
+        words |= {word.partition("=")[2] for word in words}
+        return {name for name in self.saved - words if Path(name).stem not in imported}
+
+    def _as_here(self, text: str) -> str:
+        return text.replace("/mnt/", f"{self.disk}/")
+
+    def _as_on_the_page(self, text: str) -> str:
+        return text.replace(f"{self.disk}/", "/mnt/")
+
+    def _type(self, command: str) -> tuple[int, str]:
+        self._commands.append(command)
+        words = shlex.split(self._as_here(command))
+        environment = {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "SSD_OFFLOAD_CACHE": str(self.home / "cache"),
+            "SSD_OFFLOAD_DIR": str(self.disk),
+            "PIP_NO_INDEX": "1",  # all is installed: nothing may be looked for
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+            "HF_HUB_OFFLINE": "1",
+            "COLUMNS": "200",
+        }
+        while assignment := _ASSIGNMENT.fullmatch(words[0]):
+            environment[assignment[1]] = assignment[2]
+            words.pop(0)
+        output = self.home / ".output"
+        if words[0] == "ssd-offload" or (words[0] == "python" and words[1].endswith(".py")):
+            arguments = (words, environment, self.home, output)
+            process = self._forks.Process(target=_run, args=arguments)
+            process.start()
+            process.join(_TIMEOUT_SECONDS)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            return process.exitcode or 0, output.read_text(encoding="utf-8", errors="replace")
+        done = subprocess.run(
+            words,
+            cwd=self.home,
+            env=os.environ | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=_TIMEOUT_SECONDS,
+            check=False,
+        )
+        return done.returncode, done.stdout
+
+
+def _run(words: Sequence[str], environment: dict[str, str], home: Path, output: Path) -> None:
+    """Run a script or `ssd-offload` in this process, which was forked for it."""
+    with open(output, "wb", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(environment)
+    os.chdir(home)
+    try:
+        if words[0] == "ssd-offload":
+            from offload_strategy.cli import main
+
+            sys.exit(main(list(words[1:])))
+        sys.argv = list(words[1:])
+        sys.path.insert(0, str(home))
+        runpy.run_path(words[1], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing does not
+        sys.stdout.flush()

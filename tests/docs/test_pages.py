@@ -1,0 +1,44 @@
+"""Every code block of the pages in Start and Tutorials runs, in the order of its page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import blocks_of, missing
+from tests.docs.reader import ROOT, Reader
+
+DOCS = ROOT / "docs"
+PAGES = [DOCS / "index.md", DOCS / "start.md", *sorted((DOCS / "tutorials").glob("*.md"))]
+NEEDED = ("accelerate", "lightning", "transformers")
+
+pytestmark = pytest.mark.skipif(not DOCS.is_dir(), reason="needs the source tree")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_reader_can_follow_the_page(
+    page: Path, tmp_path: Path, record_property: pytest.RecordProperty
+) -> None:
+    for package in NEEDED:
+        pytest.importorskip(package)
+    reader = Reader(tmp_path, tmp_path / "mnt")
+    for block in blocks_of(page):
+        reader.follow(block)
+    assert reader.unused() == set(), "files that a reader saves and never uses"
+    opened = [line for line in page.read_text().splitlines() if line.strip().startswith("```")]
+    assert 2 * reader.followed == len(opened), "blocks that were not run"
+    record_property("executed_blocks", reader.followed)
+
+
+def test_start_and_tutorials_have_blocks() -> None:
+    without = {page.name for page in PAGES if not any(blocks_of(page))}
+    assert without <= {"index.md"}
+
+
+def test_what_a_page_shows_is_compared_without_figures_and_in_order() -> None:
+    printed = "step 0  loss 1.25\nstep 1  loss 0.5\nread 3.5 GiB in 2 s\n"
+    assert missing(["step 0  loss 9.0", "...", "read 12 MiB in 10 ms"], printed) == []
+    assert missing(["read 1 GiB in 1 s", "step 0  loss 1"], printed) == ["step 0  loss 1"]
+    assert missing(["step 0  accuracy 1"], printed) == ["step 0  accuracy 1"]
