@@ -15,7 +15,9 @@ from textwrap import dedent
 _FENCE = re.compile(r"^( *)```(\S+)([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 _TITLE = re.compile(r'title="([^"]+)"')
 #: A figure and its unit; also a version, and a number in hexadecimal or with an exponent.
-_FIGURE = re.compile(r"-?\d[\d.,:]*(?:e[-+]?\d+)?(?: ?(?:[KMGT]i?B(?:/s)?|[mµ]?s|h|B|%)\b)?")
+_FIGURE = re.compile(
+    r"0x[\da-f.]+p[-+]\d+|-?\d[\d.,:]*(?:e[-+]?\d+)?(?: ?(?:[KMGT]i?B(?:/s)?|[mµ]?s|h|B|%)\b)?"
+)
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,13 @@ def without_figures(line: str) -> str:
 def missing(shown: list[str], printed: str) -> list[str]:
     """Return the lines that were not printed, in this order and figures aside.
 
-    The page may leave lines out; `...` says so to its reader.
+    The page may leave lines out, or the end of a line, and says so with `...`.
     """
     remaining = iter([without_figures(line) for line in printed.splitlines()])
     wanted = [line for line in shown if line.strip() not in ("", "...")]
-    return [line for line in wanted if without_figures(line) not in remaining]
+    return [line for line in wanted if not any(_matches(line, each) for each in remaining)]
+
+
+def _matches(shown: str, printed: str) -> bool:
+    wanted = without_figures(shown.removesuffix("..."))
+    return printed.startswith(wanted) if shown.endswith("...") else printed == wanted

@@ -21,7 +21,13 @@ from pathlib import Path
 from tests.docs.blocks import Block, missing, typed_in
 
 ROOT = Path(__file__).resolve().parents[2]
-PRELOADED = ["torch", "lightning.pytorch", "transformers", "offload_strategy.cli"]
+PRELOADED = [
+    "torch",
+    "lightning.pytorch",
+    "transformers.models.llama.modeling_llama",
+    "offload_strategy.cli",
+    "offload_strategy.engine.offload_engine",
+]
 _TIMEOUT_SECONDS = 240
 _ASSIGNMENT = re.compile(r"(\w+)=(.*)")
 
@@ -59,11 +65,11 @@ class Reader:
         self.followed += 1
 
     def unused(self) -> set[str]:
-        """Return the saved files that no command has named, and no script has imported."""
-        imported = {file.name.partition(".")[0] for file in self.home.rglob("*.pyc")}
+        """Return the saved files that neither a command nor a script which was run has named."""
         words = {word for command in self._commands for word in shlex.split(command)}
         words |= {word.partition("=")[2] for word in words}
-        return {name for name in self.saved - words if Path(name).stem not in imported}
+        run = [(self.home / name).read_text() for name in self.saved & words]
+        return {name for name in self.saved - words if not any(f'"{name}"' in text for text in run)}
 
     def _as_here(self, text: str) -> str:
         return text.replace("/mnt/", f"{self.disk}/")
@@ -82,7 +88,9 @@ class Reader:
             "PIP_NO_INDEX": "1",  # all is installed: nothing may be looked for
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
             "HF_HUB_OFFLINE": "1",
-            "COLUMNS": "200",
+            "COLUMNS": "1000",  # paths are longer here than on the page
+            "OMP_NUM_THREADS": "1",  # more would wait for each other on a machine that is busy
+            "PYTHONUNBUFFERED": "1",  # what is printed and what is logged keep their order
         }
         while assignment := _ASSIGNMENT.fullmatch(words[0]):
             environment[assignment[1]] = assignment[2]
@@ -117,8 +125,12 @@ def _run(words: Sequence[str], environment: dict[str, str], home: Path, output: 
     with open(output, "wb", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.environ.update(environment)
     os.chdir(home)
+    import torch
+
+    torch.set_num_threads(1)
     try:
         if words[0] == "ssd-offload":
             from offload_strategy.cli import main

@@ -41,4 +41,5 @@ def test_what_a_page_shows_is_compared_without_figures_and_in_order() -> None:
     printed = "step 0  loss 1.25\nstep 1  loss 0.5\nread 3.5 GiB in 2 s\n"
     assert missing(["step 0  loss 9.0", "...", "read 12 MiB in 10 ms"], printed) == []
     assert missing(["read 1 GiB in 1 s", "step 0  loss 1"], printed) == ["step 0  loss 1"]
+    assert missing(["step 0...", "read 3 GiB..."], printed) == []
     assert missing(["step 0  accuracy 1"], printed) == ["step 0  accuracy 1"]
