@@ -262,3 +262,10 @@ def sharded_blocks(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
                 name or type(module).__name__,
                 {f"{names[i.module]}.{i.param_name}".lstrip("."): each for each, i in infos},
             )
+
+
+def can_be_sharded_weight(fsdp_param: Any, min_bytes: int) -> bool:
+    """Whether the shard of an FSDPParam is large enough, and not of a class of its own."""
+    kind = type(fsdp_param.sharded_param._local_tensor)
+    nbytes: int = fsdp_param._sharded_param_data.nbytes
+    return kind in (torch.Tensor, StreamedShard) and nbytes >= max(1, min_bytes)

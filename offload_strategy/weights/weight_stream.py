@@ -23,7 +23,11 @@ from offload_strategy.torch_support.dtensors import fsdp_param_of, is_sharded, l
 from offload_strategy.torch_support.modules import WeakHook
 from offload_strategy.weights.block_residency import BlockResidency
 from offload_strategy.weights.model_building import materialize_module, modules_to_materialize
-from offload_strategy.weights.sharded_weight import ShardedWeight, sharded_blocks
+from offload_strategy.weights.sharded_weight import (
+    ShardedWeight,
+    can_be_sharded_weight,
+    sharded_blocks,
+)
 from offload_strategy.weights.streamed_weight import StreamedWeight
 from offload_strategy.weights.weight_blocks import StreamedBlock, can_be_streamed, cut_into_blocks
 
@@ -181,7 +185,7 @@ class WeightStream(BlockResidency):
             streamed = [
                 self._stream_shard(key, shard)
                 for key, shard in shards.items()
-                if shard._sharded_param_data.nbytes >= max(1, self._min_bytes)
+                if can_be_sharded_weight(shard, self._min_bytes)
             ]
             if streamed:
                 self._add_block(attached, StreamedBlock(name, streamed))

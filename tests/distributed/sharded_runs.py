@@ -216,6 +216,15 @@ def second_half(rank: int, directory: Path, source: str) -> list[dict[str, Any]]
             offloaded(directory, saved, "commit", plain, run, parameters)
             for parameters in KINDS.values()
         ]
+    if dist.get_world_size() == 4:
+        net = Net()
+        fully_shard(net, mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=2)
+        settings = {**config(directory, "commit"), "parameters": STREAMED}
+        with (
+            OffloadEngine(settings) as engine,
+            pytest.raises(ConfigError, match="reshard_after_forward=N"),
+        ):
+            engine.attach(net)
     return found
 
 

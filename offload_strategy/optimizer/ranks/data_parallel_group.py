@@ -168,6 +168,12 @@ def check_parallel(model: nn.Module, *, streams: bool, swaps: bool) -> None:
             "parameters of this one are sharded by tensor parallelism alone: apply fully_shard "
             "too, or set parameters.enabled: false."
         )
+    if streams and any(group._use_post_forward_mesh for group in groups):
+        raise ConfigError(
+            "attach: fully_shard(reshard_after_forward=N) keeps weights in device memory between "
+            "forward and backward, sharded over N ranks, and parameters.enabled streams them: set "
+            "reshard_after_forward to True or False, or parameters.enabled to false."
+        )
     if any(each.offload_to_cpu for group in groups for each in group.fsdp_params) and (
         swaps or streams
     ):
