@@ -31,6 +31,7 @@ import torch
 from offload_strategy.errors import StorageError
 from offload_strategy.host_memory.buffers import HostBuffer
 from offload_strategy.io.regions.unnamed_files import PageFile, switch_to_direct_io
+from offload_strategy.telemetry import Progress
 from offload_strategy.units import PAGE_BYTES, MiB, format_size, round_up
 
 try:
@@ -203,6 +204,7 @@ class _ArchiveWriter:
         self._buffer = HostBuffer(_BUFFER_BYTES)
         self._window = memoryview(self._buffer.acquire(_BUFFER_BYTES)[1]).cast("B")
         self._filled = 0
+        self._bar = Progress("saving")
 
     def write(self, data: Any) -> int:
         """Append bytes; see [Note: errors while an archive is written]."""
@@ -236,6 +238,7 @@ class _ArchiveWriter:
     def close(self) -> None:
         """Release the buffer; torch may keep this object alive."""
         self.error = None
+        self._bar.close()
         del self._window
         self._buffer.release()
         del self._buffer
@@ -247,4 +250,5 @@ class _ArchiveWriter:
         begin = self.size - self._filled
         assert begin % PAGE_BYTES == 0
         self._file.write(self._window[:pages], begin)
+        self._bar.update(self._filled)
         self._filled = 0

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from offload_strategy.cli.options import Option, add_options, block_size, number, size
 from offload_strategy.config import OffloadConfig
 from offload_strategy.config.directories import file_system_of
@@ -26,7 +24,7 @@ from offload_strategy.io.bandwidth.history import PathIdentity, Rates, load_rate
 from offload_strategy.io.bandwidth.probe import MAX_BYTES, probe, write_latencies
 from offload_strategy.io.regions.region import Region
 from offload_strategy.plan_runtime.profile import write_text
-from offload_strategy.telemetry import Direction
+from offload_strategy.telemetry import Direction, Progress
 from offload_strategy.units import MiB, format_size
 
 #: Size of the writes whose latency is measured: that of a small tensor.
@@ -105,9 +103,9 @@ def _bench(options: argparse.Namespace) -> int:
     results = [_Result(path) for path in options.paths]
     parts = 3 if options.sweep else 2
     with _Bar(
-        total=parts * len(results),
-        disable=None,  # not on a terminal: no bar
-        leave=False,
+        "",
+        parts * len(results),
+        delay=0,
         miniters=0,
         bar_format="{desc} |{bar}| {percentage:3.0f}% {elapsed}",
     ) as bar:
@@ -131,10 +129,8 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 # ---------------------------------------------------------------------------- measuring
-class _Bar(tqdm):  # type: ignore[type-arg]
-    """A progress bar that needs no thread."""
-
-    monitor_interval = 0
+class _Bar(Progress):
+    """Progress in units of work of which shares are done."""
 
     def part(self, number: int, description: str) -> Callable[[float], None]:
         """Start a unit of work; return a function to call with the share of it that is done."""

@@ -205,7 +205,7 @@ def _path(comparison: RateComparison) -> ComparedFigure:
     if before is None:
         origin = "nothing was known of it"
     elif before.source == "probe":
-        origin = "predicted by the probe at the start"
+        origin = "predicted by a probe"
     else:
         origin = f"predicted by {before.runs} earlier run{'s' if before.runs > 1 else ''}"
     seen = "was too rarely busy to tell"

@@ -1,6 +1,11 @@
-"""Records of transfers and stalls, from which all metrics are computed; logging; traces."""
+"""Records of transfers and stalls, from which metrics are computed; logging; progress; traces."""
 
 import logging
+import os
+from threading import RLock
+from typing import Any
+
+from tqdm import tqdm
 
 from offload_strategy.telemetry.chrome_trace import write_trace
 from offload_strategy.telemetry.recorder import (
@@ -15,6 +20,7 @@ __all__ = [
     "CLIENTS",
     "Direction",
     "MoveRecord",
+    "Progress",
     "Recorder",
     "StallRecord",
     "get_logger",
@@ -37,3 +43,15 @@ def get_logger(name: str) -> logging.Logger:
         package.addHandler(handler)
         package.setLevel(logging.INFO)
     return logging.getLogger(name)
+
+
+class Progress(tqdm):  # type: ignore[type-arg]
+    """A progress bar of work that takes longer than a second, on the first rank's terminal."""
+
+    monitor_interval = 0  # no thread
+    _lock = RLock()  # nor a semaphore of the system
+
+    def __init__(self, what: str, total: float | None = None, **options: Any) -> None:
+        hidden = True if os.environ.get("LOCAL_RANK", "0") != "0" else None  # None: no terminal
+        usual: dict[str, Any] = {"unit": "B", "unit_scale": True, "delay": 1.0, "disable": hidden}
+        super().__init__(desc=what, total=total, leave=False, **(usual | options))

@@ -22,6 +22,7 @@ from offload_strategy.errors import ConfigError
 from offload_strategy.io.queues.path_queue import PathQueue
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, Tier
+from offload_strategy.telemetry import Progress
 from offload_strategy.torch_support.dtensors import is_sharded, local_rows, local_tensor
 from offload_strategy.units import MiB
 from offload_strategy.weights.model_building import materialize
@@ -83,12 +84,14 @@ class Loader:
             tie()
         matches, found = match(model, checkpoint, strict=strict)
         streamed = []
-        with torch.no_grad():
+        total = sum(one.stored.nbytes for one in matches)
+        with torch.no_grad(), Progress("loading weights", total) as bar:
             for one in matches:
                 if self._is_streamed(one):
                     streamed.append(one)
                 else:
                     self._copy_values(model, one)
+                    bar.update(one.stored.nbytes)
             adopted = ((m, self._file_ticket(m, self._device_of(m.tensor))) for m in streamed)
             for one, ticket in adopted if adopt else self._copied(streamed):
                 assert self.stream is not None
@@ -96,6 +99,7 @@ class Loader:
                 if one.tensor.is_meta:
                     materialize(one.tensor, self.device)
                 self.stream.take_ticket(one.name, one.tensor, ticket)
+                bar.update(one.stored.nbytes)
         return found
 
     def _is_streamed(self, one: _Match) -> bool:

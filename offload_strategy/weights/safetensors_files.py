@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from offload_strategy.errors import ConfigError, StorageError
+from offload_strategy.telemetry import Progress
 
 _SUFFIX = ".safetensors"
 _INDEX = f"{_SUFFIX}.index.json"
@@ -168,11 +169,12 @@ def save_shards(
         f"{_NAME}{_SUFFIX}" if total == 1 else f"{_NAME}-{number:05}-of-{total:05}{_SUFFIX}": shard
         for number, shard in enumerate(shards, 1)
     }
+    written = sum(tensors[name].nbytes for name in first.values())
     index = {
-        "metadata": {"total_size": sum(tensors[name].nbytes for name in first.values())},
+        "metadata": {"total_size": written},
         "weight_map": {name: file for file, shard in files.items() for name in shard},
     }
-    partial = directory / _PARTIAL
+    partial, bar = directory / _PARTIAL, Progress("saving weights", written)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
@@ -186,6 +188,7 @@ def save_shards(
                 save_file(values, partial / file, metadata={"format": "pt", **same})
                 del values
             _flush_to_disk(partial / file)
+            bar.update(sum(tensor.nbytes for tensor in shard.values()))
         (partial / f"{_NAME}{_INDEX}").write_text(json.dumps(index, indent=2) + "\n")
         for file in (*files, f"{_NAME}{_INDEX}"):
             os.replace(partial / file, directory / file)
@@ -195,6 +198,7 @@ def save_shards(
             f"space, or choose another directory."
         ) from error
     finally:
+        bar.close()
         shutil.rmtree(partial, ignore_errors=True)
     return [directory / file for file in files]
 

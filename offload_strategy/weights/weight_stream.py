@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, Tier
+from offload_strategy.telemetry import Progress
 from offload_strategy.torch_support.dtensors import fsdp_param_of, is_sharded, local_bytes
 from offload_strategy.torch_support.modules import WeakHook
 from offload_strategy.weights.block_residency import BlockResidency
@@ -105,7 +106,8 @@ class WeightStream(BlockResidency):
 
     def materialize_meta(self, model: nn.Module, device: torch.device) -> None:
         """Materialize and initialize a model's meta parameters, module by module."""
-        for name, module in modules_to_materialize(model):
+        modules = modules_to_materialize(model)
+        for name, module in Progress("attach", unit=" modules", iterable=modules):
             materialize_module(name, module, device, partial(self.stream_parameter, model=model))
             with self._lock:
                 self._offload_accessed()

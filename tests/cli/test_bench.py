@@ -190,4 +190,4 @@ def test_a_run_begins_with_what_was_measured(disk, tmp_path, monkeypatch, ssd_of
     read, write = (rates[f"{disk} {way}"] for way in ("read", "write"))
     assert read.predicted == measured["read_bytes_per_second"]
     assert write.predicted == measured["write_bytes_per_second"]
-    assert "predicted by the probe" in read.remark
+    assert "predicted by a probe" in read.remark

@@ -255,7 +255,7 @@ def test_a_probe_that_was_wrong_is_corrected_by_half(
         found = compared(engine)
     for place in places:
         part = found.part(f"{place} write")
-        assert part.remark.startswith("predicted by the probe at the start;")
+        assert part.remark.startswith("predicted by a probe;")
         assert part.ratio == pytest.approx(0.25)
 
     def probe(*_: Any) -> None:

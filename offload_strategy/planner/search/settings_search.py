@@ -30,6 +30,7 @@ from offload_strategy.planner.search.search_result import (
     Space,
 )
 from offload_strategy.planner.search.settings import Placement, Settings
+from offload_strategy.telemetry import Progress
 
 #: See [Note: the order of settings].
 _AS_FAST = 0.01
@@ -52,7 +53,8 @@ def search(request: Request | CpuRequest, space: Space) -> SearchResult:
     """Find the settings with the highest throughput; see [Note: the order of settings]."""
     model = model_of(request)
     candidates = _Candidates(model, space.tolerance)
-    for settings in _choices(model, space):
+    choices = [*_choices(model, space)]
+    for settings in Progress("search", unit=" settings", iterable=choices):
         candidates.try_settings(settings)
     if space.batch is None:
         # Between the batches that were tried, a larger one may fit or a smaller one be as fast.
