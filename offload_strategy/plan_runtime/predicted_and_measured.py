@@ -99,7 +99,7 @@ class ComparedFigure:
         """Observed divided by predicted; 1 if both are 0, None if only the prediction is."""
         if self.predicted is None or self.observed is None:
             return None
-        if not self.predicted:
+        if self.predicted < 1e-9:  # what rounding leaves of 0
             return 1.0 if not self.observed else None
         return self.observed / self.predicted
 

@@ -59,6 +59,10 @@ def test_each_part_is_told_with_its_own_ratio() -> None:
         found.part("peak of memory")
 
 
+def test_what_rounding_leaves_of_nothing_has_no_ratio() -> None:
+    assert ComparedFigure("waiting for reads", 3.5e-15, 0.035, "s").ratio is None
+
+
 def test_it_prints_a_table() -> None:
     path = ComparedFigure("/mnt/nvme0 read", 4e9, 3e9, "B/s", "predicted by the probe")
     made = compare_prediction(FIGURES, FIGURES, [path], ["A remark."])
