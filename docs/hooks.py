@@ -58,7 +58,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         place = match[1].removesuffix("/")
         if f"{place}.md" in files.src_uris:
             return f"]({up}{place}.md)"
-        return f"]({up}examples/README.md)"
+        return f"]({up}examples/overview.md)"
 
     return re.sub(r"\]\((?:\.\./)+(examples(?:/[\w./-]*)?)\)", target, markdown)
 
@@ -78,8 +78,8 @@ def example_pages() -> dict[str, str]:
     """Return a page for each example: its source, and the list of all of them."""
     folder = ROOT / "examples"
     readme = (folder / "README.md").read_text(encoding="utf-8")
-    pages = {"examples/README.md": readme.replace("](unmodified)", "](unmodified/tiny.py.md)")}
-    pages["examples/README.md"] = pages["examples/README.md"].replace("](../docs/", "](../")
+    pages = {"examples/overview.md": readme.replace("](unmodified)", "](unmodified/tiny.py.md)")}
+    pages["examples/overview.md"] = pages["examples/overview.md"].replace("](../docs/", "](../")
     for file in sorted(folder.rglob("*")):
         if file.suffix in {".py", ".yaml"} or file.name.startswith("Dockerfile"):
             language = {".py": "python", ".yaml": "yaml"}.get(file.suffix, "dockerfile")
@@ -129,22 +129,22 @@ def _keys_table(keys: Mapping[str, Any], prefix: str, defaults: Mapping[str, Any
 
 def _values(entry: Mapping[str, Any]) -> Iterator[str]:
     """Yield what a key accepts, in words."""
-    examples = [example for example in entry.get("examples", []) if example != "auto"]
-    kinds = entry.get("anyOf", [entry])
-    for kind in kinds:
-        words = {"boolean": "true or false", "array": "list", "null": "null"}
-        if "const" in kind:
-            yield f"`{kind['const']}`"
-        elif "enum" in kind:
-            yield ", ".join(f"`{value}`" for value in kind["enum"])
-        elif kind.get("format") == "path":
-            yield "path"
-        elif kind.get("type") in {"integer", "number", "string"} and examples:
-            yield f"such as {', '.join(f'`{example}`' for example in examples)}"
-        elif kind.get("type") in {"integer", "number"}:
-            yield "number"
-        else:
-            yield words.get(str(kind.get("type")), "text")
+    examples = [f"`{example}`" for example in entry.get("examples", []) if example != "auto"]
+    if examples:
+        yield from ["`auto`"] if "auto" in entry["examples"] else []
+        yield f"such as {', '.join(examples)}"
+    elif "anyOf" in entry:
+        for each in entry["anyOf"]:
+            yield from _values(each)
+    elif "const" in entry:
+        yield f"`{entry['const']}`"
+    elif "enum" in entry:
+        yield ", ".join(f"`{value}`" for value in entry["enum"])
+    elif entry.get("format") == "path":
+        yield "path"
+    else:
+        words = {"boolean": "true or false", "array": "list", "string": "text"}
+        yield words.get(entry["type"], "null" if entry["type"] == "null" else "number")
 
 
 def _prose(text: str) -> str:
@@ -167,7 +167,8 @@ def cli_page() -> str:
             else:
                 named = [(_option(parser, action), _help(parser, action)) for action in actions]
             if named:
-                lines += ["", "| | |", "|---|---|"]
+                usual = group.title in {"options", "positional arguments"}
+                lines += ["", *([] if usual else [f"**{group.title}**", ""]), "| | |", "|---|---|"]
                 lines += [f"| `{name}` | {_prose(text or '')} |" for name, text in named]
             for name, text in named:
                 if not text:
