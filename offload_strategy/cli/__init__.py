@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from offload_strategy.cli import bench, doctor, file_commands, plan
+from offload_strategy.cli import bench, doctor, file_commands, init, plan
 from offload_strategy.errors import OffloadError
 
 __all__ = ["main"]
@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     file_commands.add_config_parser(commands)
-    for command in (bench, doctor, plan):
+    for command in (init, bench, doctor, plan):
         command.add_parser(commands)
     file_commands.add_report_parser(commands)
     file_commands.add_consolidate_parser(commands)

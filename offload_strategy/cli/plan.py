@@ -8,9 +8,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, get_args
 
 from offload_strategy.cli.options import Option, add_options, rate
+from offload_strategy.cli.plan_here import plan_here
 from offload_strategy.cli.plan_profile import plan_profile, profile_script
 from offload_strategy.cli.plan_search import CPU, check_search_options, cpu_request, plan_search
 from offload_strategy.errors import ConfigError
@@ -18,13 +20,15 @@ from offload_strategy.plan_runtime.profile import Profile
 from offload_strategy.planner.analysis import analyse
 from offload_strategy.planner.hardware import device as device_named
 from offload_strategy.planner.hardware import drive_set
-from offload_strategy.planner.model_presets import PRESETS, from_config, preset
+from offload_strategy.planner.model_presets import PRESETS, context_length, from_config, preset
 from offload_strategy.planner.request import Request
 from offload_strategy.planner.search.search_result import USUAL_TOKENS, USUAL_TOLERANCE
 from offload_strategy.planner.transformer_shape import Kind, TransformerShape
 
 #: Usual vocabulary sizes of the kinds.
 _VOCABULARY = {"gpt": 50257, "bert": 30522, "t5": 32128, "llama": 128256}
+#: Tokens of a sequence for a model that names no length.
+_USUAL_LENGTH = 2048
 
 
 def _batch(text: str) -> int | None:
@@ -124,12 +128,13 @@ _OPTIONS: dict[str, list[Option]] = {
             "write the plan as JSON, one line per tensor, to read or change, or for planning.plan",
         ),
     ],
-    "a training script instead of both": [
+    "a model for this machine, or a training script": [
         (
             "script",
-            "a training script that uses an offload engine, and its arguments: it is run for a "
+            "a model: its folder or config.json, or a name of --model; no other option is needed. "
+            "Or a training script that uses an offload engine, and its arguments: it is run for a "
             "few forward passes, for real, and then ended; options of plan come before it",
-            {"nargs": argparse.REMAINDER, "metavar": "SCRIPT ..."},
+            {"nargs": argparse.REMAINDER, "metavar": "MODEL | SCRIPT ..."},
         ),
         ("--passes N", "forward passes that are looked at (default: 8)", {"default": 8}),
         ("--write-profile FILE", "as JSON, for --profile"),
@@ -144,18 +149,22 @@ def add_parser(commands: Any) -> None:
         help="predict what a run needs, how fast it is and what to change",
         description="Predict what fits, how long a step takes and what limits it, how much host "
         "memory and disk it needs and how long the drives last, from the shape of a model and the "
-        "figures of a machine. With --search, find the fastest settings. With --profile, plan what "
-        "is offloaded in a profiled step, and predict how long that takes. With a script, run its "
-        "first steps and do the same for them. Otherwise nothing is opened or measured, except "
-        f"with --device {CPU}. The exit status is 1 if the run would not fit.",
+        "figures of a machine. With nothing but a model, say in three ways what this machine can "
+        "train, and what would make it twice as fast. With --search, find the fastest settings. "
+        "With --profile, plan what is offloaded in a profiled step, and predict how long that "
+        "takes. With a script, run its first steps and do the same for them. Otherwise nothing is "
+        f"opened or measured, except with a model alone or --device {CPU}. The exit status is 1 if "
+        "the run would not fit.",
     )
     for title, options in _OPTIONS.items():
         add_options(plan.add_argument_group(title), options)
     plan.add_argument("--json", action="store_true", help="print the figures as JSON")
-    plan.set_defaults(run=_plan)
+    plan.set_defaults(run=_plan, parser=plan)
 
 
 def _plan(options: argparse.Namespace) -> int:
+    if options.script and not _is_script(options.script[0]):
+        return _plan_model(options)
     check_search_options(options)
     if options.script:
         return plan_profile(options, profile_script(options))
@@ -171,6 +180,29 @@ def _plan(options: argparse.Namespace) -> int:
     found = analyse(request, batch=options.batch, sequence=options.sequence)
     print(json.dumps(found.as_dict(), indent=2) if options.json else found)
     return 0 if all(fit.ok for fit in found.fits) else 1
+
+
+def _is_script(word: str) -> bool:
+    path = Path(word)
+    return path.suffix == ".py" or (path.is_file() and path.suffix != ".json")
+
+
+def _plan_model(options: argparse.Namespace) -> int:
+    """Plan for a model that is named without an option; options may follow it."""
+    model, *rest = options.script
+    options = options.parser.parse_args(rest, options)
+    if options.script or options.model or options.config_json:
+        raise ConfigError(f"give one model: {model} is one already")
+    is_path = Path(model).exists()
+    options.model, options.config_json = (None, Path(model)) if is_path else (model, None)
+    if options.search or options.profile:
+        return _plan(options)
+    source, known = "as given", options.sequence
+    if known is None:
+        known = context_length(model) if is_path else preset(model).max_positions
+        source = "the model's context length" if known else "assumed: say another with --sequence"
+    options.sequence = known or _USUAL_LENGTH
+    return plan_here(options, _shape(options), source)
 
 
 def _require(options: argparse.Namespace, names: Iterable[str], otherwise: str) -> None:

@@ -13,7 +13,6 @@ a few runs counts, because other load only makes it slower.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import shutil
 import time
@@ -26,13 +25,11 @@ import psutil
 import torch
 from torch import nn
 
+from offload_strategy.cli.this_machine import as_drives, known_path
 from offload_strategy.config import default_directory
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.idle_memory import return_freed_memory
 from offload_strategy.host_memory.memory_limits import available_bytes
-from offload_strategy.io.backends.protocol import create_backend
-from offload_strategy.io.bandwidth.probe import probe
-from offload_strategy.io.regions.region import Region
 from offload_strategy.plan_runtime.profile import write_text
 from offload_strategy.plan_runtime.space_requirements import Overlap
 from offload_strategy.planner.hardware import Drive, Drives, drive_set
@@ -42,7 +39,6 @@ from offload_strategy.planner.search.search_result import Space
 from offload_strategy.planner.search.settings import StateType
 from offload_strategy.planner.search.settings_search import search
 from offload_strategy.planner.transformer_shape import TransformerShape
-from offload_strategy.telemetry import Direction
 from offload_strategy.units import MiB
 
 #: Value of `--device` for a machine without a GPU.
@@ -88,7 +84,7 @@ def plan_search(options: argparse.Namespace, request: Request | CpuRequest) -> i
     """
     file = options.write_config
     if file is not None:
-        _check_writable(file, options.force)
+        check_writable(file, options.force)
     found = search(request, _space(options))
     print(json.dumps(found.as_dict(), indent=2) if options.json else found)
     if not found.candidates:
@@ -117,29 +113,32 @@ def _space(options: argparse.Namespace) -> Space:
     )
 
 
-def _check_writable(file: Path, force: bool) -> None:
+def check_writable(file: Path, force: bool) -> None:
     """Raise errors about the file before the search."""
     if file.is_dir() or not file.parent.is_dir():
-        raise ConfigError(
-            f"--write-config: {file} is no file in a directory that exists; name one that is"
-        )
+        raise ConfigError(f"{file} is no file in a directory that exists; name one that is")
     if file.exists() and not force:
-        raise ConfigError(f"--write-config: {file} is there already; give --force to overwrite it")
+        raise ConfigError(f"{file} is there already; give --force to overwrite it")
 
 
 # ---------------------------------------------------------------------- this machine
 #: Wider products are no faster, longer sequences need no less memory.
 _WIDEST, _LONGEST = 768, 256
 _SEQUENCES = 4
+_RUNS = 3
+#: For an answer at once: width of a layer, tokens of a sequence, and bytes of copies that take as
+#: long as an update, which reads and writes a weight and two moments, and reads a gradient.
+_QUICK_WIDEST, _QUICK_LENGTH, _COPIED_BYTES = 256, 64, 7 * 4 / 2
 #: Size of what is updated and copied: more than caches hold.
 _PARAMETERS = 1 << 23
-_RUNS = 3
 #: Stacks of I/O threads, and further libraries.
 _MORE_BYTES = 32 * MiB
 _PROBE_SECONDS = 0.5
 
 
-def cpu_request(options: argparse.Namespace, shape: TransformerShape) -> CpuRequest:
+def cpu_request(
+    options: argparse.Namespace, shape: TransformerShape, *, quickly: bool = False
+) -> CpuRequest:
     """Return the run, with measured figures of this machine for options that are not given.
 
     The cores are measured, except for `--tflops` and `--update-rate`, and so are the paths of
@@ -147,13 +146,14 @@ def cpu_request(options: argparse.Namespace, shape: TransformerShape) -> CpuRequ
     is missing or wrong, and an OffloadError if a path cannot be measured.
     """
     memory = available_bytes() if options.host_memory is None else options.host_memory
-    drives = _drives(options)
+    drives = drives_of(options)
     longest = max(options.sequences or [options.sequence])
-    cores = measured_cores(shape, longest, flops=options.flops, update_rate=options.update_rate)
+    given = {"flops": options.flops, "update_rate": options.update_rate}
+    cores = measured_cores(shape, longest, quickly=quickly, **given)
     return CpuRequest(shape, cores, drives, memory, options.duplex)
 
 
-def _drives(options: argparse.Namespace) -> Drives:
+def drives_of(options: argparse.Namespace) -> Drives:
     """Return drives of the table, or all paths as one drive, with the rates given or measured."""
     if (options.read is None) != (options.write is None):
         raise ConfigError("give both of --read and --write, or none of them")
@@ -161,32 +161,15 @@ def _drives(options: argparse.Namespace) -> Drives:
         if options.read is not None:
             raise ConfigError("give --ssd, or --read and --write, which say how fast it is")
         return drive_set(options.ssd)
-    directories = [Path(one) for one in options.dir or (default_directory(),)]
+    directories = options.dir or (default_directory(),)
     if options.read is None:
-        # Bytes are striped over several paths in proportion to their rates.
-        measured = zip(*map(_measured_path, directories), strict=True)
-        read, write, free = (sum(figures) for figures in measured)
-        source = f"measured on {', '.join(map(str, directories))}"
-    else:
-        read, write, source = options.read, options.write, "given"
-        free = sum(map(_free_bytes, directories))
-    return Drives(Drive("path", read, write, int(free), sources={"read_GBps": source}), 1)
-
-
-def _free_bytes(directory: Path) -> int:
+        return as_drives(known_path(one, _PROBE_SECONDS) for one in directories)
     try:
-        return shutil.disk_usage(directory).free
+        free = sum(shutil.disk_usage(one).free for one in directories)
     except OSError as error:
-        raise ConfigError(f"--dir: {directory}: {error.strerror or error}") from error
-
-
-def _measured_path(directory: Path) -> tuple[float, float, int]:
-    """Measure the read and write rate of a path, and its free bytes."""
-    with contextlib.closing(Region(directory, "search")) as region:
-        backend = create_backend("posix", threads=2, block_size=32 * MiB)
-        with contextlib.closing(backend):
-            found = probe(region, backend, seconds=_PROBE_SECONDS)
-        return found[Direction.READ].rate, found[Direction.WRITE].rate, region.free_bytes
+        raise ConfigError(f"--dir: {error.filename}: {error.strerror or error}") from error
+    sources = {"read_GBps": "given"}
+    return Drives(Drive("path", options.read, options.write, free, sources=sources), 1)
 
 
 def measured_cores(
@@ -195,16 +178,28 @@ def measured_cores(
     *,
     flops: float | None = None,
     update_rate: float | None = None,
+    quickly: bool = False,
 ) -> Cores:
-    """Measure this machine's cores, as many as torch uses, except for figures that are given."""
-    source = f"measured, {torch.get_num_threads()} threads"
+    """Measure this machine's cores, as many as torch uses, except for figures that are given.
+
+    `quickly` is for an answer at once: a small layer on one thread, which other load disturbs less,
+    and updates as fast as their bytes are copied, because an optimizer takes a second to import.
+    """
+    threads = torch.get_num_threads()
+    source = f"measured, {'1 of ' if quickly else ''}{threads} threads"
     given = {"flops": flops, "update_rate": update_rate, "copy_rate": None, "process_bytes": None}
     pass_seconds = 0.0
     if flops is None:
-        flops, pass_seconds = _layer(shape, min(sequence, _LONGEST))
-    # Measured even if it is given: the process takes more memory after it has trained a little.
-    measured_rate = _updates()
+        used = 1 if quickly else threads
+        torch.set_num_threads(used)
+        try:
+            flops, pass_seconds = _layer(shape, min(sequence, _LONGEST), quickly)
+        finally:
+            torch.set_num_threads(threads)
+        flops, pass_seconds = flops * threads / used, pass_seconds * used / threads
     copy_rate = _copies()
+    # Measured even if it is given: the process takes more memory after it has trained a little.
+    measured_rate = copy_rate / _COPIED_BYTES if quickly else _updates()
     return_freed_memory()
     return Cores(
         flops=flops,
@@ -216,10 +211,10 @@ def measured_cores(
     )
 
 
-def _layer(shape: TransformerShape, sequence: int) -> tuple[float, float]:
+def _layer(shape: TransformerShape, sequence: int, quickly: bool) -> tuple[float, float]:
     """Return FLOP/s, and seconds per parameter of a pass; see [Note: one layer at two batches]."""
     size = shape.attention_width // shape.heads
-    width = min(_WIDEST, shape.hidden) // size * size or size
+    width = min(_QUICK_WIDEST if quickly else _WIDEST, shape.hidden) // size * size or size
     feed_forward = max(1, width * shape.inner // shape.hidden)
     layer = nn.TransformerEncoderLayer(
         width, width // size, feed_forward, dropout=0.0, activation="gelu",
@@ -229,6 +224,9 @@ def _layer(shape: TransformerShape, sequence: int) -> tuple[float, float]:
         shape, kind="gpt", layers=1, hidden=width, heads=width // size, kv_heads=None,
         feed_forward=feed_forward, gated=False, head_size=None, decoder_layers=0,
     )  # fmt: skip
+
+    if quickly:
+        sequence = _QUICK_LENGTH
 
     def passes(batch: int) -> Callable[[], None]:
         inputs = torch.randn(batch, sequence, width, requires_grad=True)

@@ -20,7 +20,7 @@ from offload_strategy.errors import ConfigError
 from offload_strategy.units import DAYS_PER_YEAR, parse_size
 
 _COUNT = re.compile(r"\s*(?:(?P<count>[^\sx×*]+)\s*[x×*]\s*)?(?P<name>\S.*?)\s*", re.I)
-_MAKERS = ("nvidia", "geforce", "samsung", "intel", "micron", "wd")
+_MAKERS = ("nvidia", "tesla", "geforce", "samsung", "intel", "micron", "wd")
 #: The field that a key of hardware.yaml fills, and the factor of its figure.
 _FIGURES = {
     "tflops": ("flops", 1e12),
@@ -88,6 +88,13 @@ def device(name: str) -> Device:
     """Look up a device, or raise a ConfigError that names similar ones."""
     found: Device = _look_up(name, "device")
     return found
+
+
+def device_called(name: str) -> Device | None:
+    """Return the device that a driver calls so, as "NVIDIA H100 80GB HBM3"; None if not known."""
+    key, devices = _key(name), table("device")
+    near = max((one for one in devices if key.startswith(one)), key=len, default=None)
+    return None if near is None or "laptop" in key else devices[near]
 
 
 def drive_set(text: str) -> Drives:

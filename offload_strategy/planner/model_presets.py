@@ -133,6 +133,13 @@ def from_config(config: Mapping[str, Any] | str | Path) -> TransformerShape:
     return TransformerShape(kind, **sizes, tied=tied, gated=gated, qkv_bias=named == "qwen2")
 
 
+def context_length(file: str | Path) -> int | None:
+    """Return the longest sequence that a config.json names in tokens, or None."""
+    config = _load(Path(file))[1]
+    named = (config.get(key) for key in ("n_positions", "max_position_embeddings"))
+    return next((value for value in named if isinstance(value, int) and value > 0), None)
+
+
 def _load(path: Path) -> tuple[str, Mapping[str, Any]]:
     file = path / "config.json" if path.is_dir() else path
     try:

@@ -15,7 +15,7 @@ lost to I/O threads (docs/activations.md): `HOOK_SECONDS` and `IO_OVERHEAD` are 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from offload_strategy.errors import ConfigError
 from offload_strategy.planner.hardware import Device, Drives
@@ -116,6 +116,13 @@ class Cores:
         for name in ("process_bytes", "pass_seconds", "io_overhead"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"cores: {name} is {getattr(self, name)}; give 0 or more")
+
+    def times(self, count: int) -> Cores:
+        """Return so many times as many of these cores."""
+        figures = {
+            name: count * getattr(self, name) for name in ("flops", "update_rate", "copy_rate")
+        }
+        return replace(self, pass_seconds=self.pass_seconds / count, **figures)
 
     def copy_seconds(self, parameters: int) -> float:
         """Return the seconds of a copy of so many float32 values."""

@@ -169,7 +169,7 @@ def test_what_is_not_given_is_looked_up_or_measured(known_cores, plan, tmp_path,
     plan(f"{ON_CPU} {RATES} --tflops 0.2 --update-rate 1e9 --host-memory 4GiB")
     shape, sequence, given = known_cores[-1]
     assert (shape.layers, sequence) == (12, 256)
-    assert given == {"flops": pytest.approx(2e11), "update_rate": 1e9}
+    assert given == {"flops": pytest.approx(2e11), "update_rate": 1e9, "quickly": False}
 
 
 def test_the_tolerance_is_a_share_that_a_smaller_batch_may_cost(known_cores, plan):

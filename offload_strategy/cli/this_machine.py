@@ -1,0 +1,111 @@
+"""This machine for `ssd-offload plan MODEL` and `init`: its GPU, its drives and their rates."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import torch
+
+from offload_strategy.config import CONFIG_VARIABLE, OffloadConfig, default_directory
+from offload_strategy.config.directories import DIRECTORY_VARIABLE, file_system_of
+from offload_strategy.io.backends.protocol import create_backend
+from offload_strategy.io.bandwidth.history import (
+    PathIdentity,
+    load_all_rates,
+    load_rates,
+    save_rates,
+)
+from offload_strategy.io.bandwidth.probe import probe
+from offload_strategy.io.regions.region import Region
+from offload_strategy.planner.hardware import Device, Drive, Drives, device_called
+from offload_strategy.planner.hardware import device as device_named
+from offload_strategy.telemetry import Direction
+from offload_strategy.units import GiB
+
+#: Disks with less free space are not proposed.
+_LEAST_FREE_BYTES = 10 * GiB
+#: Seconds in each direction for a path of which nothing is known.
+_PROBE_SECONDS = 0.15
+
+
+class KnownPath(NamedTuple):
+    """A directory: its rates in bytes per second, its free bytes, and where the rates are from."""
+
+    path: Path
+    read: float
+    write: float
+    free_bytes: int
+    source: str
+
+
+def usual_directories() -> list[Path]:
+    """Return the configured directories, or else one on each local disk that can be written to."""
+    if os.environ.get(CONFIG_VARIABLE) or os.environ.get(DIRECTORY_VARIABLE):
+        return [path for tier in OffloadConfig.load(None).tiers for path in tier.paths]
+    measured = [Path(of.path) for of, _ in load_all_rates() if of.machine == platform.node()]
+    mounts = [Path(mount.mountpoint) for mount in psutil.disk_partitions()]
+    found: dict[int, Path] = {}
+    for path in (default_directory(), *measured, *mounts):
+        with contextlib.suppress(OSError):
+            disk = path.stat().st_dev
+            if disk not in found and (not found or _is_suitable(path)):
+                found[disk] = path
+    return list(found.values())
+
+
+def _is_suitable(path: Path) -> bool:
+    system = file_system_of(path)
+    if system is None or system.is_memory or system.is_network or system.rotational:
+        return False
+    free_bytes = psutil.disk_usage(str(path)).free
+    return path.is_dir() and os.access(path, os.W_OK) and free_bytes >= _LEAST_FREE_BYTES
+
+
+def known_path(directory: str | Path, seconds: float = _PROBE_SECONDS) -> KnownPath:
+    """Return what is remembered of a path, or measure it for so many seconds in each direction.
+
+    Raises an OffloadError if it cannot be used.
+    """
+    path, io = Path(os.path.abspath(directory)), OffloadConfig.load(None).io
+    with (
+        contextlib.closing(Region(path, "measured")) as region,
+        contextlib.closing(
+            create_backend(io.backend, threads=io.threads_to_use(), block_size=io.block_size)
+        ) as backend,
+    ):
+        of = PathIdentity.of(path, region.fd, processes=1, backend=backend)
+        rates, source = load_rates(of), "remembered"
+        if len(rates) < len(Direction):
+            rates, source = {**probe(region, backend, seconds=seconds), **rates}, "measured"
+            save_rates(of, rates)  # for the next answer, and for a run
+        read, write = (rates[way].rate for way in (Direction.READ, Direction.WRITE))
+        return KnownPath(path, read, write, region.free_bytes, source)
+
+
+def as_drives(paths: Iterable[KnownPath]) -> Drives:
+    """Return paths as one drive: bytes are striped over them in proportion to their rates."""
+    known = list(paths)
+    read, write = sum(one.read for one in known), sum(one.write for one in known)
+    source = ", ".join(f"{one.source} on {one.path}" for one in known)
+    free = sum(one.free_bytes for one in known)
+    return Drives(Drive("path", read, write, free, sources={"read_GBps": source}), 1)
+
+
+def this_gpu() -> Device | None:
+    """Return the GPU with the figures of the hardware table, or None on a machine without one.
+
+    Raises a ConfigError if the table does not have it.
+    """
+    if not torch.cuda.is_available():
+        return None
+    seen = torch.cuda.get_device_properties(0)
+    # The look-up of a name that is not known says which ones are.
+    known = device_called(seen.name) or device_named(seen.name)
+    return replace(known, memory_bytes=seen.total_memory)
