@@ -5,7 +5,8 @@
 
 Lines:
 
-    path   four ranks on one throttled path compared with one rank (root: loop devices)
+    path      four ranks on one throttled path compared with one rank (root: loop devices)
+    machines  two machines of two ranks, of which one is killed in each of 20 runs
 
 The exit status is 1 if a claim does not hold.
 """
@@ -17,11 +18,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.distributed.machines import machines
 from benchmarks.distributed.path import path
 from benchmarks.io.results import Context, Line, Result, Skipped, conclude
 from benchmarks.machine import describe_machine, say, tidy_up_when_ended
 
-LINES: dict[str, Line] = {"path": path}
+LINES: dict[str, Line] = {"path": path, "machines": machines}
 
 
 def main() -> int:
