@@ -206,16 +206,23 @@ def first_half(rank: int, directory: Path) -> None:
 
 
 def second_half(rank: int, directory: Path, source: str) -> list[dict[str, Any]]:
-    """Load what any number of ranks saved, with and without offload; train the other half."""
+    """Load what two ranks saved, with and without offload; train the other half."""
     found = []
-    for saved in (None, *KINDS):
-        checkpoint = Path(source) / f"checkpoint-{saved}"
-        run = partial(train, rank, steps=SECOND_HALF, checkpoint=checkpoint)
-        plain = run(None)
-        found += [
-            offloaded(directory, saved, "commit", plain, run, parameters)
-            for parameters in KINDS.values()
-        ]
+    runs: dict[str | None, Callable[..., Any]] = {
+        saved: partial(
+            train, rank, steps=SECOND_HALF, checkpoint=Path(source) / f"checkpoint-{saved}"
+        )
+        for saved in (None, *KINDS)
+    }
+    plain = runs[None](None)
+    found.append(compared(["plain of streamed"], plain, runs["streamed"](None), optimizer=1))
+    for saved, parameters in (
+        (None, KINDS["commit"]),
+        (None, STREAMED),
+        ("commit", STREAMED),
+        ("streamed", KINDS["commit"]),
+    ):
+        found.append(offloaded(directory, saved, "commit", plain, runs[saved], parameters))
     if dist.get_world_size() == 4:
         net = Net()
         fully_shard(net, mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=2)

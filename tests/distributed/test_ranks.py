@@ -84,8 +84,6 @@ def test_sharded_training_gives_what_it_gives_without_offload(tmp_path: Path) ->
         for rank in run_ranks(where, place, size, source=str(tmp_path)):
             assert [run["case"] for run in rank if run["differs"]] == []
             assert all(run["optimizer"] > 0 for run in rank)
-            # What ours saved is what plain training saved.
-            assert len({str(run["losses"]) for run in rank}) == 1
 
 
 # ---------------------------------------------------------------------- frameworks
