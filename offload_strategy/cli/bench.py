@@ -102,13 +102,8 @@ def _bench(options: argparse.Namespace) -> int:
         _check_writable(options.json)
     results = [_Result(path) for path in options.paths]
     parts = 3 if options.sweep else 2
-    with _Bar(
-        "",
-        parts * len(results),
-        delay=0,
-        miniters=0,
-        bar_format="{desc} |{bar}| {percentage:3.0f}% {elapsed}",
-    ) as bar:
+    form = "{desc} |{bar}| {percentage:3.0f}% {elapsed}"
+    with _Bar("", parts * len(results), delay=0, miniters=0, bar_format=form) as bar:
         for number, result in enumerate(results):
             try:
                 _measure(result, options, bar, parts * number)
@@ -259,8 +254,7 @@ def _path_as_json(result: _Result) -> dict[str, Any]:
         "path": result.path,
         "file_system": result.file_system,
         "direct": result.direct,
-        "write_bytes_per_second": result.rates[Direction.WRITE].rate,
-        "read_bytes_per_second": result.rates[Direction.READ].rate,
+        **_per_second(result.rates),
         "written_bytes": result.rates[Direction.WRITE].nbytes,
         "read_bytes": result.rates[Direction.READ].nbytes,
         "write_latency": {
@@ -271,16 +265,15 @@ def _path_as_json(result: _Result) -> dict[str, Any]:
         },
         "share": result.share,
         "sweep": [
-            {
-                "threads": threads,
-                "block_size": block,
-                "write_bytes_per_second": found[Direction.WRITE].rate,
-                "read_bytes_per_second": found[Direction.READ].rate,
-            }
+            {"threads": threads, "block_size": block, **_per_second(found)}
             for threads, block, found in result.sweep
         ],
         "error": result.error,
     }
+
+
+def _per_second(found: Rates) -> dict[str, float]:
+    return {f"{way}_bytes_per_second": measured.rate for way, measured in found.items()}
 
 
 def _check_writable(file: str) -> None:

@@ -90,15 +90,8 @@ def _report(options: argparse.Namespace) -> None:
         print(f"{run}\n\nThe page: {page}")
         return
     kept = load_all_rates()
-    print(
-        json.dumps([_figures(*one) for one in kept], indent=2)
-        if options.json
-        else _known_paths(kept)
-    )
-
-
-def _figures(of: PathIdentity, figures: Rates) -> dict[str, Any]:
-    return asdict(of) | {str(way): asdict(figure) for way, figure in figures.items()}
+    rows = [asdict(of) | {way: asdict(one) for way, one in rates.items()} for of, rates in kept]
+    print(json.dumps(rows, indent=2) if options.json else _known_paths(kept))
 
 
 def _known_paths(kept: list[tuple[PathIdentity, Rates]]) -> str:
@@ -112,12 +105,8 @@ def _known_paths(kept: list[tuple[PathIdentity, Rates]]) -> str:
         for way, figure in figures.items():
             runs = f"{figure.runs} run{'s' if figure.runs > 1 else ''}"
             source = runs if figure.source == "observed" else figure.source
-            rows.append(
-                (
-                    *(of.path, of.machine, of.processes, way, f"{figure.rate / 1e9:.3g}"),
-                    *(source, format_size(figure.nbytes), figure.date),
-                )
-            )
+            where, rate = (of.path, of.machine, of.processes, way), f"{figure.rate / 1e9:.3g}"
+            rows.append((*where, rate, source, format_size(figure.nbytes), figure.date))
     table = markdown_table("path | machine | processes |  | GB/s | from | bytes | last", rows)
     return f"{table}\n\nKept in {folder}; what is removed there is forgotten."
 

@@ -24,7 +24,7 @@ from offload_strategy.engine.automatic_choice import AutomaticChoice
 from offload_strategy.engine.metrics import Metrics
 from offload_strategy.engine.model_weights import EngineWeights
 from offload_strategy.engine.run_report import RunReport, timeline
-from offload_strategy.engine.step_log import StepLog, compare_step, compared_paths
+from offload_strategy.engine.step_log import StepLog, compare_step, compared_path
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.pool import IDLE_BYTES
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
@@ -143,7 +143,7 @@ class EngineReports(EngineWeights):
             about=f"{date} · {platform.node()} · {self._device} · torch {torch.__version__}",
             metrics={key: one for key, one in self.metrics().items() if math.isfinite(one)},
             config=self.effective_config().to_yaml(),
-            paths=tuple(compared_paths(self._resources)),
+            paths=tuple(map(compared_path, self._resources.measured_paths.comparisons())),
         )
         activations = self._activations
         latest = None if activations is None else activations.latest_pass()

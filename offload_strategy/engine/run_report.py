@@ -26,7 +26,6 @@ from offload_strategy.telemetry import Recorder
 from offload_strategy.units import markdown_list
 
 _FRAME = '<iframe srcdoc="{}" style="width: 100%; height: 90vh; border: 0"></iframe>'
-_CHANGES = 3  # that the text names
 
 
 class Span(NamedTuple):
@@ -88,7 +87,7 @@ class RunReport:
         """The comparison with the prediction, and the changes that would help most, in Markdown."""
         lines = [
             f"{change.what}: {change.after_seconds:.3f} s instead of {change.before_seconds:.3f} s"
-            for change in self.changes[:_CHANGES]
+            for change in self.changes[:3]
         ]
         changes = markdown_list("What would shorten the step, as predicted", lines or ["nothing"])
         return f"{self.comparison or 'Too few steps to compare with a prediction.'}\n\n{changes}"

@@ -157,12 +157,8 @@ def compare_step(
         )
     if observed.weight_wait_seconds:
         remarks.append("Weights are streamed, of which nothing is predicted here.")
-    return step, compare_prediction(step.figures(), observed, compared_paths(resources), remarks)
-
-
-def compared_paths(resources: Resources) -> list[ComparedFigure]:
-    """Compare what was known of each direction of each path with what the run has seen."""
-    return [_path(comparison) for comparison in resources.measured_paths.comparisons()]
+    paths = map(compared_path, resources.measured_paths.comparisons())
+    return step, compare_prediction(step.figures(), observed, paths, remarks)
 
 
 def _rates_before(
@@ -200,7 +196,8 @@ def _memory_tiers(tiers: Sequence[Tier]) -> list[Tier]:
     return list(takewhile(lambda tier: not tier.queues, tiers))
 
 
-def _path(comparison: RateComparison) -> ComparedFigure:
+def compared_path(comparison: RateComparison) -> ComparedFigure:
+    """Compare what was known of a direction of a path with what the run has seen."""
     before, observed = comparison.expected, comparison.observed
     if before is None:
         origin = "nothing was known of it"

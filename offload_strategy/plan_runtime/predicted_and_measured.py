@@ -131,8 +131,7 @@ class PredictionComparison:
 class PredictedStep:
     """A step of some passes, predicted by a replay of its last pass on the path of the profile.
 
-    Offloaded are the tensors with the numbers `leaving`, or what a plan decides for a `limit` of
-    memory in bytes.
+    Offloaded are the tensors numbered `leaving`, or what a plan decides for a `limit` in bytes.
     """
 
     profile: Profile

@@ -11,10 +11,7 @@ from offload_strategy.plan_runtime.predicted_and_measured import PredictedStep
 from offload_strategy.plan_runtime.profile import PathRates
 from offload_strategy.units import format_size
 
-#: Share of the offloaded bytes that a change keeps in memory.
-_KEPT_SHARE = 0.25
-#: A change must shorten the step by this share.
-_LEAST_GAIN = 0.01
+_LEAST_GAIN = 0.01  # by which a change must shorten a step
 
 
 class Change(NamedTuple):
@@ -27,12 +24,10 @@ class Change(NamedTuple):
 
 def best_changes(step: PredictedStep) -> list[Change]:
     """Replay a step with one change at a time; return those that shorten it, the best first."""
-    before, found = step.figures().step_seconds, []
-    for what, changed, share in _changes(step):
-        after = share * changed.figures().step_seconds
-        if after < before * (1 - _LEAST_GAIN):
-            found.append(Change(what, before, after))
-    return sorted(found, key=lambda change: change.after_seconds)
+    before = step.figures().step_seconds
+    after = [(what, share * other.figures().step_seconds) for what, other, share in _changes(step)]
+    worth = [Change(what, before, to) for what, to in after if to < before * (1 - _LEAST_GAIN)]
+    return sorted(worth, key=lambda change: change.after_seconds)
 
 
 def _changes(step: PredictedStep) -> Iterator[tuple[str, PredictedStep, float]]:
@@ -44,7 +39,7 @@ def _changes(step: PredictedStep) -> Iterator[tuple[str, PredictedStep, float]]:
         yield what, _with_paths(step, 2.0), 1.0
     # The same as paths of half the speed, in half the time.
     yield "a device that computes twice as fast", _with_paths(step, 0.5), 0.5
-    if kept := int(_KEPT_SHARE * moved):
+    if kept := moved // 4:
         # What is saved last has the least time to leave and to come back.
         numbers = tuple(step.leaving)
         sums = accumulate(profile.tensors[number].nbytes for number in numbers)

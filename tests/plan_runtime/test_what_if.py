@@ -84,7 +84,7 @@ def test_with_more_memory_what_is_saved_last_stays() -> None:
 
 def test_a_larger_limit_leaves_less_to_a_slow_path() -> None:
     step = PredictedStep(stack(20, path=60.0), limit=800)
-    kept = int(0.25 * step.plan.moved_bytes)
+    kept = step.plan.moved_bytes // 4
     more = replace(step, limit=800 + kept)
     assert of(seconds_by_change(step), "more memory") == more.figures().step_seconds
 
