@@ -11,7 +11,6 @@ from typing import Any
 from offload_strategy.checkpoints import consolidate
 from offload_strategy.cli.options import add_options
 from offload_strategy.config import CONFIG_VARIABLE, OffloadConfig, presets
-from offload_strategy.engine.run_report import RunReport
 from offload_strategy.io.bandwidth.history import (
     PathIdentity,
     Rates,
@@ -84,6 +83,9 @@ def add_report_parser(commands: Any) -> None:
 
 def _report(options: argparse.Namespace) -> None:
     if options.file is not None:
+        # Here, because it takes a second to import.
+        from offload_strategy.engine.run_report import RunReport
+
         run = RunReport.load(options.file)
         page = options.html or options.file.with_suffix(".html")
         write_text(page, run.page())
