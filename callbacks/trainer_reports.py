@@ -52,7 +52,7 @@ def install(metrics_of: Callable[[Any, bool], Mapping[str, float]]) -> None:
 def _noting(original: Callable[..., None], metrics_of: Callable[..., Any]) -> Callable[..., None]:
     @functools.wraps(original)
     def log(self: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        token = _due.set(metrics_of(self.accelerator, _SUMMARY in logs))
+        token = _due.set(metrics_of(getattr(self, "accelerator", None), _SUMMARY in logs))
         try:
             original(self, logs, *args, **kwargs)
         finally:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import yaml
 
+from offload_strategy.cli.options import Option, add_options
 from offload_strategy.cli.plan_search import check_writable
 from offload_strategy.cli.this_machine import known_path, usual_directories
 from offload_strategy.config import OffloadConfig
@@ -25,6 +26,11 @@ from offload_strategy.units import GiB, format_size
 _SECTION = re.compile(rf"^{ACCELERATE_SECTION}:.*?(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
 #: Of host memory, for a tier in front of the drives; of free disk, for what the file proposes.
 _HOST_SHARE, _DISK_SHARE = 0.5, 0.8
+_OPTIONS: list[Option] = [
+    ("file", "default: offload.yaml", {"nargs": "?", "type": Path, "default": "offload.yaml"}),
+    ("--into FILE", "add the section to what `accelerate config` wrote"),
+    ("--force", "replace the file, or the section"),
+]
 
 
 def add_parser(commands: Any) -> None:
@@ -33,19 +39,10 @@ def add_parser(commands: Any) -> None:
         "init",
         help="write a launch file for this machine",
         description="Write a launch file for `accelerate launch` with the drives of this machine, "
-        "which are measured for a moment unless `bench` or a run has measured them. Nothing is "
-        "asked. $SSD_OFFLOAD_DIR names another directory.",
+        "measured for a moment unless `bench` or a run has measured them, and ask nothing. "
+        "$SSD_OFFLOAD_DIR names another directory.",
     )
-    init.add_argument(
-        "file", nargs="?", type=Path, default=Path("offload.yaml"), help="default: offload.yaml"
-    )
-    init.add_argument(
-        "--into",
-        type=Path,
-        metavar="FILE",
-        help="add the section to what `accelerate config` wrote",
-    )
-    init.add_argument("--force", action="store_true", help="replace the file, or the section")
+    add_options(init, _OPTIONS)
     init.set_defaults(run=_init)
 
 
@@ -97,11 +94,10 @@ def _text(file: Path, launch: str) -> tuple[str, str]:
     found = f"{device}, {format_size(memory)} of free memory, {len(paths)} drive(s)"
     drives = []
     for one in paths:
-        system = file_system_of(one.path)
+        kind = getattr(file_system_of(one.name), "kind", "unknown")
         rates = f"{one.write / 1e9:.3g} GB/s written, {one.read / 1e9:.3g} GB/s read"
-        kind = system.kind if system else "unknown"
-        drives.append(f"# {kind}, {format_size(one.free_bytes)} free, {rates} ({one.source})")
-        drives.append(f"- '{one.path}'")
+        free = f"{format_size(one.capacity_bytes)} free"
+        drives += [f"# {kind}, {free}, {rates} ({one.sources['read_GBps']})", f"- '{one.name}'"]
     host = f"- {{name: host, kind: dram, capacity: {_gib(_HOST_SHARE * memory)}}}\n    "
     template = resources.files("offload_strategy.configs").joinpath("accelerate/machine.yaml")
     text = Template(template.read_text(encoding="utf-8")).substitute(
@@ -114,7 +110,7 @@ def _text(file: Path, launch: str) -> tuple[str, str]:
         memory=_gib(memory),
         host=host if gpus else "",  # without a GPU it is the memory that training needs
         paths="\n        ".join(drives),
-        capacity=_gib(_DISK_SHARE * sum(one.free_bytes for one in paths)),
+        capacity=_gib(_DISK_SHARE * sum(one.capacity_bytes for one in paths)),
     )
     return text, found
 

@@ -8,7 +8,6 @@ import platform
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 import torch
@@ -35,16 +34,6 @@ _LEAST_FREE_BYTES = 10 * GiB
 _PROBE_SECONDS = 0.15
 
 
-class KnownPath(NamedTuple):
-    """A directory: its rates in bytes per second, its free bytes, and where the rates are from."""
-
-    path: Path
-    read: float
-    write: float
-    free_bytes: int
-    source: str
-
-
 def usual_directories() -> list[Path]:
     """Return the configured directories, or else one on each local disk that can be written to."""
     if os.environ.get(CONFIG_VARIABLE) or os.environ.get(DIRECTORY_VARIABLE):
@@ -68,10 +57,10 @@ def _is_suitable(path: Path) -> bool:
     return path.is_dir() and os.access(path, os.W_OK) and free_bytes >= _LEAST_FREE_BYTES
 
 
-def known_path(directory: str | Path, seconds: float = _PROBE_SECONDS) -> KnownPath:
+def known_path(directory: str | Path, seconds: float = _PROBE_SECONDS) -> Drive:
     """Return what is remembered of a path, or measure it for so many seconds in each direction.
 
-    Raises an OffloadError if it cannot be used.
+    The capacity is what is free. Raises an OffloadError if it cannot be used.
     """
     path, io = Path(os.path.abspath(directory)), OffloadConfig.load(None).io
     with (
@@ -86,16 +75,16 @@ def known_path(directory: str | Path, seconds: float = _PROBE_SECONDS) -> KnownP
             rates, source = {**probe(region, backend, seconds=seconds), **rates}, "measured"
             save_rates(of, rates)  # for the next answer, and for a run
         read, write = (rates[way].rate for way in (Direction.READ, Direction.WRITE))
-        return KnownPath(path, read, write, region.free_bytes, source)
+        return Drive(str(path), read, write, region.free_bytes, sources={"read_GBps": source})
 
 
-def as_drives(paths: Iterable[KnownPath]) -> Drives:
+def as_drives(paths: Iterable[Drive]) -> Drives:
     """Return paths as one drive: bytes are striped over them in proportion to their rates."""
     known = list(paths)
-    read, write = sum(one.read for one in known), sum(one.write for one in known)
-    source = ", ".join(f"{one.source} on {one.path}" for one in known)
-    free = sum(one.free_bytes for one in known)
-    return Drives(Drive("path", read, write, free, sources={"read_GBps": source}), 1)
+    names = ("read", "write", "capacity_bytes")
+    figures = {name: sum(getattr(one, name) for one in known) for name in names}
+    source = ", ".join(f"{one.sources['read_GBps']} on {one.name}" for one in known)
+    return Drives(Drive("path", **figures, sources={"read_GBps": source}), 1)
 
 
 def this_gpu() -> Device | None:

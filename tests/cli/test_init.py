@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from offload_strategy import OffloadConfig
@@ -51,6 +52,19 @@ def test_what_is_commented_out_is_valid_too(init, tmp_path):
     config = OffloadConfig.load(yaml.safe_load(text))
     assert config.tiers[-1].capacity
     assert config.tiers[-1].endurance_tbw == 600
+
+
+def test_gpus_get_a_process_each_and_a_tier_of_host_memory(init, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L40S")
+    init()
+    file = yaml.safe_load(Path("offload.yaml").read_text())
+    assert (file["distributed_type"], file["num_processes"], file["use_cpu"]) == (
+        "MULTI_GPU", 2, False,
+    )  # fmt: skip
+    host, drive = OffloadConfig.load("offload.yaml").tiers
+    assert (host.kind, drive.kind) == ("dram", "ssd")
+    assert environment_for("offload.yaml")["ACCELERATE_USE_SSD_OFFLOAD"] == "true"
 
 
 def test_the_line_that_it_says_trains(init, tmp_path):

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -117,6 +118,16 @@ def test_the_gpu_of_this_machine_is_planned_for(here, ssd_offload, monkeypatch):
     assert needs["device memory"] <= 20 * GiB
 
 
+def test_a_gpu_that_the_table_does_not_know_is_refused(here, ssd_offload, monkeypatch):
+    seen = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=79 * GiB)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: seen)
+    assert this_machine.this_gpu() == dataclasses.replace(device("h100"), memory_bytes=79 * GiB)
+    seen.name = "NVIDIA A10"
+    message = ssd_offload("plan", "gpt2", status=2).err
+    assert "there is no device 'NVIDIA A10' in the hardware table; the nearest are" in message
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -189,7 +200,7 @@ def test_rates_that_bench_has_measured_are_remembered(here, ssd_offload, tmp_pat
 def test_a_path_is_measured_once(tmp_path, monkeypatch):
     monkeypatch.setenv("SSD_OFFLOAD_CACHE", str(tmp_path / "cache"))
     first, second = (this_machine.known_path(tmp_path, 0.02) for _ in range(2))
-    assert (first.source, second.source) == ("measured", "remembered")
+    assert [one.sources["read_GBps"] for one in (first, second)] == ["measured", "remembered"]
     assert (first.read, first.write) == (second.read, second.write) > (0, 0)
 
 
