@@ -12,6 +12,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from offload_strategy.cli.plan_search import CPU, check_writable, cpu_request, drives_of
@@ -35,11 +36,11 @@ _MORE = (2, 4, 8, 16)
 
 def plan_here(options: argparse.Namespace, shape: TransformerShape, length_from: str) -> int:
     """Print what this machine can train, and write the configs; return 1 if nothing fits."""
-    file = options.write_config
-    files = [file and file.with_stem(f"{file.stem}-{way}") for way in _WAYS]
-    files[0] = file
-    for one in files if file else ():
-        check_writable(one, options.force)
+    files: dict[str, Path] = {}
+    if (file := options.write_config) is not None:
+        files = {way: file.with_stem(f"{file.stem}-{way}") for way in _WAYS} | {_WAYS[0]: file}
+    for file in files.values():
+        check_writable(file, options.force)
     options.dir = options.dir or [str(one) for one in usual_directories()]
     request, space = _request(options, shape), Space((options.sequence,), options.batch or 1)
     fastest = search(request, space)
@@ -55,12 +56,14 @@ def plan_here(options: argparse.Namespace, shape: TransformerShape, length_from:
         fits = "It fits; the rows are: " + ", ".join(ways) if ways else "It does not fit"
         title = "To double the speed" if ways else "To make it fit"
         print(f"{fits}. {length}\n\n{best}\n\n{markdown_list(title, advice)}")
-    for (way, text), written in zip(texts.items(), files, strict=False):
-        if file:
-            write_text(written, text)
-        elif not options.json:
-            # Without the comments at the top, which say the same as the tables.
-            print("", f"# {way}", text.partition("\n\n")[2], sep="\n", end="")
+    for way, text in texts.items():
+        # Printed without the comments at the top, which say the same as the tables.
+        shown = text.partition("\n\n")[2]
+        if files:
+            write_text(files[way], text)
+            shown = f"is in {files[way]}\n"
+        if not options.json:
+            print("", f"# {way}", shown, sep="\n", end="")
     return 0 if ways else 1
 
 

@@ -185,6 +185,22 @@ def test_a_file_that_is_there_is_overwritten_only_by_force(here, ssd_offload, tm
     assert OffloadConfig.load(tmp_path / "plan-cheapest.yaml").parameters.enabled is True
 
 
+def test_a_way_that_is_missing_has_no_file(here, ssd_offload, tmp_path, monkeypatch):
+    all_ways = plan_here.three_ways
+
+    def two(fastest):
+        found = all_ways(fastest)
+        return {way: found[way] for way in ("fastest", "cheapest")}
+
+    monkeypatch.setattr(plan_here, "three_ways", two)
+    file = tmp_path / "plan.yaml"
+    printed = ssd_offload("plan", "gpt2", *ON_CPU, "--write-config", file).out
+    assert f"# cheapest\nis in {tmp_path}/plan-cheapest.yaml\n" in printed
+    assert OffloadConfig.load(tmp_path / "plan-cheapest.yaml").parameters.enabled is True
+    assert OffloadConfig.load(file).parameters.enabled is False
+    assert not (tmp_path / "plan-in-between.yaml").exists()
+
+
 # ---------------------------------------------------------------------- this machine
 def test_rates_that_bench_has_measured_are_remembered(here, ssd_offload, tmp_path, monkeypatch):
     monkeypatch.setenv("SSD_OFFLOAD_CACHE", str(tmp_path / "cache"))
