@@ -28,7 +28,7 @@ PRELOADED = [
     "offload_strategy.cli",
     "offload_strategy.engine.offload_engine",
 ]
-_TIMEOUT_SECONDS = 240
+_TIMEOUT_SECONDS = 600
 _ASSIGNMENT = re.compile(r"(\w+)=(.*)")
 
 

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(not DOCS.is_dir(), reason="needs the source tree
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # a minute of work, most of it imports, where others use the machine
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_reader_can_follow_the_page(
     page: Path, tmp_path: Path, record_property: pytest.RecordProperty
