@@ -109,7 +109,8 @@ def _kill(
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while not (folder / f"done-{step}").exists():
         if time.monotonic() > deadline or any(each.poll() for each in launchers):
-            raise RuntimeError(f"training did not come to step {step}; see {folder}/output-*")
+            said = [(folder / f"output-{m}").read_text()[-3000:] for m in range(_MACHINES)]
+            raise RuntimeError(f"training did not come to step {step}:\n" + "\n".join(said))
         time.sleep(0.01)
     time.sleep(chance.random() * 0.3)
     process = int((folder / f"process-{victim}").read_text())
