@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from offload_strategy.planner.analysis import (
+from offload_strategy.planner.endurance import (
     SSDTRAIN,
     lifespan_seconds,
     required_write_rate,

@@ -6,22 +6,17 @@ The options of all its forms are here; `plan_search` and `plan_profile` have wha
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_args
 
 from offload_strategy.cli.options import Option, add_options, rate
-from offload_strategy.cli.plan_here import plan_here
+from offload_strategy.cli.plan_here import plan_here, request_of
 from offload_strategy.cli.plan_profile import plan_profile, profile_script
-from offload_strategy.cli.plan_search import CPU, check_search_options, cpu_request, plan_search
+from offload_strategy.cli.plan_search import CPU, check_search_options, plan_search
 from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime.profile import Profile
-from offload_strategy.planner.analysis import analyse
-from offload_strategy.planner.hardware import device as device_named
-from offload_strategy.planner.hardware import drive_set
 from offload_strategy.planner.model_presets import PRESETS, context_length, from_config, preset
-from offload_strategy.planner.request import Request
 from offload_strategy.planner.search.search_result import USUAL_TOKENS, USUAL_TOLERANCE
 from offload_strategy.planner.transformer_shape import Kind, TransformerShape
 
@@ -147,14 +142,12 @@ def add_parser(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
         help="predict what a run needs, how fast it is and what to change",
-        description="Predict what fits, how long a step takes and what limits it, how much host "
-        "memory and disk it needs and how long the drives last, from the shape of a model and the "
-        "figures of a machine. With nothing but a model, say in three ways what this machine can "
-        "train, and what would make it twice as fast. With --search, find the fastest settings. "
-        "With --profile, plan what is offloaded in a profiled step, and predict how long that "
-        "takes. With a script, run its first steps and do the same for them. Otherwise nothing is "
-        f"opened or measured, except with a model alone or --device {CPU}. The exit status is 1 if "
-        "the run would not fit.",
+        description="Say in three ways how a machine can train a model: what fits, how long a step "
+        "takes and what limits it, how much host memory and disk it needs, how long the drives "
+        "last, and what would make it twice as fast. The machine is this one, unless options say "
+        "otherwise. With --search, find the fastest settings of any batch. With --profile, plan "
+        "what is offloaded in a profiled step, and predict how long that takes. With a script, run "
+        "its first steps and do the same for them. The exit status is 1 if the run would not fit.",
     )
     for title, options in _OPTIONS.items():
         add_options(plan.add_argument_group(title), options)
@@ -170,16 +163,26 @@ def _plan(options: argparse.Namespace) -> int:
         return plan_profile(options, profile_script(options))
     if options.profile is not None:
         return plan_profile(options, Profile.load(options.profile))
-    needed = [] if options.search else ["batch"]
-    needed += [] if options.sequences else ["sequence"]
-    needed += ["gpu"] if options.gpu == CPU else ["gpu", "ssd", "host_memory"]
-    _require(options, needed, ": `ssd-offload plan --help` says how")
-    request = cpu_request(options, _shape(options)) if options.gpu == CPU else _request(options)
-    if options.search:
-        return plan_search(options, request)
-    found = analyse(request, batch=options.batch, sequence=options.sequence)
-    print(json.dumps(found.as_dict(), indent=2) if options.json else found)
-    return 0 if all(fit.ok for fit in found.fits) else 1
+    if not options.search:
+        return _plan_here(options)
+    if not options.sequences:
+        _require(options, ["sequence"], ", or --sequences")
+    return plan_search(options, request_of(options, _shape(options)))
+
+
+def _plan_here(options: argparse.Namespace) -> int:
+    """Plan for this machine, with the longest sequences that the model is made for."""
+    source = "as given"
+    if options.sequence is None:
+        file, name = options.config_json, options.model
+        known = None
+        if file is not None:
+            known = context_length(file)
+        elif name is not None and name.lower() not in get_args(Kind):
+            known = preset(name).max_positions
+        source = "the model's context length" if known else "assumed: say another with --sequence"
+        options.sequence = known or _USUAL_LENGTH
+    return plan_here(options, _shape(options), source)
 
 
 def _is_script(word: str) -> bool:
@@ -195,14 +198,7 @@ def _plan_model(options: argparse.Namespace) -> int:
         raise ConfigError(f"give one model: {model} is one already")
     is_path = Path(model).exists()
     options.model, options.config_json = (None, Path(model)) if is_path else (model, None)
-    if options.search or options.profile:
-        return _plan(options)
-    source, known = "as given", options.sequence
-    if known is None:
-        known = context_length(model) if is_path else preset(model).max_positions
-        source = "the model's context length" if known else "assumed: say another with --sequence"
-    options.sequence = known or _USUAL_LENGTH
-    return plan_here(options, _shape(options), source)
+    return _plan(options)
 
 
 def _require(options: argparse.Namespace, names: Iterable[str], otherwise: str) -> None:
@@ -210,16 +206,6 @@ def _require(options: argparse.Namespace, names: Iterable[str], otherwise: str) 
     missing = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is None]
     if missing:
         raise ConfigError(f"give {', '.join(missing)} as well{otherwise}")
-
-
-def _request(options: argparse.Namespace) -> Request:
-    return Request(
-        device=device_named(options.gpu),
-        drives=drive_set(options.ssd),
-        shape=_shape(options),
-        host_memory_bytes=options.host_memory,
-        sustained_flops=options.flops,
-    )
 
 
 def _shape(options: argparse.Namespace) -> TransformerShape:

@@ -1,4 +1,6 @@
-"""`ssd-offload plan MODEL`: what this machine can train, in three ways, and what to buy.
+"""`ssd-offload plan MODEL`: how a machine can train it, in three ways, and what to buy.
+
+The machine is this one, except for what options say of it.
 
 [Note: three ways]
 The memory that training may take is made smaller and smaller, and each time the search finds the
@@ -9,9 +11,10 @@ nothing fits. The third are halfway between.
 from __future__ import annotations
 
 import argparse
+import bisect
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +22,13 @@ from offload_strategy.cli.plan_search import CPU, check_writable, cpu_request, d
 from offload_strategy.cli.this_machine import this_gpu, usual_directories
 from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.plan_runtime.profile import write_text
-from offload_strategy.planner.analysis import Analysis
 from offload_strategy.planner.hardware import device, table
 from offload_strategy.planner.request import CpuRequest, Request
 from offload_strategy.planner.search.config_output import config_yaml
 from offload_strategy.planner.search.search_result import SearchResult, Space
 from offload_strategy.planner.search.settings_search import search
 from offload_strategy.planner.transformer_shape import TransformerShape
-from offload_strategy.units import markdown_list
+from offload_strategy.units import format_size, markdown_list
 
 _WAYS = ("fastest", "in-between", "cheapest")
 #: Each search has this share of the memory of the one before.
@@ -35,19 +37,19 @@ _MORE = (2, 4, 8, 16)
 
 
 def plan_here(options: argparse.Namespace, shape: TransformerShape, length_from: str) -> int:
-    """Print what this machine can train, and write the configs; return 1 if nothing fits."""
+    """Print what the machine can train, and write the configs; return 1 if nothing fits."""
     files: dict[str, Path] = {}
     if (file := options.write_config) is not None:
         files = {way: file.with_stem(f"{file.stem}-{way}") for way in _WAYS} | {_WAYS[0]: file}
     for file in files.values():
         check_writable(file, options.force)
     options.dir = options.dir or [str(one) for one in usual_directories()]
-    request, space = _request(options, shape), Space((options.sequence,), options.batch or 1)
+    request, space = request_of(options, shape), Space((options.sequence,), options.batch or 1)
     fastest = search(request, space)
     ways = three_ways(fastest)
     texts = {way: config_yaml(one, options.dir) for way, one in ways.items()}
     best = replace(fastest, candidates=tuple(one.best for one in ways.values()))
-    advice = list(doublings(fastest) if ways else Analysis(request, fastest).advice)
+    advice = list(doublings(fastest) if ways else fitting(fastest))
     length = f"Sequences have {options.sequence} tokens ({length_from})."
     if options.json:
         more = {"length": length, "advice": advice, "configs": texts}
@@ -67,11 +69,12 @@ def plan_here(options: argparse.Namespace, shape: TransformerShape, length_from:
     return 0 if ways else 1
 
 
-def _request(options: argparse.Namespace, shape: TransformerShape) -> Request | CpuRequest:
+def request_of(options: argparse.Namespace, shape: TransformerShape) -> Request | CpuRequest:
+    """Return the model and the machine: this one, except for what options say of it."""
     named = options.gpu not in (None, CPU)
     found = device(options.gpu) if named else None if options.gpu else this_gpu()
     if found is None:
-        return cpu_request(options, shape, quickly=True)
+        return cpu_request(options, shape, quickly=not options.search)
     memory = options.host_memory or available_bytes()
     return Request(shape, found, drives_of(options), memory, options.flops)
 
@@ -91,6 +94,20 @@ def three_ways(fastest: SearchResult) -> dict[str, SearchResult]:
     if len(found) < len(_WAYS):
         return dict(zip(_WAYS[::2], found, strict=False))
     return dict(zip(_WAYS, (found[0], found[len(found) // 2], found[-1]), strict=True))
+
+
+def fitting(nothing: SearchResult) -> Iterator[str]:
+    """Say what to take for a model that does not fit, a line each."""
+    request, space = nothing.model.request, nothing.space
+    batches = range(1, space.batch or 1)
+    batch = bisect.bisect_left(
+        batches, True, key=lambda batch: not search(request, replace(space, batch=batch)).candidates
+    )
+    assert nothing.nearest is not None
+    for what, needed, has in map(astuple, nothing.nearest.fits):
+        if needed > has:
+            yield f"{what} is {format_size(needed - has)} too small"
+    yield f"a batch of {batch} fits" if batch else "not even a batch of 1 fits"
 
 
 def doublings(fastest: SearchResult) -> Iterator[str]:

@@ -44,7 +44,7 @@ from offload_strategy.units import MiB
 #: Value of `--device` for a machine without a GPU.
 CPU = "cpu"
 #: Options that need `--search`.
-_OPTIONS = ("max_batch", "max_tokens", "tolerance", "sequences", "allow", "write_config", "force")
+_OPTIONS = ("max_batch", "max_tokens", "tolerance", "sequences", "allow")
 #: Options that have an effect only on the CPU.
 _OF_CPU = ("update_rate", "read", "write", "duplex")
 
@@ -56,11 +56,9 @@ def check_search_options(options: argparse.Namespace) -> None:
         _refuse(options, named, f"no effect with a script ({options.script[0]}): leave it out")
     if options.search and options.profile is not None:
         raise ConfigError("--search is for a model, --profile for a step of one: give one of them")
-    on_cpu = options.gpu == CPU
     if not options.search:
-        needed = _OPTIONS if on_cpu else (*_OPTIONS, "dir")
-        _refuse(options, needed, "give --search as well, or leave it out")
-    if not (on_cpu or options.profile or options.script):
+        _refuse(options, _OPTIONS, "give --search as well, or leave it out")
+    if options.search and options.gpu != CPU:
         _refuse(
             options,
             _OF_CPU,

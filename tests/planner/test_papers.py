@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.planning.papers import FOUR_980, MEGATRON_RUNS, fuyou, host_memory
 from offload_strategy.errors import ConfigError
-from offload_strategy.planner.analysis import (
+from offload_strategy.planner.endurance import (
     AS_RATED,
     SSDTRAIN,
     lifespan_seconds,

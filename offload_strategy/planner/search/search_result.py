@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime.space_requirements import Overlap
+from offload_strategy.planner.endurance import lifespan_years
 from offload_strategy.planner.search.cpu_model import CpuModel
 from offload_strategy.planner.search.gpu_model import GpuModel
 from offload_strategy.planner.search.settings import (
@@ -18,7 +20,12 @@ from offload_strategy.planner.search.settings import (
 )
 from offload_strategy.planner.step_time import StepTime
 from offload_strategy.planner.transformer_shape import positive, require_positive
-from offload_strategy.units import format_size, markdown_list, markdown_table
+from offload_strategy.units import (
+    SECONDS_PER_DAY,
+    format_size,
+    markdown_list,
+    markdown_table,
+)
 
 Model = GpuModel | CpuModel
 
@@ -195,10 +202,21 @@ class SearchResult:
         """Return what the figures rest on, a line each."""
         return self.model.assumptions(self.space.state_dtypes)
 
+    @property
+    def lifespans(self) -> dict[str, float]:
+        """Years that the drives last with the best settings, by assumption."""
+        return lifespan_years(self.model.request.drives, self.best.step) if self.candidates else {}
+
     def as_dict(self) -> dict[str, Any]:
         """Return the figures with units in their names, ready for JSON."""
         return {
+            "parameters": self.model.shape.parameters,
             "candidates": [one.as_dict() for one in self.candidates],
+            # Of the best settings; None if they write nothing.
+            "lifespan_years": {
+                name: years if math.isfinite(years) else None
+                for name, years in self.lifespans.items()
+            },
             "refused": {
                 one.what: {
                     "settings": one.count,
@@ -217,7 +235,9 @@ class SearchResult:
         model = self.model
         title = f"{model.shape.parameters / 1e9:.2f} billion parameters {model.machine}"
         tried = [f"{self.tried} settings were tried", f"among them: {self.space.bound()}"]
-        found = [self._table(), self.places(self.best)] if self.candidates else ["Nothing fits."]
+        found = ["Nothing fits."]
+        if self.candidates:
+            found = [self._table(), self._places(), self._stages(), self._drives()]
         lists = [
             markdown_list("Searched", [*tried, *self.refused]),
             markdown_list("Assumed", self.assumptions()),
@@ -248,15 +268,48 @@ class SearchResult:
             " | ".join([head, *(fit.what for fit in self.best.placement.fits)]), rows
         )
 
-    def places(self, found: Candidate, title: str = "first row") -> str:
-        """Return where a candidate's tensors are that have left the device, as a table."""
-        offloaded = found.placement.offloaded
+    def _places(self) -> str:
+        """Return where the tensors of the best settings are that have left the device."""
+        offloaded = self.best.placement.offloaded
         if not offloaded:
             where = "in memory" if self.model.on_cpu else "on the device"
-            return f"The {title} offloads nothing: everything fits {where}."
+            return f"The first row offloads nothing: everything fits {where}."
         memory = "in memory" if self.model.on_cpu else "in host memory"
         rows = ((_KINDS[kind], *map(format_size, split)) for kind, split in offloaded.items())
-        return markdown_table(f"{title} | {memory} | on the drives", rows)
+        return markdown_table(f"first row | {memory} | on the drives", rows)
+
+    def _stages(self) -> str:
+        """Return the seconds of the best step, by stage and by what takes them."""
+        step = self.best.step
+        rows = [
+            (
+                f"{stage.times} x {stage.name}" if stage.times > 1 else stage.name,
+                *(f"{stage.times * seconds:.2f}" for seconds in stage.limits.values()),
+                f"{stage.times * stage.seconds:.2f}",
+                stage.limit,
+            )
+            for stage in step.stages
+            if stage.seconds
+        ]
+        whole = ("the step", "", "", "", f"{step.seconds:.2f}", step.limit)
+        head = ["seconds of the first row", *step.stages[0].limits, "all", "limits"]
+        return markdown_table(" | ".join(head), [*rows, whole])
+
+    def _drives(self) -> str:
+        """Return what the best settings write, and how long the drives last."""
+        step = self.best.step
+        per_day = step.written_bytes / step.seconds * SECONDS_PER_DAY
+        rows = [
+            ("written in a step", f"{step.written_bytes / 1e9:.1f} GB"),
+            ("written in a day", f"{per_day / 1e12:.1f} TB"),
+            *(
+                (f"lifespan, {name}", f"{years:.2g} years")
+                for name, years in self.lifespans.items()
+            ),
+        ]
+        if not self.lifespans:
+            rows.append(("lifespan", "the drive's rating is not known"))
+        return markdown_table("drives | first row", rows)
 
 
 def rounded(number: float) -> str:

@@ -1,0 +1,51 @@
+"""How fast drives must write to hide activations, and how long they last (SSDTrain, III-D)."""
+
+from __future__ import annotations
+
+import math
+
+from offload_strategy.planner.hardware import Drives
+from offload_strategy.planner.step_time import StepTime
+from offload_strategy.units import SECONDS_PER_YEAR
+
+#: Bytes that can be written for each rated byte: as the manufacturer rates, on which the warranty
+#: depends; with large sequential writes instead of the random ones of the rating; and as SSDTrain
+#: assumes, sequential writes of data that need not stay readable for years, but for a day.
+AS_RATED, SEQUENTIAL, SSDTRAIN = 1.0, 2.5, 2.5 * 86.0
+_WEARS = {
+    "as rated": AS_RATED,
+    "sequential writes (rated at WAF 2.5)": SEQUENTIAL,
+    "and data kept for a day (86 times the cycles)": SSDTRAIN,
+}
+
+
+def required_write_rate(activation_bytes: float, step_seconds: float) -> float:
+    """Return the bytes per second at which a device must write to hide its activations.
+
+    They are written during the forward pass, which is assumed to be half of the step (SSDTrain,
+    section III-D).
+    """
+    return activation_bytes / (step_seconds / 2)
+
+
+def lifespan_seconds(
+    endurance_bytes: float, step_seconds: float, written_bytes: float, wear: float = AS_RATED
+) -> float:
+    """Return the seconds of training until all drives together reach their rated endurance.
+
+    Infinite if a step writes nothing (SSDTrain, section III-D).
+    """
+    if written_bytes <= 0:
+        return math.inf
+    return endurance_bytes * wear * step_seconds / written_bytes
+
+
+def lifespan_years(drives: Drives, step: StepTime) -> dict[str, float]:
+    """Return years of training without a pause, by assumption; empty if no rating is known."""
+    rated = drives.endurance_bytes
+    if rated is None:
+        return {}
+    return {
+        name: lifespan_seconds(rated, step.seconds, step.written_bytes, wear) / SECONDS_PER_YEAR
+        for name, wear in _WEARS.items()
+    }
