@@ -1,4 +1,4 @@
-"""Models that are larger than memory: trained, loaded, and foreseen.
+"""Models that are larger than memory: trained and loaded.
 
     python -m benchmarks.parameters --dir /mnt/nvme0        everything
     python -m benchmarks.parameters --lines train           a GPT of several times its memory
@@ -10,7 +10,6 @@ could run. Lines:
     train     in a memory group (root): plain PyTorch, which is killed, and everything streamed
     largest   the largest model that trains there (root), relative to plain PyTorch and DeepSpeed
     load      a checkpoint loaded to the tiers, or left in its files: seconds, and peak of memory
-    memory    the peak of memory that the engine expects, relative to what was measured
 """
 
 from __future__ import annotations
@@ -29,11 +28,10 @@ from benchmarks.parameters.job import Job
 from benchmarks.parameters.largest import CONTENDERS, Bounds, largest
 from benchmarks.parameters.loading import loading
 from benchmarks.parameters.loading_subject import LoadJob
-from benchmarks.parameters.predicted import JOBS, predicted, smaller
 from benchmarks.parameters.training import training
 from offload_strategy.units import parse_size
 
-_LINES = ("train", "largest", "load", "memory")
+_LINES = ("train", "largest", "load")
 _QUICK = {
     "limit": "1GiB",
     "width": 256,
@@ -79,9 +77,6 @@ def main(arguments: list[str] | None = None) -> int:
             options.dir,
             options.rounds,
             _tell,
-        ),
-        "memory": lambda: predicted(
-            [smaller(one) for one in JOBS] if options.quick else JOBS, options.dir, _tell
         ),
     }
     results: list[Result] = []

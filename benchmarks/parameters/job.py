@@ -28,7 +28,6 @@ class Job:
         state_dtype: likewise.
         pinned: ``memory.pinned``.
         blocks_in_flight: of the parameters.
-        predict: tell beforehand what memory it will take, and then what it took.
         ranks: processes that shard the model (FSDP2); 1 for one process without.
     """
 
@@ -44,7 +43,6 @@ class Job:
     state_dtype: str = "float32"
     pinned: str = "1GiB"
     blocks_in_flight: int = 2
-    predict: bool = False
     ranks: int = 1
 
     @property

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpt import GPT
-from benchmarks.machine import fix_allocator, forget_peak, status_bytes
+from benchmarks.machine import fix_allocator
 from benchmarks.parameters.job import Job
 from offload_strategy import OffloadEngine
 
@@ -40,10 +40,6 @@ def run(job: Job) -> Iterator[dict[str, Any]]:
     count = sum(p.numel() for p in model.parameters())
     yield {"event": "start", "seconds": time.perf_counter() - begin, "parameters": count}
     tokens = job.tokens()
-    if job.predict and engine is not None:
-        predicted = _predicted(engine, model, optimizer, tokens)
-        yield {"event": "predicted", "peak_bytes": predicted}
-        forget_peak()
     before = moved(engine)
     for step in range(job.steps):
         begin = time.perf_counter()
@@ -69,8 +65,6 @@ def run(job: Job) -> Iterator[dict[str, Any]]:
         }
         before = now
         del loss
-    if job.predict:  # before `close`, which brings the weights back
-        yield {"event": "measured", "peak_bytes": status_bytes("VmHWM")}
     if engine is not None:
         if job.saved is not None:
             begin = time.perf_counter()
@@ -94,14 +88,6 @@ def moved(engine: OffloadEngine | None) -> dict[str, float]:
         },
         **{f"{c}_stall": metrics[f"offload/{c}/stall_seconds"] for c in _CLIENTS},
     }
-
-
-def _predicted(
-    engine: OffloadEngine, model: torch.nn.Module, optimizer: Any, tokens: torch.Tensor
-) -> int:
-    """What the engine expects the process to have in memory at most, in bytes."""
-    expected: Any = engine.predict_memory(model, optimizer, tokens)
-    return int(expected.peak_bytes)
 
 
 def cpu_seconds() -> float:

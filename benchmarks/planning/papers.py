@@ -10,7 +10,6 @@ import dataclasses
 from offload_strategy.planner.endurance import (
     SSDTRAIN,
     lifespan_seconds,
-    required_write_rate,
 )
 from offload_strategy.planner.hardware import device, drive_set
 from offload_strategy.planner.model_presets import preset
@@ -56,6 +55,15 @@ THROUGHPUT_OVER_DRIVES = {
     48: (53.1, 89.7, 121.7, 146.3, 153.9),
     64: (70.3, 111.7, 136.3, 151.5, 148.2),
 }
+
+
+def required_write_rate(activation_bytes: float, step_seconds: float) -> float:
+    """Return the bytes per second at which a device must write to hide its activations.
+
+    They are written during the forward pass, which is assumed to be half of the step (SSDTrain,
+    section III-D).
+    """
+    return activation_bytes / (step_seconds / 2)
 
 
 def bert(hidden: int, layers: int) -> TransformerShape:

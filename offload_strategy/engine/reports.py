@@ -8,14 +8,10 @@ import platform
 import weakref
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
 
-import psutil
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from offload_strategy.activations.fake_tensor_estimate import estimate_memory
 from offload_strategy.activations.forward_scope import ForwardHooks
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload
 from offload_strategy.config import OffloadConfig
@@ -26,16 +22,9 @@ from offload_strategy.engine.model_weights import EngineWeights
 from offload_strategy.engine.run_report import RunReport, timeline
 from offload_strategy.engine.step_log import StepLog, compare_step, compared_path
 from offload_strategy.errors import ConfigError
-from offload_strategy.host_memory.pool import IDLE_BYTES
-from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from offload_strategy.optimizer.subgroup_update import UpdateTiming
-from offload_strategy.optimizer.user_class.compatibility import check_supported
 from offload_strategy.plan_runtime.profile import Profile, Update
 from offload_strategy.plan_runtime.replay import replay
-from offload_strategy.plan_runtime.space_requirements import (
-    HostMemoryPrediction,
-    predict_host_memory,
-)
 from offload_strategy.plan_runtime.step_usage import MemoryCurve
 from offload_strategy.plan_runtime.weight_schedule import (
     BlockPass,
@@ -48,7 +37,6 @@ from offload_strategy.telemetry import Recorder, get_logger, write_trace
 logger = get_logger(__name__)
 
 #: Gradients that exist in backward while updates consume them.
-_GRADIENTS_HELD = 1
 
 
 class EngineReports(EngineWeights):
@@ -174,67 +162,6 @@ class EngineReports(EngineWeights):
         except Exception as error:  # training has ended well
             logger.warning("the report of the run is not written: %s", error)
 
-    def predict_memory(
-        self, model: nn.Module, optimizer: Optimizer, *inputs: Any, **named_inputs: Any
-    ) -> HostMemoryPrediction:
-        """Predict the peak host memory of a step with streamed weights, before the first step.
-
-        The step runs on fake tensors: nothing is computed or moved.
-
-        Args:
-            model: an attached model.
-            optimizer: the optimizer that `attach` returned.
-            inputs: positional inputs of the model's forward with the shapes and dtypes of a
-                training step; the model must return a loss, or an output that has one.
-            named_inputs: keyword inputs of the model's forward.
-
-        Raises:
-            ConfigError: weights are not streamed, or the model cannot run on fake tensors.
-        """
-        self._check_open()
-        stream = self._stream
-        if stream is None or id(model) not in self._hooks:
-            raise ConfigError(
-                "predict_memory: the model's weights are not streamed. Attach it to an engine with "
-                "parameters.enabled: true first."
-            )
-        config, section = self.config, self.config.optimizer
-        trained = [p for group in optimizer.param_groups for p in group["params"]]
-        trained = [parameter for parameter in trained if parameter.requires_grad]
-        trained_bytes = sum(parameter.nbytes for parameter in trained)
-        states_share = upcast_share = 0.0
-        subgroup = in_memory = 0
-        if isinstance(optimizer, OffloadedOptimizer):
-            subgroup = optimizer.largest_subgroup_bytes()
-            states_share = optimizer.state_bytes / trained_bytes if trained_bytes else 0.0
-            upcast_share = 2 * states_share if section.state_dtype == "bfloat16" else 0.0
-        else:
-            in_memory = sum(check_supported(optimizer).state_bytes)
-        computing = 0
-        if self._device.type == "cpu":  # memory of an accelerator is not counted
-            used_up = section.overlap == "eager" and isinstance(optimizer, OffloadedOptimizer)
-            computing = estimate_memory(
-                model,
-                inputs,
-                named_inputs,
-                min_size=config.activations.min_size if config.activations.enabled else None,
-                gradients=_GRADIENTS_HELD if used_up else None,
-            ).peak_bytes
-        return predict_host_memory(
-            process_bytes=self._process_bytes() + in_memory,
-            computing_bytes=computing,
-            blocks=[block.nbytes for block, backward in stream.schedule() if not backward],
-            blocks_in_flight=config.parameters.blocks_in_flight,
-            trained=trained_bytes,
-            largest=max((parameter.nbytes for parameter in trained), default=0),
-            subgroup=subgroup,
-            states_share=states_share,
-            upcast_share=upcast_share,
-            overlap=section.overlap,
-            pinned=self._resources.pinned_bytes,
-            idle=IDLE_BYTES,
-        )
-
     def effective_config(self) -> OffloadConfig:
         """Return the config with what was decided automatically, which trains in the same way.
 
@@ -242,13 +169,6 @@ class EngineReports(EngineWeights):
         """
         planned = None if self._activations is None else self._activations.planned
         return self._choice.effective(None if planned is None else planned.limit_bytes)
-
-    def _process_bytes(self) -> int:
-        """Return the host memory of the process without buffers, while nothing moves."""
-        self._resources.store.wait_for_writes()
-        self._resources.store.trim()
-        buffers = self._resources.pool.usage().held_bytes
-        return int(psutil.Process().memory_info().rss) - buffers
 
     def metrics(self) -> dict[str, float]:
         """Return the current metrics in bytes, seconds, GB/s (1e9 bytes per second) and shares.

@@ -356,13 +356,6 @@ class OffloadedOptimizer(Optimizer):
             self._overlap_own_subgroups()
         return self._subgroups
 
-    def largest_subgroup_bytes(self) -> int:
-        """Bytes of the weights of the largest subgroup."""
-        slices = [subgroup.slices for subgroup in self._planned()]
-        return max(
-            (sum(s.numel * s.parameter.element_size() for s in g) for g in slices), default=0
-        )
-
     def _plan(self, known: Collection[int]) -> Iterator[Subgroup]:
         size = self._subgroup_size
         for subgroup in plan_subgroups(self.inner, known, size, self._is_elementwise):

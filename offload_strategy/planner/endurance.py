@@ -1,4 +1,4 @@
-"""How fast drives must write to hide activations, and how long they last (SSDTrain, III-D)."""
+"""How long drives last (SSDTrain, section III-D)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,6 @@ _WEARS = {
     "sequential writes (rated at WAF 2.5)": SEQUENTIAL,
     "and data kept for a day (86 times the cycles)": SSDTRAIN,
 }
-
-
-def required_write_rate(activation_bytes: float, step_seconds: float) -> float:
-    """Return the bytes per second at which a device must write to hide its activations.
-
-    They are written during the forward pass, which is assumed to be half of the step (SSDTrain,
-    section III-D).
-    """
-    return activation_bytes / (step_seconds / 2)
 
 
 def lifespan_seconds(

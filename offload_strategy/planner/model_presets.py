@@ -8,44 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from offload_strategy.errors import ConfigError
 from offload_strategy.planner.transformer_shape import Kind, TransformerShape
 
-
-def _gpt3(layers: int, heads: int, hidden: int) -> TransformerShape:
-    return TransformerShape("gpt", layers, hidden, heads, vocabulary=50257, max_positions=2048)
-
-
-def _llama(
-    layers: int, hidden: int, heads: int, vocabulary: int, kv_heads: int, inner: int, **more: bool
-) -> TransformerShape:
-    sizes = (layers, hidden, heads, vocabulary, kv_heads, inner)
-    return TransformerShape("llama", *sizes, gated=True, tied=False, **more)
-
-
-#: Shapes by name; GPT-3's are those of Fuyou's table 4.
+#: Shapes by name, those of model_presets.yaml.
 PRESETS: Mapping[str, TransformerShape] = {
-    "gpt2": TransformerShape("gpt", 12, 768, 12, 50257, max_positions=1024),
-    "gpt2-xl": TransformerShape("gpt", 48, 1600, 25, 50257, max_positions=1024),
-    "bert-base": TransformerShape("bert", 12, 768, 12, 30522, max_positions=512),
-    "bert-large": TransformerShape("bert", 24, 1024, 16, 30522, max_positions=512),
-    "t5-11b": TransformerShape(
-        "t5", 48, 1024, 128, 32128, feed_forward=65536, head_size=128, decoder_layers=24
-    ),
-    "gpt3-13b": _gpt3(40, 40, 5120),
-    "gpt3-33b": _gpt3(60, 52, 6656),
-    "gpt3-65b": _gpt3(80, 64, 8192),
-    "gpt3-135b": _gpt3(88, 88, 11264),
-    "gpt3-175b": _gpt3(96, 96, 12288),
-    "gpt3-276b": _gpt3(112, 112, 14336),
-    "gpt3-412b": _gpt3(128, 128, 16384),
-    "gpt3-805b": _gpt3(160, 160, 20480),
-    "llama3-8b": _llama(32, 4096, 32, 128256, 8, 14336),
-    "llama3-70b": _llama(80, 8192, 64, 128256, 8, 28672),
-    "qwen2.5-7b": _llama(28, 3584, 28, 152064, 4, 18944, qkv_bias=True),
-    "qwen2.5-14b": _llama(48, 5120, 40, 152064, 8, 13824, qkv_bias=True),
-    "qwen2.5-32b": _llama(64, 5120, 40, 152064, 8, 27648, qkv_bias=True),
-    "mistral-7b": _llama(32, 4096, 32, 32000, 8, 14336),
+    name: TransformerShape(**row)
+    for name, row in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).items()
 }
 
 #: Kinds by model_type of a config.json.

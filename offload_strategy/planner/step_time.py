@@ -92,15 +92,6 @@ class StepTime:
         return self.moved_bytes("written")
 
     @property
-    def resource_seconds(self) -> dict[str, float]:
-        """Seconds of every resource in every stage, for example under "backward paths"."""
-        return {
-            f"{stage.name} {resource}": stage.times * seconds
-            for stage in self.stages
-            for resource, seconds in stage.limits.items()
-        }
-
-    @property
     def limited_seconds(self) -> dict[str, float]:
         """Seconds of the stages that each resource limits, by resource."""
         found: dict[str, float] = {}

@@ -7,13 +7,18 @@ import math
 
 import pytest
 
-from benchmarks.planning.papers import FOUR_980, MEGATRON_RUNS, fuyou, host_memory
+from benchmarks.planning.papers import (
+    FOUR_980,
+    MEGATRON_RUNS,
+    fuyou,
+    host_memory,
+    required_write_rate,
+)
 from offload_strategy.errors import ConfigError
 from offload_strategy.planner.endurance import (
     AS_RATED,
     SSDTRAIN,
     lifespan_seconds,
-    required_write_rate,
 )
 from offload_strategy.planner.model_presets import preset
 from offload_strategy.planner.search.settings import weight_buffers, weights_in_flight_bytes
@@ -85,7 +90,12 @@ def test_a_step_of_fuyous_by_hand():
     # GPT-3 13B, 6 drives of 6.5 and 3.4 GB/s, a link of 32 GB/s; one at a time, both at once.
     found = fuyou(64, 6)
     p, left = preset("gpt3-13b").parameters, found.placement.split("activations").total_bytes
-    assert found.step.resource_seconds == pytest.approx(
+    taken = {
+        f"{stage.name} {resource}": stage.times * seconds
+        for stage in found.step.stages
+        for resource, seconds in stage.limits.items()
+    }
+    assert taken == pytest.approx(
         {
             # Weights are read and activations written (equation 4), both over the link (3).
             "forward paths": (2 * p / 6.5e9 + left / 3.4e9) / 6,

@@ -23,7 +23,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -34,14 +34,13 @@ from torch.optim import Optimizer
 from offload_strategy.errors import ConfigError
 from offload_strategy.integrations.lightning.engine_strategy import (
     EngineStrategy,
-    become_parallel,
+    OneDeviceStrategy,
     is_offloaded,
     refuse_streamed_copies,
     register_in,
 )
 
 if TYPE_CHECKING:
-    from lightning.fabric.plugins import ClusterEnvironment
     from lightning.fabric.strategies.strategy import Strategy as _Strategy
 
     from offload_strategy.config import ConfigSource, OffloadConfig
@@ -158,7 +157,7 @@ class OffloadFabricMixin(EngineStrategy, _Strategy):
         super().teardown()
 
 
-class SingleDeviceFabricMixin(OffloadFabricMixin):
+class SingleDeviceFabricMixin(OneDeviceStrategy, OffloadFabricMixin):
     """A single-device strategy of Fabric; with several devices it becomes a data-parallel one.
 
     Args:
@@ -171,38 +170,15 @@ class SingleDeviceFabricMixin(OffloadFabricMixin):
         ConfigError: the config is wrong.
     """
 
-    #: The strategy for several devices.
     parallel_class: type[DataParallelFabricMixin]
-
-    def __init__(
-        self,
-        config: ConfigSource = None,
-        *,
-        ddp: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(config, **options)
-        self._ddp = dict(ddp or {})
-        self._devices: list[torch.device] | None = None
-        # Fabric sets these attributes.
-        self.cluster_environment: ClusterEnvironment | None = None
-        self._num_nodes = 1
+    precision_option = "precision"
+    # Fabric sets this attribute, although it looks for the property.
+    _num_nodes = 1
 
     @property
     def num_nodes(self) -> int:
         """The number of nodes: 1."""
         return self._num_nodes
-
-    @property
-    def parallel_devices(self) -> list[torch.device] | None:
-        """The devices of Fabric."""
-        return self._devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        self._devices = devices
-        if devices is not None and len(devices) > 1:
-            self._become_parallel()
 
     def _configure_launcher(self) -> None:
         # The last method that Fabric's constructor calls.
@@ -214,22 +190,6 @@ class SingleDeviceFabricMixin(OffloadFabricMixin):
             parallel._configure_launcher()
         else:
             cast(Any, super())._configure_launcher()
-
-    def _become_parallel(self) -> None:
-        options = {
-            "accelerator": self._accelerator,
-            "checkpoint_io": self._checkpoint_io,
-            "precision": self._precision,
-            "parallel_devices": self._devices,
-            "cluster_environment": self.cluster_environment,
-        }
-        become_parallel(self, self.parallel_class, self.config, options, self._ddp)
-
-    @property
-    def root_device(self) -> torch.device:
-        """The device to train on."""
-        plain: torch.device = cast(Any, super()).root_device
-        return torch.device(self._devices[0]) if self._devices else plain
 
 
 class DataParallelFabricMixin(OffloadFabricMixin):

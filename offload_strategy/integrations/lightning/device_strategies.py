@@ -13,16 +13,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-import torch
-
 from offload_strategy.integrations.lightning.engine_strategy import (
-    become_parallel,
+    OneDeviceStrategy,
     refuse_streamed_copies,
 )
 from offload_strategy.integrations.lightning.lightning_strategy import OffloadStrategyMixin
 
 if TYPE_CHECKING:
-    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+    from lightning.fabric.plugins import CheckpointIO
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins.precision import Precision
 
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["DataParallelMixin", "ShardedMixin", "SingleDeviceMixin"]
 
 
-class SingleDeviceMixin(OffloadStrategyMixin):
+class SingleDeviceMixin(OneDeviceStrategy, OffloadStrategyMixin):
     """A strategy for one device; see [Note: one device].
 
     Args:
@@ -48,8 +46,8 @@ class SingleDeviceMixin(OffloadStrategyMixin):
         ConfigError: If the config is wrong.
     """
 
-    #: The strategy for several devices.
     parallel_class: type[DataParallelMixin]
+    precision_option = "precision_plugin"
 
     def __init__(
         self,
@@ -61,21 +59,7 @@ class SingleDeviceMixin(OffloadStrategyMixin):
         precision_plugin: Precision | None = None,
     ) -> None:
         given = {"accelerator": accelerator, "checkpoint_io": checkpoint_io}
-        super().__init__(config, precision_plugin=precision_plugin, **given)
-        self._ddp = dict(ddp or {})
-        self._devices: list[torch.device] | None = None
-        self.cluster_environment: ClusterEnvironment | None = None
-
-    @property
-    def parallel_devices(self) -> list[torch.device] | None:
-        """The devices of the Trainer."""
-        return self._devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        self._devices = devices
-        if devices is not None and len(devices) > 1:
-            self._become_parallel()
+        super().__init__(config, ddp=ddp, precision_plugin=precision_plugin, **given)
 
     @property
     def num_nodes(self) -> int:
@@ -87,22 +71,6 @@ class SingleDeviceMixin(OffloadStrategyMixin):
         if num_nodes > 1:
             self._become_parallel()
             cast(Any, self).num_nodes = num_nodes
-
-    def _become_parallel(self) -> None:
-        options = {
-            "accelerator": self._accelerator,
-            "checkpoint_io": self._checkpoint_io,
-            "precision_plugin": self._precision_plugin,
-            "parallel_devices": self._devices,
-            "cluster_environment": self.cluster_environment,
-        }
-        become_parallel(self, self.parallel_class, self.config, options, self._ddp)
-
-    @property
-    def root_device(self) -> torch.device:
-        """The device to train on."""
-        plain: torch.device = cast(Any, super()).root_device
-        return torch.device(self._devices[0]) if self._devices else plain
 
 
 class DataParallelMixin(OffloadStrategyMixin):

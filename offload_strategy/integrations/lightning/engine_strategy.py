@@ -12,7 +12,7 @@ import importlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -21,9 +21,9 @@ from offload_strategy.errors import ConfigError
 from offload_strategy.integrations.lightning.families import FAMILIES
 
 if TYPE_CHECKING:
-    from lightning.fabric.plugins import CheckpointIO
+    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 
-    from offload_strategy.config import OffloadConfig
+    from offload_strategy.config import ConfigSource, OffloadConfig
     from offload_strategy.engine.offload_engine import OffloadEngine
     from offload_strategy.integrations.deepspeed.gathered_weights import GatheredWeights
 
@@ -171,26 +171,60 @@ def register_in(registry: Any, *strategies: type[EngineOwner]) -> None:
             )
 
 
-def become_parallel(
-    strategy: Any,
-    parallel_class: type[EngineStrategy],
-    config: OffloadConfig,
-    options: Mapping[str, Any],
-    ddp: Mapping[str, Any],
-) -> None:
-    """Make a single-device strategy, which the framework holds already, a data-parallel one.
+class OneDeviceStrategy(EngineStrategy, _Strategy):
+    """A single-device strategy, which becomes a data-parallel one for several devices."""
 
-    `options` are those that the framework has set, `ddp` those that the user gave.
-    """
-    strategy.__dict__.clear()
-    strategy.__class__ = parallel_class
-    try:
-        strategy.__init__(config, **{**options, **ddp})
-    except TypeError as error:
-        raise ConfigError(
-            f"strategy {strategy.strategy_name!r}: ddp={dict(ddp)!r} is not what DDPStrategy "
-            f"takes: {error}"
-        ) from error
+    #: The strategy for several devices.
+    parallel_class: type[EngineStrategy]
+    #: The name of the option for precision.
+    precision_option: str
+
+    def __init__(
+        self, config: ConfigSource = None, *, ddp: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        super().__init__(config, **options)
+        self._ddp = dict(ddp or {})
+        self._devices: list[torch.device] | None = None
+        # The framework sets it.
+        self.cluster_environment: ClusterEnvironment | None = None
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The devices that were chosen."""
+        return self._devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        self._devices = devices
+        if devices is not None and len(devices) > 1:
+            self._become_parallel()
+
+    def _become_parallel(self) -> None:
+        """Take another class: the framework holds this object already, and has not used it yet."""
+        this = cast(Any, self)
+        options = {
+            "accelerator": this._accelerator,
+            "checkpoint_io": this._checkpoint_io,
+            self.precision_option: getattr(this, f"_{self.precision_option}"),
+            "parallel_devices": self._devices,
+            "cluster_environment": self.cluster_environment,
+        }
+        config, ddp = self.config, self._ddp
+        self.__dict__.clear()
+        this.__class__ = self.parallel_class
+        try:
+            this.__init__(config, **{**options, **ddp})
+        except TypeError as error:
+            raise ConfigError(
+                f"strategy {self.strategy_name!r}: ddp={ddp!r} is not what DDPStrategy takes: "
+                f"{error}"
+            ) from error
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device to train on."""
+        plain: torch.device = cast(Any, super()).root_device
+        return torch.device(self._devices[0]) if self._devices else plain
 
 
 def refuse_streamed_copies(config: OffloadConfig, where: str) -> None:
@@ -199,5 +233,5 @@ def refuse_streamed_copies(config: OffloadConfig, where: str) -> None:
         raise ConfigError(
             f"{where}: parameters.enabled streams the weights of one process, or those of "
             f"processes that shard them, and these have a copy each. Use "
-            f"strategy='ssd_offload_fsdp', set parameters.enabled: false, or train on one device"
+            f"strategy='ssd_offload_fsdp', set parameters.enabled: false, or train with devices=1"
         )
