@@ -36,7 +36,7 @@ def machines(context: Context) -> list[Result]:
     unbroken = _fresh(context.directory / "unbroken")
     _wait(_launch(unbroken))
     expected = (unbroken / "digest").read_text()
-    seconds, left, different, unnamed = [], 0, 0, 0
+    seconds, left, unfinished, different, unnamed = [], 0, 0, 0, 0
     for run in range(runs):
         folder = _fresh(context.directory / f"run-{run}")
         launchers = _launch(folder)
@@ -49,8 +49,12 @@ def machines(context: Context) -> list[Result]:
         unnamed += f"rank {victim} (process" not in said and f"rank      : {victim} " not in said
         left += len(_left(folder))
         _wait(_launch(folder))
-        same = (folder / "digest").exists() and (folder / "digest").read_text() == expected
-        different += not same
+        ended = (folder / "digest").exists()
+        same = ended and (folder / "digest").read_text() == expected
+        unfinished += not ended
+        different += ended and not same
+        if not ended:
+            context.say("\n".join(_said(folder)))
         context.say(f"run {run}: rank {victim} killed, all ended after {seconds[-1]:.1f} s")
         if same:
             shutil.rmtree(folder)
@@ -67,6 +71,7 @@ def machines(context: Context) -> list[Result]:
             details={"seconds": seconds},
         ),
         _none("machines: files left on the tiers", left),
+        _none("machines: runs that were not resumed to the end", unfinished),
         _none("machines: resumed runs with other weights", different),
         _none("machines: deaths that no message names", unnamed),
     ]
@@ -109,8 +114,7 @@ def _kill(
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while not (folder / f"done-{step}").exists():
         if time.monotonic() > deadline or any(each.poll() for each in launchers):
-            said = [(folder / f"output-{m}").read_text()[-3000:] for m in range(_MACHINES)]
-            raise RuntimeError(f"training did not come to step {step}:\n" + "\n".join(said))
+            raise RuntimeError(f"training did not come to step {step}:\n{_said(folder)}")
         time.sleep(0.01)
     time.sleep(chance.random() * 0.3)
     process = int((folder / f"process-{victim}").read_text())
@@ -132,3 +136,8 @@ def _wait(launchers: list[subprocess.Popen[bytes]]) -> None:
 def _left(folder: Path) -> list[Path]:
     """Return the files in the folders of the tiers."""
     return [path for tier in folder.glob("machine-*") for path in tier.rglob("*")]
+
+
+def _said(folder: Path) -> list[str]:
+    """Return the end of what the launchers printed."""
+    return [(folder / f"output-{machine}").read_text()[-3000:] for machine in range(_MACHINES)]

@@ -58,7 +58,7 @@ def check_search_options(options: argparse.Namespace) -> None:
         raise ConfigError("--search is for a model, --profile for a step of one: give one of them")
     if not options.search:
         _refuse(options, _OPTIONS, "give --search as well, or leave it out")
-    if options.search and options.gpu != CPU:
+    if options.gpu not in (None, CPU) and not (options.profile or options.script):
         _refuse(
             options,
             _OF_CPU,

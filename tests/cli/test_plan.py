@@ -1,4 +1,4 @@
-"""`ssd-offload plan` prints the analysis or the best settings, or says what is wrong."""
+"""`ssd-offload plan` prints three ways or the best settings, or says what is wrong."""
 
 from __future__ import annotations
 
@@ -51,27 +51,39 @@ def plan(ssd_offload):
     return run
 
 
-# ------------------------------------------------------------------ the analysis
-# The tables of an analysis and of a search are those of the documentation: test_analysis.py.
+# ------------------------------------------------------------------ a named machine, in three ways
+# What it prints is in the documentation: test_documentation.py. This machine: test_plan_here.py.
 def test_it_prints_json(plan):
     data = plan(f"{GPT} {WORK} {MACHINE} --json")
-    machine = {"device": "a100-80g-pcie", "drive": "intel-p5510-3.84tb", "drives": 4}
-    assert data["machine"] == machine
     # As GPT-3 13B with half of its learned positions.
-    assert data["model"]["parameters"] == preset("gpt3-13b").parameters - 1024 * 5120
+    assert data["parameters"] == preset("gpt3-13b").parameters - 1024 * 5120
+    assert {one["batch"] for one in data["candidates"]} == {32}
+    assert set(data["configs"]) == {"fastest", "in-between", "cheapest"}
+    assert any(line.startswith("drives: ") for line in data["advice"])
 
 
 def test_a_config_of_hugging_face_will_do(plan, tmp_path):
     config = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12}
     config |= {"n_positions": 1024, "vocab_size": 50257}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    data = plan(f"--config-json {tmp_path}/config.json {WORK} {MACHINE} --json")
-    assert data["model"]["parameters"] == 124_439_808
+    data = plan(f"--config-json {tmp_path}/config.json {MACHINE} --json")
+    assert data["parameters"] == 124_439_808
+    assert "1024 tokens (the model's context length)" in data["length"]
 
 
-def test_status_1_says_that_it_does_not_fit(plan):
-    machine = "--gpu 4090 --ssd 980-pro --host-memory 8GiB"
-    assert "| no |" in plan(f"--model gpt3-175b {WORK} {machine}", 1)
+def test_status_1_says_what_does_not_fit(plan):
+    text = plan("--model gpt3-175b --batch 64 --gpu 4090 --ssd 980-pro --host-memory 8GiB", 1)
+    assert text.startswith("It does not fit.")
+    for what in ("device memory is", "host memory is", "disk is", "not even a batch of 1 fits"):
+        assert what in text
+
+
+def test_a_smaller_batch_that_fits_is_named(plan):
+    machine = "--model gpt3-175b --sequence 1024 --gpu 4090 --ssd 12xP5510 --host-memory 768GiB"
+    text = plan(f"{machine} --batch 31", 1)
+    batch = int(text.split("a batch of ")[1].split()[0])
+    plan(f"{machine} --batch {batch} --json")
+    plan(f"{machine} --batch {batch + 1} --json", 1)
 
 
 def test_given_rates_are_taken(plan):
@@ -79,16 +91,29 @@ def test_given_rates_are_taken(plan):
     assert data["assumptions"][0] == "device: 100 TFLOPS in a transformer block (given)"
 
 
-def test_a_machine_without_a_gpu_is_analysed_as_well(known_cores, plan):
+def test_a_machine_without_a_gpu_is_planned_for_as_well(known_cores, plan):
     machine = f"--device cpu {RATES} --duplex --host-memory 1GiB --batch 4 --sequence 256"
     data = plan(f"{SMALL} {machine} --json")
-    assert data["machine"] == {"device": "cpu", "drive": "path", "drives": 1}
-    assert set(data["fits"]) == {"memory", "disk"}
+    assert set(data["candidates"][0]["needs_bytes"]) == {"memory", "disk"}
     text = plan(f"{SMALL} {machine}")
-    assert "batch 4 of 256 tokens, on the CPU with 1 x path and 1 GiB of memory" in text
+    assert "billion parameters on the CPU with 1 x path and 1 GiB of memory" in text
     assert "| leaves memory |" in text
-    assert "lifespan | the drive's rating is not known" in text
-    assert "| no |" in plan(f"{SMALL} {machine.replace('1GiB', '400MiB')}", 1)
+    assert "| lifespan | the drive's rating is not known |" in text
+    plan(f"{SMALL} {machine.replace('1GiB', '400MiB')}", 1)
+
+
+def test_what_drives_last_follows_from_what_is_written(plan):
+    words = f"--model gpt3-13b {WORK} --gpu a100-80g --ssd 2xP5510 --host-memory 24GiB"
+    data, text = plan(f"{words} --json"), plan(words)
+    best = data["candidates"][0]
+    per_day = best["written_bytes_per_step"] / best["step_seconds"] * 86400
+    rated, sequential, assumed = data["lifespan_years"].values()
+    assert rated * 365 == pytest.approx(2 * 3.84e12 * 365 * 5 / per_day)
+    assert (sequential, assumed) == pytest.approx((2.5 * rated, 2.5 * 86 * rated))
+    assert f"| written in a step | {best['written_bytes_per_step'] / 1e9:.1f} GB |" in text
+    assert f"| {best['step_seconds']:.2f} | " in text.partition("| the step |")[2]
+    idle = plan(f"--model gpt2 {WORK} {MACHINE} --json")
+    assert idle["lifespan_years"]["as rated"] is None
 
 
 # ------------------------------------------------------------------ the search
@@ -206,16 +231,13 @@ RUN, BOUND = f"{GPT} {WORK} {MACHINE}", "--sequence 1024 --max-batch 16"
     [
         (f"{WORK} {MACHINE}", "give one of --model and --config-json"),
         (f"--model gpt --layers 4 {WORK} {MACHINE}", "give --hidden, --heads as well"),
-        (f"--model gpt3-13b {MACHINE}", "give --batch, --sequence as well"),
         (f"{RUN} --gpu a1000", "no device 'a1000'"),
         (f"{RUN} --host-memory=-1GiB", "--host-memory: '-1GiB' is negative"),
         (f"{RUN} --tflops x", "--tflops: 'x' is not a number above 0"),
         (f"{RUN} --batch 0", "search: batch is 0"),
         (f"{RUN} --update-rate 8e9", "--update-rate: no effect for a GPU"),
-        (f"{RUN} --dir /mnt", "--dir: give --search as well"),
-        (f"{SMALL} --device cpu {RATES} --sequence 256", "give --batch as well"),
         # With a search, or for one.
-        (f"{SEARCHED} {BOUND} --force", "--max-batch, --force: give --search as well"),
+        (f"{SEARCHED} {BOUND}", "--max-batch: give --search as well"),
         (f"{SEARCHED} --sequence 1024 --tolerance 0", "--tolerance: give --search as well"),
         (f"{SEARCHED} --search", "give --sequence as well"),
         (f"{BOUNDED} --batch 4", "leave out --batch"),

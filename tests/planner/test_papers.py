@@ -25,7 +25,7 @@ from offload_strategy.planner.search.settings import weight_buffers, weights_in_
 from offload_strategy.planner.step_time import Rates, StageLoad, StepTime
 from offload_strategy.units import SECONDS_PER_YEAR, GiB
 
-# Figures that the tables of docs/planning.md have are tested in test_analysis.py.
+# Figures that the tables of docs/planning.md have are tested in test_documentation.py.
 
 
 # ------------------------------------------------------------------ SSDTrain: drives
