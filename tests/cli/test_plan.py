@@ -81,7 +81,7 @@ def test_status_1_says_what_does_not_fit(plan):
 def test_a_smaller_batch_that_fits_is_named(plan):
     machine = "--model gpt3-175b --sequence 1024 --gpu 4090 --ssd 12xP5510 --host-memory 768GiB"
     text = plan(f"{machine} --batch 31", 1)
-    batch = int(text.split("a batch of ")[1].split()[0])
+    batch = int(text.rpartition("a batch of ")[2].split()[0])
     plan(f"{machine} --batch {batch} --json")
     plan(f"{machine} --batch {batch + 1} --json", 1)
 
