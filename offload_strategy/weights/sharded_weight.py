@@ -8,6 +8,11 @@ those of the streamed weight, and loads them for any other operation. What autog
 unsharded parameters, which FSDP2 frees and gathers again itself.
 
 While an optimizer updates the parameter, its local tensor is a plain tensor with the bytes.
+
+[Note: streams of FSDP2]
+On an accelerator FSDP2 gathers, computes and reduces on different streams, and updates in backward
+run on the one that reduces. So whoever uses the bytes next waits for the stream that used them
+last, and their memory is not used again before either is done.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from torch import nn
 from torch.utils._pytree import tree_map, tree_map_only
 
 from offload_strategy.errors import OffloadError
-from offload_strategy.torch_support.accelerator import is_asynchronous
+from offload_strategy.torch_support.accelerator import current_stream, is_asynchronous
 from offload_strategy.torch_support.dtensors import fsdp_groups
 from offload_strategy.weights.guarded_parameter import nan_placeholder
 from offload_strategy.weights.streamed_weight import StreamedWeight
@@ -147,6 +152,8 @@ class ShardedWeight(StreamedWeight):
         self._fsdp_param = weakref.ref(fsdp_param)
         self._sharded = weakref.ref(sharded)
         self._load_now = load_now
+        # Stream of the last use, and an event after it; see [Note: streams of FSDP2].
+        self._last_use: tuple[torch.Stream, torch.Event] | None = None
         #: Whether the model has its plain tensors back; what was taken from it before shares them.
         self.closed = False
         fsdp_param._sharded_param_data = flat  # keeps it alive
@@ -172,10 +179,41 @@ class ShardedWeight(StreamedWeight):
         with self._lock:
             self._load_now(self)
             values = self.values().view(fsdp_param.padded_sharded_param_size)
-        if is_asynchronous(values.device):
-            # FSDP2 copies on another stream than the one that reuses the memory.
-            values.record_stream(torch.accelerator.current_stream(values.device))
         return values if fsdp_param.param_dtype is None else values.to(fsdp_param.param_dtype)
+
+    def load(self) -> None:
+        """Load the bytes, or wait for the stream that used them last."""
+        with self._lock:
+            if self.is_resident:
+                self._await_last_use()
+            super().load()
+            self._note_use()
+
+    def offload(self) -> None:
+        """Offload the bytes as they are after their last use."""
+        self._await_last_use()
+        super().offload()
+        self._last_use = None
+
+    def _await_last_use(self) -> None:
+        if self._last_use is None:
+            return
+        (stream, event), now = self._last_use, current_stream(self.device)
+        if now != stream:
+            now.wait_event(event)
+            self.values().record_stream(now)
+
+    def _note_use(self) -> None:
+        """Note that the current stream has used the bytes."""
+        if self.is_resident and is_asynchronous(self.device):
+            stream = current_stream(self.device)
+            self._last_use = stream, stream.record_event()
+
+    def end_access(self) -> None:
+        """Undo one `begin_access`."""
+        with self._lock:
+            self._note_use()
+            super().end_access()
 
     def acquire(self) -> None:
         """Load the bytes, and make them the local tensor until `release`."""
@@ -187,6 +225,7 @@ class ShardedWeight(StreamedWeight):
     def release(self) -> None:
         """Undo one `acquire`."""
         with self._lock:
+            self._note_use()
             if self._unguarded == 1:
                 self._set_local(None)
             super().release()
