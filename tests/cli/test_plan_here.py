@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 
 from offload_strategy import OffloadConfig, OffloadEngine
 from offload_strategy.cli import plan_here, plan_search, this_machine
@@ -172,7 +173,10 @@ def test_the_configs_train_a_shrunken_model(here, model, ssd_offload, tmp_path):
     plain = losses(None)
     for name in ("plan.yaml", "plan-in-between.yaml", "plan-cheapest.yaml"):
         ssd_offload("config", "check", tmp_path / name)
-        assert losses(OffloadConfig.load(tmp_path / name)) == plain, name
+        sections = yaml.safe_load((tmp_path / name).read_text())
+        if "planning" in sections:  # this process has more than the one that was planned for
+            sections["planning"]["device_memory"] = "64GiB"
+        assert losses(sections) == plain, name
 
 
 def test_a_file_that_is_there_is_overwritten_only_by_force(here, ssd_offload, tmp_path):
