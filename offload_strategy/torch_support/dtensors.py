@@ -37,11 +37,6 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
-def local_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of this rank's shard of a DTensor, or of any other tensor."""
-    return tensor._local_tensor.nbytes if is_sharded(tensor) else tensor.nbytes  # type: ignore[attr-defined]
-
-
 def shard_like(value: Any, parameter: torch.Tensor) -> Any:
     """A state as the user sees it: a DTensor if it has the shape of a DTensor parameter's shard."""
     if not (is_sharded(parameter) and isinstance(value, torch.Tensor)) or is_sharded(value):
@@ -74,20 +69,15 @@ def fsdp_groups(module: nn.Module) -> list[Any]:
     if get_state is None:
         return []
     state = get_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [state._fsdp_param_group]
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]
 
 
 def fsdp_param_of(model: nn.Module, parameter: torch.Tensor) -> Any | None:
     """Return FSDP2's FSDPParam of a sharded parameter; None if FSDP2 does not manage it."""
-    for module in model.modules():
-        for group in fsdp_groups(module):
-            for fsdp_param in group.fsdp_params:
-                if fsdp_param.sharded_param is parameter:
-                    return fsdp_param
-    return None
+    groups = (group for module in model.modules() for group in fsdp_groups(module))
+    managed = (each for group in groups for each in group.fsdp_params)
+    return next((each for each in managed if each.sharded_param is parameter), None)
 
 
 def local_rows(tensor: torch.Tensor) -> tuple[tuple[int, ...], int] | None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -106,17 +105,9 @@ class StreamedShard(torch.Tensor):
         """Return the gathered weight, which is FSDP2's own memory."""
         return None if out is not None else (all_gather_outputs[0], ())
 
-    def data_ptr(self) -> int:
-        """Return the address of the bytes, which are kept while views of them live."""
-        return self.view(self.shape).data_ptr()
-
     def numpy(self, *, force: bool = False) -> Any:
         """Return an array that shares the bytes."""
         return self.view(self.shape).numpy(force=force)
-
-    def tolist(self) -> Any:
-        """Return nested lists."""
-        return self.view(self.shape).tolist()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.clone().__reduce_ex__(protocol)
@@ -234,12 +225,6 @@ class ShardedWeight(StreamedWeight):
         """Make a tensor the local one; None for one without bytes."""
         if (sharded := self.key) is not None:
             sharded._local_tensor = StreamedShard(self) if local is None else local  # type: ignore[attr-defined]
-
-    @contextmanager
-    def read(self) -> Iterator[torch.Tensor]:
-        """Yield the local values for reading; residency does not change."""
-        with super().read() as flat:
-            yield self._without_padding(flat)
 
     def _on_reset(self) -> None:
         """Take over values that replace the local tensor; FSDP2 calls this to look for some."""

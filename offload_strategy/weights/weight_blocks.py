@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from offload_strategy.errors import ConfigError
-from offload_strategy.torch_support.dtensors import is_sharded, local_bytes
+from offload_strategy.torch_support.dtensors import is_sharded, local_tensor
 from offload_strategy.torch_support.modules import WHOLE, outermost_blocks
 from offload_strategy.weights.guarded_parameter import GuardedParameter
 from offload_strategy.weights.streamed_weight import StreamedWeight
@@ -79,7 +79,7 @@ def can_be_streamed(parameter: torch.Tensor, min_bytes: int) -> bool:
     return (
         (type(parameter) in (nn.Parameter, GuardedParameter) or is_sharded(parameter))
         and parameter.is_contiguous()
-        and local_bytes(parameter) >= max(1, min_bytes)
+        and local_tensor(parameter).nbytes >= max(1, min_bytes)
     )
 
 

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Ticket, Tier
 from offload_strategy.telemetry import Progress
-from offload_strategy.torch_support.dtensors import fsdp_param_of, is_sharded, local_bytes
+from offload_strategy.torch_support.dtensors import fsdp_param_of, is_sharded, local_tensor
 from offload_strategy.torch_support.modules import WeakHook
 from offload_strategy.weights.block_residency import BlockResidency
 from offload_strategy.weights.model_building import materialize_module, modules_to_materialize
@@ -98,7 +98,7 @@ class WeightStream(BlockResidency):
     def unplaced_bytes(self, parameters: Iterable[torch.Tensor]) -> int:
         """Return the bytes of streamed parameters that are not on the tiers."""
         return sum(
-            local_bytes(parameter)
+            local_tensor(parameter).nbytes
             for parameter in parameters
             if self.is_streamed(parameter)
             and ((weight := self._weights.get(parameter)) is None or not weight.is_placed)
