@@ -206,5 +206,6 @@ def _all_of(profile: Profile, leaving: Iterable[int]) -> LifetimePlan:
 def _text(value: float | None, unit: Unit) -> str:
     if value is None:
         return ""
-    in_seconds, in_bytes = f"{value:.3f} s", format_size(round(value))
-    return {"s": in_seconds, "B": in_bytes, "B/s": f"{value / 1e9:.3g} GB/s"}[unit]
+    if unit == "s":
+        return f"{value:.3f} s"
+    return format_size(round(value)) if unit == "B" else f"{value / 1e9:.3g} GB/s"

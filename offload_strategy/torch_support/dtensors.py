@@ -65,10 +65,9 @@ def wrap_like(tensor: torch.Tensor | None, local: torch.Tensor) -> torch.Tensor:
 
 def fsdp_groups(module: nn.Module) -> list[Any]:
     """Return FSDP2's parameter groups of a module; there is no public way to them."""
-    get_state = getattr(module, "_get_fsdp_state", None)
-    if get_state is None:
+    state = getattr(module, "_get_fsdp_state", lambda: None)()
+    if state is None:
         return []
-    state = get_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]
 
