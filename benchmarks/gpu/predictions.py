@@ -107,7 +107,7 @@ def roofline(found: Found, contest: Contest, rates: Mapping[str, Any]) -> None:
     streamed weights twice to the device and once back. What the disk moved was measured.
     """
     link = min(rates["to_device"], rates["to_host"])
-    machine = Rates(rates["read"], rates["write"], 1, link)
+    machine = Rates(rates["read"], rates["write"], link)
     rows = found.figures[contest.title]["contenders"]
     for name in (name for name in who.OURS if name in rows):
         row, tokens = rows[name], contest.job.tokens

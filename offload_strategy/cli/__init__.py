@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from collections.abc import Sequence
 
-from offload_strategy.cli import bench, doctor, file_commands, init, plan
 from offload_strategy.errors import OffloadError
 
 __all__ = ["main"]
@@ -37,6 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    # The import of torch makes a million objects that stay: looking through them again and again
+    # for garbage would take half a second of each command.
+    gc.disable()
+    from offload_strategy.cli import bench, doctor, file_commands, init, plan
+
+    gc.freeze()
+    gc.enable()
     parser = argparse.ArgumentParser(
         prog="ssd-offload", description="Train models that do not fit, on host memory and SSDs."
     )

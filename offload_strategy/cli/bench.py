@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -14,10 +13,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offload_strategy.cli.options import Option, add_options, block_size, number, size
+from offload_strategy.cli.options import (
+    Option,
+    add_options,
+    block_size,
+    check_writable,
+    number,
+    size,
+)
 from offload_strategy.config import OffloadConfig
 from offload_strategy.config.directories import file_system_of
-from offload_strategy.errors import ConfigError, OffloadError
+from offload_strategy.errors import OffloadError
 from offload_strategy.io.backends.protocol import Backend, create_backend
 from offload_strategy.io.bandwidth.estimator import round_trip_rate
 from offload_strategy.io.bandwidth.history import PathIdentity, Rates, load_rates, save_rates
@@ -40,7 +46,7 @@ class _Result:
     """The measurement of one path."""
 
     path: str
-    file_system: str = "unknown"
+    file_system: str = ""
     direct: bool = False
     rates: Rates = field(default_factory=dict)
     latencies: list[float] = field(default_factory=list)
@@ -99,7 +105,7 @@ def _bench(options: argparse.Namespace) -> int:
     options.block_size = options.block_size or io.block_size
     options.backend = options.backend or io.backend
     if options.json not in (None, "-"):
-        _check_writable(options.json)
+        check_writable(Path(options.json), force=True)
     results = [_Result(path) for path in options.paths]
     parts = 3 if options.sweep else 2
     form = "{desc} |{bar}| {percentage:3.0f}% {elapsed}"
@@ -143,11 +149,8 @@ def _measure(result: _Result, options: argparse.Namespace, bar: _Bar, part: int)
     is_device = path.is_block_device()
     overwrite = options.overwrite and is_device
     with contextlib.closing(Region(path, path.name or "bench", overwrite=overwrite)) as region:
-        system = file_system_of(path)
-        if is_device:
-            result.file_system = "block device"
-        elif system is not None:
-            result.file_system = system.kind
+        kind = getattr(file_system_of(path), "kind", "unknown")
+        result.file_system = "block device" if is_device else kind
         result.direct = region.direct
         with _backend(options.backend, options.threads, options.block_size) as backend:
             result.rates = probe(
@@ -274,12 +277,3 @@ def _path_as_json(result: _Result) -> dict[str, Any]:
 
 def _per_second(found: Rates) -> dict[str, float]:
     return {f"{way}_bytes_per_second": measured.rate for way, measured in found.items()}
-
-
-def _check_writable(file: str) -> None:
-    """Raise errors before the measurement that would otherwise come after it."""
-    folder = Path(file).absolute().parent
-    if not os.access(file if Path(file).exists() else folder, os.W_OK) or Path(file).is_dir():
-        raise ConfigError(
-            f"--json: {file!r} cannot be written. Name a file in a directory of yours."
-        )

@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from offload_strategy.cli import machine_checks, path_checks
-from offload_strategy.cli.machine_checks import Check, Status
+from offload_strategy.cli.machine_checks import OK, PROBLEM, WARNING, Check
 from offload_strategy.config import OffloadConfig
 from offload_strategy.errors import ConfigError
 from offload_strategy.host_memory.memory_limits import memory_cgroup_limit
@@ -43,7 +43,7 @@ def add_parser(commands: Any) -> None:
 
 def _doctor(options: argparse.Namespace) -> int:
     report = list(examine(options.paths))
-    failed = any(check.status is Status.PROBLEM for check in report)
+    failed = any(check.status is PROBLEM for check in report)
     if options.json:
         checks = [asdict(check) for check in report]
         print(json.dumps({"works": not failed, "checks": checks}, indent=2))
@@ -54,31 +54,25 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def examine(paths: Sequence[str] = ()) -> Iterator[Check]:
     """Check this machine, and these paths or those of the configured tiers."""
-    yield machine_checks.ok("python", f"{platform.python_version()} on {platform.system()}")
-    version = machine_checks.check_torch()
-    yield version
+    yield Check("python", OK, f"{platform.python_version()} on {platform.system()}")
+    yield machine_checks.check_torch()
     try:
         config = OffloadConfig.load(None)
     except ConfigError as error:
-        yield machine_checks.problem(
-            "config", str(error), "correct it, or unset SSD_OFFLOAD_CONFIG"
-        )
+        yield Check("config", PROBLEM, str(error), "correct it, or unset SSD_OFFLOAD_CONFIG")
         config = OffloadConfig()
     else:
-        yield machine_checks.ok("config", f"tiers: {', '.join(tier.name for tier in config.tiers)}")
+        yield Check("config", OK, f"tiers: {', '.join(tier.name for tier in config.tiers)}")
     for name, checks in {
         "storage": _backends(config),
-        "memory": _memory(config, version.status is Status.OK),
+        "memory": _memory(config),
         "paths": _paths(config, paths),
     }.items():
         try:
             yield from checks
         except Exception as error:  # goes on with the others
-            yield machine_checks.warning(
-                name,
-                f"could not be looked at: {type(error).__name__}: {error}",
-                "please report this with the whole output",
-            )
+            found = f"could not be looked at: {type(error).__name__}: {error}"
+            yield Check(name, WARNING, found, "please report this with the whole output")
 
 
 def _backends(config: OffloadConfig) -> Iterator[Check]:
@@ -86,16 +80,12 @@ def _backends(config: OffloadConfig) -> Iterator[Check]:
     yield from machine_checks.check_backends(config.io.backend, available_backends())
 
 
-def _memory(config: OffloadConfig, new_enough: bool) -> Iterator[Check]:
-    has_gpu = has_cuda = False
-    if new_enough:
-        has_cuda = torch.cuda.is_available()
-        has_gpu = has_cuda or torch.accelerator.is_available()
-        yield machine_checks.check_gpu()
-    yield machine_checks.check_cufile(has_cuda)
+def _memory(config: OffloadConfig) -> Iterator[Check]:
+    yield machine_checks.check_gpu()
+    yield machine_checks.check_cufile(torch.cuda.is_available())
     processes = machine_checks.local_processes()
     each = "; each has buffers and spaces of its own" if processes > 1 else ""
-    yield machine_checks.ok("processes", f"{processes} on this machine{each}")
+    yield Check("processes", OK, f"{processes} on this machine{each}")
     memory = psutil.virtual_memory()
     yield machine_checks.check_memory(
         config,
@@ -108,7 +98,7 @@ def _memory(config: OffloadConfig, new_enough: bool) -> Iterator[Check]:
     yield machine_checks.check_locked_memory(
         machine_checks.resource_limit("RLIMIT_MEMLOCK"),
         config.memory.pinned_bytes(memory.available // processes),
-        has_gpu,
+        torch.accelerator.is_available(),
     )
     yield machine_checks.check_open_files(machine_checks.resource_limit("RLIMIT_NOFILE"))
 
@@ -139,8 +129,8 @@ def _print(report: Sequence[Check]) -> None:
         print(wrapper.fill(f"{check.status:<9}{check.name}: {check.found}"))
         if check.advice:
             print(f"{indent}-> {check.advice}")  # on one line: there are commands to be copied
-    problems = sum(check.status is Status.PROBLEM for check in report)
-    warnings = sum(check.status is Status.WARNING for check in report)
+    problems = sum(check.status is PROBLEM for check in report)
+    warnings = sum(check.status is WARNING for check in report)
     if problems:
         some = f"{problems} problem{'s' * (problems > 1)}"
         print(f"\nTraining would not work here: {some} to solve.")

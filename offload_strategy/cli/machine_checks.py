@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import resource
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,17 +22,21 @@ from offload_strategy.config import OffloadConfig
 from offload_strategy.units import format_size
 
 #: The oldest version that the package supports (see pyproject.toml).
-_OLDEST_TORCH = (2, 7)
+_OLDEST_TORCH = "2.7"
 #: Data loaders that share tensors by file descriptors need about so many.
 _FEW_FILES = 1024
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 class Status(StrEnum):
     """The result of a check."""
 
     OK = "ok"
-    WARNING = "warning"
-    PROBLEM = "problem"
+    WARNING = "warning"  # costs speed, or may surprise
+    PROBLEM = "problem"  # training does not work with it
+
+
+OK, WARNING, PROBLEM = Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,69 +49,56 @@ class Check:
     advice: str = ""
 
 
-def ok(name: str, found: str) -> Check:
-    """Return a check with nothing to do."""
-    return Check(name, Status.OK, found)
-
-
-def warning(name: str, found: str, advice: str) -> Check:
-    """Return a check that found something which costs speed or may surprise."""
-    return Check(name, Status.WARNING, found, advice)
-
-
-def problem(name: str, found: str, advice: str) -> Check:
-    """Return a check that found something with which training does not work."""
-    return Check(name, Status.PROBLEM, found, advice)
-
-
 # ---------------------------------------------------------------------------- software
 def check_torch() -> Check:
     """Check the version of torch."""
-    version = str(torch.__version__)
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers and (int(numbers[1]), int(numbers[2])) < _OLDEST_TORCH:
-        oldest = ".".join(map(str, _OLDEST_TORCH))
-        advice = f"install torch {oldest} or newer: https://pytorch.org/get-started"
-        return problem("torch", version, advice)
-    return ok("torch", version)
+    version = torch.__version__
+    if version >= _OLDEST_TORCH:
+        return Check("torch", OK, str(version))
+    advice = f"install torch {_OLDEST_TORCH} or newer: https://pytorch.org/get-started"
+    return Check("torch", PROBLEM, str(version), advice)
 
 
 def check_gpu(devices: Path = Path("/dev")) -> Check:
     """Check the accelerator that torch sees."""
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        return ok("GPU", f"{len(names)} x {names[0]}" if len(set(names)) == 1 else ", ".join(names))
+        counts = Counter(names).items()
+        return Check("GPU", OK, ", ".join(f"{count} x {name}" for name, count in counts))
     if torch.accelerator.is_available():
         found = f"{torch.accelerator.device_count()} x {torch.accelerator.current_accelerator()}"
-        return ok("GPU", found)
+        return Check("GPU", OK, found)
     if (devices / "nvidiactl").exists():
-        return warning(
+        return Check(
             "GPU",
+            WARNING,
             f"there is an NVIDIA driver, but torch {torch.__version__} sees no GPU",
             "install a torch built for the driver's CUDA version, and look at CUDA_VISIBLE_DEVICES",
         )
-    return ok("GPU", "none: training on the CPU")
+    return Check("GPU", OK, "none: training on the CPU")
 
 
 def check_cufile(has_cuda: bool, proc: Path = Path("/proc")) -> Check:
     """Check GPUDirect Storage: the cuFile library and the nvidia-fs kernel module."""
     if not has_cuda:
-        return ok("cuFile", "not used: torch sees no NVIDIA GPU")
+        return Check("cuFile", OK, "not used: torch sees no NVIDIA GPU")
     if importlib.util.find_spec("kvikio") is None:
-        return warning(
+        return Check(
             "cuFile",
+            WARNING,
             "kvikio is not installed: bytes pass through host memory",
             "for GPUDirect Storage: pip install 'offload-strategy[kvikio]'",
         )
     try:
         version = (proc / "driver/nvidia-fs/version").read_text().strip()
     except OSError:
-        return warning(
+        return Check(
             "cuFile",
+            WARNING,
             "the kernel module nvidia-fs is not loaded: cuFile works in its compatibility mode",
             "for GPUDirect Storage, install nvidia-gds and load nvidia-fs",
         )
-    return ok("cuFile", f"nvidia-fs {version.partition(':')[2].strip() or version}")
+    return Check("cuFile", OK, f"nvidia-fs {version.partition(':')[2].strip() or version}")
 
 
 def check_backends(wanted: str, available: Mapping[str, str | None]) -> list[Check]:
@@ -114,14 +107,14 @@ def check_backends(wanted: str, available: Mapping[str, str | None]) -> list[Che
     for name, reason in available.items():
         label = f"backend {name}"
         if reason is None:
-            checks.append(ok(label, "can run"))
+            checks.append(Check(label, OK, "can run"))
         elif name == wanted:
             advice = "set io.backend: auto, or install what is missing"
-            checks.append(problem(label, f"cannot run: {reason}", advice))
+            checks.append(Check(label, PROBLEM, f"cannot run: {reason}", advice))
         else:
-            checks.append(ok(label, f"cannot run, and is not needed: {reason}"))
+            checks.append(Check(label, OK, f"cannot run, and is not needed: {reason}"))
     if all(reason is not None for reason in available.values()):
-        checks.append(problem("backends", "none can run", "install what is missing above"))
+        checks.append(Check("backends", PROBLEM, "none can run", "install what is missing above"))
     return checks
 
 
@@ -145,53 +138,52 @@ def check_memory(
     found = f"{has}; {wants}"
     lower = "lower memory.pinned or the capacity of dram tiers"
     if need >= most:
-        return problem("memory", found, f"{lower}, or the process will be killed")
+        return Check("memory", PROBLEM, found, f"{lower}, or the process will be killed")
     if need > min(available, most):
-        return warning("memory", found, f"{lower}, or end other programs")
-    return ok("memory", found)
+        return Check("memory", WARNING, found, f"{lower}, or end other programs")
+    return Check("memory", OK, found)
 
 
-def check_huge_pages(
-    file: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled"),
-) -> Check:
+def check_huge_pages(file: Path = _HUGE_PAGES) -> Check:
     """Check transparent huge pages, which buffers request with madvise."""
     try:
         text = file.read_text()
     except OSError:
-        return ok("huge pages", "this kernel has no transparent huge pages")
+        return Check("huge pages", OK, "this kernel has no transparent huge pages")
     chosen = re.search(r"\[(\w+)\]", text)
     setting = chosen[1] if chosen else text.strip()
     if setting == "never":
-        return warning(
+        return Check(
             "huge pages",
+            WARNING,
             "transparent huge pages are off (never): moving bytes costs more CPU time",
             f"as root: echo madvise > {file}",
         )
-    return ok("huge pages", f"transparent huge pages: {setting}")
+    return Check("huge pages", OK, f"transparent huge pages: {setting}")
 
 
 def check_locked_memory(limit: int | None, pinned: int, has_gpu: bool) -> Check:
     """Check the limit of locked memory, which buffers count against that are pinned for a GPU."""
     shown = "unlimited" if limit is None else format_size(limit)
     if not has_gpu:
-        return ok("locked memory", f"{shown} (not needed without a GPU)")
+        return Check("locked memory", OK, f"{shown} (not needed without a GPU)")
     if limit is not None and limit < pinned:
-        return warning(
+        return Check(
             "locked memory",
+            WARNING,
             f"the limit is {shown}, memory.pinned is {format_size(pinned)}",
             "if pinning is refused: ulimit -l unlimited, or memlock in /etc/security/limits.conf",
         )
-    return ok("locked memory", shown)
+    return Check("locked memory", OK, shown)
 
 
 # ---------------------------------------------------------------------------- limits
 def check_open_files(limit: int | None) -> Check:
     """Check how many files a process may have open; None for no limit."""
     if limit is not None and limit < _FEW_FILES:
-        return warning(
-            "open files", f"at most {limit}", f"ulimit -n {_FEW_FILES}: data loaders need many"
-        )
-    return ok("open files", "unlimited" if limit is None else f"at most {limit}")
+        advice = f"ulimit -n {_FEW_FILES}: data loaders need many"
+        return Check("open files", WARNING, f"at most {limit}", advice)
+    return Check("open files", OK, "unlimited" if limit is None else f"at most {limit}")
 
 
 def local_processes() -> int:
@@ -202,9 +194,5 @@ def local_processes() -> int:
 
 def resource_limit(name: str) -> int | None:
     """Return the soft limit `RLIMIT_...` of this process, or None."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
     soft, _ = resource.getrlimit(getattr(resource, name))
     return None if soft == resource.RLIM_INFINITY else soft

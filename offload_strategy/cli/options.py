@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from offload_strategy.errors import ConfigError
 from offload_strategy.units import PAGE_BYTES, parse_size
 
 #: The option with a word for its value, if it has one; its help; and what else argparse needs.
@@ -75,3 +77,12 @@ def add_options(parser: Any, options: Iterable[Option]) -> None:
         if not value:
             usual = {} if more else {"action": "store_true"}
         parser.add_argument(*flags, help=text, **(usual | dict(*more)))
+
+
+def check_writable(file: Path, force: bool) -> None:
+    """Raise a ConfigError before work whose result could not be written, or overwrites a file."""
+    place = file if file.exists() else file.absolute().parent
+    if file.is_dir() or not place.exists() or not os.access(place, os.W_OK):
+        raise ConfigError(f"{file} is no file in a directory that you can write to; name one")
+    if file.exists() and not force:
+        raise ConfigError(f"{file} is there already; give --force to overwrite it")

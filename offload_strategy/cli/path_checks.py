@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import re
@@ -12,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from offload_strategy.cli.machine_checks import Check, ok, problem, warning
+from offload_strategy.cli.machine_checks import OK, PROBLEM, WARNING, Check
 from offload_strategy.config import OffloadConfig
 from offload_strategy.config.directories import FileSystem, file_system_of
 from offload_strategy.errors import OffloadError
@@ -39,46 +38,51 @@ def check_path(
     except OffloadError as error:
         return [_refused(f"{path}", error)]
     if path.is_block_device():
-        checks = [ok(f"{path}: device", "a raw block device that carries no data")]
+        checks = [Check(f"{path}: device", OK, "a raw block device that carries no data")]
     else:
         checks = [check_file_system(path, file_system_of(path)), _check_unnamed_files(path)]
-    io = ok(f"{path}: direct I/O", "works" if takes_direct else "switched off by io.direct: false")
+    works = "works" if takes_direct else "switched off by io.direct: false"
+    io = Check(f"{path}: direct I/O", OK, works)
     if not takes_direct and direct is not False:
-        io = warning(
+        io = Check(
             io.name,
+            WARNING,
             "is not available: bytes pass through the page cache, which costs memory and CPU",
             "use a directory on a local disk (ext4, xfs), or accept it with io.direct: false",
         )
-    return [*checks, io, ok(f"{path}: space", f"{format_size(room)} can be used")]
+    return [*checks, io, Check(f"{path}: space", OK, f"{format_size(room)} can be used")]
 
 
 def check_file_system(path: Path, system: FileSystem | None) -> Check:
     """Check whether the file system is suitable for offloading."""
     name = f"{path}: file system"
     if system is None:
-        return ok(name, "unknown: this system does not tell")
-    if system.is_memory:
-        found = f"{system.kind} lives in main memory: what is written there still takes memory"
-        return warning(name, found, "name a directory on a disk")
-    if system.is_network:
-        return warning(
-            name,
-            f"{system.kind}, on other machines: its speed depends on the network and on others",
+        return Check(name, OK, "unknown: this system does not tell")
+    for unsuitable, found, advice in (
+        (
+            system.is_memory,
+            "in main memory: what is written there still takes memory",
+            "name a directory on a disk",
+        ),
+        (
+            system.is_network,
+            "on other machines: its speed depends on the network and on others",
             "prefer a local disk, or add one as a further path; measure both: ssd-offload bench",
-        )
-    if system.kind == "overlay":
-        return warning(
-            name,
-            "overlay, a container's own layer: slow, and often small",
+        ),
+        (
+            system.kind == "overlay",
+            "a container's own layer: slow, and often small",
             "mount a volume of the host's disk into the container and name that",
-        )
-    if system.rotational:
-        return warning(
-            name,
-            f"{system.kind} on a spinning disk",
+        ),
+        (
+            system.rotational,
+            "on a spinning disk",
             "use an SSD; if it is one after all, ssd-offload bench tells its speed",
-        )
-    return ok(name, system.kind)
+        ),
+    ):
+        if unsuitable:
+            return Check(name, WARNING, f"{system.kind}, {found}", advice)
+    return Check(name, OK, system.kind)
 
 
 def check_devices(paths: Iterable[Path]) -> list[Check]:
@@ -89,10 +93,11 @@ def check_devices(paths: Iterable[Path]) -> list[Check]:
             status = path.stat()
             groups[status.st_rdev if path.is_block_device() else status.st_dev].append(path)
     return [
-        warning(
+        Check(
             "paths",
+            WARNING,
             f"{', '.join(map(str, group))} lie on one file system: together they are no faster "
-            f"than one, and share its free space",
+            "than one, and share its free space",
             "name one path for each device",
         )
         for group in groups.values()
@@ -118,22 +123,16 @@ def check_together(config: OffloadConfig) -> list[Check]:
 def _refused(name: str, error: OffloadError) -> Check:
     """Return a problem from an error: its first sentence says what, the others what to do."""
     found, *advice = re.split(r"\. (?=[A-Z])", str(error), maxsplit=1)
-    return problem(name, found, advice[0] if advice else "name another path")
+    return Check(name, PROBLEM, found, advice[0] if advice else "name another path")
 
 
 def _check_unnamed_files(path: Path) -> Check:
-    name = f"{path}: unnamed files"
-    flag = getattr(os, "O_TMPFILE", 0)
-    why = "this system has none"
-    if flag:
-        try:
-            os.close(os.open(path, os.O_RDWR | flag | os.O_EXCL, 0o600))
-            return ok(name, "O_TMPFILE works: no file ever has a name")
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
-                return problem(name, f"a file cannot be made: {error.strerror}", "check the mount")
-            why = "the file system does not offer O_TMPFILE"
-    return ok(name, f"{why}: a file is made and loses its name at once")
+    found = "O_TMPFILE works: no file ever has a name"
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_TMPFILE | os.O_EXCL, 0o600))
+    except OSError:  # but a region could be opened
+        found = "no O_TMPFILE on this file system: a file is made and loses its name at once"
+    return Check(f"{path}: unnamed files", OK, found)
 
 
 @contextlib.contextmanager

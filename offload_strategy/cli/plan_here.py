@@ -18,7 +18,8 @@ from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
-from offload_strategy.cli.plan_search import CPU, check_writable, cpu_request, drives_of
+from offload_strategy.cli.options import check_writable
+from offload_strategy.cli.plan_search import CPU, cpu_request, drives_of
 from offload_strategy.cli.this_machine import this_gpu, usual_directories
 from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.plan_runtime.profile import write_text
@@ -122,10 +123,7 @@ def doublings(fastest: SearchResult) -> Iterator[str]:
     gpus = sorted(table("device").values(), key=lambda one: one.flops)
     changes: dict[str, list[tuple[object, Request | CpuRequest, Space]]] = {
         "a larger batch": [(n * batch, request, replace(space, batch=n * batch)) for n in _MORE],
-        "drives": [
-            (f"{n}x", replace(request, drives=replace(drives, count=n * drives.count)), space)
-            for n in _MORE
-        ],
+        "drives": [(f"{n}x", replace(request, drives=drives.times(n)), space) for n in _MORE],
         "memory": [(f"{n}x", replace(request, **{memory: n * has}), space) for n in _MORE],
         "GPU": [(gpu.name, Request(request.shape, gpu, drives, has), space) for gpu in gpus],
     }

@@ -18,13 +18,13 @@ import shutil
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import get_args
 
 import psutil
 import torch
 from torch import nn
 
+from offload_strategy.cli.options import check_writable
 from offload_strategy.cli.this_machine import as_drives, known_path
 from offload_strategy.config import default_directory
 from offload_strategy.errors import ConfigError
@@ -32,7 +32,7 @@ from offload_strategy.host_memory.idle_memory import return_freed_memory
 from offload_strategy.host_memory.memory_limits import available_bytes
 from offload_strategy.plan_runtime.profile import write_text
 from offload_strategy.plan_runtime.space_requirements import Overlap
-from offload_strategy.planner.hardware import Drive, Drives, drive_set
+from offload_strategy.planner.hardware import Drive, drive_set
 from offload_strategy.planner.request import Cores, CpuRequest, Request
 from offload_strategy.planner.search.config_output import config_yaml
 from offload_strategy.planner.search.search_result import Space
@@ -111,14 +111,6 @@ def _space(options: argparse.Namespace) -> Space:
     )
 
 
-def check_writable(file: Path, force: bool) -> None:
-    """Raise errors about the file before the search."""
-    if file.is_dir() or not file.parent.is_dir():
-        raise ConfigError(f"{file} is no file in a directory that exists; name one that is")
-    if file.exists() and not force:
-        raise ConfigError(f"{file} is there already; give --force to overwrite it")
-
-
 # ---------------------------------------------------------------------- this machine
 #: Wider products are no faster, longer sequences need no less memory.
 _WIDEST, _LONGEST = 768, 256
@@ -151,7 +143,7 @@ def cpu_request(
     return CpuRequest(shape, cores, drives, memory, options.duplex)
 
 
-def drives_of(options: argparse.Namespace) -> Drives:
+def drives_of(options: argparse.Namespace) -> Drive:
     """Return drives of the table, or all paths as one drive, with the rates given or measured."""
     if (options.read is None) != (options.write is None):
         raise ConfigError("give both of --read and --write, or none of them")
@@ -166,8 +158,8 @@ def drives_of(options: argparse.Namespace) -> Drives:
         free = sum(shutil.disk_usage(one).free for one in directories)
     except OSError as error:
         raise ConfigError(f"--dir: {error.filename}: {error.strerror or error}") from error
-    sources = {"read_GBps": "given"}
-    return Drives(Drive("path", options.read, options.write, free, sources=sources), 1)
+    name, sources = f"{len(directories)} x path", {"read_GBps": "given"}
+    return Drive(name, options.read, options.write, free, sources=sources)
 
 
 def measured_cores(

@@ -23,7 +23,7 @@ from offload_strategy.io.bandwidth.history import (
 )
 from offload_strategy.io.bandwidth.probe import probe
 from offload_strategy.io.regions.region import Region
-from offload_strategy.planner.hardware import Device, Drive, Drives, device_called
+from offload_strategy.planner.hardware import Device, Drive, device_called
 from offload_strategy.planner.hardware import device as device_named
 from offload_strategy.telemetry import Direction
 from offload_strategy.units import GiB
@@ -78,13 +78,13 @@ def known_path(directory: str | Path, seconds: float = _PROBE_SECONDS) -> Drive:
         return Drive(str(path), read, write, region.free_bytes, sources={"read_GBps": source})
 
 
-def as_drives(paths: Iterable[Drive]) -> Drives:
+def as_drives(paths: Iterable[Drive]) -> Drive:
     """Return paths as one drive: bytes are striped over them in proportion to their rates."""
     known = list(paths)
     names = ("read", "write", "capacity_bytes")
     figures = {name: sum(getattr(one, name) for one in known) for name in names}
     source = ", ".join(f"{one.sources['read_GBps']} on {one.name}" for one in known)
-    return Drives(Drive("path", **figures, sources={"read_GBps": source}), 1)
+    return Drive(f"{len(known)} x path", **figures, sources={"read_GBps": source})
 
 
 def this_gpu() -> Device | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from offload_strategy.planner.hardware import Drives
+from offload_strategy.planner.hardware import Drive
 from offload_strategy.planner.step_time import StepTime
 from offload_strategy.units import SECONDS_PER_YEAR
 
@@ -31,7 +31,7 @@ def lifespan_seconds(
     return endurance_bytes * wear * step_seconds / written_bytes
 
 
-def lifespan_years(drives: Drives, step: StepTime) -> dict[str, float]:
+def lifespan_years(drives: Drive, step: StepTime) -> dict[str, float]:
     """Return years of training without a pause, by assumption; empty if no rating is known."""
     rated = drives.endurance_bytes
     if rated is None:

@@ -10,7 +10,7 @@ import difflib
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from typing import Any
 
@@ -50,7 +50,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Drive:
-    """An SSD; None stands for figures that no source has."""
+    """An SSD, or several that are striped; None stands for figures that no source has."""
 
     name: str  # Name in hardware.yaml
     read: float  # Sequential read rate in bytes per second
@@ -60,34 +60,17 @@ class Drive:
     # Source of each figure, by key of hardware.yaml
     sources: Mapping[str, str] = field(default_factory=dict)
 
-
-@dataclass(frozen=True, slots=True)
-class Drives:
-    """Several drives of one kind that are striped, at least one."""
-
-    drive: Drive
-    count: int
-
-    @property
-    def capacity_bytes(self) -> int:
-        """Capacity of all drives."""
-        return self.count * self.drive.capacity_bytes
-
-    @property
-    def endurance_bytes(self) -> float | None:
-        """Rated endurance of all drives; None if the rating is not known."""
-        each = self.drive.endurance_bytes
-        return None if each is None else self.count * each
-
-    def __str__(self) -> str:
-        """Count and name."""
-        return f"{self.count} x {self.drive.name}"
+    def times(self, count: int) -> Drive:
+        """Return so many of these drives, striped."""
+        names = ("read", "write", "capacity_bytes", "endurance_bytes")
+        figures = {name: getattr(self, name) for name in names}
+        more = {name: count * each for name, each in figures.items() if each is not None}
+        return replace(self, name=f"{count} x {self.name}", **more)
 
 
 def device(name: str) -> Device:
     """Look up a device, or raise a ConfigError that names similar ones."""
-    found: Device = _look_up(name, "device")
-    return found
+    return _look_up(name, "device")
 
 
 def device_called(name: str) -> Device | None:
@@ -97,7 +80,7 @@ def device_called(name: str) -> Device | None:
     return None if near is None or "laptop" in key else devices[near]
 
 
-def drive_set(text: str) -> Drives:
+def drive_set(text: str) -> Drive:
     """Read "P5510" or "4xP5510", or raise a ConfigError that says what is wrong."""
     match = _COUNT.fullmatch(text)
     if match is None:
@@ -105,13 +88,13 @@ def drive_set(text: str) -> Drives:
     count, name = match["count"], match["name"]
     # "wd-sn850x-2tb" and "P5800X" contain an x: a count must be a number.
     if _key(text) in table("drive") or not re.fullmatch(r"[+-]?[\d.,]+", count or ""):
-        return Drives(_look_up(text, "drive"), 1)
+        return _look_up(text, "drive").times(1)
     if not count.isdecimal() or int(count) < 1:
         raise ConfigError(
             f"{text!r} asks for {count} drives: the count is a whole number from 1 on, as in "
             f"'4x{name}'"
         )
-    return Drives(_look_up(name, "drive"), int(count))
+    return _look_up(name, "drive").times(int(count))
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from offload_strategy.errors import ConfigError
-from offload_strategy.planner.hardware import Device, Drives
+from offload_strategy.planner.hardware import Device, Drive
 from offload_strategy.planner.hardware import device as named_device
 from offload_strategy.planner.step_time import Rates
 from offload_strategy.planner.transformer_shape import TransformerShape, positive, require_positive
@@ -46,7 +46,7 @@ class Request:
 
     shape: TransformerShape
     device: Device
-    drives: Drives
+    drives: Drive
     host_memory_bytes: int
     # FLOP/s of the device; None for the figure of the hardware table
     sustained_flops: float | None = None
@@ -54,7 +54,7 @@ class Request:
     def __post_init__(self) -> None:
         require_positive(self, "", "host_memory_bytes", "sustained_flops")
         positive("machine: flops", self.flops)
-        require_positive(self.rates, "machine: rates.", "read", "write", "link", "paths")
+        require_positive(self.rates, "machine: rates.", "read", "write", "link")
 
     @property
     def flops(self) -> float:
@@ -65,9 +65,8 @@ class Request:
     @property
     def rates(self) -> Rates:
         """What drives and link move, the link as measured if that is known."""
-        drive, device = self.drives.drive, self.device
-        link = device.measured_link or device.link
-        return Rates(drive.read, drive.write, self.drives.count, link)
+        link = self.device.measured_link or self.device.link
+        return Rates(self.drives.read, self.drives.write, link)
 
     def assumptions(self) -> list[str]:
         """Return the figures of device, link and drives with their sources, a line each."""
@@ -85,9 +84,15 @@ class Request:
         return [
             f"device: {self.flops / _TERA:.0f} TFLOPS in a transformer block ({measured})",
             f"link: {rates.link / _GB:.0f} GB/s in each direction ({link})",
-            f"drive: {rates.read / _GB:.1f} GB/s read, {rates.write / _GB:.1f} GB/s written, one "
-            f"at a time ({self.drives.drive.sources['read_GBps']})",
+            _drives_assumption(rates, self.drives),
         ]
+
+
+def _drives_assumption(rates: Rates, drives: Drive) -> str:
+    when = "both at once" if rates.duplex else "one at a time"
+    source = f" ({drives.sources['read_GBps']})" if "read_GBps" in drives.sources else ""
+    read, write = rates.read / _GB, rates.write / _GB
+    return f"drives: {read:.3g} GB/s read, {write:.3g} GB/s written, {when}{source}"
 
 
 def _sustained_share() -> float:
@@ -135,7 +140,7 @@ class CpuRequest:
 
     shape: TransformerShape  # Shape of the model
     cores: Cores  # Rates of the cores
-    drives: Drives  # The drives
+    drives: Drive  # The drives
     memory_bytes: int  # Memory that the process may take
     # Whether a drive reads and writes at its rates at the same time; otherwise one after the
     # other
@@ -147,8 +152,8 @@ class CpuRequest:
     @property
     def rates(self) -> Rates:
         """What drives and cores move together."""
-        drive, count, overhead = self.drives.drive, self.drives.count, self.cores.io_overhead
-        return Rates(drive.read, drive.write, count, io_overhead=overhead, duplex=self.duplex)
+        read, write, overhead = self.drives.read, self.drives.write, self.cores.io_overhead
+        return Rates(read, write, io_overhead=overhead, duplex=self.duplex)
 
     @property
     def room_bytes(self) -> int:
@@ -162,18 +167,16 @@ class CpuRequest:
 
     def assumptions(self) -> list[str]:
         """Return what the figures rest on, a line each."""
-        cores, drive = self.cores, self.drives.drive
+        cores = self.cores
         named = {**dict.fromkeys(Cores.__slots__, ""), **cores.sources}
         of = {name: f" ({source})" if source else "" for name, source in named.items()}
-        drives = f" ({drive.sources['read_GBps']})" if drive.sources.get("read_GBps") else ""
         return [
             f"cores: {cores.flops / _GB:.3g} GFLOPS in float32 in a transformer layer, and "
             f"{cores.pass_seconds * _GB:.2g} s for each billion parameters a pass{of['flops']}",
             f"updates: {cores.update_rate / _GB:.2g} billion parameters in a second"
             f"{of['update_rate']}; copies within memory: {cores.copy_rate / _GB:.3g} GB/s"
             f"{of['copy_rate']}",
-            f"drive: {drive.read / _GB:.3g} GB/s read, {drive.write / _GB:.3g} GB/s written, "
-            f"{'both at once' if self.duplex else 'one at a time'}{drives}",
+            _drives_assumption(self.rates, self.drives),
             f"offload takes {HOOK_SECONDS * 1e3:.1f} ms for each tensor that autograd saves, and "
             f"computation loses {cores.io_overhead * _GB:.3g} s for each GB of I/O"
             f"{of['io_overhead']}",

@@ -112,9 +112,8 @@ class StepTime:
 class Rates:
     """What a machine moves, in bytes per second."""
 
-    read: float  # Read rate of one path
-    write: float  # Write rate of one path
-    paths: int = 1  # Number of paths
+    read: float  # Read rate of all paths together
+    write: float  # Write rate of all paths together
     # Rate between host and device in each direction; infinite if the model trains on the CPU
     link: float = math.inf
     # Seconds of computation that are lost for each byte that a path moves, on the cores that train
@@ -126,7 +125,7 @@ class Rates:
     def paths_seconds(self, read_bytes: float, written_bytes: float) -> float:
         """Return the seconds that the paths need to move so many bytes."""
         read, written = read_bytes / self.read, written_bytes / self.write
-        return (max(read, written) if self.duplex else read + written) / self.paths
+        return max(read, written) if self.duplex else read + written
 
     def stage(self, name: str, load: StageLoad, times: int = 1) -> Stage:
         """Return the stage that a load makes."""

@@ -110,7 +110,7 @@ def test_a_json_file_that_cannot_be_written_is_refused_before_anything_is_measur
     monkeypatch.setattr(bench, "_measure", lambda *_: pytest.fail("it was measured"))
     file = str(tmp_path / "nowhere" / "bench.json")
     said = ssd_offload("bench", disk, "--json", file, status=2).err
-    assert f"--json: {file!r} cannot be written" in said
+    assert f"{file} is no file in a directory that you can write to" in said
 
 
 @pytest.mark.parametrize(

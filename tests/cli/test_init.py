@@ -92,7 +92,7 @@ def test_a_file_is_replaced_only_by_force(init, tmp_path):
     assert file.read_text() == "mine"
     init("mine.yaml", "--force")
     OffloadConfig.load(file)
-    assert "is no file in a directory that exists" in init("no/such.yaml", status=2).err
+    assert "is no file in a directory that you can write to" in init("no/such.yaml", status=2).err
 
 
 def test_a_section_is_added_and_the_rest_of_the_file_stays(init, tmp_path):

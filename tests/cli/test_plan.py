@@ -173,12 +173,12 @@ def test_on_the_cpu_there_is_one_memory(known_cores, plan):
         "billion parameters on the CPU with 1 x path and 1 GiB of memory",
         "| leaves memory |",
         "| memory | disk |",
-        "drive: 0.6 GB/s read, 0.5 GB/s written, one at a time (given)",
+        "drives: 0.6 GB/s read, 0.5 GB/s written, one at a time (given)",
         "cores: 150 GFLOPS",
     ):
         assert words in text
     both = plan(f"{ON_CPU} {RATES} --host-memory 1GiB --duplex")
-    assert "drive: 0.6 GB/s read, 0.5 GB/s written, both at once" in both
+    assert "drives: 0.6 GB/s read, 0.5 GB/s written, both at once" in both
     assert "2 x intel-p5510-3.84tb" in plan(f"{ON_CPU} --ssd 2xP5510 --host-memory 1GiB")
     little = plan(f"{ON_CPU} {RATES} --host-memory 400MiB", 1)
     assert "settings need more memory than there is" in little

@@ -18,7 +18,7 @@ from benchmarks.gpt import GPT
 from offload_strategy import OffloadEngine
 from offload_strategy.config import OffloadConfig
 from offload_strategy.errors import ConfigError
-from offload_strategy.planner.hardware import Drive, Drives
+from offload_strategy.planner.hardware import Drive
 from offload_strategy.planner.request import (
     HOOK_SECONDS,
     LIMIT_SHARE,
@@ -46,8 +46,8 @@ COMMIT = dataclasses.replace(OFF, overlap="commit")
 
 
 def request(memory=2 * GiB, read=6e8, write=6e8, shape=GPT_98M, capacity=10**12, **more):
-    drive = Drive("path", read, write, capacity, sources={"read_GBps": "given"})
-    return CpuRequest(shape, dataclasses.replace(CORES, **more), Drives(drive, 1), int(memory))
+    drive = Drive("1 x path", read, write, capacity, sources={"read_GBps": "given"})
+    return CpuRequest(shape, dataclasses.replace(CORES, **more), drive, int(memory))
 
 
 def placed(run, settings):

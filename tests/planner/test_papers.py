@@ -122,7 +122,7 @@ LOAD = StageLoad(2.0, to_device=30e9, from_device=40e9, read=6e9, written=4e9)
 @pytest.mark.parametrize(
     ("rates", "limits"),
     [
-        # Two paths of 1 and 2 GB/s that do one direction at a time; a link that does both.
+        # Paths of 2 and 4 GB/s that do one direction at a time; a link that does both.
         ({}, {"computation": 2.0, "link": 4.0, "paths": 4.0}),
         ({"duplex": True}, {"computation": 2.0, "link": 4.0, "paths": 3.0}),
         # A model on the host has no link to wait for.
@@ -132,7 +132,7 @@ LOAD = StageLoad(2.0, to_device=30e9, from_device=40e9, read=6e9, written=4e9)
     ],
 )
 def test_a_stage_takes_as_long_as_the_slowest_of_its_parts(rates, limits):
-    rates = Rates(**{"read": 1e9, "write": 2e9, "paths": 2, "link": 10e9} | rates)
+    rates = Rates(**{"read": 2e9, "write": 4e9, "link": 10e9} | rates)
     stage = rates.stage("backward", LOAD, times=3)
     assert stage.limits == pytest.approx(limits)
     assert stage.seconds == max(limits.values())

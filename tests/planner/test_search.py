@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from offload_strategy.errors import ConfigError
-from offload_strategy.planner.hardware import Device, Drive, Drives, device, drive_set
+from offload_strategy.planner.hardware import Device, Drive, device, drive_set
 from offload_strategy.planner.model_presets import preset
 from offload_strategy.planner.request import Request
 from offload_strategy.planner.search.config_output import config_yaml
@@ -32,8 +32,8 @@ def request(model="gpt3-13b", gpu="4090", ssd="12xP5510", memory=768 * GiB) -> R
     return Request(preset(model), device(gpu), drive_set(ssd), memory)
 
 
-def drives(rate: float) -> Drives:
-    return Drives(Drive("made-up", rate, rate, 100 * 10**12, sources={"read_GBps": ""}), 1)
+def drives(rate: float) -> Drive:
+    return Drive("made-up", rate, rate, 100 * 10**12)
 
 
 def small_machine(memory=3 * GiB, host=9 * GiB, link=8e9, disk=1e9) -> Request:

@@ -41,8 +41,8 @@ def test_a_device_is_found_however_it_is_written(written, name):
 )
 def test_drives_are_found_with_their_count(written, count, name):
     found = hardware.drive_set(written)
-    assert (found.count, found.drive.name) == (count, name)
-    assert found.capacity_bytes == count * found.drive.capacity_bytes
+    assert found.name == f"{count} x {name}"
+    assert found.capacity_bytes == count * hardware.drive_set(name).capacity_bytes
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_a_bad_count_or_name_is_refused_with_the_nearest_ones(find, name, messag
 
 def test_drive_writes_per_day_become_bytes():
     # 3.84 TB a day for 5 years, which the maker rounds to 7.0 PB; 1.6 TB a hundred times a day.
-    assert hardware.drive_set("P5510").drive.endurance_bytes == pytest.approx(7.0e15, rel=0.01)
-    assert hardware.drive_set("P5800X").drive.endurance_bytes == pytest.approx(292e15, rel=0.01)
+    assert hardware.drive_set("P5510").endurance_bytes == pytest.approx(7.0e15, rel=0.01)
+    assert hardware.drive_set("P5800X").endurance_bytes == pytest.approx(292e15, rel=0.01)
     assert hardware.drive_set("4x980-pro-1tb").endurance_bytes == pytest.approx(2.4e15)
 
 

@@ -90,7 +90,7 @@ class CpuModel(SearchModel):
         self.request, self.shape, self.drives = request, request.shape, request.drives
         self.rates = request.rates
         memory = f"{format_size(request.memory_bytes)} of memory"
-        self.machine = f"on the CPU with {request.drives} and {memory}"
+        self.machine = f"on the CPU with {request.drives.name} and {memory}"
 
     def assumptions(self, state_dtypes: tuple[StateType, ...]) -> list[str]:
         """Return what the figures rest on, a line each."""

@@ -78,7 +78,7 @@ class GpuModel(SearchModel):
         self.drives, self.rates = request.drives, request.rates
         memory = f"{format_size(request.host_memory_bytes)} of host memory"
         self.device_name = request.device.name
-        self.machine = f"on {request.device.name} with {request.drives} and {memory}"
+        self.machine = f"on {request.device.name} with {request.drives.name} and {memory}"
 
     def assumptions(self, state_dtypes: tuple[StateType, ...]) -> list[str]:
         """Return what the figures rest on, a line each."""

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 
 from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime.space_requirements import Overlap
-from offload_strategy.planner.hardware import Drives
+from offload_strategy.planner.hardware import Drive
 from offload_strategy.planner.saved_tensor_bytes import (
     Workload,
     activation_bytes,
@@ -224,7 +224,7 @@ class SearchModel:
     """What models of training on a GPU and on the CPU share: what moves, and stages of a step."""
 
     shape: TransformerShape
-    drives: Drives
+    drives: Drive
     dtype_bytes: int  # Of an activation
     rates: Rates
 
