@@ -70,7 +70,8 @@ class Drive:
 
 def device(name: str) -> Device:
     """Look up a device, or raise a ConfigError that names similar ones."""
-    return _look_up(name, "device")
+    found: Device = _look_up(name, "device")
+    return found
 
 
 def device_called(name: str) -> Device | None:
@@ -88,13 +89,14 @@ def drive_set(text: str) -> Drive:
     count, name = match["count"], match["name"]
     # "wd-sn850x-2tb" and "P5800X" contain an x: a count must be a number.
     if _key(text) in table("drive") or not re.fullmatch(r"[+-]?[\d.,]+", count or ""):
-        return _look_up(text, "drive").times(1)
-    if not count.isdecimal() or int(count) < 1:
+        count, name = "1", text
+    elif not count.isdecimal() or int(count) < 1:
         raise ConfigError(
             f"{text!r} asks for {count} drives: the count is a whole number from 1 on, as in "
             f"'4x{name}'"
         )
-    return _look_up(name, "drive").times(int(count))
+    found: Drive = _look_up(name, "drive")
+    return found.times(int(count))
 
 
 @functools.cache
