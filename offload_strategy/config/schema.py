@@ -270,6 +270,8 @@ class OffloadConfig(Section):
     report: Path | None = None
     """File into which the engine writes its report when training ends, for `ssd-offload report`;
     further processes add their rank to its name."""
+    prometheus_port: int | None = Field(default=None, ge=1, le=65535)
+    """Port of every metric for Prometheus, on all addresses; a process adds its local rank."""
 
     def __init__(self, /, **sections: Any) -> None:
         # One message here as well, for a config written in code.

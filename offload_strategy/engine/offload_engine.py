@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -94,6 +95,10 @@ class OffloadEngine(EngineReports):
         self._device = torch.device("cpu")
         self._metrics = Metrics(self.config, self._resources)
         self._log = StepLog(self._recorder, self._optimizers)
+        if self.config.prometheus_port is not None:
+            metrics: Any = weakref.WeakMethod(self.metrics)
+            port = self.config.prometheus_port + int(os.environ.get("LOCAL_RANK", "0"))
+            self._resources.serve_metrics(port, lambda: (metrics() or dict)())
 
     # ------------------------------------------------------------------ attaching
     @overload

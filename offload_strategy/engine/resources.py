@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ from offload_strategy.store.tensor_store import TensorStore
 from offload_strategy.store.ticket import Tier
 from offload_strategy.store.tiers import DeviceTier, HostTier, MemoryTier, PathTier, Quota
 from offload_strategy.telemetry import CLIENTS, Recorder
+from offload_strategy.telemetry.prometheus import PrometheusServer
 from offload_strategy.units import MiB, format_size
 
 #: Block size in bytes for reads of external files.
@@ -170,6 +171,17 @@ class Resources:
             engine.end_threads()
         for queue in itertools.chain(*self.queues.values(), self._file_queues):
             queue.end_threads()
+
+    def serve_metrics(self, port: int, read: Callable[[], Mapping[str, float]]) -> None:
+        """Serve metrics for Prometheus until these resources are closed.
+
+        Raises a ConfigError if the port cannot be opened; the resources are closed then.
+        """
+        try:
+            self._stack.callback(PrometheusServer(port, read).close)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Close everything. Idempotent; does nothing in a forked child."""
