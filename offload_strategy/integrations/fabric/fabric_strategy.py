@@ -36,21 +36,19 @@ from offload_strategy.integrations.lightning.engine_strategy import (
     EngineStrategy,
     OneDeviceStrategy,
     is_offloaded,
-    refuse_streamed_copies,
     register_in,
 )
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies.strategy import Strategy as _Strategy
 
-    from offload_strategy.config import ConfigSource, OffloadConfig
-    from offload_strategy.engine.offload_engine import OffloadEngine
+    from offload_strategy.config import ConfigSource
     from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 else:
     # The concrete class has the base of its own family.
     _Strategy = object
 
-__all__ = ["DataParallelFabricMixin", "OffloadFabricMixin", "SingleDeviceFabricMixin", "install"]
+__all__ = ["OffloadFabricMixin", "SingleDeviceFabricMixin", "install"]
 
 _INSTALLED = "_ssd_offload_installed"
 
@@ -59,10 +57,7 @@ class OffloadFabricMixin(EngineStrategy, _Strategy):
     """A strategy of Fabric that trains through an `OffloadEngine`; options are Fabric's."""
 
     def __init__(self, config: ConfigSource = None, **options: Any) -> None:
-        from offload_strategy.config import OffloadConfig
-
-        super().__init__(**options)
-        self.config: OffloadConfig = OffloadConfig.load(config)
+        super().__init__(config, **options)
         self._attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def module_init_context(
@@ -170,7 +165,7 @@ class SingleDeviceFabricMixin(OneDeviceStrategy, OffloadFabricMixin):
         ConfigError: the config is wrong.
     """
 
-    parallel_class: type[DataParallelFabricMixin]
+    parallel_class: type[OffloadFabricMixin]
     precision_option = "precision"
     # Fabric sets this attribute, although it looks for the property.
     _num_nodes = 1
@@ -190,20 +185,6 @@ class SingleDeviceFabricMixin(OneDeviceStrategy, OffloadFabricMixin):
             parallel._configure_launcher()
         else:
             cast(Any, super())._configure_launcher()
-
-
-class DataParallelFabricMixin(OffloadFabricMixin):
-    """A `DDPStrategy` of Fabric, with its options, whose processes share updates."""
-
-    def __init__(self, config: ConfigSource = None, **options: Any) -> None:
-        super().__init__(config, **options)
-        refuse_streamed_copies(self.config, f"Fabric(strategy={self.strategy_name!r})")
-
-    def _opened_engine(self) -> OffloadEngine:
-        if self._engine is None or self._engine.closed:
-            devices = cast(Any, self).parallel_devices or ()
-            return self._open_engine(self.config, max(1, len(devices)))
-        return self._engine
 
 
 @functools.cache

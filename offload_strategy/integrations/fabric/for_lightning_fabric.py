@@ -9,7 +9,7 @@ from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 
 from offload_strategy.integrations.fabric.fabric_strategy import (
-    DataParallelFabricMixin,
+    OffloadFabricMixin,
     SingleDeviceFabricMixin,
     install,
 )
@@ -20,8 +20,8 @@ class OffloadCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
     """`StreamingCheckpointIO` for Fabric of `lightning.fabric`."""
 
 
-class SSDOffloadDataParallelStrategy(DataParallelFabricMixin, DDPStrategy):
-    """`DataParallelFabricMixin` for Fabric of `lightning.fabric`."""
+class SSDOffloadDataParallelStrategy(OffloadFabricMixin, DDPStrategy):
+    """A `DDPStrategy` whose processes share updates, for Fabric of `lightning.fabric`."""
 
 
 class SSDOffloadStrategy(SingleDeviceFabricMixin, SingleDeviceStrategy):

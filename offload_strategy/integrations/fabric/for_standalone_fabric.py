@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from offload_strategy.integrations.fabric.fabric_strategy import (
-    DataParallelFabricMixin,
+    OffloadFabricMixin,
     SingleDeviceFabricMixin,
     install,
 )
@@ -27,8 +27,8 @@ class OffloadCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
     """`StreamingCheckpointIO` for Fabric of `lightning_fabric`."""
 
 
-class SSDOffloadDataParallelStrategy(DataParallelFabricMixin, DDPStrategy):
-    """`DataParallelFabricMixin` for Fabric of `lightning_fabric`."""
+class SSDOffloadDataParallelStrategy(OffloadFabricMixin, DDPStrategy):
+    """A `DDPStrategy` whose processes share updates, for Fabric of `lightning_fabric`."""
 
 
 class SSDOffloadStrategy(SingleDeviceFabricMixin, SingleDeviceStrategy):

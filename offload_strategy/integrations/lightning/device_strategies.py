@@ -13,10 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from offload_strategy.integrations.lightning.engine_strategy import (
-    OneDeviceStrategy,
-    refuse_streamed_copies,
-)
+from offload_strategy.integrations.lightning.engine_strategy import OneDeviceStrategy
 from offload_strategy.integrations.lightning.lightning_strategy import OffloadStrategyMixin
 
 if TYPE_CHECKING:
@@ -25,9 +22,8 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision
 
     from offload_strategy.config import ConfigSource
-    from offload_strategy.engine.offload_engine import OffloadEngine
 
-__all__ = ["DataParallelMixin", "ShardedMixin", "SingleDeviceMixin"]
+__all__ = ["ShardedMixin", "SingleDeviceMixin"]
 
 
 class SingleDeviceMixin(OneDeviceStrategy, OffloadStrategyMixin):
@@ -46,7 +42,7 @@ class SingleDeviceMixin(OneDeviceStrategy, OffloadStrategyMixin):
         ConfigError: If the config is wrong.
     """
 
-    parallel_class: type[DataParallelMixin]
+    parallel_class: type[OffloadStrategyMixin]
     precision_option = "precision_plugin"
 
     def __init__(
@@ -73,23 +69,7 @@ class SingleDeviceMixin(OneDeviceStrategy, OffloadStrategyMixin):
             cast(Any, self).num_nodes = num_nodes
 
 
-class DataParallelMixin(OffloadStrategyMixin):
-    """A `DDPStrategy`, with its options, whose processes share updates (`optimizer.sharding`)."""
-
-    #: Whether the ranks share the weights among them, so that they can be streamed.
-    shards_weights = False
-
-    def __init__(self, config: ConfigSource = None, **options: Any) -> None:
-        super().__init__(config, **options)
-        if not self.shards_weights:
-            refuse_streamed_copies(self.config, f"strategy {self.strategy_name!r}")
-
-    def _opened_engine(self) -> OffloadEngine:
-        self._processes = max(1, len(cast(Any, self).parallel_devices or ()))
-        return super()._opened_engine()
-
-
-class ShardedMixin(DataParallelMixin):
+class ShardedMixin(OffloadStrategyMixin):
     """A `ModelParallelStrategy` (FSDP2, tensor parallelism) whose local shards are offloaded.
 
     The module applies `fully_shard` in `configure_model`, with `self.device_mesh`, as for
@@ -107,7 +87,6 @@ class ShardedMixin(DataParallelMixin):
     """
 
     strategy_name = "ssd_offload_fsdp"
-    shards_weights = True
 
     def __init__(
         self,

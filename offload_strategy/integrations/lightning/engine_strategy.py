@@ -52,7 +52,7 @@ class EngineOwner:
         """The engine of the current or the last training; None before the first."""
         return self._engine
 
-    def _open_engine(self, config: OffloadConfig, processes: int | None = None) -> OffloadEngine:
+    def _open_engine(self, config: OffloadConfig, processes: int) -> OffloadEngine:
         from offload_strategy.engine.offload_engine import OffloadEngine
 
         self._close_engine()
@@ -77,8 +77,13 @@ class EngineOwner:
 class EngineStrategy(EngineOwner, _Strategy):
     """A strategy whose engine offloads what its config says."""
 
-    config: OffloadConfig
     _checkpoint_io: CheckpointIO | None
+
+    def __init__(self, config: ConfigSource = None, **options: Any) -> None:
+        from offload_strategy.config import OffloadConfig
+
+        super().__init__(**options)
+        self.config: OffloadConfig = OffloadConfig.load(config)
 
     @property
     def _family(self) -> str:
@@ -88,7 +93,8 @@ class EngineStrategy(EngineOwner, _Strategy):
     def _opened_engine(self) -> OffloadEngine:
         """Return the engine of the next training, opening it if needed."""
         if self._engine is None or self._engine.closed:
-            return self._open_engine(self.config)
+            devices = getattr(self, "parallel_devices", None) or ()
+            return self._open_engine(self.config, max(1, len(devices)))
         return self._engine
 
     @contextmanager
@@ -172,7 +178,10 @@ def register_in(registry: Any, *strategies: type[EngineOwner]) -> None:
 
 
 class OneDeviceStrategy(EngineStrategy, _Strategy):
-    """A single-device strategy, which becomes a data-parallel one for several devices."""
+    """A single-device strategy, which becomes a data-parallel one for several devices.
+
+    `ddp` has options of the framework's `DDPStrategy`, for several devices.
+    """
 
     #: The strategy for several devices.
     parallel_class: type[EngineStrategy]
@@ -201,6 +210,13 @@ class OneDeviceStrategy(EngineStrategy, _Strategy):
 
     def _become_parallel(self) -> None:
         """Take another class: the framework holds this object already, and has not used it yet."""
+        if self.config.parameters.enabled is True:
+            raise ConfigError(
+                f"strategy {self.strategy_name!r}: parameters.enabled streams the weights of one "
+                f"process, or those of processes that shard them, and these have a copy each. Use "
+                f"strategy='ssd_offload_fsdp', set parameters.enabled: false, or train with "
+                f"devices=1"
+            )
         this = cast(Any, self)
         options = {
             "accelerator": this._accelerator,
@@ -225,13 +241,3 @@ class OneDeviceStrategy(EngineStrategy, _Strategy):
         """The device to train on."""
         plain: torch.device = cast(Any, super()).root_device
         return torch.device(self._devices[0]) if self._devices else plain
-
-
-def refuse_streamed_copies(config: OffloadConfig, where: str) -> None:
-    """Raise ConfigError if weights are to be streamed of which each process has a copy."""
-    if config.parameters.enabled is True:
-        raise ConfigError(
-            f"{where}: parameters.enabled streams the weights of one process, or those of "
-            f"processes that shard them, and these have a copy each. Use "
-            f"strategy='ssd_offload_fsdp', set parameters.enabled: false, or train with devices=1"
-        )

@@ -14,19 +14,19 @@ from lightning.pytorch.strategies import (
 from offload_strategy.integrations.lightning.checkpoint_io import StreamingCheckpointIO
 from offload_strategy.integrations.lightning.deepspeed_strategy import DeepSpeedOffloadMixin
 from offload_strategy.integrations.lightning.device_strategies import (
-    DataParallelMixin,
     ShardedMixin,
     SingleDeviceMixin,
 )
 from offload_strategy.integrations.lightning.engine_strategy import register_in
+from offload_strategy.integrations.lightning.lightning_strategy import OffloadStrategyMixin
 
 
 class OffloadCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
     """`StreamingCheckpointIO` for the Trainer of `lightning.pytorch`."""
 
 
-class SSDOffloadDataParallelStrategy(DataParallelMixin, DDPStrategy):
-    """`DataParallelMixin` for the Trainer of `lightning.pytorch`."""
+class SSDOffloadDataParallelStrategy(OffloadStrategyMixin, DDPStrategy):
+    """A `DDPStrategy` whose processes share updates, for the Trainer of `lightning.pytorch`."""
 
 
 class SSDOffloadStrategy(SingleDeviceMixin, SingleDeviceStrategy):

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from offload_strategy.integrations.lightning.checkpoint_io import StreamingCheckpointIO
 from offload_strategy.integrations.lightning.deepspeed_strategy import DeepSpeedOffloadMixin
 from offload_strategy.integrations.lightning.device_strategies import (
-    DataParallelMixin,
     ShardedMixin,
     SingleDeviceMixin,
 )
 from offload_strategy.integrations.lightning.engine_strategy import register_in
+from offload_strategy.integrations.lightning.lightning_strategy import OffloadStrategyMixin
 
 if TYPE_CHECKING:  # the same code under another name; the mixins are typed against this one
     from lightning.fabric.plugins import TorchCheckpointIO
@@ -25,8 +25,8 @@ class OffloadCheckpointIO(StreamingCheckpointIO, TorchCheckpointIO):
     """`StreamingCheckpointIO` for the Trainer of `pytorch_lightning`."""
 
 
-class SSDOffloadDataParallelStrategy(DataParallelMixin, strategies.DDPStrategy):
-    """`DataParallelMixin` for the Trainer of `pytorch_lightning`."""
+class SSDOffloadDataParallelStrategy(OffloadStrategyMixin, strategies.DDPStrategy):
+    """A `DDPStrategy` whose processes share updates, for the Trainer of `pytorch_lightning`."""
 
 
 class SSDOffloadStrategy(SingleDeviceMixin, strategies.SingleDeviceStrategy):

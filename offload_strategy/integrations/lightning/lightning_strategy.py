@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import Strategy as _Strategy
 
-    from offload_strategy.config import ConfigSource, OffloadConfig
     from offload_strategy.engine.offload_engine import OffloadEngine
 else:
     # The concrete class has the base of its own family.
@@ -47,18 +46,11 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
     Options are Lightning's.
     """
 
-    def __init__(self, config: ConfigSource = None, **options: Any) -> None:
-        from offload_strategy.config import OffloadConfig
-
-        super().__init__(**options)
-        self.config: OffloadConfig = OffloadConfig.load(config)
-        self._fitting = False
-        # Whether the engine was opened to build a model, and has no optimizer yet.
-        self._is_ahead = False
-        self._in_optimizer_step = False
-        self._micro_batch = 0
-        # Of the Trainer, on this node.
-        self._processes = 1
+    _fitting = False
+    #: Whether the engine was opened to build a model, and has no optimizer yet.
+    _is_ahead = False
+    _in_optimizer_step = False
+    _micro_batch = 0
 
     def tensor_init_context(self, empty_init: bool | None = None) -> Any:
         """Context in which a module is created; streamed weights are offloaded meanwhile."""
@@ -72,10 +64,11 @@ class OffloadStrategyMixin(EngineStrategy, _Strategy):
             cast(Any, super()).model_to_device()
 
     def _opened_engine(self) -> OffloadEngine:
-        if self._engine is None or self._engine.closed or not self._is_ahead:
-            self._open_engine(self.config, self._processes)
-            self._is_ahead = True
-        return super()._opened_engine()
+        if not self._is_ahead:
+            self._close_engine()  # that of an earlier `fit`
+        engine = super()._opened_engine()
+        self._is_ahead = True
+        return engine
 
     # ------------------------------------------------------------------ fit
 
