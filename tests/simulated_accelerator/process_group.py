@@ -8,15 +8,15 @@ wait, not the host. The bytes are moved by gloo when the stream reaches the coll
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from offload_strategy.torch_support.accelerator import using_stream
 from tests.simulated_accelerator import sim
@@ -33,8 +33,6 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 BACKEND = "simccl"
-_ToHost = Callable[[torch.Tensor], torch.Tensor]
-_Collective = Callable[[Any, _ToHost], None]
 
 
 class SimulatedProcessGroup(dist.ProcessGroup):
@@ -53,16 +51,12 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         self.delayed: Callable[[Callable[[], None], int], None] | None = None
         self.number = 0
 
-    def _run(
-        self,
-        result: Any,
-        tensors: Sequence[torch.Tensor],
-        collective: _Collective,
-    ) -> Any:
-        """Run a collective, given gloo's group and a function from a tensor to one on the host."""
+    def _run(self, result: Any, collective: Callable[..., Any], *given: Any) -> Any:
+        """Run a collective, given gloo's group and the tensors in `given`, on the host."""
+        tensors = tree_leaves(given)
         device = tensors[0].device
         if device.type == "cpu":
-            collective(self._gloo_of_host, lambda tensor: tensor)
+            collective(self._gloo_of_host, *given)
             future: torch.futures.Future[Any] = torch.futures.Future()
             future.set_result(result)
             return _create_work_from_future(future)
@@ -72,26 +66,22 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         future = torch.futures.Future(devices=[device])
         with using_stream(self._stream):
             number, self.number = self.number, self.number + 1
-            sim.launch_python(
-                partial(self._execute, partial(collective, self._gloo, _on_host), number)
-            )
+            sim.launch_python(partial(self._execute, collective, number, given))
             for tensor in tensors:
                 tensor.record_stream(self._stream)
             future.set_result(result)
         return _create_work_from_future(future)
 
-    def _execute(self, collective: Callable[[], None], number: int) -> None:
+    def _execute(self, collective: Callable[..., Any], number: int, given: Any) -> None:
+        on_host = partial(collective, self._gloo, *tree_map_only(torch.Tensor, _on_host, given))
         if self.delayed is None:
-            collective()
+            on_host()
         else:
-            self.delayed(collective, number)
+            self.delayed(on_host, number)
 
     # ------------------------------------------------------------------ collectives
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
-        def collective(gloo: Any, of: _ToHost) -> None:
-            self._reduce(gloo, [of(tensor) for tensor in tensors], opts)
-
-        return self._run(tensors, tensors, collective)
+        return self._run(tensors, partial(self._reduce, opts=opts), tensors)
 
     allreduce_coalesced = allreduce
 
@@ -107,49 +97,40 @@ class SimulatedProcessGroup(dist.ProcessGroup):
                 tensor.div_(self.size())
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:
-        def collective(gloo: Any, of: _ToHost) -> None:
-            gloo.broadcast([of(tensor) for tensor in tensors], opts).wait()
-
-        return self._run(tensors, tensors, collective)
+        return self._run(tensors, lambda gloo, ours: gloo.broadcast(ours, opts).wait(), tensors)
 
     def allgather(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> Any:
-        def collective(gloo: Any, of: _ToHost) -> None:
-            on_host = [[of(tensor) for tensor in each] for each in outputs]
-            gloo.allgather(on_host, [of(tensor) for tensor in inputs]).wait()
-
-        return self._run(outputs, [*inputs, *chain(*outputs)], collective)
+        return self._run(outputs, lambda gloo, *both: gloo.allgather(*both).wait(), outputs, inputs)
 
     def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Any:
-        def collective(gloo: Any, of: _ToHost) -> None:
-            parts = list(of(output).view(-1).chunk(self.size()))
-            gloo.allgather([parts], [of(given).view(-1)]).wait()
+        def collective(gloo: Any, output: torch.Tensor, given: torch.Tensor) -> None:
+            gloo.allgather([list(output.view(-1).chunk(self.size()))], [given.view(-1)]).wait()
 
-        return self._run(output, [given, output], collective)
+        return self._run(output, collective, output, given)
 
     all_gather_single = _allgather_base
 
     def _reduce_scatter_base(
         self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
     ) -> Any:
-        def collective(gloo: Any, of: _ToHost) -> None:
-            whole = of(given).clone()
+        def collective(gloo: Any, output: torch.Tensor, given: torch.Tensor) -> None:
+            whole = given.clone()
             self._reduce(gloo, [whole], opts)
-            of(output).view(-1).copy_(whole.view(-1).chunk(self.size())[self.rank()])
+            output.view(-1).copy_(whole.view(-1).chunk(self.size())[self.rank()])
 
-        return self._run(output, [given, output], collective)
+        return self._run(output, collective, output, given)
 
     reduce_scatter_single = _reduce_scatter_base
 
     def scatter(
         self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any
     ) -> Any:
-        def collective(gloo: Any, of: _ToHost) -> None:
-            on_host = [[of(tensor) for tensor in each] for each in inputs]
-            gloo.scatter([of(tensor) for tensor in outputs], on_host, opts).wait()
+        def collective(gloo: Any, *both: Any) -> None:
+            gloo.scatter(*both, opts).wait()
 
-        return self._run(outputs, [*outputs, *chain(*inputs)], collective)
+        return self._run(outputs, collective, outputs, inputs)
 
     def barrier(self, opts: Any = None) -> Any:
         torch.accelerator.synchronize()
@@ -165,13 +146,6 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     def getGroupName(self) -> str:
         return self._name
 
-    def __repr__(self) -> str:
-        return f"SimulatedProcessGroup({self.rank()} of {self.size()})"
-
-
-def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> SimulatedProcessGroup:
-    return SimulatedProcessGroup(store, rank, size, timeout)
-
 
 def default_group() -> SimulatedProcessGroup:
     """The process group that `init_process_group` has made."""
@@ -180,4 +154,4 @@ def default_group() -> SimulatedProcessGroup:
     return group
 
 
-dist.Backend.register_backend(BACKEND, _create, devices=["sim", "cpu"])
+dist.Backend.register_backend(BACKEND, SimulatedProcessGroup, devices=["sim", "cpu"])

@@ -31,80 +31,47 @@ import torch
 from tests.simulated_accelerator.extension import extension
 
 Stream, Event = torch.Stream, torch.Event
-Device = torch.device | int | str | None
 
 memory_allocated = torch.accelerator.memory_allocated
 max_memory_allocated = torch.accelerator.max_memory_allocated
 memory_reserved = torch.accelerator.memory_reserved
 memory_stats = torch.accelerator.memory_stats
+mem_get_info = torch.accelerator.get_memory_info
 reset_peak_memory_stats = torch.accelerator.reset_peak_memory_stats
 empty_cache = torch.accelerator.empty_cache
+current_device = torch.accelerator.current_device_index
+set_device = torch.accelerator.set_device_index
+current_stream = torch.accelerator.current_stream
+set_stream = torch.accelerator.set_stream
+device_count = extension.device_count
+init = _lazy_init = extension.init
 
 
-class device:
+class device(torch.accelerator.device_index):
     """Make a device the current one for a block of code."""
 
-    def __init__(self, device: Device) -> None:
-        self._index = torch.accelerator._get_device_index(device, optional=True)
-        self._before = -1
-
-    def __enter__(self) -> None:
-        self._before = extension.exchange_device(self._index)
-
-    def __exit__(self, *_: object) -> None:
-        extension.exchange_device(self._before)
+    def __init__(self, device: torch.device | int | str | None) -> None:
+        super().__init__(torch.accelerator._get_device_index(device, optional=True))
 
 
 def is_available() -> bool:
     return True
 
 
-def is_initialized() -> bool:
-    return True
-
-
-def init() -> None:
-    extension.init()
-
-
-_lazy_init = init
+is_initialized = is_available
 
 
 def _is_in_bad_fork() -> bool:
     return False
 
 
-def device_count() -> int:
-    return int(extension.device_count())
-
-
-def current_device() -> int:
-    return int(extension.current_device())
-
-
-def set_device(device: Device) -> None:
-    extension.exchange_device(torch.accelerator._get_device_index(device, optional=True))
-
-
 def stream(stream: torch.Stream) -> torch.Stream:
     return stream
 
 
-def current_stream(device: Device = None) -> torch.Stream:
-    return torch.accelerator.current_stream(device)
-
-
-def set_stream(stream: torch.Stream) -> None:
-    torch.accelerator.set_stream(stream)
-
-
-def synchronize(device: Device = None) -> None:
+def synchronize(device: torch.device | int | str | None = None) -> None:
     torch.accelerator.synchronize(device)
     extension.check_error()
-
-
-def mem_get_info(device: Device = None) -> tuple[int, int]:
-    return torch.accelerator.get_memory_info(device)
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
@@ -163,15 +130,6 @@ def _totals(reset: bool, counted: Callable[[int], bool]) -> dict[str, int]:
         if counted(thread):
             totals[name] += number
     return dict(totals)
-
-
-def synchronizing_calls(reset: bool = False, this_thread: bool = True) -> dict[str, int]:
-    """Return which calls made a thread wait for the device, and how often."""
-    return {
-        name.removeprefix("sync:"): number
-        for name, number in counts(reset, this_thread).items()
-        if name.startswith("sync:")
-    }
 
 
 torch.utils.rename_privateuse1_backend("sim")
