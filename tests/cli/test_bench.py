@@ -49,15 +49,6 @@ def test_a_table_and_json_tell_what_a_path_can_do(disk, tmp_path, ssd_offload):
         assert shown == f"{rate / 1e9:.2f}"
 
 
-def test_json_on_the_output_takes_the_place_of_the_table_and_the_config_gives_the_rest(
-    disk, ssd_offload, monkeypatch
-):
-    monkeypatch.setenv("SSD_OFFLOAD_CONFIG", '{"io": {"threads": 3, "block_size": "1MiB"}}')
-    report = json.loads(ssd_offload("bench", disk, "--seconds", "0.1", "--json", "-").out)
-    assert set(report) == {"backend", "threads", "block_size", "seconds", "paths"}
-    assert (report["threads"], report["block_size"]) == (3, 1 << 20)
-
-
 def test_a_sweep_tries_threads_and_block_sizes(disk, ssd_offload):
     words = ["--seconds", "0.02", "--size", "8MiB", "--sweep"]
     lines = ssd_offload("bench", disk, *words).out.splitlines()
@@ -74,9 +65,13 @@ def test_two_paths_of_different_speed(tmp_path, ssd_offload, monkeypatch):
         loop_disk(tmp_path / "slow", 300 << 20) as slow,
     ):
         paths = [fast.directory, slow.directory]
+        monkeypatch.setenv("SSD_OFFLOAD_CONFIG", '{"io": {"threads": 3, "block_size": "1MiB"}}')
         output = ssd_offload("bench", *paths, "--seconds", "0.4", "--json", "-").out
         assert [list(path.iterdir()) for path in paths] == [[path / "lost+found"] for path in paths]
-    found = json.loads(output)["paths"]
+    report = json.loads(output)
+    assert set(report) == {"backend", "threads", "block_size", "seconds", "paths"}
+    assert (report["threads"], report["block_size"]) == (3, 1 << 20)  # the config gives them
+    found = report["paths"]
     assert [path["file_system"] for path in found] == ["ext4", "ext4"]
     assert [path["write_bytes_per_second"] for path in found] == pytest.approx([2e8, 1e8])
     assert [path["read_bytes_per_second"] for path in found] == pytest.approx([2e8, 1e8])
@@ -102,6 +97,8 @@ def test_a_path_that_fails_does_not_hide_the_others(disk, tmp_path, ssd_offload)
     assert "there is no directory" in output.err
     report = json.loads(ssd_offload("bench", missing, *QUICK, "--json", "-", status=1).out)
     assert [set(found) for found in report["paths"]] == [{"path", "error"}]
+    said = ssd_offload("bench", disk, "--backend", "carrier-pigeon", *QUICK, status=1).err
+    assert "carrier-pigeon" in said
 
 
 def test_a_json_file_that_cannot_be_written_is_refused_before_anything_is_measured(
@@ -130,15 +127,9 @@ def test_wrong_options_are_refused(words, ssd_offload):
     assert f"argument {words.split()[0]}" in said
 
 
-def test_an_unknown_backend_is_refused(disk, ssd_offload):
-    said = ssd_offload("bench", disk, "--backend", "carrier-pigeon", *QUICK, status=1).err
-    assert "carrier-pigeon" in said
-
-
 def test_the_99th_percentile_is_a_value_that_was_seen():
     assert _percentile([1.0], 0.99) == 1.0
-    assert _percentile([float(i) for i in range(100, 0, -1)], 0.99) == 99.0
-    assert _percentile([float(i) for i in range(1000)], 0.99) == 989.0
+    assert _percentile([float(i) for i in range(1000, 0, -1)], 0.99) == 990.0
 
 
 def test_ctrl_c_ends_it_on_a_terminal_and_nothing_is_left(disk):

@@ -27,14 +27,11 @@ from offload_strategy.telemetry import Direction
 
 
 # ---------------------------------------------------------------------------- configs
-def test_show_prints_the_whole_config_with_defaults(ssd_offload):
+def test_show_prints_the_whole_config_with_defaults(ssd_offload, monkeypatch):
     shown = yaml.safe_load(ssd_offload("config", "show", "optimizer").out)
     assert OffloadConfig.load(shown) == OffloadConfig.load("optimizer")
     assert shown["activations"]["enabled"] is False
     assert shown["io"]["block_size"] == "32MiB"
-
-
-def test_show_without_a_source_follows_the_environment(ssd_offload, monkeypatch):
     monkeypatch.setenv("SSD_OFFLOAD_CONFIG", '{"memory": {"pinned": "7MiB"}}')
     assert yaml.safe_load(ssd_offload("config", "show").out)["memory"]["pinned"] == "7MiB"
 
@@ -102,7 +99,7 @@ def test_a_file_that_is_something_else_is_refused(ssd_offload, tmp_path):
     assert "engine.report().save" in said
 
 
-def test_without_a_file_it_prints_what_is_known_of_paths(ssd_offload, cache):
+def test_without_a_file_it_prints_what_is_known_of_paths(ssd_offload, cache, monkeypatch):
     nothing = f"Nothing is known of any path yet. It will be kept in {cache}."
     assert nothing in ssd_offload("report").out
     save_rates(
@@ -118,8 +115,5 @@ def test_without_a_file_it_prints_what_is_known_of_paths(ssd_offload, cache):
     (found,) = json.loads(ssd_offload("report", "--json").out)
     assert found["path"] == "/mnt/nvme0"
     assert found["read"]["rate"] == 3.25e9
-
-
-def test_where_nothing_is_kept_it_says_so(ssd_offload, monkeypatch):
     monkeypatch.setenv(CACHE_VARIABLE, "")
     assert "Nothing is kept of paths" in ssd_offload("report").out

@@ -110,15 +110,10 @@ def test_plain_training_needs_16_bytes_a_parameter_and_what_is_saved():
     # Of two micro-batches the second begins with the first one's gradients.
     two = needed(run, Settings(32, 2, 256))
     assert two == pytest.approx(16 * p + saved + 3 * logits, rel=1e-6)
-
-
-def test_layers_that_are_computed_again_keep_their_input():
-    run = request(64 * GiB)
-    saved = activation_bytes(GPT_98M, Workload(8, 256, dtype_bytes=4), 0)
-    inputs = 12 * 8 * 256 * 768 * 4
-    # The worst moment is the first layer's now, with nearly all gradients there.
-    need = needed(run, Settings(8, 1, 256, recomputed_layers=12))
-    assert need == pytest.approx(16 * P + inputs + saved / 12, rel=0.01)
+    # Of layers that are computed again the input stays. The worst moment is the first layer's.
+    inputs = 12 * 16 * 256 * 768 * 4
+    again = needed(run, Settings(16, 1, 256, recomputed_layers=12))
+    assert again == pytest.approx(16 * p + inputs + saved / 12, rel=0.01)
 
 
 def test_states_that_leave_take_buffers_and_those_that_stay_a_tier():
@@ -188,9 +183,8 @@ print(train(384, 6, batch, micro_batches) - process)
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-@pytest.mark.parametrize("work", [(1, 1, 64), (8, 4, 256)], ids=str)
-def test_what_is_counted_is_what_training_takes(work):
-    batch, micro_batches, sequence = work
+def test_what_is_counted_is_what_training_takes():
+    work = batch, micro_batches, sequence = 8, 4, 256
     done = subprocess.run(
         [sys.executable, "-c", _MEASURES, json.dumps(work)],
         capture_output=True, text=True, check=True, cwd=ROOT,
@@ -253,7 +247,7 @@ def test_what_moves_takes_its_toll():
 
 
 # ------------------------------------------------------------------ the config
-@pytest.mark.parametrize("memory", [0.8, 1.0, 1.25, 1.6, 2.3])
+@pytest.mark.parametrize("memory", [0.8, 1.25, 2.3])
 @pytest.mark.parametrize("overlap", ["commit", "off", "eager"])
 def test_the_config_loads_and_says_what_was_found(memory, overlap):
     run = request(memory * GiB, 5e9, 5e9)
