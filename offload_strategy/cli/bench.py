@@ -13,14 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offload_strategy.cli.options import (
-    Option,
-    add_options,
-    block_size,
-    check_writable,
-    number,
-    size,
-)
+from offload_strategy.cli.options import Option, add_options, check_writable, rate, size
 from offload_strategy.config import OffloadConfig
 from offload_strategy.config.directories import file_system_of
 from offload_strategy.errors import OffloadError
@@ -64,19 +57,15 @@ _OPTIONS: list[Option] = [
     (
         "--seconds S",
         "how long to write, and to read (default: 2)",
-        {"type": number(float, 0, 3600, "a number of seconds"), "default": 2.0},
+        {"type": rate(), "default": 2.0},
     ),
     (
         "--size SIZE",
         "bytes of a path to use, a quarter of what is free at most (default: 1GiB)",
         {"type": size, "default": MAX_BYTES},
     ),
-    (
-        "--threads THREADS",
-        "as io.threads of the config",
-        {"type": number(int, 1, 256, "a number of threads")},
-    ),
-    ("--block-size BLOCK_SIZE", "as io.block_size of the config", {"type": block_size}),
+    ("--threads THREADS", "as io.threads of the config"),
+    ("--block-size BLOCK_SIZE", "as io.block_size of the config"),
     ("--backend BACKEND", "as io.backend of the config"),
     ("--sweep", "also try other block sizes and numbers of threads"),
     ("--overwrite", "take a block device although data is on it"),
@@ -100,10 +89,11 @@ def add_parser(commands: Any) -> None:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    io = OffloadConfig.load(None).io
-    options.threads = options.threads or io.threads_to_use()
-    options.block_size = options.block_size or io.block_size
-    options.backend = options.backend or io.backend
+    names = ("threads", "block_size", "backend")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    io = OffloadConfig(io=OffloadConfig.load(None).io.model_dump(exclude_unset=True) | given).io
+    options.threads, options.block_size = io.threads_to_use(), io.block_size
+    options.backend = io.backend
     if options.json not in (None, "-"):
         check_writable(Path(options.json), force=True)
     results = [_Result(path) for path in options.paths]
@@ -190,8 +180,8 @@ def _share(results: Sequence[_Result]) -> None:
     ways = (Direction.READ, Direction.WRITE)
     measured = [result for result in results if result.rates]
     rates = [round_trip_rate(*(result.rates[way].rate for way in ways)) for result in measured]
-    for result, rate in zip(measured, rates, strict=True):
-        result.share = rate / sum(rates)
+    for result, its in zip(measured, rates, strict=True):
+        result.share = its / sum(rates)
 
 
 # ---------------------------------------------------------------------------- showing

@@ -30,21 +30,6 @@ def rate(unit: float = 1.0) -> Callable[[str], float]:
     return parse
 
 
-def number(of: type, low: float, high: float, what: str) -> Callable[[str], Any]:
-    """Return the type of an option that is a number above or from `low`, up to `high`."""
-
-    def parse(text: str) -> Any:
-        try:
-            value = of(text)
-        except ValueError:
-            value = high + 1
-        if not low <= value <= high or not value:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what} from {low} to {high}")
-        return value
-
-    return parse
-
-
 def size(text: str) -> int:
     """Parse a size of at least a page."""
     try:
@@ -53,14 +38,6 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
     if found < PAGE_BYTES:
         raise argparse.ArgumentTypeError(f"{text!r} is less than a page of {PAGE_BYTES} bytes")
-    return found
-
-
-def block_size(text: str) -> int:
-    """Parse a size of whole pages."""
-    found = size(text)
-    if found % PAGE_BYTES:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a multiple of {PAGE_BYTES} bytes")
     return found
 
 

@@ -22,13 +22,11 @@ _WEARS = {
 def lifespan_seconds(
     endurance_bytes: float, step_seconds: float, written_bytes: float, wear: float = AS_RATED
 ) -> float:
-    """Return the seconds of training until all drives together reach their rated endurance.
+    """Return the seconds of training until drives reach their endurance; inf if nothing is written.
 
-    Infinite if a step writes nothing (SSDTrain, section III-D).
+    See SSDTrain, section III-D.
     """
-    if written_bytes <= 0:
-        return math.inf
-    return endurance_bytes * wear * step_seconds / written_bytes
+    return endurance_bytes * wear * step_seconds / written_bytes if written_bytes else math.inf
 
 
 def lifespan_years(drives: Drive, step: StepTime) -> dict[str, float]:
@@ -37,6 +35,7 @@ def lifespan_years(drives: Drive, step: StepTime) -> dict[str, float]:
     if rated is None:
         return {}
     return {
-        name: lifespan_seconds(rated, step.seconds, step.written_bytes, wear) / SECONDS_PER_YEAR
+        name: lifespan_seconds(rated, step.seconds, step.moved_bytes("written"), wear)
+        / SECONDS_PER_YEAR
         for name, wear in _WEARS.items()
     }

@@ -15,9 +15,10 @@ of the machine that has to be measured (`Rates.io_overhead`).
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Way = Literal["to_device", "from_device", "read", "written"]
 
@@ -25,8 +26,7 @@ Way = Literal["to_device", "from_device", "read", "written"]
 BACKWARD_OVER_FORWARD = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class StageLoad:
+class StageLoad(NamedTuple):
     """Seconds of computation of a stage, and bytes over the link and of the paths."""
 
     computation: float = 0.0
@@ -35,14 +35,8 @@ class StageLoad:
     read: float = 0.0
     written: float = 0.0
 
-    def __add__(self, other: StageLoad) -> StageLoad:
-        return StageLoad(
-            self.computation + other.computation,
-            self.to_device + other.to_device,
-            self.from_device + other.from_device,
-            self.read + other.read,
-            self.written + other.written,
-        )
+    def __add__(self, other: StageLoad) -> StageLoad:  # type: ignore[override]
+        return StageLoad(*map(operator.add, self, other))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +60,7 @@ class Stage:
     @property
     def limit(self) -> str:
         """The slowest resource."""
-        return max(self.limits, key=lambda name: self.limits[name])
+        return max(self.limits, key=self.limits.__getitem__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +81,6 @@ class StepTime:
         return total
 
     @property
-    def written_bytes(self) -> float:
-        """Bytes that the step writes to the paths."""
-        return self.moved_bytes("written")
-
-    @property
     def limited_seconds(self) -> dict[str, float]:
         """Seconds of the stages that each resource limits, by resource."""
         found: dict[str, float] = {}
@@ -105,7 +94,7 @@ class StepTime:
     def limit(self) -> str:
         """The resource that limits most of the step."""
         found = self.limited_seconds
-        return max(found, key=lambda name: found[name])
+        return max(found, key=found.__getitem__)
 
 
 @dataclass(frozen=True, slots=True)

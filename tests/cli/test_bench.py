@@ -97,8 +97,6 @@ def test_a_path_that_fails_does_not_hide_the_others(disk, tmp_path, ssd_offload)
     assert "there is no directory" in output.err
     report = json.loads(ssd_offload("bench", missing, *QUICK, "--json", "-", status=1).out)
     assert [set(found) for found in report["paths"]] == [{"path", "error"}]
-    said = ssd_offload("bench", disk, "--backend", "carrier-pigeon", *QUICK, status=1).err
-    assert "carrier-pigeon" in said
 
 
 def test_a_json_file_that_cannot_be_written_is_refused_before_anything_is_measured(
@@ -111,20 +109,20 @@ def test_a_json_file_that_cannot_be_written_is_refused_before_anything_is_measur
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "said"),
     [
-        "--seconds 0",
-        "--seconds soon",
-        "--size 1",
-        "--size 12parsecs",
-        "--threads 0",
-        "--threads 1.5",
-        "--block-size 5000",
+        ("--seconds 0", "argument --seconds"),
+        ("--seconds soon", "argument --seconds"),
+        ("--size 1", "argument --size"),
+        ("--size 12parsecs", "argument --size"),
+        ("--threads 0", "io.threads: got '0'"),
+        ("--threads 1.5", "io.threads: got '1.5'"),
+        ("--block-size 5000", "io.block_size: got '5000'"),
+        ("--backend carrier-pigeon", "io.backend: got 'carrier-pigeon'"),
     ],
 )
-def test_wrong_options_are_refused(words, ssd_offload):
-    said = ssd_offload("bench", "/tmp", *words.split(), status=2).err
-    assert f"argument {words.split()[0]}" in said
+def test_wrong_options_are_refused(words, said, ssd_offload):
+    assert said in ssd_offload("bench", "/tmp", *words.split(), status=2).err
 
 
 def test_the_99th_percentile_is_a_value_that_was_seen():

@@ -203,7 +203,7 @@ def test_a_step_that_moves_nothing_computes_and_updates():
     seconds += 4 * 8192 * 768 / 1.5e10 + P / 2e9
     assert step.seconds == pytest.approx(seconds)
     assert step.limited_seconds.keys() == {"computation"}
-    assert step.written_bytes == 0
+    assert step.moved_bytes("written") == 0
     # Every further micro-batch costs a pass over weights and gradients.
     each = layers * 1e-9 + 4 * 8192 * 768 / 1.5e10 + 1.5 * 4 * P / 1.5e10
     four = timed(request(64 * GiB), Settings(4, 4, 256))
@@ -216,7 +216,7 @@ def test_an_update_in_step_waits_for_the_drives():
     moved = 8 * P - placed(run, OFF).split("states").host_bytes
     assert step.stages[-1].name == "step()"
     assert step.stages[-1].seconds == pytest.approx(moved / 4e8 + moved / 2e8)
-    assert step.written_bytes == moved
+    assert step.moved_bytes("written") == moved
     both = dataclasses.replace(run, duplex=True)
     assert timed(both, OFF).stages[-1].seconds == pytest.approx(moved / 2e8)
 

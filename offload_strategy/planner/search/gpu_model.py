@@ -104,7 +104,7 @@ class GpuModel(SearchModel):
         host_room = int(_HOST_SHARE * request.host_memory_bytes) - _PROCESS_BYTES
         subgroup, in_flight = None, 0
         if settings.offloads_optimizer:
-            each = settings.state_bytes + WEIGHT_BYTES
+            each = state_bytes(settings.state_dtype) + WEIGHT_BYTES
             subgroup = subgroup_size(sizes.parameters, each, host_room // SUBGROUPS_SHARE)
             in_flight = SUBGROUPS_IN_FLIGHT * subgroup * each
         left, device = self._device_memory(settings, sizes, in_flight)
@@ -144,7 +144,7 @@ class GpuModel(SearchModel):
         weights = parameters = sizes.parameters
         if settings.streams_weights:
             weights = settings.blocks_in_flight * sizes.layer_parameters + sizes.ends
-        gradients, states = parameters, settings.state_bytes * parameters
+        gradients, states = parameters, state_bytes(settings.state_dtype) * parameters
         if settings.offloads_optimizer:
             states = in_flight
             if settings.overlap != "off" and settings.micro_batches == 1:
@@ -199,7 +199,7 @@ class GpuModel(SearchModel):
         if not settings.offloads_optimizer:
             return StageLoad(), commit
         parameters = self.shape.parameters
-        states, weights = settings.state_bytes * parameters, WEIGHT_BYTES * parameters
+        states, weights = state_bytes(settings.state_dtype) * parameters, WEIGHT_BYTES * parameters
         placed, streamed = placement.split("states"), placement.split("weights")
         update = _fetch(states, placed) + _send(states, placed)
         if settings.overlap == "commit":
@@ -234,7 +234,7 @@ def _offloaded_bytes(
     weights = WEIGHT_BYTES * sizes.parameters
     found: dict[OffloadedKind, int] = {"activations": activations}
     if settings.offloads_optimizer:
-        states = settings.state_bytes * sizes.parameters
+        states = state_bytes(settings.state_dtype) * sizes.parameters
         # `optimizer_need` counts new weights with the updates; here they are among what waits.
         found["states"] = optimizer_need(states, 0, settings.overlap)
         if settings.overlap == "commit":

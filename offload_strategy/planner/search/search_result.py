@@ -151,7 +151,7 @@ class Candidate:
             "ssd_bytes": {kind: split.ssd_bytes for kind, split in placement.offloaded.items()},
             "link_bytes_per_step": self.step.moved_bytes("to_device", "from_device"),
             "read_bytes_per_step": self.step.moved_bytes("read"),
-            "written_bytes_per_step": self.step.written_bytes,
+            "written_bytes_per_step": self.step.moved_bytes("written"),
         }
 
 
@@ -298,9 +298,9 @@ class SearchResult:
     def _drives(self) -> str:
         """Return what the best settings write, and how long the drives last."""
         step = self.best.step
-        per_day = step.written_bytes / step.seconds * SECONDS_PER_DAY
+        per_day = step.moved_bytes("written") / step.seconds * SECONDS_PER_DAY
         rows = [
-            ("written in a step", f"{step.written_bytes / 1e9:.1f} GB"),
+            ("written in a step", f"{step.moved_bytes('written') / 1e9:.1f} GB"),
             ("written in a day", f"{per_day / 1e12:.1f} TB"),
             *(
                 (f"lifespan, {name}", f"{years:.2g} years")

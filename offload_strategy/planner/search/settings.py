@@ -97,11 +97,6 @@ class Settings:
         """Sequences of a micro-batch."""
         return self.batch // self.micro_batches
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of states per parameter."""
-        return state_bytes(self.state_dtype)
-
 
 class TierSplit(NamedTuple):
     """Bytes of one kind that have left the device, in host memory and on the drives."""

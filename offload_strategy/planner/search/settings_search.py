@@ -146,7 +146,7 @@ def _cost(found: Candidate) -> tuple[float, ...]:
     settings = found.settings
     return (
         len(found.offloads),
-        found.step.written_bytes,
+        found.step.moved_bytes("written"),
         settings.recomputed_layers,
         settings.overlap != "commit",
         settings.micro_batches,
