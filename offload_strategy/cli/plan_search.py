@@ -96,10 +96,9 @@ def _space(options: argparse.Namespace) -> Space:
     allowed = options.allow or ()
     overlaps: tuple[Overlap, ...] = get_args(Overlap)
     dtypes: tuple[StateType, ...] = get_args(StateType)
-    if options.batch is not None and (options.max_batch or options.max_tokens):
-        raise ConfigError(
-            "--max-batch and --max-tokens are for a batch that is searched: leave out --batch, or "
-            "them"
+    if options.batch is not None:
+        _refuse(
+            options, ("max_batch", "max_tokens"), "for a batch that is searched: leave out --batch"
         )
     names = ("batch", "max_batch", "max_tokens", "tolerance")
     values = {name: getattr(options, name) for name in names}

@@ -190,9 +190,7 @@ class IOConfig(Section):
         """Return `threads` if it was given, else its default or the number of usable cores."""
         if "threads" in self.model_fields_set:
             return self.threads
-        has_affinity = hasattr(os, "sched_getaffinity")
-        cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-        return min(self.threads, max(2, cores))
+        return min(self.threads, max(2, len(os.sched_getaffinity(0))))
 
 
 class MemoryConfig(Section):
@@ -325,11 +323,12 @@ class OffloadConfig(Section):
 
     @model_validator(mode="after")
     def _tiers_outside_the_device(self) -> Self:
-        for client in ("activations", "parameters"):
-            asked = getattr(self, client).enabled
-            if client == "parameters" and asked == "auto":
-                continue
-            if self.tiers and asked and not self.tiers_for(client):
+        clients: tuple[tuple[Client, bool], ...] = (
+            ("activations", bool(self.activations.enabled)),
+            ("parameters", self.parameters.enabled is True),
+        )
+        for client, asked in clients:
+            if asked and not self.tiers_for(client):
                 raise ValueError(
                     f"{client} need a dram or ssd tier, but all tiers are memory of the device "
                     f"(kind: device): add one, or set {client}: {{enabled: false}}"
@@ -392,10 +391,9 @@ class OffloadConfig(Section):
         """
         if among == 1:
             return self
-        parts = [tier.capacity and max(1, tier.capacity // among) for tier in self.tiers]
         tiers = [
-            tier.model_copy(update={"capacity": part})
-            for tier, part in zip(self.tiers, parts, strict=True)
+            tier.model_copy(update={"capacity": tier.capacity and max(1, tier.capacity // among)})
+            for tier in self.tiers
         ]
         return self.model_copy(update={"tiers": tiers})
 

@@ -119,12 +119,10 @@ def _parse(text: str, label: str, is_json: bool = False) -> Any:
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         raise ConfigError(f"{label} is not valid JSON: {error.msg} in {place}") from None
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        place = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{label} is not valid YAML: {error.problem}{place}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{label} is not valid YAML: {error}") from None
+        problem, mark = getattr(error, "problem", error), getattr(error, "problem_mark", None)
+        place = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{label} is not valid YAML: {problem}{place}") from None
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

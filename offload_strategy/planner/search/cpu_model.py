@@ -82,13 +82,12 @@ class CpuModel(SearchModel):
     """Training on the CPU in float32."""
 
     on_cpu = True
-    device_name = "cpu"
     busy_tokens = 0
     dtype_bytes = ELEMENT_BYTES
 
     def __init__(self, request: CpuRequest) -> None:
-        self.request, self.shape, self.drives = request, request.shape, request.drives
-        self.rates = request.rates
+        super().__init__(request)
+        self.request = request
         memory = f"{format_size(request.memory_bytes)} of memory"
         self.machine = f"on the CPU with {request.drives.name} and {memory}"
 

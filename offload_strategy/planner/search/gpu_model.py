@@ -74,10 +74,9 @@ class GpuModel(SearchModel):
     busy_tokens = 4096
 
     def __init__(self, request: Request) -> None:
-        self.request, self.shape = request, request.shape
-        self.drives, self.rates = request.drives, request.rates
+        super().__init__(request)
+        self.request = request
         memory = f"{format_size(request.host_memory_bytes)} of host memory"
-        self.device_name = request.device.name
         self.machine = f"on {request.device.name} with {request.drives.name} and {memory}"
 
     def assumptions(self, state_dtypes: tuple[StateType, ...]) -> list[str]:

@@ -168,7 +168,6 @@ class Refusal:
     available_bytes: int
 
     def __str__(self) -> str:
-        """One sentence."""
         return (
             f"{self.count} settings need more {self.what} than there is: the nearest "
             f"{format_size(self.needed_bytes)} of {format_size(self.available_bytes)}"
@@ -231,7 +230,6 @@ class SearchResult:
         }
 
     def __str__(self) -> str:
-        """Tables in Markdown."""
         model = self.model
         title = f"{model.shape.parameters / 1e9:.2f} billion parameters {model.machine}"
         tried = [f"{self.tried} settings were tried", f"among them: {self.space.bound()}"]

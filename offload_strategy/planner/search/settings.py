@@ -22,13 +22,13 @@ from typing import Literal, NamedTuple
 
 from offload_strategy.errors import ConfigError
 from offload_strategy.plan_runtime.space_requirements import Overlap
-from offload_strategy.planner.hardware import Drive
+from offload_strategy.planner.request import CpuRequest, Request
 from offload_strategy.planner.saved_tensor_bytes import (
     Workload,
     activation_bytes,
     layer_activation_bytes,
 )
-from offload_strategy.planner.step_time import Rates, StageLoad, StepTime
+from offload_strategy.planner.step_time import StageLoad, StepTime
 from offload_strategy.planner.transformer_shape import (
     TransformerShape,
     positive,
@@ -218,10 +218,10 @@ def weights_in_flight_bytes(shape: TransformerShape, blocks: int) -> int:
 class SearchModel:
     """What models of training on a GPU and on the CPU share: what moves, and stages of a step."""
 
-    shape: TransformerShape
-    drives: Drive
     dtype_bytes: int  # Of an activation
-    rates: Rates
+
+    def __init__(self, request: Request | CpuRequest) -> None:
+        self.shape, self.drives, self.rates = request.shape, request.drives, request.rates
 
     def micro_batch(self, settings: Settings) -> Workload:
         """Return the work of a micro-batch, after a check of the settings."""
