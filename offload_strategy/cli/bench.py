@@ -9,7 +9,6 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from offload_strategy.io.bandwidth.history import PathIdentity, Rates, load_rate
 from offload_strategy.io.bandwidth.probe import MAX_BYTES, probe, write_latencies
 from offload_strategy.io.regions.region import Region
 from offload_strategy.plan_runtime.profile import write_text
-from offload_strategy.telemetry import Direction, Progress
+from offload_strategy.telemetry import Progress
 from offload_strategy.units import MiB, format_size
 
 #: Size of the writes whose latency is measured: that of a small tensor.
@@ -32,20 +31,6 @@ _LATENCY_BYTES = 2 * MiB
 _SWEEP_BLOCKS = (1 * MiB, 4 * MiB, 16 * MiB, 32 * MiB)
 _SWEEP_THREADS = (1, 2, 4, 8)
 _SWEEP_SECONDS = 0.25
-
-
-@dataclass(slots=True)
-class _Result:
-    """The measurement of one path."""
-
-    path: str
-    file_system: str = ""
-    direct: bool = False
-    rates: Rates = field(default_factory=dict)
-    latencies: list[float] = field(default_factory=list)
-    sweep: list[tuple[int, int, Rates]] = field(default_factory=list)
-    share: float = 0.0
-    error: str | None = None
 
 
 _OPTIONS: list[Option] = [
@@ -96,27 +81,27 @@ def _bench(options: argparse.Namespace) -> int:
     options.backend = io.backend
     if options.json not in (None, "-"):
         check_writable(Path(options.json), force=True)
-    results = [_Result(path) for path in options.paths]
+    results: list[dict[str, Any]] = []
     parts = 3 if options.sweep else 2
     form = "{desc} |{bar}| {percentage:3.0f}% {elapsed}"
-    with _Bar("", parts * len(results), delay=0, miniters=0, bar_format=form) as bar:
-        for number, result in enumerate(results):
+    with _Bar("", parts * len(options.paths), delay=0, miniters=0, bar_format=form) as bar:
+        for number, path in enumerate(options.paths):
             try:
-                _measure(result, options, bar, parts * number)
+                results.append(_measure(path, options, bar, parts * number))
             except OffloadError as error:
-                result.error = str(error)
+                results.append({"path": path, "error": str(error)})
     _share(results)
-    report = _as_json(results, options)
+    report = {name: getattr(options, name) for name in (*names, "seconds")} | {"paths": results}
     if options.json == "-":
         print(json.dumps(report, indent=2))
     else:
         _print_tables(results, options)
         if options.json is not None:
             write_text(Path(options.json), json.dumps(report, indent=2) + "\n")
-    for result in results:
-        if result.error is not None:
-            print(f"ssd-offload: {result.path}: {result.error}", file=sys.stderr)
-    return 1 if any(result.error for result in results) else 0
+    failed = [result for result in results if result["error"] is not None]
+    for result in failed:
+        print(f"ssd-offload: {result['path']}: {result['error']}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 # ---------------------------------------------------------------------------- measuring
@@ -134,16 +119,15 @@ class _Bar(Progress):
         return show
 
 
-def _measure(result: _Result, options: argparse.Namespace, bar: _Bar, part: int) -> None:
-    path = Path(result.path)
+def _measure(name: str, options: argparse.Namespace, bar: _Bar, part: int) -> dict[str, Any]:
+    """Return the figures of a path, as the report in JSON has them."""
+    path = Path(name)
     is_device = path.is_block_device()
     overwrite = options.overwrite and is_device
     with contextlib.closing(Region(path, path.name or "bench", overwrite=overwrite)) as region:
         kind = getattr(file_system_of(path), "kind", "unknown")
-        result.file_system = "block device" if is_device else kind
-        result.direct = region.direct
         with _backend(options.backend, options.threads, options.block_size) as backend:
-            result.rates = probe(
+            rates = probe(
                 region,
                 backend,
                 seconds=options.seconds,
@@ -152,14 +136,15 @@ def _measure(result: _Result, options: argparse.Namespace, bar: _Bar, part: int)
             )
             # A run begins with these rates, and its report has them as the ceiling.
             of = PathIdentity.of(path.absolute(), region.fd, processes=1, backend=backend)
-            save_rates(of, {**result.rates, **load_rates(of)})
-            result.latencies = write_latencies(
+            save_rates(of, {**rates, **load_rates(of)})
+            latencies = write_latencies(
                 region,
                 backend,
                 nbytes=_LATENCY_BYTES,
                 seconds=options.seconds / 2,
                 on_progress=bar.part(part + 1, f"{path}: latency"),
             )
+        sweep: list[dict[str, Any]] = []
         if options.sweep:
             show = bar.part(part + 2, f"{path}: sweep")
             kinds = [(threads, block) for threads in _SWEEP_THREADS for block in _SWEEP_BLOCKS]
@@ -167,45 +152,65 @@ def _measure(result: _Result, options: argparse.Namespace, bar: _Bar, part: int)
                 with _backend(options.backend, threads, block) as backend:
                     seconds = min(options.seconds, _SWEEP_SECONDS)
                     found = probe(region, backend, seconds=seconds, nbytes=options.size)
-                result.sweep.append((threads, block, found))
+                sweep.append({"threads": threads, "block_size": block, **_per_second(found)})
                 show(number / len(kinds))
+        return {
+            "path": name,
+            "file_system": "block device" if is_device else kind,
+            "direct": region.direct,
+            **_per_second(rates),
+            **{f"{way}_bytes": rates[way].nbytes for way in rates},
+            "write_latency": {
+                "bytes": _LATENCY_BYTES,
+                "count": len(latencies),
+                "median_seconds": statistics.median(latencies),
+                "p99_seconds": _percentile(latencies, 0.99),
+            },
+            "sweep": sweep,
+            "error": None,
+        }
 
 
 def _backend(name: str, threads: int, block_size: int) -> contextlib.closing[Backend]:
     return contextlib.closing(create_backend(name, threads=threads, block_size=block_size))
 
 
-def _share(results: Sequence[_Result]) -> None:
+def _per_second(found: Rates) -> dict[str, float]:
+    return {f"{way}_bytes_per_second": measured.rate for way, measured in found.items()}
+
+
+def _share(results: Sequence[dict[str, Any]]) -> None:
     """Set shares as a tier uses them: in proportion to the round-trip rate of each path."""
-    ways = (Direction.READ, Direction.WRITE)
-    measured = [result for result in results if result.rates]
-    rates = [round_trip_rate(*(result.rates[way].rate for way in ways)) for result in measured]
+    measured = [result for result in results if result["error"] is None]
+    rates = [round_trip_rate(*_gigabytes(result)) for result in measured]
     for result, its in zip(measured, rates, strict=True):
-        result.share = its / sum(rates)
+        result["share"] = its / sum(rates)
 
 
-# ---------------------------------------------------------------------------- showing
 def _percentile(values: Sequence[float], share: float) -> float:
     """Return the value that `share` of the values do not exceed (nearest rank)."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
-def _print_tables(results: Sequence[_Result], options: argparse.Namespace) -> None:
+# ---------------------------------------------------------------------------- showing
+def _gigabytes(rates: dict[str, Any]) -> tuple[float, float]:
+    """Return GB/s written and read."""
+    return rates["write_bytes_per_second"] / 1e9, rates["read_bytes_per_second"] / 1e9
+
+
+def _print_tables(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
     rows: list[tuple[str, ...]] = [
         ("path", "on", "I/O", "write GB/s", "read GB/s", "2 MiB write, ms: median", "99 %", "share")
     ]
     for result in results:
-        if not result.latencies:
+        if result["error"] is not None:
             continue
-        figures = (
-            result.rates[Direction.WRITE].rate / 1e9,
-            result.rates[Direction.READ].rate / 1e9,
-            statistics.median(result.latencies) * 1e3,
-            _percentile(result.latencies, 0.99) * 1e3,
-        )
-        how = "direct" if result.direct else "buffered"
-        cells = (*(f"{figure:.2f}" for figure in figures), f"{result.share:.0%}")
-        rows.append((result.path, result.file_system, how, *cells))
+        latency = result["write_latency"]
+        milliseconds = (latency[key] * 1e3 for key in ("median_seconds", "p99_seconds"))
+        figures = (f"{figure:.2f}" for figure in (*_gigabytes(result), *milliseconds))
+        how = "direct" if result["direct"] else "buffered"
+        row = (result["path"], result["file_system"], how, *figures, f"{result['share']:.0%}")
+        rows.append(row)
     if len(rows) > 1:
         print(
             f"{options.backend} backend, {options.threads} threads, blocks of "
@@ -213,16 +218,17 @@ def _print_tables(results: Sequence[_Result], options: argparse.Namespace) -> No
         )
         print(_table(rows, left=3))
     for result in results:
-        if result.sweep:
-            print(f"\n{result.path}: write / read in GB/s by threads and block size")
-            print(_table(_sweep_rows(result.sweep), left=1))
+        if result.get("sweep"):
+            print(f"\n{result['path']}: write / read in GB/s by threads and block size")
+            print(_table(_sweep_rows(result["sweep"]), left=1))
 
 
-def _sweep_rows(sweep: Sequence[tuple[int, int, Rates]]) -> list[tuple[str, ...]]:
+def _sweep_rows(sweep: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     rows: dict[int, list[str]] = {}
-    for threads, _, found in sweep:
-        write, read = (found[way].rate / 1e9 for way in (Direction.WRITE, Direction.READ))
-        rows.setdefault(threads, [str(threads)]).append(f"{write:.2f} / {read:.2f}")
+    for one in sweep:
+        write, read = _gigabytes(one)
+        row = rows.setdefault(one["threads"], [str(one["threads"])])
+        row.append(f"{write:.2f} / {read:.2f}")
     return [("threads", *map(format_size, _SWEEP_BLOCKS)), *map(tuple, rows.values())]
 
 
@@ -232,38 +238,3 @@ def _table(rows: Sequence[Sequence[str]], left: int) -> str:
     sides = ["<"] * left + [">"] * (len(widths) - left)
     line = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
     return "\n".join(line.format(*row).rstrip() for row in rows)
-
-
-def _as_json(results: Sequence[_Result], options: argparse.Namespace) -> dict[str, Any]:
-    names = ("backend", "threads", "block_size", "seconds")
-    shared = {name: getattr(options, name) for name in names}
-    return shared | {"paths": [_path_as_json(result) for result in results]}
-
-
-def _path_as_json(result: _Result) -> dict[str, Any]:
-    if not result.latencies:
-        return {"path": result.path, "error": result.error}
-    return {
-        "path": result.path,
-        "file_system": result.file_system,
-        "direct": result.direct,
-        **_per_second(result.rates),
-        "written_bytes": result.rates[Direction.WRITE].nbytes,
-        "read_bytes": result.rates[Direction.READ].nbytes,
-        "write_latency": {
-            "bytes": _LATENCY_BYTES,
-            "count": len(result.latencies),
-            "median_seconds": statistics.median(result.latencies),
-            "p99_seconds": _percentile(result.latencies, 0.99),
-        },
-        "share": result.share,
-        "sweep": [
-            {"threads": threads, "block_size": block, **_per_second(found)}
-            for threads, block, found in result.sweep
-        ],
-        "error": result.error,
-    }
-
-
-def _per_second(found: Rates) -> dict[str, float]:
-    return {f"{way}_bytes_per_second": measured.rate for way, measured in found.items()}

@@ -34,30 +34,26 @@ def add_config_parser(commands: Any) -> None:
         help="a YAML or JSON file, an Accelerate launch file, a preset, or JSON text "
         f"(default: ${CONFIG_VARIABLE}, else the defaults)",
     )
-    show.set_defaults(run=_show)
+    show.set_defaults(
+        run=lambda options: print(OffloadConfig.load(options.source).to_yaml(), end="")
+    )
 
     check = actions.add_parser("check", help="check a config; exit status 2 if it is wrong")
     check.add_argument("file", metavar="FILE", help="as SOURCE of `show`")
     check.set_defaults(run=_check)
 
     schema = actions.add_parser("schema", help="print the JSON schema, the reference of all keys")
-    schema.set_defaults(run=_schema)
+    schema.set_defaults(
+        run=lambda _: print(json.dumps(OffloadConfig.model_json_schema(), indent=2))
+    )
 
     names = actions.add_parser("presets", help="list the presets")
     names.set_defaults(run=_presets)
 
 
-def _show(options: argparse.Namespace) -> None:
-    print(OffloadConfig.load(options.source).to_yaml(), end="")
-
-
 def _check(options: argparse.Namespace) -> None:
     OffloadConfig.load(options.file)
     print(f"{options.file}: ok")
-
-
-def _schema(options: argparse.Namespace) -> None:
-    print(json.dumps(OffloadConfig.model_json_schema(), indent=2))
 
 
 def _presets(options: argparse.Namespace) -> None:

@@ -11,16 +11,16 @@ from offload_strategy.units import SECONDS_PER_YEAR
 #: Bytes that can be written for each rated byte: as the manufacturer rates, on which the warranty
 #: depends; with large sequential writes instead of the random ones of the rating; and as SSDTrain
 #: assumes, sequential writes of data that need not stay readable for years, but for a day.
-AS_RATED, SEQUENTIAL, SSDTRAIN = 1.0, 2.5, 2.5 * 86.0
+_SEQUENTIAL, SSDTRAIN = 2.5, 2.5 * 86.0
 _WEARS = {
-    "as rated": AS_RATED,
-    "sequential writes (rated at WAF 2.5)": SEQUENTIAL,
+    "as rated": 1.0,
+    "sequential writes (rated at WAF 2.5)": _SEQUENTIAL,
     "and data kept for a day (86 times the cycles)": SSDTRAIN,
 }
 
 
 def lifespan_seconds(
-    endurance_bytes: float, step_seconds: float, written_bytes: float, wear: float = AS_RATED
+    endurance_bytes: float, step_seconds: float, written_bytes: float, wear: float = 1.0
 ) -> float:
     """Return the seconds of training until drives reach their endurance; inf if nothing is written.
 

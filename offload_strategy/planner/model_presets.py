@@ -26,39 +26,24 @@ _KINDS: Mapping[str, Kind] = {
     **dict.fromkeys(("t5", "mt5", "umt5"), "t5"),
     **dict.fromkeys(("llama", "mistral", "qwen2"), "llama"),
 }
-_BERT_KEYS = {
-    "layers": "num_hidden_layers",
-    "hidden": "hidden_size",
-    "heads": "num_attention_heads",
-    "vocabulary": "vocab_size",
-    "feed_forward": "intermediate_size",
-}
-#: The keys of numbers that a config.json must have, by kind and argument of the shape.
-_NEEDED: Mapping[Kind, Mapping[str, str]] = {
-    "gpt": {
-        "layers": "n_layer",
-        "hidden": "n_embd",
-        "heads": "n_head",
-        "vocabulary": "vocab_size",
-        "max_positions": "n_positions",
-    },
-    "bert": {**_BERT_KEYS, "max_positions": "max_position_embeddings"},
-    "t5": {
-        "layers": "num_layers",
-        "hidden": "d_model",
-        "heads": "num_heads",
-        "vocabulary": "vocab_size",
-        "feed_forward": "d_ff",
-        "head_size": "d_kv",
-    },
-    "llama": _BERT_KEYS,
-}
-#: Those that may be missing or null.
-_OPTIONAL: Mapping[Kind, Mapping[str, str]] = {
-    "gpt": {"feed_forward": "n_inner"},
-    "bert": {},
-    "t5": {"decoder_layers": "num_decoder_layers"},
-    "llama": {"kv_heads": "num_key_value_heads", "head_size": "head_dim"},
+_BERT_KEYS = (
+    "layers=num_hidden_layers hidden=hidden_size heads=num_attention_heads "
+    "vocabulary=vocab_size feed_forward=intermediate_size"
+)
+#: By kind the keys of numbers that a config.json must have, then those that may be missing or null,
+#: each after the argument of the shape.
+_KEYS: Mapping[Kind, tuple[str, str]] = {
+    "gpt": (
+        "layers=n_layer hidden=n_embd heads=n_head vocabulary=vocab_size max_positions=n_positions",
+        "feed_forward=n_inner",
+    ),
+    "bert": (f"{_BERT_KEYS} max_positions=max_position_embeddings", ""),
+    "t5": (
+        "layers=num_layers hidden=d_model heads=num_heads vocabulary=vocab_size feed_forward=d_ff "
+        "head_size=d_kv",
+        "decoder_layers=num_decoder_layers",
+    ),
+    "llama": (_BERT_KEYS, "kv_heads=num_key_value_heads head_size=head_dim"),
 }
 
 
@@ -91,10 +76,9 @@ def from_config(config: Mapping[str, Any] | str | Path) -> TransformerShape:
             f"{where}: model_type is {named or 'missing'}; known are gpt2, bert, roberta, t5, mt5, "
             f"umt5, llama, mistral and qwen2. Set it to the one whose keys these are"
         )
-    sizes = {name: _number(config, key, where) for name, key in _NEEDED[kind].items()}
-    for name, key in _OPTIONAL[kind].items():
-        if config.get(key) is not None:
-            sizes[name] = _number(config, key, where)
+    needed, optional = ([pair.split("=") for pair in keys.split()] for keys in _KEYS[kind])
+    named_too = [(name, key) for name, key in optional if config.get(key) is not None]
+    sizes = {name: _number(config, key, where) for name, key in (*needed, *named_too)}
     if kind == "t5":
         sizes["layers"] += sizes.setdefault("decoder_layers", sizes["layers"])
     tied = config.get("tie_word_embeddings", kind != "llama")

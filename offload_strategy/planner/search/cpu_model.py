@@ -333,16 +333,16 @@ class _CpuPlacement:
     # ------------------------------------------------------------------ moments
     def _saved(self, layers: int) -> float:
         """Bytes that the first layers have saved; of those that are computed again their input."""
-        inputs = min(layers, self._settings.recomputed_layers)
-        each = self._sizes.saved / self._model.shape.layers
-        return inputs * self._sizes.layer_input + (layers - inputs) * each
+        return self._of_layers(layers, self._sizes.saved, self._sizes.layer_input)
 
     def _movable(self, layers: int) -> float:
         """What of it may leave."""
-        inputs = min(layers, self._settings.recomputed_layers)
-        each = self._sizes.movable / self._model.shape.layers
         size = self._sizes.layer_input
-        return inputs * size * (size >= MIN_STORAGE_BYTES) + (layers - inputs) * each
+        return self._of_layers(layers, self._sizes.movable, size * (size >= MIN_STORAGE_BYTES))
+
+    def _of_layers(self, layers: int, whole: int, layer_input: int) -> float:
+        inputs = min(layers, self._settings.recomputed_layers)
+        return inputs * layer_input + (layers - inputs) * whole / self._model.shape.layers
 
     def _away(self, layer: int) -> float:
         """What may be away while a layer computes backward: the one before it is on its way."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -132,19 +132,13 @@ class Candidate:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures with units in their names."""
-        settings, placement = self.settings, self.placement
+        placement = self.placement
         return {
             "tokens_per_second": self.tokens_per_second,
             "step_seconds": self.step.seconds,
             "limits_seconds": self.step.limited_seconds,
-            "batch": settings.batch,
-            "micro_batches": settings.micro_batches,
-            "sequence": settings.sequence,
+            **asdict(self.settings),
             "offloads": list(self.offloads),
-            "recomputed_layers": settings.recomputed_layers,
-            "overlap": settings.overlap,
-            "state_dtype": settings.state_dtype,
-            "blocks_in_flight": settings.blocks_in_flight,
             "subgroup_size": placement.subgroup_size,
             "needs_bytes": {fit.what: fit.needed_bytes for fit in placement.fits},
             "host_bytes": {kind: split.host_bytes for kind, split in placement.offloaded.items()},
