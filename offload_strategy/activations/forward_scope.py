@@ -11,10 +11,9 @@ from __future__ import annotations
 import functools
 import pkgutil
 import threading
-import weakref
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -45,42 +44,67 @@ class ForwardHooks:
     def __init__(self, module: nn.Module, offload: ActivationOffload, owner: Any = None) -> None:
         other_hooks.step_aside_for_transforms(ActivationOffload)
         _keep_torch_compile_out()
-        self._module = weakref.ref(module)
-        self._scopes = _Scopes(offload, owner)
+        scopes = _Scopes(offload, owner)
         self._handles = [
-            module.register_forward_pre_hook(self._scopes, prepend=True),
-            module.register_forward_hook(self._scopes, always_call=True),
+            module.register_forward_pre_hook(scopes, prepend=True),
+            module.register_forward_hook(scopes, always_call=True),
         ]
 
     def remove(self) -> None:
         """Take the hooks off the module. Idempotent."""
         for handle in self._handles:
             handle.remove()
-        module = self._module()
-        if module is None or not calls_of(module):
-            self._scopes.leave_all()
+        leave_interrupted_calls()
+
+
+class _OpenScope(NamedTuple):
+    module: nn.Module
+    call: list[int]  # its number, if it has one
+    scopes: _Scopes
+    hooks: saved_tensors_hooks | None
+
+    def leave(self) -> None:
+        with UninterruptedSection():
+            self.scopes.offload.leave(_open_scopes().pop().hooks)
+
+
+_of_thread = threading.local()
+
+
+def _open_scopes() -> list[_OpenScope]:
+    """The scopes that calls of attached modules have opened on this thread and not closed."""
+    scopes: list[_OpenScope] = _of_thread.__dict__.setdefault("scopes", [])
+    return scopes
+
+
+def leave_interrupted_calls(begins: nn.Module | None = None) -> None:
+    """Leave the scopes of this thread whose calls were ended by a KeyboardInterrupt.
+
+    Torch runs hooks that are "always called" only for subclasses of Exception. A call that `begins`
+    is under way and has no scope yet.
+    """
+    scopes = _open_scopes()
+    while scopes:
+        module = scopes[-1].module
+        running = len(calls_of(module)) - (module is begins)
+        opened = sum(scope.module is module for scope in scopes)
+        if opened <= running or not (scopes[-1].call or module is begins or begins is None):
+            break
+        scopes[-1].leave()
 
 
 class _Scopes:
-    """The scopes that calls of one module have opened and not closed, on each thread.
+    """Opens and closes the scopes of one module.
 
     It is a forward pre-hook and a forward hook. A copy or a pickle of it does nothing.
     """
 
     def __init__(self, offload: ActivationOffload | None = None, owner: Any = None) -> None:
-        self._offload: Any = offload
+        self.offload: Any = offload
         self._owner = owner
-        self._local = threading.local()
-
-    @property
-    def _open(self) -> list[tuple[list[int], saved_tensors_hooks | None]]:
-        """Of each call its number, if it has one, and the hooks that it opened."""
-        scopes: list[tuple[list[int], saved_tensors_hooks | None]]
-        scopes = self._local.__dict__.setdefault("open", [])
-        return scopes
 
     def __call__(self, module: nn.Module, args: Any, *output: Any) -> None:
-        if self._offload is not None:
+        if self.offload is not None:
             (self._close if output else self._enter)(module)
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
@@ -89,10 +113,8 @@ class _Scopes:
     def _enter(self, module: nn.Module) -> None:
         """Open a scope for a call that begins."""
         calls = calls_of(module)
-        if self._open and len(calls) == 1:
-            # Only the call that asks is under way. A KeyboardInterrupt ended an earlier one: torch
-            # runs "always called" hooks only for subclasses of Exception, so its scope is open.
-            self.leave_all()
+        if calls:
+            leave_interrupted_calls(begins=module)
         # What a checkpointed region computes again inside backward is needed at once.
         recomputes = torch._C._current_graph_task_id() != -1
         trains = torch.is_grad_enabled() and not recomputes
@@ -105,22 +127,16 @@ class _Scopes:
             )
         # Ctrl-C between hooks that are in force and the note of it would leave them so for ever.
         with UninterruptedSection():
-            self._open.append((calls[:1], self._offload.enter() if trains else None))
+            hooks = self.offload.enter() if trains else None
+            _open_scopes().append(_OpenScope(module, calls[:1], self, hooks))
 
     def _close(self, module: nn.Module) -> None:
         """Close the scope of a call that ends, or raised."""
         # When a hook before ours raises, ours are not told of the beginning, but of the end.
-        if self._open and self._open[-1][0] == calls_of(module)[:1]:
-            self._leave()
-
-    def leave_all(self) -> None:
-        """Close the scopes of this thread."""
-        while self._open:
-            self._leave()
-
-    def _leave(self) -> None:
-        with UninterruptedSection():
-            self._offload.leave(self._open.pop()[1])
+        scopes = _open_scopes()
+        last = scopes[-1] if scopes else None
+        if last and last.module is module and last.call == calls_of(module)[:1]:
+            last.leave()
 
 
 # ---------------------------------------------------------------------- torch.compile

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from offload_strategy.activations.foreign_hooks import refuse_checkpoints_that_offload
-from offload_strategy.activations.forward_scope import ForwardHooks
+from offload_strategy.activations.forward_scope import ForwardHooks, leave_interrupted_calls
 from offload_strategy.activations.saved_tensor_hooks import ActivationOffload, Packed
 from offload_strategy.config import ConfigSource, OffloadConfig
 from offload_strategy.engine import profile_run
@@ -30,6 +30,7 @@ from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from offload_strategy.optimizer.ranks.data_parallel_group import check_parallel, local_processes
 from offload_strategy.telemetry import Recorder, get_logger
 from offload_strategy.torch_support.accelerator import free_bytes, has_memory_statistics
+from offload_strategy.torch_support.interrupts import clear_last_traceback
 from offload_strategy.torch_support.modules import WeakHook
 from offload_strategy.units import format_size
 from offload_strategy.weights.parameter_registry import ParameterRegistry
@@ -68,6 +69,9 @@ class OffloadEngine(EngineReports):
         is_block: Callable[[str, nn.Module], bool] | None = None,
         processes: int | None = None,
     ) -> None:
+        # A cell that was interrupted may run again: the engine of before can close itself.
+        leave_interrupted_calls()
+        clear_last_traceback()
         self.config = OffloadConfig.load(config)
         self._recorder = Recorder()
         processes = local_processes() if processes is None else processes

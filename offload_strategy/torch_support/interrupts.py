@@ -7,6 +7,7 @@ would stay off, and a notebook could no longer train.
 
 from __future__ import annotations
 
+import sys
 import threading
 
 # The C functions: those of `signal` wrap them to make enums of numbers, and cost ten times as much.
@@ -15,6 +16,7 @@ from _signal import SIGINT, getsignal, signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
+from traceback import clear_frames
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
@@ -26,6 +28,18 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _main_thread = threading.main_thread().ident
+
+
+def clear_last_traceback() -> None:
+    """Free what the last exception that an interactive session has shown keeps alive.
+
+    A notebook keeps the traceback of an interrupted cell, or of one that ran out of memory, and
+    with it the engine, the model and all tickets, until another exception follows.
+    """
+    last_traceback = getattr(sys, "last_traceback", None)
+    if last_traceback is not None:
+        clear_frames(last_traceback)
+        last_traceback.tb_next = None  # a frame also has the closure of its function
 
 
 class UninterruptedSection:

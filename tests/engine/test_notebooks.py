@@ -1,0 +1,68 @@
+"""Cells of a notebook that are interrupted, and run again."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from code import InteractiveInterpreter
+from pathlib import Path
+
+import pytest
+
+from tests.training import settings
+
+SET_UP = """
+import torch
+from torch import nn
+from offload_strategy import OffloadEngine
+
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+engine = OffloadEngine(config)
+optimizer = engine.attach(model, torch.optim.AdamW(model.parameters()))
+"""
+TRAIN = """
+for _ in range(3):
+    model(torch.ones(8, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+# Inside a hook of autograd, inside an update of the optimizer, and inside a forward pass.
+INTERRUPTIONS = {
+    "backward": "model[0].weight.register_hook(interrupt)",
+    "update": "optimizer.register_step_pre_hook(interrupt)",
+    "forward": "model[2].register_forward_hook(interrupt)",
+}
+
+
+@pytest.mark.parametrize("overlap", ["commit", "eager", "off"])
+@pytest.mark.parametrize("place", INTERRUPTIONS)
+def test_the_engine_of_an_interrupted_cell_ends_when_the_cells_are_run_again(
+    disk: Path, place: str, overlap: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        monkeypatch.setattr(sys, name, None, raising=False)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    notebook = InteractiveInterpreter(
+        {"config": settings(disk, optimizer={"overlap": overlap}), "interrupt": interrupt}
+    )
+    monkeypatch.setattr(notebook, "write", lambda text: None)
+    cells, shown = notebook.locals, "<cell>"
+    for cell in (SET_UP, TRAIN, INTERRUPTIONS[place]):
+        notebook.runcode(compile(cell, shown, "exec"))
+        assert sys.last_value is None
+    notebook.runcode(compile(TRAIN, shown, "exec"))
+    assert isinstance(sys.last_value, KeyboardInterrupt)
+    sys.last_value = sys.last_value.with_traceback(sys.last_traceback)  # as notebooks keep it
+    earlier = weakref.ref(cells["engine"])
+    store = weakref.ref(cells["engine"]._resources.store)
+    for cell in (SET_UP, TRAIN):
+        notebook.runcode(compile(cell, shown, "exec"))
+        gc.collect()
+        assert earlier() is store() is None
+    assert isinstance(sys.last_value, KeyboardInterrupt)  # the message stays
+    cells["engine"].close()
