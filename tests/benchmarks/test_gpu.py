@@ -90,15 +90,11 @@ def test_claims_hold_where_they_do(ours: dict[str, Any], lost: list[str]) -> Non
     text = contests.markdown(rows, {who.TRL: "needs trl"}, CONTEST.job)
     assert f"{who.TRL} did not take part: needs trl" in text
     assert f"| {who.PLAIN} | 1.638e+04 | 1 | 1 | 0.5 |" in text
-
-
-def test_a_large_model_must_train_where_plain_training_cannot() -> None:
-    names = contests.LARGE.names
-    claims = contests.claims("7B", {who.LARGE: ran()}, names, judged=True)
-    held = {claim.name.partition(": ")[2]: claim.held for claim in claims}
-    assert held[f"{who.PLAIN} is out of memory"]
-    assert held[f"{who.LARGE} trains"]
-    assert not held[f"{who.LARGE_STREAMED} trains"]
+    # A large model must train where plain training cannot.
+    large = contests.claims("7B", {who.LARGE: ran()}, contests.LARGE.names, judged=True)
+    held = {claim.name.partition(": ")[2] for claim in large if claim.held}
+    assert held >= {f"{who.PLAIN} is out of memory", f"{who.LARGE} trains"}
+    assert f"{who.LARGE_STREAMED} trains" not in held
 
 
 def test_predictions_are_gathered_from_all_parts() -> None:
@@ -172,7 +168,6 @@ def test_results_of_tests_are_read_from_what_pytest_prints(
     [
         (Ended(0, ['{"same": true}'], ""), True),
         (Ended(0, ['{"same": true}', '{"same": false}'], ""), False),
-        (Ended(1, ['{"same": true}'], "an error"), False),
     ],
 )
 def test_a_watched_training_is_clean_or_not(

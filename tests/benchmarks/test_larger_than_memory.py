@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,6 @@ def test_the_largest_model_that_trains_is_found(
 @pytest.mark.parametrize(
     ("output", "words"),
     [
-        ("", ""),
         ("a warning\n", "a warning"),
         ("Traceback:\n  raise\nValueError: too large\n[W] goodbye\n", "ValueError: too large"),
         ("[rank0]: a.b.SomeError: no disk\n", "a.b.SomeError: no disk"),
@@ -54,16 +54,15 @@ def test_the_last_words_of_an_output_are_its_error(output: str, words: str) -> N
 
 @pytest.mark.slow
 def test_a_run_tells_why_it_failed_and_one_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    job = Job(64, 1, vocabulary=64, sequence=8, steps=1)
-    failed = run(
-        Job(64, 1, vocabulary=64, directory=str(tmp_path / "nowhere")), say=lambda line: None
-    )
+    def quiet(line: str) -> None: ...
+
+    job = Job(64, 1, vocabulary=64, sequence=8, steps=10**9)
+    failed = run(replace(job, directory=str(tmp_path / "nowhere")), say=quiet)
     assert failed.status == 1
     assert "there is no directory" in failed.complaint
     assert not failed.killed
-    ended = run(job, say=lambda line: None)
+    ended = run(replace(job, steps=1), say=quiet)
     assert (ended.status, len(ended.of("step")), len(ended.of("end"))) == (0, 1, 1)
-    endless = Job(64, 1, vocabulary=64, sequence=8, steps=10**9)
-    late = run(endless, say=lambda line: None, seconds=0.5)
+    late = run(job, say=quiet, seconds=0.5)
     assert late.overdue
     assert not late.killed

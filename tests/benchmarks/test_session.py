@@ -41,17 +41,12 @@ def run(lives: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     return session.run(contenders, RandomTokens(TINY), context)
 
 
-def test_the_others_of_a_peer_that_dies_go_on(
+def test_one_of_ours_that_dies_ends_the_session_and_a_peer_that_dies_does_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     outcome = run({PLAIN: 9, DEEPSPEED: 2}, monkeypatch, tmp_path)
     assert list(outcome.rows) == [PLAIN]
     assert len(outcome.rows[PLAIN].steps) == 3
     assert outcome.skipped == {DEEPSPEED: "ended with status -9"}
-
-
-def test_one_of_ours_that_dies_ends_the_session(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
     with pytest.raises(RuntimeError, match="status -9"):
         run({PLAIN: 2, DEEPSPEED: 9}, monkeypatch, tmp_path)
