@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -42,12 +41,12 @@ memory:      {pinned: 4GiB}
 
 
 @pytest.fixture(autouse=True)
-def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_environment(monkeypatch):
     monkeypatch.delenv("SSD_OFFLOAD_CONFIG", raising=False)
     monkeypatch.delenv("SSD_OFFLOAD_DIR", raising=False)
 
 
-def tier(**options: Any) -> dict[str, Any]:
+def tier(**options):
     return {"tiers": [{"name": "a", **options}]}
 
 
@@ -59,7 +58,7 @@ DEVICE_AND_DRAM = {
 }
 
 
-def refusal(source: Any) -> str:
+def refusal(source):
     with pytest.raises(ConfigError) as caught:
         OffloadConfig.load(source)
     assert caught.value.__cause__ is None
@@ -67,299 +66,279 @@ def refusal(source: Any) -> str:
     return str(caught.value)
 
 
-class TestSources:
-    def test_the_contract_is_read_from_yaml(self, tmp_path: Path) -> None:
-        file = tmp_path / "config.yaml"
-        file.write_text(CONTRACT)
-        config = OffloadConfig.load(file)
-        host, nvme0, pfs = config.tiers
-        assert (host.kind, host.capacity, host.path) == ("dram", 16 * GiB, None)
-        assert (nvme0.path, nvme0.endurance_tbw) == (Path("/mnt/nvme0"), 1200)
-        assert pfs.capacity == TiB
-        assert config.io.block_size == 4 * MiB
-        assert config.memory.pinned == 4 * GiB
-        assert config.tiers_for("activations") == [host, nvme0]
-        assert config.tiers_for("optimizer") == [host, nvme0, pfs]
-
-    def test_mapping_json_text_and_files_mean_the_same(self, tmp_path: Path) -> None:
-        sections = yaml.safe_load(CONTRACT)
-        as_yaml, as_json = tmp_path / "a.yml", tmp_path / "a.json"
-        as_yaml.write_text(CONTRACT)
-        # Tabs are fine in JSON and not in YAML.
-        as_json.write_text(json.dumps(sections, indent="\t"))
-        expected = OffloadConfig.load(sections)
-        text, made = json.dumps(sections), OffloadConfig(**sections)
-        for source in (str(as_yaml), as_yaml, as_json, text, made):
-            assert OffloadConfig.load(source) == expected
-
-    def test_presets_are_the_defaults_but_for_the_switches_that_their_names_say(self) -> None:
-        on = {"activations": {"activations"}, "optimizer": {"optimizer"}}
-        on["full"] = {"activations", "optimizer"}
-        assert presets().keys() == on.keys()
-        for name in presets():
-            expected = OffloadConfig.load({}).model_dump()
-            for section in ("activations", "optimizer"):
-                expected[section]["enabled"] = section in on[name]
-            assert OffloadConfig.load(name).model_dump() == expected
-
-    def test_the_environment_gives_the_default_config(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        file = tmp_path / "config.yaml"
-        file.write_text("memory: {pinned: 7MiB}")
-        for value in [str(file), '{"memory": {"pinned": "7MiB"}}']:
-            monkeypatch.setenv("SSD_OFFLOAD_CONFIG", value)
-            assert OffloadConfig.load().memory.pinned == 7 * MiB
-        monkeypatch.setenv("SSD_OFFLOAD_CONFIG", "optimizer")
-        assert not OffloadConfig.load().activations.enabled
-        assert OffloadConfig.load({}).activations.enabled, "an explicit source wins"
-        monkeypatch.setenv("SSD_OFFLOAD_CONFIG", "")
-        assert OffloadConfig.load().activations.enabled
-        monkeypatch.setenv("SSD_OFFLOAD_CONFIG", "ful")
-        assert refusal(None).startswith("$SSD_OFFLOAD_CONFIG: 'ful'")
-
-    def test_the_section_of_a_launch_file_is_read_or_names_a_preset_or_a_file_beside_it(
-        self, tmp_path: Path
-    ) -> None:
-        assert OffloadConfig.load(LAUNCH_FILE).activations.min_size == 256 * KiB
-        (tmp_path / "mine.yaml").write_text("memory: {pinned: 7MiB}")
-        launch = tmp_path / "launch.yaml"
-        launch.write_text("num_processes: 1\nssd_offload_config: mine.yaml")
-        assert OffloadConfig.load(launch).memory.pinned == 7 * MiB
-        launch.write_text("num_processes: 1\nssd_offload_config: activations")
-        assert not OffloadConfig.load(launch).optimizer.enabled
-        launch.write_text("num_processes: 1\nssd_offload_config:")
-        assert OffloadConfig.load(launch) == OffloadConfig()
-
-    def test_empty_files_and_sections_are_the_defaults(self, tmp_path: Path) -> None:
-        file = tmp_path / "config.yaml"
-        file.write_text("# nothing\n")
-        assert OffloadConfig.load(file) == OffloadConfig()
-        file.write_text("activations:\n  # min_size: 1MiB\n")
-        assert OffloadConfig.load(file) == OffloadConfig()
-
-    def test_a_config_survives_yaml_pickling_and_copying(self, tmp_path: Path) -> None:
-        config = OffloadConfig.load(yaml.safe_load(CONTRACT))
-        file = tmp_path / "config.yaml"
-        file.write_text(config.to_yaml())
-        assert "block_size: 4MiB" in file.read_text()
-        assert OffloadConfig.load(file) == config
-        assert OffloadConfig.load(config) is config
-        assert pickle.loads(pickle.dumps(config)) == config
-        assert copy.deepcopy(config) == config
+def test_the_contract_is_read_from_yaml(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(CONTRACT)
+    config = OffloadConfig.load(file)
+    host, nvme0, pfs = config.tiers
+    assert (host.kind, host.capacity, host.path) == ("dram", 16 * GiB, None)
+    assert (nvme0.path, nvme0.endurance_tbw) == (Path("/mnt/nvme0"), 1200)
+    assert pfs.capacity == TiB
+    assert config.io.block_size == 4 * MiB
+    assert config.memory.pinned == 4 * GiB
+    assert config.tiers_for("activations") == [host, nvme0]
+    assert config.tiers_for("optimizer") == [host, nvme0, pfs]
 
 
-class TestRefusedSources:
-    @pytest.mark.parametrize(
-        ("content", "words"),
-        [
-            ("activations:\n  min_size: [1MiB\nio: {}\n", "not valid YAML.* in line 3"),
-            ("memory: {pinned: 1MiB}\nmemory: {}\n", "'memory' is given twice in line 2"),
-            ("memory: !!python/object/apply:os.system [true]", "not valid YAML"),
-            ("compute_environment: LOCAL_MACHINE\n", "has no 'ssd_offload_config:' section"),
-            ("ssd_offload_config: other.yaml", "leads back to itself"),
-            ("- a\n", "allowed are sections"),
-            ("just text\n", "allowed are sections"),
-            ("3: a\n", "the key 3 is not text"),
-        ],
-    )
-    def test_files_that_hold_no_config(self, content: str, words: str, tmp_path: Path) -> None:
-        file = tmp_path / "config.yaml"
-        file.write_text(content)
-        (tmp_path / "other.yaml").write_text("ssd_offload_config: config.yaml")
-        message = refusal(file)
-        assert str(file) in message
-        assert re.search(words, message)
-
-    @pytest.mark.parametrize(
-        ("source", "words"),
-        [
-            ("ful", r"neither a file .* \(activations, full, optimizer\)\. .* mean 'full'\?"),
-            ("/", "is a directory"),
-            ('{"memory": 1', "line 1, column 13"),
-            *((source, "cannot read a config from") for source in (3, True, b"full", ["full"])),
-        ],
-    )
-    def test_what_cannot_be_a_source(self, source: object, words: str) -> None:
-        assert re.search(words, refusal(source))
+def test_mapping_json_text_and_files_mean_the_same(tmp_path):
+    sections = yaml.safe_load(CONTRACT)
+    as_yaml, as_json = tmp_path / "a.yml", tmp_path / "a.json"
+    as_yaml.write_text(CONTRACT)
+    # Tabs are fine in JSON and not in YAML.
+    as_json.write_text(json.dumps(sections, indent="\t"))
+    expected = OffloadConfig.load(sections)
+    text, made = json.dumps(sections), OffloadConfig(**sections)
+    for source in (str(as_yaml), as_yaml, as_json, text, made):
+        assert OffloadConfig.load(source) == expected
 
 
-class TestRefusedValues:
-    @pytest.mark.parametrize(
-        ("sections", "right"),
-        [
-            ({"activations": {"min_sise": 1}}, "activations.min_size"),
-            ({"activations": {"min-size": 1}}, "activations.min_size"),
-            ({"activations": {"capacity": 1}}, "tiers[].capacity"),
-            ({"activations": {"pinned": 1}}, "memory.pinned"),
-            ({"optimiser": {}}, "optimizer"),
-            ({"min_size": 1}, "activations.min_size"),
-            ({"Memory": {}}, "memory"),
-            ({"tiers": [{"name": "a", "kind": "ssd", "dir": "/a", "capcity": 1}]}, "capacity"),
-        ],
-    )
-    def test_a_misspelt_key_is_refused_with_the_nearest_right_one(
-        self, sections: dict[str, Any], right: str
-    ) -> None:
-        assert "did you mean" in refusal(sections)
-        assert right in refusal(sections)
-
-    def test_a_key_near_to_nothing_lists_the_keys_of_its_section(self) -> None:
-        message = refusal({"memory": {"zzz": 1}})
-        assert message.endswith("memory.zzz: unknown key; the keys here are limit, pinned")
-
-    @pytest.mark.parametrize(
-        ("sections", "where", "words"),
-        [
-            ({"tiers": []}, "tiers", "empty"),
-            ({"tiers": {"name": "a"}}, "tiers", "a list"),
-            ({"tiers": ["a"]}, "tiers[0]", "name, kind, path"),
-            ({"tiers": [{"kind": "dram", "capacity": 1}]}, "tiers[0].name", "missing"),
-            (tier(name="a/b", kind="ssd", path="/a"), "tiers[0].name", "letters"),
-            (tier(kind="nvme"), "tiers[0].kind", "'device', 'dram' or"),
-            (tier(kind="ssd"), "tiers[0]", "needs a path"),
-            (tier(kind="ssd", path=""), "tiers[0].path", "empty"),
-            (tier(kind="ssd", path=[]), "tiers[0].path", "empty"),
-            (tier(kind="ssd", path=3), "tiers[0].path", "directory"),
-            (tier(kind="ssd", path=["/a", "/a"]), "tiers[0].path", "'/a' is named twice"),
-            (tier(kind="ssd", path="$NOWHERE/x"), "tiers[0].path", "$NOWHERE, which is not set"),
-            (tier(kind="ssd", path="/a", endurance_tbw=-1), "tiers[0].endurance_tbw", "greater"),
-            (tier(kind="dram"), "tiers[0]", "needs a capacity"),
-            (tier(kind="device"), "tiers[0]", "needs a capacity"),
-            (tier(kind="device", capacity=1), "config", "need a dram or ssd tier"),
-            ({**DEVICE_AND_DRAM, "activations": {"tiers": ["a"]}}, "activations", "states only"),
-            (tier(kind="dram", capacity="1GiB", path="/a"), "tiers[0]", "cannot have a path"),
-            (tier(kind="dram", capacity=0), "tiers[0].capacity", "got 0: must be at least 1 B"),
-            (tier(kind="dram", capacity="-1GiB"), "tiers[0].capacity", "negative"),
-            (tier(kind="dram", capacity=1, overwrite=True), "tiers[0]", "remove overwrite"),
-            ({"tiers": 2 * tier(kind="dram", capacity=1)["tiers"]}, "tiers", "two tiers are named"),
-            ({"activations": {"tiers": ["host"]}}, "activations", "configured tiers are: ssd"),
-            ({"activations": {"tiers": []}}, "activations.tiers", "enabled: false"),
-            ({"activations": {"tiers": "ssd"}}, "activations.tiers", "a list"),
-            ({"activations": {"tiers": ["ssd", "ssd"]}}, "activations.tiers", "twice"),
-            ({"activations": True}, "activations", "enabled, tiers, min_size"),
-            ({"activations": {"min_size": "512M"}}, "activations.min_size", "MiB"),
-            ({"activations": {"budget": "170%"}}, "activations.budget", "between 0% and 100%"),
-            ({"activations": {"budget": "much"}}, "activations.budget", "or 'auto'"),
-            ({"optimizer": {"subgroup_size": 0}}, "optimizer.subgroup_size", "at least one"),
-            ({"optimizer": {"overlap": True}}, "optimizer.overlap", "'commit'"),
-            ({"io": {"threads": 0}}, "io.threads", "greater than or equal to 1"),
-            ({"io": {"block_size": "1000B"}}, "io.block_size", "multiple of 4096"),
-            ({"io": {"block_size": 0}}, "io.block_size", "multiple of 4096"),
-            ({"io": {"direct": "maybe"}}, "io.direct", "'auto', true or false"),
-            ({"io": {"backend": "tape"}}, "io.backend", "'deepnvme'"),
-            ({"io": {"backend": "deepnvme"}}, "io", "needs checksum: true"),
-            ({"memory": {"pinned": 0}}, "memory.pinned", "at least 1 B"),
-            ({"parameters": {"blocks_in_flight": 0}}, "parameters.blocks_in_flight", "equal to 1"),
-        ],
-    )
-    def test_a_wrong_value_is_refused_with_its_place_and_what_is_allowed(
-        self, sections: dict[str, Any], where: str, words: str
-    ) -> None:
-        message = refusal(sections)
-        assert message.startswith(f"the given mapping: {where}: ")
-        assert words in message
-        assert "pydantic" not in message
-
-    def test_one_message_has_all_problems_and_names_the_source(self, tmp_path: Path) -> None:
-        message = refusal({"activations": {"min_sise": 1}, "io": {"threads": 0}})
-        assert "2 problems" in message
-        assert "activations.min_sise" in message
-        assert "io.threads" in message
-        file = tmp_path / "launch.yaml"
-        file.write_text("num_processes: 1\nssd_offload_config: {optimizer: {overlapp: off}}")
-        message = refusal(file)
-        assert message.startswith(f"file {str(file)!r}, ssd_offload_config: optimizer.overlapp: ")
-        with pytest.raises(ConfigError, match=r"activations\.min_size"):
-            OffloadConfig(activations={"min_sise": 1})
-
-    def test_a_config_cannot_be_changed(self) -> None:
-        with pytest.raises(ValidationError, match="frozen"):
-            OffloadConfig().activations.enabled = False  # type: ignore[misc]
+def test_presets_are_the_defaults_but_for_the_switches_that_their_names_say():
+    on = {"activations": {"activations"}, "optimizer": {"optimizer"}}
+    on["full"] = {"activations", "optimizer"}
+    assert presets().keys() == on.keys()
+    for name in presets():
+        expected = OffloadConfig.load({}).model_dump()
+        for section in ("activations", "optimizer"):
+            expected[section]["enabled"] = section in on[name]
+        assert OffloadConfig.load(name).model_dump() == expected
 
 
-class TestValues:
-    def test_a_bare_off_in_yaml_means_off(self, tmp_path: Path) -> None:
-        file = tmp_path / "config.yaml"
-        file.write_text("optimizer: {overlap: off}")
-        assert OffloadConfig.load(file).optimizer.overlap == "off"
-
-    @pytest.mark.parametrize(
-        ("budget", "fraction", "size"),
-        [
-            ("auto", None, None),
-            ("70%", 0.7, None),
-            ("0%", 0.0, None),
-            (" 12.5 % ", 0.125, None),
-            ("8GiB", None, 8 * GiB),
-            (0, None, 0),
-        ],
-    )
-    def test_a_budget_is_auto_or_a_share_or_bytes(
-        self, budget: str | int, fraction: float | None, size: int | None
-    ) -> None:
-        section = ActivationsConfig(budget=budget)
-        assert section.budget_fraction() == fraction
-        assert section.budget_bytes() == size
-
-    def test_a_path_is_expanded_and_absolute(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("SCRATCH", "/scratch/me")
-        monkeypatch.setenv("HOME", "/home/me")
-
-        def path(text: str) -> Path | None:
-            return TierConfig(name="a", kind="ssd", path=Path(text)).path
-
-        assert path("$SCRATCH/offload") == Path("/scratch/me/offload")
-        assert path("~/offload") == Path("/home/me/offload")
-        assert path("offload") == Path.cwd() / "offload"
-
-    def test_a_section_uses_all_tiers_in_order_or_those_that_it_names(self) -> None:
-        sections = yaml.safe_load(CONTRACT)
-        sections["activations"]["tiers"] = ["nvme0", "host"]
-        del sections["optimizer"]["tiers"]
-        config = OffloadConfig.load(sections)
-        assert [tier.name for tier in config.tiers_for("activations")] == ["nvme0", "host"]
-        assert [tier.name for tier in config.tiers_for("optimizer")] == ["host", "nvme0", "pfs"]
+def test_the_environment_gives_the_default_config(tmp_path, monkeypatch):
+    file = tmp_path / "config.yaml"
+    file.write_text("memory: {pinned: 7MiB}")
+    for value in [str(file), '{"memory": {"pinned": "7MiB"}}']:
+        monkeypatch.setenv("SSD_OFFLOAD_CONFIG", value)
+        assert OffloadConfig.load().memory.pinned == 7 * MiB
+    monkeypatch.setenv("SSD_OFFLOAD_CONFIG", "optimizer")
+    assert not OffloadConfig.load().activations.enabled
+    assert OffloadConfig.load({}).activations.enabled, "an explicit source wins"
+    monkeypatch.setenv("SSD_OFFLOAD_CONFIG", "")
+    assert OffloadConfig.load().activations.enabled
+    monkeypatch.setenv("SSD_OFFLOAD_CONFIG", "ful")
+    assert refusal(None).startswith("$SSD_OFFLOAD_CONFIG: 'ful'")
 
 
-class TestDefaultTier:
-    def test_it_is_one_ssd_tier_in_the_directory_of_the_variable(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("SSD_OFFLOAD_DIR", str(tmp_path))
-        assert OffloadConfig().tiers == [TierConfig(name="ssd", kind="ssd", path=tmp_path)]
-
-    @pytest.mark.parametrize("kind", ["ext4", "tmpfs"])
-    def test_it_is_the_temporary_directory_unless_that_is_memory(
-        self, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "not" / "there"))
-        monkeypatch.setattr(directories, "file_system_of", lambda path: FileSystem(kind))
-        memory = kind == "tmpfs"
-        assert default_directory() == (Path("/var/tmp") if memory else tmp_path / "not" / "there")
+def test_the_section_of_a_launch_file_is_read_or_names_a_preset_or_a_file_beside_it(tmp_path):
+    assert OffloadConfig.load(LAUNCH_FILE).activations.min_size == 256 * KiB
+    (tmp_path / "mine.yaml").write_text("memory: {pinned: 7MiB}")
+    launch = tmp_path / "launch.yaml"
+    launch.write_text("num_processes: 1\nssd_offload_config: mine.yaml")
+    assert OffloadConfig.load(launch).memory.pinned == 7 * MiB
+    launch.write_text("num_processes: 1\nssd_offload_config: activations")
+    assert not OffloadConfig.load(launch).optimizer.enabled
+    launch.write_text("num_processes: 1\nssd_offload_config:")
+    assert OffloadConfig.load(launch) == OffloadConfig()
 
 
-class TestSchema:
-    def test_every_key_has_a_description(self) -> None:
-        schema = OffloadConfig.model_json_schema()
-        models = schema["$defs"]
-        assert all(model["description"] for model in models.values())
-        keys = [
-            (model["title"], key, field)
-            for model in [schema, *models.values()]
-            for key, field in model["properties"].items()
-        ]
-        assert len(keys) > 25
-        # A section is described where it is defined.
-        assert [key for *key, field in keys if not {"description", "$ref"} & field.keys()] == []
-
-    def test_a_size_may_be_a_number_or_text(self) -> None:
-        sizes = OffloadConfig.model_json_schema()["$defs"]["MemoryConfig"]["properties"]["pinned"]
-        assert {kind["type"] for kind in sizes["anyOf"]} == {"integer", "string"}
-        assert "512MiB" in sizes["examples"]
+def test_empty_files_and_sections_are_the_defaults(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("# nothing\n")
+    assert OffloadConfig.load(file) == OffloadConfig()
+    file.write_text("activations:\n  # min_size: 1MiB\n")
+    assert OffloadConfig.load(file) == OffloadConfig()
+    file.write_text("optimizer: {overlap: off}")  # which YAML reads as false
+    assert OffloadConfig.load(file).optimizer.overlap == "off"
 
 
-def test_reading_a_config_imports_no_torch() -> None:
+def test_a_config_survives_yaml_pickling_and_copying(tmp_path):
+    config = OffloadConfig.load(yaml.safe_load(CONTRACT))
+    file = tmp_path / "config.yaml"
+    file.write_text(config.to_yaml())
+    assert "block_size: 4MiB" in file.read_text()
+    assert OffloadConfig.load(file) == config
+    assert OffloadConfig.load(config) is config
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert copy.deepcopy(config) == config
+    with pytest.raises(ValidationError, match="frozen"):
+        config.activations.enabled = False
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("activations:\n  min_size: [1MiB\nio: {}\n", "not valid YAML.* in line 3"),
+        ("memory: {pinned: 1MiB}\nmemory: {}\n", "'memory' is given twice in line 2"),
+        ("memory: !!python/object/apply:os.system [true]", "not valid YAML"),
+        ("compute_environment: LOCAL_MACHINE\n", "has no 'ssd_offload_config:' section"),
+        ("ssd_offload_config: other.yaml", "leads back to itself"),
+        ("- a\n", "allowed are sections"),
+        ("just text\n", "allowed are sections"),
+        ("3: a\n", "the key 3 is not text"),
+    ],
+)
+def test_files_that_hold_no_config(content, words, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(content)
+    (tmp_path / "other.yaml").write_text("ssd_offload_config: config.yaml")
+    message = refusal(file)
+    assert str(file) in message
+    assert re.search(words, message)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("ful", r"neither a file .* \(activations, full, optimizer\)\. .* mean 'full'\?"),
+        ("/", "is a directory"),
+        ('{"memory": 1', "line 1, column 13"),
+        *((source, "cannot read a config from") for source in (3, True, b"full", ["full"])),
+    ],
+)
+def test_what_cannot_be_a_source(source, words):
+    assert re.search(words, refusal(source))
+
+
+@pytest.mark.parametrize(
+    ("sections", "right"),
+    [
+        ({"activations": {"min_sise": 1}}, "activations.min_size"),
+        ({"activations": {"min-size": 1}}, "activations.min_size"),
+        ({"activations": {"capacity": 1}}, "tiers[].capacity"),
+        ({"activations": {"pinned": 1}}, "memory.pinned"),
+        ({"optimiser": {}}, "optimizer"),
+        ({"min_size": 1}, "activations.min_size"),
+        ({"Memory": {}}, "memory"),
+        ({"tiers": [{"name": "a", "kind": "ssd", "dir": "/a", "capcity": 1}]}, "capacity"),
+    ],
+)
+def test_a_misspelt_key_is_refused_with_the_nearest_right_one(sections, right):
+    assert "did you mean" in refusal(sections)
+    assert right in refusal(sections)
+    message = refusal({"memory": {"zzz": 1}})  # near to nothing
+    assert message.endswith("memory.zzz: unknown key; the keys here are limit, pinned")
+
+
+@pytest.mark.parametrize(
+    ("sections", "where", "words"),
+    [
+        ({"tiers": []}, "tiers", "empty"),
+        ({"tiers": {"name": "a"}}, "tiers", "a list"),
+        ({"tiers": ["a"]}, "tiers[0]", "name, kind, path"),
+        ({"tiers": [{"kind": "dram", "capacity": 1}]}, "tiers[0].name", "missing"),
+        (tier(name="a/b", kind="ssd", path="/a"), "tiers[0].name", "letters"),
+        (tier(kind="nvme"), "tiers[0].kind", "'device', 'dram' or"),
+        (tier(kind="ssd"), "tiers[0]", "needs a path"),
+        (tier(kind="ssd", path=""), "tiers[0].path", "empty"),
+        (tier(kind="ssd", path=[]), "tiers[0].path", "empty"),
+        (tier(kind="ssd", path=3), "tiers[0].path", "directory"),
+        (tier(kind="ssd", path=["/a", "/a"]), "tiers[0].path", "'/a' is named twice"),
+        (tier(kind="ssd", path="$NOWHERE/x"), "tiers[0].path", "$NOWHERE, which is not set"),
+        (tier(kind="ssd", path="/a", endurance_tbw=-1), "tiers[0].endurance_tbw", "greater"),
+        (tier(kind="dram"), "tiers[0]", "needs a capacity"),
+        (tier(kind="device", capacity=1), "config", "need a dram or ssd tier"),
+        ({**DEVICE_AND_DRAM, "activations": {"tiers": ["a"]}}, "activations", "states only"),
+        (tier(kind="dram", capacity="1GiB", path="/a"), "tiers[0]", "cannot have a path"),
+        (tier(kind="dram", capacity=0), "tiers[0].capacity", "got 0: must be at least 1 B"),
+        (tier(kind="dram", capacity="-1GiB"), "tiers[0].capacity", "negative"),
+        (tier(kind="dram", capacity=1, overwrite=True), "tiers[0]", "remove overwrite"),
+        ({"tiers": 2 * tier(kind="dram", capacity=1)["tiers"]}, "tiers", "two tiers are named"),
+        ({"activations": {"tiers": ["host"]}}, "activations", "configured tiers are: ssd"),
+        ({"activations": {"tiers": []}}, "activations.tiers", "enabled: false"),
+        ({"activations": {"tiers": "ssd"}}, "activations.tiers", "a list"),
+        ({"activations": {"tiers": ["ssd", "ssd"]}}, "activations.tiers", "twice"),
+        ({"activations": True}, "activations", "enabled, tiers, min_size"),
+        ({"activations": {"min_size": "512M"}}, "activations.min_size", "MiB"),
+        ({"activations": {"budget": "170%"}}, "activations.budget", "between 0% and 100%"),
+        ({"activations": {"budget": "much"}}, "activations.budget", "or 'auto'"),
+        ({"optimizer": {"subgroup_size": 0}}, "optimizer.subgroup_size", "at least one"),
+        ({"optimizer": {"overlap": True}}, "optimizer.overlap", "'commit'"),
+        ({"io": {"threads": 0}}, "io.threads", "greater than or equal to 1"),
+        ({"io": {"block_size": "1000B"}}, "io.block_size", "multiple of 4096"),
+        ({"io": {"direct": "maybe"}}, "io.direct", "'auto', true or false"),
+        ({"io": {"backend": "tape"}}, "io.backend", "'deepnvme'"),
+        ({"io": {"backend": "deepnvme"}}, "io", "needs checksum: true"),
+        ({"memory": {"pinned": 0}}, "memory.pinned", "at least 1 B"),
+        ({"parameters": {"blocks_in_flight": 0}}, "parameters.blocks_in_flight", "equal to 1"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_place_and_what_is_allowed(sections, where, words):
+    message = refusal(sections)
+    assert message.startswith(f"the given mapping: {where}: ")
+    assert words in message
+    assert "pydantic" not in message
+
+
+def test_one_message_has_all_problems_and_names_the_source(tmp_path):
+    message = refusal({"activations": {"min_sise": 1}, "io": {"threads": 0}})
+    assert "2 problems" in message
+    assert "activations.min_sise" in message
+    assert "io.threads" in message
+    file = tmp_path / "launch.yaml"
+    file.write_text("num_processes: 1\nssd_offload_config: {optimizer: {overlapp: off}}")
+    message = refusal(file)
+    assert message.startswith(f"file {str(file)!r}, ssd_offload_config: optimizer.overlapp: ")
+    with pytest.raises(ConfigError, match=r"activations\.min_size"):
+        OffloadConfig(activations={"min_sise": 1})
+
+
+@pytest.mark.parametrize(
+    ("budget", "fraction", "size"),
+    [
+        ("auto", None, None),
+        ("0%", 0.0, None),
+        (" 12.5 % ", 0.125, None),
+        ("8GiB", None, 8 * GiB),
+        (0, None, 0),
+    ],
+)
+def test_a_budget_is_auto_or_a_share_or_bytes(budget, fraction, size):
+    section = ActivationsConfig(budget=budget)
+    assert section.budget_fraction() == fraction
+    assert section.budget_bytes() == size
+
+
+def test_a_path_is_expanded_and_absolute(monkeypatch):
+    monkeypatch.setenv("SCRATCH", "/scratch/me")
+    monkeypatch.setenv("HOME", "/home/me")
+
+    def path(text):
+        return TierConfig(name="a", kind="ssd", path=Path(text)).path
+
+    assert path("$SCRATCH/offload") == Path("/scratch/me/offload")
+    assert path("~/offload") == Path("/home/me/offload")
+    assert path("offload") == Path.cwd() / "offload"
+
+
+def test_a_section_uses_all_tiers_in_order_or_those_that_it_names():
+    sections = yaml.safe_load(CONTRACT)
+    sections["activations"]["tiers"] = ["nvme0", "host"]
+    del sections["optimizer"]["tiers"]
+    config = OffloadConfig.load(sections)
+    assert [tier.name for tier in config.tiers_for("activations")] == ["nvme0", "host"]
+    assert [tier.name for tier in config.tiers_for("optimizer")] == ["host", "nvme0", "pfs"]
+
+
+@pytest.mark.parametrize("kind", ["ext4", "tmpfs"])
+def test_the_default_tier_is_in_the_temporary_directory_unless_that_is_memory(
+    kind, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "not" / "there"))
+    monkeypatch.setattr(directories, "file_system_of", lambda path: FileSystem(kind))
+    memory = kind == "tmpfs"
+    assert default_directory() == (Path("/var/tmp") if memory else tmp_path / "not" / "there")
+    monkeypatch.setenv("SSD_OFFLOAD_DIR", str(tmp_path))
+    assert OffloadConfig().tiers == [TierConfig(name="ssd", kind="ssd", path=tmp_path)]
+
+
+def test_every_key_has_a_description():
+    schema = OffloadConfig.model_json_schema()
+    models = schema["$defs"]
+    assert all(model["description"] for model in models.values())
+    keys = [
+        (model["title"], key, field)
+        for model in [schema, *models.values()]
+        for key, field in model["properties"].items()
+    ]
+    assert len(keys) > 25
+    # A section is described where it is defined.
+    assert [key for *key, field in keys if not {"description", "$ref"} & field.keys()] == []
+    # A size may be a number or text.
+    sizes = models["MemoryConfig"]["properties"]["pinned"]
+    assert {kind["type"] for kind in sizes["anyOf"]} == {"integer", "string"}
+    assert "512MiB" in sizes["examples"]
+
+
+def test_reading_a_config_imports_no_torch():
     code = (
         "import sys, offload_strategy.config as c; c.OffloadConfig.load('full'); "
         "sys.exit('torch' in sys.modules)"
@@ -367,7 +346,7 @@ def test_reading_a_config_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-def test_accelerate_accepts_the_rest_of_our_launch_file(tmp_path: Path) -> None:
+def test_accelerate_accepts_the_rest_of_our_launch_file(tmp_path):
     config_args = pytest.importorskip("accelerate.commands.config.config_args")
     content = yaml.safe_load(LAUNCH_FILE.read_text())
     del content["ssd_offload_config"]

@@ -71,27 +71,25 @@ def home() -> Iterator[Path]:
     shutil.rmtree(home)
 
 
-def run(words: list[str], home: Path, **variables: str) -> str:
-    environment = {k: v for k, v in os.environ.items() if k not in ("TMPDIR", "SSD_OFFLOAD_DIR")}
-    environment |= {"PYTHONPATH": str(ROOT), "HOME": str(home), "COLUMNS": "300", **variables}
-    done = subprocess.run(words, cwd=home, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.slow
-def test_training_works_in_a_container_without_privileges(inside: list[str], home: Path) -> None:
+def test_training_works_in_a_container_whose_layer_doctor_names(
+    inside: list[str], home: Path
+) -> None:
     (home / "train.py").write_text(TRAINING)
-    train = [*inside, sys.executable, "train.py"]
-    assert run(train, home).splitlines() == ["the default is in /var/tmp", "trained: True"]
-    on_the_layer = run(train, home, SSD_OFFLOAD_DIR=str(home / "layer"))
-    assert "trained: True" in on_the_layer
+    usual = {k: v for k, v in os.environ.items() if k not in ("TMPDIR", "SSD_OFFLOAD_DIR")}
+    usual |= {"PYTHONPATH": str(ROOT), "HOME": str(home), "COLUMNS": "300"}
+
+    def run(*words: str, **variables: str) -> str:
+        command = [*inside, sys.executable, *words]
+        done = subprocess.run(
+            command, cwd=home, env=usual | variables, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert run("train.py").splitlines() == ["the default is in /var/tmp", "trained: True"]
+    assert "trained: True" in run("train.py", SSD_OFFLOAD_DIR=str(home / "layer"))
     assert list((home / "up").iterdir()) == []
-
-
-@pytest.mark.slow
-def test_doctor_names_the_layer_of_a_container(inside: list[str], home: Path) -> None:
-    doctor = [sys.executable, "-m", "offload_strategy.cli", "doctor", str(home / "layer")]
-    printed = run([*inside, *doctor], home)
+    printed = run("-m", "offload_strategy.cli", "doctor", str(home / "layer"))
     assert f"warning  {home}/layer: file system: overlay, a container's own layer" in printed
     assert "Training works here" in printed
