@@ -1,100 +1,25 @@
-"""Metrics in what `report_to` of the Trainers of Transformers and TRL names."""
+"""Who sees the metrics that the Trainer reports; test_unmodified_scripts.py has what they are."""
 
 from __future__ import annotations
 
 import json
-import math
-import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-import yaml
 from transformers import PrinterCallback, TrainerCallback
 from transformers.integrations import MLflowCallback
 
 from tests.integrations.accelerate_runs import _fresh_accelerate
-from tests.integrations.support import OFFLOAD_ALL, python, succeeded, tensorboard_scalars
+from tests.integrations.support import OFFLOAD_ALL
 from tests.integrations.test_transformers import make_trainer, numbers
-from tests.integrations.test_unmodified_scripts import SCRIPTS
 
 __all__ = ["_fresh_accelerate"]
 
-LAUNCHER = "from accelerate.commands.accelerate_cli import main; main()"
 WRITTEN = "offload/optimizer/written_bytes"
-RATES = {
-    "offload/bandwidth/read_GBps",
-    "offload/bandwidth/write_GBps",
-    "offload/waits/activations_share",
-    "offload/waits/optimizer_share",
-    "offload/waits/parameters_share",
-}
-GROUPS = {"activations", "bandwidth", "endurance", "memory", "optimizer", "tier", "waits"}
 
 
-# ---------------------------------------------------------------------- scripts nobody changed
-def wandb_rows(file: Path) -> Iterator[dict[str, Any]]:
-    """What an offline run of W&B has logged, row by row."""
-    records = pytest.importorskip("wandb.proto.wandb_internal_pb2")
-    content, place, record = file.read_bytes(), 7, b""
-    while place + 7 <= len(content):  # LevelDB's log format, in blocks of 32 KiB
-        if (left := 32768 - place % 32768) < 7:
-            place += left
-            continue
-        _, length, kind = struct.unpack("<IHB", content[place : place + 7])
-        record += content[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind not in (1, 4):  # the whole record, or its last part
-            continue
-        parsed, record = records.Record.FromString(record), b""
-        if parsed.WhichOneof("record_type") == "history":
-            items = parsed.history.item
-            yield {one.key or "/".join(one.nested_key): json.loads(one.value_json) for one in items}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script", ["transformers_trainer.py", "trl_sft.py"])
-def test_an_unchanged_script_reports_the_metrics(tmp_path: Path, script: str) -> None:
-    for package in ("datasets", "tensorboard", "trl", "wandb"):
-        pytest.importorskip(package)
-    launch_file = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO"}
-    launch_file |= {"num_processes": 1, "use_cpu": True, "ssd_offload_config": OFFLOAD_ALL}
-    (tmp_path / "offload.yaml").write_text(yaml.safe_dump(launch_file))
-    words = ["launch", "--config", "offload.yaml", str(SCRIPTS / script)]
-    words += ["--report_to", "tensorboard", "wandb"]
-    variables = {
-        "SSD_OFFLOAD_METRICS_EVERY": "3",
-        "TENSORBOARD_LOGGING_DIR": str(tmp_path / "board"),
-        "WANDB_MODE": "offline",
-        "WANDB_DIR": str(tmp_path),
-    }
-    printed = succeeded(
-        python("-c", LAUNCHER, *words, home=tmp_path, variables=variables, timeout=280)
-    )
-    assert WRITTEN not in printed
-
-    scalars = tensorboard_scalars(tmp_path / "board")
-    steps = [step for step, _ in scalars["train/loss"]]
-    assert steps == [*range(1, 9)]
-    ours = {name for name in scalars if "offload/" in name}
-    assert ours >= RATES
-    assert {name.split("/")[1] for name in ours} >= GROUPS
-    for name in ours:
-        assert name.startswith("offload/")
-        assert [step for step, _ in scalars[name]] == [1, 4, 7, 8], name
-        assert all(math.isfinite(value) for _, value in scalars[name])
-    assert scalars[WRITTEN][0][1] < scalars[WRITTEN][-1][1]
-
-    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    rows = [row for row in wandb_rows(file) if WRITTEN in row]
-    assert [row["train/global_step"] for row in rows] == [1, 4, 7, 8]
-    assert all("train/loss" in row for row in rows[:-1])
-    assert {name for name in rows[0] if "offload/" in name} == ours
-
-
-# ---------------------------------------------------------------------- who sees the metrics
 class Seen(TrainerCallback):
     """Notes what a callback of the script gets."""
 

@@ -5,7 +5,7 @@ by path, one after the other, so that the frameworks are imported only once.
 
     accelerate launch --config_file offload.yaml twice.py results.json RUNS
 
-RUNS is JSON: for each path the arguments of all runs, and the option that offloads, if one does.
+RUNS is JSON: for each path the arguments of all runs, and those of the run that offloads.
 """
 
 from __future__ import annotations
@@ -21,76 +21,58 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from wrapt import register_post_import_hook
+
 ACTIVE = "ACCELERATE_USE_SSD_OFFLOAD"
 VERBS = ("written", "forwarded")
 
+engines: list[Any] = []
 
-def remember_engines(engines: list[Any]) -> None:
-    """Keep the metrics of engines that scripts make, whenever they close."""
-    from wrapt import register_post_import_hook
 
-    def wrap(module: Any) -> None:
-        init, close = module.OffloadEngine.__init__, module.OffloadEngine.close
+def remember_engines(module: Any) -> None:
+    """Keep the engines that scripts make, and their metrics when they close."""
 
-        def remembering(self: Any, *args: Any, **options: Any) -> None:
-            init(self, *args, **options)
+    class Remembered(module.OffloadEngine):  # type: ignore[misc,name-defined]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
             engines.append(self)
 
-        def noting(self: Any) -> None:
+        def close(self) -> None:
             if not self.closed:
                 self.at_the_end = self.metrics()
-            close(self)
+            super().close()
 
-        module.OffloadEngine.__init__, module.OffloadEngine.close = remembering, noting
-
-    register_post_import_hook(wrap, "offload_strategy.engine.offload_engine")
+    module.OffloadEngine = Remembered
 
 
-def run_script(path: Path, arguments: Sequence[str], engines: list[Any]) -> dict[str, Any]:
+def run_script(path: Path, arguments: Sequence[str]) -> dict[str, Any]:
     """Run a script as `__main__`, and return its losses, its weights' digest and bytes moved."""
-    printed = io.StringIO()
-    before, sys.argv = sys.argv, [str(path), *arguments]
+    sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.parent))
-    try:
-        with contextlib.redirect_stdout(printed):
-            variables = runpy.run_path(str(path), run_name="__main__")
-    finally:
-        sys.argv = before
-        sys.path.remove(str(path.parent))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        variables = runpy.run_path(str(path), run_name="__main__")
+    sys.path.remove(str(path.parent))
+    if "wandb" in sys.modules:
+        sys.modules["wandb"].finish()
     gc.collect()
     lines = [line.split() for line in printed.getvalue().splitlines() if line.strip()]
     moved = {"activations": 0.0, "optimizer": 0.0}
-    for engine in engines:
-        metrics = engine.at_the_end if engine.closed else engine.metrics()
-        for client in moved:
-            moved[client] += sum(metrics[f"offload/{client}/{verb}_bytes"] for verb in VERBS)
-        engine.close()
     count = len(engines)
-    engines.clear()
+    while engines:
+        engine = engines.pop()
+        engine.close()
+        for client in moved:
+            written = (engine.at_the_end[f"offload/{client}/{verb}_bytes"] for verb in VERBS)
+            moved[client] += sum(written)
     del variables
+    forget_accelerator()
     return {
         "losses": [words[1] for words in lines if words[0] == "loss"],
         "weights": [words[1] for words in lines if words[0] == "weights"],
+        "prints metrics": "offload/" in printed.getvalue(),
         "engines": count,
         "moved": moved,
     }
-
-
-def main(results: str, runs: str) -> None:
-    """See the module."""
-    engines: list[Any] = []
-    remember_engines(engines)
-    found: dict[str, Any] = {}
-    active = os.environ.pop(ACTIVE)
-    for path, (arguments, options) in json.loads(runs).items():
-        plain = run_script(Path(path), arguments, engines)
-        forget_accelerator()
-        os.environ[ACTIVE] = active
-        offloaded = run_script(Path(path), [*arguments, *options], engines)
-        del os.environ[ACTIVE]
-        forget_accelerator()
-        found[Path(path).name] = {"plain": plain, "offloaded": offloaded}
-    Path(results).write_text(json.dumps(found))
 
 
 def forget_accelerator() -> None:
@@ -100,6 +82,20 @@ def forget_accelerator() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     PartialState._reset_state()
+
+
+def main(results: str, runs: str) -> None:
+    """See the module."""
+    register_post_import_hook(remember_engines, "offload_strategy.engine.offload_engine")
+    found: dict[str, Any] = {}
+    active = os.environ.pop(ACTIVE)
+    for path, (arguments, options) in json.loads(runs).items():
+        plain = run_script(Path(path), arguments)
+        os.environ[ACTIVE] = active
+        offloaded = run_script(Path(path), [*arguments, *options])
+        del os.environ[ACTIVE]
+        found[Path(path).name] = {"plain": plain, "offloaded": offloaded}
+    Path(results).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
