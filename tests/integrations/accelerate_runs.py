@@ -39,6 +39,7 @@ class Run:
     loader: Any
     scheduler: Any
     losses: list[float] = field(default_factory=list)
+    validation_losses: tuple[float, ...] = ()
 
     @property
     def parameters(self) -> list[torch.Tensor]:

@@ -18,7 +18,7 @@ from offload_strategy.integrations.accelerate.plugin import session_of
 from offload_strategy.optimizer.offloaded_optimizer import OffloadedOptimizer
 from tests.distributed.data_parallel_runs import same
 from tests.integrations.accelerate_runs import Run, _fresh_accelerate, prepare
-from tests.integrations.lightning_runs import assert_equal, tiny_model
+from tests.integrations.lightning_runs import assert_equal, assert_same, tiny_model
 from tests.integrations.support import tensorboard_scalars
 
 __all__ = ["_fresh_accelerate"]
@@ -26,9 +26,9 @@ __all__ = ["_fresh_accelerate"]
 EAGER: dict[str, Any] = {"optimizer": {"overlap": "eager"}}
 
 
-def assert_same(run: Run, other: Run) -> None:
-    assert run.losses == other.losses
-    assert_equal(run.parameters, other.parameters)
+def offloading(config: Any = None, **options: Any) -> Accelerator:
+    """An `Accelerator` with the plugin."""
+    return Accelerator(cpu=True, kwargs_handlers=[SSDOffloadPlugin(config, **options)])
 
 
 # ---------------------------------------------------------------------- numbers
@@ -49,16 +49,12 @@ def test_accumulation_clipping_and_a_scheduler_are_identical(
     assert hints == [(0, False), *3 * [*group, *group, (0, False), (1, True)]]
 
 
-def test_eager_updates_are_identical() -> None:
+def test_eager_updates_are_identical_and_clipping_is_refused_in_the_first_step() -> None:
     options = {"gradient_accumulation_steps": 4}
     plain = prepare(**options).train(9)
     assert_same(prepare(SSDOffloadPlugin(EAGER), **options).train(9), plain)
-
-
-def test_clipping_with_eager_updates_is_refused_in_the_first_step() -> None:
-    run = prepare(SSDOffloadPlugin(EAGER))
     with pytest.raises(OffloadError, match=r"overlap: commit"):
-        run.train(1, clip=1.0)
+        prepare(SSDOffloadPlugin(EAGER)).train(1, clip=1.0)
 
 
 def test_accumulation_by_hand_is_identical() -> None:
@@ -98,13 +94,11 @@ def test_an_optimizer_that_the_script_attached_itself_is_left_alone() -> None:
     model = tiny_model()
     with OffloadEngine() as own:
         optimizer = own.attach(model, torch.optim.AdamW(model.parameters()))
-        accelerator = Accelerator(cpu=True, kwargs_handlers=[SSDOffloadPlugin()])
-        assert accelerator.prepare(optimizer).optimizer is optimizer
+        assert offloading().prepare(optimizer).optimizer is optimizer
 
 
 def test_models_for_evaluation_and_loss_functions_are_not_attached() -> None:
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[SSDOffloadPlugin()])
-    model = tiny_model()
+    accelerator, model = offloading(), tiny_model()
     accelerator.prepare_model(model, evaluation_mode=True)
     accelerator.prepare(nn.MSELoss())
     assert not model._forward_pre_hooks
@@ -114,11 +108,9 @@ def test_models_for_evaluation_and_loss_functions_are_not_attached() -> None:
 
 
 def test_each_scheduler_waits_for_its_own_optimizer() -> None:
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[SSDOffloadPlugin()])
-    models = [tiny_model(), tiny_model()]
-    inner = [torch.optim.AdamW(model.parameters()) for model in models]
+    inner = [torch.optim.AdamW(tiny_model().parameters()) for _ in range(2)]
     schedules = [torch.optim.lr_scheduler.LinearLR(optimizer) for optimizer in inner]
-    prepared = accelerator.prepare(*inner, *schedules)
+    prepared = offloading().prepare(*inner, *schedules)
     for optimizer, schedule in zip(prepared[:2], prepared[2:], strict=True):
         assert schedule.optimizers == [optimizer]
 
@@ -136,16 +128,12 @@ def test_without_a_plugin_and_without_the_variable_nothing_is_attached(
     run = prepare()
     assert isinstance(run.optimizer.optimizer, OffloadedOptimizer)
     assert run.engine.config.activations.min_size == 1024
+    run = prepare(SSDOffloadPlugin({"optimizer": {"enabled": False}}))  # the plugin wins
+    assert not isinstance(run.optimizer.optimizer, OffloadedOptimizer)
+    assert run.engine.config.activations.min_size == 1 << 20
 
     monkeypatch.setenv("SSD_OFFLOAD_DISABLE", "1")
     assert session_of(prepare().accelerator) is None
-
-
-def test_the_plugin_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_SSD_OFFLOAD", "true")
-    run = prepare(SSDOffloadPlugin({"optimizer": {"enabled": False}}))
-    assert not isinstance(run.optimizer.optimizer, OffloadedOptimizer)
-    assert run.engine.config.activations.min_size == 1 << 20
 
 
 def test_other_handlers_arrive() -> None:
@@ -168,10 +156,8 @@ def test_a_pickled_accelerator_offloads_too() -> None:
 
 # ---------------------------------------------------------------------- checkpoints
 
-BOTH_WAYS = [(True, False), (False, True)]
 
-
-@pytest.mark.parametrize(("first", "second"), BOTH_WAYS)
+@pytest.mark.parametrize(("first", "second"), [(True, False), (False, True)])
 def test_training_resumes_from_a_saved_state_with_and_without_offload(
     tmp_path: Path, first: bool, second: bool
 ) -> None:
@@ -251,21 +237,17 @@ def test_an_optimizer_that_is_prepared_again_says_what_to_do() -> None:
 # ---------------------------------------------------------------------- bad input
 
 
-def test_a_misspelt_key_is_refused_when_the_plugin_is_made() -> None:
+def test_what_is_wrong_is_refused_when_the_plugin_or_the_accelerator_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(ConfigError, match="did you mean 'optimizer'"):
         SSDOffloadPlugin({"optimzer": {}})
-
-
-def test_two_plugins_are_refused() -> None:
     with pytest.raises(ConfigError, match="more than one SSDOffloadPlugin"):
         Accelerator(cpu=True, kwargs_handlers=[SSDOffloadPlugin(), SSDOffloadPlugin()])
-
-
-@pytest.mark.parametrize("value", ["often", "-1"])
-def test_a_wrong_interval_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setenv("SSD_OFFLOAD_METRICS_EVERY", value)
-    with pytest.raises(ConfigError, match=value):
-        SSDOffloadPlugin()
+    for value in ("often", "-1"):
+        monkeypatch.setenv("SSD_OFFLOAD_METRICS_EVERY", value)
+        with pytest.raises(ConfigError, match=value):
+            SSDOffloadPlugin()
 
 
 def test_an_engine_for_many_devices_that_is_not_ours_is_refused(
@@ -273,7 +255,7 @@ def test_an_engine_for_many_devices_that_is_not_ours_is_refused(
 ) -> None:
     monkeypatch.setattr(Accelerator, "distributed_type", property(lambda self: "MEGATRON_LM"))
     with pytest.raises(ConfigError, match=r"MEGATRON_LM: launch with distributed_type 'NO', "):
-        Accelerator(cpu=True, kwargs_handlers=[SSDOffloadPlugin()])
+        offloading()
     Accelerator(cpu=True)
 
 
@@ -347,23 +329,19 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_the_file_of_an_offloaded_optimizer_is_streamed_and_no_other(
+def test_the_file_of_an_offloaded_optimizer_is_accelerates_own_and_streamed(
     tmp_path: Path, streamed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A tiny model's tensors stay in the file as those of a large one do.
     monkeypatch.setattr(offload_strategy.checkpoints.private_maps, "SMALL_BYTES", 64)
-    run = prepare(SSDOffloadPlugin()).train(3)
-    run.accelerator.save_state(str(tmp_path / "state"))
-    assert streamed == ["saved optimizer.bin"]
-    run.accelerator.load_state(str(tmp_path / "state"))
-    assert streamed == ["saved optimizer.bin", "mapped optimizer.bin"]
-    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
-
-
-def test_the_file_is_the_one_that_accelerate_writes(tmp_path: Path) -> None:
     folders = tmp_path / "plain", tmp_path / "ours"
     for plugin, folder in zip((None, SSDOffloadPlugin()), folders, strict=True):
-        prepare(plugin).train(3).accelerator.save_state(str(folder))
+        run = prepare(plugin).train(3)
+        run.accelerator.save_state(str(folder))
+    assert streamed == ["saved optimizer.bin"]  # and no other file
+    run.accelerator.load_state(str(folders[1]))
+    assert streamed == ["saved optimizer.bin", "mapped optimizer.bin"]
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
     plain, ours = (torch.load(folder / "optimizer.bin") for folder in folders)
     assert len({tuple(sorted(p.name for p in folder.iterdir())) for folder in folders}) == 1
     assert same(ours, plain)

@@ -46,7 +46,7 @@ def test_accumulation_clipping_a_scheduler_and_validation_are_identical(
     # Before `attach` it is said that gradients accumulate.
     assert hints[:31] == [(0, False), *3 * [*group, *group, (0, False), (1, True)]]
     assert not [w for w in recwarn if "lr_scheduler.step()" in str(w.message)]
-    assert len(run.module.validation_losses) > 6
+    assert len(run.validation_losses) > 6
     before = run.engine.metrics()
     for client in ("activations", "optimizer"):
         assert before[f"offload/{client}/written_bytes"] > 0
