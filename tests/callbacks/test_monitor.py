@@ -6,7 +6,6 @@ import math
 import re
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -22,6 +21,7 @@ from tests.integrations.lightning_runs import (
 )
 from tests.integrations.support import tensorboard_scalars
 
+WRITTEN = "offload/optimizer/written_bytes"
 KEYS = [
     f"offload/{client}/{key}"
     for client in ("activations", "optimizer")
@@ -29,39 +29,33 @@ KEYS = [
 ]
 
 
-def on_board(pl: Any, root: Path, *, strategy: Any = "ssd_offload", **options: Any) -> Any:
-    """A run, and what TensorBoard reads of it."""
-    logger = pl.loggers.TensorBoardLogger(root, name="board")
-    run = fit(pl, root, strategy, logger=logger, **options)
-    return run, tensorboard_scalars(Path(logger.log_dir))
-
-
-def test_metrics_are_in_the_tensorboard_file(pl: Any, tmp_path: Path) -> None:
-    run, scalars = on_board(
-        pl, tmp_path, callbacks=[OffloadMonitor(every_n_steps=10)], max_steps=25
-    )
-    for key in KEYS:
-        assert [step for step, _ in scalars[key]] == [9, 19, 24]
+def test_every_logger_gets_the_metrics_and_training_is_identical(pl: Any, tmp_path: Path) -> None:
+    loggers = [pl.loggers.TensorBoardLogger(tmp_path, name=name) for name in ("one", "two")]
+    callbacks = [OffloadMonitor(every_n_steps=10), pl.callbacks.LearningRateMonitor("step")]
+    # Steps count, and not batches.
+    options = {"validate": True, "max_steps": 25, "accumulate_grad_batches": 2}
+    run = fit(pl, tmp_path, "ssd_offload", callbacks=callbacks, logger=loggers, **options)
+    assert_same(run, fit(pl, tmp_path, "auto", **options))
+    for logger in loggers:
+        scalars = tensorboard_scalars(Path(logger.log_dir))
+        for key in KEYS:
+            assert [step for step, _ in scalars[key]] == [9, 19, 24]
     # Whether anything that a tiny model saves leaves, depends on the moment; states always do.
-    written = [value for _, value in scalars["offload/optimizer/written_bytes"]]
-    assert 0 < written[0] < written[1] < written[2]
+    written = [value for _, value in scalars[WRITTEN]]
     last = run.engine.metrics()
+    assert 0 < written[0] < written[1] < written[2] <= last[WRITTEN]
     finite = {key for key, value in last.items() if math.isfinite(value)}
     rates = {key for key in scalars if key.startswith(("offload/bandwidth/", "offload/waits/"))}
     assert {key for key in scalars if key.startswith("offload/")} == finite | rates
     assert {f"offload/bandwidth/{way}_GBps" for way in ("read", "write")} < rates
-    assert written[-1] <= last["offload/optimizer/written_bytes"]
 
-
-def test_every_chart_of_the_layout_shows_a_metric(pl: Any, tmp_path: Path) -> None:
-    tensorboard = pytest.importorskip("torch.utils.tensorboard")
-    _, scalars = on_board(pl, tmp_path, callbacks=[OffloadMonitor()], max_steps=2)
     for charts in TENSORBOARD_LAYOUT.values():
         for kind, names in charts.values():
             assert kind == "Multiline"
             for name in names:
                 assert any(re.fullmatch(name, tag) for tag in scalars), name
-    with tensorboard.SummaryWriter(tmp_path / "board") as writer:
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    with tensorboard.SummaryWriter(tmp_path / "one") as writer:
         writer.add_custom_scalars(TENSORBOARD_LAYOUT)
 
 
@@ -72,56 +66,28 @@ def test_metrics_are_logged_to_a_run_of_wandb(
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     logger = pl.loggers.WandbLogger(save_dir=str(tmp_path), offline=True)
+    rows: list[dict[str, Any]] = []
+    monkeypatch.setattr(logger.experiment, "log", lambda row, *_, **__: rows.append(row))
     callbacks = [OffloadMonitor(every_n_steps=10)]
-    with mock.patch.object(logger.experiment, "log", wraps=logger.experiment.log) as log:
-        fit(pl, tmp_path, "ssd_offload", logger=logger, callbacks=callbacks, max_steps=20)
+    fit(pl, tmp_path, "ssd_offload", logger=logger, callbacks=callbacks, max_steps=20)
     wandb.finish()
     wandb.teardown()
-    logged = [call.args[0] for call in log.call_args_list if KEYS[0] in call.args[0]]
+    logged = [row for row in rows if WRITTEN in row]
     assert [row["trainer/global_step"] for row in logged] == [9, 19]
     assert all(set(KEYS) <= set(row) for row in logged)
-
-
-def test_every_logger_gets_them(pl: Any, tmp_path: Path) -> None:
-    loggers = [pl.loggers.TensorBoardLogger(tmp_path, name=name) for name in ("one", "two")]
-    callbacks = [OffloadMonitor(every_n_steps=1)]
-    fit(pl, tmp_path, "ssd_offload", logger=loggers, callbacks=callbacks, max_steps=3)
-    for logger in loggers:
-        steps = [step for step, _ in tensorboard_scalars(Path(logger.log_dir))[KEYS[0]]]
-        assert steps == [0, 1, 2]
-
-
-def test_accumulation_counts_steps_and_not_batches(pl: Any, tmp_path: Path) -> None:
-    options = {"accumulate_grad_batches": 4, "max_steps": 6}
-    _, scalars = on_board(pl, tmp_path, callbacks=[OffloadMonitor(every_n_steps=2)], **options)
-    assert [step for step, _ in scalars[KEYS[0]]] == [1, 3, 5]
 
 
 def test_the_progress_bar_shows_the_rates(
     pl: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bar = pl.callbacks.TQDMProgressBar(refresh_rate=1)
-    run = fit(
-        pl,
-        tmp_path,
-        "ssd_offload",
-        callbacks=[OffloadMonitor(every_n_steps=5), bar],
-        enable_progress_bar=True,
-        max_steps=15,
-    )
+    callbacks = [OffloadMonitor(every_n_steps=5), pl.callbacks.TQDMProgressBar(refresh_rate=1)]
+    options = {"callbacks": callbacks, "enable_progress_bar": True, "max_steps": 15}
+    trainer = fit(pl, tmp_path, "ssd_offload", **options).trainer
     shown = capsys.readouterr()
     for name in ("read_GBps=", "write_GBps="):
         assert name in shown.out + shown.err
-    assert run.trainer.progress_bar_metrics["write_GBps"] > 0
-    assert "read_GBps" not in run.trainer.logged_metrics
-
-
-def test_training_is_identical_with_the_monitor(pl: Any, tmp_path: Path) -> None:
-    callbacks = [OffloadMonitor(every_n_steps=1), pl.callbacks.LearningRateMonitor("step")]
-    options = {"validate": True, "max_steps": 12}
-    logger = pl.loggers.CSVLogger(tmp_path)
-    watched = fit(pl, tmp_path, "ssd_offload", callbacks=callbacks, logger=logger, **options)
-    assert_same(watched, fit(pl, tmp_path, "auto", **options))
+    assert trainer.progress_bar_metrics["write_GBps"] > 0
+    assert "read_GBps" not in trainer.logged_metrics
 
 
 @pytest.mark.parametrize("callback", [OffloadMonitor, MicroBatchHints])
@@ -139,12 +105,12 @@ def test_a_trainer_without_an_engine_is_refused_at_setup(
 
 
 def test_it_takes_an_engine_of_the_users_own(pl: Any, tmp_path: Path) -> None:
+    logger = pl.loggers.TensorBoardLogger(tmp_path)
     with OffloadEngine() as engine:
         callbacks = [OffloadMonitor(every_n_steps=5, engine=engine)]
         module = with_engine(make_module(pl), engine)
-        options = {"module": module, "callbacks": callbacks, "max_steps": 10}
-        run, scalars = on_board(pl, tmp_path, strategy="auto", **options)
-    assert len(scalars[KEYS[0]]) == 2
+        run = fit(pl, tmp_path, "auto", module, callbacks=callbacks, logger=logger, max_steps=10)
+    assert len(tensorboard_scalars(Path(logger.log_dir))[WRITTEN]) == 2
     assert_same(run, fit(pl, tmp_path, "auto", max_steps=10))
 
 

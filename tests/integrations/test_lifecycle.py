@@ -30,6 +30,7 @@ from tests.integrations.lightning_runs import (
     strategy_class,
     with_and_without,
 )
+from tests.training import moved, on_disk
 
 
 def plain_steps(model: nn.Module) -> list[torch.Tensor]:
@@ -45,42 +46,10 @@ def plain_steps(model: nn.Module) -> list[torch.Tensor]:
 
 def slowly(move: Any) -> Any:
     """A backend's method that moves bytes, so slow that writes end after the step."""
-
-    def moves(self: PosixBackend, *args: Any) -> Any:
-        time.sleep(0.05)
-        return move(self, *args)
-
-    return moves
+    return lambda self, *args: (time.sleep(0.05), move(self, *args))[1]
 
 
 # ---------------------------------------------------------------------- fit, and fit again
-
-
-def with_one_trainer(pl: Any, root: Path, strategy: str) -> Run:
-    run = fit(pl, root, strategy, max_steps=-1, max_epochs=1)
-    engine = run.engine if strategy == "ssd_offload" else None
-    run.trainer.fit_loop.max_epochs = 3
-    run.trainer.fit(run.module, batches())
-    if engine is not None:
-        assert engine.closed
-        assert not run.engine.closed
-    return run
-
-
-def with_two_trainers(pl: Any, root: Path, strategy: str) -> Run:
-    first = fit(pl, root, strategy, max_steps=7)
-    run = fit(pl, root, strategy, first.module, max_steps=7)
-    if strategy == "ssd_offload":
-        with pytest.raises(OffloadError, match="closed"):
-            first.trainer.save_checkpoint(root / "too_late.ckpt")
-    return run
-
-
-def with_two_modules_around_one_network(pl: Any, root: Path, strategy: str) -> Run:
-    first = fit(pl, root, strategy, max_steps=5)
-    second = make_module(pl)
-    second.net = first.module.net
-    return fit(pl, root, strategy, second, max_steps=5)
 
 
 def optimizer_of_its_own(pl: Any) -> Any:
@@ -91,42 +60,54 @@ def optimizer_of_its_own(pl: Any) -> Any:
     return module
 
 
-def with_one_optimizer_and_trainer(pl: Any, root: Path, strategy: str) -> Run:
-    run = fit(pl, root, strategy, optimizer_of_its_own(pl), max_steps=-1, max_epochs=1)
-    run.trainer.fit_loop.max_epochs = 2
+def with_one_trainer(pl: Any, root: Path, strategy: str, module: Any) -> Run:
+    run = fit(pl, root, strategy, module, max_steps=-1, max_epochs=1)
+    engine = run.engine if strategy == "ssd_offload" else None
+    run.trainer.fit_loop.max_epochs = 3
     run.trainer.fit(run.module, batches())
+    if engine is not None:
+        assert engine.closed
+        assert not run.engine.closed
     return run
 
 
-def with_one_optimizer_and_two_trainers(pl: Any, root: Path, strategy: str) -> Run:
-    module = optimizer_of_its_own(pl)
-    fit(pl, root, strategy, module, max_steps=10)
-    return fit(pl, root, strategy, module, max_steps=10)
+def with_two_trainers(pl: Any, root: Path, strategy: str, module: Any) -> Run:
+    first = fit(pl, root, strategy, module, max_steps=7)
+    run = fit(pl, root, strategy, module, max_steps=7)
+    if strategy == "ssd_offload":
+        with pytest.raises(OffloadError, match="closed"):
+            first.trainer.save_checkpoint(root / "too_late.ckpt")
+    return run
+
+
+def with_two_modules_around_one_network(pl: Any, root: Path, strategy: str, module: Any) -> Run:
+    fit(pl, root, strategy, module, max_steps=5)
+    second = make_module(pl)
+    second.net = module.net
+    return fit(pl, root, strategy, second, max_steps=5)
 
 
 @pytest.mark.parametrize(
-    "twice",
+    ("twice", "make"),
     [
-        with_one_trainer,
-        with_two_trainers,
-        with_two_modules_around_one_network,
-        with_one_optimizer_and_trainer,
-        with_one_optimizer_and_two_trainers,
+        (with_one_trainer, make_module),
+        (with_two_trainers, make_module),
+        (with_two_modules_around_one_network, make_module),
+        (with_one_trainer, optimizer_of_its_own),
+        (with_two_trainers, optimizer_of_its_own),
     ],
 )
-def test_fitting_twice_is_identical(pl: Any, tmp_path: Path, twice: Any) -> None:
-    with_and_without(lambda strategy: twice(pl, tmp_path, strategy))
+def test_fitting_twice_is_identical(pl: Any, tmp_path: Path, twice: Any, make: Any) -> None:
+    with_and_without(lambda strategy: twice(pl, tmp_path, strategy, make(pl)))
 
 
 def test_after_fit_the_model_trains_by_itself(pl: Any, tmp_path: Path) -> None:
     plain, offloaded = (fit(pl, tmp_path, name, max_steps=5) for name in ("auto", "ssd_offload"))
     # The last states are still on their way, and are counted when they have arrived.
-    offloaded.engine._resources.store.wait_for_writes()
-    before = offloaded.engine.metrics()
+    on_disk(offloaded.engine)
+    before = [moved(offloaded.engine, client) for client in ("activations", "optimizer")]
     assert_equal(plain_steps(offloaded.module), plain_steps(plain.module))
-    after = offloaded.engine.metrics()
-    for key in ("activations/written_bytes", "optimizer/written_bytes"):
-        assert after[f"offload/{key}"] == before[f"offload/{key}"]
+    assert before == [moved(offloaded.engine, client) for client in ("activations", "optimizer")]
 
 
 def test_the_engine_closes_when_the_trainer_is_gone(pl: Any, tmp_path: Path, tier: Path) -> None:
@@ -187,27 +168,29 @@ class Expected(Exception):
     pass
 
 
+@pytest.mark.parametrize("in_forward", [False, True])
 def test_an_exception_in_the_middle_of_fit_leaves_a_model_that_trains_on(
-    pl: Any, tmp_path: Path
+    pl: Any, tmp_path: Path, in_forward: bool
 ) -> None:
+    def fails(module: Any, args: Any) -> None:
+        if len(losses) == 5:
+            raise Expected
+
     def run(strategy: str) -> Run:
-        module = make_module(pl, fails_at=(5, Expected()))
+        nonlocal losses
+        module = make_module(pl, fails_at=None if in_forward else (5, Expected()))
+        losses = module.losses
+        hook = module.net[1].register_forward_pre_hook(fails) if in_forward else None
         with pytest.raises(Expected):
             fit(pl, tmp_path, strategy, module, accumulate_grad_batches=2)
         assert not module._forward_pre_hooks
         module.fails_at = None
+        if hook is not None:
+            hook.remove()
         return fit(pl, tmp_path, strategy, module, max_steps=5)
 
+    losses: list[float] = []
     with_and_without(run)
-
-
-def test_an_exception_inside_the_forward_pass_does_no_harm(pl: Any, tmp_path: Path) -> None:
-    module = make_module(pl)
-    fails = module.net[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(Expected()))
-    with pytest.raises(Expected):
-        fit(pl, tmp_path, "ssd_offload", module)
-    fails.remove()
-    assert_same(fit(pl, tmp_path, "ssd_offload", module), fit(pl, tmp_path))
 
 
 def test_an_error_while_attaching_leaves_nothing_open(

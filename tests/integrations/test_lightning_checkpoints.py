@@ -13,6 +13,7 @@ import torch
 import offload_strategy.checkpoints
 from tests.distributed.data_parallel_runs import same
 from tests.integrations.lightning_runs import (
+    Run,
     assert_same,
     fit,
     in_both_installs,
@@ -25,12 +26,6 @@ from tests.integrations.lightning_runs import (
 def _nearly_everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model's tensors stay in the file as those of a large one do."""
     monkeypatch.setattr(offload_strategy.checkpoints.private_maps, "SMALL_BYTES", 64)
-
-
-@pytest.fixture
-def io_class(family: str) -> Any:
-    """The checkpoint IO of ours, for an install."""
-    return strategy_class(family, "OffloadCheckpointIO")
 
 
 @pytest.fixture
@@ -60,7 +55,7 @@ def test_a_checkpoint_is_the_one_that_lightning_writes(
 
 
 def test_nothing_is_put_together_in_memory(
-    pl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, io_class: Any, lightnings_io: Any
+    pl: Any, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lightnings_io: Any
 ) -> None:
     run = fit(pl, tmp_path, "ssd_offload", max_steps=5)
     for method in ("save_checkpoint", "load_checkpoint"):
@@ -69,7 +64,7 @@ def test_nothing_is_put_together_in_memory(
     path = tmp_path / "deep" / "down" / "half.ckpt"
     run.trainer.save_checkpoint(path)
     assert [file.name for file in path.parent.iterdir()] == [path.name]
-    assert type(run.trainer.strategy.checkpoint_io) is io_class
+    assert type(run.trainer.strategy.checkpoint_io) is strategy_class(family, "OffloadCheckpointIO")
     checkpoint = run.trainer.strategy.load_checkpoint(path, weights_only=True)
     assert mapped(path)
     del checkpoint
@@ -82,25 +77,26 @@ def test_a_resumed_run_does_not_stay_in_the_file(
     pl: Any, family: str, tmp_path: Path, enabled: bool
 ) -> None:
     config = {"optimizer": {"enabled": enabled}, "activations": {"min_size": "1KiB"}}
-    path, theirs = tmp_path / "half.ckpt", tmp_path / "plain.ckpt"
-    plain = fit(pl, tmp_path, "auto", max_steps=10)
-    plain.trainer.save_checkpoint(theirs)
-    plain_end = fit(pl, tmp_path, "auto", ckpt_path=theirs, max_steps=20)
-    begun = fit(pl, tmp_path, strategy_class(family)(config=config), max_steps=10)
-    begun.trainer.save_checkpoint(path)
-    # One trains on what the other has saved.
-    assert_same(fit(pl, tmp_path, "auto", ckpt_path=path, max_steps=20), plain_end)
-    other = strategy_class(family)(config=config)
-    assert_same(fit(pl, tmp_path, other, ckpt_path=theirs, max_steps=20), plain_end)
+    files = {offload: tmp_path / f"{offload}.ckpt" for offload in (False, True)}
+    in_file: list[bool] = []
+    look = pl.callbacks.LambdaCallback(
+        on_train_batch_start=lambda *_: in_file.extend(map(mapped, files.values()))
+    )
 
-    fits: list[bool] = []
-    look = pl.callbacks.LambdaCallback(on_train_batch_start=lambda *_: fits.append(mapped(path)))
-    strategy = strategy_class(family)(config=config)
-    ended = fit(pl, tmp_path, strategy, ckpt_path=path, max_steps=20, callbacks=[look])
-    assert_same(begun, plain)
-    assert_same(ended, plain_end)
-    assert len(fits) == 10
-    assert not any(fits)
+    def run(offload: bool, source: bool | None = None, **options: Any) -> Run:
+        strategy = strategy_class(family)(config=config) if offload else "auto"
+        path = None if source is None else files[source]
+        return fit(pl, tmp_path, strategy, ckpt_path=path, **options)
+
+    begun = {offload: run(offload, max_steps=10) for offload in files}
+    for offload, path in files.items():
+        begun[offload].trainer.save_checkpoint(path)
+    assert_same(begun[True], begun[False])
+    ended = run(False, False, max_steps=20)
+    for offload, source in ((False, True), (True, False), (True, True)):
+        watched = {"callbacks": [look]} if offload else {}
+        assert_same(run(offload, source, max_steps=20, **watched), ended)
+    assert in_file == 2 * 2 * 10 * [False]
 
 
 def test_a_plugin_of_the_users_own_is_left_alone(
@@ -114,13 +110,13 @@ def test_a_plugin_of_the_users_own_is_left_alone(
         assert trainer.strategy.checkpoint_io is own
 
 
-def test_a_plugin_around_another_is_around_ours(pl: Any, tmp_path: Path, io_class: Any) -> None:
+def test_a_plugin_around_another_is_around_ours(pl: Any, family: str, tmp_path: Path) -> None:
     plugin = pl.plugins.AsyncCheckpointIO()
     run = fit(pl, tmp_path, "ssd_offload", max_steps=5, plugins=[plugin])
     run.trainer.save_checkpoint(tmp_path / "end.ckpt")
     run.trainer.strategy.checkpoint_io.teardown()
     assert run.trainer.strategy.checkpoint_io is plugin
-    assert type(plugin.checkpoint_io) is io_class
+    assert type(plugin.checkpoint_io) is strategy_class(family, "OffloadCheckpointIO")
     resumed = fit(pl, tmp_path, "auto", max_steps=10, ckpt_path=tmp_path / "end.ckpt")
     assert len(resumed.losses) == 5
 
@@ -147,19 +143,3 @@ def test_what_is_for_lightnings_plugin_gets_there(
     monkeypatch.setattr(lightnings_io, "save_checkpoint", save)
     run.trainer.save_checkpoint(tmp_path / "end.ckpt", storage_options="options")
     assert save.call_args.kwargs == {"storage_options": "options"}
-
-
-def test_a_save_that_fails_leaves_the_previous_checkpoint(
-    pl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "last.ckpt"
-    run = fit(pl, tmp_path, "ssd_offload", max_steps=2)
-    run.trainer.save_checkpoint(path)
-    before = path.read_bytes()
-
-    fail = mock.Mock(side_effect=OSError(28, "No space left on device"))
-    monkeypatch.setattr(offload_strategy.checkpoints.streaming_files.PageFile, "write", fail)
-    with pytest.raises(offload_strategy.StorageError, match="No space left on device"):
-        run.trainer.save_checkpoint(path)
-    assert path.read_bytes() == before
-    assert [file.name for file in tmp_path.glob("*.ckpt*")] == ["last.ckpt"]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -45,19 +45,12 @@ def test_a_handler_of_the_program_is_called_and_an_ignored_signal_is_left_alone(
 
 
 def test_other_threads_need_no_section():
-    problems = []
-
     def work():
-        try:
-            with UninterruptedSection():
-                pass
-        except BaseException as error:
-            problems.append(error)
+        with UninterruptedSection():
+            return "done"
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert problems == []
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(work).result() == "done"
 
 
 @contextmanager
