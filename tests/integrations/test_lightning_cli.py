@@ -43,10 +43,19 @@ def class_path(family: str) -> str:
 
 
 @in_both_installs
-def test_one_flag_chooses_the_strategy(pl: Any, family: str) -> None:
+def test_flags_choose_the_strategy_and_its_options(pl: Any, family: str) -> None:
     strategy = make_cli(pl, family, "--trainer.strategy=ssd_offload").trainer.strategy
     assert isinstance(strategy, strategy_class(family))
     assert strategy.config.activations.min_size == 1024  # of $SSD_OFFLOAD_CONFIG
+
+    by_class = f"--trainer.strategy={class_path(family)}"
+    preset = make_cli(pl, family, by_class, "--trainer.strategy.config=optimizer").trainer.strategy
+    assert preset.config.optimizer.enabled
+    assert not preset.config.activations.enabled
+
+    misspelt = "--trainer.strategy.config={activations: {minsize: 2KiB}}"
+    with pytest.raises(ValueError, match=r"unknown key; did you mean 'activations\.min_size'\?"):
+        make_cli(pl, family, by_class, misspelt)
 
 
 def test_options_may_come_from_a_file_and_survive_being_written(
@@ -65,13 +74,6 @@ def test_options_may_come_from_a_file_and_survive_being_written(
     assert make_cli(pl, family, f"--config={file}").trainer.strategy.config == given
 
 
-def test_options_may_be_a_preset_on_the_command_line(pl: Any, family: str) -> None:
-    arguments = [f"--trainer.strategy={class_path(family)}", "--trainer.strategy.config=optimizer"]
-    config = make_cli(pl, family, *arguments).trainer.strategy.config
-    assert config.optimizer.enabled
-    assert not config.activations.enabled
-
-
 def test_the_help_explains_the_options(
     pl: Any, family: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,13 +83,6 @@ def test_the_help_explains_the_options(
     assert "Trains with activations and optimizer states on host memory and SSDs" in printed
     assert "--trainer.strategy.config CONFIG Sections tiers, activations, optimizer" in printed
     assert "ssd-offload config schema" in printed
-
-
-def test_a_misspelt_option_is_named_before_anything_is_trained(pl: Any, family: str) -> None:
-    options = "{activations: {minsize: 2KiB}}"
-    arguments = [f"--trainer.strategy={class_path(family)}", f"--trainer.strategy.config={options}"]
-    with pytest.raises(ValueError, match=r"unknown key; did you mean 'activations\.min_size'\?"):
-        make_cli(pl, family, *arguments)
 
 
 def test_the_short_class_path_and_the_example_of_a_config_file_work(pl: Any, family: str) -> None:
