@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -18,21 +17,22 @@ from tests.integrations.support import python, succeeded
 
 REGISTERED = """
 def registered():
+    import lightning.fabric, lightning.pytorch, lightning_fabric, pytorch_lightning
     from accelerate.accelerator import Accelerator
-    from lightning.fabric.strategies import STRATEGY_REGISTRY as lightning_fabric_registry
-    from lightning.pytorch.strategies import StrategyRegistry as lightning_registry
-    from lightning_fabric.strategies import STRATEGY_REGISTRY as standalone_registry
-    from pytorch_lightning.strategies import StrategyRegistry as pytorch_lightning_registry
     registries = (
-        lightning_registry,
-        pytorch_lightning_registry,
-        lightning_fabric_registry,
-        standalone_registry,
+        lightning.pytorch.strategies.StrategyRegistry,
+        pytorch_lightning.strategies.StrategyRegistry,
+        lightning.fabric.strategies.STRATEGY_REGISTRY,
+        lightning_fabric.strategies.STRATEGY_REGISTRY,
     )
-    once = hasattr(Accelerator.prepare_model, "__wrapped__") and not hasattr(
-        Accelerator.prepare_model.__wrapped__, "__wrapped__"
-    )
-    return [once, *("ssd_offload" in registry for registry in registries)]
+    for method in (
+        lightning.fabric.Fabric.no_backward_sync,
+        lightning_fabric.Fabric.no_backward_sync,
+        Accelerator.prepare_model,
+    ):
+        assert not hasattr(getattr(method, "__wrapped__", None), "__wrapped__")
+    wrapped = hasattr(Accelerator.prepare_model, "__wrapped__")
+    return [wrapped, *("ssd_offload" in registry for registry in registries)]
 """
 
 TORCH_FIRST = """
@@ -59,16 +59,9 @@ OTHERS_FIRST = {
     "ours": """
 from offload_strategy.integrations.fabric import for_lightning_fabric, for_standalone_fabric
 from offload_strategy.integrations.lightning import for_pytorch_lightning, for_lightning_pytorch
-import lightning, lightning_fabric, pytorch_lightning
-for ours, theirs in (
-    (for_lightning_pytorch, lightning.pytorch.strategies.StrategyRegistry),
-    (for_pytorch_lightning, pytorch_lightning.strategies.StrategyRegistry),
-    (for_lightning_fabric, lightning.fabric.strategies.STRATEGY_REGISTRY),
-    (for_standalone_fabric, lightning_fabric.strategies.STRATEGY_REGISTRY),
-):
-    assert theirs["ssd_offload"]["strategy"] is ours.SSDOffloadStrategy
-for fabric in (lightning.fabric.Fabric, lightning_fabric.Fabric):
-    assert not hasattr(fabric.no_backward_sync.__wrapped__, "__wrapped__")
+import lightning
+registry = lightning.pytorch.strategies.StrategyRegistry
+assert registry["ssd_offload"]["strategy"] is for_lightning_pytorch.SSDOffloadStrategy
 """,
 }
 
@@ -87,69 +80,62 @@ print(registered())
 """
 
 
+def printed(home: Path, code: str, *options: str, **variables: str) -> list[str]:
+    """What a fresh process prints, whose hooks all work."""
+    result = python(*options, "-c", REGISTERED + code, home=home, variables=variables)
+    assert "steps aside" not in result.stderr
+    return succeeded(result).splitlines()
+
+
 def test_import_torch_is_cheap_and_the_install_in_use_is_found(tmp_path: Path) -> None:
-    result = python("-c", REGISTERED + TORCH_FIRST, home=tmp_path)
-    ours, heavy, other, registered = succeeded(result).splitlines()[-4:]
+    ours, heavy, other, registered = printed(tmp_path, TORCH_FIRST)[-4:]
     assert ours == "['offload_strategy', 'offload_strategy.autoload']"
     assert heavy == "[]"
     assert other == "False"
     assert registered == str([True] * 5)
-    assert "steps aside" not in result.stderr
 
 
 @pytest.mark.parametrize("first", OTHERS_FIRST)
 def test_every_import_order_registers_everything(first: str, tmp_path: Path) -> None:
-    code = f"{REGISTERED}{OTHERS_FIRST[first]}\nprint(registered())"
-    result = python("-W", "error::RuntimeWarning", "-c", code, home=tmp_path)
-    assert succeeded(result).splitlines()[-1] == str([True] * 5)
-    assert "steps aside" not in result.stderr
+    code = f"{OTHERS_FIRST[first]}\nprint(registered())"
+    lines = printed(tmp_path, code, "-W", "error::RuntimeWarning")
+    assert lines[-1] == str([True] * 5)
 
 
 def test_the_variable_switches_the_hooks_off_and_a_late_registration_reaches_loaded_modules(
     tmp_path: Path,
 ) -> None:
-    variables = {"SSD_OFFLOAD_DISABLE": "1"}
-    result = python("-c", REGISTERED + OFF_AND_LATE, home=tmp_path, variables=variables)
-    assert succeeded(result).splitlines()[-2:] == [str([False] * 5), str([True] * 5)]
-    assert "steps aside" not in result.stderr
+    lines = printed(tmp_path, OFF_AND_LATE, SSD_OFFLOAD_DISABLE="1")
+    assert lines[-2:] == [str([False] * 5), str([True] * 5)]
 
 
 # ---------------------------------------------------------------------- in this process
 
 
-@pytest.fixture
-def half_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A module that asks for the hook on itself before it has defined anything."""
+@pytest.mark.parametrize("failures", [0, 1], ids=["first-attempt", "second-attempt"])
+def test_a_hook_waits_until_a_half_imported_module_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
-    name = "half_imported_module"
+    name = f"half_imported_module_{failures}"
+    seen: list[bool] = []
+    monkeypatch.setattr(autoload, "fails", [False, *[True] * failures], raising=False)
+    monkeypatch.setattr(autoload, "saw", lambda module: seen.append(module.complete), raising=False)
+    # It asks for the hook on itself before it has defined anything.
     (tmp_path / f"{name}.py").write_text(
-        "import register_the_hook\n"
-        "if register_the_hook.fails.pop():\n"
+        "from offload_strategy import autoload\nif len(autoload.fails) == 1 + FAILURES:\n".replace(
+            "FAILURES", str(failures)
+        )
+        + f"    autoload._when_imported({name!r}, autoload.saw)\n"
+        "if autoload.fails.pop():\n"
         "    raise ImportError('the first attempt')\n"
         "complete = True\n"
     )
-    yield name
-    for module in (name, "register_the_hook"):
-        sys.modules.pop(module, None)
-
-
-@pytest.mark.parametrize("failures", [0, 1], ids=["first-attempt", "second-attempt"])
-def test_a_hook_waits_until_a_half_imported_module_is_complete(
-    half_imported: str, tmp_path: Path, failures: int
-) -> None:
-    (tmp_path / "register_the_hook.py").write_text(
-        "from offload_strategy import autoload\n"
-        f"fails = [False, *[True] * {failures}]\n"
-        "seen = []\n"
-        "hook = lambda module: seen.append(module.complete)\n"
-        f"autoload._when_imported({half_imported!r}, hook)\n"
-    )
     for _ in range(failures):
         with pytest.raises(ImportError, match="the first attempt"):
-            importlib.import_module(half_imported)
-    module = importlib.import_module(half_imported)
-    hook = importlib.import_module("register_the_hook")
-    assert hook.seen == [True]
+            importlib.import_module(name)
+    module = importlib.import_module(name)
+    assert seen == [True]
     assert type(module.__spec__).__name__ == "ModuleSpec"
 
 
