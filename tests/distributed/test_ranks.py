@@ -90,7 +90,7 @@ def test_sharded_training_gives_what_it_gives_without_offload(tmp_path: Path) ->
 def test_a_loop_with_accelerate_gives_the_numbers_and_checkpoints_of_plain_training(
     tmp_path: Path,
 ) -> None:
-    for kinds in run_ranks("tests.distributed.accelerate_runs:all_runs", tmp_path):
+    for kinds in run_ranks("tests.distributed.framework_runs:with_accelerate", tmp_path):
         for runs in kinds:  # data-parallel and sharded
             assert len(runs) == 4
             assert [run["case"] for run in runs if run["differs"]] == []
@@ -105,7 +105,7 @@ def test_the_trainer_and_lora_give_the_numbers_and_checkpoints_of_plain_training
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     tier = tmp_path / "tier"
     tier.mkdir()
-    for runs in run_ranks("tests.distributed.trainer_runs:against_plain", tmp_path):
+    for runs in run_ranks("tests.distributed.framework_runs:with_the_trainer", tmp_path):
         # From the start, and resumed by both from the files of both; with LoRA by ours from ours.
         assert len(runs) == (1 + 4) + (1 + 1)
         assert [run["case"] for run in runs if run["differs"]] == []
@@ -117,7 +117,9 @@ def test_the_trainer_and_lora_give_the_numbers_and_checkpoints_of_plain_training
 
 # ---------------------------------------------------------------------- Lightning
 def test_two_processes_give_the_numbers_and_checkpoints_of_plain_training(tmp_path: Path) -> None:
-    for rank, runs in enumerate(run_ranks("tests.distributed.lightning_runs:all_runs", tmp_path)):
+    for rank, runs in enumerate(
+        run_ranks("tests.distributed.framework_runs:with_lightning", tmp_path)
+    ):
         whole, sharded, short = runs
         assert [len(whole), len(sharded), len(short)] == [5, 5 - rank, 2]
         # Among them that the file is the plain one, which goes on with other numbers of ranks.
@@ -133,7 +135,7 @@ def test_two_processes_give_the_numbers_and_checkpoints_of_plain_training(tmp_pa
 def test_fabric_with_two_devices_gives_the_numbers_and_checkpoints_of_plain_training(
     tmp_path: Path,
 ) -> None:
-    for runs in run_ranks("tests.distributed.fabric_runs:against_plain", tmp_path):
+    for runs in run_ranks("tests.distributed.framework_runs:with_fabric", tmp_path):
         assert len(runs) == 6
         assert {run["class"] for run in runs} == {"SSDOffloadDataParallelStrategy"}
         assert [[*run["case"], *run["differs"]] for run in runs if run["differs"]] == []

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -84,51 +85,43 @@ def lightning(family: str, stage: int, devices: int = 1) -> dict[str, Any]:
     return result
 
 
-def accelerate(stage: int) -> dict[str, Any]:
-    """The same through `Accelerator.prepare`."""
+def accelerate(stage: int, directory: Path) -> dict[str, Any]:
+    """The same through `Accelerator.prepare`.
+
+    Unless `accelerate launch` has put everything into the environment, it is given the plugins.
+    """
     from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.state import PartialState
 
     from offload_strategy import SSDOffloadPlugin
     from offload_strategy.integrations.accelerate.plugin import session_of
 
-    plugin = DeepSpeedPlugin(hf_ds_config={**zero(stage), "train_micro_batch_size_per_gpu": BATCH})
-    accelerator = Accelerator(
-        deepspeed_plugin=plugin, kwargs_handlers=[SSDOffloadPlugin(OFFLOAD, metrics_every=1)]
-    )
-    model, plain = fresh()
-    engine, optimizer, loader = accelerator.prepare(model, plain, part_of_data(0, 1))
-    losses = list(train(engine, loader, accelerator.backward, optimizer.step, optimizer.zero_grad))
-    session = session_of(accelerator)
-    assert session is not None
-    tracked = session.metrics()
-    result = outcome(losses, model, session.engine.metrics())
-    result["type"] = accelerator.distributed_type.value
-    result["tracked"] = left_bytes(tracked)
-    result["optimizer"] = type(optimizer).__name__
-    accelerator.free_memory()
-    engine.destroy()
-    forget_accelerator()
-    return result
-
-
-def launched(directory: Path, variables: Mapping[str, str]) -> list[str]:
-    """Losses of a script that knows nothing of us, with the variables of `accelerate launch`."""
-    from accelerate import Accelerator
-    from accelerate.state import PartialState
-
-    os.environ.update(variables)
     PartialState.destroy_process_group = lambda *_: None  # others go on with it
+    plugins: dict[str, Any] = {}
+    if "ACCELERATE_USE_SSD_OFFLOAD" not in os.environ:
+        theirs = {**zero(stage), "train_micro_batch_size_per_gpu": BATCH}
+        plugins["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=theirs)
+        plugins["kwargs_handlers"] = [SSDOffloadPlugin(OFFLOAD, metrics_every=1)]
+    board = {"log_with": "tensorboard", "project_dir": directory / "logs"}
+    accelerator = Accelerator(**plugins, **board)
+    accelerator.init_trackers("given" if plugins else "launched")
     model, plain = fresh()
-    accelerator = Accelerator(log_with="tensorboard", project_dir=directory / "logs")
-    accelerator.init_trackers("board")
     engine, optimizer, loader = accelerator.prepare(model, plain, part_of_data(0, 1))
     losses = []
     steps = optimizer.step, optimizer.zero_grad
     for step, loss in enumerate(train(engine, loader, accelerator.backward, *steps)):
         losses.append(loss)
         accelerator.log({"loss": loss}, step=step)
+    session = session_of(accelerator)
+    assert session is not None
+    result = outcome(losses, model, session.engine.metrics())
+    result["type"] = accelerator.distributed_type.value
+    result["optimizer"] = type(optimizer).__name__
     accelerator.end_training()
-    return [loss.hex() for loss in losses]
+    accelerator.free_memory()
+    engine.destroy()
+    forget_accelerator()
+    return result
 
 
 def part_of_data(rank: int, ranks: int) -> DataLoader[Any]:
@@ -188,15 +181,13 @@ def one_device(rank: int, directory: Path, variables: Mapping[str, str]) -> dict
     for stage in (1, 2, 3):
         deepspeed.init_distributed("gloo")
         results[f"alone-{stage}"] = alone(stage, part_of_data(0, 1))
-        results[f"accelerate-{stage}"] = accelerate(stage)
+        results[f"accelerate-{stage}"] = accelerate(stage, directory)
         for family in FAMILIES[: 2 if stage == 3 else 1]:
             with counted_weights() as counts:
                 results[f"{family}-{stage}"] = {**lightning(family, stage), "gathered": counts}
         if stage == 2:
-            results["launched"] = launched(directory, variables)
-            forget_accelerator()
-            for name in variables:
-                del os.environ[name]
+            with mock.patch.dict(os.environ, variables):
+                results["launched-2"] = accelerate(stage, directory)
     return results
 
 
@@ -219,8 +210,5 @@ def counted_weights() -> Iterator[list[int]]:
         counts[0] += found is not None
         return found
 
-    GatheredWeights.save = save  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(GatheredWeights, "save", save):
         yield counts
-    finally:
-        GatheredWeights.save = original  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -62,32 +63,31 @@ def test_losses_and_weights_are_those_of_deepspeed_alone(
     variables = launched_with(home, monkeypatch)
     where = "tests.integrations.deepspeed_runs:one_device"
     (results,) = run_ranks(where, home, size=1, variables=variables)
-    assert results.keys() >= {f"{FAMILIES[1]}-3", f"{FAMILIES[0]}-1", "accelerate-1"}
+    assert results.keys() >= {f"{FAMILIES[1]}-3", f"{FAMILIES[0]}-1", "accelerate-1", "launched-2"}
     for run, ours in results.items():
         framework, _, stage = run.partition("-")
-        if framework in ("alone", "launched"):
+        if framework == "alone":
             continue
         alone = results[f"alone-{stage}"]
         assert len(set(alone["losses"])) == STEPS
         assert ours["losses"] == alone["losses"]
         assert ours["weights"] == alone["weights"]
         assert ours["moved"] >= STEPS * ours["saved"] > 0
-        if framework == "accelerate":
-            # It is DeepSpeed that trains, and by its steps our metrics are due.
+        if framework in ("accelerate", "launched"):
+            # It is DeepSpeed that trains.
             assert ours["type"] == "DEEPSPEED"
             assert ours["optimizer"] == "DeepSpeedOptimizerWrapper"
-            assert ours["tracked"] >= ours["saved"] > 0
         else:
             # ZeRO-3: gathered weights are found again, so that no more leaves than where they stay.
             weights_and_biases = 2 * 3
             assert ours["gathered"] == [STEPS * weights_and_biases if stage == "3" else 0]
             assert ours["saved"] == results[f"{FAMILIES[0]}-2"]["saved"]
 
-    # An unmodified script.
-    assert results["launched"] == results["alone-2"]["losses"]
-    scalars = tensorboard_scalars(home / "logs" / "board")
-    assert left_bytes({name: points[-1][1] for name, points in scalars.items()}) > 0
-    assert [step for step, _ in scalars["loss"]] == list(range(STEPS))
+    # By DeepSpeed's steps our metrics are due.
+    for board in ("given", "launched"):
+        scalars = tensorboard_scalars(home / "logs" / board)
+        assert left_bytes({name: points[-1][1] for name, points in scalars.items()}) > 0
+        assert {step for step, _ in scalars["loss"]} == set(range(STEPS))
 
 
 def test_two_devices_train_to_the_bits_of_deepspeed_alone(tmp_path: Path) -> None:
@@ -104,50 +104,43 @@ def test_two_devices_train_to_the_bits_of_deepspeed_alone(tmp_path: Path) -> Non
 # ---------------------------------------------------------------------- weights of ZeRO-3
 
 
-class Apart:
-    """A module whose weight is taken apart and gathered as DeepSpeed does it."""
-
-    def __init__(self) -> None:
-        self.module = nn.Linear(4, 3, bias=False)
-        self.weight: Any = self.module.weight
-        self.weight.ds_id = 0
-        self.values = self.weight.detach().clone()
-        self.weight.all_gather = self.gather
-        self.weight.partition = self.part
-        self.gathered = 0
-
-    def gather(self) -> None:
-        self.gathered += 1
-        self.weight.data = self.values.clone()
-        self.weight.ds_status = SimpleNamespace(name="AVAILABLE")
-
-    def part(self) -> None:
-        self.weight.data = torch.empty(0)
-        self.weight.ds_status = SimpleNamespace(name="NOT_AVAILABLE")
-
-
 def test_a_saved_weight_is_found_where_it_is_gathered_next() -> None:
-    apart = Apart()
-    weights = GatheredWeights(apart.module)
-    apart.gather()
-    apart.module(torch.ones(1, 4))
-    whole, row = weights.save(apart.weight.detach()), weights.save(apart.weight.detach().t()[1])
+    """The weight is taken apart and gathered as DeepSpeed does it."""
+    module = nn.Linear(4, 3, bias=False)
+    weight: Any = module.weight
+    weight.ds_id = 0
+    values = weight.detach().clone()
+    gathered = 0
+
+    def gather() -> None:
+        nonlocal gathered
+        gathered += 1
+        weight.data, weight.ds_status = values.clone(), SimpleNamespace(name="AVAILABLE")
+
+    def part() -> None:
+        weight.data, weight.ds_status = torch.empty(0), SimpleNamespace(name="NOT_AVAILABLE")
+
+    weight.all_gather, weight.partition = gather, part
+    weights = GatheredWeights(module)
+    gather()
+    module(torch.ones(1, 4))
+    whole, row = weights.save(weight.detach()), weights.save(weight.detach().t()[1])
     assert whole is not None
     assert row is not None
     assert weights.save(torch.ones(3, 4)) is None
-    bytes_of_before = apart.weight.detach()
-    apart.part()
+    bytes_of_before = weight.detach()
+    part()
     assert weights.save(bytes_of_before) is None, "they belong to nobody"
     # What is apart is gathered for as long as it is copied.
-    assert torch.equal(whole.unpack(), apart.values)
-    assert apart.gathered == 2
-    assert apart.weight.numel() == 0
-    apart.gather()
-    assert torch.equal(whole.unpack(), apart.values)
-    assert whole.unpack().data_ptr() == apart.weight.data_ptr()
-    assert torch.equal(row.unpack(), apart.values[:, 1])
+    assert torch.equal(whole.unpack(), values)
+    assert gathered == 2
+    assert weight.numel() == 0
+    gather()
+    assert torch.equal(whole.unpack(), values)
+    assert whole.unpack().data_ptr() == weight.data_ptr()
+    assert torch.equal(row.unpack(), values[:, 1])
     weights.close()
-    assert not apart.module._forward_pre_hooks
+    assert not module._forward_pre_hooks
 
 
 # ---------------------------------------------------------------------- sections
@@ -162,15 +155,8 @@ def checked(deepspeed_config: dict[str, Any]) -> Any:
     """A config as DeepSpeed's own classes read it; they raise for what they do not know."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    whole = {"train_batch_size": 1, **deepspeed_config}
-    return DeepSpeedConfig(whole)
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `DeepSpeedConfig` asks for the number of processes."""
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
+    with mock.patch.dict(os.environ, RANK="0", WORLD_SIZE="1"):
+        return DeepSpeedConfig({"train_batch_size": 1, **deepspeed_config})
 
 
 def test_the_derived_nvme_sections_pass_deepspeeds_own_check(tmp_path: Path) -> None:
@@ -183,24 +169,17 @@ def test_the_derived_nvme_sections_pass_deepspeeds_own_check(tmp_path: Path) -> 
     merge_sections(theirs, sections)
     read = checked(theirs)
     optimizer, weights = read.zero_config.offload_optimizer, read.zero_config.offload_param
-    for section in (optimizer, weights):
-        assert section.device == "nvme"
-        assert section.nvme_path == tmp_path / "nvme"
+    for name, section in (("offload_optimizer", optimizer), ("offload_param", weights)):
+        assert (section.device, section.nvme_path) == ("nvme", tmp_path / "nvme")
         assert section.pin_memory
-    assert optimizer.buffer_count == 16
-    assert optimizer.pipeline_read
-    assert optimizer.pipeline_write
+        # Every key that was derived is one that DeepSpeed read.
+        assert set(sections["zero_optimization"][name]) <= set(section.model_dump())
+    assert (optimizer.buffer_count, optimizer.pipeline_read, optimizer.pipeline_write) == (16, 1, 1)
     assert weights.buffer_size == 12345
-    assert (
-        read.zero_config.sub_group_size * optimizer.buffer_count * 4 == ours.memory.pinned_bytes()
-    )
+    assert read.zero_config.sub_group_size * 16 * 4 == ours.memory.pinned_bytes()
+    assert set(sections["aio"]) <= set(read.aio_config)
     assert read.aio_config["block_size"] == 1 << 20
     assert read.aio_config["intra_op_parallelism"] == 2
-    # Every key that was derived is one that DeepSpeed read.
-    assert set(sections["aio"]) <= set(read.aio_config)
-    for name, section in (("offload_optimizer", optimizer), ("offload_param", weights)):
-        derived = sections["zero_optimization"][name]
-        assert set(derived) <= set(section.model_dump())
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -238,6 +217,11 @@ def test_what_the_user_gave_stands(tmp_path: Path) -> None:
     both = derived_sections(given, config(tmp_path, parameters={"enabled": True}))
     assert set(both) == {"zero_optimization"}
     assert set(both["zero_optimization"]) == {"offload_param"}
+    # What says none is as good as none.
+    none = {"stage": 3, "offload_optimizer": {"device": "none", "nvme_path": None}}
+    theirs: dict[str, Any] = {"zero_optimization": none}
+    merge_sections(theirs, derived_sections(theirs, config(tmp_path)))
+    assert checked(theirs).zero_config.offload_optimizer.device == "nvme"
     # Our defaults are nobody's wish, and a client that is off has none.
     elsewhere = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/elsewhere"}}
     assert derived_sections({"zero_optimization": elsewhere}, OffloadConfig()) == {}
@@ -245,19 +229,11 @@ def test_what_the_user_gave_stands(tmp_path: Path) -> None:
     assert derived_sections({"zero_optimization": elsewhere}, off) == {}
 
 
-def test_a_section_that_says_none_is_as_good_as_none(tmp_path: Path) -> None:
-    given = {"stage": 3, "offload_optimizer": {"device": "none", "nvme_path": None}}
-    theirs: dict[str, Any] = {"zero_optimization": given}
-    merge_sections(theirs, derived_sections(theirs, config(tmp_path)))
-    assert checked(theirs).zero_config.offload_optimizer.device == "nvme"
+CPU, ELSEWHERE = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/elsewhere"}
 
 
 @pytest.mark.parametrize(
-    ("section", "says"),
-    [
-        ({"device": "cpu"}, "device: cpu"),
-        ({"device": "nvme", "nvme_path": "/elsewhere"}, "nvme_path: /elsewhere"),
-    ],
+    ("section", "says"), [(CPU, "device: cpu"), (ELSEWHERE, "nvme_path: /elsewhere")]
 )
 def test_a_conflict_is_named_before_anything_else_happens(
     tmp_path: Path, section: dict[str, Any], says: str

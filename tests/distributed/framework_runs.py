@@ -1,0 +1,429 @@
+"""What the ranks of `test_ranks` do: frameworks, each with plain training beside offloaded."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning  # noqa: F401
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+
+from offload_strategy import ConfigError
+from offload_strategy.checkpoints import consolidate
+from offload_strategy.integrations.accelerate.plugin import SSDOffloadPlugin, session_of
+from tests.distributed.data_parallel_runs import (
+    Net,
+    compared,
+    config,
+    different,
+    loss_of,
+    same,
+    whole,
+)
+from tests.distributed.sharded_runs import STREAMED
+from tests.integrations.accelerate_runs import forget_accelerator
+from tests.integrations.lightning_runs import FAMILIES, strategy_class
+
+
+def use(sections: dict[str, Any], *, accelerate: bool = False) -> None:
+    """Put a config into the environment."""
+    os.environ["SSD_OFFLOAD_CONFIG"] = json.dumps(sections)
+    os.environ["ACCELERATE_USE_SSD_OFFLOAD"] = str(int(accelerate))
+
+
+def batches_of(rows: int, **options: Any) -> DataLoader[Any]:
+    tokens = torch.randint(0, 96, (rows, 17), generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(tokens), batch_size=4, **options)
+
+
+def fresh() -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net = Net()
+    return net, torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+
+def outcome(net: nn.Module, losses: list[str], states: Any, engine: Any) -> dict[str, Any]:
+    return {
+        "losses": losses,
+        "weights": whole({name: value.clone() for name, value in net.state_dict().items()}),
+        "states": states,
+        "metrics": {} if engine is None else engine.metrics(),
+    }
+
+
+def two_epochs(
+    loader: Any,
+    micro_batch: Callable[[int, torch.Tensor], torch.Tensor],
+    save: Callable[[], Any],
+    load: Callable[[], Any] | None,
+) -> list[str]:
+    """Train and save in the middle, or go on from there; the losses of the second epoch."""
+    losses = []
+    if load is not None:
+        load()
+    for epoch in (0, 1) if load is None else (1,):
+        if epoch == 1 and load is None:
+            save()
+        for index, (tokens,) in enumerate(loader, start=1):
+            loss = micro_batch(index, tokens).item()
+            if epoch == 1:
+                losses.append(loss.hex())
+    return losses
+
+
+# ---------------------------------------------------------------------- Fabric
+def fabric_fit(family: str, strategy: str, file: Path, source: Path | None, clip: bool) -> Any:
+    fabric = importlib.import_module(family).Fabric(strategy=strategy, devices=2, accelerator="cpu")
+    fabric.launch()
+    net, optimizer = fresh()
+    model, optimizer = fabric.setup(net, optimizer)
+    loader = fabric.setup_dataloaders(batches_of(48))
+    state = {"model": model, "optimizer": optimizer}
+
+    def micro_batch(index: int, tokens: torch.Tensor) -> torch.Tensor:
+        with fabric.no_backward_sync(model, enabled=index % 3 > 0):
+            loss = loss_of(model, tokens)
+            fabric.backward(loss)
+        if index % 3 == 0:
+            if clip:
+                fabric.clip_gradients(model, optimizer, max_norm=0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    load = None if source is None else lambda: fabric.load(source, state)
+    losses = two_epochs(loader, micro_batch, lambda: fabric.save(file, state), load)
+    engine = getattr(fabric.strategy, "offload_engine", None)
+    # Fabric asks optimizers whose states are shared by ranks on the first rank alone.
+    states = whole(optimizer.state_dict())
+    found = outcome(net, losses, states if fabric.is_global_zero else {}, engine)
+    if engine is not None:
+        fabric.strategy.teardown()
+    return {**found, "class": type(fabric.strategy).__name__}
+
+
+def with_fabric(rank: int, directory: Path) -> list[dict[str, Any]]:
+    """Both Fabrics, with DDP and with ours: from the start, and from each other's file."""
+    found = []
+    for family, clip in (("lightning.fabric", True), ("lightning_fabric", False)):
+        place = directory / family
+        plain = fabric_fit(family, "ddp", place / "plain", None, clip)
+        for overlap, name, resume in (
+            ("commit" if clip else "eager", "ours", None),
+            ("off", "of plain", "plain"),
+            ("commit", "again", "ours"),
+        ):
+            # The registered name is that of a strategy for one device, which becomes another one.
+            use(config(directory, overlap))
+            source = None if resume is None else place / resume
+            ours = fabric_fit(family, "ssd_offload", place / name, source, clip)
+            found.append(beside(plain, ours, family, name))
+        files = [torch.load(place / name, weights_only=False) for name in ("plain", "ours")]
+        found[-1]["files"] = same(*files)
+        dist.barrier()
+    use({"parameters": {"enabled": True}})
+    with pytest.raises(ConfigError, match="ssd_offload_fsdp"):
+        importlib.import_module(family).Fabric(strategy="ssd_offload", devices=2, accelerator="cpu")
+    return found
+
+
+def beside(plain: dict[str, Any], ours: dict[str, Any], *case: Any) -> dict[str, Any]:
+    """A run with a strategy of ours beside a plain one."""
+    kind = {"class": ours["class"]}
+    streamed = ours["metrics"].get("offload/parameters/written_bytes", 0)
+    return compared(case, {**plain, **kind}, ours, streamed=streamed, **kind)
+
+
+# ---------------------------------------------------------------------- Accelerate
+def accelerate_fit(
+    directory: Path, sections: Any, source: Path | None = None, sharded: bool = False
+) -> dict[str, Any]:
+    """Train with accumulation, clipping and a scheduler, by FSDP version 2 if it is sharded.
+
+    Accelerate shards on accelerators alone, and ignores FSDP on the CPU. Its code runs all the same
+    once its state says so.
+    """
+    forget_accelerator()
+    plugins = None if sections is None else [SSDOffloadPlugin(sections)]
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3, kwargs_handlers=plugins)
+    if sharded:
+        for state in (accelerator.state, PartialState()):  # the one copies from the other
+            state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="no_wrap",
+            cpu_ram_efficient_loading=False,
+            state_dict_type="FULL_STATE_DICT",
+        )
+    net, optimizer = fresh()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    prepared = accelerator.prepare(net, optimizer, batches_of(48), scheduler)
+    model, optimizer, loader, scheduler = prepared
+
+    def micro_batch(index: int, tokens: torch.Tensor) -> torch.Tensor:
+        with accelerator.accumulate(model):
+            loss = loss_of(model, tokens)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    def save() -> None:
+        accelerator.save_state(directory)
+        accelerator.wait_for_everyone()
+
+    load = None if source is None else lambda: accelerator.load_state(source)
+    losses = two_epochs(loader, micro_batch, save, load)
+    session = session_of(accelerator)
+    states = whole(optimizer.state_dict())
+    found = outcome(net, losses, states, None if session is None else session.engine)
+    if session is not None:
+        session.close()
+    return found
+
+
+def with_accelerate(rank: int, directory: Path) -> list[list[dict[str, Any]]]:
+    """Plain and offloaded loops, data-parallel and sharded, and resumed from each other's files."""
+    kinds = []
+    for sharded in (False, True):
+        folders = {name: directory / f"{name}-{sharded}" for name in ("plain", "ours")}
+        plain = accelerate_fit(folders["plain"], None, sharded=sharded)
+        found = []
+        for overlap, source in (("commit", None), ("off", "ours"), ("commit", "plain")):
+            settings = config(directory, overlap)
+            if sharded and source is not None:
+                settings["parameters"] = STREAMED
+            place = None if source is None else folders[source]
+            ours = accelerate_fit(folders["ours"], settings, place, sharded)
+            streamed = ours["metrics"].get("offload/parameters/written_bytes", 0)
+            found.append(compared([overlap, source], plain, ours, streamed=streamed))
+        resumed = accelerate_fit(directory, None, folders["ours"], sharded)
+        differs = [each for each in different(plain, resumed) if each != "states"]
+        found.append({**found[0], "case": ["plain of ours"], "differs": differs})
+        kinds.append(found)
+    return kinds
+
+
+# ---------------------------------------------------------------------- Trainer
+def trainer_fit(
+    directory: Path, lora: bool, offload: bool, source: Path | None, target: Path
+) -> dict[str, Any]:
+    """Train with accumulation and clipping, and save in the middle; or from there on."""
+    use(config(directory / "tier", "commit"), accelerate=offload)
+    set_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_attention_heads=2, **shape))
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))
+    tokens = torch.randint(0, 64, (32, 12), generator=torch.Generator().manual_seed(1))
+    trainer = Trainer(
+        model,
+        TrainingArguments(
+            str(target),
+            use_cpu=True,
+            ddp_backend="gloo",
+            max_steps=4,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            max_grad_norm=0.5,
+            learning_rate=1e-2,
+            logging_steps=1,
+            save_steps=2,
+            report_to=[],
+            disable_tqdm=True,
+        ),
+        train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
+    )
+    trainer.train(resume_from_checkpoint=None if source is None else str(source))
+    session = session_of(trainer.accelerator)
+    assert (session is not None) == offload
+    history = trainer.state.log_history
+    losses = [float(entry["loss"]).hex() for entry in history if "loss" in entry]
+    norms = [float(entry["grad_norm"]).hex() for entry in history if "grad_norm" in entry]
+    # After its last save they are on rank 0, the only one that the Trainer asks.
+    states = trainer.optimizer.state_dict() if trainer.args.should_save else {}
+    engine = None if session is None else session.engine
+    return {**outcome(trainer.model, losses, states, engine), "norms": norms}
+
+
+def trainer_files(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint holds, apart from how and when it was made."""
+    found = {file.name: file.read_bytes() for file in checkpoint.glob("*.safetensors")}
+    states = torch.load(checkpoint / "optimizer.pt", weights_only=True)
+    return {**found, "names": sorted(file.name for file in checkpoint.iterdir()), "states": states}
+
+
+def with_the_trainer(rank: int, directory: Path) -> list[dict[str, Any]]:
+    """A model as it is, and with LoRA: plainly, offloaded, and resumed from either's files."""
+    found = []
+    for lora in (False, True):
+        folders = {offload: directory / f"{'lora' * lora}-{offload}" for offload in (False, True)}
+        checkpoints = {key: folder / "checkpoint-2" for key, folder in folders.items()}
+        plain = trainer_fit(directory, lora, False, None, folders[False])
+        runs = [(True, None)] + [(offload, saved) for offload in (True, False) for saved in folders]
+        if lora:
+            runs = [(True, None), (True, True)]
+        for offload, saved in runs:
+            source = None if saved is None else checkpoints[saved]
+            target = folders[True] if saved is None else directory / "again"
+            ours = trainer_fit(directory, lora, offload, source, target)
+            found.append(compared([lora, offload, saved], plain, ours))
+        if rank == 0 and not same(*map(trainer_files, checkpoints.values())):
+            found.append({"case": [lora, "the files"], "differs": ["files"]})
+    return found
+
+
+# ---------------------------------------------------------------------- Lightning
+class Behaviour:
+    """A net, its loss and its data, for either install's `LightningModule`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = Net()
+        self.losses: list[str] = []
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        loss = loss_of(self.net, batch[0])
+        self.losses.append(loss.item().hex())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+    def train_dataloader(self) -> Any:
+        return batches_of(56, shuffle=True)
+
+
+class Sharded(Behaviour):
+    """The same with FSDP2."""
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]
+        if not isinstance(self.net, FSDPModule):
+            for block in (self.net.up, self.net.down, self.net.spare, self.net):
+                fully_shard(block, mesh=mesh)
+
+
+def lightning_fit(
+    family: str, behaviour: type, strategy: Any, folder: Path, source: Path | None, **options: Any
+) -> dict[str, Any]:
+    """Train two epochs with accumulation, or the second from a checkpoint of the first."""
+    pl = importlib.import_module(family)
+    pl.seed_everything(5, verbose=False)
+    module = type("Module", (behaviour, pl.LightningModule), {})()
+    trainer = pl.Trainer(
+        strategy=strategy,
+        devices=2,
+        accelerator="cpu",
+        max_epochs=2,
+        accumulate_grad_batches=3,
+        logger=False,
+        callbacks=[pl.callbacks.ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(module, ckpt_path=None if source is None else source / "epoch=0.ckpt")
+    engine = getattr(trainer.strategy, "offload_engine", None)
+    states = whole(trainer.strategy.optimizer_state(trainer.optimizers[0]))
+    if behaviour is not Sharded and not trainer.is_global_zero:
+        states = {}
+    found = outcome(module, module.losses[-7:], states, engine)
+    if engine is not None:
+        engine.close()
+    return {**found, "class": type(trainer.strategy).__name__}
+
+
+def with_lightning(rank: int, directory: Path) -> list[list[dict[str, Any]]]:
+    """Data-parallel and sharded; the second install gets a short run."""
+    whole_, sharded, short = (directory / name for name in ("whole", "sharded", "short"))
+    return [
+        data_parallel(rank, whole_, FAMILIES[0], short=False),
+        fsdp(rank, sharded, FAMILIES[0]),
+        data_parallel(rank, short, FAMILIES[1], short=True),
+    ]
+
+
+def data_parallel(rank: int, directory: Path, family: str, short: bool) -> list[dict[str, Any]]:
+    """Two processes with "ddp" and with ours: accumulation, clipping, a checkpoint, resumed."""
+    directory.mkdir(exist_ok=True)
+    found = []
+    runs: dict[float | None, list[tuple[str, str, str | None]]] = {
+        0.5: [("commit", "ours", None), ("off", "again", "ours"), ("commit", "of plain", "plain")],
+        None: [("eager", "eager", None)],
+    }
+    if short:
+        runs = {0.5: runs[0.5][:1]}
+    for clip, cases in runs.items():
+        place = directory / str(clip)
+        options = {"gradient_clip_val": clip}
+        plain = lightning_fit(family, Behaviour, "ddp", place / "plain", None, **options)
+        for overlap, name, resume in cases:
+            source = None if resume is None else place / resume
+            given = strategy_class(family)(config(directory, overlap))
+            ours = lightning_fit(family, Behaviour, given, place / name, source, **options)
+            found.append(beside(plain, ours, clip, overlap, name))
+    files = [directory / "0.5" / name / "epoch=0.ckpt" for name in ("plain", "ours")]
+    one, other = (torch.load(file, weights_only=False) for file in files)
+    differs = [key for key in one if key != "callbacks" and not same(one[key], other[key])]
+    dist.barrier()
+    if rank == 0:
+        for folder in map(str, runs):
+            shutil.rmtree(directory / folder)
+    return [*found, {**found[0], "case": ["the file"], "differs": differs}]
+
+
+def fsdp(rank: int, directory: Path, family: str) -> list[dict[str, Any]]:
+    """Two processes with Lightning's model-parallel strategy and with ours; checkpoints too."""
+    directory.mkdir(exist_ok=True)
+    pl = importlib.import_module(family)
+    ours_of = strategy_class(family, "SSDOffloadFSDPStrategy")
+    found = []
+    for one_file, cases in (
+        (True, [("off", "ours", None), ("eager", "again", "ours")]),
+        (False, [("commit", "ours", None), ("commit", "of plain", "plain")]),
+    ):
+        place = directory / str(one_file)
+        options: dict[str, Any] = {"save_distributed_checkpoint": not one_file}
+        parallel = pl.strategies.ModelParallelStrategy(2, 1, **options)
+        plain = lightning_fit(family, Sharded, parallel, place / "plain", None)
+        for overlap, name, resume in cases:
+            settings = config(directory, overlap)
+            if name == "again":  # from a checkpoint without streamed weights
+                settings["parameters"] = STREAMED
+            use(settings)
+            # By its name it saves folders.
+            given = ours_of(**options) if one_file else "ssd_offload_fsdp"
+            source = None if resume is None else place / resume
+            ours = lightning_fit(family, Sharded, given, place / name, source)
+            found.append(beside(plain, ours, one_file, overlap, name))
+    if rank == 0:  # a folder of parts becomes what is saved in one file
+        consolidate(directory / "False" / "ours" / "epoch=0.ckpt", directory / "one.ckpt")
+        files = directory / "one.ckpt", directory / "True" / "plain" / "epoch=0.ckpt"
+        one, plain = (torch.load(file, weights_only=False) for file in files)
+        keys = ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch")
+        differs = [key for key in keys if not same(plain[key], one[key])]
+        found.append({**found[-1], "case": ["consolidated"], "differs": differs})
+    dist.barrier()
+    return found
